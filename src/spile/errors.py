@@ -1,0 +1,70 @@
+"""Every error Spile raises on purpose: one line for the user, an exit code for the script.
+
+A message says what is wrong, where, and what to do. The command maps each class to its
+`exit_code`; anything that is not a `SpileError` is a bug and keeps its traceback.
+"""
+
+from collections.abc import Mapping
+
+
+class SpileError(Exception):
+    """Base of all deliberate errors."""
+
+    exit_code = 3
+
+
+class ConfigError(SpileError):
+    """A flag, a TOML value or a combination of them is not allowed."""
+
+    exit_code = 2
+
+
+class InputError(SpileError):
+    """The model or the corpus cannot be used as it is."""
+
+    exit_code = 2
+
+
+class DriftError(SpileError):
+    """The store holds another recipe than the one asked for.
+
+    Attributes:
+        differences: field name -> (value in the store, value asked for).
+    """
+
+    exit_code = 2
+
+    def __init__(self, where: str, differences: Mapping[str, tuple[object, object]]) -> None:
+        self.differences = dict(differences)
+        diff = "; ".join(
+            f"{name}: stored {old!r}, now {new!r}" for name, (old, new) in self.differences.items()
+        )
+        super().__init__(
+            f"{where} was made by another recipe ({diff}); use the stored values or another --out"
+        )
+
+
+class StoreError(SpileError):
+    """The store cannot be read or written."""
+
+
+class CorruptError(StoreError):
+    """Stored bytes are not what was written.
+
+    Attributes:
+        key: the object at fault.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        self.key = key
+        super().__init__(f"{key}: {reason}")
+
+
+class DataError(SpileError):
+    """The run produced or met values it must not keep (a NaN, a changed file)."""
+
+
+class Interrupted(SpileError):
+    """A signal asked the run to stop; everything committed stays valid."""
+
+    exit_code = 130
