@@ -1,0 +1,124 @@
+"""Stages that overlap: threads joined by bounded queues, whose errors surface in the caller.
+
+A stage that fails stops the run with its own error; a stage whose consumer has gone stops by
+itself. Nothing waits forever: every blocking call wakes to look at the stop flag.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_POLL = 0.1  # seconds between looks at the stop flag while blocked
+
+
+class Stopped(Exception):
+    """Raised inside a stage whose consumer has gone; never seen outside this module's users."""
+
+
+class Producer(Generic[T]):
+    """Runs a generator in a thread, at most `depth` items ahead of whoever iterates.
+
+    The generator's exception is raised in the consumer, after the items made before it.
+    """
+
+    def __init__(self, source: Iterator[T], depth: int, name: str) -> None:
+        self._queue: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(source,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, source: Iterator[T]) -> None:
+        try:
+            for item in source:
+                self._put((item,))
+            self._put(None)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._put_last(error)
+
+    def _put(self, item: tuple[T] | BaseException | None) -> None:
+        while not self._stop.is_set():
+            try:
+                return self._queue.put(item, timeout=_POLL)
+            except queue.Full:
+                continue
+        raise Stopped
+
+    def _put_last(self, error: BaseException) -> None:
+        try:
+            self._put(error)
+        except Stopped:
+            pass  # the consumer has gone for a reason of its own, and reports that one
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
+
+    @property
+    def waiting(self) -> int:
+        """Items ready now (a gauge)."""
+        return self._queue.qsize()
+
+    def close(self) -> None:
+        """Stop the thread; items not taken are dropped."""
+        self._stop.set()
+        self._thread.join()
+
+
+class Consumer(Generic[T]):
+    """Feeds items to `handle` in a thread, in order; `put` blocks when `depth` are waiting.
+
+    After `handle` fails, every later `put` and the final `close` raise its error.
+    """
+
+    def __init__(self, handle: Callable[[T], None], depth: int, name: str) -> None:
+        self._handle = handle
+        self._queue: queue.Queue[tuple[T] | None] = queue.Queue(depth)
+        self._error: BaseException | None = None
+        self._abandoned = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if self._error is None and not self._abandoned.is_set():
+                try:
+                    self._handle(item[0])
+                except BaseException as error:
+                    self._error = error
+
+    def put(self, item: T) -> None:
+        self.check()
+        self._queue.put((item,))
+
+    def check(self) -> None:
+        """Raise the handler's error, if it has failed."""
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def waiting(self) -> int:
+        return self._queue.qsize()
+
+    def close(self) -> None:
+        """Handle what is waiting, end the thread, and raise its error if it failed."""
+        self._queue.put(None)
+        self._thread.join()
+        self.check()
+
+    def abandon(self) -> None:
+        """Drop what is waiting and end the thread; for use when another error is being raised."""
+        self._abandoned.set()
+        self._queue.put(None)
+        self._thread.join()

@@ -1,0 +1,94 @@
+"""Text to token ids, by the model's own tokenizer (the Rust library, batched)."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from spile.errors import ConfigError, InputError
+
+# Index flags, one bit each. Readers select rows by them.
+BOS, EOS, SPECIAL, FIRST, LAST = 1, 2, 4, 8, 16
+FLAGS = {"bos": BOS, "eos": EOS, "special": SPECIAL, "first": FIRST, "last": LAST}
+
+
+def use_threads(count: int) -> None:
+    """How many threads the tokenizer may use; must precede the first batch of a process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(count)
+
+
+class TextTokenizer:
+    """A model's tokenizer under one policy of special tokens."""
+
+    def __init__(self, directory: Path, special_tokens: str) -> None:
+        path = directory / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust library raises bare Exception
+            raise InputError(f"{path}: not a usable tokenizer ({error})") from error
+        # A saved tokenizer may carry the length limits of whoever saved it.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _read(directory / "tokenizer_config.json")
+        config = _read(directory / "config.json")
+        self.bos = self._special("bos", settings, config)
+        self.eos = self._special("eos", settings, config)
+        self._policy = special_tokens
+        if special_tokens == "bos" and self.bos is None:
+            raise ConfigError("--special-tokens bos: this model's tokenizer has no BOS token")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._size = max(self._tokenizer.get_vocab_size(with_added_tokens=True), *added, 1)
+        self._flags = np.zeros(self._size + 1, np.uint16)
+        for token, content in added.items():
+            if content.special:
+                self._flags[token] = SPECIAL
+        for token, flag in ((self.bos, BOS), (self.eos, EOS)):
+            if token is not None and token < len(self._flags):
+                self._flags[token] = (self._flags[token] & ~np.uint16(SPECIAL)) | flag
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text, as int32."""
+        encodings = self._tokenizer.encode_batch_fast(
+            texts, add_special_tokens=self._policy == "tokenizer"
+        )
+        ids = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        if self._policy == "bos":
+            head = np.asarray([self.bos], np.int32)
+            ids = [np.concatenate([head, tokens]) for tokens in ids]
+        return ids
+
+    def count(self, texts: list[str]) -> int:
+        return sum(len(tokens) for tokens in self.encode(texts))
+
+    def flags(self, token_ids: np.ndarray) -> np.ndarray:
+        """bos, eos and special bits of each token."""
+        return self._flags[np.minimum(token_ids, self._size)]
+
+    @property
+    def max_id(self) -> int:
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+
+    def _special(self, name: str, settings: dict[str, Any], config: dict[str, Any]) -> int | None:
+        token = settings.get(f"{name}_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found = self._tokenizer.token_to_id(content)
+            if found is not None:
+                return found
+        listed = config.get(f"{name}_token_id")
+        listed = listed[0] if isinstance(listed, list) and listed else listed
+        return listed if isinstance(listed, int) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,202 @@
+"""The corpus cut into units: made once, stored, and read by everyone afterwards.
+
+Parquet files are cut from their footers alone. Line files (JSONL, text) take one streaming pass
+that finds line ends and hashes each unit's bytes; the table records both, so that no other
+machine repeats the pass and every later reading can be checked.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from spile.data.corpus import CorpusFile, CorpusReader, Span, open_parquet, parquet_column
+from spile.errors import InputError
+
+_CHUNK = 1 << 23
+_SAMPLED_FILES = 4
+_TOKENS_PER_BYTE = 0.25  # where a sample teaches nothing
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A fixed range of the corpus: the atom of work. May span several small files."""
+
+    id: int
+    first_doc: int
+    num_docs: int
+    tokens: int  # an estimate; the exact count is settled by tokenizing the unit
+    spans: tuple[Span, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Unit":
+        return cls(**{**value, "spans": tuple(Span(**span) for span in value["spans"])})
+
+
+def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], int]) -> float:
+    """Estimated from the heads of a few files, spread evenly over the corpus."""
+    last = len(reader.files) - 1
+    chosen = sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
+    texts: list[str] = []
+    size = 0
+    unreadable = 0
+    for file in chosen:
+        documents, taken = reader.sample(file)
+        texts += documents.texts
+        size += taken
+        unreadable += documents.skipped["not UTF-8"]
+    if unreadable and not texts:
+        raise InputError(
+            f"{reader.files[0].path}: the first {unreadable} documents are not UTF-8 text; "
+            "is this a text corpus?"
+        )
+    return count_tokens(texts) / size if texts and size else _TOKENS_PER_BYTE
+
+
+def make_units(
+    files: list[CorpusFile],
+    *,
+    text_column: str | None,
+    text_documents: str,
+    unit_tokens: int,
+    density: float,
+    max_docs: int | None,
+    max_tokens: int | None,
+) -> list[Unit]:
+    """Cut the corpus; `density` is tokens per byte. Deterministic in its arguments."""
+    builder = _Builder(unit_bytes=max(1, int(unit_tokens / density)), max_docs=max_docs)
+    for number, file in enumerate(files):
+        if file.kind == "parquet":
+            _cut_parquet(builder, number, file, text_column)
+        elif file.kind == "text" and text_documents == "file":
+            _cut_lines(builder, number, file, whole=True)
+        else:
+            _cut_lines(builder, number, file, whole=False)
+        if builder.full:
+            break
+    units = builder.finish(density)
+    if not units:
+        names = ", ".join(str(f.path) for f in files[:3])
+        raise InputError(f"the corpus is empty: no document in {len(files)} files ({names})")
+    if max_tokens is not None:
+        totals = np.cumsum([unit.tokens for unit in units])
+        units = units[: int(np.searchsorted(totals, max_tokens)) + 1]
+    return units
+
+
+class _Builder:
+    """Collects spans until a unit's bytes are reached."""
+
+    def __init__(self, unit_bytes: int, max_docs: int | None) -> None:
+        self.unit_bytes, self.max_docs = unit_bytes, max_docs
+        self.docs = 0
+        self._spans: list[Span] = []
+        self._size = 0
+        self._done: list[tuple[int, int, int, tuple[Span, ...]]] = []
+
+    @property
+    def room(self) -> int:
+        """Bytes until the current unit is full."""
+        return self.unit_bytes - self._size
+
+    @property
+    def docs_left(self) -> int:
+        """Documents until --max-docs is reached."""
+        return 1 << 62 if self.max_docs is None else self.max_docs - self.docs
+
+    @property
+    def full(self) -> bool:
+        return self.docs_left <= 0
+
+    def add(self, span: Span, size: int) -> None:
+        if span.count:
+            self._spans.append(span)
+            self._size += size
+            self.docs += span.count
+        if self.room <= 0:
+            self._close()
+
+    def _close(self) -> None:
+        if self._spans:
+            count = sum(span.count for span in self._spans)
+            self._done.append((self.docs - count, count, self._size, tuple(self._spans)))
+        self._spans, self._size = [], 0
+
+    def finish(self, density: float) -> list[Unit]:
+        self._close()
+        return [
+            Unit(i, first, count, max(1, round(size * density)), spans)
+            for i, (first, count, size, spans) in enumerate(self._done)
+        ]
+
+
+def _cut_parquet(builder: _Builder, number: int, file: CorpusFile, column: str | None) -> None:
+    metadata = open_parquet(file).metadata
+    name = parquet_column(file, column)
+    row = 0
+    for g in range(metadata.num_row_groups):
+        group = metadata.row_group(g)
+        sizes = [
+            group.column(c).total_uncompressed_size
+            for c in range(group.num_columns)
+            if group.column(c).path_in_schema == name
+        ]
+        end = row + group.num_rows
+        per_row = max(1.0, sum(sizes) / max(1, group.num_rows))
+        while row < end and not builder.full:
+            fit = max(1, -(-builder.room // max(1, int(per_row))))
+            count = min(end - row, fit, builder.docs_left)
+            builder.add(Span(number, row, count), int(count * per_row))
+            row += count
+
+
+def _cut_lines(builder: _Builder, number: int, file: CorpusFile, *, whole: bool) -> None:
+    """One pass over the file. With `whole`, it is a single document."""
+    start = position = first = 0  # of the span being collected: byte, byte reached, document
+    lines = 0
+    digest = xxhash.xxh3_128()
+    last_byte = b""
+
+    def close(stop: int, count: int) -> None:
+        nonlocal start, first, lines, digest
+        builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
+        start, first, lines, digest = stop, first + count, 0, xxhash.xxh3_128()
+
+    for data in _chunks(file):
+        last_byte = data[-1:]
+        ends = position + 1 + np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
+        if whole:
+            ends = ends[:0]
+        used, taken = 0, 0  # of this chunk: bytes hashed, line ends passed
+        while taken < len(ends) and not builder.full:
+            by_size = int(np.searchsorted(ends, start + builder.room, side="left")) + 1
+            by_docs = taken + builder.docs_left - lines
+            cut = min(by_size, by_docs)
+            if cut > len(ends):
+                lines += len(ends) - taken
+                taken = len(ends)
+                break
+            cut = max(cut, taken + 1)
+            stop = int(ends[cut - 1])
+            digest.update(data[used : stop - position])
+            used = stop - position
+            lines += cut - taken
+            taken = cut
+            close(stop, lines)
+        if builder.full:
+            return
+        digest.update(data[used:])
+        position += len(data)
+    if position > start:
+        close(position, 1 if whole else lines + (last_byte != b"\n"))
+
+
+def _chunks(file: CorpusFile) -> Iterator[bytes]:
+    with file.open() as stream:
+        while data := file.read(stream, _CHUNK):
+            yield data

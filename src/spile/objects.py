@@ -1,0 +1,269 @@
+"""Bytes under keys. One protocol, so that what stands on it knows nothing of disks or buckets.
+
+Two kinds of object exist, and the difference is the whole safety of the store:
+  * a *stream* is written once under a key nobody else uses (shards), durable when closed;
+  * a *record* is small and created exclusively: of two writers one wins, and both know it.
+Heartbeats, which nothing depends on, are the only objects ever replaced.
+"""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from spile.errors import ConfigError, StoreError
+
+_TEMPORARY = ".tmp-"
+
+
+class Stream(Protocol):
+    """An object being written."""
+
+    def write(self, data: bytes | memoryview) -> None: ...
+
+    def close(self) -> None:
+        """Make the object durable; only then may a record name it."""
+        ...
+
+    def abandon(self) -> None:
+        """Stop writing; the object is removed if that is possible."""
+        ...
+
+
+class Objects(Protocol):
+    """A store of objects. Keys are relative, with forward slashes."""
+
+    url: str
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises FileNotFoundError if there is none."""
+        ...
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes: ...
+
+    def size(self, key: str) -> int:
+        """Bytes in the object. Raises FileNotFoundError if there is none."""
+        ...
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Create the record durably; False, changing nothing, if the key exists."""
+        ...
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Create or overwrite, atomically but not durably."""
+        ...
+
+    def stream(self, key: str) -> Stream: ...
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Keys under a prefix that ends in a slash (or all), in no particular order."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the object; one that is not there is no error."""
+        ...
+
+    def leftover_of(self, key: str) -> str | None:
+        """The key whose interrupted creation left this object behind; None for any other."""
+        ...
+
+    def local_path(self, key: str) -> Path | None:
+        """The object's file, where it has one: for memory maps."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Room left, where that is known."""
+        ...
+
+
+def open_objects(url: str) -> "LocalObjects":
+    """The store at a path or URL; nothing is created by opening it."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return LocalObjects(Path(url))
+    if scheme == "file":
+        return LocalObjects(Path(rest))
+    raise ConfigError(f"{url}: only local directories are supported as a store, not {scheme}://")
+
+
+def _explain(action: str, path: Path, error: OSError) -> StoreError:
+    if error.errno == errno.ENOSPC:
+        return StoreError(
+            f"disk full while {action} {path}; what is committed stays valid: "
+            "free some space and run the same command again"
+        )
+    return StoreError(f"{action} {path}: {error.strerror or error}")
+
+
+class LocalObjects:
+    """Objects as files under a directory.
+
+    A record is written beside its key, synced, and hard-linked to it: the link is exclusive, so
+    a record is either whole or absent, and never two. Directories are synced after they change.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.url = str(root)
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/")
+        if key.startswith("/") or "\0" in key or any(p in ("", ".", "..") for p in parts):
+            raise StoreError(f"{self.url}: {key!r} is not a key inside the store")
+        return self.root.joinpath(*parts)
+
+    def get(self, key: str) -> bytes:
+        return self._path(key).read_bytes()
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        with self._path(key).open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def size(self, key: str) -> int:
+        return self._path(key).stat().st_size
+
+    def create(self, key: str, data: bytes) -> bool:
+        path = self._path(key)
+        temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
+        try:
+            with self._open_new(temporary) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            except FileNotFoundError:
+                # `gc` removes a leftover only when its key exists: then ours came second.
+                if path.exists():
+                    return False
+                raise
+            _sync_directory(path.parent)
+            return True
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise StoreError(
+                    f"{self.url} does not support hard links, which exclusive commits need; "
+                    "use a local file system for --out"
+                ) from error
+            raise _explain("creating", path, error) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def replace(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
+        try:
+            with self._open_new(temporary) as file:
+                file.write(data)
+            try:
+                os.replace(temporary, path)
+            except FileNotFoundError:
+                pass  # taken for a leftover by `gc`; the next heartbeat replaces it anyway
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise _explain("writing", path, error) from error
+
+    def stream(self, key: str) -> "LocalStream":
+        path = self._path(key)
+        try:
+            return LocalStream(path, self._open_new(path))
+        except OSError as error:
+            raise _explain("creating", path, error) from error
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        start = self.root / prefix
+        for folder, _, names in os.walk(start):
+            base = Path(folder).relative_to(self.root)
+            for name in names:
+                yield (base / name).as_posix()
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            path.unlink(missing_ok=True)
+            folder = path.parent
+            while folder != self.root:  # empty folders go with their last file
+                folder.rmdir()
+                folder = folder.parent
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST):
+                raise _explain("deleting", path, error) from error
+
+    def leftover_of(self, key: str) -> str | None:
+        base, separator, _ = key.rpartition(_TEMPORARY)
+        return base if separator and "/" not in key[len(base) :] else None
+
+    def local_path(self, key: str) -> Path:
+        return self._path(key)
+
+    def free_bytes(self) -> int | None:
+        folder = self.root
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+
+    def _open_new(self, path: Path) -> BinaryIO:
+        """Open a file that must not exist, making its folders; `gc` may be removing them."""
+        for attempt in range(100):
+            try:
+                _make_directories(path.parent, self.root)
+                return path.open("xb", buffering=0)
+            except FileNotFoundError:
+                if attempt == 99:
+                    raise
+        raise AssertionError
+
+
+class LocalStream:
+    """A file being written; unbuffered, since shards are written in large pieces."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        try:
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            raise _explain("writing", self._path, error) from error
+
+    def close(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            _sync_directory(self._path.parent)
+        except FileNotFoundError:
+            pass  # the folder is gone: `gc` saw the unit done by another attempt than this one
+        except OSError as error:
+            raise _explain("writing", self._path, error) from error
+
+    def abandon(self) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _make_directories(folder: Path, root: Path) -> None:
+    """Like makedirs, but each new directory's entry is synced into its parent."""
+    if folder.is_dir():
+        return
+    if folder != root and root in folder.parents:
+        _make_directories(folder.parent, root)
+    elif not folder.parent.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    _sync_directory(folder.parent)
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
