@@ -4,6 +4,7 @@ A stage that fails stops the run with its own error; a stage whose consumer has 
 itself. Nothing waits forever: every blocking call wakes to look at the stop flag.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -27,9 +28,7 @@ class Producer(Generic[T]):
     def __init__(self, source: Iterator[T], depth: int, name: str) -> None:
         self._queue: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(source,), name=name, daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(source,), name=name, daemon=True)
         self._thread.start()
 
     def _run(self, source: Iterator[T]) -> None:
@@ -51,10 +50,9 @@ class Producer(Generic[T]):
         raise Stopped
 
     def _put_last(self, error: BaseException) -> None:
-        try:
+        # A consumer that has gone did so for a reason of its own, and reports that one.
+        with contextlib.suppress(Stopped):
             self._put(error)
-        except Stopped:
-            pass  # the consumer has gone for a reason of its own, and reports that one
 
     def __iter__(self) -> Iterator[T]:
         while True:

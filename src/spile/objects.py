@@ -6,6 +6,7 @@ Two kinds of object exist, and the difference is the whole safety of the store:
 Heartbeats, which nothing depends on, are the only objects ever replaced.
 """
 
+import contextlib
 import errno
 import os
 import shutil
@@ -161,10 +162,9 @@ class LocalObjects:
         try:
             with self._open_new(temporary) as file:
                 file.write(data)
-            try:
+            # `gc` may take the file for a leftover; the next heartbeat replaces it anyway.
+            with contextlib.suppress(FileNotFoundError):
                 os.replace(temporary, path)
-            except FileNotFoundError:
-                pass  # taken for a leftover by `gc`; the next heartbeat replaces it anyway
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise _explain("writing", path, error) from error

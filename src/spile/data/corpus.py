@@ -25,7 +25,13 @@ from spile.identity import sampled_digest
 
 _log = logging.getLogger("spile")
 
-_KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".text": "text"}
+_KINDS = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".txt": "text",
+    ".text": "text",
+}
 _READ_SIZE = 1 << 22
 _SAMPLE_BYTES = 1 << 18
 _SAMPLE_ROWS = 256
@@ -45,9 +51,9 @@ class CorpusFile:
 
     def open(self) -> BinaryIO:
         """The decompressed bytes, as a stream."""
-        raw = self.path.open("rb")
         if self.compression == "gz":
-            return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+            return cast(BinaryIO, gzip.open(self.path, "rb"))
+        raw = self.path.open("rb")
         if self.compression == "zst":
             reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
             return cast(BinaryIO, reader)
@@ -147,6 +153,11 @@ class CorpusReader:
         self._column, self._mode = text_column, text_documents
         self._stream: tuple[int, int, BinaryIO] | None = None  # file, offset, stream
 
+    def close(self) -> None:
+        if self._stream:
+            self._stream[2].close()
+        self._stream = None
+
     def read(self, spans: tuple[Span, ...], first_ordinal: int) -> Documents:
         """All usable documents of some spans, in order."""
         ordinals: list[int] = []
@@ -190,8 +201,7 @@ class CorpusReader:
         if self._stream and self._stream[0] == span.file and self._stream[1] <= span.start:
             _, offset, stream = self._stream
         else:
-            if self._stream:
-                self._stream[2].close()
+            self.close()
             offset, stream = 0, source.open()
             if not source.compression:
                 stream.seek(span.start)
@@ -223,9 +233,7 @@ class CorpusReader:
             else:
                 yield self._parse_json(source, line, number)
 
-    def _parse_json(
-        self, source: CorpusFile, line: bytes, number: int
-    ) -> tuple[str | None, str]:
+    def _parse_json(self, source: CorpusFile, line: bytes, number: int) -> tuple[str | None, str]:
         if not line.strip():
             return None, "empty"
         try:
@@ -278,7 +286,9 @@ class CorpusReader:
                 if position >= span.first + span.count:
                     return
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{source.path}: cannot read Parquet ({error}); is it whole?") from error
+            raise InputError(
+                f"{source.path}: cannot read Parquet ({error}); is it whole?"
+            ) from error
 
 
 def count_lines(data: bytes) -> int:

@@ -10,17 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spile.data.tokens import FIRST, LAST, TextTokenizer
-
-INDEX_DTYPE = np.dtype(
-    [
-        ("token_id", np.int32),
-        ("doc", np.int64),
-        ("offset", np.int32),
-        ("pos", np.int32),
-        ("flags", np.uint16),
-    ]
-)
+from spile.data.tokens import TextTokenizer
+from spile.index import FIRST, INDEX_DTYPE, LAST
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from spile.errors import ConfigError, InputError
-
-# Index flags, one bit each. Readers select rows by them.
-BOS, EOS, SPECIAL, FIRST, LAST = 1, 2, 4, 8, 16
-FLAGS = {"bos": BOS, "eos": EOS, "special": SPECIAL, "first": FIRST, "last": LAST}
+from spile.index import BOS, EOS, SPECIAL
 
 
 def use_threads(count: int) -> None:

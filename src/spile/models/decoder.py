@@ -38,8 +38,8 @@ def forward(
     x = params.embed[tokens]
     wanted = _layers_by_site(taps)
     out: dict[str, Array] = {}
-    for tap in (Tap("embed"), Tap("resid_pre", 0)):
-        if tap in taps:
+    for tap in taps:
+        if _computed_as(tap) == Tap("embed"):
             out[tap.name] = x.astype(store_dtype)
 
     depth = max(tap.layers_needed(arch) for tap in taps)
@@ -48,9 +48,9 @@ def forward(
             params.blocks, x, positions, segments, arch, wanted, depth, attention, store_dtype
         )
         for tap in taps:
-            site, layer = _computed_as(tap)
-            if layer is not None and site in buffers:
-                out[tap.name] = buffers[site][wanted[site].index(layer)]
+            met = _computed_as(tap)
+            if met.layer is not None:
+                out[tap.name] = buffers[met.site][wanted[met.site].index(met.layer)]
 
     if params.final_norm is not None:
         normed = rms_norm(x, params.final_norm, arch.norm_eps)
@@ -62,21 +62,20 @@ def forward(
     return out
 
 
-def _computed_as(tap: Tap) -> tuple[str, int | None]:
+def _computed_as(tap: Tap) -> Tap:
     """Where a tap's value is met: the stream entering a block is what the one before it left."""
-    if tap.site == "resid_pre" and tap.layer is not None:
-        return "resid_post", tap.layer - 1
-    return tap.site, tap.layer
+    if tap.site != "resid_pre" or tap.layer is None:
+        return tap
+    return Tap("resid_post", tap.layer - 1) if tap.layer else Tap("embed")
 
 
 def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
+    """The layers to keep of each site, ascending; a site without layers has none."""
     wanted: dict[str, set[int]] = {}
-    for tap in taps:
-        site, layer = _computed_as(tap)
-        if layer is None:
-            wanted.setdefault(site, set())
-        elif layer >= 0:
-            wanted.setdefault(site, set()).add(layer)
+    for tap in map(_computed_as, taps):
+        layers = wanted.setdefault(tap.site, set())
+        if tap.layer is not None:
+            layers.add(tap.layer)
     return {site: sorted(layers) for site, layers in wanted.items()}
 
 
@@ -94,7 +93,9 @@ def _run_blocks(
     sites = {site: layers for site, layers in wanted.items() if layers}
     # slots[site][layer]: where that block's value goes (see the module's first lines)
     slots = {site: np.searchsorted(layers, np.arange(depth)) for site, layers in sites.items()}
-    buffers = {site: jnp.zeros((int(s.max()) + 1, *x.shape), store_dtype) for site, s in slots.items()}
+    buffers = {
+        site: jnp.zeros((int(s.max()) + 1, *x.shape), store_dtype) for site, s in slots.items()
+    }
     cos, sin = rotary_angles(positions, *arch.rope.frequencies(arch.head_dim, arch.max_positions))
     attend = partial(_attend, segments=segments, positions=positions, attention=attention)
 
@@ -103,7 +104,9 @@ def _run_blocks(
     ) -> tuple[tuple[Hidden, dict[str, Array]], None]:
         stream, kept = carry
         block, slot = layer
-        attn_out = attend(rms_norm(stream, block["attn_norm"], arch.norm_eps), block, arch, cos, sin)
+        attn_out = attend(
+            rms_norm(stream, block["attn_norm"], arch.norm_eps), block, arch, cos, sin
+        )
         mid = stream + attn_out
         mlp_out = _mlp(rms_norm(mid, block["mlp_norm"], arch.norm_eps), block, arch)
         post = mid + mlp_out

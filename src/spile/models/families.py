@@ -19,22 +19,63 @@ ACTIVATIONS = ("silu",)
 
 # Written by every version of transformers and without effect on a forward pass.
 _IGNORED = frozenset(
-    """
-    _attn_implementation_autoset _name_or_path architectures attention_dropout bos_token_id
-    chunk_size_feed_forward dtype eos_token_id id2label initializer_range is_llama_config
-    label2id max_window_layers model_type output_attentions output_hidden_states pad_token_id
-    problem_type return_dict torch_dtype torchscript transformers.js_config transformers_version
-    use_cache use_return_dict do_sample max_length min_length num_beams repetition_penalty
-    temperature top_k top_p unk_token_id sep_token_id task_specific_params
-    """.split()
+    [
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_llama_config",
+        "label2id",
+        "max_window_layers",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "use_cache",
+        "use_return_dict",
+        "do_sample",
+        "max_length",
+        "min_length",
+        "num_beams",
+        "repetition_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "unk_token_id",
+        "sep_token_id",
+        "task_specific_params",
+    ]
 )
 
 _READ = frozenset(
-    """
-    vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    intermediate_size rms_norm_eps hidden_act tie_word_embeddings max_position_embeddings
-    rope_parameters rope_scaling rope_theta
-    """.split()
+    [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "rms_norm_eps",
+        "hidden_act",
+        "tie_word_embeddings",
+        "max_position_embeddings",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+    ]
 )
 
 # Values under which a key changes nothing; any other value needs code we do not have.
@@ -180,7 +221,9 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: Family, where: str) -> None:
-    switches = {r for r in (family.qkv_bias, family.out_bias, family.mlp_bias) if isinstance(r, str)}
+    switches = {
+        r for r in (family.qkv_bias, family.out_bias, family.mlp_bias) if isinstance(r, str)
+    }
     harmless = {**_HARMLESS, **family.harmless}
     for key, value in config.items():
         if key in _IGNORED or key in _READ or key in switches:

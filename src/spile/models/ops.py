@@ -12,7 +12,7 @@ def rms_norm(
 ) -> Float[Array, "*tokens width"]:
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight * (wide * scale).astype(x.dtype)
+    return _per_channel(weight, x) * (wide * scale).astype(x.dtype)
 
 
 def linear(
@@ -21,14 +21,14 @@ def linear(
     bias: Float[Array, " out"] | None = None,
 ) -> Float[Array, "*tokens out"]:
     y = jnp.einsum("...i,oi->...o", x, weight)
-    return y if bias is None else y + bias
+    return y if bias is None else y + _per_channel(bias, y)
 
 
 def rotary_angles(
     positions: Int[Array, "rows seq"], frequencies: np.ndarray, amplitude: float
 ) -> tuple[Float[Array, "rows seq 1 half"], Float[Array, "rows seq 1 half"]]:
     """cos and sin for every token, in float32; computed once and used by every block."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(frequencies)
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
     return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
 
 
@@ -45,3 +45,8 @@ def rotate(
 
 def activate(x: Float[Array, "*tokens mlp"], name: str) -> Float[Array, "*tokens mlp"]:
     return {"silu": jax.nn.silu}[name](x)
+
+
+def _per_channel(values: Float[Array, " width"], like: Array) -> Array:
+    """Shaped to broadcast over tokens; said aloud, because ranks are never promoted silently."""
+    return jnp.expand_dims(values, tuple(range(like.ndim - 1)))

@@ -41,9 +41,7 @@ SITES = {
             "blocks.{}.hook_resid_mid",
         ),
         Site("mlp_out", True, "what the MLP adds to the residual stream", "blocks.{}.hook_mlp_out"),
-        Site(
-            "resid_post", True, "residual stream leaving the block", "blocks.{}.hook_resid_post"
-        ),
+        Site("resid_post", True, "residual stream leaving the block", "blocks.{}.hook_resid_post"),
         Site("final_norm", False, "after the last norm: what the head reads", "ln_final.hook_out"),
         Site("logits", False, "next-token logits", "unembed.hook_out"),
     )
@@ -90,9 +88,7 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
         taps.update(_parse_item(item, arch))
     if not taps:
         raise ConfigError(f"--taps {text!r} names no tap")
-    return tuple(
-        sorted(taps, key=lambda t: (t.layers_needed(arch), t.layer or -1, _ORDER[t.site]))
-    )
+    return tuple(sorted(taps, key=lambda t: (t.layers_needed(arch), t.layer or -1, _ORDER[t.site])))
 
 
 def parse_tap_name(name: str) -> Tap:

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from spile.models.checkpoint import Checkpoint, check_tensors
-from spile.models.params import ParamSpec, Params, block_specs, outer_specs
+from spile.models.params import Params, ParamSpec, block_specs, outer_specs
 from spile.tensors import as_bytes, map_tensor
 
 

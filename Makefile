@@ -1,0 +1,41 @@
+# Everything needs only Python >= 3.11, make and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= acts/demo
+
+.PHONY: demo test lint chaos bench wheel clean
+
+demo: $(VENV)/.spile
+	$(BIN)/spile extract --model demo --corpus demo --taps resid_post:9,mlp_out:9 \
+	  --max-docs 24 --seq-len 512 --unit-tokens 3k --out $(OUT)
+
+test: lint
+	$(BIN)/pytest -n 2 --dist worksteal
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+chaos: $(VENV)/.dev
+	$(BIN)/pytest -n 2 -m chaos tests/chaos --chaos-full
+
+bench: $(VENV)/.dev
+	$(BIN)/python bench/cpu.py
+
+wheel: $(VENV)/.dev
+	$(BIN)/pip wheel -q --no-deps -w dist .
+
+$(VENV)/.spile: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.spile
+	$(BIN)/pip install -q -e '.[demo,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist acts .pytest_cache .ruff_cache

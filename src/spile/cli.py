@@ -1,0 +1,236 @@
+"""The command: parse, call one function, print.
+
+Flags are made from the declarations in `config.py`. Everything heavy is imported by the verb that
+needs it, so that `status`, `verify` and `--help` start at once and run where jax is absent.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from spile import __version__
+from spile.config import Recipe, Runtime, build, flag_of, load_toml
+from spile.errors import ConfigError, Interrupted, SpileError
+
+_EXTRACT_HELP = """\
+Run a model over a corpus and keep the activations of the tapped places as a dataset.
+The same command resumes after any interruption, and --out alone is enough to resume.
+
+  spile extract --model demo --corpus demo --taps resid_post:20 --max-docs 50 --out acts/demo
+  spile extract --model ./Qwen2.5-0.5B --corpus 'texts/*.parquet' \\
+                --taps resid_post:all,mlp_out:12 --out acts/qwen
+"""
+_TAPS_HELP = """\
+taps:   site:layers, comma separated
+sites:  embed  resid_pre  attn_out  resid_mid  mlp_out  resid_post  final_norm  logits
+layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0; none for embed,
+        final_norm, logits). TransformerLens names (blocks.20.hook_resid_post) work too.
+
+exit codes: 0 done; 2 bad input or configuration; 3 data or store fault; 130 interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `spile`."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command; returns its exit code."""
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        arguments = _parser().parse_args(argv)
+        logging.basicConfig(
+            level=logging.WARNING if getattr(arguments, "quiet", False) else logging.INFO,
+            format="spile: %(message)s",
+            handlers=[_handler()],
+        )
+        logging.getLogger("jax").setLevel(logging.WARNING)
+        return arguments.verb(arguments)
+    except SpileError as error:
+        print(f"spile: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("spile: interrupted; what is committed stays valid", file=sys.stderr)
+        return Interrupted.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _interrupted(number: int, frame: object) -> NoReturn:
+    raise Interrupted("interrupted; what is committed stays valid")
+
+
+def _handler() -> logging.Handler:
+    handler = logging.StreamHandler()
+    handler.addFilter(logging.Filter("spile"))
+    return handler
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="spile",
+        description="Taps a language model while it reads a corpus, and keeps the activations.",
+    )
+    parser.add_argument("--version", action="version", version=f"spile {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    def verb(
+        name: str, handle: Callable[[argparse.Namespace], int], help: str, **more: Any
+    ) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(
+            name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter,
+            **{"description": help, **more},
+        )  # fmt: skip
+        sub.set_defaults(verb=handle)
+        sub.add_argument("--json", action="store_true", help="print one JSON object")
+        return sub
+
+    for name, handle, help, description in (
+        ("extract", _extract, "make a dataset, or continue it", _EXTRACT_HELP),
+        ("plan", _plan, "what extract would cost: documents, tokens, bytes, memory", None),
+    ):
+        sub = verb(name, handle, help, epilog=_TAPS_HELP, description=description or help)
+        sub.add_argument("--out", metavar="DIR", help="where the dataset goes")
+        sub.add_argument("--config", metavar="FILE", help="TOML file of options; flags win")
+        sub.add_argument("--quiet", action="store_true", help="only errors")
+        _add_options(sub.add_argument_group("recipe: what the dataset is"), Recipe)
+        _add_options(sub.add_argument_group("runtime: how it is made"), Runtime)
+
+    sub = verb("status", _status, "where a dataset stands")
+    sub.add_argument("out", metavar="OUT")
+    sub = verb("verify", _verify, "audit every byte of a dataset")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("--partial", action="store_true", help="units not done yet are no fault")
+    sub = verb("gc", _gc, "remove what no finished unit needs; safe beside running workers")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument(
+        "--abandoned", action="store_true",
+        help="also attempts at unfinished units: only if nothing is running",
+    )  # fmt: skip
+    return parser
+
+
+def _add_options(group: Any, options: type[Recipe] | type[Runtime]) -> None:
+    for f in dataclasses.fields(options):
+        meta = f.metadata
+        if meta["kind"] == "switch":
+            group.add_argument(
+                flag_of(f.name), action="store_true", default=None, help=meta["help"]
+            )
+        else:
+            hint = "|".join(meta["choices"]) or {"count": "N", "size": "SIZE"}.get(
+                meta["kind"], "X"
+            )
+            group.add_argument(flag_of(f.name), metavar=hint, help=meta["help"])
+
+
+def _options(arguments: argparse.Namespace) -> tuple[Recipe, Runtime, str | None]:
+    options = load_toml(Path(arguments.config)) if arguments.config else {}
+    names = (*Recipe.names(), *Runtime.names(), "out")
+    flags = {name: getattr(arguments, name) for name in names}
+    options |= {name: value for name, value in flags.items() if value is not None}
+    out = options.pop("out", None)
+    return *build(options), out
+
+
+def _extract(arguments: argparse.Namespace) -> int:
+    from spile.engine.local import extract
+    from spile.metrics import Counters
+    from spile.terminal import extract_summary, progress
+
+    recipe, runtime, out = _options(arguments)
+    if out is None:
+        raise ConfigError("--out is missing: where should the dataset go?")
+    counters = Counters()
+    with progress(counters, quiet=arguments.quiet or arguments.json) as on_start:
+        outcome = extract(recipe, out, runtime, counters=counters, on_start=on_start)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(outcome)))
+    elif not arguments.quiet:
+        print(extract_summary(out, outcome))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from spile.engine.estimate import estimate, refuse_if_too_large
+    from spile.engine.resolve import resolve
+    from spile.objects import open_objects
+    from spile.store.ledger import Ledger
+    from spile.terminal import plan_table
+
+    recipe, runtime, out = _options(arguments)
+    ledger = Ledger(open_objects(out or "."))
+    platform = _platform()
+    job = resolve(recipe, ledger, platform)
+    objects = ledger.objects
+    done = ledger.done_units()
+    cost = estimate(job, runtime, platform, done=done, free_bytes=objects.free_bytes())
+    if arguments.json:
+        print(json.dumps({**dataclasses.asdict(cost), "total_bytes": cost.total_bytes}))
+    else:
+        plan_table(job.recipe.to_json(), cost)
+    if not runtime.ignore_space:
+        refuse_if_too_large(cost, objects.url)
+    return 0
+
+
+def _platform() -> str:
+    """The kind of device a run here would use."""
+    try:
+        import jax
+    except ImportError:
+        return "cpu"
+    return jax.default_backend()
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from spile.monitor.status import read_status
+    from spile.objects import open_objects
+    from spile.terminal import status_text
+
+    status = read_status(open_objects(arguments.out))
+    print(json.dumps(status.to_json()) if arguments.json else status_text(arguments.out, status))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from spile.objects import open_objects
+    from spile.store.verify import verify
+    from spile.terminal import verify_text
+
+    report = verify(open_objects(arguments.out), partial=arguments.partial)
+    if arguments.json:
+        print(json.dumps({"ok": report.ok, **dataclasses.asdict(report)}))
+    else:
+        print(verify_text(arguments.out, report))
+    return 0 if report.ok else SpileError.exit_code
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    from spile.objects import open_objects
+    from spile.store.verify import collect_garbage
+
+    removed = collect_garbage(open_objects(arguments.out), abandoned=arguments.abandoned)
+    if arguments.json:
+        print(json.dumps({"removed": removed}))
+    else:
+        print(f"{len(removed)} orphans removed")
+    return 0
+
+
+if __name__ == "__main__":
+    main()

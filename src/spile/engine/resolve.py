@@ -1,0 +1,190 @@
+"""A recipe with nothing left open: files found, identities taken, defaults settled. No jax.
+
+When the store already holds a dataset, whatever was not asked for comes from there, and whatever
+was must agree with it.
+"""
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from spile.config import Recipe, ResolvedRecipe, flag_of
+from spile.data.corpus import CorpusFile, CorpusReader, find_files
+from spile.data.tokens import TextTokenizer
+from spile.data.units import Unit, make_units, tokens_per_byte
+from spile.errors import ConfigError, DriftError, InputError
+from spile.models.checkpoint import Checkpoint, open_checkpoint
+from spile.models.taps import Tap, parse_taps
+from spile.store.ledger import Ledger, Table
+
+_log = logging.getLogger("spile")
+
+# Settled once, when the unit table is made: a unit should take minutes, not hours, to redo.
+_UNIT_TOKENS = {"cpu": 64_000}
+_UNIT_TOKENS_ACCELERATOR = 4_000_000
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run needs to know before it touches a device."""
+
+    recipe: ResolvedRecipe
+    table: Table
+    checkpoint: Checkpoint
+    tokenizer: TextTokenizer
+    files: list[CorpusFile]
+    taps: tuple[Tap, ...]
+    units: list[Unit]
+
+    @property
+    def layers(self) -> int:
+        """Blocks that must be loaded and run."""
+        return max(tap.layers_needed(self.checkpoint.arch) for tap in self.taps)
+
+    @property
+    def needs_head(self) -> bool:
+        return any(tap.site in ("final_norm", "logits") for tap in self.taps)
+
+    def reader(self) -> CorpusReader:
+        return CorpusReader(self.files, self.recipe.text_column, self.recipe.text_documents)
+
+
+def resolve(recipe: Recipe, ledger: Ledger, platform: str) -> Job:
+    """Settle a recipe against a store, which may be empty. Writes nothing."""
+    stored = ledger.read_table()
+    if stored:
+        recipe = _completed(recipe, stored.recipe)
+    for name in ("model", "corpus", "taps"):
+        if getattr(recipe, name) is None:
+            raise ConfigError(f"{flag_of(name)} is missing")
+    assert recipe.model and recipe.corpus and recipe.taps
+
+    checkpoint = open_checkpoint(recipe.model)
+    taps = parse_taps(recipe.taps, checkpoint.arch)
+    files = find_files(recipe.corpus)
+    resolved = _settled(recipe, checkpoint, taps, files, platform)
+    tokenizer = TextTokenizer(checkpoint.directory, resolved.special_tokens)
+    if tokenizer.max_id >= checkpoint.arch.vocab_size:
+        raise InputError(
+            f"{checkpoint.directory}: the tokenizer makes ids up to {tokenizer.max_id}, the model "
+            f"has {checkpoint.arch.vocab_size} embeddings; they do not belong together"
+        )
+    if stored:
+        _refuse_drift(ledger.objects.url, stored, resolved, files)
+    table = stored or _make_table(resolved, checkpoint, tokenizer, taps, files)
+    units = [Unit.from_json(unit) for unit in table.units]
+    return Job(table.recipe, table, checkpoint, tokenizer, files, taps, units)
+
+
+def store_table(job: Job, ledger: Ledger) -> Job:
+    """Make the job's unit table the store's; whoever came first with one decides."""
+    table = ledger.create_table(job.table)
+    _refuse_drift(ledger.objects.url, table, job.recipe, job.files)
+    units = [Unit.from_json(unit) for unit in table.units]
+    return dataclasses.replace(job, recipe=table.recipe, table=table, units=units)
+
+
+def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
+    """Fill what was not given from the store."""
+    defaults: dict[str, Any] = {
+        **{name: getattr(stored, name) for name in Recipe.names()},
+        "model": stored.model_source,
+        "corpus": stored.corpus_source,
+        "taps": ",".join(stored.taps),
+    }
+    missing = {name for name in Recipe.names() if getattr(recipe, name) is None}
+    return dataclasses.replace(recipe, **{name: defaults[name] for name in missing})
+
+
+def _settled(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    taps: tuple[Tap, ...],
+    files: list[CorpusFile],
+    platform: str,
+) -> ResolvedRecipe:
+    arch = checkpoint.arch
+    seq_len = recipe.seq_len or min(2048, arch.max_positions)
+    if seq_len > arch.max_positions:
+        raise ConfigError(
+            f"--seq-len must be at most {arch.max_positions} for this model, got {seq_len}"
+        )
+    compute = recipe.compute_dtype or ("float32" if platform == "cpu" else "bfloat16")
+    asked_for_float32 = recipe.compute_dtype == "float32"
+    assert recipe.model and recipe.corpus
+    return ResolvedRecipe(
+        model_source=recipe.model,
+        corpus_source=recipe.corpus,
+        model=checkpoint.identity(),
+        corpus=tuple(file.identity() for file in files),
+        taps=tuple(tap.name for tap in taps),
+        seq_len=seq_len,
+        pack=recipe.pack or "ffd",
+        long_docs=recipe.long_docs or "split",
+        special_tokens=recipe.special_tokens or "tokenizer",
+        text_column=recipe.text_column,
+        text_documents=recipe.text_documents or "line",
+        max_docs=recipe.max_docs,
+        max_tokens=recipe.max_tokens,
+        unit_tokens=recipe.unit_tokens or _UNIT_TOKENS.get(platform, _UNIT_TOKENS_ACCELERATOR),
+        compute_dtype=compute,
+        store_dtype=recipe.store_dtype or ("float32" if asked_for_float32 else "bfloat16"),
+    )
+
+
+def _make_table(
+    resolved: ResolvedRecipe,
+    checkpoint: Checkpoint,
+    tokenizer: TextTokenizer,
+    taps: tuple[Tap, ...],
+    files: list[CorpusFile],
+) -> Table:
+    reader = CorpusReader(files, resolved.text_column, resolved.text_documents)
+    units = make_units(
+        files,
+        text_column=resolved.text_column,
+        text_documents=resolved.text_documents,
+        unit_tokens=resolved.unit_tokens,
+        density=tokens_per_byte(reader, tokenizer.count),
+        max_docs=resolved.max_docs,
+        max_tokens=resolved.max_tokens,
+    )
+    _log.info(
+        "unit table: %d documents, about %d tokens, in %d units",
+        sum(unit.num_docs for unit in units),
+        sum(unit.tokens for unit in units),
+        len(units),
+    )
+    return Table(
+        recipe=resolved,
+        fingerprint=resolved.fingerprint(),
+        taps={tap.name: tap.width(checkpoint.arch) for tap in taps},
+        files=tuple(
+            {"path": str(f.path), "identity": identity}
+            for f, identity in zip(files, resolved.corpus, strict=True)
+        ),
+        units=tuple(unit.to_json() for unit in units),
+    )
+
+
+def _refuse_drift(where: str, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]) -> None:
+    old, new = stored.recipe.identity(), now.identity()
+    differences: dict[str, tuple[object, object]] = {}
+    for name in old:
+        if old[name] == new[name]:
+            continue
+        if name == "corpus" and len(old[name]) == len(new[name]):
+            for file, was, is_now in zip(files, old[name], new[name], strict=True):
+                if was != is_now:
+                    differences[f"corpus file {file.path}"] = (was, is_now)
+        elif name == "corpus":
+            differences["corpus"] = (f"{len(old[name])} files", f"{len(new[name])} files")
+        elif name == "model":
+            for part in old[name]:
+                if old[name][part] != new[name][part]:
+                    differences[f"model {part}"] = (old[name][part], new[name][part])
+        else:
+            differences[name] = (old[name], new[name])
+    if differences:
+        raise DriftError(where, differences)

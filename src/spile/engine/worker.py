@@ -1,0 +1,226 @@
+"""One process at work: read-tokenize-pack, the device, and encode-hash-write, overlapped.
+
+Units flow through three stages joined by bounded queues, the next unit computing while the last
+one's shards become durable. A unit is taken when nobody who seems alive holds it; should two
+workers do the same one, the first commit wins and the other's files are removed.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spile.background import Consumer, Producer
+from spile.config import Runtime
+from spile.data.corpus import Documents
+from spile.data.pack import Batch, PackedUnit, pack_unit
+from spile.data.units import Unit
+from spile.engine.resolve import Job
+from spile.engine.step import Step, StepOutput
+from spile.errors import DataError, Interrupted
+from spile.metrics import Counters
+from spile.store.ledger import Ledger
+from spile.store.presence import Presence
+from spile.store.writer import UnitWriter
+from spile.tensors import DTYPES
+
+_log = logging.getLogger("spile")
+_DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
+_RETRY_SECONDS = 0.5  # between looks for a unit that others hold
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """A unit enters; its batches follow, then `_End`."""
+
+    unit: Unit
+    packed: PackedUnit
+    skipped: Counter[str]
+    text_digest: str
+
+
+@dataclass(frozen=True)
+class _End:
+    pass
+
+
+class Worker:
+    """Does units until all are done or it is told to stop."""
+
+    def __init__(
+        self,
+        job: Job,
+        ledger: Ledger,
+        step: Step,
+        runtime: Runtime,
+        *,
+        batch_rows: int,
+        made_by: Mapping[str, Any],
+        counters: Counters,
+        stop: threading.Event,
+    ) -> None:
+        self._job, self._ledger, self._step, self._runtime = job, ledger, step, runtime
+        self._batch_rows, self._made_by = batch_rows, made_by
+        self._counters, self._stop = counters, stop
+        self._presence = Presence(ledger.objects, runtime.stale_after)
+        self._mine: set[int] = set()
+        self._current: tuple[_Begin, UnitWriter] | None = None  # owned by the writing stage
+
+    def run(self) -> None:
+        """Work until every unit is done.
+
+        Raises:
+            Interrupted: if told to stop first; units fully computed are committed, the one in
+                hand is abandoned.
+        """
+        self._presence.start()
+        self._presence.tell(state="running")
+        try:
+            self._run_stages()
+        except BaseException as error:
+            state = "stopped" if isinstance(error, Interrupted) else "failed"
+            self._presence.close(state, error=f"{type(error).__name__}: {error}")
+            raise
+        self._presence.close("done")
+
+    def _run_stages(self) -> None:
+        depth = self._runtime.queue_depth
+        feed = Producer(self._feed(), depth, "read-tokenize-pack")
+        sink = Consumer(self._write, depth, "encode-hash-write")
+        try:
+            for item in feed:
+                if self._stop.is_set():
+                    break
+                sink.put(self._step(item) if isinstance(item, Batch) else item)
+            if self._stop.is_set():
+                sink.close()  # commits what is fully computed
+                raise Interrupted(
+                    "interrupted; what is committed stays valid: the same command resumes"
+                )
+            sink.close()
+        except BaseException:
+            sink.abandon()
+            raise
+        finally:
+            feed.close()
+            if self._current:
+                self._current[1].discard()
+
+    # -- first stage: text to batches --------------------------------------------------------
+
+    def _feed(self) -> Iterator[_Begin | Batch | _End]:
+        with closing(self._job.reader()) as reader:
+            for unit in self._units():
+                yield from self._feed_unit(unit, reader.read(unit.spans, unit.first_doc))
+
+    def _feed_unit(self, unit: Unit, documents: Documents) -> Iterator[_Begin | Batch | _End]:
+        recipe = self._job.recipe
+        encoded = self._job.tokenizer.encode(documents.texts)
+        skipped = documents.skipped.copy()
+        if empty := sum(not len(tokens) for tokens in encoded):
+            skipped["no tokens"] = empty
+        packed = pack_unit(
+            documents.ordinals,
+            encoded,
+            self._job.tokenizer,
+            seq_len=recipe.seq_len,
+            long_docs=recipe.long_docs,
+            pack=recipe.pack,
+        )
+        yield _Begin(unit, packed, skipped, documents.digest())
+        for batch in packed.batches(self._batch_rows):
+            if self._stop.is_set():
+                return
+            yield batch
+        yield _End()
+
+    def _units(self) -> Iterator[Unit]:
+        """Units to do, in order, as long as there are any that nobody else is doing."""
+        waiting = False
+        while not self._stop.is_set():
+            done = self._ledger.done_units()
+            open_units = [u for u in self._job.units if u.id not in done and u.id not in self._mine]
+            if not open_units:
+                return
+            held = self._presence.held_by_others()
+            unit = next((u for u in open_units if u.id not in held), None)
+            if unit is None:
+                if not waiting:
+                    _log.info("waiting for %d units that other workers hold", len(open_units))
+                waiting = True
+                self._stop.wait(_RETRY_SECONDS)
+                continue
+            waiting = False
+            self._mine.add(unit.id)
+            self._presence.hold(unit.id)
+            yield unit
+
+    # -- last stage: rows to durable shards --------------------------------------------------
+
+    def _write(self, item: _Begin | StepOutput | _End) -> None:
+        if isinstance(item, _Begin):
+            writer = UnitWriter(
+                self._ledger.objects,
+                item.unit.id,
+                item.packed.index,
+                self._job.table.taps,
+                _DTYPES_BY_NAME[self._job.recipe.store_dtype],
+                self._runtime.shard_bytes,
+            )
+            self._current = (item, writer)
+        elif isinstance(item, StepOutput):
+            self._write_rows(item)
+        else:
+            self._commit()
+
+    def _write_rows(self, output: StepOutput) -> None:
+        assert self._current
+        begin, writer = self._current
+        for tap in self._job.table.taps:
+            rows = output.rows_of(tap)
+            for stats in output.stats_of(tap):
+                if stats.nonfinite and not self._runtime.allow_nonfinite:
+                    raise DataError(self._nonfinite(tap, rows, output.lengths, begin))
+                writer.stats[tap].merge(stats)
+            for row, length in zip(rows, output.lengths, strict=True):
+                writer.write(tap, row[:length])
+            self._counters.add(bytes=int(output.lengths.sum()) * rows.shape[-1] * rows.itemsize)
+        self._counters.add(tokens=int(output.lengths.sum()), steps=1)
+        self._presence.tell(tokens=int(self._counters["tokens"]))
+
+    def _commit(self) -> None:
+        assert self._current
+        begin, writer = self._current
+        done = writer.finish(
+            fingerprint=self._job.table.fingerprint,
+            documents=begin.packed.num_docs,
+            contexts=begin.packed.num_contexts,
+            skipped=dict(sorted(begin.skipped.items())),
+            text_digest=begin.text_digest,
+            made_by=self._made_by,
+        )
+        won = self._ledger.commit(done)
+        self._current = None
+        if not won:
+            writer.discard()
+            _log.info("unit %d was done by another worker first", begin.unit.id)
+        self._counters.add(
+            units=1, units_lost=0 if won else 1, documents=done.documents, seen=begin.unit.num_docs
+        )
+        for reason, count in done.skipped.items():
+            self._counters.add(**{f"skipped {reason}": count})
+        self._presence.release(begin.unit.id)
+        self._presence.tell(units_done=int(self._counters["units"]))
+
+    def _nonfinite(self, tap: str, rows: np.ndarray, lengths: np.ndarray, begin: _Begin) -> str:
+        bad = [bool(~np.isfinite(row[:n]).all()) for row, n in zip(rows, lengths, strict=True)]
+        return (
+            f"{tap}: NaN or infinity in unit {begin.unit.id} (documents {begin.unit.first_doc} to "
+            f"{begin.unit.first_doc + begin.unit.num_docs - 1}, {sum(bad)} of {len(bad)} rows of a "
+            "step); check the weights and the dtypes, or keep them with --allow-nonfinite"
+        )

@@ -1,0 +1,18 @@
+"""The index: what is known of each stored row besides its values. One entry per token."""
+
+import numpy as np
+
+# Flags, one bit each. FIRST and LAST are of a context: a document, or a piece of a long one.
+BOS, EOS, SPECIAL, FIRST, LAST = 1, 2, 4, 8, 16
+FLAGS = {"bos": BOS, "eos": EOS, "special": SPECIAL, "first": FIRST, "last": LAST}
+
+# Columns are stored as tensors of these names and types.
+INDEX_DTYPE = np.dtype(
+    [
+        ("token_id", np.int32),
+        ("doc", np.int64),  # the document's ordinal in the corpus
+        ("offset", np.int32),  # the token's place in its document
+        ("pos", np.int32),  # the position the model saw; restarts with each context
+        ("flags", np.uint16),
+    ]
+)

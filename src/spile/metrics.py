@@ -1,0 +1,25 @@
+"""Counters of a run: added to by any stage, read by whoever reports."""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+
+class Counters:
+    """Named sums, safe to add to from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Counter[str] = Counter()
+
+    def add(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._values[name] += amount  # type: ignore[assignment]
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[name]
+
+    def snapshot(self) -> Mapping[str, float]:
+        with self._lock:
+            return dict(self._values)

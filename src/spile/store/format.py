@@ -1,0 +1,169 @@
+"""The layout of a dataset: every key, every record, and the format's version.
+
+    units.json               the unit table: resolved recipe, taps, files, units
+    model.json               full hashes of the weights, from the first worker's loading
+    attempts/UNIT/ATTEMPT/   TAP.N.safetensors, index.safetensors, statistics.safetensors
+    done/UNIT.json           the done record: the unit exists, and these are its shards
+    manifest.json            derived from the done records, once all are there
+    workers/NAME.json        heartbeats; nothing depends on them
+
+A record is JSON in one canonical spelling, with its own checksum: any changed byte is noticed.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import xxhash
+
+from spile.errors import CorruptError, StoreError
+
+FORMAT = 1
+
+UNITS = "units.json"
+MODEL = "model.json"
+MANIFEST = "manifest.json"
+ATTEMPTS = "attempts/"
+DONE = "done/"
+WORKERS = "workers/"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
+
+
+def done_key(unit: int) -> str:
+    return f"{DONE}{unit:08d}.json"
+
+
+def attempt_prefix(unit: int, attempt: str) -> str:
+    return f"{ATTEMPTS}{unit:08d}/{attempt}/"
+
+
+def shard_key(unit: int, attempt: str, tap: str, number: int) -> str:
+    return f"{attempt_prefix(unit, attempt)}{tap}.{number:05d}.safetensors"
+
+
+def worker_key(name: str) -> str:
+    return f"{WORKERS}{name}.json"
+
+
+def parse_done_key(key: str) -> int | None:
+    match = re.fullmatch(r"done/(\d{8})\.json", key)
+    return int(match[1]) if match else None
+
+
+def parse_attempt_key(key: str) -> tuple[int, str] | None:
+    """The unit and attempt an object under `attempts/` belongs to."""
+    match = re.fullmatch(r"attempts/(\d{8})/([^/]+)/[^/]+", key)
+    return (int(match[1]), match[2]) if match else None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a unit: a run of rows (first, count) of one tap, of the index, or statistics."""
+
+    tap: str
+    key: str
+    first: int
+    count: int
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """A done record: everything a reader needs to know of one unit."""
+
+    unit: int
+    attempt: str
+    fingerprint: str
+    rows: int
+    documents: int
+    contexts: int
+    skipped: Mapping[str, int]
+    text_digest: str
+    shards: tuple[Shard, ...]
+    index: Shard
+    statistics: Shard
+    made_by: Mapping[str, Any]
+
+    def files(self) -> tuple[Shard, ...]:
+        return (*self.shards, self.index, self.statistics)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, key: str, body: Mapping[str, Any]) -> "Done":
+        """Rebuild and audit: names stay inside the attempt, runs tile each tap's rows."""
+        try:
+            done = cls(
+                **{
+                    **body,
+                    "shards": tuple(Shard(**shard) for shard in body["shards"]),
+                    "index": Shard(**body["index"]),
+                    "statistics": Shard(**body["statistics"]),
+                }
+            )
+            prefix = attempt_prefix(done.unit, done.attempt)
+            for file in done.files():
+                if not file.key.startswith(prefix) or not _NAME.fullmatch(file.key[len(prefix) :]):
+                    raise CorruptError(key, f"names {file.key!r}, which is not of its attempt")
+            reached: dict[str, int] = {}
+            for shard in done.shards:
+                if shard.first != reached.get(shard.tap, 0) or shard.count < 1:
+                    raise CorruptError(key, f"rows of {shard.tap} overlap or leave a gap")
+                reached[shard.tap] = shard.first + shard.count
+            if any(stop != done.rows for stop in reached.values()) or done.index.count != done.rows:
+                raise CorruptError(key, "its shards do not add up to its rows")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(key, f"is not a done record ({error})") from error
+        return done
+
+
+def encode_record(kind: str, body: Mapping[str, Any]) -> bytes:
+    """A record's bytes: canonical JSON that carries its own checksum."""
+    record = {"format": FORMAT, "kind": kind, **body}
+    record["checksum"] = _checksum(record)
+    return _canonical(record)
+
+
+def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:
+    """The body of a record.
+
+    Raises:
+        StoreError: if it was written in a format this version does not know.
+        CorruptError: if any byte differs from what was written.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(key, "is not JSON (damaged or truncated)") from error
+    if not isinstance(value, dict):
+        raise CorruptError(key, "is not a record")
+    record = cast(dict[str, Any], value)
+    version = record.get("format")
+    if version != FORMAT and record.get("checksum") == _checksum(record):
+        raise StoreError(
+            f"{key}: written in format {version!r}, but this version of spile reads format "
+            f"{FORMAT}; use the version that wrote it"
+        )
+    if record.get("checksum") != _checksum(record) or _canonical(record) != data:
+        raise CorruptError(key, "checksum does not match (damaged or edited)")
+    if record.get("kind") != kind:
+        raise CorruptError(key, f"holds a {record.get('kind')!r} record, expected {kind!r}")
+    return {k: v for k, v in record.items() if k not in ("format", "kind", "checksum")}
+
+
+def _canonical(record: Mapping[str, Any]) -> bytes:
+    try:
+        return (json.dumps(record, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+    except (ValueError, RecursionError):
+        return b""
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(
+        _canonical({k: v for k, v in record.items() if k != "checksum"})
+    )

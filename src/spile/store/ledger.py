@@ -1,0 +1,168 @@
+"""What exists: the unit table, the done records, the manifest. Every commit goes through here.
+
+A unit exists when its done record does. Records are created exclusively; whoever is told that
+one exists already reads it back, because the answer to one's own lost request is the same.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spile.config import ResolvedRecipe
+from spile.errors import CorruptError, DriftError, StoreError
+from spile.objects import Objects
+from spile.store import format as fmt
+from spile.store.format import Done
+
+
+@dataclass(frozen=True)
+class Table:
+    """The unit table, as stored. `units` and `files` are JSON; data/ knows what they mean."""
+
+    recipe: ResolvedRecipe
+    fingerprint: str
+    taps: Mapping[str, int]  # name -> values per token
+    files: tuple[Mapping[str, Any], ...]
+    units: tuple[Mapping[str, Any], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe.to_json(),
+            "fingerprint": self.fingerprint,
+            "taps": dict(self.taps),
+            "files": list(self.files),
+            "units": list(self.units),
+        }
+
+
+class Ledger:
+    """The records of one dataset."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+
+    def read_table(self) -> Table | None:
+        body = self._read(fmt.UNITS, "units")
+        if body is None:
+            return None
+        try:
+            return Table(
+                recipe=ResolvedRecipe.from_json(body["recipe"]),
+                fingerprint=body["fingerprint"],
+                taps=body["taps"],
+                files=tuple(body["files"]),
+                units=tuple(body["units"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise CorruptError(fmt.UNITS, f"is not a unit table ({error})") from error
+
+    def table(self) -> Table:
+        """The unit table of a dataset that must exist."""
+        table = self.read_table()
+        if table is None:
+            raise StoreError(f"{self.objects.url}: no dataset there (no {fmt.UNITS})")
+        return table
+
+    def create_table(self, table: Table) -> Table:
+        """Store the table, or return the one that came first."""
+        self.objects.create(fmt.UNITS, fmt.encode_record("units", table.to_json()))
+        return self.table()
+
+    def check_weights(self, digests: Mapping[str, str]) -> None:
+        """Record the weights' full hashes, or compare with those recorded before."""
+        body = {"tensors": dict(sorted(digests.items()))}
+        if self.objects.create(fmt.MODEL, fmt.encode_record("model", body)):
+            return
+        stored = (self._read(fmt.MODEL, "model") or {}).get("tensors", {})
+        changed = {
+            f"weights of {name}": (stored.get(name), digests.get(name))
+            for name in sorted({*stored, *digests})
+            if stored.get(name) != digests.get(name)
+        }
+        if changed:
+            raise DriftError(self.objects.url, dict(list(changed.items())[:3]))
+
+    def done_units(self) -> set[int]:
+        """The units that exist, from a listing alone."""
+        found = (fmt.parse_done_key(key) for key in self.objects.list(fmt.DONE))
+        return {unit for unit in found if unit is not None}
+
+    def read_done(self, unit: int) -> Done | None:
+        key = fmt.done_key(unit)
+        body = self._read(key, "done")
+        if body is None:
+            return None
+        done = Done.from_json(key, body)
+        if done.unit != unit:
+            raise CorruptError(key, f"is the record of unit {done.unit}")
+        return done
+
+    def commit(self, done: Done) -> bool:
+        """Create the done record; False if another attempt came first."""
+        key = fmt.done_key(done.unit)
+        if self.objects.create(key, fmt.encode_record("done", done.to_json())):
+            return True
+        stored = self.read_done(done.unit)
+        return stored is not None and stored.attempt == done.attempt
+
+    def complete(self, table: Table) -> bool:
+        """Create the manifest if every unit is done; says whether they are."""
+        if len(self.done_units()) < len(table.units):
+            return False
+        if not self._exists(fmt.MANIFEST):
+            manifest = derive_manifest(table, (self._must_be_done(u) for u in _unit_ids(table)))
+            self.objects.create(fmt.MANIFEST, fmt.encode_record("manifest", manifest))
+        return True
+
+    def read_manifest(self) -> dict[str, Any] | None:
+        return self._read(fmt.MANIFEST, "manifest")
+
+    def _must_be_done(self, unit: int) -> Done:
+        done = self.read_done(unit)
+        if done is None:
+            raise CorruptError(fmt.done_key(unit), "is missing")
+        return done
+
+    def _read(self, key: str, kind: str) -> dict[str, Any] | None:
+        try:
+            data = self.objects.get(key)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"{self.objects.url}/{key}: {error.strerror or error}") from error
+        return fmt.decode_record(key, data, kind)
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self.objects.size(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def _unit_ids(table: Table) -> list[int]:
+    return [int(unit["id"]) for unit in table.units]
+
+
+def derive_manifest(table: Table, records: Iterable[Done]) -> dict[str, Any]:
+    """The manifest's content: determined by the table and the done records alone."""
+    units: list[dict[str, Any]] = []
+    skipped: dict[str, int] = {}
+    for done in records:
+        units.append(
+            {k: v for k, v in done.to_json().items() if k not in ("made_by", "fingerprint")}
+        )
+        for reason, count in done.skipped.items():
+            skipped[reason] = skipped.get(reason, 0) + count
+    manifest = {
+        "fingerprint": table.fingerprint,
+        "rows": sum(unit["rows"] for unit in units),
+        "documents": sum(unit["documents"] for unit in units),
+        "bytes": sum(
+            f["bytes"] for u in units for f in (*u["shards"], u["index"], u["statistics"])
+        ),
+        "skipped": skipped,
+        "units": units,
+    }
+    return json.loads(json.dumps(manifest))  # as it reads back: lists, not tuples

@@ -1,0 +1,244 @@
+"""Reading a dataset: numpy in, numpy out, memory maps where the store is a local disk. No jax.
+
+Row numbers count the dataset's rows in stored order: unit by unit, and within a unit as packed.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from spile.config import ResolvedRecipe
+from spile.errors import ConfigError, CorruptError, StoreError
+from spile.index import INDEX_DTYPE
+from spile.objects import Objects, open_objects
+from spile.store import format as fmt
+from spile.store.format import Done, Shard
+from spile.store.ledger import Ledger, Table
+from spile.store.shard import open_tensor, read_shard_header
+from spile.store.shuffle import Batches
+from spile.store.stats import TapStats, merged
+from spile.tensors import DTYPES
+
+_DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
+_OPEN_SHARDS = 512  # memory maps kept; each holds a file descriptor's worth of address space
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document in reading order: its index, and its rows of any tap."""
+
+    index: np.ndarray
+    _dataset: "Dataset"
+    _rows: np.ndarray
+
+    def read(self, tap: str) -> np.ndarray:
+        """The document's rows of a tap, [tokens, width], in reading order."""
+        width, dtype = self._dataset.width(tap), self._dataset.dtype
+        out = np.empty((len(self._rows), width), dtype)
+        for start, stop in _runs(self._rows):
+            first = int(self._rows[start])
+            out[start:stop] = self._dataset.read(tap, first, first + stop - start)
+        return out
+
+    __getitem__ = read
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class Dataset:
+    """A stored dataset, open for reading."""
+
+    def __init__(self, objects: Objects, table: Table, units: Sequence[Done]) -> None:
+        self._objects, self._table, self._units = objects, table, list(units)
+        self._starts = [0]
+        for unit in self._units:
+            self._starts.append(self._starts[-1] + unit.rows)
+        self._shards: dict[tuple[int, str], list[Shard]] = {}
+        for position, unit in enumerate(self._units):
+            for shard in unit.shards:
+                self._shards.setdefault((position, shard.tap), []).append(shard)
+        self._tensor = lru_cache(_OPEN_SHARDS)(self._open)
+
+    @property
+    def taps(self) -> list[str]:
+        return list(self._table.taps)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of every tap: one for each token."""
+        return self._starts[-1]
+
+    @property
+    def num_documents(self) -> int:
+        return sum(unit.documents for unit in self._units)
+
+    @property
+    def recipe(self) -> ResolvedRecipe:
+        return self._table.recipe
+
+    @property
+    def fingerprint(self) -> str:
+        return self._table.fingerprint
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return _DTYPES_BY_NAME[self.recipe.store_dtype]
+
+    def width(self, tap: str) -> int:
+        if tap not in self._table.taps:
+            raise ConfigError(
+                f"no tap {tap!r} in {self._objects.url}; it has {', '.join(self.taps)}"
+            )
+        return self._table.taps[tap]
+
+    def read(self, tap: str, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop of a tap, [rows, width]; a view of the file if one shard holds them."""
+        width = self.width(tap)
+        start, stop, _ = slice(start, stop).indices(self.num_tokens)
+        pieces = [
+            self._tensor(shard.key, tap)[a:b] for shard, a, b in self._pieces(tap, start, stop)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.empty((0, width), self.dtype)
+
+    def read_into(self, tap: str, start: int, out: np.ndarray) -> None:
+        """Copy rows from `start` on into a buffer, without a temporary."""
+        filled = 0
+        for shard, a, b in self._pieces(tap, start, start + len(out)):
+            out[filled : filled + b - a] = self._tensor(shard.key, tap)[a:b]
+            filled += b - a
+
+    def index(self, start: int, stop: int) -> np.ndarray:
+        """Index entries of rows start..stop: token_id, doc, offset, pos, flags."""
+        start, stop, _ = slice(start, stop).indices(self.num_tokens)
+        out = np.empty(max(0, stop - start), INDEX_DTYPE)
+        for position, low, high, at in self._unit_ranges(start, stop):
+            for name in INDEX_DTYPE.names or ():
+                column = self._tensor(self._units[position].index.key, name)
+                out[name][at : at + high - low] = column[low:high]
+        return out
+
+    def document(self, doc: int) -> Document:
+        """One document by its ordinal in the corpus."""
+        for position, unit in self._units_with(doc):
+            docs = self._tensor(unit.index.key, "doc")
+            rows = np.flatnonzero(docs == doc)
+            if len(rows):
+                order = np.argsort(self._tensor(unit.index.key, "offset")[rows], kind="stable")
+                rows = rows[order] + self._starts[position]
+                first = int(rows.min())
+                entries = self.index(first, int(rows.max()) + 1)[rows - first]
+                return Document(entries, self, rows)
+        raise StoreError(
+            f"{self._objects.url}: document {doc} is not in the dataset (out of range, skipped as "
+            "unusable, or its unit is not done)"
+        )
+
+    def statistics(self, tap: str) -> TapStats:
+        """Count, mean, variance, norms and extremes of a tap over the whole dataset."""
+        width = self.width(tap)
+
+        def parts() -> Iterator[TapStats]:
+            for unit in self._units:
+                key = unit.statistics.key
+                wanted = [
+                    n for n in read_shard_header(self._objects, key) if n.startswith(tap + "/")
+                ]
+                yield TapStats.from_tensors(tap, {n: self._tensor(key, n) for n in wanted})
+
+        return merged(parts(), width)
+
+    def batches(
+        self,
+        taps: Sequence[str],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        window: int = 1 << 16,
+        drop_last: bool = False,
+    ) -> Batches:
+        """One shuffled epoch of `{tap: rows, "index": entries}`; resumable (`state_dict`)."""
+        for tap in taps:
+            self.width(tap)
+        return Batches(
+            self, taps, batch_size, seed=seed, shuffle=shuffle, window=window, drop_last=drop_last
+        )
+
+    def _open(self, key: str, name: str) -> np.ndarray:
+        header = read_shard_header(self._objects, key)
+        if name not in header:
+            raise CorruptError(key, f"holds no tensor {name!r}")
+        return open_tensor(self._objects, key, header[name])
+
+    def _unit_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """(unit position, first and last row within it, offset from `start`) covering a range."""
+        position = bisect_right(self._starts, start) - 1
+        while start < stop and position < len(self._units):
+            base = self._starts[position]
+            high = min(stop - base, self._units[position].rows)
+            low = max(start - base, 0)
+            if high > low:
+                yield position, low, high, base + low - start
+            position += 1
+            if self._starts[position] >= stop:
+                return
+
+    def _pieces(self, tap: str, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
+        for position, low, high, _ in self._unit_ranges(start, stop):
+            shards = self._shards[position, tap]
+            at = bisect_right(shards, low, key=lambda s: s.first) - 1
+            while at < len(shards) and shards[at].first < high:
+                shard = shards[at]
+                yield shard, max(low - shard.first, 0), min(high - shard.first, shard.count)
+                at += 1
+
+    def _units_with(self, doc: int) -> Iterator[tuple[int, Done]]:
+        ranges = {
+            u["id"]: (u["first_doc"], u["first_doc"] + u["num_docs"]) for u in self._table.units
+        }
+        for position, unit in enumerate(self._units):
+            first, last = ranges[unit.unit]
+            if first <= doc < last and unit.rows:
+                yield position, unit
+
+
+def open_dataset(url: str, *, partial: bool = False) -> Dataset:
+    """Open a finished dataset; with `partial`, whatever units are done so far.
+
+    Raises:
+        StoreError: if there is no dataset, or it is unfinished and `partial` is not given.
+    """
+    objects = open_objects(str(url))
+    ledger = Ledger(objects)
+    table = ledger.table()
+    manifest = ledger.read_manifest()
+    if manifest is not None:
+        units = [_done_from_manifest(table, unit) for unit in manifest["units"]]
+        return Dataset(objects, table, units)
+    done = sorted(ledger.done_units())
+    if not partial and len(done) < len(table.units):
+        raise StoreError(
+            f"{objects.url}: {len(done)} of {len(table.units)} units are done; finish with the "
+            "same `spile extract`, or open with partial=True"
+        )
+    records = (ledger.read_done(unit) for unit in done)
+    return Dataset(objects, table, [record for record in records if record is not None])
+
+
+def _done_from_manifest(table: Table, unit: Mapping[str, Any]) -> Done:
+    body = {**unit, "made_by": {}, "fingerprint": table.fingerprint}
+    return Done.from_json(fmt.MANIFEST, body)
+
+
+def _runs(rows: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Maximal stretches of consecutive row numbers."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    bounds = [0, *breaks.tolist(), len(rows)]
+    yield from zip(bounds, bounds[1:], strict=False)

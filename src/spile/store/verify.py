@@ -1,0 +1,264 @@
+"""The audit: every byte of every object, and that together they are one whole dataset.
+
+Nothing is assumed from names or from the manifest: records are checked against their own
+checksums, shards against the records, rows against the index, the manifest against a fresh
+derivation. What no record names is listed as an orphan.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from spile.errors import SpileError
+from spile.index import INDEX_DTYPE
+from spile.objects import Objects
+from spile.store import format as fmt
+from spile.store.format import Done, Shard
+from spile.store.ledger import Ledger, Table, derive_manifest
+from spile.store.shard import open_tensor, read_shard_header
+from spile.store.stats import TapStats
+
+_CHUNK = 1 << 24
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Report:
+    """What an audit found."""
+
+    units: int = 0
+    units_done: int = 0
+    absent: int = 0
+    rows: int = 0
+    bytes: int = 0
+    faults: list[str] = field(default_factory=list[str])
+    orphans: list[str] = field(default_factory=list[str])
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+
+def verify(objects: Objects, *, partial: bool = False, progress: Progress | None = None) -> Report:
+    """Audit a dataset. With `partial`, units that are not done yet are no fault."""
+    report = Report()
+    ledger = Ledger(objects)
+    try:
+        table = ledger.table()
+    except SpileError as error:
+        report.faults.append(str(error))
+        return report
+    report.units = len(table.units)
+    _check_table(table, report)
+    records: list[Done] = []
+    named: set[str] = set()
+    for number, unit in enumerate(table.units):
+        if progress:
+            progress(number, len(table.units))
+        done = _check_unit(
+            ledger, table, int(unit["id"]), unit["first_doc"], unit["num_docs"], report
+        )
+        if done is not None:
+            records.append(done)
+            named.update(file.key for file in done.files())
+    report.units_done = len(records)
+    report.rows = sum(done.rows for done in records)
+    if report.absent and not partial:
+        report.faults.append(f"{report.absent} of {report.units} units are not done")
+    _check_records(ledger, table, records, report)
+    report.orphans = [key for key in sorted(objects.list()) if not _accounted(key, named, report)]
+    return report
+
+
+def _check_table(table: Table, report: Report) -> None:
+    if table.fingerprint != table.recipe.fingerprint():
+        report.faults.append(f"{fmt.UNITS}: fingerprint does not match its recipe")
+    next_doc = 0
+    for number, unit in enumerate(table.units):
+        if unit["id"] != number or unit["first_doc"] != next_doc:
+            report.faults.append(f"{fmt.UNITS}: unit {number} does not follow the one before it")
+        next_doc = unit["first_doc"] + unit["num_docs"]
+
+
+def _check_unit(
+    ledger: Ledger, table: Table, unit: int, first_doc: int, num_docs: int, report: Report
+) -> Done | None:
+    try:
+        done = ledger.read_done(unit)
+    except SpileError as error:
+        report.faults.append(str(error))
+        return None
+    if done is None:
+        report.absent += 1
+        return None
+    key = fmt.done_key(unit)
+    faults: list[str] = []
+    if done.fingerprint != table.fingerprint:
+        faults.append(f"{key}: belongs to another recipe")
+    if done.rows and {s.tap for s in done.shards} != set(table.taps):
+        faults.append(f"{key}: does not hold exactly the taps of the recipe")
+    for file in done.files():
+        report.bytes += file.bytes
+        faults += _check_bytes(ledger.objects, file)
+    # What the bytes mean is of no interest if they are not the ones that were written.
+    if not faults:
+        faults += _check_content(ledger.objects, table, done, first_doc, num_docs)
+    report.faults += faults
+    return done
+
+
+def _check_bytes(objects: Objects, file: Shard) -> Iterator[str]:
+    try:
+        size = objects.size(file.key)
+    except FileNotFoundError:
+        yield f"{file.key}: is missing"
+        return
+    if size != file.bytes:
+        yield f"{file.key}: has {size} bytes, {file.bytes} were written"
+        return
+    digest = xxhash.xxh3_128()
+    for start in range(0, size, _CHUNK):
+        digest.update(objects.get_range(file.key, start, min(start + _CHUNK, size)))
+    if digest.hexdigest() != file.digest:
+        yield f"{file.key}: checksum does not match (damaged, or another file in its place)"
+
+
+def _check_content(
+    objects: Objects, table: Table, done: Done, first_doc: int, num_docs: int
+) -> Iterator[str]:
+    header = read_shard_header(objects, done.index.key)
+    if {n: (i.dtype, i.shape) for n, i in header.items()} != {
+        name: (INDEX_DTYPE[name], (done.rows,)) for name in INDEX_DTYPE.names or ()
+    }:
+        yield f"{done.index.key}: is not an index of {done.rows} rows"
+        return
+    columns = {n: open_tensor(objects, done.index.key, i) for n, i in header.items()}
+    docs = columns["doc"]
+    if done.rows and (docs.min() < first_doc or docs.max() >= first_doc + num_docs):
+        yield f"{done.index.key}: names documents outside its unit"
+    order = np.lexsort((columns["offset"], docs))
+    doc, offset = docs[order], columns["offset"][order]
+    begins = np.flatnonzero(np.diff(doc, prepend=-1))
+    expected = np.arange(done.rows) - np.repeat(begins, np.diff([*begins, done.rows]))
+    if not np.array_equal(offset, expected):
+        yield f"{done.index.key}: a token is missing or doubled"
+    if len(begins) != done.documents:
+        yield f"{done.index.key}: {len(begins)} documents, the record says {done.documents}"
+    if done.documents + sum(done.skipped.values()) != num_docs:
+        yield f"{fmt.done_key(done.unit)}: not every document of the unit is accounted for"
+
+    stats_header = read_shard_header(objects, done.statistics.key)
+    tensors = {n: open_tensor(objects, done.statistics.key, i) for n, i in stats_header.items()}
+    for tap, width in table.taps.items():
+        stats = TapStats.from_tensors(tap, tensors)
+        nonfinite = 0
+        for shard in done.shards:
+            if shard.tap == tap:
+                info = read_shard_header(objects, shard.key).get(tap)
+                wanted = (shard.count, width)
+                if info is None or (info.shape, info.dtype.name) != (
+                    wanted,
+                    table.recipe.store_dtype,
+                ):
+                    yield f"{shard.key}: does not hold {wanted} values of {tap}"
+                    continue
+                nonfinite += _count_nonfinite(open_tensor(objects, shard.key, info))
+        if stats.count != done.rows:
+            yield f"{done.statistics.key}: counts {stats.count} rows of {tap}, not {done.rows}"
+        if nonfinite != stats.nonfinite:
+            yield (
+                f"unit {done.unit}: {nonfinite} values of {tap} are not finite, "
+                f"{stats.nonfinite} were when written"
+            )
+
+
+def _count_nonfinite(rows: np.ndarray) -> int:
+    step = max(1, _CHUNK // max(1, rows.shape[1] * rows.itemsize))
+    chunks = (rows[i : i + step] for i in range(0, len(rows), step))
+    return sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in chunks)
+
+
+def _check_records(ledger: Ledger, table: Table, records: list[Done], report: Report) -> None:
+    """The records beside the units: weights' hashes, heartbeats, the derived manifest."""
+    for key in sorted(ledger.objects.list()):
+        kind = {fmt.MODEL: "model", fmt.MANIFEST: "manifest"}.get(key)
+        if key.startswith(fmt.WORKERS) and key.endswith(".json"):
+            kind = "worker"
+        if kind is None:
+            continue
+        try:
+            body = fmt.decode_record(key, ledger.objects.get(key), kind)
+        except FileNotFoundError:
+            continue
+        except SpileError as error:
+            report.faults.append(str(error))
+            continue
+        if kind == "manifest":
+            if len(records) < len(table.units):
+                report.faults.append(
+                    f"{key}: says the dataset is whole, but done records are missing: "
+                    + _missing(table, records)
+                )
+            elif body != derive_manifest(table, records):
+                report.faults.append(f"{key}: does not follow from the done records")
+    has_model = fmt.MODEL in set(ledger.objects.list())
+    if records and not has_model:
+        report.faults.append(f"{fmt.MODEL}: is missing")
+
+
+def _missing(table: Table, records: list[Done]) -> str:
+    present = {done.unit for done in records}
+    keys = [fmt.done_key(u["id"]) for u in table.units if u["id"] not in present]
+    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+
+
+def _accounted(key: str, named: set[str], report: Report) -> bool:
+    if key in named or key in (fmt.UNITS, fmt.MODEL, fmt.MANIFEST):
+        return True
+    unit = fmt.parse_done_key(key)
+    if unit is not None:
+        if unit >= report.units:
+            report.faults.append(f"{key}: is the record of a unit that does not exist")
+        return True
+    return key.startswith(fmt.WORKERS) and key.endswith(".json")
+
+
+def collect_garbage(objects: Objects, *, abandoned: bool = False) -> list[str]:
+    """Delete what can never be committed; returns the keys.
+
+    Safe beside live writers: only losing attempts of units that are done, and leftovers of
+    records that exist. With `abandoned`, also attempts of unfinished units: on the user's word
+    that nothing runs.
+    """
+    ledger = Ledger(objects)
+    ledger.table()
+    removed: list[str] = []
+    kept: dict[int, set[str] | None] = {}  # unit -> the winner's files; None while unfinished
+    for key in sorted(objects.list()):
+        target = objects.leftover_of(key)
+        attempt = fmt.parse_attempt_key(key)
+        if target is not None:
+            doomed = abandoned or _exists(objects, target)
+        elif attempt is not None:
+            unit = attempt[0]
+            if kept.get(unit) is None:
+                done = ledger.read_done(unit)
+                kept[unit] = {file.key for file in done.files()} if done else None
+            files = kept[unit]
+            doomed = abandoned if files is None else key not in files
+        else:
+            doomed = False
+        if doomed:
+            objects.delete(key)
+            removed.append(key)
+    return removed
+
+
+def _exists(objects: Objects, key: str) -> bool:
+    try:
+        objects.size(key)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,126 @@
+"""One attempt at one unit: rows stream into shards under keys nobody else uses.
+
+Nothing exists until `finish` has made every file durable and the ledger has created the done
+record from what it returns. An attempt that fails or loses leaves only files no record names.
+"""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from spile.objects import Objects
+from spile.store.format import Done, Shard, attempt_prefix, shard_key
+from spile.store.shard import ShardWriter
+from spile.store.stats import TapStats
+
+
+class UnitWriter:
+    """Writes the shards of a unit whose number of rows is known."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        unit: int,
+        index: np.ndarray,
+        taps: Mapping[str, int],
+        dtype: np.dtype[Any],
+        shard_bytes: int,
+    ) -> None:
+        self.unit = unit
+        self.attempt = secrets.token_hex(8)
+        self.rows = len(index)
+        self.stats = {tap: TapStats.empty(width) for tap, width in taps.items()}
+        self._objects, self._index, self._dtype = objects, index, dtype
+        self._open: set[ShardWriter] = set()
+        self._taps = {
+            tap: _TapWriter(self, tap, width, max(1, shard_bytes // (width * dtype.itemsize)))
+            for tap, width in taps.items()
+        }
+
+    def write(self, tap: str, rows: np.ndarray) -> None:
+        """The next rows of a tap, in stored order."""
+        self._taps[tap].write(rows)
+
+    def finish(self, **described: Any) -> Done:
+        """Make every file durable; returns the record that would commit them."""
+        prefix = attempt_prefix(self.unit, self.attempt)
+        columns = {name: self._index[name] for name in self._index.dtype.names or ()}
+        index = self._write_file("index", prefix + "index.safetensors", columns)
+        tensors: dict[str, np.ndarray] = {}
+        for tap, stats in self.stats.items():
+            tensors |= stats.to_tensors(tap)
+        statistics = self._write_file("statistics", prefix + "statistics.safetensors", tensors)
+        shards = tuple(shard for tap in self._taps.values() for shard in tap.finish())
+        return Done(
+            unit=self.unit,
+            attempt=self.attempt,
+            rows=self.rows,
+            shards=shards,
+            index=index,
+            statistics=statistics,
+            **described,
+        )
+
+    def discard(self) -> None:
+        """Remove what was written; only ever called when no record names it."""
+        for writer in list(self._open):
+            writer.abandon()
+        prefix = attempt_prefix(self.unit, self.attempt)
+        for key in list(self._objects.list(prefix)):
+            self._objects.delete(key)
+
+    def start_shard(self, tap: str, number: int, rows: int, width: int) -> ShardWriter:
+        key = shard_key(self.unit, self.attempt, tap, number)
+        writer = ShardWriter(self._objects, key, [(tap, self._dtype, (rows, width))])
+        self._open.add(writer)
+        return writer
+
+    def close_shard(self, writer: ShardWriter) -> tuple[int, str]:
+        result = writer.close()
+        self._open.discard(writer)
+        return result
+
+    def _write_file(self, name: str, key: str, tensors: Mapping[str, np.ndarray]) -> Shard:
+        specs = [(n, a.dtype, a.shape) for n, a in tensors.items()]
+        writer = ShardWriter(self._objects, key, specs)
+        self._open.add(writer)
+        for array in tensors.values():
+            writer.write(array)
+        size, digest = self.close_shard(writer)
+        return Shard(name, key, 0, self.rows, size, digest)
+
+
+class _TapWriter:
+    """Cuts one tap's rows into shards of at most `rows_per_shard`."""
+
+    def __init__(self, unit: UnitWriter, tap: str, width: int, rows_per_shard: int) -> None:
+        self._unit, self._tap, self._width = unit, tap, width
+        self._rows_per_shard = rows_per_shard
+        self._writer: ShardWriter | None = None
+        self._first = self._count = 0  # of the open shard
+        self._shards: list[Shard] = []
+
+    def write(self, rows: np.ndarray) -> None:
+        while len(rows):
+            size = min(self._rows_per_shard, self._unit.rows - self._first)
+            if self._writer is None:
+                number = len(self._shards)
+                self._writer = self._unit.start_shard(self._tap, number, size, self._width)
+            taken = rows[: size - self._count]
+            self._writer.write(taken)
+            self._count += len(taken)
+            rows = rows[len(taken) :]
+            if self._count == size:
+                self._close(self._writer)
+
+    def _close(self, writer: ShardWriter) -> None:
+        size, digest = self._unit.close_shard(writer)
+        self._shards.append(Shard(self._tap, writer.key, self._first, self._count, size, digest))
+        self._first, self._count, self._writer = self._first + self._count, 0, None
+
+    def finish(self) -> list[Shard]:
+        if self._first != self._unit.rows:
+            raise AssertionError(f"{self._tap}: {self._first} of {self._unit.rows} rows written")
+        return self._shards

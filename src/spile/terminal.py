@@ -1,0 +1,165 @@
+"""What a person sees: the progress line, tables, summaries. Text only; the command prints it."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from spile.metrics import Counters
+
+if TYPE_CHECKING:
+    from spile.engine.estimate import Estimate
+    from spile.engine.local import Outcome
+    from spile.engine.resolve import Job
+    from spile.monitor.status import Status
+    from spile.store.verify import Report
+
+_PLAIN_SECONDS = 10.0  # between lines where there is no terminal
+OnStart = Callable[["Job", "Estimate"], None]
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def _skipped(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+
+
+@contextmanager
+def progress(counters: Counters, *, quiet: bool) -> Iterator[OnStart]:
+    """Show a run's counters while it lasts; yields what to call when the work is known."""
+    if quiet:
+        yield lambda job, cost: None
+        return
+    stop = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def on_start(job: "Job", cost: "Estimate") -> None:
+        show = _live if sys.stderr.isatty() else _plain
+        left = cost.tokens * (cost.units - cost.units_done) // max(1, cost.units)
+        thread = threading.Thread(target=show, args=(counters, left, stop), daemon=True)
+        threads.append(thread)
+        thread.start()
+
+    try:
+        yield on_start
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _line(counters: Counters, since: float) -> str:
+    rate = counters["tokens"] / max(1e-9, time.monotonic() - since)
+    return (
+        f"{counters['tokens']:,.0f} tokens  {rate:,.0f} tok/s  "
+        f"{counters['units']:.0f} units  {size(counters['bytes'])}"
+    )
+
+
+def _live(counters: Counters, total: int, stop: threading.Event) -> None:
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[line]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    began: float | None = None
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total, line="loading and compiling")
+        while not stop.wait(0.2):
+            if counters["tokens"] and began is None:
+                began = time.monotonic() - 1.0
+            if began is not None:
+                # The total is an estimate: the bar may reach its end a little early.
+                seen = min(counters["tokens"], total)
+                bar.update(task, completed=seen, line=_line(counters, began))
+
+
+def _plain(counters: Counters, total: int, stop: threading.Event) -> None:
+    began = time.monotonic()
+    while not stop.wait(_PLAIN_SECONDS):
+        share = min(1.0, counters["tokens"] / max(1, total))
+        sys.stderr.write(f"spile: {share:4.0%}  {_line(counters, began)}\n")
+        sys.stderr.flush()
+
+
+def extract_summary(out: str, outcome: "Outcome") -> str:
+    lines = [
+        f"{out}: {outcome.documents:,} documents, {outcome.rows:,} rows per tap, "
+        f"{size(outcome.bytes)} in {outcome.units} units"
+    ]
+    if outcome.skipped:
+        lines.append(f"left out: {_skipped(outcome.skipped)}")
+    lines += [
+        f"  look    spile status {out}",
+        f"  verify  spile verify {out}",
+        "  read    python -c \"import spile; ds = spile.open('" + out + "'); "
+        'print(ds.taps, ds.read(ds.taps[0], 0, 4))"',
+    ]
+    return "\n".join(lines)
+
+
+def plan_table(recipe: Mapping[str, Any], cost: "Estimate") -> None:
+    """Print the plan as a table."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    rows = [
+        ("documents", f"{cost.documents:,}"),
+        ("tokens (estimated)", f"{cost.tokens:,}"),
+        ("units", f"{cost.units:,} ({cost.units_done:,} done)"),
+        ("contexts of", f"{recipe['seq_len']:,} tokens, {cost.batch_rows} rows a step"),
+        *((f"  {tap}", size(b)) for tap, b in cost.bytes_per_tap.items()),
+        ("  index", size(cost.index_bytes)),
+        ("to store", f"{size(cost.total_bytes)} as {recipe['store_dtype']}"),
+        ("free there", "unknown" if cost.free_bytes is None else size(cost.free_bytes)),
+        ("weights", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
+        ("memory per device", size(cost.device_bytes)),
+        ("memory on the host", size(cost.host_bytes)),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def status_text(out: str, status: "Status") -> str:
+    lines = [
+        f"{out}: {status.state}",
+        f"  units      {status.units_done:,} of {status.units:,}",
+        f"  documents  {status.documents:,} of {status.documents_total:,}"
+        + (f" ({_skipped(status.skipped)} left out)" if status.skipped else ""),
+        f"  rows       {status.rows:,} per tap (about {status.tokens_estimated:,} in all)",
+        f"  bytes      {size(status.bytes)}",
+        "  taps       " + ", ".join(f"{tap} [{width}]" for tap, width in status.taps.items()),
+    ]
+    for worker in status.workers:
+        if worker["state"] == "done":
+            continue
+        detail = f": {worker['error']}" if worker.get("error") else ""
+        held = f", holding {worker['units']}" if worker.get("units") else ""
+        lines.append(f"  worker     {worker['name']} {worker['state']}{held}{detail}")
+    return "\n".join(lines)
+
+
+def verify_text(out: str, report: "Report") -> str:
+    lines = [f"fault: {fault}" for fault in report.faults]
+    lines += [f"orphan: {key}" for key in report.orphans]
+    if report.orphans:
+        lines.append(f"{len(report.orphans)} orphans are harmless; `spile gc {out}` removes them")
+    verdict = "whole and sound" if report.ok else f"{len(report.faults)} faults"
+    lines.append(
+        f"{out}: {verdict} ({report.units_done} of {report.units} units, {report.rows:,} rows, "
+        f"{size(report.bytes)} read)"
+    )
+    return "\n".join(lines)
