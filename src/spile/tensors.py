@@ -149,7 +149,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 def as_bytes(array: np.ndarray) -> memoryview:
     """The array's bytes in C order, without a copy where it is contiguous already."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    return memoryview(flat.view(np.uint8))
+    return flat.view(np.uint8).data
 
 
 def _tensor_info(where: str, name: str, entry: Any, data_start: int) -> TensorInfo:

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 import zstandard
 
+from spile.data import parquet
 from spile.errors import DataError, InputError
 from spile.identity import sampled_digest
 
@@ -179,8 +178,7 @@ class CorpusReader:
         (those of the text column in Parquet, of the lines elsewhere)."""
         source = self.files[file]
         if source.kind == "parquet":
-            count = min(_SAMPLE_ROWS, open_parquet(source).metadata.num_rows)
-            documents = self.read((Span(file, 0, count),), 0)
+            documents = self.read((Span(file, 0, _SAMPLE_ROWS),), 0)
             return documents, sum(len(text.encode()) for text in documents.texts)
         with source.open() as stream:
             data = source.read(stream, _SAMPLE_BYTES)
@@ -194,7 +192,9 @@ class CorpusReader:
     def _texts(self, span: Span) -> Iterator[tuple[str | None, str]]:
         source = self.files[span.file]
         if source.kind == "parquet":
-            return self._parquet(source, span)
+            column = parquet.text_column(source.path, self._column)
+            values = parquet.read_rows(source.path, column, span.first, span.count)
+            return ((None, "null") if value is None else _decode(value) for value in values)
         return self._parse(source, self._bytes(source, span), span.count, span.first)
 
     def _bytes(self, source: CorpusFile, span: Span) -> bytes:
@@ -263,79 +263,10 @@ class CorpusReader:
             )
         return _usable(value)
 
-    def _parquet(self, source: CorpusFile, span: Span) -> Iterator[tuple[str | None, str]]:
-        file = open_parquet(source)
-        column = parquet_column(source, self._column)
-        groups: list[int] = []
-        before, row = 0, 0
-        for group in range(file.metadata.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if row + rows <= span.first:
-                before = row + rows
-            elif row < span.first + span.count:
-                groups.append(group)
-            row += rows
-        position = before
-        try:
-            for batch in file.iter_batches(row_groups=groups, columns=[column], batch_size=1024):
-                low = max(span.first - position, 0)
-                high = min(span.first + span.count - position, batch.num_rows)
-                position += batch.num_rows
-                if high > low:
-                    yield from _arrow_texts(batch.column(0).slice(low, high - low))
-                if position >= span.first + span.count:
-                    return
-        except (pa.ArrowException, OSError) as error:
-            raise InputError(
-                f"{source.path}: cannot read Parquet ({error}); is it whole?"
-            ) from error
-
 
 def count_lines(data: bytes) -> int:
     """Lines in some bytes; the last needs no newline, and nothing after a newline is no line."""
     return data.count(b"\n") + (1 if data and not data.endswith(b"\n") else 0)
-
-
-def open_parquet(source: CorpusFile) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(source.path)
-    except (pa.ArrowException, OSError) as error:
-        line = str(error).splitlines()[0]
-        raise InputError(f"{source.path}: cannot read Parquet ({line}); is it whole?") from error
-
-
-def parquet_column(source: CorpusFile, wanted: str | None) -> str:
-    """The text column: the one asked for, `text`, or the only column of strings."""
-    schema = open_parquet(source).schema_arrow
-    strings = [
-        f.name
-        for f in schema
-        if any(t(f.type) for t in (pa.types.is_string, pa.types.is_large_string,
-                                   pa.types.is_string_view, pa.types.is_binary,
-                                   pa.types.is_large_binary))
-    ]  # fmt: skip
-    if wanted is None:
-        if "text" in strings:
-            return "text"
-        if len(strings) == 1:
-            return strings[0]
-        raise InputError(
-            f"{source.path}: which column is the text? Choose one with --text-column "
-            f"(columns of strings: {', '.join(strings) or 'none'})"
-        )
-    if wanted not in strings:
-        raise InputError(
-            f"{source.path}: --text-column {wanted!r} is not a column of strings there "
-            f"(those are: {', '.join(strings) or 'none'})"
-        )
-    return wanted
-
-
-def _arrow_texts(column: pa.Array) -> Iterator[tuple[str | None, str]]:
-    # Through binary: Arrow promises that strings are UTF-8, files do not keep that promise.
-    wide = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
-    for value in column.cast(pa.large_binary() if wide else pa.binary()).to_pylist():
-        yield (None, "null") if value is None else _decode(value)
 
 
 def _decode(data: bytes) -> tuple[str | None, str]:

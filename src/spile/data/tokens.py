@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -71,13 +71,14 @@ class TextTokenizer:
 
     def _special(self, name: str, settings: dict[str, Any], config: dict[str, Any]) -> int | None:
         token = settings.get(f"{name}_token")
-        content = token.get("content") if isinstance(token, dict) else token
+        content = cast(dict[str, Any], token).get("content") if isinstance(token, dict) else token
         if isinstance(content, str):
             found = self._tokenizer.token_to_id(content)
             if found is not None:
                 return found
-        listed = config.get(f"{name}_token_id")
-        listed = listed[0] if isinstance(listed, list) and listed else listed
+        listed: Any = config.get(f"{name}_token_id")
+        if isinstance(listed, list) and listed:
+            listed = cast(list[Any], listed)[0]
         return listed if isinstance(listed, int) else None
 
 
@@ -88,4 +89,4 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
-    return value if isinstance(value, dict) else {}
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}

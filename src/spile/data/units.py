@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from spile.data.corpus import CorpusFile, CorpusReader, Span, open_parquet, parquet_column
+from spile.data import parquet
+from spile.data.corpus import CorpusFile, CorpusReader, Span
 from spile.errors import InputError
 
 _CHUNK = 1 << 23
@@ -35,7 +36,9 @@ class Unit:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Unit":
-        return cls(**{**value, "spans": tuple(Span(**span) for span in value["spans"])})
+        parts: dict[str, Any] = {**value}
+        parts["spans"] = tuple(Span(**span) for span in parts["spans"])
+        return cls(**parts)
 
 
 def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], int]) -> float:
@@ -136,22 +139,14 @@ class _Builder:
 
 
 def _cut_parquet(builder: _Builder, number: int, file: CorpusFile, column: str | None) -> None:
-    metadata = open_parquet(file).metadata
-    name = parquet_column(file, column)
     row = 0
-    for g in range(metadata.num_row_groups):
-        group = metadata.row_group(g)
-        sizes = [
-            group.column(c).total_uncompressed_size
-            for c in range(group.num_columns)
-            if group.column(c).path_in_schema == name
-        ]
-        end = row + group.num_rows
-        per_row = max(1.0, sum(sizes) / max(1, group.num_rows))
+    for rows, size in parquet.row_groups(file.path, parquet.text_column(file.path, column)):
+        end = row + rows
+        per_row = max(1, size // max(1, rows))
         while row < end and not builder.full:
-            fit = max(1, -(-builder.room // max(1, int(per_row))))
+            fit = -(-builder.room // per_row)
             count = min(end - row, fit, builder.docs_left)
-            builder.add(Span(number, row, count), int(count * per_row))
+            builder.add(Span(number, row, count), count * per_row)
             row += count
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 Queries = Float[Array, "rows seq heads dim"]
 Keys = Float[Array, "rows seq kv_heads dim"]
 Places = Int[Array, "rows seq"]
+Carry = tuple[Array, Array, Array]  # weighted values, sum of weights, largest score
 Attention = Callable[[Queries, Keys, Keys, Places, Places], Queries]
 
 _HIDDEN = -1e30  # finite, so that a row with nothing visible yet gives no NaN
@@ -65,8 +66,6 @@ def blocked(
     queries = flat(q * jnp.asarray(dim**-0.5, q.dtype))
     queries = queries.reshape(count, block, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
     queries = queries.reshape(count, kv_heads, group * block, dim)
-
-    Carry = tuple[Array, Array, Array]
 
     def visit(i: Array, j: Array, carry: Carry) -> Carry:
         acc, norm, peak = carry

@@ -98,14 +98,11 @@ class Done:
     def from_json(cls, key: str, body: Mapping[str, Any]) -> "Done":
         """Rebuild and audit: names stay inside the attempt, runs tile each tap's rows."""
         try:
-            done = cls(
-                **{
-                    **body,
-                    "shards": tuple(Shard(**shard) for shard in body["shards"]),
-                    "index": Shard(**body["index"]),
-                    "statistics": Shard(**body["statistics"]),
-                }
-            )
+            parts: dict[str, Any] = {**body}
+            parts["shards"] = tuple(Shard(**shard) for shard in parts["shards"])
+            parts["index"] = Shard(**parts["index"])
+            parts["statistics"] = Shard(**parts["statistics"])
+            done = cls(**parts)
             prefix = attempt_prefix(done.unit, done.attempt)
             for file in done.files():
                 if not file.key.startswith(prefix) or not _NAME.fullmatch(file.key[len(prefix) :]):

@@ -233,7 +233,7 @@ def open_dataset(url: str, *, partial: bool = False) -> Dataset:
 
 
 def _done_from_manifest(table: Table, unit: Mapping[str, Any]) -> Done:
-    body = {**unit, "made_by": {}, "fingerprint": table.fingerprint}
+    body: dict[str, Any] = {**unit, "made_by": {}, "fingerprint": table.fingerprint}
     return Done.from_json(fmt.MANIFEST, body)
 
 

@@ -141,7 +141,7 @@ def _check_content(
     order = np.lexsort((columns["offset"], docs))
     doc, offset = docs[order], columns["offset"][order]
     begins = np.flatnonzero(np.diff(doc, prepend=-1))
-    expected = np.arange(done.rows) - np.repeat(begins, np.diff([*begins, done.rows]))
+    expected = np.arange(done.rows) - np.repeat(begins, np.diff(begins, append=done.rows))
     if not np.array_equal(offset, expected):
         yield f"{done.index.key}: a token is missing or doubled"
     if len(begins) != done.documents:
