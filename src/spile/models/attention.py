@@ -14,10 +14,9 @@ from jaxtyping import Array, Float, Int
 Queries = Float[Array, "rows seq heads dim"]
 Keys = Float[Array, "rows seq kv_heads dim"]
 Places = Int[Array, "rows seq"]
-Carry = tuple[Array, Array, Array]  # weighted values, sum of weights, largest score
 Attention = Callable[[Queries, Keys, Keys, Places, Places], Queries]
 
-_HIDDEN = -1e30  # finite, so that a row with nothing visible yet gives no NaN
+_HIDDEN = -1e30  # finite, so that padding, which may see nothing, gives no NaN
 
 
 def for_platform(platform: str) -> Attention:
@@ -34,12 +33,13 @@ def masked(q: Queries, k: Keys, v: Keys, segments: Places, positions: Places) ->
 
 
 def blocked(
-    q: Queries, k: Keys, v: Keys, segments: Places, positions: Places, block: int = 256
+    q: Queries, k: Keys, v: Keys, segments: Places, positions: Places, block: int = 128
 ) -> Queries:
-    """Work in proportion to the documents' lengths: blocks in which nothing is visible are skipped.
+    """Work in proportion to the documents' lengths, for processors without a fused kernel.
 
-    All rows are laid end to end. A block of queries visits the blocks of keys from the start of
-    its earliest context up to itself, keeping a running softmax.
+    All rows are laid end to end. A block of queries looks back only as far as the start of its
+    earliest context; since shapes are fixed, that distance is rounded up to one of a few widths,
+    each compiled once.
     """
     rows, seq, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -49,53 +49,59 @@ def blocked(
     count = -(-total // block)
     pad = count * block - total
 
-    def flat(x: Array, fill: int = 0) -> Array:
+    def flat(x: Array) -> Array:
         x = x.reshape(total, *x.shape[2:])
-        return jnp.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1)), constant_values=fill)
+        return jnp.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1)))
 
-    order = jnp.arange(count * block)
-    start = order - flat(positions)
-    # Segments are numbered within a row; a context's first token tells contexts of all rows apart.
-    context = jnp.where(flat(segments) > 0, start, -1).reshape(count, block)
-    earliest = jnp.min(jnp.where(context >= 0, start.reshape(count, block), total), axis=1)
-    first_block = jnp.minimum(earliest // block, jnp.arange(count))
+    start = jnp.arange(count * block) - flat(positions)
+    # Segments are numbered within a row; a context's first token tells those of all rows apart.
+    context = jnp.where(flat(segments) > 0, start, -1)
+    earliest = jnp.min(jnp.where(context >= 0, start, total).reshape(count, block), axis=1)
+    needed = jnp.arange(count) - jnp.minimum(earliest // block, jnp.arange(count)) + 1
+    widths = _widths(min(count, -(-seq // block) + 1))
+    choice = jnp.searchsorted(jnp.asarray(widths), needed)
 
-    # [blocks, kv heads, tokens, dim]: each step below is a plain batch of matrix products
-    keys = flat(k).reshape(count, block, kv_heads, dim).swapaxes(1, 2)
-    values = flat(v).reshape(count, block, kv_heads, dim).swapaxes(1, 2)
+    lead = (widths[-1] - 1) * block  # so that the widest look back stays inside the arrays
+
+    def by_head(x: Array) -> Array:
+        return jnp.pad(flat(x), ((lead, 0), (0, 0), (0, 0))).swapaxes(0, 1)
+
+    keys, values = by_head(k), by_head(v)  # [kv heads, lead + tokens, dim]
+    key_context = jnp.pad(context, (lead, 0), constant_values=-1)
     queries = flat(q * jnp.asarray(dim**-0.5, q.dtype))
     queries = queries.reshape(count, block, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
     queries = queries.reshape(count, kv_heads, group * block, dim)
 
-    def visit(i: Array, j: Array, carry: Carry) -> Carry:
-        acc, norm, peak = carry
+    def attend(width: int, i: Array) -> Array:
+        size = width * block
+        behind = partial(
+            jax.lax.dynamic_slice_in_dim, start_index=lead + (i + 1) * block - size, slice_size=size
+        )
         scores = jnp.einsum(
-            "hqd,hkd->hqk", queries[i], keys[j], preferred_element_type=jnp.float32
-        ).reshape(kv_heads, group, block, block)
-        later = (j * block + jnp.arange(block))[None, :] > (i * block + jnp.arange(block))[:, None]
-        visible = (context[i][:, None] == context[j][None, :]) & ~later
-        scores = jnp.where(visible, scores, _HIDDEN)
-        new_peak = jnp.maximum(peak, scores.max(axis=-1))
-        weights = jnp.exp(scores - new_peak[..., None])
-        decay = jnp.exp(peak - new_peak)
-        norm = norm * decay + weights.sum(axis=-1)
-        added = jnp.einsum(
+            "hqd,hkd->hqk", queries[i], behind(keys, axis=1), preferred_element_type=jnp.float32
+        ).reshape(kv_heads, group, block, size)
+        later = jnp.arange(size)[None, :] - (size - block) > jnp.arange(block)[:, None]
+        own = jax.lax.dynamic_slice_in_dim(context, i * block, block)
+        visible = (own[:, None] == behind(key_context)[None, :]) & ~later
+        scores = jnp.where(visible[None, None], scores, _HIDDEN)
+        weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed = jnp.einsum(
             "hqk,hkd->hqd",
-            weights.astype(v.dtype).reshape(kv_heads, group * block, block),
-            values[j],
+            weights.astype(v.dtype).reshape(kv_heads, group * block, size),
+            behind(values, axis=1),
             preferred_element_type=jnp.float32,
         ).reshape(kv_heads, group, block, dim)
-        return acc * decay[..., None] + added, norm, new_peak
+        return (mixed / weights.sum(axis=-1, keepdims=True)).astype(q.dtype)
 
-    def attend(i: Array) -> Array:
-        empty = (
-            jnp.zeros((kv_heads, group, block, dim), jnp.float32),
-            jnp.zeros((kv_heads, group, block), jnp.float32),
-            jnp.full((kv_heads, group, block), _HIDDEN, jnp.float32),
-        )
-        acc, norm, _ = jax.lax.fori_loop(first_block[i], i + 1, partial(visit, i), empty)
-        return (acc / norm[..., None]).astype(q.dtype)
-
-    out = jax.lax.map(attend, jnp.arange(count))  # [blocks, kv, group, tokens, dim]
+    branches = [partial(attend, width) for width in widths]
+    out = jax.lax.map(lambda i: jax.lax.switch(choice[i], branches, i), jnp.arange(count))
     out = out.transpose(0, 3, 1, 2, 4).reshape(count * block, heads, dim)
     return out[:total].reshape(rows, seq, heads, dim)
+
+
+def _widths(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... up to and including `most`."""
+    widths = [1, 2, 3]
+    while widths[-1] < most:
+        widths.append(widths[-2] * 2)
+    return sorted({min(width, most) for width in widths})

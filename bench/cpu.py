@@ -1,0 +1,158 @@
+"""Useful tokens per second on the CPU: `spile extract` against HF transformers, in one run.
+
+    python bench/cpu.py [--layers 6] [--tokens 30000] [--rounds 2]
+
+Both read the same text with the same weights (the demo model cut to its first layers), compute in
+float32 on the same cores, and store one float32 tap at the deepest layer. HF is what people write:
+a forward hook, `.numpy()`, `np.save` per batch; its model is loaded and warmed up before the clock
+starts. Spile's clock includes everything from reading the recipe to the last durable file, weights
+and (cached) compilation too. Rounds alternate, and the best of each is compared.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+import spile
+from spile.models.checkpoint import open_checkpoint
+from spile.models.demo import demo_model
+from spile.tensors import map_tensor, write_tensors
+
+SEQ_LEN = 1024
+EQUAL = 256
+
+
+def cut_model(directory: Path, layers: int) -> Path:
+    """The demo model's first layers, as a checkpoint both sides load."""
+    source = open_checkpoint("demo")
+    shutil.copytree(demo_model(), directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((directory / "config.json").read_text())
+    config["num_hidden_layers"] = layers
+    (directory / "config.json").write_text(json.dumps(config))
+    dropped = [f"model.layers.{i}." for i in range(layers, source.arch.num_layers)]
+    kept = {
+        name: map_tensor(path, info)
+        for name, (path, info) in source.tensors.items()
+        if not name.startswith(tuple(dropped))
+    }
+    write_tensors(directory / "model.safetensors", kept)
+    return directory
+
+
+def choose_texts(tokenizer: Any, tokens: int, *, equal: bool) -> tuple[list[str], int]:
+    """Documents of the demo corpus, whole (natural lengths) or cut to one length."""
+    records = map(json.loads, open_demo().splitlines())
+    chosen: list[str] = []
+    total = 0
+    for record in records:
+        ids = tokenizer(record["text"])["input_ids"]
+        if equal:
+            text = tokenizer.decode(ids[:EQUAL])
+            ids = tokenizer(text)["input_ids"]
+            if len(ids) != EQUAL:
+                continue
+        elif len(ids) > SEQ_LEN:
+            continue
+        else:
+            text = record["text"]
+        chosen.append(text)
+        total += len(ids)
+        if total >= tokens:
+            break
+    return chosen, total
+
+
+def open_demo() -> str:
+    from spile.data.corpus import find_files  # noqa: PLC0415 - read once, where it is needed
+
+    with find_files("demo")[0].open() as stream:
+        return stream.read().decode()
+
+
+def run_hf(model: Any, tokenizer: Any, texts: list[str], batch: int, out: Path) -> float:
+    """What people write today; returns seconds."""
+    out.mkdir()
+    kept: list[torch.Tensor] = []
+    hook = model.layers[-1].register_forward_hook(
+        lambda module, inputs, output: kept.append(
+            output[0] if isinstance(output, tuple) else output
+        )
+    )
+    begin = time.perf_counter()
+    with torch.no_grad():
+        for start in range(0, len(texts), batch):
+            inputs = tokenizer(texts[start : start + batch], return_tensors="pt", padding=True)
+            model(**inputs)
+            rows = kept.pop()[inputs["attention_mask"].bool()].numpy()
+            np.save(out / f"{start:06d}.npy", rows)
+    seconds = time.perf_counter() - begin
+    hook.remove()
+    shutil.rmtree(out)
+    return seconds
+
+
+def run_spile(model: Path, corpus: Path, layers: int, out: Path) -> float:
+    recipe = spile.Recipe(
+        model=str(model),
+        corpus=str(corpus),
+        taps=f"resid_post:{layers - 1}",
+        seq_len=SEQ_LEN,
+        compute_dtype="float32",
+    )
+    begin = time.perf_counter()
+    spile.extract(recipe, str(out))
+    seconds = time.perf_counter() - begin
+    shutil.rmtree(out)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=30_000)
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="spile-bench-"))
+    jax.config.update("jax_compilation_cache_dir", str(work / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    directory = cut_model(work / "model", options.layers)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
+
+    print(f"{options.layers} layers, float32, {torch.get_num_threads()} threads; useful tok/s")
+    for name in ("natural", "equal"):
+        texts, total = choose_texts(tokenizer, options.tokens, equal=name == "equal")
+        corpus = work / f"{name}.jsonl"
+        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        ordered = sorted(texts, key=lambda text: len(tokenizer(text)["input_ids"]))
+        settings: dict[str, Callable[[Path], float]] = {
+            "spile": lambda out, c=corpus: run_spile(directory, c, options.layers, out),
+            "HF batch 8": lambda out, t=texts: run_hf(model, tokenizer, t, 8, out),
+            "HF batch 1": lambda out, t=texts: run_hf(model, tokenizer, t, 1, out),
+            "HF sorted 8": lambda out, t=ordered: run_hf(model, tokenizer, t, 8, out),
+        }
+        run_spile(directory, corpus, options.layers, work / "out")  # compiles
+        run_hf(model, tokenizer, texts[:4], 1, work / "out")
+        best: dict[str, float] = {}
+        for _ in range(options.rounds):
+            for setting, run in settings.items():
+                best[setting] = max(best.get(setting, 0.0), total / run(work / "out"))
+        print(f"{name} lengths: {len(texts)} documents, {total} tokens")
+        for setting, rate in best.items():
+            print(f"  {setting:12} {rate:8.0f}   spile is {best['spile'] / rate:.2f}x")
+    shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
