@@ -7,7 +7,7 @@ itself. Nothing waits forever: every blocking call wakes to look at the stop fla
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -25,16 +25,17 @@ class Producer(Generic[T]):
     The generator's exception is raised in the consumer, after the items made before it.
     """
 
-    def __init__(self, source: Iterator[T], depth: int, name: str) -> None:
+    def __init__(self, source: Generator[T, None, None], depth: int, name: str) -> None:
         self._queue: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(source,), name=name, daemon=True)
         self._thread.start()
 
-    def _run(self, source: Iterator[T]) -> None:
+    def _run(self, source: Generator[T, None, None]) -> None:
         try:
-            for item in source:
-                self._put((item,))
+            with contextlib.closing(source):
+                for item in source:
+                    self._put((item,))
             self._put(None)
         except Stopped:
             pass

@@ -237,7 +237,7 @@ class CorpusReader:
         if not line.strip():
             return None, "empty"
         try:
-            record = json.loads(line.decode("utf-8"))
+            record = json.loads(line.decode("utf-8").removeprefix("\ufeff"))
         except UnicodeDecodeError:
             return None, "not UTF-8"
         except (ValueError, RecursionError) as error:
@@ -271,7 +271,7 @@ def count_lines(data: bytes) -> int:
 
 def _decode(data: bytes) -> tuple[str | None, str]:
     try:
-        return _usable(data.decode("utf-8"))
+        return _usable(data.decode("utf-8").removeprefix("\ufeff"))
     except UnicodeDecodeError:
         return None, "not UTF-8"
 

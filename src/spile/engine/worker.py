@@ -8,7 +8,7 @@ workers do the same one, the first commit wins and the other's files are removed
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +113,7 @@ class Worker:
 
     # -- first stage: text to batches --------------------------------------------------------
 
-    def _feed(self) -> Iterator[_Begin | Batch | _End]:
+    def _feed(self) -> Generator[_Begin | Batch | _End, None, None]:
         with closing(self._job.reader()) as reader:
             for unit in self._units():
                 yield from self._feed_unit(unit, reader.read(unit.spans, unit.first_doc))

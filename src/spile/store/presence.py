@@ -6,6 +6,7 @@ different machines are never compared. A worker of this very machine whose proce
 known to be gone at once.
 """
 
+import contextlib
 import os
 import secrets
 import socket
@@ -48,7 +49,7 @@ class Presence:
         """Claim a unit, at once."""
         with self._lock:
             self._state["units"] = [*self._state["units"], unit]
-        self._write()
+        self._try_write()
 
     def release(self, unit: int) -> None:
         with self._lock:
@@ -60,7 +61,7 @@ class Presence:
         if self._thread.is_alive():
             self._thread.join()
         self.tell(state=state, units=[], **fields)
-        self._write()
+        self._try_write()
 
     def held_by_others(self) -> set[int]:
         """Units that a worker which seems alive is working on."""
@@ -82,10 +83,12 @@ class Presence:
 
     def _beat(self) -> None:
         while not self._stop.wait(_BEAT_SECONDS):
-            try:
-                self._write()
-            except StoreError:
-                continue  # a full or absent disk is reported by the writer, with its own error
+            self._try_write()
+
+    def _try_write(self) -> None:
+        """Nothing depends on a beat: a full or absent disk is reported by whoever writes rows."""
+        with contextlib.suppress(StoreError):
+            self._write()
 
     def _write(self) -> None:
         with self._lock:

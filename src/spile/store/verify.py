@@ -240,7 +240,9 @@ def collect_garbage(objects: Objects, *, abandoned: bool = False) -> list[str]:
         target = objects.leftover_of(key)
         attempt = fmt.parse_attempt_key(key)
         if target is not None:
-            doomed = abandoned or _exists(objects, target)
+            # A heartbeat's leftover is never missed: the next beat writes anew.
+            beat = key.startswith(fmt.WORKERS)
+            doomed = abandoned or beat or _exists(objects, target)
         elif attempt is not None:
             unit = attempt[0]
             if kept.get(unit) is None:
