@@ -28,8 +28,14 @@ def masked(q: Queries, k: Keys, v: Keys, segments: Places, positions: Places) ->
     """The definition: every pair is scored, and the invisible ones are masked."""
     del positions  # within a segment, order in the row is order of positions
     order = jnp.arange(q.shape[1])
-    visible = (segments[:, :, None] == segments[:, None, :]) & (order[:, None] >= order[None, :])
-    return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None])
+    earlier = order[:, None] >= order[None, :]
+    visible = (segments[:, :, None] == segments[:, None, :]) & earlier[None]
+    rows, seq, heads, dim = q.shape
+    grouped = q.reshape(rows, seq, k.shape[2], -1, dim) * jnp.asarray(dim**-0.5, q.dtype)
+    scores = jnp.einsum("rqhgd,rkhd->rhgqk", grouped, k, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _HIDDEN))
+    mixed = jnp.einsum("rhgqk,rkhd->rqhgd", weights.astype(v.dtype), v)
+    return mixed.reshape(rows, seq, heads, dim)
 
 
 def blocked(
