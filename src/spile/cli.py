@@ -222,7 +222,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _gc(arguments: argparse.Namespace) -> int:
     from spile.objects import open_objects
-    from spile.store.verify import collect_garbage
+    from spile.store.gc import collect_garbage
 
     removed = collect_garbage(open_objects(arguments.out), abandoned=arguments.abandoned)
     if arguments.json:

@@ -80,6 +80,15 @@ class Objects(Protocol):
         ...
 
 
+def exists(objects: Objects, key: str) -> bool:
+    """Whether there is such an object."""
+    try:
+        objects.size(key)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def open_objects(url: str) -> "LocalObjects":
     """The store at a path or URL; nothing is created by opening it."""
     scheme, separator, rest = url.partition("://")
@@ -117,23 +126,24 @@ class LocalObjects:
         return self.root.joinpath(*parts)
 
     def get(self, key: str) -> bytes:
-        return self._path(key).read_bytes()
+        with _absence():
+            return self._path(key).read_bytes()
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
-        with self._path(key).open("rb") as file:
+        with _absence(), self._path(key).open("rb") as file:
             file.seek(start)
             return file.read(stop - start)
 
     def size(self, key: str) -> int:
-        return self._path(key).stat().st_size
+        with _absence():
+            return self._path(key).stat().st_size
 
     def create(self, key: str, data: bytes) -> bool:
         path = self._path(key)
         temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
         try:
             with self._open_new(temporary) as file:
-                file.write(data)
-                file.flush()
+                _write_all(file, data)
                 os.fsync(file.fileno())
             try:
                 os.link(temporary, path)
@@ -154,19 +164,21 @@ class LocalObjects:
                 ) from error
             raise _explain("creating", path, error) from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # never hides why the creation failed
+                temporary.unlink()
 
     def replace(self, key: str, data: bytes) -> None:
         path = self._path(key)
         temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
         try:
             with self._open_new(temporary) as file:
-                file.write(data)
+                _write_all(file, data)
             # `gc` may take the file for a leftover; the next heartbeat replaces it anyway.
             with contextlib.suppress(FileNotFoundError):
                 os.replace(temporary, path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise _explain("writing", path, error) from error
 
     def stream(self, key: str) -> "LocalStream":
@@ -177,7 +189,7 @@ class LocalObjects:
             raise _explain("creating", path, error) from error
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        start = self.root / prefix
+        start = self._path(prefix.removesuffix("/")) if prefix else self.root
         for folder, _, names in os.walk(start):
             base = Path(folder).relative_to(self.root)
             for name in names:
@@ -197,7 +209,8 @@ class LocalObjects:
 
     def leftover_of(self, key: str) -> str | None:
         base, separator, _ = key.rpartition(_TEMPORARY)
-        return base if separator and "/" not in key[len(base) :] else None
+        whole = separator and not base.endswith("/") and "/" not in key[len(base) :]
+        return base if base and whole else None
 
     def local_path(self, key: str) -> Path:
         return self._path(key)
@@ -227,10 +240,8 @@ class LocalStream:
         self._path, self._file = path, file
 
     def write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data).cast("B")
         try:
-            while view:
-                view = view[self._file.write(view) :]
+            _write_all(self._file, data)
         except OSError as error:
             raise _explain("writing", self._path, error) from error
 
@@ -247,6 +258,22 @@ class LocalStream:
     def abandon(self) -> None:
         self._file.close()
         self._path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _absence() -> Iterator[None]:
+    """Below a file there is nothing: that is absence too."""
+    try:
+        yield
+    except NotADirectoryError as error:
+        raise FileNotFoundError(*error.args) from error
+
+
+def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Unbuffered files may take less than they are given: a nearly full disk does."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[file.write(view) :]
 
 
 def _make_directories(folder: Path, root: Path) -> None:

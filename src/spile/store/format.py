@@ -48,6 +48,12 @@ def worker_key(name: str) -> str:
     return f"{WORKERS}{name}.json"
 
 
+def parse_worker_key(key: str) -> str | None:
+    """The name of the worker whose heartbeat this is."""
+    match = re.fullmatch(r"workers/([^/]+)\.json", key)
+    return match[1] if match else None
+
+
 def parse_done_key(key: str) -> int | None:
     match = re.fullmatch(r"done/(\d{8})\.json", key)
     return int(match[1]) if match else None
@@ -103,10 +109,13 @@ class Done:
             parts["index"] = Shard(**parts["index"])
             parts["statistics"] = Shard(**parts["statistics"])
             done = cls(**parts)
+            _audit_types(done)
             prefix = attempt_prefix(done.unit, done.attempt)
             for file in done.files():
                 if not file.key.startswith(prefix) or not _NAME.fullmatch(file.key[len(prefix) :]):
                     raise CorruptError(key, f"names {file.key!r}, which is not of its attempt")
+            if len({file.key for file in done.files()}) != len(done.files()):
+                raise CorruptError(key, "names a file twice")
             reached: dict[str, int] = {}
             for shard in done.shards:
                 if shard.first != reached.get(shard.tap, 0) or shard.count < 1:
@@ -119,11 +128,27 @@ class Done:
         return done
 
 
+def _audit_types(done: Done) -> None:
+    counts: list[Any] = [done.unit, done.rows, done.documents, done.contexts]
+    counts += done.skipped.values()
+    texts: list[Any] = [done.attempt, done.fingerprint, done.text_digest, *done.made_by.keys()]
+    for file in done.files():
+        counts += [file.first, file.count, file.bytes]
+        texts += [file.tap, file.key, file.digest]
+    if any(type(count) is not int or count < 0 for count in counts):
+        raise ValueError("a count is not a number")
+    if any(type(text) is not str for text in texts) or not _NAME.fullmatch(done.attempt):
+        raise ValueError("a name is not a text")
+
+
 def encode_record(kind: str, body: Mapping[str, Any]) -> bytes:
     """A record's bytes: canonical JSON that carries its own checksum."""
     record = {"format": FORMAT, "kind": kind, **body}
     record["checksum"] = _checksum(record)
-    return _canonical(record)
+    data = _canonical(record)
+    if not data:
+        raise ValueError(f"a {kind} record holds what JSON cannot: {record!r}")
+    return data
 
 
 def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:

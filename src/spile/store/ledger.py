@@ -11,7 +11,7 @@ from typing import Any
 
 from spile.config import ResolvedRecipe
 from spile.errors import CorruptError, DriftError, StoreError
-from spile.objects import Objects
+from spile.objects import Objects, exists
 from spile.store import format as fmt
 from spile.store.format import Done
 
@@ -108,18 +108,21 @@ class Ledger:
 
     def complete(self, table: Table) -> bool:
         """Create the manifest if every unit is done; says whether they are."""
-        if len(self.done_units()) < len(table.units):
+        if not self.done_units().issuperset(_unit_ids(table)):
             return False
-        if not self._exists(fmt.MANIFEST):
-            manifest = derive_manifest(table, (self._must_be_done(u) for u in _unit_ids(table)))
+        if not exists(self.objects, fmt.MANIFEST):
+            records = (self._must_be_done(table, unit) for unit in _unit_ids(table))
+            manifest = derive_manifest(table, records)
             self.objects.create(fmt.MANIFEST, fmt.encode_record("manifest", manifest))
         return True
 
     def read_manifest(self) -> dict[str, Any] | None:
         return self._read(fmt.MANIFEST, "manifest")
 
-    def _must_be_done(self, unit: int) -> Done:
+    def _must_be_done(self, table: Table, unit: int) -> Done:
         done = self.read_done(unit)
+        if done is not None and done.fingerprint != table.fingerprint:
+            raise CorruptError(fmt.done_key(unit), "belongs to another recipe")
         if done is None:
             raise CorruptError(fmt.done_key(unit), "is missing")
         return done
@@ -132,13 +135,6 @@ class Ledger:
         except OSError as error:
             raise StoreError(f"{self.objects.url}/{key}: {error.strerror or error}") from error
         return fmt.decode_record(key, data, kind)
-
-    def _exists(self, key: str) -> bool:
-        try:
-            self.objects.size(key)
-        except FileNotFoundError:
-            return False
-        return True
 
 
 def _unit_ids(table: Table) -> list[int]:

@@ -101,10 +101,10 @@ def read_workers(objects: Objects) -> dict[str, dict[str, Any]]:
     """Every worker's last word; a record being replaced right now may be left out."""
     workers: dict[str, dict[str, Any]] = {}
     for key in list(objects.list(fmt.WORKERS)):
-        if not key.endswith(".json"):
+        name = fmt.parse_worker_key(key)
+        if name is None:
             continue
         try:
-            name = key.removeprefix(fmt.WORKERS).removesuffix(".json")
             workers[name] = fmt.decode_record(key, objects.get(key), "worker")
         except (FileNotFoundError, CorruptError):
             continue

@@ -66,7 +66,7 @@ class Dataset:
 
     @property
     def taps(self) -> list[str]:
-        return list(self._table.taps)
+        return list(self.recipe.taps)
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +109,10 @@ class Dataset:
 
     def read_into(self, tap: str, start: int, out: np.ndarray) -> None:
         """Copy rows from `start` on into a buffer, without a temporary."""
+        if not 0 <= start <= self.num_tokens - len(out):
+            raise ConfigError(
+                f"rows {start} to {start + len(out)} of {self.num_tokens} do not exist"
+            )
         filled = 0
         for shard, a, b in self._pieces(tap, start, start + len(out)):
             out[filled : filled + b - a] = self._tensor(shard.key, tap)[a:b]
@@ -222,14 +226,17 @@ def open_dataset(url: str, *, partial: bool = False) -> Dataset:
     if manifest is not None:
         units = [_done_from_manifest(table, unit) for unit in manifest["units"]]
         return Dataset(objects, table, units)
-    done = sorted(ledger.done_units())
+    done = sorted(ledger.done_units() & {int(unit["id"]) for unit in table.units})
     if not partial and len(done) < len(table.units):
         raise StoreError(
             f"{objects.url}: {len(done)} of {len(table.units)} units are done; finish with the "
             "same `spile extract`, or open with partial=True"
         )
-    records = (ledger.read_done(unit) for unit in done)
-    return Dataset(objects, table, [record for record in records if record is not None])
+    records = [record for unit in done if (record := ledger.read_done(unit)) is not None]
+    for record in records:
+        if record.fingerprint != table.fingerprint:
+            raise CorruptError(fmt.done_key(record.unit), "belongs to another recipe")
+    return Dataset(objects, table, records)
 
 
 def _done_from_manifest(table: Table, unit: Mapping[str, Any]) -> Done:

@@ -19,6 +19,8 @@ class RowSource(Protocol):
     """What a shuffle reads from (a `Dataset`)."""
 
     @property
+    def fingerprint(self) -> str: ...
+    @property
     def num_tokens(self) -> int: ...
     @property
     def dtype(self) -> np.dtype[Any]: ...
@@ -67,6 +69,7 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         return {
             "position": self._position,
+            "dataset": self._source.fingerprint,
             "seed": self._seed,
             "rows": self._rows,
             "window": self._blocks_per_window * _BLOCK,

@@ -2,7 +2,7 @@
 
 Nothing is assumed from names or from the manifest: records are checked against their own
 checksums, shards against the records, rows against the index, the manifest against a fresh
-derivation. What no record names is listed as an orphan.
+derivation. What no record names is listed as an orphan (`gc.py` removes those).
 """
 
 from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ def verify(objects: Objects, *, partial: bool = False, progress: Progress | None
     report.rows = sum(done.rows for done in records)
     if report.absent and not partial:
         report.faults.append(f"{report.absent} of {report.units} units are not done")
-    _check_records(ledger, table, records, report)
+    _check_records(ledger, table, records, report, partial)
     report.orphans = [key for key in sorted(objects.list()) if not _accounted(key, named, report)]
     return report
 
@@ -104,23 +104,29 @@ def _check_unit(
         faults += _check_bytes(ledger.objects, file)
     # What the bytes mean is of no interest if they are not the ones that were written.
     if not faults:
-        faults += _check_content(ledger.objects, table, done, first_doc, num_docs)
+        try:
+            faults += _check_content(ledger.objects, table, done, first_doc, num_docs)
+        except SpileError as error:
+            faults.append(str(error))
     report.faults += faults
     return done
 
 
 def _check_bytes(objects: Objects, file: Shard) -> Iterator[str]:
+    digest = xxhash.xxh3_128()
     try:
         size = objects.size(file.key)
+        if size != file.bytes:
+            yield f"{file.key}: has {size} bytes, {file.bytes} were written"
+            return
+        for start in range(0, size, _CHUNK):
+            digest.update(objects.get_range(file.key, start, min(start + _CHUNK, size)))
     except FileNotFoundError:
         yield f"{file.key}: is missing"
         return
-    if size != file.bytes:
-        yield f"{file.key}: has {size} bytes, {file.bytes} were written"
+    except OSError as error:
+        yield f"{file.key}: cannot be read ({error.strerror or error})"
         return
-    digest = xxhash.xxh3_128()
-    for start in range(0, size, _CHUNK):
-        digest.update(objects.get_range(file.key, start, min(start + _CHUNK, size)))
     if digest.hexdigest() != file.digest:
         yield f"{file.key}: checksum does not match (damaged, or another file in its place)"
 
@@ -138,6 +144,7 @@ def _check_content(
     docs = columns["doc"]
     if done.rows and (docs.min() < first_doc or docs.max() >= first_doc + num_docs):
         yield f"{done.index.key}: names documents outside its unit"
+        return
     order = np.lexsort((columns["offset"], docs))
     doc, offset = docs[order], columns["offset"][order]
     begins = np.flatnonzero(np.diff(doc, prepend=-1))
@@ -152,6 +159,9 @@ def _check_content(
     stats_header = read_shard_header(objects, done.statistics.key)
     tensors = {n: open_tensor(objects, done.statistics.key, i) for n, i in stats_header.items()}
     for tap, width in table.taps.items():
+        if not {*TapStats.empty(width).to_tensors(tap)} <= {*tensors}:
+            yield f"{done.statistics.key}: holds no statistics of {tap}"
+            continue
         stats = TapStats.from_tensors(tap, tensors)
         nonfinite = 0
         for shard in done.shards:
@@ -180,11 +190,13 @@ def _count_nonfinite(rows: np.ndarray) -> int:
     return sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in chunks)
 
 
-def _check_records(ledger: Ledger, table: Table, records: list[Done], report: Report) -> None:
+def _check_records(
+    ledger: Ledger, table: Table, records: list[Done], report: Report, partial: bool
+) -> None:
     """The records beside the units: weights' hashes, heartbeats, the derived manifest."""
     for key in sorted(ledger.objects.list()):
         kind = {fmt.MODEL: "model", fmt.MANIFEST: "manifest"}.get(key)
-        if key.startswith(fmt.WORKERS) and key.endswith(".json"):
+        if fmt.parse_worker_key(key):
             kind = "worker"
         if kind is None:
             continue
@@ -203,8 +215,10 @@ def _check_records(ledger: Ledger, table: Table, records: list[Done], report: Re
                 )
             elif body != derive_manifest(table, records):
                 report.faults.append(f"{key}: does not follow from the done records")
-    has_model = fmt.MODEL in set(ledger.objects.list())
-    if records and not has_model:
+    present = set(ledger.objects.list())
+    if len(records) == len(table.units) and fmt.MANIFEST not in present and not partial:
+        report.faults.append(f"{fmt.MANIFEST}: is missing; the same `spile extract` makes it")
+    if records and fmt.MODEL not in present:
         report.faults.append(f"{fmt.MODEL}: is missing")
 
 
@@ -222,45 +236,4 @@ def _accounted(key: str, named: set[str], report: Report) -> bool:
         if unit >= report.units:
             report.faults.append(f"{key}: is the record of a unit that does not exist")
         return True
-    return key.startswith(fmt.WORKERS) and key.endswith(".json")
-
-
-def collect_garbage(objects: Objects, *, abandoned: bool = False) -> list[str]:
-    """Delete what can never be committed; returns the keys.
-
-    Safe beside live writers: only losing attempts of units that are done, and leftovers of
-    records that exist. With `abandoned`, also attempts of unfinished units: on the user's word
-    that nothing runs.
-    """
-    ledger = Ledger(objects)
-    ledger.table()
-    removed: list[str] = []
-    kept: dict[int, set[str] | None] = {}  # unit -> the winner's files; None while unfinished
-    for key in sorted(objects.list()):
-        target = objects.leftover_of(key)
-        attempt = fmt.parse_attempt_key(key)
-        if target is not None:
-            # A heartbeat's leftover is never missed: the next beat writes anew.
-            beat = key.startswith(fmt.WORKERS)
-            doomed = abandoned or beat or _exists(objects, target)
-        elif attempt is not None:
-            unit = attempt[0]
-            if kept.get(unit) is None:
-                done = ledger.read_done(unit)
-                kept[unit] = {file.key for file in done.files()} if done else None
-            files = kept[unit]
-            doomed = abandoned if files is None else key not in files
-        else:
-            doomed = False
-        if doomed:
-            objects.delete(key)
-            removed.append(key)
-    return removed
-
-
-def _exists(objects: Objects, key: str) -> bool:
-    try:
-        objects.size(key)
-    except FileNotFoundError:
-        return False
-    return True
+    return fmt.parse_worker_key(key) is not None

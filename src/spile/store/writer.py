@@ -32,7 +32,8 @@ class UnitWriter:
         self.attempt = secrets.token_hex(8)
         self.rows = len(index)
         self.stats = {tap: TapStats.empty(width) for tap, width in taps.items()}
-        self._objects, self._index, self._dtype = objects, index, dtype
+        self.dtype = dtype
+        self._objects, self._index = objects, index
         self._open: set[ShardWriter] = set()
         self._taps = {
             tap: _TapWriter(self, tap, width, max(1, shard_bytes // (width * dtype.itemsize)))
@@ -73,7 +74,7 @@ class UnitWriter:
 
     def start_shard(self, tap: str, number: int, rows: int, width: int) -> ShardWriter:
         key = shard_key(self.unit, self.attempt, tap, number)
-        writer = ShardWriter(self._objects, key, [(tap, self._dtype, (rows, width))])
+        writer = ShardWriter(self._objects, key, [(tap, self.dtype, (rows, width))])
         self._open.add(writer)
         return writer
 
@@ -103,6 +104,10 @@ class _TapWriter:
         self._shards: list[Shard] = []
 
     def write(self, rows: np.ndarray) -> None:
+        if rows.dtype != self._unit.dtype or rows.shape[1:] != (self._width,):
+            raise AssertionError(f"{self._tap}: {rows.dtype} rows of {rows.shape[1:]}")
+        if self._first + self._count + len(rows) > self._unit.rows:
+            raise AssertionError(f"{self._tap}: more than {self._unit.rows} rows")
         while len(rows):
             size = min(self._rows_per_shard, self._unit.rows - self._first)
             if self._writer is None:

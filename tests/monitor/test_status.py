@@ -1,0 +1,105 @@
+"""Status: where a dataset stands, from its store alone."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+import stored
+from spile.errors import StoreError
+from spile.monitor.status import read_status
+from spile.store.presence import Presence
+
+UNITS = ((5, 9, 0), (9,), (0, 3))
+
+
+@pytest.fixture
+def complete(tmp_path: Path) -> stored.Stored:
+    return stored.build(tmp_path / "out", UNITS)
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> stored.Stored:
+    return stored.build(tmp_path / "out", UNITS, commit=(2,))
+
+
+def test_a_complete_dataset_is_added_up(complete: stored.Stored) -> None:
+    status = read_status(complete.objects)
+    assert status.state == "complete"
+    assert (status.units, status.units_done) == (3, 3)
+    assert (status.documents, status.documents_total) == (4, 6)
+    assert status.rows == len(complete.index) == 26
+    assert status.tokens_estimated == 26
+    assert status.skipped == {"no tokens": 2}
+    files = list(complete.objects.list("attempts/"))
+    assert status.bytes == sum(complete.objects.size(key) for key in files)
+    assert status.taps == stored.TAPS
+    assert status.fingerprint == complete.table.fingerprint
+    assert status.recipe == complete.table.recipe.to_json()
+    assert status.workers == []
+
+
+def test_an_unfinished_dataset_counts_what_is_done(unfinished: stored.Stored) -> None:
+    status = read_status(unfinished.objects)
+    assert status.state == "unfinished"
+    assert (status.units, status.units_done, status.rows) == (3, 1, 3)
+    assert (status.documents, status.documents_total) == (1, 6)
+    assert status.tokens_estimated == 26
+    assert status.skipped == {"no tokens": 1}
+
+
+def test_attempts_without_a_record_count_for_nothing(unfinished: stored.Stored) -> None:
+    before = read_status(unfinished.objects)
+    unfinished.attempt(0)
+    assert read_status(unfinished.objects) == before
+
+
+def test_a_worker_at_work_is_running_and_a_killed_one_is_dead(unfinished: stored.Stored) -> None:
+    with stored.worker_process(unfinished.path, 1) as (name, process):
+        status = read_status(unfinished.objects)
+        assert status.state == "running"
+        (worker,) = status.workers
+        assert (worker["name"], worker["state"]) == (name, "running")
+        assert (worker["units"], worker["tokens"], worker["pid"]) == ([1], 12, process.pid)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        status = read_status(unfinished.objects)
+        assert status.state == "unfinished"
+        assert [worker["state"] for worker in status.workers] == ["dead"]
+
+
+def test_a_failed_worker_gives_its_reason(unfinished: stored.Stored) -> None:
+    Presence(unfinished.objects, 30).close("failed", error="StoreError: disk full")
+    status = read_status(unfinished.objects)
+    assert status.state == "unfinished"
+    assert (status.workers[0]["state"], status.workers[0]["error"]) == (
+        "failed",
+        "StoreError: disk full",
+    )
+
+
+def test_a_dataset_whose_units_are_all_done_is_complete_whoever_lives(
+    complete: stored.Stored,
+) -> None:
+    worker = Presence(complete.objects, 30)
+    worker.tell(state="running")
+    worker.hold(0)
+    assert read_status(complete.objects).state == "complete"
+
+
+def test_a_torn_heartbeat_is_no_obstacle(unfinished: stored.Stored) -> None:
+    unfinished.objects.create("workers/torn.json", b'{"units": [')
+    assert read_status(unfinished.objects).workers == []
+
+
+def test_a_status_is_json(unfinished: stored.Stored) -> None:
+    Presence(unfinished.objects, 30).close("done")
+    status = read_status(unfinished.objects)
+    assert json.loads(json.dumps(status.to_json())) == status.to_json()
+    assert status.to_json()["units_done"] == 1
+
+
+def test_no_dataset_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no dataset"):
+        read_status(stored.LocalObjects(tmp_path / "nowhere"))

@@ -1,0 +1,281 @@
+"""The reader: what was written, from any range, without copies where none are needed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import spile
+import stored
+import tiny
+from spile.errors import ConfigError, CorruptError, SpileError, StoreError
+from spile.index import INDEX_DTYPE
+from spile.store import format as fmt
+
+TAP = "resid_post.0"
+
+
+@pytest.fixture(scope="module", params=stored.DTYPE_NAMES)
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> stored.Stored:
+    """Shards of four rows of one tap, and of eight of the other."""
+    path = tmp_path_factory.mktemp("stored") / "out"
+    shard_bytes = 96 if request.param == "float32" else 48
+    return stored.build(path, dtype=request.param, shard_bytes=shard_bytes)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
+    return stored.build(tmp_path_factory.mktemp("stored") / "out")
+
+
+@pytest.fixture
+def partial(tmp_path: Path) -> stored.Stored:
+    """Units 1 and 3 of five are done."""
+    return stored.build(tmp_path / "out", commit=(3, 1))
+
+
+def rows_of(source: stored.Stored, units: tuple[int, ...]) -> np.ndarray:
+    """Row numbers of some units, in the whole dataset."""
+    return np.concatenate([np.arange(source.starts[u], source.starts[u + 1]) for u in units])
+
+
+# -- what it is ------------------------------------------------------------------------------
+
+
+def test_it_says_what_it_holds(written: stored.Stored) -> None:
+    ds = spile.open(str(written.path))
+    assert {tap: ds.width(tap) for tap in ds.taps} == stored.TAPS
+    assert ds.num_tokens == len(written.index) == 111
+    assert ds.num_documents == 8
+    assert ds.recipe == written.table.recipe
+    assert ds.fingerprint == written.table.fingerprint
+    assert ds.dtype.name == written.table.recipe.store_dtype
+
+
+def test_taps_come_in_the_recipes_order(source: stored.Stored) -> None:
+    ds = spile.open(str(source.path))
+    assert ds.taps == list(ds.recipe.taps) == ["resid_post.0", "mlp_out.1"]
+
+
+def test_an_unknown_tap_is_named_beside_those_there_are(source: stored.Stored) -> None:
+    ds = spile.open(str(source.path))
+    for ask in (ds.width, ds.statistics, lambda t: ds.read(t, 0, 1), lambda t: ds.batches([t], 4)):
+        with pytest.raises(ConfigError, match=r"'resid_post\.9'.* it has ") as caught:
+            ask("resid_post.9")
+        assert all(tap in str(caught.value) for tap in ds.taps)
+    with pytest.raises(ConfigError):
+        ds.document(0).read("resid_post.9")
+
+
+# -- rows and index --------------------------------------------------------------------------
+
+
+def test_the_test_data_crosses_shards_and_units(written: stored.Stored) -> None:
+    for unit in (0, 1, 3, 4):
+        for tap in stored.TAPS:
+            assert sum(s.tap == tap for s in written.done(unit).shards) > 1
+    assert written.done(2).rows == 0
+
+
+def test_any_range_reads_as_it_was_written(written: stored.Stored) -> None:
+    ds = spile.open(str(written.path))
+    rng = np.random.default_rng(0)
+    bounds = [(0, 111), *np.sort(rng.integers(0, 112, (200, 2)), axis=1).tolist()]
+    bounds += [(start, start + 1) for start in range(111)]
+    for start, stop in bounds:
+        for tap, values in written.rows.items():
+            read = ds.read(tap, start, stop)
+            assert read.dtype == values.dtype
+            assert read.shape == (stop - start, values.shape[1])
+            assert read.tobytes() == values[start:stop].tobytes()
+        entries = ds.index(start, stop)
+        assert entries.dtype == INDEX_DTYPE
+        assert np.array_equal(entries, written.index[start:stop])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(105, 500), (-6, 111), (50, 40), (200, 300), (7, 7)])
+def test_ranges_are_cut_as_slices_are(source: stored.Stored, start: int, stop: int) -> None:
+    ds = spile.open(str(source.path))
+    wanted = source.rows[TAP][start:stop]
+    assert np.array_equal(ds.read(TAP, start, stop), wanted)
+    assert ds.read(TAP, start, stop).shape == wanted.shape
+    assert np.array_equal(ds.index(start, stop), source.index[start:stop])
+
+
+def test_reading_into_a_buffer_gives_the_same_rows(written: stored.Stored) -> None:
+    ds = spile.open(str(written.path))
+    for tap, values in written.rows.items():
+        for start, count in ((0, 111), (3, 1), (25, 60)):
+            out = np.zeros((count, values.shape[1]), values.dtype)
+            ds.read_into(tap, start, out)
+            assert out.tobytes() == values[start : start + count].tobytes()
+
+
+def test_rows_of_one_shard_are_a_read_only_view_of_the_file(written: stored.Stored) -> None:
+    ds = spile.open(str(written.path))
+    shard = next(s for s in written.done(1).shards if s.first > 0 and s.count > 1)
+    first = written.starts[1] + shard.first
+    rows = ds.read(shard.tap, first, first + shard.count)
+    assert isinstance(rows, np.memmap)
+    assert str(rows.filename) == str(written.path / shard.key)
+    assert np.shares_memory(rows, ds.read(shard.tap, first + 1, first + 2))
+    assert not rows.flags.writeable
+    across = ds.read(shard.tap, first - 1, first + 1)
+    assert not np.shares_memory(rows, across)
+
+
+def test_a_missing_or_damaged_shard_is_named_when_it_is_read(tmp_path: Path) -> None:
+    source = stored.build(tmp_path / "out")
+    first, second = source.done(0).shards[:2]
+    source.objects.delete(first.key)
+    path = source.path / second.key
+    path.write_bytes(path.read_bytes()[:-1])
+    ds = spile.open(str(source.path))
+    with pytest.raises(CorruptError, match=first.key):
+        ds.read(first.tap, 0, 1)
+    with pytest.raises(CorruptError, match=second.key):
+        ds.read(second.tap, second.first, second.first + 1)
+    last = source.starts[-1]
+    assert np.array_equal(ds.read(TAP, last - 1, last), source.rows[TAP][-1:])
+
+
+# -- documents -------------------------------------------------------------------------------
+
+
+def test_the_test_data_splits_documents_and_places_their_contexts_out_of_order(
+    source: stored.Stored,
+) -> None:
+    offsets = source.index["offset"][source.index["doc"] == 3]
+    assert len(offsets) == 40
+    assert (np.diff(offsets) < 0).any()
+
+
+def test_a_document_is_in_reading_order(written: stored.Stored) -> None:
+    ds = spile.open(str(written.path))
+    for doc in np.unique(written.index["doc"]).tolist():
+        rows = np.flatnonzero(written.index["doc"] == doc)
+        rows = rows[np.argsort(written.index["offset"][rows])]
+        document = ds.document(doc)
+        assert len(document) == len(rows)
+        assert document.index["offset"].tolist() == list(range(len(rows)))
+        assert np.array_equal(document.index, written.index[rows])
+        for tap, values in written.rows.items():
+            assert document.read(tap).tobytes() == values[rows].tobytes()
+            assert document[tap].tobytes() == values[rows].tobytes()
+
+
+@pytest.mark.parametrize("doc", [4, 6, 7, 11, 1000, -1])
+def test_a_document_that_is_not_there_is_said_so(source: stored.Stored, doc: int) -> None:
+    with pytest.raises(StoreError, match=f"document {doc} is not in the dataset"):
+        spile.open(str(source.path)).document(doc)
+
+
+# -- statistics ------------------------------------------------------------------------------
+
+
+def test_statistics_are_those_of_all_rows(written: stored.Stored) -> None:
+    ds = spile.open(str(written.path))
+    for tap, values in written.rows.items():
+        wide = values.astype(np.float64)
+        stats = ds.statistics(tap)
+        assert stats.count == 111
+        np.testing.assert_allclose(stats.mean, wide.mean(axis=0), rtol=1e-12)
+        np.testing.assert_allclose(stats.variance, wide.var(axis=0), rtol=1e-12)
+        assert stats.mean_norm == pytest.approx(np.linalg.norm(wide, axis=1).mean(), rel=1e-12)
+        assert stats.max_abs == np.abs(wide).max()
+
+
+# -- finished and not ------------------------------------------------------------------------
+
+
+def test_an_unfinished_dataset_is_refused_with_advice(partial: stored.Stored) -> None:
+    with pytest.raises(StoreError, match="2 of 5 units are done.*partial=True"):
+        spile.open(str(partial.path))
+
+
+def test_a_partial_dataset_reads_the_units_that_are_done(partial: stored.Stored) -> None:
+    ds = spile.open(str(partial.path), partial=True)
+    rows = rows_of(partial, (1, 3))
+    assert ds.num_tokens == len(rows) == 51
+    assert np.array_equal(ds.index(0, 51), partial.index[rows])
+    assert np.array_equal(ds.read(TAP, 0, 51), partial.rows[TAP][rows])
+    assert ds.statistics(TAP).count == 51
+    assert len(ds.document(3)) == 40
+    with pytest.raises(StoreError, match="document 0"):
+        ds.document(0)
+
+
+def test_nothing_done_yet_reads_as_nothing(tmp_path: Path) -> None:
+    source = stored.build(tmp_path / "out", commit=())
+    ds = spile.open(str(source.path), partial=True)
+    assert ds.num_tokens == 0
+    assert ds.read(TAP, 0, 10).shape == (0, 6)
+    assert ds.index(0, 10).shape == (0,)
+    assert ds.statistics(TAP).count == 0
+    assert list(ds.batches([TAP], 4)) == []
+
+
+def test_all_records_are_enough_without_the_manifest(tmp_path: Path) -> None:
+    source = stored.build(tmp_path / "out")
+    source.objects.delete(fmt.MANIFEST)
+    ds = spile.open(str(source.path))
+    assert np.array_equal(ds.read(TAP, 0, 111), source.rows[TAP])
+
+
+def test_no_dataset_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no dataset there"):
+        spile.open(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("key", ["units.json", "manifest.json"])
+def test_a_damaged_record_is_not_read(tmp_path: Path, key: str) -> None:
+    source = stored.build(tmp_path / "out")
+    path = source.path / key
+    data = path.read_bytes()
+    edited = data.replace(b'"rows": 42', b'"rows": 43').replace(b'"ffd"', b'"none"')
+    assert edited != data
+    path.write_bytes(edited)
+    with pytest.raises(CorruptError, match=key):
+        spile.open(str(source.path))
+
+
+def test_a_record_of_no_unit_of_the_table_is_not_read(partial: stored.Stored) -> None:
+    text = json.dumps(partial.done(1).to_json()).replace("00000001", "00000099")
+    body = {**json.loads(text), "unit": 99}
+    partial.objects.create(fmt.done_key(99), fmt.encode_record("done", body))
+    try:
+        ds = spile.open(str(partial.path), partial=True)
+    except SpileError:
+        return
+    assert ds.num_tokens == 51
+    assert len(ds.document(3)) == 40
+
+
+def test_a_unit_of_another_recipe_is_not_read(partial: stored.Stored) -> None:
+    partial.ledger.commit(partial.attempt(0, fingerprint="of another dataset"))
+    with pytest.raises(SpileError, match="done/00000000.json"):
+        spile.open(str(partial.path), partial=True)
+
+
+# -- a light import --------------------------------------------------------------------------
+
+
+def test_reading_imports_no_jax(source: stored.Stored) -> None:
+    script = f"""
+import sys, spile
+assert "numpy" not in sys.modules, "import spile should cost nothing"
+ds = spile.open({str(source.path)!r})
+ds.read("resid_post.0", 0, 50), ds.index(0, 9), ds.document(3), ds.statistics("mlp_out.1")
+next(ds.batches(["resid_post.0"], 8))
+heavy = {{"jax", "jaxlib", "torch", "transformers", "tokenizers", "pyarrow"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=tiny.environment()
+    )
+    assert result.returncode == 0, result.stderr

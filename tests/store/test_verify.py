@@ -1,0 +1,315 @@
+"""Verify finds it: whatever happens to whichever object, the audit says so and names it."""
+
+import shutil
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stored
+from spile.store import format as fmt
+from spile.store.presence import Presence
+from spile.store.shard import read_shard_header
+from spile.store.verify import Report, verify
+
+TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
+# The first two units have as many rows, so that their files and records are of equal size.
+UNITS = ((5, 9), (9, 5), (0, 3))
+
+
+def build(path: Path, **options: Any) -> stored.Stored:
+    return stored.build(path, UNITS, **{"taps": TAPS, "shard_bytes": 128, **options})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
+    """A finished dataset with a worker's record; tests put back what they change."""
+    dataset = build(tmp_path_factory.mktemp("verify") / "out")
+    Presence(dataset.objects, 30).close("done")
+    return dataset
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> stored.Stored:
+    return build(tmp_path / "out")
+
+
+def named(report: Report, key: str) -> bool:
+    return not report.ok and any(key in fault for fault in report.faults)
+
+
+def test_a_sound_dataset_is_found_sound(whole: stored.Stored) -> None:
+    seen: list[tuple[int, int]] = []
+    report = verify(whole.objects, progress=lambda done, total: seen.append((done, total)))
+    assert report.ok and report.faults == [] and report.orphans == []
+    assert (report.units, report.units_done, report.absent) == (3, 3, 0)
+    assert report.rows == len(whole.index) == 31
+    assert report.bytes == sum(whole.objects.size(k) for k in whole.listed(fmt.ATTEMPTS))
+    assert seen == [(0, 3), (1, 3), (2, 3)]
+
+
+# -- damaged objects -------------------------------------------------------------------------
+
+
+def test_a_flipped_byte_is_found_in_every_object(whole: stored.Stored) -> None:
+    for key in whole.listed():
+        with stored.changed(whole, key) as paths:
+            size = whole.objects.size(key)
+            spread = np.linspace(0, size - 1, 7).astype(int).tolist()
+            ends = [7, 8, 60, 4000, 4095, 4096, size - 2]  # header, padding, first and last
+            for position in {*spread, *(p for p in ends if p < size)}:
+                stored.flip(paths[key], position)
+                assert named(verify(whole.objects), key), (key, position)
+                stored.flip(paths[key], position)
+
+
+def each_found(dataset: stored.Stored, places: dict[str, list[int]]) -> None:
+    """Flip the bytes of each object in turn, of all objects at once: each is to be named."""
+    with stored.changed(dataset, *places) as paths:
+        for step in range(max(map(len, places.values()))):
+            flips = [(path, places[key][step % len(places[key])]) for key, path in paths.items()]
+            for path, position in flips:
+                stored.flip(path, position, 1 << step % 8)
+            report = verify(dataset.objects)
+            assert all(named(report, key) for key in places), [position for _, position in flips]
+            for path, position in flips:
+                stored.flip(path, position, 1 << step % 8)
+
+
+def test_every_byte_of_every_record_counts(whole: stored.Stored) -> None:
+    # records are judged apart, so they can be damaged together
+    for keys in (["units.json"], whole.listed(fmt.DONE, fmt.WORKERS, fmt.MODEL)):
+        each_found(whole, {key: list(range(whole.objects.size(key))) for key in keys})
+
+
+def test_every_byte_of_the_manifest_and_of_every_shard_counts(whole: stored.Stored) -> None:
+    places = {fmt.MANIFEST: list(range(0, whole.objects.size(fmt.MANIFEST), 4))}
+    for key in whole.listed(fmt.ATTEMPTS):
+        size = whole.objects.size(key)
+        # the header's text, some of the padding, and all the rows
+        places[key] = [*range(420), *range(420, 4096, 97), *range(4096, size)]
+    each_found(whole, places)
+
+
+def test_a_truncated_object_is_found(whole: stored.Stored) -> None:
+    for key in whole.listed():
+        with stored.changed(whole, key) as paths:
+            data = paths[key].read_bytes()
+            for length in {0, 1, len(data) // 2, len(data) - 1}:
+                paths[key].write_bytes(data[:length])
+                assert named(verify(whole.objects), key), (key, length)
+
+
+def test_an_extended_object_is_found(whole: stored.Stored) -> None:
+    for key in whole.listed():
+        with stored.changed(whole, key) as paths:
+            data = paths[key].read_bytes()
+            for extra in (b"\0", b"\n", data):
+                paths[key].write_bytes(data + extra)
+                assert named(verify(whole.objects), key), key
+
+
+def test_a_deleted_object_is_found(whole: stored.Stored) -> None:
+    # heartbeats may come and go; the manifest has a test of its own
+    for key in whole.listed("units.json", "model.json", fmt.DONE, fmt.ATTEMPTS):
+        with stored.changed(whole, key) as paths:
+            paths[key].unlink()
+            assert named(verify(whole.objects), key), key
+
+
+def test_a_deleted_manifest_is_found(dataset: stored.Stored) -> None:
+    dataset.objects.delete(fmt.MANIFEST)
+    assert named(verify(dataset.objects), fmt.MANIFEST)
+    assert verify(dataset.objects, partial=True).ok
+
+
+def test_two_objects_of_equal_size_in_each_others_place_are_found(whole: stored.Stored) -> None:
+    swapped: set[str] = set()
+    for a, b in combinations(whole.listed(fmt.DONE, fmt.ATTEMPTS), 2):
+        first, second = whole.objects.get(a), whole.objects.get(b)
+        if len(first) != len(second) or first == second:
+            continue
+        with stored.changed(whole, a, b) as paths:
+            paths[a].write_bytes(second)
+            paths[b].write_bytes(first)
+            report = verify(whole.objects)
+            assert named(report, a) and named(report, b), (a, b)
+        swapped |= {a.rpartition("/")[2], b.rpartition("/")[2]}
+    assert {"index.safetensors", "00000000.json", "mlp_out.1.00000.safetensors"} <= swapped
+
+
+def test_only_the_damaged_file_is_blamed(whole: stored.Stored) -> None:
+    for key in whole.listed(fmt.ATTEMPTS):
+        with stored.changed(whole, key) as paths:
+            stored.flip(paths[key], 4096)
+            (fault,) = verify(whole.objects).faults
+            assert fault.startswith(f"{key}: ")
+
+
+def test_a_file_that_cannot_be_read_is_found(dataset: stored.Stored) -> None:
+    path = dataset.path / dataset.done(0).shards[0].key
+    path.unlink()
+    path.symlink_to(path)  # reading it fails with ELOOP, as a bad disk would with EIO
+    assert named(verify(dataset.objects), dataset.done(0).shards[0].key)
+
+
+def test_a_folder_replaced_by_a_file_is_found(dataset: stored.Stored) -> None:
+    key = dataset.done(1).index.key
+    folder = (dataset.path / key).parent
+    shutil.rmtree(folder)
+    folder.write_bytes(b"")
+    assert named(verify(dataset.objects), key)
+
+
+# -- records that do not fit together --------------------------------------------------------
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_missing_done_record_under_a_manifest_is_found(
+    dataset: stored.Stored, partial: bool
+) -> None:
+    dataset.objects.delete(fmt.done_key(1))
+    report = verify(dataset.objects, partial=partial)
+    assert any(f.startswith("manifest.json") and fmt.done_key(1) in f for f in report.faults)
+
+
+def test_units_not_done_are_a_fault_unless_partial(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "out", commit=(1,))
+    assert verify(dataset.objects).faults == ["2 of 3 units are not done"]
+    report = verify(dataset.objects, partial=True)
+    assert report.ok
+    assert (report.units, report.units_done, report.absent, report.rows) == (3, 1, 2, 14)
+    key = dataset.done(1).shards[0].key
+    stored.flip(dataset.path / key, 4100)
+    assert named(verify(dataset.objects, partial=True), key), "damage is a fault all the same"
+
+
+def test_another_units_record_is_found(dataset: stored.Stored) -> None:
+    (dataset.path / fmt.done_key(1)).write_bytes(dataset.objects.get(fmt.done_key(0)))
+    assert named(verify(dataset.objects), f"{fmt.done_key(1)}: is the record of unit 0")
+
+
+def test_a_record_of_a_unit_that_does_not_exist_is_found(dataset: stored.Stored) -> None:
+    dataset.objects.create(fmt.done_key(3), dataset.objects.get(fmt.done_key(0)))
+    assert named(verify(dataset.objects), fmt.done_key(3))
+
+
+def test_a_unit_of_another_recipe_is_found(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "out", commit=(0, 1))
+    dataset.ledger.commit(dataset.attempt(2, fingerprint="another"))
+    assert named(verify(dataset.objects), f"{fmt.done_key(2)}: belongs to another recipe")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda body: body["recipe"].update(seq_len=16),
+        lambda body: body["units"].pop(0),
+        lambda body: body["units"].reverse(),
+        lambda body: body["units"][1].update(first_doc=3),
+    ],
+    ids=["recipe", "unit lost", "units reordered", "documents lost"],
+)
+def test_a_table_that_contradicts_itself_is_found(
+    dataset: stored.Stored, edit: Callable[[dict[str, Any]], object]
+) -> None:
+    body = dataset.table.to_json()
+    edit(body)
+    (dataset.path / fmt.UNITS).write_bytes(fmt.encode_record("units", body))
+    assert named(verify(dataset.objects), fmt.UNITS)
+
+
+def test_a_manifest_that_does_not_follow_from_the_records_is_found(dataset: stored.Stored) -> None:
+    body = dataset.ledger.read_manifest() or {}
+    body["units"][0]["contexts"] += 1
+    (dataset.path / fmt.MANIFEST).write_bytes(fmt.encode_record("manifest", body))
+    assert named(verify(dataset.objects), fmt.MANIFEST)
+
+
+# -- content that is wrong behind checksums that are right -----------------------------------
+
+
+def edit(dataset: stored.Stored, key: str, name: str, row: int, value: Any) -> None:
+    """Set one value of a stored tensor."""
+    info = read_shard_header(dataset.objects, key)[name]
+    np.memmap(dataset.path / key, info.dtype, "r+", info.start, info.shape)[row] = value
+
+
+@pytest.mark.parametrize("dtype", stored.DTYPE_NAMES)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_planted_nan_is_counted(tmp_path: Path, dtype: str, value: float) -> None:
+    dataset = build(tmp_path / "out", dtype=dtype)
+    shard = dataset.done(1).shards[-1]
+    edit(dataset, shard.key, shard.tap, -1, value)
+    stored.reseal(dataset, 1)
+    (fault,) = verify(dataset.objects).faults
+    assert "unit 1" in fault and shard.tap in fault and "not finite" in fault
+
+
+def test_a_nan_that_was_kept_on_purpose_is_no_fault(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "out", commit=(0, 1))
+    dataset.rows["mlp_out.1"][-1, 0] = np.nan
+    dataset.ledger.commit(dataset.attempt(2))
+    assert dataset.ledger.complete(dataset.table)
+    assert verify(dataset.objects).ok
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [("doc", 2, "outside its unit"), ("doc", -1, "outside its unit"), ("doc", 0, "doubled"),
+     ("offset", 100, "missing or doubled"), ("offset", 3, "missing or doubled")],
+)  # fmt: skip
+def test_an_index_that_cannot_be_is_found(
+    dataset: stored.Stored, column: str, value: int, reason: str
+) -> None:
+    index = dataset.index[dataset.starts[0] : dataset.starts[1]]
+    row = int(np.flatnonzero((index["doc"] == 1) & (index["offset"] == 8))[0])
+    edit(dataset, dataset.done(0).index.key, column, row, value)
+    stored.reseal(dataset, 0)
+    assert any(
+        dataset.done(0).index.key in f and reason in f for f in verify(dataset.objects).faults
+    )
+
+
+@pytest.mark.parametrize("changes", [{"documents": 1}, {"skipped": {"no tokens": 1}}])
+def test_documents_that_do_not_add_up_are_found(
+    dataset: stored.Stored, changes: dict[str, Any]
+) -> None:
+    stored.reseal(dataset, 0, **changes)
+    assert named(verify(dataset.objects), "document")
+
+
+def test_a_unit_without_one_of_the_taps_is_found(dataset: stored.Stored) -> None:
+    shards = tuple(s for s in dataset.done(0).shards if s.tap == "mlp_out.1")
+    stored.reseal(dataset, 0, shards=shards)
+    assert named(verify(dataset.objects), fmt.done_key(0))
+
+
+def test_statistics_of_other_rows_are_found(dataset: stored.Stored) -> None:
+    edit(dataset, dataset.done(0).statistics.key, "mlp_out.1/count", 0, 13)
+    stored.reseal(dataset, 0)
+    assert named(verify(dataset.objects), dataset.done(0).statistics.key)
+
+
+@pytest.mark.parametrize("damage", ["another tap's rows", "no header", "nothing of it"])
+@pytest.mark.parametrize("victim", ["shard", "index", "statistics"])
+def test_a_file_that_is_not_what_its_record_says_is_found(
+    dataset: stored.Stored, victim: str, damage: str
+) -> None:
+    done = dataset.done(0)
+    key = {"shard": done.shards[0], "index": done.index, "statistics": done.statistics}[victim].key
+    content = {
+        "another tap's rows": dataset.objects.get(done.shards[-1].key),
+        "no header": b"\0" + dataset.objects.get(key)[1:],
+        "nothing of it": b"",
+    }
+    (dataset.path / key).write_bytes(content[damage])
+    stored.reseal(dataset, 0)
+    assert named(verify(dataset.objects), key)
+
+
+def test_what_is_no_dataset_is_said_to_be_none(tmp_path: Path) -> None:
+    assert named(verify(stored.LocalObjects(tmp_path)), "no dataset there")

@@ -1,0 +1,179 @@
+"""The unit writer: exact rows into shards of bounded size, or nothing at all."""
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xxhash
+
+import stored
+from spile.objects import LocalObjects, LocalStream
+from spile.store.format import Done, decode_record, encode_record
+from spile.store.shard import open_tensor, read_shard_header
+from spile.store.writer import UnitWriter
+
+DESCRIBED: dict[str, Any] = {
+    "fingerprint": "f", "documents": 1, "contexts": 1, "skipped": {}, "text_digest": "t",
+    "made_by": {},
+}  # fmt: skip
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> LocalObjects:
+    return LocalObjects(tmp_path / "store")
+
+
+def index_of(rows: int) -> np.ndarray:
+    return stored.make_index(np.random.default_rng(0), 0, [rows], 8)
+
+
+def write(
+    objects: LocalObjects, rows: dict[str, np.ndarray], shard_bytes: int, pieces: int = 5
+) -> Done:
+    count, dtype = len(next(iter(rows.values()))), next(iter(rows.values())).dtype
+    widths = {tap: values.shape[1] for tap, values in rows.items()}
+    writer = UnitWriter(objects, 3, index_of(count), widths, dtype, shard_bytes)
+    for tap, values in rows.items():
+        for at in range(0, count, pieces):
+            writer.write(tap, values[at : at + pieces])
+    return writer.finish(**DESCRIBED)
+
+
+def random_rows(count: int, width: int, dtype: np.dtype[Any] = BFLOAT16) -> np.ndarray:
+    return np.random.default_rng(width).standard_normal((count, width)).astype(dtype)
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 100])
+@pytest.mark.parametrize("shard_bytes", [1, 48, 50, 4096])
+def test_shards_hold_the_rows_in_order_and_no_more_bytes_than_asked(
+    objects: LocalObjects, shard_bytes: int, pieces: int
+) -> None:
+    rows = {"resid_post.0": random_rows(23, 8), "mlp_out.1": random_rows(23, 3)}
+    done = write(objects, rows, shard_bytes, pieces)
+    for tap, values in rows.items():
+        shards = [shard for shard in done.shards if shard.tap == tap]
+        row_bytes = values.shape[1] * 2
+        per_shard = max(1, shard_bytes // row_bytes)
+        assert len(shards) == -(-23 // per_shard)
+        assert [s.count for s in shards[:-1]] == [min(23, per_shard)] * (len(shards) - 1)
+        read = []
+        for shard in shards:
+            info = read_shard_header(objects, shard.key)[tap]
+            assert info.stop - info.start == shard.count * row_bytes
+            read.append(open_tensor(objects, shard.key, info))
+        assert np.concatenate(read).tobytes() == values.tobytes()
+
+
+def test_the_record_describes_every_file(objects: LocalObjects) -> None:
+    done = write(objects, {"a": random_rows(10, 4), "b": random_rows(10, 2)}, 40)
+    assert {file.key for file in done.files()} == set(objects.list())
+    for file in done.files():
+        data = objects.get(file.key)
+        assert (file.bytes, file.digest) == (len(data), xxhash.xxh3_128_hexdigest(data))
+    # the audit on reading accepts it
+    body = decode_record("k", encode_record("done", done.to_json()), "done")
+    assert Done.from_json("k", body) == done
+
+
+def test_the_index_and_the_statistics_are_stored_as_given(objects: LocalObjects) -> None:
+    index, rows = index_of(10), random_rows(10, 4, np.dtype(np.float32))
+    writer = UnitWriter(objects, 0, index, {"a": 4}, rows.dtype, 100)
+    writer.stats["a"].merge(stored.describe(rows))
+    writer.write("a", rows)
+    done = writer.finish(**DESCRIBED)
+    header = read_shard_header(objects, done.index.key)
+    for name in index.dtype.names or ():
+        assert np.array_equal(open_tensor(objects, done.index.key, header[name]), index[name])
+    statistics = read_shard_header(objects, done.statistics.key)
+    mean = open_tensor(objects, done.statistics.key, statistics["a/mean"])
+    assert np.array_equal(mean, writer.stats["a"].mean)
+
+
+def test_a_unit_without_rows_has_an_index_and_statistics_only(objects: LocalObjects) -> None:
+    done = write(objects, {"a": random_rows(0, 4)}, 40)
+    assert (done.rows, done.shards) == (0, ())
+    assert set(objects.list()) == {done.index.key, done.statistics.key}
+
+
+def test_two_attempts_at_a_unit_share_no_key(objects: LocalObjects) -> None:
+    first, second = (write(objects, {"a": random_rows(5, 2)}, 8) for _ in range(2))
+    assert first.attempt != second.attempt
+    assert not {f.key for f in first.files()} & {f.key for f in second.files()}
+
+
+@pytest.mark.parametrize("missing", ["a", "b"])
+def test_a_unit_with_a_row_missing_cannot_be_finished(objects: LocalObjects, missing: str) -> None:
+    writer = UnitWriter(objects, 0, index_of(9), {"a": 2, "b": 3}, BFLOAT16, 10)
+    for tap, width in (("a", 2), ("b", 3)):
+        writer.write(tap, random_rows(9 - (tap == missing), width))
+    with pytest.raises(AssertionError, match=missing):
+        writer.finish(**DESCRIBED)
+    writer.discard()
+    assert list(objects.list()) == []
+
+
+class FewStreams(LocalObjects):
+    """Stops a writer that would go on for ever."""
+
+    streams = 0
+
+    def stream(self, key: str) -> LocalStream:
+        self.streams += 1
+        if self.streams > 50:
+            raise RuntimeError("the writer makes shards without end")
+        return super().stream(key)
+
+
+def test_a_row_too_many_is_refused(tmp_path: Path) -> None:
+    objects = FewStreams(tmp_path)
+    for at_once in (True, False):
+        writer = UnitWriter(objects, 0, index_of(9), {"a": 2}, BFLOAT16, 12)
+        with pytest.raises(AssertionError):
+            if at_once:
+                writer.write("a", random_rows(10, 2))
+            else:
+                writer.write("a", random_rows(9, 2))
+                writer.write("a", random_rows(1, 2))
+        writer.discard()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        random_rows(9, 3),
+        random_rows(9, 1),
+        random_rows(9, 2, np.dtype(np.float16)),
+        random_rows(9, 2, np.dtype(np.float32)),
+    ],
+    ids=["wide", "narrow", "float16", "float32"],
+)
+def test_rows_of_another_width_or_dtype_are_refused(
+    objects: LocalObjects, rows: np.ndarray
+) -> None:
+    writer = UnitWriter(objects, 0, index_of(9), {"a": 2}, BFLOAT16, 1000)
+    with pytest.raises(AssertionError):
+        writer.write("a", rows)
+        writer.finish(**DESCRIBED)
+    writer.discard()
+    assert list(objects.list()) == []
+
+
+@pytest.mark.parametrize("written", [0, 1, 5, 9])
+def test_discard_leaves_nothing(objects: LocalObjects, written: int) -> None:
+    kept = write(objects, {"a": random_rows(4, 2)}, 8)
+    writer = UnitWriter(objects, 3, index_of(9), {"a": 2}, BFLOAT16, 12)
+    writer.write("a", random_rows(written, 2))
+    writer.discard()
+    assert set(objects.list()) == {file.key for file in kept.files()}
+
+
+def test_a_finished_attempt_can_be_discarded(objects: LocalObjects) -> None:
+    kept = write(objects, {"a": random_rows(4, 2)}, 8)
+    table = stored.make_table([[9]], {"a": 2}, "bfloat16")
+    rows = {"a": random_rows(9, 2)}
+    _, writer = stored.write_unit(objects, table, 0, index_of(9), rows, 12)
+    writer.discard()
+    assert set(objects.list()) == {file.key for file in kept.files()}

@@ -1,0 +1,291 @@
+"""Datasets made straight through the writer and the ledger, from random rows: no model, no jax."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+import tiny
+from spile.config import ResolvedRecipe
+from spile.index import FIRST, INDEX_DTYPE, LAST
+from spile.objects import LocalObjects
+from spile.store import format as fmt
+from spile.store.format import Done, Shard
+from spile.store.ledger import Ledger, Table
+from spile.store.stats import TapStats, merged
+from spile.store.writer import UnitWriter
+from spile.tensors import DTYPES
+
+TAPS = {"resid_post.0": 6, "mlp_out.1": 3}
+# Lengths of documents, unit by unit; 0 is a document that was skipped. The third unit is empty.
+UNITS = ((5, 21, 3), (40, 0, 2), (0, 0), (9,), (1, 30))
+DTYPE_NAMES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A dataset, and what went into it: index and rows of all units, done or not."""
+
+    path: Path
+    table: Table
+    index: np.ndarray
+    rows: dict[str, np.ndarray]
+    starts: list[int]  # the first row of each unit, and the number of rows
+
+    @property
+    def objects(self) -> LocalObjects:
+        return LocalObjects(self.path)
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.objects)
+
+    def listed(self, *prefixes: str) -> list[str]:
+        found = sorted(self.objects.list())
+        return [key for key in found if key.startswith(prefixes)] if prefixes else found
+
+    def done(self, unit: int) -> Done:
+        record = self.ledger.read_done(unit)
+        assert record is not None
+        return record
+
+    def attempt(self, unit: int, *, shard_bytes: int = 60, **described: Any) -> Done:
+        """Write a unit's files, durably, without committing them."""
+        rows = slice(self.starts[unit], self.starts[unit + 1])
+        values = {tap: array[rows] for tap, array in self.rows.items()}
+        done, _ = write_unit(
+            self.objects, self.table, unit, self.index[rows], values, shard_bytes, **described
+        )
+        return done
+
+
+def make_table(
+    units: Sequence[Sequence[int]] = UNITS,
+    taps: Mapping[str, int] = TAPS,
+    dtype: str = "float32",
+    **changes: Any,
+) -> Table:
+    recipe = ResolvedRecipe(
+        **{
+            "model_source": "/models/tiny",
+            "corpus_source": "/corpora/tiny.jsonl",
+            "model": {"config": "c0ffee", "weights": "f00d"},
+            "corpus": ("12-ab",),
+            "taps": tuple(taps),
+            "seq_len": 8,
+            "pack": "ffd",
+            "long_docs": "split",
+            "special_tokens": "tokenizer",
+            "text_column": None,
+            "text_documents": "line",
+            "max_docs": None,
+            "max_tokens": None,
+            "unit_tokens": 64,
+            "compute_dtype": "float32",
+            "store_dtype": dtype,
+            **changes,
+        }  # fmt: skip
+    )
+    first_docs = np.cumsum([0, *(len(lengths) for lengths in units)]).tolist()
+    return Table(
+        recipe=recipe,
+        fingerprint=recipe.fingerprint(),
+        taps=dict(taps),
+        files=({"path": "/corpora/tiny.jsonl", "identity": "12-ab"},),
+        units=tuple(
+            {
+                "id": number,
+                "first_doc": first_docs[number],
+                "num_docs": len(lengths),
+                "tokens": max(1, sum(lengths)),
+                "spans": [],
+            }
+            for number, lengths in enumerate(units)
+        ),
+    )
+
+
+def make_index(
+    rng: np.random.Generator, first_doc: int, lengths: Sequence[int], seq_len: int
+) -> np.ndarray:
+    """Documents cut into contexts, and those placed in a random order."""
+    contexts = [
+        (doc, at, min(seq_len, length - at))
+        for doc, length in enumerate(lengths, first_doc)
+        for at in range(0, length, seq_len)
+    ]
+    pieces = [np.zeros(0, INDEX_DTYPE)]
+    for item in rng.permutation(len(contexts)):
+        doc, at, count = contexts[item]
+        piece = np.zeros(count, INDEX_DTYPE)
+        piece["token_id"] = rng.integers(0, 1000, count)
+        piece["doc"] = doc
+        piece["offset"] = np.arange(at, at + count)
+        piece["pos"] = np.arange(count)
+        piece["flags"][0] |= FIRST
+        piece["flags"][-1] |= LAST
+        pieces.append(piece)
+    return np.concatenate(pieces)
+
+
+def describe(rows: np.ndarray) -> TapStats:
+    """Statistics of rows, the plain way."""
+    wide = rows.astype(np.float64)
+    if not len(wide):
+        return TapStats.empty(wide.shape[1])
+    mean = wide.mean(axis=0)
+    return TapStats(
+        count=len(wide),
+        mean=mean,
+        m2=((wide - mean) ** 2).sum(axis=0),
+        norm_sum=float(np.sqrt((wide**2).sum(axis=1)).sum()),
+        max_abs=float(np.abs(wide).max()),
+        nonfinite=int(np.count_nonzero(~np.isfinite(wide))),
+    )
+
+
+def write_unit(
+    objects: LocalObjects,
+    table: Table,
+    unit: int,
+    index: np.ndarray,
+    rows: Mapping[str, np.ndarray],
+    shard_bytes: int,
+    **described: Any,
+) -> tuple[Done, UnitWriter]:
+    """One attempt, its rows arriving in pieces of seven."""
+    dtype = next(d for d in DTYPES.values() if d.name == table.recipe.store_dtype)
+    writer = UnitWriter(objects, unit, index, table.taps, dtype, shard_bytes)
+    for tap, values in rows.items():
+        pieces = [values[at : at + 7] for at in range(0, len(values), 7)]
+        writer.stats[tap] = merged((describe(piece) for piece in pieces), values.shape[1])
+        for piece in pieces:
+            writer.write(tap, piece)
+    documents = len(np.unique(index["doc"]))
+    missing = table.units[unit]["num_docs"] - documents
+    done = writer.finish(
+        **{
+            "fingerprint": table.fingerprint,
+            "documents": documents,
+            "contexts": int(np.count_nonzero(index["flags"] & FIRST)),
+            "skipped": {"no tokens": missing} if missing else {},
+            "text_digest": "0123",
+            "made_by": {"spile": "test"},
+            **described,
+        }
+    )
+    return done, writer
+
+
+def build(
+    path: Path,
+    units: Sequence[Sequence[int]] = UNITS,
+    *,
+    taps: Mapping[str, int] = TAPS,
+    dtype: str = "float32",
+    shard_bytes: int = 60,
+    seed: int = 0,
+    commit: Collection[int] | None = None,
+) -> Stored:
+    """Make a dataset of random rows; `commit` names the units to do, all if not given."""
+    rng = np.random.default_rng(seed)
+    table = make_table(units, taps, dtype)
+    seq_len = table.recipe.seq_len
+    indices = [
+        make_index(rng, entry["first_doc"], lengths, seq_len)
+        for entry, lengths in zip(table.units, units, strict=True)
+    ]
+    index = np.concatenate(indices)
+    numpy_dtype = next(d for d in DTYPES.values() if d.name == dtype)
+    rows = {
+        tap: (rng.standard_normal((len(index), width)) * 3 + 1).astype(numpy_dtype)
+        for tap, width in taps.items()
+    }
+    starts = np.cumsum([0, *(len(part) for part in indices)]).tolist()
+    stored = Stored(path, table, index, rows, starts)
+    ledger = stored.ledger
+    ledger.create_table(table)
+    ledger.check_weights({"embed": "aa", "blocks": "bb"})
+    for unit in range(len(units)) if commit is None else commit:
+        assert ledger.commit(stored.attempt(unit, shard_bytes=shard_bytes))
+    ledger.complete(table)
+    return stored
+
+
+@contextmanager
+def changed(stored: Stored, *keys: str) -> Iterator[dict[str, Path]]:
+    """Objects to be damaged, and restored afterwards."""
+    paths = {key: stored.path / key for key in keys}
+    before = {key: path.read_bytes() for key, path in paths.items()}
+    try:
+        yield paths
+    finally:
+        for key, path in paths.items():
+            path.write_bytes(before[key])
+
+
+def flip(path: Path, position: int, mask: int = 1) -> None:
+    """Change one byte in place; doing it again undoes it."""
+    with path.open("r+b", buffering=0) as file:
+        file.seek(position)
+        value = file.read(1)[0] ^ mask
+        file.seek(position)
+        file.write(bytes([value]))
+
+
+def reseal(stored: Stored, unit: int, **changes: Any) -> None:
+    """Make record and manifest fit a unit's files as they are now: checksums find nothing."""
+    objects, ledger, done = stored.objects, stored.ledger, stored.done(unit)
+
+    def refreshed(file: Shard) -> Shard:
+        data = objects.get(file.key)
+        return dataclasses.replace(file, bytes=len(data), digest=xxhash.xxh3_128_hexdigest(data))
+
+    parts = {
+        "shards": tuple(refreshed(shard) for shard in done.shards),
+        "index": refreshed(done.index),
+        "statistics": refreshed(done.statistics),
+    }
+    forged = dataclasses.replace(done, **{**parts, **changes})
+    objects.delete(fmt.done_key(unit))
+    objects.delete(fmt.MANIFEST)
+    assert ledger.commit(forged)
+    assert ledger.complete(stored.table)
+
+
+_WORKER = """
+import sys
+from pathlib import Path
+from spile.objects import LocalObjects
+from spile.store.presence import Presence
+presence = Presence(LocalObjects(Path(sys.argv[1])), 30)
+presence.start()
+presence.tell(state="running", tokens=12)
+presence.hold(int(sys.argv[2]))
+print(presence.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def worker_process(path: Path, unit: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A process that holds a unit until it is killed; gives its worker's name."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _WORKER, str(path), str(unit)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=tiny.environment(),
+    ) as process:
+        try:
+            assert process.stdout
+            yield process.stdout.readline().strip(), process
+        finally:
+            process.kill()
