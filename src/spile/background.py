@@ -57,7 +57,12 @@ class Producer(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         while True:
-            item = self._queue.get()
+            try:
+                item = self._queue.get(timeout=_POLL)
+            except queue.Empty:
+                if self._thread.is_alive() or self._queue.qsize():
+                    continue
+                return
             if item is None:
                 return
             if isinstance(item, BaseException):
@@ -86,6 +91,7 @@ class Consumer(Generic[T]):
         self._queue: queue.Queue[tuple[T] | None] = queue.Queue(depth)
         self._error: BaseException | None = None
         self._abandoned = threading.Event()
+        self._ending = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -112,12 +118,16 @@ class Consumer(Generic[T]):
 
     def close(self) -> None:
         """Handle what is waiting, end the thread, and raise its error if it failed."""
-        self._queue.put(None)
-        self._thread.join()
+        self._end()
         self.check()
 
     def abandon(self) -> None:
         """Drop what is waiting and end the thread; for use when another error is being raised."""
         self._abandoned.set()
-        self._queue.put(None)
+        self._end()
+
+    def _end(self) -> None:
+        if not self._ending:
+            self._ending = True
+            self._queue.put(None)
         self._thread.join()

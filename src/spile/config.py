@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,11 @@ def parse_count(text: str) -> int:
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
     if not match or match[2].lower() not in _SUFFIXES:
         raise ValueError(text)
-    number = match[1].replace("_", "")
-    scale = _SUFFIXES[match[2].lower()]
-    return int(float(number) * scale) if "." in number else int(number) * scale
+    suffix = match[2].lower()
+    value = Fraction(match[1].replace("_", "")) * _SUFFIXES[suffix]
+    if value.denominator != 1 and not suffix.endswith("ib"):  # 1.3GiB is no whole number either
+        raise ValueError(text)
+    return int(value)
 
 
 class _Options:

@@ -23,7 +23,7 @@ TOLERANCE = 2e-5  # of the tap's largest value
 ALL_TAPS = (
     "embed,resid_pre:all,resid_mid:all,resid_post:all,attn_out:all,mlp_out:all,final_norm,logits"
 )
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": tiny.VOCAB,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -34,14 +34,15 @@ SMALL = {
     "bos_token_id": tiny.BOS,
     "eos_token_id": tiny.EOS,
 }
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
-YARN = {
+YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+THETA: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama-gqa": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
     "llama-mha-tied": lambda: LlamaForCausalLM(
@@ -62,7 +63,7 @@ MODELS: dict[str, Callable[[], Any]] = {
             **SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         )
     ),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, rope_theta=1e6)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, rope_parameters=THETA)),
     "qwen2-mha-tied": lambda: Qwen2ForCausalLM(
         Qwen2Config(**{**SMALL, "num_key_value_heads": 4, "tie_word_embeddings": True})
     ),
@@ -189,7 +190,11 @@ def test_the_demo_model_agrees_with_hf_on_every_tap(tmp_path: Path) -> None:
 def test_a_document_is_the_same_alone_and_packed(tmp_path: Path, model: Path) -> None:
     corpus = tiny.write_corpus(tmp_path / "docs.jsonl", 20, seed=5)
     lines = corpus.read_text().splitlines()
-    common = {"model": str(model), "taps": "resid_post:all", "compute_dtype": "float32"}
+    common: dict[str, Any] = {
+        "model": str(model),
+        "taps": "resid_post:all",
+        "compute_dtype": "float32",
+    }
     spile.extract(spile.Recipe(corpus=str(corpus), **common), str(tmp_path / "packed"))
     packed = spile.open(str(tmp_path / "packed"))
     for doc in (0, 7, 19):

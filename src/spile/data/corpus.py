@@ -9,6 +9,7 @@ import gzip
 import json
 import logging
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import xxhash
-import zstandard
 
 from spile.data import parquet
 from spile.errors import DataError, InputError
@@ -50,19 +50,20 @@ class CorpusFile:
 
     def open(self) -> BinaryIO:
         """The decompressed bytes, as a stream."""
-        if self.compression == "gz":
-            return cast(BinaryIO, gzip.open(self.path, "rb"))
-        raw = self.path.open("rb")
-        if self.compression == "zst":
-            reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            return cast(BinaryIO, reader)
-        return raw
+        try:
+            if self.compression == "gz":
+                return cast(BinaryIO, gzip.open(self.path, "rb"))
+            if self.compression == "zst":
+                return parquet.open_zstd(self.path)
+            return self.path.open("rb")
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot open ({error.strerror or error})") from error
 
     def read(self, stream: BinaryIO, size: int) -> bytes:
         """Read from a stream of `open`; a damaged file is one clear line."""
         try:
             return stream.read(size)
-        except (OSError, EOFError, zstandard.ZstdError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise InputError(f"{self.path}: cannot decompress ({error}); is it whole?") from error
 
 
@@ -90,9 +91,15 @@ def find_files(corpus: str) -> list[CorpusFile]:
     if path.is_file():
         return [_classify(path)]
     if path.is_dir():
-        candidates = sorted(p for p in path.rglob("*") if p.is_file() and p.name[0] not in "._")
+        candidates = sorted(
+            p
+            for p in path.rglob("*")
+            if p.is_file() and not any(part[0] in "._" for part in p.relative_to(path).parts)
+        )
     else:
-        candidates = sorted(Path(p) for p in glob.glob(corpus, recursive=True) if os.path.isfile(p))
+        candidates = sorted(
+            {Path(p) for p in glob.glob(corpus, recursive=True) if os.path.isfile(p)}
+        )
         if not candidates:
             raise InputError(f"--corpus {corpus}: no such file, directory, or match for a glob")
     known = [p for p in candidates if _suffixes(p)[0] in _KINDS]
@@ -164,6 +171,7 @@ class CorpusReader:
         skipped: Counter[str] = Counter()
         ordinal = first_ordinal
         for span in spans:
+            stop = ordinal + span.count
             for text, reason in self._texts(span):
                 if text is None:
                     skipped[reason] += 1
@@ -171,6 +179,11 @@ class CorpusReader:
                     ordinals.append(ordinal)
                     texts.append(text)
                 ordinal += 1
+            if ordinal != stop:
+                raise DataError(
+                    f"{self.files[span.file].path}: changed since the unit table was made (holds "
+                    f"fewer documents); restore the file or use another --out"
+                )
         return Documents(ordinals, texts, skipped)
 
     def sample(self, file: int) -> tuple[Documents, int]:
@@ -178,7 +191,9 @@ class CorpusReader:
         (those of the text column in Parquet, of the lines elsewhere)."""
         source = self.files[file]
         if source.kind == "parquet":
-            documents = self.read((Span(file, 0, _SAMPLE_ROWS),), 0)
+            column = parquet.text_column(source.path, self._column)
+            rows = sum(count for count, _ in parquet.row_groups(source.path, column))
+            documents = self.read((Span(file, 0, min(rows, _SAMPLE_ROWS)),), 0)
             return documents, sum(len(text.encode()) for text in documents.texts)
         with source.open() as stream:
             data = source.read(stream, _SAMPLE_BYTES)
@@ -187,7 +202,20 @@ class CorpusReader:
         pairs = list(self._parse(source, data, count_lines(data), 0))
         texts = [text for text, _ in pairs if text is not None]
         skipped = Counter(reason for text, reason in pairs if text is None)
+        if source.kind == "jsonl" and not texts and skipped["null"]:
+            self._refuse_without_key(source, data)
         return Documents(list(range(len(texts))), texts, skipped), len(data)
+
+    def _refuse_without_key(self, source: CorpusFile, data: bytes) -> None:
+        """A key that no sampled record has is a wrong --text-column, not a corpus of nulls."""
+        column = self._column or "text"
+        records = [json.loads(line) for line in data.splitlines() if line.strip()]
+        keys = sorted({str(key) for record in records for key in record})
+        if column not in keys:
+            raise InputError(
+                f"{source.path}: no key {column!r} in its first {len(records)} lines; they have "
+                f"{', '.join(keys)}: choose one with --text-column"
+            )
 
     def _texts(self, span: Span) -> Iterator[tuple[str | None, str]]:
         source = self.files[span.file]
@@ -203,9 +231,8 @@ class CorpusReader:
         else:
             self.close()
             offset, stream = 0, source.open()
-            if not source.compression:
-                stream.seek(span.start)
-                offset = span.start
+        if not source.compression:
+            offset = stream.seek(span.start)
         while offset < span.start:
             skipped = source.read(stream, min(_READ_SIZE, span.start - offset))
             if not skipped:
@@ -250,11 +277,6 @@ class CorpusReader:
         if not isinstance(record, dict):
             raise InputError(f"{source.path} line {number}: not a JSON object")
         keys = cast(dict[str, Any], record)
-        if column not in keys and number == 1:
-            raise InputError(
-                f"{source.path} line 1: no key {column!r}; it has {', '.join(sorted(keys))}: "
-                "choose one with --text-column"
-            )
         value = keys.get(column)
         if value is not None and not isinstance(value, str):
             raise InputError(

@@ -1,10 +1,11 @@
-"""Parquet files: their footers, and the bytes of one column of strings."""
+"""What Arrow reads for us: Parquet footers, the bytes of one column of strings, zstd streams."""
 
 # pyright: standard
 # pyarrow ships no types; what comes out of it is given one at this file's edge.
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -80,6 +81,11 @@ def read_rows(path: Path, column: str, first: int, count: int) -> Iterator[bytes
     except (pa.ArrowException, OSError) as error:
         line = str(error).splitlines()[0]
         raise InputError(f"{path}: cannot read Parquet ({line}); is it whole?") from error
+
+
+def open_zstd(path: Path) -> BinaryIO:
+    """Decompressed bytes; unlike zstandard's reader, a file cut short is an error, not an end."""
+    return pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
 
 
 def _is_text(kind: pa.DataType) -> bool:

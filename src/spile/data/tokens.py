@@ -38,7 +38,7 @@ class TextTokenizer:
         if special_tokens == "bos" and self.bos is None:
             raise ConfigError("--special-tokens bos: this model's tokenizer has no BOS token")
         added = self._tokenizer.get_added_tokens_decoder()
-        self._size = max(self._tokenizer.get_vocab_size(with_added_tokens=True), *added, 1)
+        self._size = self.max_id + 1  # any id beyond the vocabulary has the flags of this one: none
         self._flags = np.zeros(self._size + 1, np.uint16)
         for token, content in added.items():
             if content.special:

@@ -58,7 +58,8 @@ def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], in
             f"{reader.files[0].path}: the first {unreadable} documents are not UTF-8 text; "
             "is this a text corpus?"
         )
-    return count_tokens(texts) / size if texts and size else _TOKENS_PER_BYTE
+    tokens = count_tokens(texts) if texts else 0
+    return tokens / size if tokens and size else _TOKENS_PER_BYTE
 
 
 def make_units(

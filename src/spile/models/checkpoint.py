@@ -107,7 +107,7 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
         if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
             raise InputError(f"{directory / _INDEX}: has no usable weight_map")
         names = sorted(set(listed.values()))
-        if odd := [n for n in names if Path(n).name != n]:
+        if odd := [n for n in names if Path(n).name != n or n in ("", "..")]:
             raise InputError(f"{directory / _INDEX}: {odd[0]!r} is not a plain file name")
         files = tuple(directory / name for name in names)
     else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from spile.errors import InputError
 from spile.models.arch import Arch
-from spile.models.rope import Rope
+from spile.models.rope import Rope, positive
 
 ACTIVATIONS = ("silu",)
 
@@ -159,7 +159,7 @@ FAMILIES = (
 def find_family(config: Mapping[str, Any], where: str) -> Family:
     """The row for a config, by its `architectures` entry."""
     given = config.get("architectures") or []
-    if len(given) != 1 or not isinstance(given[0], str):
+    if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
         raise InputError(f"{where}: 'architectures' must name one model class, got {given!r}")
     for family in FAMILIES:
         if given[0] in family.architectures:
@@ -177,16 +177,22 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
     family = find_family(config, where)
     _refuse_unknown(config, family, where)
 
-    def number(key: str, default: int | float | None = None) -> Any:
+    def number(key: str, default: int | None = None) -> int:
         value = config.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if type(value) is not int or value <= 0:
             raise InputError(f"{where}: {key} must be a positive number, got {value!r}")
         return value
 
     def switch(rule: bool | str) -> bool:
         return bool(config.get(rule, False)) if isinstance(rule, str) else rule
 
+    activation = config.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        raise InputError(
+            f"{where}: hidden_act {activation!r} is not supported (known: {', '.join(ACTIVATIONS)})"
+        )
+    eps = config.get("rms_norm_eps")
     heads = number("num_attention_heads")
     width = number("hidden_size")
     arch = Arch(
@@ -198,8 +204,8 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
         num_kv_heads=number("num_key_value_heads", heads),
         head_dim=number("head_dim", width // heads),
         mlp_width=number("intermediate_size"),
-        norm_eps=float(number("rms_norm_eps", 1e-6)),
-        activation=config.get("hidden_act") or "silu",
+        norm_eps=positive(1e-6 if eps is None else eps, "rms_norm_eps", where),
+        activation=activation,
         rope=Rope.from_config(config, where, default_theta=family.default_theta),
         qkv_bias=switch(family.qkv_bias),
         out_bias=switch(family.out_bias),
@@ -211,11 +217,6 @@ def read_config(config: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
         raise InputError(
             f"{where}: num_attention_heads {heads} is not a multiple of "
             f"num_key_value_heads {arch.num_kv_heads}"
-        )
-    if arch.activation not in ACTIVATIONS:
-        raise InputError(
-            f"{where}: hidden_act {arch.activation!r} is not supported "
-            f"(known: {', '.join(ACTIVATIONS)})"
         )
     return family, arch
 
@@ -232,7 +233,9 @@ def _refuse_unknown(config: Mapping[str, Any], family: Family, where: str) -> No
             if value not in harmless[key]:
                 raise InputError(f"{where}: {key} = {value!r} is not supported for {family.name}")
         elif key == "layer_types":
-            if set(value) != {"full_attention"}:
+            if value is not None and (
+                not isinstance(value, list) or any(v != "full_attention" for v in value)
+            ):
                 raise InputError(
                     f"{where}: layer_types other than full_attention are not supported "
                     f"for {family.name}"

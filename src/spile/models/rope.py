@@ -33,6 +33,13 @@ KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 
 
+def positive(value: Any, name: str, where: str) -> float:
+    """A config value that must be a number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InputError(f"{where}: {name} must be a positive number, got {value!r}")
+    return float(value)
+
+
 @dataclass(frozen=True)
 class Rope:
     """Rotary settings of a model."""
@@ -44,11 +51,15 @@ class Rope:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str, *, default_theta: float) -> "Rope":
         """From a HF config as transformers 4 (`rope_theta`, `rope_scaling`) or 5 writes it."""
-        written = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(given, Mapping):
+            raise InputError(f"{where}: rope scaling must be an object, got {given!r}")
+        written = dict(given)
         theta = written.pop("rope_theta", None) or config.get("rope_theta") or default_theta
-        kinds = {written.pop("rope_type", None), written.pop("type", None)} - {None}
+        named = [written.pop(key, None) for key in ("rope_type", "type")]
+        kinds = {str(kind) for kind in named if kind is not None}
         if len(kinds) > 1:
-            raise InputError(f"{where}: rope_type and type disagree: {sorted(map(str, kinds))}")
+            raise InputError(f"{where}: rope_type and type disagree: {sorted(kinds)}")
         kind = kinds.pop() if kinds else "default"
         if kind not in KINDS:
             raise InputError(
@@ -62,7 +73,8 @@ class Rope:
                 f"{where}: rope scaling {kind!r} has missing or unknown keys: "
                 + ", ".join(sorted(wrong))
             )
-        return cls(float(theta), kind, {k: float(v) for k, v in scaling.items()})
+        numbers = {k: positive(v, f"rope scaling {k}", where) for k, v in scaling.items()}
+        return cls(positive(theta, "rope_theta", where), kind, numbers)
 
     def frequencies(self, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
         """Inverse frequencies [head_dim / 2] in float32, and the factor on cos and sin."""

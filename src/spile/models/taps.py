@@ -88,7 +88,12 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
         taps.update(_parse_item(item, arch))
     if not taps:
         raise ConfigError(f"--taps {text!r} names no tap")
-    return tuple(sorted(taps, key=lambda t: (t.layers_needed(arch), t.layer or -1, _ORDER[t.site])))
+
+    def met(tap: Tap) -> tuple[int, int, int]:
+        last = arch.num_layers if tap.site in ("final_norm", "logits") else -1
+        return tap.layers_needed(arch), last if tap.layer is None else tap.layer, _ORDER[tap.site]
+
+    return tuple(sorted(taps, key=met))
 
 
 def parse_tap_name(name: str) -> Tap:
@@ -119,7 +124,7 @@ def _parse_item(item: str, arch: Arch) -> set[Tap]:
 
 
 def _layers(text: str, item: str, arch: Arch) -> range:
-    match = re.fullmatch(r"(all|(-?\d+)(?:-(-?\d+))?)(?:/(\d+))?", text.strip())
+    match = re.fullmatch(r"(all|(-?\d{1,9})(?:-(-?\d{1,9}))?)(?:/(\d{1,9}))?", text.strip())
     if not match:
         raise ConfigError(
             f"--taps {item!r}: {text!r} is not a layer (5), a range (0-27), all, or a step (0-27/4)"
