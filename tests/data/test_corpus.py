@@ -10,125 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from spile.data.corpus import CorpusFile, CorpusReader, Documents, Span, find_files
-from spile.data.units import Unit, make_units
+from spile.data.corpus import CorpusReader, Documents, find_files
 from spile.errors import DataError, InputError, SpileError
+from texts import NOT_UTF8, read, units_of, write_parquet
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda data: data,
     ".gz": lambda data: gzip.compress(data[:20]) + gzip.compress(data[20:]),  # two members
     ".zst": lambda data: zstandard.compress(data[:20]) + zstandard.compress(data[20:]),  # frames
 }
-NOT_UTF8 = b"caf\xe9"
-
-
-def units_of(files: list[CorpusFile], size: int = 1 << 30, **options: Any) -> list[Unit]:
-    given = {"text_column": None, "text_documents": "line", "max_docs": None, "max_tokens": None}
-    return make_units(files, unit_tokens=size, density=1.0, **{**given, **options})
-
-
-def read(corpus: Path | str, column: str | None = None, documents: str = "line") -> Documents:
-    """The whole corpus, as one unit."""
-    files = find_files(str(corpus))
-    (unit,) = units_of(files, text_column=column, text_documents=documents)
-    reader = CorpusReader(files, column, documents)
-    try:
-        return reader.read(unit.spans, unit.first_doc)
-    finally:
-        reader.close()
-
-
-def write_parquet(path: Path, columns: dict[str, pa.Array], rows: int = 2) -> Path:
-    pq.write_table(pa.table(columns), path, row_group_size=rows)
-    return path
 
 
 def jsonl(*records: Any) -> bytes:
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
-
-
-KINDS = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary()]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_parquet_texts_come_from_any_type_of_string(kind: pa.DataType, tmp_path: Path) -> None:
-    texts = ["one", "zwei 🌳", None, "", "vier\nlines", " \t"]
-    values = [t.encode() if t is not None and "binary" in str(kind) else t for t in texts]
-    columns = {"n": pa.array(range(6)), "text": pa.array(values, kind)}
-    path = write_parquet(tmp_path / "a.parquet", columns)
-    found = read(path)
-    assert found.texts == ["one", "zwei 🌳", "vier\nlines"]
-    assert found.ordinals == [0, 1, 4]
-    assert found.skipped == Counter({"null": 1, "empty": 2})
-
-
-def test_parquet_strings_that_are_not_utf8_are_counted_not_believed(tmp_path: Path) -> None:
-    raw = pa.array([b"fine", NOT_UTF8, b"fine too"], pa.binary())
-    liar = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
-    found = read(write_parquet(tmp_path / "a.parquet", {"text": liar}))
-    assert (found.texts, found.ordinals) == (["fine", "fine too"], [0, 2])
-    assert found.skipped == Counter({"not UTF-8": 1})
-
-
-@pytest.mark.parametrize(
-    ("columns", "asked", "chosen"),
-    [(["body", "text"], None, "text"), (["body"], None, "body"),
-     (["body", "text"], "body", "body"), (["a.b"], "a.b", "a.b")],
-)  # fmt: skip
-def test_the_parquet_text_column_is_the_one_asked_for_or_text_or_the_only_one(
-    columns: list[str], asked: str | None, chosen: str, tmp_path: Path
-) -> None:
-    table = {name: pa.array([f"{name} 0", f"{name} 1"]) for name in columns}
-    path = write_parquet(tmp_path / "a.parquet", {"id": pa.array([1, 2]), **table})
-    assert read(path, asked).texts == [f"{chosen} 0", f"{chosen} 1"]
-
-
-@pytest.mark.parametrize(
-    ("columns", "asked", "said"),
-    [(["a", "b"], None, ["--text-column", "a, b"]), ([], None, ["--text-column", "none"]),
-     (["a", "b"], "c", ["'c'", "a, b"]), (["a"], "id", ["'id'", "not a column of strings"])],
-)  # fmt: skip
-def test_a_parquet_file_without_a_clear_text_column_is_refused_with_its_columns(
-    columns: list[str], asked: str | None, said: list[str], tmp_path: Path
-) -> None:
-    table = {"id": pa.array([1]), **{name: pa.array(["x"]) for name in columns}}
-    path = write_parquet(tmp_path / "a.parquet", table)
-    with pytest.raises(InputError) as caught:
-        read(path, asked)
-    assert all(part in str(caught.value) for part in [str(path), *said])
-
-
-@pytest.mark.parametrize("keep", [0, 3, 100, -1])
-def test_a_truncated_parquet_file_is_refused_in_one_line(keep: int, tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", {"text": pa.array(["x" * 50] * 20)})
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(InputError, match="is it whole") as caught:
-        read(path)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_parquet_pages_that_do_not_decode_are_refused_in_one_line(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", {"text": pa.array(["x" * 50, "y" * 50])})
-    data = bytearray(path.read_bytes())
-    data[4:60] = b"\xff" * 56
-    path.write_bytes(data)
-    with pytest.raises(InputError, match="cannot read Parquet") as caught:
-        read(path)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_parquet_file_that_lost_rows_since_the_table_was_made_is_refused(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", {"text": pa.array(list("abcdef"))})
-    files = find_files(str(path))
-    (unit,) = units_of(files)
-    write_parquet(path, {"text": pa.array(list("abcd"))})
-    with pytest.raises(DataError, match="changed"):
-        CorpusReader(files, None, "line").read(unit.spans, 0)
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -399,13 +296,3 @@ def test_a_sample_measures_the_bytes_it_read(tmp_path: Path) -> None:
     assert lines.skipped == Counter({"empty": 1})
     rows, size = reader.sample(1)
     assert (rows.texts, size) == (["é", "abc"], 5)
-
-
-def test_a_span_is_read_from_the_row_groups_that_hold_it(tmp_path: Path) -> None:
-    texts = [f"row {i}" for i in range(2500)]
-    path = write_parquet(tmp_path / "a.parquet", {"text": pa.array(texts)}, rows=1100)
-    reader = CorpusReader(find_files(str(path)), None, "line")
-    for first, count in [(0, 2500), (0, 1), (1099, 2), (1100, 1100), (1023, 3), (2499, 1)]:
-        found = reader.read((Span(0, first, count),), first)
-        assert found.texts == texts[first : first + count]
-        assert found.ordinals == list(range(first, first + count))

@@ -1,0 +1,33 @@
+"""Reading small corpora in tests."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spile.data.corpus import CorpusFile, CorpusReader, Documents, find_files
+from spile.data.units import Unit, make_units
+
+NOT_UTF8 = b"caf\xe9"
+
+
+def units_of(files: list[CorpusFile], size: int = 1 << 30, **options: Any) -> list[Unit]:
+    given = {"text_column": None, "text_documents": "line", "max_docs": None, "max_tokens": None}
+    return make_units(files, unit_tokens=size, density=1.0, **{**given, **options})
+
+
+def read(corpus: Path | str, column: str | None = None, documents: str = "line") -> Documents:
+    """The whole corpus, as one unit."""
+    files = find_files(str(corpus))
+    (unit,) = units_of(files, text_column=column, text_documents=documents)
+    reader = CorpusReader(files, column, documents)
+    try:
+        return reader.read(unit.spans, unit.first_doc)
+    finally:
+        reader.close()
+
+
+def write_parquet(path: Path, columns: dict[str, pa.Array], rows: int = 2) -> Path:
+    pq.write_table(pa.table(columns), path, row_group_size=rows)
+    return path
