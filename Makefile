@@ -8,7 +8,7 @@ OUT ?= acts/demo
 
 demo: $(VENV)/.spile
 	$(BIN)/spile extract --model demo --corpus demo --taps resid_post:9,mlp_out:9 \
-	  --max-docs 24 --seq-len 512 --unit-tokens 3k --out $(OUT)
+	  --max-docs 25 --seq-len 512 --unit-tokens 3k --out $(OUT)
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal

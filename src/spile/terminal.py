@@ -1,10 +1,14 @@
 """What a person sees: the progress line, tables, summaries. Text only; the command prints it."""
 
+import os
+import shlex
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -94,7 +98,20 @@ def _plain(counters: Counters, total: int, stop: threading.Event) -> None:
         sys.stderr.flush()
 
 
+def _program(name: str, path: str) -> str:
+    """What to type for a program: its name, or its path where the name would not find it."""
+    here = Path(path)
+    found = shutil.which(name)
+    if not here.is_file() or (found and Path(found).samefile(here)):
+        return name
+    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
+
+
 def extract_summary(out: str, outcome: "Outcome") -> str:
+    """What was made, and how to look at it, verify it and read it."""
+    spile, python = _program("spile", sys.argv[0]), _program("python", sys.executable)
+    quoted = shlex.quote(out)
+    read = f"import spile; ds = spile.open({out!r}); print(ds.taps, ds.read(ds.taps[0], 0, 4))"
     lines = [
         f"{out}: {outcome.documents:,} documents, {outcome.rows:,} rows per tap, "
         f"{size(outcome.bytes)} in {outcome.units} units"
@@ -102,10 +119,9 @@ def extract_summary(out: str, outcome: "Outcome") -> str:
     if outcome.skipped:
         lines.append(f"left out: {_skipped(outcome.skipped)}")
     lines += [
-        f"  look    spile status {out}",
-        f"  verify  spile verify {out}",
-        "  read    python -c \"import spile; ds = spile.open('" + out + "'); "
-        'print(ds.taps, ds.read(ds.taps[0], 0, 4))"',
+        f"  look    {spile} status {quoted}",
+        f"  verify  {spile} verify {quoted}",
+        f"  read    {python} -c {shlex.quote(read)}",
     ]
     return "\n".join(lines)
 
