@@ -20,7 +20,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 chaos: $(VENV)/.dev
-	$(BIN)/pytest -n 2 -m chaos tests/chaos --chaos-full
+	$(BIN)/pytest -n 2 --dist worksteal tests/chaos --chaos-full
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/cpu.py

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from spile.models.families import read_config
-from spile.models.params import block_specs, outer_specs
+from spile.models.specs import block_specs, outer_specs
 from spile.tensors import write_tensors
 
 BOS, EOS = 256, 257

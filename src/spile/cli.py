@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _interrupted(number: int, frame: object) -> NoReturn:
-    raise Interrupted("interrupted; what is committed stays valid")
+    raise KeyboardInterrupt  # not an Exception: libraries and `logging` swallow those
 
 
 def _handler() -> logging.Handler:
@@ -144,6 +144,8 @@ def _options(arguments: argparse.Namespace) -> tuple[Recipe, Runtime, str | None
     flags = {name: getattr(arguments, name) for name in names}
     options |= {name: value for name, value in flags.items() if value is not None}
     out = options.pop("out", None)
+    if out is not None and (not isinstance(out, str) or not out):
+        raise ConfigError(f"--out must be a non-empty text, got {out!r}")
     return *build(options), out
 
 

@@ -109,7 +109,9 @@ def _program(name: str, path: str) -> str:
 
 def extract_summary(out: str, outcome: "Outcome") -> str:
     """What was made, and how to look at it, verify it and read it."""
-    spile, python = _program("spile", sys.argv[0]), _program("python", sys.executable)
+    # The script beside the interpreter: argv[0] is no program under `python -m spile.cli`.
+    spile = _program("spile", str(Path(sys.executable).with_name("spile")))
+    python = _program("python", sys.executable)
     quoted = shlex.quote(out)
     read = f"import spile; ds = spile.open({out!r}); print(ds.taps, ds.read(ds.taps[0], 0, 4))"
     lines = [

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import tiny
 from spile.errors import InputError
-from spile.models.checkpoint import Checkpoint, check_tensors, open_checkpoint
+from spile.models.checkpoint import Checkpoint, open_checkpoint
 from spile.tensors import write_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -27,9 +27,8 @@ def directory(tmp_path: Path) -> Path:
     return tiny.write_model(tmp_path / "model")
 
 
-def expected(**changes: Any) -> dict[str, tuple[int, ...]]:
-    config = {**tiny.CONFIG, **changes}
-    return {name: array.shape for name, array in tiny.random_tensors(config).items()}
+def expected() -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in tiny.random_tensors(tiny.CONFIG).items()}
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Checkpoint:
@@ -61,7 +60,6 @@ def test_a_directory_opens_to_its_architecture_and_tensors(directory: Path) -> N
     assert {n: info.shape for n, (_, info) in checkpoint.tensors.items()} == expected()
     assert checkpoint.source("wq", 1) == QUERY
     assert checkpoint.source("embed") == "model.embed_tokens.weight"
-    check_tensors(checkpoint, expected())
 
 
 def test_a_sharded_directory_opens_to_the_same_tensors(directory: Path) -> None:
@@ -73,7 +71,6 @@ def test_a_sharded_directory_opens_to_the_same_tensors(directory: Path) -> None:
         f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
     }
     assert set(checkpoint.tensors) == set(before.tensors)
-    check_tensors(checkpoint, expected())
 
 
 def test_all_faults_of_the_tensors_are_named_in_one_error(directory: Path) -> None:
@@ -84,7 +81,7 @@ def test_all_faults_of_the_tensors_are_named_in_one_error(directory: Path) -> No
         tensors["model.norm.weight"] = np.ones(32, np.int8)
 
     with pytest.raises(InputError) as caught:
-        check_tensors(rewrite(directory, spoil), expected())
+        rewrite(directory, spoil)
     message = str(caught.value)
     assert "\n" not in message
     for fault in (
@@ -103,7 +100,7 @@ def test_many_faults_are_counted_beyond_the_first_five(directory: Path) -> None:
             del tensors[name]
 
     with pytest.raises(InputError, match=r"(missing model\.layers\.2\..*; ){5}and 4 more"):
-        check_tensors(rewrite(directory, spoil), expected())
+        rewrite(directory, spoil)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -111,7 +108,7 @@ def test_floats_of_any_usual_width_fit(dtype: Any, directory: Path) -> None:
     def cast(tensors: dict[str, np.ndarray]) -> None:
         tensors.update({name: array.astype(dtype) for name, array in tensors.items()})
 
-    check_tensors(rewrite(directory, cast), expected())
+    rewrite(directory, cast)
 
 
 def add_head(tensors: dict[str, np.ndarray]) -> None:
@@ -119,15 +116,14 @@ def add_head(tensors: dict[str, np.ndarray]) -> None:
 
 
 def test_a_tied_head_may_be_stored_twice(directory: Path) -> None:
-    check_tensors(rewrite(directory, add_head), expected())
+    rewrite(directory, add_head)
 
 
 def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
     directory = tiny.write_model(tmp_path / "model", tie_word_embeddings=False)
-    wanted = expected(tie_word_embeddings=False)
-    check_tensors(open_checkpoint(str(directory)), wanted)
+    assert "lm_head.weight" in open_checkpoint(str(directory)).tensors
     with pytest.raises(InputError, match="missing lm_head.weight"):
-        check_tensors(rewrite(directory, lambda tensors: tensors.pop("lm_head.weight")), wanted)
+        rewrite(directory, lambda tensors: tensors.pop("lm_head.weight"))
 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored_and_lookalikes_are_not(
@@ -137,16 +133,15 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored_and_lookalikes_are_not(
         name = prefix + "self_attn.rotary_emb.inv_freq"
         return lambda tensors: tensors.update({name: np.ones(4, np.float32)})
 
-    check_tensors(rewrite(directory, add(LAYER)), expected())
+    rewrite(directory, add(LAYER))
     with pytest.raises(InputError, match="unexpected other"):
-        check_tensors(rewrite(directory, add("other." + LAYER)), expected())
+        rewrite(directory, add("other." + LAYER))
 
 
 def test_biases_the_config_does_not_announce_are_refused(directory: Path) -> None:
     name = LAYER + "self_attn.q_proj.bias"
-    checkpoint = rewrite(directory, lambda t: t.update({name: np.ones(32, np.float32)}))
     with pytest.raises(InputError, match=f"unexpected {name}"):
-        check_tensors(checkpoint, expected())
+        rewrite(directory, lambda t: t.update({name: np.ones(32, np.float32)}))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from spile.errors import InputError
-from spile.models.checkpoint import check_tensors, open_checkpoint
+from spile.models.checkpoint import open_checkpoint
 from spile.models.demo import demo_model
-from spile.models.params import block_specs, outer_specs
+from spile.models.specs import num_params
 
 
 def test_the_demo_model_is_smollm2_135m() -> None:
@@ -19,11 +19,7 @@ def test_the_demo_model_is_smollm2_135m() -> None:
     assert (arch.num_heads, arch.num_kv_heads, arch.head_dim) == (9, 3, 64)
     assert (arch.mlp_width, arch.vocab_size, arch.tied_head) == (1536, 49152, True)
     assert (arch.norm_eps, arch.rope.theta, arch.rope.kind) == (1e-5, 1e5, "default")
-    assert arch.num_params(30, head=True) == 134_515_008
-    shapes = {checkpoint.source(spec.name): spec.shape for spec in outer_specs(arch)}
-    for spec in block_specs(arch):
-        shapes |= {checkpoint.source(spec.name, i): spec.shape for i in range(30)}
-    check_tensors(checkpoint, shapes)
+    assert num_params(arch, 30, head=True) == 134_515_008
 
 
 @pytest.mark.parametrize("variable", ["SPILE_CACHE", "XDG_CACHE_HOME", "HOME"])

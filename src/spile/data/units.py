@@ -53,7 +53,7 @@ def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], in
         texts += documents.texts
         size += taken
         unreadable += documents.skipped["not UTF-8"]
-    if unreadable and not texts:
+    if unreadable > 9 * len(texts):
         raise InputError(
             f"{reader.files[0].path}: the first {unreadable} documents are not UTF-8 text; "
             "is this a text corpus?"

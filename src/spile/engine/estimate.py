@@ -6,6 +6,7 @@ from spile.config import Runtime
 from spile.engine.resolve import Job
 from spile.errors import ConfigError
 from spile.index import INDEX_DTYPE
+from spile.models.specs import num_params
 from spile.tensors import DTYPES
 
 _ITEMSIZE = {dtype.name: dtype.itemsize for dtype in DTYPES.values()}
@@ -53,7 +54,7 @@ def estimate(
     remaining = sum(unit.tokens for unit in job.units if unit.id not in done)
     rows = batch_rows(job, runtime, platform)
     step_tokens = rows * recipe.seq_len
-    weights = arch.num_params(job.layers, head=job.needs_head) * compute
+    weights = num_params(arch, job.layers, head=job.needs_head) * compute
     # What lives at once inside a block: the stream, q, k, v, the MLP's two halves.
     block = 4 * arch.width + 2 * arch.num_heads * arch.head_dim + 3 * arch.mlp_width
     taps = step_tokens * per_token

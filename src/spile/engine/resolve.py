@@ -6,6 +6,7 @@ was must agree with it.
 
 import dataclasses
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,8 +115,8 @@ def _settled(
     asked_for_float32 = recipe.compute_dtype == "float32"
     assert recipe.model and recipe.corpus
     return ResolvedRecipe(
-        model_source=recipe.model,
-        corpus_source=recipe.corpus,
+        model_source=_absolute(recipe.model),
+        corpus_source=_absolute(recipe.corpus),
         model=checkpoint.identity(),
         corpus=tuple(file.identity() for file in files),
         taps=tuple(tap.name for tap in taps),
@@ -131,6 +132,11 @@ def _settled(
         compute_dtype=compute,
         store_dtype=recipe.store_dtype or ("float32" if asked_for_float32 else "bfloat16"),
     )
+
+
+def _absolute(source: str) -> str:
+    """Kept so that --out alone resumes from any directory."""
+    return source if source == "demo" else os.path.abspath(source)
 
 
 def _make_table(

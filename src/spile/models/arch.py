@@ -29,15 +29,3 @@ class Arch:
     mlp_bias: bool
     tied_head: bool
     max_positions: int
-
-    def num_params(self, layers: int, *, head: bool) -> int:
-        """Parameters held when the first `layers` blocks are loaded."""
-        heads = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        block = self.width * heads + self.num_heads * self.head_dim * self.width
-        block += 3 * self.width * self.mlp_width + 2 * self.width
-        block += self.qkv_bias * heads + self.out_bias * self.width
-        block += self.mlp_bias * (2 * self.mlp_width + self.width)
-        total = self.vocab_size * self.width + layers * block
-        if head:
-            total += self.width + (0 if self.tied_head else self.vocab_size * self.width)
-        return total

@@ -15,6 +15,7 @@ from spile.identity import full_digest, sampled_digest
 from spile.models.arch import Arch
 from spile.models.demo import demo_model
 from spile.models.families import Family, read_config
+from spile.models.specs import block_specs, outer_specs
 from spile.tensors import TensorInfo, read_header
 
 _INDEX = "model.safetensors.index.json"
@@ -47,7 +48,7 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str) -> Checkpoint:
-    """Find a model by its directory (or `demo`) and read its config and headers."""
+    """Find a model by its directory (or `demo`), read its config and headers, and check them."""
     directory = demo_model() if model == "demo" else Path(model)
     if not directory.is_dir():
         raise InputError(
@@ -68,12 +69,23 @@ def open_checkpoint(model: str) -> Checkpoint:
             if name in tensors:
                 raise InputError(f"{path}: tensor {name} is also in {tensors[name][0].name}")
             tensors[name] = (path, info)
-    return Checkpoint(directory, family, arch, tensors, files)
+    checkpoint = Checkpoint(directory, family, arch, tensors, files)
+    _check_tensors(checkpoint)
+    return checkpoint
 
 
-def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]]) -> None:
+def _expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    arch = checkpoint.arch
+    shapes = {checkpoint.source(spec.name): spec.shape for spec in outer_specs(arch)}
+    for spec in block_specs(arch):
+        for layer in range(arch.num_layers):
+            shapes[checkpoint.source(spec.name, layer)] = spec.shape
+    return shapes
+
+
+def _check_tensors(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors are not exactly the expected ones, naming all faults."""
-    found = checkpoint.tensors
+    found, expected = checkpoint.tensors, _expected_shapes(checkpoint)
     unused = [
         re.escape(name).replace(r"\{layer\}", r"\d+") for name in checkpoint.family.unused_weights
     ]

@@ -1,0 +1,217 @@
+"""What kill tests and end-to-end tests stand on: jobs, what they made, and whether it is sound."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+from jax.experimental.compilation_cache import compilation_cache
+
+import spile
+import tiny
+from spile import cli
+from spile.config import build
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+_started: list[subprocess.Popen[str]] = []
+
+
+@contextlib.contextmanager
+def cached_compilation(folder: Path) -> Iterator[None]:
+    """Compile each program once for all processes of a test session, this one included."""
+    settings: dict[str, Any] = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    environment = {name.upper(): os.environ.get(name.upper()) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            os.environ[name.upper()] = str(value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        for name, value in environment.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        compilation_cache.reset_cache()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def run(*arguments: object) -> Result:
+    """The command in this process: all of it but the start of an interpreter."""
+    out, err = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.run([str(argument) for argument in arguments])
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def launch(spec: dict[str, Any], *arguments: object) -> subprocess.Popen[str]:
+    """Start the command through the launcher, which see; without a spec, as a user would."""
+    if not spec:
+        process = tiny.start(*map(str, arguments))
+    else:
+        process = subprocess.Popen(
+            [sys.executable, str(LAUNCHER), json.dumps(spec), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=tiny.environment(),
+        )
+    _started.append(process)
+    return process
+
+
+def end_all() -> None:
+    """After a test, whatever became of it: no process of ours goes on."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.communicate()
+
+
+@dataclass(frozen=True)
+class Work:
+    """An extraction that can be started any number of times, into any place."""
+
+    model: Path
+    corpus: Path
+    options: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {
+            "taps": "embed,resid_post:0+2,mlp_out:1",
+            "seq_len": 64,
+            "unit_tokens": 400,
+            "compute_dtype": "float32",
+            "batch_tokens": 128,
+        }
+    )
+
+    def flags(self, out: Path, **changes: Any) -> list[str]:
+        given = {"model": self.model, "corpus": self.corpus, **self.options, **changes, "out": out}
+        flags: list[str] = []
+        for name, value in given.items():
+            if value is not None and value is not False:
+                flag = "--" + name.replace("_", "-")
+                flags += [flag] if value is True else [flag, str(value)]
+        return flags
+
+    def extract(self, out: Path, **changes: Any) -> None:
+        """In this process."""
+        given = {"model": str(self.model), "corpus": str(self.corpus), **self.options, **changes}
+        recipe, runtime = build(given)
+        spile.extract(recipe, str(out), runtime)
+
+
+def content(out: Path) -> dict[str, bytes]:
+    """All that a dataset says, whatever files say it: rows, index, statistics, counts."""
+    dataset = spile.open(str(out))
+    found = {"index": dataset.index(0, dataset.num_tokens).tobytes()}
+    for tap in dataset.taps:
+        found[tap] = dataset.read(tap, 0, dataset.num_tokens).tobytes()
+        statistics = dataset.statistics(tap).to_tensors(tap)
+        found |= {name: np.asarray(value).tobytes() for name, value in statistics.items()}
+    logical = ("unit", "rows", "documents", "contexts", "skipped", "text_digest")
+    for unit in json.loads((out / "manifest.json").read_bytes())["units"]:
+        found[f"unit {unit['unit']}"] = json.dumps([unit[name] for name in logical]).encode()
+    return found
+
+
+def differences(found: dict[str, bytes], wanted: dict[str, bytes]) -> list[str]:
+    """Names of what is not bit-identical."""
+    return sorted(n for n in {*found, *wanted} if found.get(n) != wanted.get(n))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def check_sound(out: Path) -> None:
+    """After `gc` the audit finds nothing: no fault, nothing missing, nothing left over."""
+    collected = run("gc", out, "--json")
+    assert collected.code == 0, collected.err
+    audit = run("verify", out, "--json")
+    assert (audit.code, audit.json["faults"], audit.json["orphans"]) == (0, [], []), audit.out
+    units = json.loads((out / "units.json").read_bytes())["units"]
+    assert audit.json["units_done"] == len(units), audit.out
+    done = sorted(path.name for path in (out / "done").iterdir())
+    assert done == [f"{unit['id']:08d}.json" for unit in units], done
+
+
+def check_same(out: Path, reference: Path) -> None:
+    """The same logical content, bit for bit, in a sound dataset."""
+    check_sound(out)
+    different = differences(content(out), content(reference))
+    assert not different, different
+
+
+def check_refused(result: Result, code: int, *named: object) -> None:
+    """One line, which names the culprit; no traceback, and the promised exit code."""
+    assert result.code == code, result.err or result.out
+    lines = result.err.splitlines()
+    assert len(lines) == 1, result.err
+    assert lines[0].startswith("spile: "), result.err
+    for name in named:
+        assert str(name) in lines[0], f"{name!r} is not in {lines[0]!r}"
+
+
+class Witness:
+    """Remembers every commit it has seen, and whether each still stands."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.seen: dict[str, bytes] = {}
+
+    def look(self) -> None:
+        for path in (self.out / "done").glob("*.json"):
+            if path.name not in self.seen:
+                self.seen[path.name] = path.read_bytes()
+
+    def check(self) -> None:
+        for name, record in self.seen.items():
+            assert (self.out / "done" / name).read_bytes() == record
+            body = json.loads(record)
+            for file in (*body["shards"], body["index"], body["statistics"]):
+                data = (self.out / file["key"]).read_bytes()
+                assert len(data) == file["bytes"], file["key"]
+                assert xxhash.xxh3_128_hexdigest(data) == file["digest"], file["key"]
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 60.0) -> None:
+    """Poll until the condition holds or the process has ended."""
+    limit = time.monotonic() + seconds
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < limit, "waited too long"
+        time.sleep(0.002)

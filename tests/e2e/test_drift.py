@@ -1,0 +1,250 @@
+"""Under one output there is one recipe, one model and one corpus; anything else is refused."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from chaos.harness import Work, check_refused, check_same, files, launch, run
+from spile.config import Recipe
+from spile.identity import sampled_digest
+from spile.tensors import read_header
+
+BASE: dict[str, Any] = {
+    "taps": "resid_post:0",
+    "seq_len": 64,
+    "pack": "ffd",
+    "long_docs": "split",
+    "special_tokens": "tokenizer",
+    "text_column": "text",
+    "text_documents": "line",
+    "max_docs": 12,
+    "max_tokens": 600,
+    "unit_tokens": 200,
+    "compute_dtype": "float32",
+    "store_dtype": "float32",
+}
+# For each field another value, and how the old and the new are shown.
+OTHER: dict[str, tuple[Any, str, str]] = {
+    "taps": ("resid_post:1", "resid_post.0", "resid_post.1"),
+    "seq_len": (32, "64", "32"),
+    "pack": ("none", "ffd", "none"),
+    "long_docs": ("truncate", "split", "truncate"),
+    "special_tokens": ("none", "tokenizer", "none"),
+    "text_column": ("body", "text", "body"),
+    "text_documents": ("file", "line", "file"),
+    "max_docs": (11, "12", "11"),
+    "max_tokens": (700, "600", "700"),
+    "unit_tokens": (201, "200", "201"),
+    "compute_dtype": ("bfloat16", "float32", "bfloat16"),
+    "store_dtype": ("float16", "float32", "float16"),
+}
+
+
+def write_corpus(path: Path, *, padding: int = 0) -> Path:
+    """Thirty documents under two keys; `padding` makes the file large and its text no longer."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for number in range(30):
+            text = f"document {number} has a few words, and its own number, {number}"
+            record = {"text": text, "body": text.upper(), "x": "." * padding}
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Work, Path]:
+    folder = tmp_path_factory.mktemp("made")
+    work = Work(model, write_corpus(folder / "corpus.jsonl"), BASE)
+    work.extract(folder / "out")
+    return work, folder / "out"
+
+
+def begin(work: Work, out: Path) -> None:
+    """Have two units done, and the rest not."""
+    process = launch({"kill": "commit after", "nth": 2}, "extract", *work.flags(out))
+    _, err = process.communicate()
+    assert process.returncode == -signal.SIGKILL, err
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one byte, and with it the lowest bits of a little-endian number."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def refused(work: Work, out: Path, *named: object, code: int = 2, **changes: Any) -> None:
+    """The command is refused by name, and the store is as it was."""
+    before = files(out)
+    check_refused(run("extract", *work.flags(out, **changes)), code, *named)
+    kept = files(out)
+    assert {name: kept[name] for name in before} == before
+    assert {name.split("/")[0] for name in set(kept) - set(before)} <= {"workers"}
+
+
+def test_every_field_of_the_recipe_is_tried() -> None:
+    assert {*OTHER, "model", "corpus"} == set(Recipe.names())
+
+
+@pytest.mark.parametrize("field", OTHER)
+def test_another_value_of_a_field_is_refused_with_both_values(
+    field: str, made: tuple[Work, Path]
+) -> None:
+    work, out = made
+    value, old, new = OTHER[field]
+    before = files(out)
+    result = run("extract", *work.flags(out, **{field: value}))
+    check_refused(result, 2, out, f"{field}: stored", "now")
+    _, _, shown = result.err.partition(f"{field}: stored ")
+    stored, _, asked = shown.partition(", now ")
+    assert old in stored
+    assert new in asked.partition(")")[0]
+    assert files(out) == before
+
+
+@pytest.mark.parametrize("field", ["text_column", "max_docs", "max_tokens"])
+def test_a_field_that_was_left_open_cannot_be_set_later(
+    field: str, made: tuple[Work, Path], tmp_path: Path
+) -> None:
+    work, _ = made
+    out = tmp_path / "out"
+    work.extract(out, **{field: None, "taps": "embed"})
+    value = OTHER[field][0]
+    refused(work, out, field, "stored None", repr(value), **{field: value, "taps": "embed"})
+
+
+def test_several_differences_are_named_at_once(made: tuple[Work, Path]) -> None:
+    work, out = made
+    refused(work, out, "seq_len", "pack", "store_dtype", seq_len=32, pack="none",
+            store_dtype="bfloat16")  # fmt: skip
+
+
+def test_another_model_is_refused(made: tuple[Work, Path], tmp_path: Path) -> None:
+    work, out = made
+    other = tiny.write_model(tmp_path / "other", seed=1)
+    old = sampled_digest(work.model / "model.safetensors")
+    new = sampled_digest(other / "model.safetensors")
+    refused(work, out, "model weights", old, new, model=other)
+
+
+def test_another_corpus_is_refused(made: tuple[Work, Path], tmp_path: Path) -> None:
+    work, out = made
+    other = tiny.write_corpus(tmp_path / "other.jsonl", 30)
+    old, new = sampled_digest(work.corpus), sampled_digest(other)
+    refused(work, out, other, old, new, corpus=other)
+
+
+@pytest.mark.parametrize("tensor", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_one_changed_byte_of_the_weights_is_refused(
+    tensor: str, made: tuple[Work, Path], tmp_path: Path
+) -> None:
+    work, out = made
+    other = Path(shutil.copytree(work.model, tmp_path / "model"))
+    info = read_header(other / "model.safetensors")[tensor]
+    flip(other / "model.safetensors", (info.start + info.stop) // 8 * 4)
+    refused(work, out, "model weights", "stored", "now", model=other)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("config.json", "config"), ("tokenizer.json", "tokenizer"),
+                       ("tokenizer_config.json", "tokenizer")],
+)  # fmt: skip
+def test_a_changed_file_beside_the_weights_is_refused(
+    name: str, part: str, made: tuple[Work, Path], tmp_path: Path
+) -> None:
+    work, out = made
+    other = Path(shutil.copytree(work.model, tmp_path / "model"))
+    (other / name).write_text((other / name).read_text() + "\n")
+    refused(work, out, f"model {part}", "stored", "now", model=other)
+
+
+def test_a_changed_byte_that_sampling_misses_is_found_before_the_next_commit(
+    tmp_path: Path,
+) -> None:
+    model = tiny.write_model(tmp_path / "model", hidden_size=256, intermediate_size=768)
+    work = Work(model, write_corpus(tmp_path / "corpus.jsonl"), BASE)
+    out = tmp_path / "out"
+    begin(work, out)
+    weights = model / "model.safetensors"
+    name = "model.layers.0.mlp.gate_proj.weight"
+    info, before = read_header(weights)[name], sampled_digest(weights)
+    for offset in range(info.start, info.stop, 65536):
+        flip(weights, offset)
+        if sampled_digest(weights) == before:
+            break
+        flip(weights, offset)
+    else:
+        raise AssertionError("every block of the tensor is sampled")
+    refused(work, out, name, "stored", "now", model=model)
+    flip(weights, offset)
+    assert run("extract", *work.flags(out)).code == 0
+
+
+def test_one_changed_byte_of_the_corpus_is_refused(made: tuple[Work, Path], tmp_path: Path) -> None:
+    work, out = made
+    other = Path(shutil.copy(work.corpus, tmp_path / "corpus.jsonl"))
+    old = sampled_digest(other)
+    flip(other, other.stat().st_size // 2)
+    refused(work, out, other, old, sampled_digest(other), corpus=other)
+
+
+def test_a_changed_byte_of_a_large_corpus_is_found_when_it_is_read(
+    model: Path, tmp_path: Path
+) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl", padding=200_000)
+    work = Work(model, corpus, {**BASE, "max_docs": None, "max_tokens": None})
+    out = tmp_path / "out"
+    begin(work, out)
+    before = sampled_digest(corpus)
+    offset = corpus.read_bytes().rindex(b"document 2") + 10  # of the last unit
+    flip(corpus, offset)
+    assert sampled_digest(corpus) == before, "this byte is in a sampled block; choose another"
+    result = run("extract", *work.flags(out))
+    check_refused(result, 3, corpus, "changed")
+    assert run("verify", out, "--partial").code == 0
+    flip(corpus, offset)
+    assert run("extract", *work.flags(out)).code == 0
+    work.extract(tmp_path / "whole")
+    check_same(out, tmp_path / "whole")
+
+
+def test_an_added_file_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    write_corpus(folder / "a.jsonl")
+    work, out = Work(model, folder, BASE), tmp_path / "out"
+    work.extract(out)
+    write_corpus(folder / "b.jsonl")
+    refused(work, out, "corpus", "1 file", "2 file")
+
+
+def test_swapped_files_are_refused(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    write_corpus(folder / "a.jsonl")
+    tiny.write_corpus(folder / "b.jsonl", 20)
+    work, out = Work(model, folder, BASE), tmp_path / "out"
+    work.extract(out)
+    (folder / "a.jsonl").rename(folder / "c.jsonl")
+    refused(work, out, "corpus file", "b.jsonl", "c.jsonl")
+
+
+def test_moved_directories_with_the_same_content_are_accepted(model: Path, tmp_path: Path) -> None:
+    first = Work(
+        Path(shutil.copytree(model, tmp_path / "here" / "model")),
+        write_corpus(tmp_path / "here" / "corpus" / "a.jsonl").parent,
+        BASE,
+    )
+    first.extract(tmp_path / "whole")
+    out = tmp_path / "out"
+    begin(first, out)
+    (tmp_path / "here").rename(tmp_path / "there")
+    second = Work(tmp_path / "there" / "model", tmp_path / "there" / "corpus", BASE)
+    result = run("extract", *second.flags(out))
+    assert result.code == 0, result.err
+    check_same(out, tmp_path / "whole")
