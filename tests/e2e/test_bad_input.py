@@ -103,6 +103,11 @@ def edit_config(**changes: object) -> Callable[[Path], None]:
     return edit
 
 
+def fewer_embeddings(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    tiny.write_model(model, vocab_size=200)
+
+
 def edit_tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], None]:
     def edit(model: Path) -> None:
         tensors = tiny.random_tensors(tiny.CONFIG)
@@ -156,7 +161,7 @@ MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "truncated weights": (truncate("model.safetensors"), ["model.safetensors"]),
     "a missing shard": (write("model.safetensors.index.json", LISTED), ["-00001-of-00002"]),
     "a shard elsewhere": (write("model.safetensors.index.json", ESCAPING), ["../model"]),
-    "a vocabulary too small": (edit_config(vocab_size=200), ["tokenizer", "200"]),
+    "a vocabulary too small": (fewer_embeddings, ["tokenizer", "200"]),
 }  # fmt: skip
 
 
