@@ -161,7 +161,7 @@ class Runtime(_Options):
     """How the dataset is made. Nothing here changes what is in it."""
 
     batch_tokens: int | None = _option(
-        None, "tokens in a device step [2k on CPU, 16k elsewhere]", kind="count", minimum=1
+        None, "tokens in a device step [1k on CPU, 16k elsewhere]", kind="count", minimum=1
     )
     shard_bytes: int = _option(
         1 << 30, "largest shard file, e.g. 1GiB [1GiB]", kind="size", minimum=4096

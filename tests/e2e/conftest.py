@@ -1,19 +1,5 @@
-"""Compiled programs are kept for the session: most of a short run is compilation."""
+"""As in the chaos tests: compiled programs are kept, and no process is left behind."""
 
-from collections.abc import Iterator
+from chaos.conftest import compilation_cache, no_process_is_left
 
-import pytest
-
-from chaos.harness import cached_compilation, end_all
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cached_compilation(tmp_path_factory.mktemp("jax")):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    yield
-    end_all()
+__all__ = ["compilation_cache", "no_process_is_left"]

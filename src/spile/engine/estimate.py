@@ -10,7 +10,7 @@ from spile.models.specs import num_params
 from spile.tensors import DTYPES
 
 _ITEMSIZE = {dtype.name: dtype.itemsize for dtype in DTYPES.values()}
-_BATCH_TOKENS = {"cpu": 2048}
+_BATCH_TOKENS = {"cpu": 1024}  # larger steps fall out of a CPU's caches: -8% at 2048
 _BATCH_TOKENS_ACCELERATOR = 16384
 
 
