@@ -1,5 +1,6 @@
 """Stages in threads: order, bounds, errors in the caller, and no call that waits forever."""
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -283,3 +284,27 @@ def test_a_consumer_may_be_closed_any_number_of_times() -> None:
     for _ in range(4):
         within_patience(consumer.close)
         within_patience(consumer.abandon)
+
+
+def test_an_interrupted_close_can_still_be_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def handle(item: int) -> None:
+        gate.wait(10)
+
+    consumer = Consumer(handle, 1, "slow")
+    consumer.put(1)
+    consumer.put(2)  # the queue is full: `close` would block
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(queue.Queue, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            consumer.close()
+    gate.set()
+    ended = threading.Thread(target=consumer.abandon, daemon=True)
+    ended.start()
+    ended.join(10)
+    assert not ended.is_alive()

@@ -128,6 +128,8 @@ class Consumer(Generic[T]):
 
     def _end(self) -> None:
         if not self._ending:
-            self._ending = True
             self._queue.put(None)
+            self._ending = (
+                True  # after: an interrupted put is tried again; a second None is harmless
+            )
         self._thread.join()

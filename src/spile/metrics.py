@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
 
 
 class Counters:
@@ -19,7 +18,3 @@ class Counters:
 
     def __getitem__(self, name: str) -> float:
         return self._values[name]
-
-    def snapshot(self) -> Mapping[str, float]:
-        with self._lock:
-            return dict(self._values)

@@ -44,6 +44,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}  # as numpy and recipes spell
 
 
 @dataclass(frozen=True)

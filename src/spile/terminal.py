@@ -174,8 +174,12 @@ def verify_text(out: str, report: "Report") -> str:
     lines = [f"fault: {fault}" for fault in report.faults]
     lines += [f"orphan: {key}" for key in report.orphans]
     if report.orphans:
-        lines.append(f"{len(report.orphans)} orphans are harmless; `spile gc {out}` removes them")
-    verdict = "whole and sound" if report.ok else f"{len(report.faults)} faults"
+        lines.append(
+            f"{len(report.orphans)} orphans are harmless; `spile gc {shlex.quote(out)}` removes "
+            "those of finished units"
+        )
+    sound = "whole and sound" if report.units_done == report.units else "sound so far"
+    verdict = sound if report.ok else f"{len(report.faults)} faults"
     lines.append(
         f"{out}: {verdict} ({report.units_done} of {report.units} units, {report.rows:,} rows, "
         f"{size(report.bytes)} read)"

@@ -63,7 +63,8 @@ def test_the_jsonl_key_can_be_chosen(tmp_path: Path) -> None:
 
 def test_a_key_that_no_sampled_line_has_is_refused_and_the_others_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\n" + jsonl({"body": "x", "alpha": 1}, {"body": "y"}))
+    latin = b'{"body": "\xe9t\xe9"}\n'
+    path.write_bytes(b"\n" + jsonl({"body": "x", "alpha": 1}, {"body": "y"}) + latin)
     with pytest.raises(InputError) as caught:
         CorpusReader(find_files(str(path)), None, "line").sample(0)
     for part in ("'text'", "alpha, body", "--text-column", str(path)):

@@ -113,3 +113,14 @@ def test_gc_removes_a_torn_heartbeat_and_keeps_a_whole_one(dataset: stored.Store
     assert not verify(dataset.objects).ok
     assert collect_garbage(dataset.objects) == ["workers/torn.json"]
     assert verify(dataset.objects).ok
+
+
+def test_gc_keeps_what_a_manifest_names_even_if_its_unit_was_redone(
+    dataset: stored.Stored,
+) -> None:
+    first = {file.key for file in dataset.done(1).files()}
+    again = dataset.attempt(1)
+    (dataset.path / fmt.done_key(1)).write_bytes(fmt.encode_record("done", again.to_json()))
+    assert any("delete it" in fault for fault in verify(dataset.objects).faults)
+    assert collect_garbage(dataset.objects) == []
+    assert first <= set(dataset.listed())

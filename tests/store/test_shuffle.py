@@ -195,3 +195,28 @@ def test_a_batch_of_no_rows_is_refused(ds: spile.Dataset, size: int) -> None:
 def test_only_the_taps_asked_for_are_given(ds: spile.Dataset) -> None:
     assert next(ds.batches(["mlp_out.1"], 4)).keys() == {"mlp_out.1", "index"}
     assert next(ds.batches([], 4)).keys() == {"index"}
+
+
+def test_an_interrupt_between_windows_neither_loses_rows_nor_mixes_them(
+    source: stored.Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ds = spile.open(str(source.path))
+    expected = list(batches(ds, 100, window=256))
+    iterator = batches(ds, 100, window=256)
+    found = [next(iterator), next(iterator)]
+    real = ds.read_into
+    calls = 0
+
+    def interrupted(tap: str, start: int, out: np.ndarray) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the first tap's buffer is overwritten by then
+            raise KeyboardInterrupt
+        real(tap, start, out)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ds, "read_into", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+    assert iterator.state_dict()["position"] == 200
+    assert same(found + list(iterator), expected)

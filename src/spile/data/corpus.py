@@ -209,7 +209,8 @@ class CorpusReader:
     def _refuse_without_key(self, source: CorpusFile, data: bytes) -> None:
         """A key that no sampled record has is a wrong --text-column, not a corpus of nulls."""
         column = self._column or "text"
-        records = [json.loads(line) for line in data.splitlines() if line.strip()]
+        lines = data.decode("utf-8", "replace").removeprefix("\ufeff").split("\n")
+        records = [json.loads(line) for line in lines if line.strip()]
         keys = sorted({str(key) for record in records for key in record})
         if column not in keys:
             raise InputError(

@@ -132,7 +132,7 @@ def _made_by(device: Any, rows: int) -> dict[str, Any]:
 
 @contextmanager
 def _stop_on_signal() -> Iterator[threading.Event]:
-    """SIGINT and SIGTERM ask the worker to stop; a second one ends the process at once."""
+    """SIGINT and SIGTERM ask the worker to stop; a second one no longer waits for units in hand."""
     stop = threading.Event()
     previous: dict[int, Any] = {}
 

@@ -26,7 +26,7 @@ Reduced = dict[str, Array]
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leaves on the device; `collect` waits for it."""
+    """What a step leaves on the device; reading any of it waits for the step."""
 
     lengths: np.ndarray
     rows: Mapping[str, Array]

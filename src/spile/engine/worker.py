@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +22,14 @@ from spile.data.pack import Batch, PackedUnit, pack_unit
 from spile.data.units import Unit
 from spile.engine.resolve import Job
 from spile.engine.step import Step, StepOutput
-from spile.errors import DataError, Interrupted
+from spile.errors import DataError, Interrupted, StoreError
 from spile.metrics import Counters
 from spile.store.ledger import Ledger
 from spile.store.presence import Presence
 from spile.store.writer import UnitWriter
-from spile.tensors import DTYPES
+from spile.tensors import DTYPES_BY_NAME
 
 _log = logging.getLogger("spile")
-_DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 _RETRY_SECONDS = 0.5  # between looks for a unit that others hold
 
 
@@ -90,8 +89,8 @@ class Worker:
 
     def _run_stages(self) -> None:
         depth = self._runtime.queue_depth
-        feed = Producer(self._feed(), depth, "read-tokenize-pack")
         sink = Consumer(self._write, depth, "encode-hash-write")
+        feed = Producer(self._feed(sink), depth, "read-tokenize-pack")
         try:
             for item in feed:
                 if self._stop.is_set():
@@ -109,13 +108,15 @@ class Worker:
         finally:
             feed.close()
             if self._current:
-                self._current[1].discard()
+                # Tidying up never hides why the run ended.
+                with suppress(OSError, StoreError):
+                    self._current[1].discard()
 
     # -- first stage: text to batches --------------------------------------------------------
 
-    def _feed(self) -> Generator[_Begin | Batch | _End, None, None]:
+    def _feed(self, sink: Consumer[Any]) -> Generator[_Begin | Batch | _End, None, None]:
         with closing(self._job.reader()) as reader:
-            for unit in self._units():
+            for unit in self._units(sink):
                 yield from self._feed_unit(unit, reader.read(unit.spans, unit.first_doc))
 
     def _feed_unit(self, unit: Unit, documents: Documents) -> Iterator[_Begin | Batch | _End]:
@@ -139,10 +140,11 @@ class Worker:
             yield batch
         yield _End()
 
-    def _units(self) -> Iterator[Unit]:
+    def _units(self, sink: Consumer[Any]) -> Iterator[Unit]:
         """Units to do, in order, as long as there are any that nobody else is doing."""
         waiting = False
         while not self._stop.is_set():
+            sink.check()  # a writer that failed ends the waiting for others, too
             done = self._ledger.done_units()
             open_units = [u for u in self._job.units if u.id not in done and u.id not in self._mine]
             if not open_units:
@@ -169,7 +171,7 @@ class Worker:
                 item.unit.id,
                 item.packed.index,
                 self._job.table.taps,
-                _DTYPES_BY_NAME[self._job.recipe.store_dtype],
+                DTYPES_BY_NAME[self._job.recipe.store_dtype],
                 self._runtime.shard_bytes,
             )
             self._current = (item, writer)
@@ -204,16 +206,13 @@ class Worker:
             text_digest=begin.text_digest,
             made_by=self._made_by,
         )
-        won = self._ledger.commit(done)
+        # From here on a record may name these files, even if `commit` itself raises.
         self._current = None
+        won = self._ledger.commit(done)
         if not won:
             writer.discard()
             _log.info("unit %d was done by another worker first", begin.unit.id)
-        self._counters.add(
-            units=1, units_lost=0 if won else 1, documents=done.documents, seen=begin.unit.num_docs
-        )
-        for reason, count in done.skipped.items():
-            self._counters.add(**{f"skipped {reason}": count})
+        self._counters.add(units=1, documents=done.documents)
         self._presence.release(begin.unit.id)
         self._presence.tell(units_done=int(self._counters["units"]))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from spile.objects import Objects
 from spile.store.ledger import Ledger
-from spile.store.presence import process_ended, read_workers
+from spile.store.presence import process_ended, read_workers, rebooted
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_status(objects: Objects) -> Status:
 
 def _describe(name: str, record: dict[str, Any]) -> dict[str, Any]:
     state = record.get("state", "unknown")
-    if state in ("running", "starting") and process_ended(record):
+    if state in ("running", "starting") and (process_ended(record) or rebooted(record)):
         state = "dead"
     kept = ("units", "units_done", "tokens", "error", "host", "pid", "counter")
     return {"name": name, "state": state, **{k: record[k] for k in kept if k in record}}

@@ -15,6 +15,13 @@ def collect_garbage(objects: Objects, *, abandoned: bool = False) -> list[str]:
     """
     ledger = Ledger(objects)
     ledger.table()
+    manifest = ledger.read_manifest() or {"units": []}
+    # What readers open, even should a unit have been redone since: `verify` tells.
+    listed = {
+        file["key"]
+        for unit in manifest["units"]
+        for file in (*unit["shards"], unit["index"], unit["statistics"])
+    }
     removed: list[str] = []
     kept: dict[int, set[str] | None] = {}  # unit -> the winner's files; None while unfinished
     for key in sorted(objects.list()):
@@ -30,7 +37,7 @@ def collect_garbage(objects: Objects, *, abandoned: bool = False) -> list[str]:
                 done = ledger.read_done(unit)
                 kept[unit] = {file.key for file in done.files()} if done else None
             files = kept[unit]
-            doomed = abandoned if files is None else key not in files
+            doomed = key not in listed and (abandoned if files is None else key not in files)
         else:
             doomed = fmt.parse_worker_key(key) is not None and not _readable(objects, key)
         if doomed:

@@ -119,6 +119,12 @@ def process_ended(record: Mapping[str, Any]) -> bool:
     return _start_time(int(record.get("pid", 0))) != record.get("started")
 
 
+def rebooted(record: Mapping[str, Any]) -> bool:
+    """Whether this machine, by its name, has been started anew since the worker's last word."""
+    mine = _process()
+    return record.get("host") == mine["host"] and record.get("boot") != mine["boot"]
+
+
 def _process() -> dict[str, Any]:
     boot = Path("/proc/sys/kernel/random/boot_id")
     return {

@@ -21,9 +21,8 @@ from spile.store.ledger import Ledger, Table
 from spile.store.shard import open_tensor, read_shard_header
 from spile.store.shuffle import Batches
 from spile.store.stats import TapStats, merged
-from spile.tensors import DTYPES
+from spile.tensors import DTYPES_BY_NAME
 
-_DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 _OPEN_SHARDS = 512  # memory maps kept; each holds a file descriptor's worth of address space
 
 
@@ -87,7 +86,7 @@ class Dataset:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return _DTYPES_BY_NAME[self.recipe.store_dtype]
+        return DTYPES_BY_NAME[self.recipe.store_dtype]
 
     def width(self, tap: str) -> int:
         if tap not in self._table.taps:
@@ -160,7 +159,7 @@ class Dataset:
 
     def batches(
         self,
-        taps: Sequence[str],
+        taps: str | Sequence[str],
         batch_size: int,
         *,
         seed: int = 0,
@@ -169,6 +168,7 @@ class Dataset:
         drop_last: bool = False,
     ) -> Batches:
         """One shuffled epoch of `{tap: rows, "index": entries}`; resumable (`state_dict`)."""
+        taps = [taps] if isinstance(taps, str) else list(taps)
         for tap in taps:
             self.width(tap)
         return Batches(

@@ -96,24 +96,26 @@ class Batches:
             tap: np.empty((size, self._source.width(tap)), self._source.dtype) for tap in self._taps
         }
         pieces: list[np.ndarray] = []
-        filled = 0
+        filled, position = 0, self._position
         while filled < size:
-            number = int(np.searchsorted(self._ends, self._position, side="right"))
+            number = int(np.searchsorted(self._ends, position, side="right"))
             rows, index, order = self._window(number)
-            begin = self._position - (int(self._ends[number - 1]) if number else 0)
+            begin = position - (int(self._ends[number - 1]) if number else 0)
             chosen = order[begin : begin + size - filled]
             for tap in self._taps:
                 target = out[tap][filled : filled + len(chosen)]
                 np.take(rows[tap], chosen, axis=0, out=target, mode="clip")
             pieces.append(index[chosen])
             filled += len(chosen)
-            self._position += len(chosen)
+            position += len(chosen)
         out["index"] = np.concatenate(pieces)
+        self._position = position  # last: rows not handed out are not counted
         return out
 
     def _window(self, number: int) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
         """The rows of a window, in file order, and the order in which to give them out."""
         if self._loaded is None or self._loaded[0] != number:
+            self._loaded = None  # its buffers are about to be overwritten
             self._loaded = (number, *self._load(number))
         _, rows, order = self._loaded
         return rows, rows["index"], order

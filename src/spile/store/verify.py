@@ -214,7 +214,10 @@ def _check_records(
                     + _missing(table, records)
                 )
             elif body != derive_manifest(table, records):
-                report.faults.append(f"{key}: does not follow from the done records")
+                report.faults.append(
+                    f"{key}: does not follow from the done records; delete it, and the same "
+                    "`spile extract` makes it anew"
+                )
     present = set(ledger.objects.list())
     if len(records) == len(table.units) and fmt.MANIFEST not in present and not partial:
         report.faults.append(f"{fmt.MANIFEST}: is missing; the same `spile extract` makes it")

@@ -1,0 +1,87 @@
+"""Stages that fail: nothing committed is lost, nobody waits forever, the cause is raised."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spile
+from spile import objects
+from spile.config import Recipe
+from spile.errors import StoreError
+from spile.objects import open_objects
+from spile.store.presence import Presence
+from spile.store.verify import verify
+from spile.store.writer import UnitWriter
+
+
+def recipe(model: Path, corpus: Path) -> Recipe:
+    return Recipe(
+        model=str(model), corpus=str(corpus), taps="resid_post:1", seq_len=64, unit_tokens=500
+    )
+
+
+def test_a_commit_whose_sync_fails_keeps_the_files_its_record_names(
+    model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    real = objects._sync_directory  # pyright: ignore[reportPrivateUsage]
+
+    def failing(folder: Path) -> None:
+        if folder.name == "done" and any(folder.glob("*.json")):
+            raise OSError(24, "Too many open files")
+        real(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "_sync_directory", failing)
+        with pytest.raises(StoreError, match="Too many open files"):
+            spile.extract(recipe(model, corpus), str(out))
+    report = verify(open_objects(str(out)), partial=True)
+    assert (report.faults, report.units_done) == ([], 1)
+    spile.extract(recipe(model, corpus), str(out))
+    assert verify(open_objects(str(out))).ok
+
+
+def test_a_failed_writer_ends_the_wait_for_units_that_others_hold(
+    model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    other = Presence(open_objects(str(out)), 30)
+    other.start()
+    for unit in range(1, 50):
+        other.hold(unit)
+    monkeypatch.setattr("spile.store.presence.process_ended", lambda record: False)
+
+    def failing(self: UnitWriter, **described: Any) -> None:
+        raise StoreError("the disk is on fire")
+
+    monkeypatch.setattr(UnitWriter, "finish", failing)
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            spile.extract(recipe(model, corpus), str(out))
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    other.close("done")
+    assert [str(error) for error in raised] == ["the disk is on fire"]
+
+
+def test_tidying_up_never_hides_the_cause(
+    model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: UnitWriter, *arguments: Any) -> None:
+        raise StoreError("the first cause")
+
+    def hopeless(self: UnitWriter) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(UnitWriter, "write", failing)
+    monkeypatch.setattr(UnitWriter, "discard", hopeless)
+    with pytest.raises(StoreError, match="the first cause"):
+        spile.extract(recipe(model, corpus), str(tmp_path / "out"))
