@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,9 +50,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
-    signal.signal(signal.SIGTERM, _interrupted)
+    stop = threading.Event()
+
+    def interrupted(number: int, frame: object) -> NoReturn:
+        # Noted as well as raised: what is raised here may land where a library swallows it.
+        stop.set()
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupted)
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = _parser().parse_args(argv, argparse.Namespace(stop=stop))
         logging.basicConfig(
             level=logging.WARNING if getattr(arguments, "quiet", False) else logging.INFO,
             format="spile: %(message)s",
@@ -68,10 +77,6 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _interrupted(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt  # not an Exception: libraries and `logging` swallow those
 
 
 def _handler() -> logging.Handler:
@@ -159,7 +164,9 @@ def _extract(arguments: argparse.Namespace) -> int:
         raise ConfigError("--out is missing: where should the dataset go?")
     counters = Counters()
     with progress(counters, quiet=arguments.quiet or arguments.json) as on_start:
-        outcome = extract(recipe, out, runtime, counters=counters, on_start=on_start)
+        outcome = extract(
+            recipe, out, runtime, counters=counters, on_start=on_start, stop=arguments.stop
+        )
     if arguments.json:
         print(json.dumps(dataclasses.asdict(outcome)))
     elif not arguments.quiet:

@@ -21,7 +21,7 @@ from spile.engine.estimate import Estimate, batch_rows, estimate, refuse_if_too_
 from spile.engine.resolve import Job, resolve, store_table
 from spile.engine.step import Step
 from spile.engine.worker import Worker
-from spile.errors import InputError
+from spile.errors import InputError, Interrupted
 from spile.metrics import Counters
 from spile.models.weights import load_params
 from spile.objects import open_objects
@@ -47,10 +47,24 @@ def extract(
     *,
     counters: Counters | None = None,
     on_start: Callable[[Job, Estimate], None] | None = None,
+    stop: threading.Event | None = None,
 ) -> Outcome:
-    """Make the dataset, or continue it; returns when every unit is done."""
-    runtime = runtime or Runtime()
-    counters = counters or Counters()
+    """Make the dataset, or continue it; returns when every unit is done.
+
+    SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`.
+    """
+    with _stop_on_signal(stop or threading.Event()) as stop:
+        return _extract(recipe, out, runtime or Runtime(), counters or Counters(), on_start, stop)
+
+
+def _extract(
+    recipe: Recipe,
+    out: str,
+    runtime: Runtime,
+    counters: Counters,
+    on_start: Callable[[Job, Estimate], None] | None,
+    stop: threading.Event,
+) -> Outcome:
     use_threads(runtime.threads or max(1, (os.cpu_count() or 1) - 1))
     device = jax.devices()[0]
     ledger = Ledger(open_objects(str(out)))
@@ -61,24 +75,25 @@ def extract(
     )
     if not runtime.ignore_space:
         refuse_if_too_large(cost, objects.url)
+    _heed(stop)
     job = store_table(job, ledger)
     if on_start:
         on_start(job, cost)
     if not ledger.complete(job.table):
         rows = batch_rows(job, runtime, device.platform)
         step = _load_step(job, ledger, device.platform)
-        with _stop_on_signal() as stop:
-            worker = Worker(
-                job,
-                ledger,
-                step,
-                runtime,
-                batch_rows=rows,
-                made_by=_made_by(device, rows),
-                counters=counters,
-                stop=stop,
-            )
-            worker.run()
+        _heed(stop)
+        worker = Worker(
+            job,
+            ledger,
+            step,
+            runtime,
+            batch_rows=rows,
+            made_by=_made_by(device, rows),
+            counters=counters,
+            stop=stop,
+        )
+        worker.run()
         ledger.complete(job.table)
     return _outcome(ledger, cost)
 
@@ -130,10 +145,18 @@ def _made_by(device: Any, rows: int) -> dict[str, Any]:
     }
 
 
+def _heed(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise Interrupted("interrupted; what is committed stays valid: the same command resumes")
+
+
 @contextmanager
-def _stop_on_signal() -> Iterator[threading.Event]:
-    """SIGINT and SIGTERM ask the worker to stop; a second one no longer waits for units in hand."""
-    stop = threading.Event()
+def _stop_on_signal(stop: threading.Event) -> Iterator[threading.Event]:
+    """SIGINT and SIGTERM ask the run to stop; a second one no longer waits for units in hand.
+
+    They set a flag and raise nothing: an exception raised by a handler may land in a callback
+    of some library, which swallows it.
+    """
     previous: dict[int, Any] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
