@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import spile
+from spile.data.corpus import find_files
 from spile.models.checkpoint import open_checkpoint
 from spile.models.demo import demo_model
 from spile.tensors import map_tensor, write_tensors
@@ -73,8 +74,6 @@ def choose_texts(tokenizer: Any, tokens: int, *, equal: bool) -> tuple[list[str]
 
 
 def open_demo() -> str:
-    from spile.data.corpus import find_files  # noqa: PLC0415 - read once, where it is needed
-
     with find_files("demo")[0].open() as stream:
         return stream.read().decode()
 

@@ -69,11 +69,6 @@ class Producer(Generic[T]):
                 raise item
             yield item[0]
 
-    @property
-    def waiting(self) -> int:
-        """Items ready now (a gauge)."""
-        return self._queue.qsize()
-
     def close(self) -> None:
         """Stop the thread; items not taken are dropped."""
         self._stop.set()
@@ -111,10 +106,6 @@ class Consumer(Generic[T]):
         """Raise the handler's error, if it has failed."""
         if self._error is not None:
             raise self._error
-
-    @property
-    def waiting(self) -> int:
-        return self._queue.qsize()
 
     def close(self) -> None:
         """Handle what is waiting, end the thread, and raise its error if it failed."""

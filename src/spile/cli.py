@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         print(f"spile: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("spile: interrupted; what is committed stays valid", file=sys.stderr)
+        print(f"spile: {Interrupted()}", file=sys.stderr)
         return Interrupted.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

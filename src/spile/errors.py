@@ -68,3 +68,6 @@ class Interrupted(SpileError):
     """A signal asked the run to stop; everything committed stays valid."""
 
     exit_code = 130
+
+    def __init__(self) -> None:
+        super().__init__("interrupted; what is committed stays valid: the same command resumes")

@@ -309,3 +309,25 @@ def test_a_row_group_larger_than_a_unit_is_cut(tmp_path: Path) -> None:
     assert list(documents_of(units)) == list(range(500))
     assert max(unit.num_docs for unit in units) < 100
     assert read(tmp_path, units) == dict(enumerate(texts))
+
+
+def test_the_pass_over_the_corpus_can_be_stopped_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spile.data.units._CHUNK", 100)
+    path = tmp_path / "a.txt"
+    path.write_text("line\n" * 200)
+    calls = 0
+
+    def heed() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_units(
+            find_files(str(path)), text_column=None, text_documents="line", unit_tokens=10,
+            density=1.0, max_docs=None, max_tokens=None, heed=heed,
+        )  # fmt: skip
+    assert calls == 5

@@ -18,6 +18,7 @@ from transformers import (
 
 import spile
 import tiny
+from spile.models.demo import demo_model
 
 TOLERANCE = 2e-5  # of the tap's largest value
 ALL_TAPS = (
@@ -179,8 +180,6 @@ def test_the_demo_model_agrees_with_hf_on_every_tap(tmp_path: Path) -> None:
     )
     spile.extract(recipe, str(directory))
     ds = spile.open(str(directory))
-    from spile.models.demo import demo_model  # noqa: PLC0415 - only here is the demo needed
-
     model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32).eval()
     contexts = contexts_of(ds)[:6]
     assert worst_error(ds, model, contexts) <= TOLERANCE

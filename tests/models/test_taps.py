@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import tiny
 from spile.errors import ConfigError
 from spile.models.families import read_config
-from spile.models.taps import SITES, Tap, parse_tap_name, parse_taps
+from spile.models.taps import SITES, Tap, parse_taps
 
 _, ARCH = read_config({**tiny.CONFIG, "num_hidden_layers": 28}, "test")
 
@@ -151,7 +151,6 @@ def test_any_text_gives_taps_of_this_model_or_a_config_error(text: str) -> None:
         assert tap.site in SITES
         assert (tap.layer in range(28)) is SITES[tap.site].layered
         assert parse_taps(tap.name, ARCH) == (tap,)
-        assert parse_tap_name(tap.name) == tap
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,8 @@ def test_any_text_gives_taps_of_this_model_or_a_config_error(text: str) -> None:
     ],
 )
 def test_no_more_layers_are_needed_than_lie_below_the_tap(tap: str, needed: int) -> None:
-    assert parse_tap_name(tap).layers_needed(ARCH) == needed
+    (met,) = parse_taps(tap, ARCH)
+    assert met.layers_needed(ARCH) == needed
 
 
 def test_a_tap_is_as_wide_as_the_stream_and_logits_as_the_vocabulary() -> None:

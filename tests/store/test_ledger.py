@@ -1,6 +1,7 @@
 """The ledger: one table, one record per unit, one manifest, whoever comes first."""
 
 import dataclasses
+import shutil
 import threading
 from pathlib import Path
 
@@ -204,6 +205,7 @@ def test_the_manifest_follows_from_the_records_alone(
     records = [unfinished.attempt(unit) for unit in range(3)]
     manifests = set()
     for name, order in (("a", (0, 1, 2)), ("b", (2, 1, 0))):
+        shutil.copytree(unfinished.path / "attempts", tmp_path / name / "attempts")
         ledger = empty(tmp_path, name)
         for unit in order:
             made_by = {"host": name}
@@ -255,3 +257,15 @@ def test_no_manifest_is_made_of_damaged_records(unfinished: stored.Stored) -> No
     with pytest.raises(CorruptError, match="done/00000002.json"):
         ledger.complete(unfinished.table)
     assert ledger.read_manifest() is None
+
+
+def test_a_record_is_never_created_for_files_that_are_gone(tmp_path: Path) -> None:
+    dataset = stored.build(tmp_path / "out", ((5, 9), (9, 5)), commit=(0,))
+    ledger = Ledger(dataset.objects)
+    attempt = dataset.attempt(1)
+    dataset.objects.delete(attempt.shards[0].key)
+    with pytest.raises(StoreError, match="vanished before unit 1"):
+        ledger.commit(attempt)
+    assert ledger.done_units() == {0}
+    assert ledger.commit(dataset.attempt(1))
+    assert ledger.commit(attempt) is False  # another has won meanwhile: a lost race, no error

@@ -40,9 +40,6 @@ class PackedUnit:
     def num_tokens(self) -> int:
         return len(self.index)
 
-    def num_batches(self, rows: int) -> int:
-        return -(-len(self.lengths) // rows)
-
     def batches(self, rows: int) -> Iterator[Batch]:
         """Consecutive groups of rows; the last is padded with empty ones."""
         for first in range(0, len(self.lengths), rows):

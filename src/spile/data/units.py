@@ -71,16 +71,20 @@ def make_units(
     density: float,
     max_docs: int | None,
     max_tokens: int | None,
+    heed: Callable[[], None] = lambda: None,
 ) -> list[Unit]:
-    """Cut the corpus; `density` is tokens per byte. Deterministic in its arguments."""
+    """Cut the corpus; `density` is tokens per byte. Deterministic in its arguments.
+
+    `heed` is called for every file and every few megabytes, and may raise to stop the pass.
+    """
     builder = _Builder(unit_bytes=max(1, int(unit_tokens / density)), max_docs=max_docs)
     for number, file in enumerate(files):
+        heed()
         if file.kind == "parquet":
             _cut_parquet(builder, number, file, text_column)
-        elif file.kind == "text" and text_documents == "file":
-            _cut_lines(builder, number, file, whole=True)
         else:
-            _cut_lines(builder, number, file, whole=False)
+            whole = file.kind == "text" and text_documents == "file"
+            _cut_lines(builder, number, file, heed, whole=whole)
         if builder.full:
             break
     units = builder.finish(density)
@@ -151,7 +155,9 @@ def _cut_parquet(builder: _Builder, number: int, file: CorpusFile, column: str |
             row += count
 
 
-def _cut_lines(builder: _Builder, number: int, file: CorpusFile, *, whole: bool) -> None:
+def _cut_lines(
+    builder: _Builder, number: int, file: CorpusFile, heed: Callable[[], None], *, whole: bool
+) -> None:
     """One pass over the file. With `whole`, it is a single document."""
     start = position = first = 0  # of the span being collected: byte, byte reached, document
     lines = 0
@@ -164,6 +170,7 @@ def _cut_lines(builder: _Builder, number: int, file: CorpusFile, *, whole: bool)
         start, first, lines, digest = stop, first + count, 0, xxhash.xxh3_128()
 
     for data in _chunks(file):
+        heed()
         last_byte = data[-1:]
         ends = position + 1 + np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
         if whole:

@@ -68,7 +68,7 @@ def _extract(
     use_threads(runtime.threads or max(1, (os.cpu_count() or 1) - 1))
     device = jax.devices()[0]
     ledger = Ledger(open_objects(str(out)))
-    job = resolve(recipe, ledger, device.platform)
+    job = resolve(recipe, ledger, device.platform, heed=lambda: _heed(stop))
     objects = ledger.objects
     cost = estimate(
         job, runtime, device.platform, done=ledger.done_units(), free_bytes=objects.free_bytes()
@@ -147,7 +147,7 @@ def _made_by(device: Any, rows: int) -> dict[str, Any]:
 
 def _heed(stop: threading.Event) -> None:
     if stop.is_set():
-        raise Interrupted("interrupted; what is committed stays valid: the same command resumes")
+        raise Interrupted
 
 
 @contextmanager

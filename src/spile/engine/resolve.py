@@ -7,6 +7,7 @@ was must agree with it.
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +52,13 @@ class Job:
         return CorpusReader(self.files, self.recipe.text_column, self.recipe.text_documents)
 
 
-def resolve(recipe: Recipe, ledger: Ledger, platform: str) -> Job:
-    """Settle a recipe against a store, which may be empty. Writes nothing."""
+def resolve(
+    recipe: Recipe, ledger: Ledger, platform: str, *, heed: Callable[[], None] = lambda: None
+) -> Job:
+    """Settle a recipe against a store, which may be empty. Writes nothing.
+
+    `heed` is called now and then while the corpus is indexed, and may raise to stop that.
+    """
     stored = ledger.read_table()
     if stored:
         recipe = _completed(recipe, stored.recipe)
@@ -73,7 +79,7 @@ def resolve(recipe: Recipe, ledger: Ledger, platform: str) -> Job:
         )
     if stored:
         _refuse_drift(ledger.objects.url, stored, resolved, files)
-    table = stored or _make_table(resolved, checkpoint, tokenizer, taps, files)
+    table = stored or _make_table(resolved, checkpoint, tokenizer, taps, files, heed)
     units = [Unit.from_json(unit) for unit in table.units]
     return Job(table.recipe, table, checkpoint, tokenizer, files, taps, units)
 
@@ -145,6 +151,7 @@ def _make_table(
     tokenizer: TextTokenizer,
     taps: tuple[Tap, ...],
     files: list[CorpusFile],
+    heed: Callable[[], None],
 ) -> Table:
     reader = CorpusReader(files, resolved.text_column, resolved.text_documents)
     units = make_units(
@@ -155,6 +162,7 @@ def _make_table(
         density=tokens_per_byte(reader, tokenizer.count),
         max_docs=resolved.max_docs,
         max_tokens=resolved.max_tokens,
+        heed=heed,
     )
     _log.info(
         "unit table: %d documents, about %d tokens, in %d units",

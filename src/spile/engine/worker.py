@@ -98,9 +98,7 @@ class Worker:
                 sink.put(self._step(item) if isinstance(item, Batch) else item)
             if self._stop.is_set():
                 sink.close()  # commits what is fully computed
-                raise Interrupted(
-                    "interrupted; what is committed stays valid: the same command resumes"
-                )
+                raise Interrupted
             sink.close()
         except BaseException:
             sink.abandon()
@@ -192,7 +190,7 @@ class Worker:
             for row, length in zip(rows, output.lengths, strict=True):
                 writer.write(tap, row[:length])
             self._counters.add(bytes=int(output.lengths.sum()) * rows.shape[-1] * rows.itemsize)
-        self._counters.add(tokens=int(output.lengths.sum()), steps=1)
+        self._counters.add(tokens=int(output.lengths.sum()))
         self._presence.tell(tokens=int(self._counters["tokens"]))
 
     def _commit(self) -> None:
@@ -212,7 +210,7 @@ class Worker:
         if not won:
             writer.discard()
             _log.info("unit %d was done by another worker first", begin.unit.id)
-        self._counters.add(units=1, documents=done.documents)
+        self._counters.add(units=1)
         self._presence.release(begin.unit.id)
         self._presence.tell(units_done=int(self._counters["units"]))
 

@@ -96,12 +96,6 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
     return tuple(sorted(taps, key=met))
 
 
-def parse_tap_name(name: str) -> Tap:
-    """The inverse of `Tap.name`."""
-    site, _, layer = name.partition(".")
-    return Tap(site, int(layer) if layer else None)
-
-
 def _parse_item(item: str, arch: Arch) -> set[Tap]:
     item = _from_lens(item)
     if re.fullmatch(r"\w+\.-?\d+", item):

@@ -99,8 +99,22 @@ class Ledger:
         return done
 
     def commit(self, done: Done) -> bool:
-        """Create the done record; False if another attempt came first."""
+        """Create the done record; False if another attempt came first.
+
+        Raises:
+            StoreError: if a file it would name has vanished; nothing is created then.
+        """
         key = fmt.done_key(done.unit)
+        gone = [file.key for file in done.files() if not exists(self.objects, file.key)]
+        if gone:
+            # `gc` takes the files of an attempt that lost; anything else had no right to.
+            if self.read_done(done.unit) is not None:
+                return False
+            raise StoreError(
+                f"{self.objects.url}/{gone[0]}: vanished before unit {done.unit} was committed; "
+                "nothing but spile may delete there (`gc --abandoned` only when nothing runs): "
+                "run the same command again"
+            )
         if self.objects.create(key, fmt.encode_record("done", done.to_json())):
             return True
         stored = self.read_done(done.unit)
