@@ -1,6 +1,7 @@
 """Datasets made straight through the writer and the ledger, from random rows: no model, no jax."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,16 +15,26 @@ import xxhash
 
 import tiny
 from spile.config import ResolvedRecipe
-from spile.index import FIRST, INDEX_DTYPE, LAST
+from spile.data.rows import RowFilter
+from spile.index import END, FIRST, INDEX_DTYPE, LAST
 from spile.objects import LocalObjects
 from spile.store import format as fmt
-from spile.store.format import Done, Shard
+from spile.store.format import Done, Shard, TapInfo
 from spile.store.ledger import Ledger, Table
 from spile.store.stats import TapStats, merged
 from spile.store.writer import UnitWriter
-from spile.tensors import DTYPES
+from spile.tensors import DTYPES_BY_NAME
+
+Taps = Mapping[str, int | TapInfo]  # an integer: so many values of the recipe's dtype
 
 TAPS = {"resid_post.0": 6, "mlp_out.1": 3}
+# Every kind of row: heads, a single number, integers, and more than one name for the same tap.
+SHAPED: Taps = {
+    "resid_post.0": TapInfo((6,), "float32", ("blocks.0.hook_resid_post", "hidden_states[1]")),
+    "q.1": TapInfo((2, 3), "bfloat16", ("blocks.1.attn.hook_q", "blocks.1.attn.q.hook_out")),
+    "expert_ids.1": TapInfo((2,), "int16", ("blocks.1.mlp.hook_expert_indices",)),
+    "logprob": TapInfo((), "float32"),
+}
 # Lengths of documents, unit by unit; 0 is a document that was skipped. The third unit is empty.
 UNITS = ((5, 21, 3), (40, 0, 2), (0, 0), (9,), (1, 30))
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
@@ -35,7 +46,8 @@ class Stored:
 
     path: Path
     table: Table
-    index: np.ndarray
+    read: list[np.ndarray]  # of each unit the index of every token, kept or not
+    index: np.ndarray  # of the rows
     rows: dict[str, np.ndarray]
     starts: list[int]  # the first row of each unit, and the number of rows
 
@@ -61,24 +73,27 @@ class Stored:
         rows = slice(self.starts[unit], self.starts[unit + 1])
         values = {tap: array[rows] for tap, array in self.rows.items()}
         done, _ = write_unit(
-            self.objects, self.table, unit, self.index[rows], values, shard_bytes, **described
+            self.objects, self.table, unit, self.read[unit], values, shard_bytes, **described
         )
         return done
 
 
 def make_table(
     units: Sequence[Sequence[int]] = UNITS,
-    taps: Mapping[str, int] = TAPS,
+    taps: Taps = TAPS,
     dtype: str = "float32",
     **changes: Any,
 ) -> Table:
     recipe = ResolvedRecipe(
         **{
             "model_source": "/models/tiny",
+            "lora_source": None,
             "corpus_source": "/corpora/tiny.jsonl",
             "model": {"config": "c0ffee", "weights": "f00d"},
             "corpus": ("12-ab",),
             "taps": tuple(taps),
+            "where": None,
+            "every": None,
             "seq_len": 8,
             "pack": "ffd",
             "long_docs": "split",
@@ -97,7 +112,10 @@ def make_table(
     return Table(
         recipe=recipe,
         fingerprint=recipe.fingerprint(),
-        taps=dict(taps),
+        taps={
+            tap: TapInfo((info,), dtype) if isinstance(info, int) else info
+            for tap, info in taps.items()
+        },
         files=({"path": "/corpora/tiny.jsonl", "identity": "12-ab"},),
         units=tuple(
             {
@@ -109,6 +127,7 @@ def make_table(
             }
             for number, lengths in enumerate(units)
         ),
+        kept=1.0,
     )
 
 
@@ -131,13 +150,24 @@ def make_index(
         piece["pos"] = np.arange(count)
         piece["flags"][0] |= FIRST
         piece["flags"][-1] |= LAST
+        piece["flags"][-1] |= END if at + count == lengths[doc - first_doc] else 0
         pieces.append(piece)
     return np.concatenate(pieces)
 
 
+def kept(table: Table, read: np.ndarray) -> np.ndarray:
+    """What the recipe's filter leaves of an index."""
+    return read[RowFilter(table.recipe.where, table.recipe.every).mask(read)]
+
+
+def random_rows(rng: np.random.Generator, count: int, info: TapInfo) -> np.ndarray:
+    values = rng.standard_normal((count, *info.shape)) * 3 + 1
+    return (values * 100 if info.dtype == "int16" else values).astype(DTYPES_BY_NAME[info.dtype])
+
+
 def describe(rows: np.ndarray) -> TapStats:
-    """Statistics of rows, the plain way."""
-    wide = rows.astype(np.float64)
+    """Statistics of rows, the plain way; whatever their shape, each value is a channel."""
+    wide = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
     if not len(wide):
         return TapStats.empty(wide.shape[1])
     mean = wide.mean(axis=0)
@@ -155,26 +185,27 @@ def write_unit(
     objects: LocalObjects,
     table: Table,
     unit: int,
-    index: np.ndarray,
+    read: np.ndarray,
     rows: Mapping[str, np.ndarray],
     shard_bytes: int,
     **described: Any,
 ) -> tuple[Done, UnitWriter]:
     """One attempt, its rows arriving in pieces of seven."""
-    dtype = next(d for d in DTYPES.values() if d.name == table.recipe.store_dtype)
-    writer = UnitWriter(objects, unit, index, table.taps, dtype, shard_bytes)
+    writer = UnitWriter(objects, unit, kept(table, read), table.taps, shard_bytes)
     for tap, values in rows.items():
         pieces = [values[at : at + 7] for at in range(0, len(values), 7)]
-        writer.stats[tap] = merged((describe(piece) for piece in pieces), values.shape[1])
+        parts = (describe(piece) for piece in pieces)
+        writer.stats[tap] = merged(parts, table.taps[tap].width)
         for piece in pieces:
             writer.write(tap, piece)
-    documents = len(np.unique(index["doc"]))
+    documents = len(np.unique(read["doc"]))
     missing = table.units[unit]["num_docs"] - documents
     done = writer.finish(
         **{
             "fingerprint": table.fingerprint,
+            "tokens": len(read),
             "documents": documents,
-            "contexts": int(np.count_nonzero(index["flags"] & FIRST)),
+            "contexts": int(np.count_nonzero(read["flags"] & FIRST)),
             "skipped": {"no tokens": missing} if missing else {},
             "text_digest": "0123",
             "made_by": {"spile": "test"},
@@ -188,28 +219,30 @@ def build(
     path: Path,
     units: Sequence[Sequence[int]] = UNITS,
     *,
-    taps: Mapping[str, int] = TAPS,
+    taps: Taps = TAPS,
     dtype: str = "float32",
     shard_bytes: int = 60,
     seed: int = 0,
     commit: Collection[int] | None = None,
+    **changes: Any,
 ) -> Stored:
-    """Make a dataset of random rows; `commit` names the units to do, all if not given."""
+    """Make a dataset of random rows.
+
+    `commit` names the units to do, all if not given; `changes` go into the recipe.
+    """
     rng = np.random.default_rng(seed)
-    table = make_table(units, taps, dtype)
+    table = make_table(units, taps, dtype, **changes)
     seq_len = table.recipe.seq_len
-    indices = [
+    read = [
         make_index(rng, entry["first_doc"], lengths, seq_len)
         for entry, lengths in zip(table.units, units, strict=True)
     ]
+    indices = [kept(table, part) for part in read]
     index = np.concatenate(indices)
-    numpy_dtype = next(d for d in DTYPES.values() if d.name == dtype)
-    rows = {
-        tap: (rng.standard_normal((len(index), width)) * 3 + 1).astype(numpy_dtype)
-        for tap, width in taps.items()
-    }
+    table = dataclasses.replace(table, kept=len(index) / max(1, sum(map(len, read))))
+    rows = {tap: random_rows(rng, len(index), info) for tap, info in table.taps.items()}
     starts = np.cumsum([0, *(len(part) for part in indices)]).tolist()
-    stored = Stored(path, table, index, rows, starts)
+    stored = Stored(path, table, read, index, rows, starts)
     ledger = stored.ledger
     ledger.create_table(table)
     ledger.check_weights({"embed": "aa", "blocks": "bb"})

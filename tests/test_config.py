@@ -21,10 +21,13 @@ from spile.errors import ConfigError
 
 RESOLVED = ResolvedRecipe(
     model_source="models/a",
+    lora_source=None,
     corpus_source="texts/a",
     model={"config": "c1", "weights": "w1"},
     corpus=("1-aa", "2-bb"),
     taps=("embed", "resid_post.1"),
+    where=None,
+    every=None,
     seq_len=128,
     pack="ffd",
     long_docs="split",
@@ -39,10 +42,13 @@ RESOLVED = ResolvedRecipe(
 )
 OTHER: dict[str, Any] = {
     "model_source": "models/b",
+    "lora_source": "adapters/b",
     "corpus_source": "texts/b",
     "model": {"config": "c1", "weights": "w2"},
     "corpus": ("2-bb", "1-aa"),
     "taps": ("embed", "resid_post.2"),
+    "where": "not bos",
+    "every": 2,
     "seq_len": 129,
     "pack": "none",
     "long_docs": "truncate",
@@ -68,6 +74,11 @@ OTHER: dict[str, Any] = {
         ("max_tokens", 0, ["--max-tokens", "at least 1", "0"]),
         ("max_tokens", -5, ["--max-tokens", "at least 1", "-5"]),
         ("unit_tokens", [], ["--unit-tokens", "whole number", "[]"]),
+        ("every", 0, ["--every", "at least 1", "0"]),
+        ("every", 2.5, ["--every", "whole number", "2.5"]),
+        ("where", "", ["--where", "non-empty", "''"]),
+        ("where", ["bos"], ["--where", "text", "['bos']"]),
+        ("lora", "", ["--lora", "non-empty", "''"]),
         ("pack", "best", ["--pack", "ffd, none", "'best'"]),
         ("store_dtype", "int8", ["--store-dtype", "bfloat16, float16, float32", "'int8'"]),
         ("taps", "", ["--taps", "non-empty", "''"]),
@@ -239,6 +250,17 @@ def test_the_fingerprint_does_not_depend_on_the_order_of_keys() -> None:
     turned = {key: RESOLVED.model[key] for key in reversed(list(RESOLVED.model))}
     assert list(turned) != list(RESOLVED.model)
     assert dataclasses.replace(RESOLVED, model=turned).fingerprint() == RESOLVED.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("where", "every", "all_kept"),
+    [(None, None, True), (None, 1, True), (None, 2, False), ("pos >= 0", None, False),
+     ("end", 3, False)],
+)  # fmt: skip
+def test_a_recipe_says_whether_every_token_is_kept(
+    where: str | None, every: int | None, all_kept: bool
+) -> None:
+    assert dataclasses.replace(RESOLVED, where=where, every=every).keeps_all is all_kept
 
 
 def test_a_resolved_recipe_survives_json() -> None:

@@ -15,8 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from spile.models.families import read_config
-from spile.models.specs import block_specs, outer_specs
+from spile.models.checkpoint import Checkpoint
+from spile.models.hf_config import read_config
 from spile.tensors import write_tensors
 
 BOS, EOS = 256, 257
@@ -79,11 +79,8 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
         scale = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
         return (rng.standard_normal(shape) * scale).astype(np.float32)
 
-    tensors = {family.weights[s.name]: values(s.shape) for s in outer_specs(arch)}
-    for layer in range(arch.num_layers):
-        for spec in block_specs(arch):
-            tensors[family.weights[spec.name].format(layer=layer)] = values(spec.shape)
-    return tensors
+    checkpoint = Checkpoint(Path(), family, arch, {}, (), family.prefixes[0])
+    return {name: values(shape) for name, shape in checkpoint.shapes().items()}
 
 
 def words(rng: np.random.Generator, count: int) -> str:

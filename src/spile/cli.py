@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spile import __version__
-from spile.config import Recipe, Runtime, build, flag_of, load_toml
+from spile.config import STORE_DTYPES, Recipe, Runtime, build, flag_of, load_toml
 from spile.errors import ConfigError, Interrupted, SpileError
 
 _EXTRACT_HELP = """\
@@ -29,10 +29,13 @@ The same command resumes after any interruption, and --out alone is enough to re
                 --taps resid_post:all,mlp_out:12 --out acts/qwen
 """
 _TAPS_HELP = """\
-taps:   site:layers, comma separated
-sites:  embed  resid_pre  attn_out  resid_mid  mlp_out  resid_post  final_norm  logits
-layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0; none for embed,
-        final_norm, logits). TransformerLens names (blocks.20.hook_resid_post) work too.
+taps:   site:layers, comma separated (`spile taps --model M` lists those of a model)
+sites:  resid_pre  resid_mid  resid_post  attn_in  attn_out  mlp_in  mlp_hidden  mlp_out
+        q  k  v  q_rot  k_rot  z  attn_pattern  router_logits  expert_weights  expert_ids
+        and, without layers: embed  final_norm  logits  logprob  entropy
+layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
+        TransformerLens, HF and vLLM names work too: blocks.20.hook_resid_post,
+        hidden_states[21], aux_hidden_states[21]
 
 exit codes: 0 done; 2 bad input or configuration; 3 data or store fault; 130 interrupted
 """
@@ -115,6 +118,22 @@ def _parser() -> argparse.ArgumentParser:
         _add_options(sub.add_argument_group("recipe: what the dataset is"), Recipe)
         _add_options(sub.add_argument_group("runtime: how it is made"), Runtime)
 
+    sub = verb("taps", _taps, "the places a model can be tapped at: shapes, bytes, other names")
+    sub.add_argument("--model", metavar="X", required=True, help="'demo', or a model's directory")
+    sub.add_argument("--seq-len", metavar="N", help="for attn_pattern [2048, or the maximum]")
+    sub.add_argument("--store-dtype", choices=STORE_DTYPES, default="bfloat16")
+    sub.add_argument("--all", action="store_true", help="every layer, not one line per site")
+    sub = verb("convert", _convert, "make a model directory from a GGUF file")
+    sub.add_argument("source", metavar="SRC.gguf")
+    sub.add_argument("dest", metavar="DEST", help="the directory to make")
+    sub.add_argument(
+        "--tokenizer", metavar="DIR", help="take tokenizer.json from here instead of the file"
+    )
+    sub = verb("check", _check, "recompute samples with HF transformers and compare")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("--samples", metavar="N", type=int, default=4, help="documents [4]")
+    for name in ("model", "lora", "corpus"):
+        sub.add_argument(f"--{name}", metavar="X", help="where it is now, if it has moved")
     sub = verb("status", _status, "where a dataset stands")
     sub.add_argument("out", metavar="OUT")
     sub = verb("verify", _verify, "audit every byte of a dataset")
@@ -204,6 +223,45 @@ def _platform() -> str:
     except ImportError:
         return "cpu"
     return jax.default_backend()
+
+
+def _taps(arguments: argparse.Namespace) -> int:
+    from spile.models.checkpoint import read_arch
+    from spile.models.taps import describe_taps
+    from spile.terminal import taps_table
+
+    arch = read_arch(arguments.model)
+    given = Recipe(seq_len=arguments.seq_len).seq_len
+    seq_len = given or min(2048, arch.max_positions)
+    entries = describe_taps(
+        arch, seq_len, arguments.store_dtype, each_layer=arguments.all or arguments.json
+    )
+    if arguments.json:
+        print(json.dumps(entries))
+    else:
+        taps_table(entries)
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from spile.models.gguf import convert
+
+    tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
+    convert(Path(arguments.source), Path(arguments.dest), tokenizer=tokenizer)
+    print(json.dumps({"model": arguments.dest}) if arguments.json else f"made {arguments.dest}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from spile.engine.recheck import check
+    from spile.terminal import check_text
+
+    if arguments.samples < 1:
+        raise ConfigError(f"--samples must be at least 1, got {arguments.samples}")
+    moved = Recipe(model=arguments.model, lora=arguments.lora, corpus=arguments.corpus)
+    report = check(arguments.out, samples=arguments.samples, recipe=moved)
+    print(json.dumps(report.to_json()) if arguments.json else check_text(arguments.out, report))
+    return 0 if report.ok else SpileError.exit_code
 
 
 def _status(arguments: argparse.Namespace) -> int:

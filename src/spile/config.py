@@ -105,11 +105,20 @@ class Recipe(_Options):
     model: str | None = _option(
         None, "'demo', or a directory with config.json, tokenizer.json and *.safetensors"
     )
+    lora: str | None = _option(None, "directory of a PEFT LoRA adapter, merged into the model")
     corpus: str | None = _option(
         None, "'demo', or a file, directory or glob of Parquet, JSONL or text (.gz and .zst too)"
     )
     taps: str | None = _option(
         None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
+    )
+    where: str | None = _option(
+        None,
+        "keep only these rows, e.g. 'not bos and pos >= 1', or 'end' for the last token of each "
+        "document; over bos eos special first last end pos offset doc token_id",
+    )
+    every: int | None = _option(
+        None, "keep every N-th of a context's rows (that --where keeps)", kind="count", minimum=1
     )
     seq_len: int | None = _option(
         None, "tokens in a context [2048, or the model's maximum]", kind="count", minimum=8
@@ -190,15 +199,18 @@ class Runtime(_Options):
 class ResolvedRecipe:
     """A recipe with nothing left open: what is stored, fingerprinted and compared on resume.
 
-    `model_source` and `corpus_source` say where things were found; paths are not identity, so
-    they are kept but not fingerprinted.
+    `model_source`, `lora_source` and `corpus_source` say where things were found; paths are not
+    identity, so they are kept but not fingerprinted.
     """
 
     model_source: str
+    lora_source: str | None
     corpus_source: str
     model: Mapping[str, str]
     corpus: tuple[str, ...]
     taps: tuple[str, ...]
+    where: str | None
+    every: int | None
     seq_len: int
     pack: str
     long_docs: str
@@ -210,6 +222,11 @@ class ResolvedRecipe:
     unit_tokens: int
     compute_dtype: str
     store_dtype: str
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token the model reads is stored."""
+        return self.where is None and self.every in (None, 1)
 
     def identity(self) -> dict[str, Any]:
         """The fields that define the dataset, as JSON values."""

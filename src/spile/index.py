@@ -3,8 +3,9 @@
 import numpy as np
 
 # Flags, one bit each. FIRST and LAST are of a context: a document, or a piece of a long one.
-BOS, EOS, SPECIAL, FIRST, LAST = 1, 2, 4, 8, 16
-FLAGS = {"bos": BOS, "eos": EOS, "special": SPECIAL, "first": FIRST, "last": LAST}
+# END is of a document: the last of its tokens that were kept.
+BOS, EOS, SPECIAL, FIRST, LAST, END = 1, 2, 4, 8, 16, 32
+FLAGS = {"bos": BOS, "eos": EOS, "special": SPECIAL, "first": FIRST, "last": LAST, "end": END}
 
 # Columns are stored as tensors of these names and types.
 INDEX_DTYPE = np.dtype(

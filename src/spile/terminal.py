@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from spile.metrics import Counters
 if TYPE_CHECKING:
     from spile.engine.estimate import Estimate
     from spile.engine.local import Outcome
+    from spile.engine.recheck import CheckReport
     from spile.engine.resolve import Job
     from spile.monitor.status import Status
     from spile.store.verify import Report
@@ -115,7 +116,9 @@ def extract_summary(out: str, outcome: "Outcome") -> str:
     quoted = shlex.quote(out)
     read = f"import spile; ds = spile.open({out!r}); print(ds.taps, ds.read(ds.taps[0], 0, 4))"
     lines = [
-        f"{out}: {outcome.documents:,} documents, {outcome.rows:,} rows per tap, "
+        f"{out}: {outcome.documents:,} documents, {outcome.rows:,} rows per tap"
+        + (f" (of {outcome.tokens:,} tokens)" if outcome.rows < outcome.tokens else "")
+        + ", "
         f"{size(outcome.bytes)} in {outcome.units} units"
     ]
     if outcome.skipped:
@@ -136,10 +139,12 @@ def plan_table(recipe: Mapping[str, Any], cost: "Estimate") -> None:
     rows = [
         ("documents", f"{cost.documents:,}"),
         ("tokens (estimated)", f"{cost.tokens:,}"),
+        ("rows to keep", f"{cost.rows:,}"),
         ("units", f"{cost.units:,} ({cost.units_done:,} done)"),
         ("contexts of", f"{recipe['seq_len']:,} tokens, {cost.batch_rows} rows a step"),
         *((f"  {tap}", size(b)) for tap, b in cost.bytes_per_tap.items()),
         ("  index", size(cost.index_bytes)),
+        ("  headers, statistics", size(cost.overhead_bytes)),
         ("to store", f"{size(cost.total_bytes)} as {recipe['store_dtype']}"),
         ("free there", "unknown" if cost.free_bytes is None else size(cost.free_bytes)),
         ("weights", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
@@ -149,6 +154,38 @@ def plan_table(recipe: Mapping[str, Any], cost: "Estimate") -> None:
     for name, value in rows:
         table.add_row(name, value)
     Console().print(table)
+    for warning in cost.warnings:
+        Console().print(f"note: {warning}", style="yellow", highlight=False)
+
+
+def taps_table(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Print taps, one line each: name, shape, bytes and other names."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("tap", "shape", "bytes/token", "meaning", "also known as"):
+        table.add_column(title, justify="right" if title == "bytes/token" else "left")
+    for entry in entries:
+        shape = "×".join(map(str, entry["shape"])) or "1"
+        aliases = "\n".join(entry["aliases"])
+        table.add_row(entry["name"], shape, f"{entry['bytes']:,}", entry["meaning"], aliases)
+    # A pipe has no width, and cutting a name off would make it useless.
+    Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
+
+
+def check_text(out: str, report: "CheckReport") -> str:
+    """How far each tap is from the reference, and the verdict."""
+    width = max(map(len, report.taps))
+    lines = [f"{'tap':{width}}  error     allowed   control (neighbouring layer or token)"]
+    for name, tap in report.taps.items():
+        verdict = "" if tap.ok else "  <- " + ("too far" if tap.error > tap.allowed else "unclear")
+        lines.append(
+            f"{name:{width}}  {tap.error:.2e}  {tap.allowed:.2e}  {tap.control:.2e}{verdict}"
+        )
+    bad = sum(not tap.ok for tap in report.taps.values())
+    lines.append(
+        f"{out}: {f'{bad} taps disagree' if bad else 'every tap agrees'} with the reference "
+        f"({report.documents} documents, {report.tokens:,} tokens, {report.reference})"
+    )
+    return "\n".join(lines)
 
 
 def status_text(out: str, status: "Status") -> str:
@@ -157,9 +194,10 @@ def status_text(out: str, status: "Status") -> str:
         f"  units      {status.units_done:,} of {status.units:,}",
         f"  documents  {status.documents:,} of {status.documents_total:,}"
         + (f" ({_skipped(status.skipped)} left out)" if status.skipped else ""),
-        f"  rows       {status.rows:,} per tap (about {status.tokens_estimated:,} in all)",
+        f"  tokens     {status.tokens:,} read (of about {status.tokens_estimated:,})",
+        f"  rows       {status.rows:,} per tap",
         f"  bytes      {size(status.bytes)}",
-        "  taps       " + ", ".join(f"{tap} [{width}]" for tap, width in status.taps.items()),
+        "  taps       " + ", ".join(f"{tap} {shape}" for tap, shape in status.taps.items()),
     ]
     for worker in status.workers:
         if worker["state"] == "done":

@@ -143,7 +143,7 @@ def content(out: Path) -> dict[str, bytes]:
         found[tap] = dataset.read(tap, 0, dataset.num_tokens).tobytes()
         statistics = dataset.statistics(tap).to_tensors(tap)
         found |= {name: np.asarray(value).tobytes() for name, value in statistics.items()}
-    logical = ("unit", "rows", "documents", "contexts", "skipped", "text_digest")
+    logical = ("unit", "rows", "tokens", "documents", "contexts", "skipped", "text_digest")
     for unit in json.loads((out / "manifest.json").read_bytes())["units"]:
         found[f"unit {unit['unit']}"] = json.dumps([unit[name] for name in logical]).encode()
     return found

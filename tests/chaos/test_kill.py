@@ -21,6 +21,16 @@ pytestmark = pytest.mark.chaos
 
 KILLED = -signal.SIGKILL
 LAST = -1  # unit, and so the number of them
+# Heads, heads by keys and single numbers; of the rows some are dropped, and then every other one.
+RECIPE = {
+    "taps": "q:1,attn_pattern:0,resid_post:2,logprob",
+    "where": "not bos and pos % 7 != 3",
+    "every": 2,
+    "seq_len": 64,
+    "unit_tokens": 400,
+    "compute_dtype": "float32",
+    "batch_tokens": 128,
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class Reference:
 @pytest.fixture(scope="session")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = tmp_path_factory.mktemp("reference")
-    work = Work(model, tiny.write_corpus(folder / "corpus.jsonl", 60, seed=3))
+    work = Work(model, tiny.write_corpus(folder / "corpus.jsonl", 60, seed=3), RECIPE)
     work.extract(folder / "warm")  # compiles, so that no kill ever tears the cache
     began = time.monotonic()
     process = start(work, folder / "out")

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
-from spile.data.pack import PackedUnit, first_fit_decreasing, pack_unit
+from spile.data.pack import PackedUnit, bucket, first_fit_decreasing, pack_unit
+from spile.data.rows import RowFilter
 from spile.data.tokens import TextTokenizer
-from spile.index import FIRST, LAST
+from spile.index import END, FIRST, LAST
 
 DOCUMENTS = st.lists(
     st.lists(st.integers(1, tiny.VOCAB - 1), max_size=45).map(lambda t: np.array(t, np.int32)),
@@ -61,7 +62,8 @@ def contexts_of(unit: PackedUnit) -> list[tuple[int, int, list[int]]]:
             assert ((entries["flags"] & LAST) > 0).tolist() == [False] * (count - 1) + [True]
             found.append((int(entries["doc"][0]), offset, unit.tokens[row, place].tolist()))
             done += count
-    assert done == len(unit.index) == unit.num_tokens == unit.lengths.sum()
+    assert done == len(unit.index) == unit.num_rows == unit.num_tokens == unit.lengths.sum()
+    assert unit.columns is None and np.array_equal(unit.counts, unit.lengths)
     return found
 
 
@@ -96,18 +98,33 @@ def test_every_token_is_placed_once_and_contexts_are_whole_and_apart(
         assert len(unit.lengths) == len(wanted), "one context a row"
 
 
-@given(documents=DOCUMENTS, seq_len=SEQ_LEN, rows=st.integers(1, 9))
+@given(
+    documents=DOCUMENTS,
+    seq_len=SEQ_LEN,
+    rows=st.integers(1, 9),
+    where=st.sampled_from([None, "pos % 3 == 1"]),
+)
 @settings(max_examples=100, deadline=None)
 def test_batches_cover_the_rows_in_order_and_pad_the_last(
-    tokenizer: TextTokenizer, documents: list[np.ndarray], seq_len: int, rows: int
+    tokenizer: TextTokenizer,
+    documents: list[np.ndarray],
+    seq_len: int,
+    rows: int,
+    where: str | None,
 ) -> None:
     unit = pack_unit(
-        ordinals_of(documents), documents, tokenizer, seq_len=seq_len, long_docs="split", pack="ffd"
-    )
+        ordinals_of(documents), documents, tokenizer,
+        seq_len=seq_len, long_docs="split", pack="ffd", rows=RowFilter.parse(where, None),
+    )  # fmt: skip
     batches = list(unit.batches(rows))
     count = len(unit.lengths)
     assert (len(batches) - 1) * rows < count <= len(batches) * rows or not batches
-    for name in ("tokens", "positions", "segments", "lengths"):
+    names = ["tokens", "positions", "segments", "lengths", "counts"]
+    if unit.columns is None:
+        assert all(batch.columns is None for batch in batches)
+    else:
+        names.append("columns")
+    for name in names:
         whole = getattr(unit, name)
         parts = [getattr(batch, name) for batch in batches]
         assert all(part.shape == (rows, *whole.shape[1:]) for part in parts)
@@ -132,9 +149,9 @@ def test_the_index_follows_the_rows_in_these_values(tokenizer: TextTokenizer) ->
         (8, 6, 1, 1, 0),
         (9, 6, 2, 2, LAST),
         (tiny.BOS, 4, 0, 0, 1 | FIRST),
-        (5, 4, 1, 1, LAST),
-        (tiny.EOS, 6, 3, 0, 2 | FIRST | LAST),
-        (3, 9, 0, 0, FIRST | LAST),
+        (5, 4, 1, 1, LAST | END),
+        (tiny.EOS, 6, 3, 0, 2 | FIRST | LAST | END),
+        (3, 9, 0, 0, FIRST | LAST | END),
     ]
     assert (unit.num_docs, unit.num_contexts) == (3, 4)
 
@@ -149,7 +166,7 @@ def test_packing_does_not_depend_on_anything_but_its_arguments(tokenizer: TextTo
         )
         for _ in range(2)
     ]  # fmt: skip
-    for name in ("tokens", "positions", "segments", "lengths", "index"):
+    for name in ("tokens", "positions", "segments", "lengths", "counts", "index"):
         assert np.array_equal(getattr(units[0], name), getattr(units[1], name))
 
 
@@ -160,7 +177,119 @@ def test_a_unit_without_tokens_has_no_rows(tokenizer: TextTokenizer) -> None:
         )
         assert unit.tokens.shape == (0, 8)
         assert (unit.num_tokens, unit.num_docs, unit.num_contexts) == (0, 0, 0)
+        assert unit.num_rows == 0
         assert list(unit.batches(4)) == []
+
+
+@given(documents=DOCUMENTS, seq_len=SEQ_LEN)
+@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("long_docs", ["split", "truncate"])
+def test_each_document_ends_once_at_the_last_token_kept(
+    long_docs: str, tokenizer: TextTokenizer, documents: list[np.ndarray], seq_len: int
+) -> None:
+    ordinals = ordinals_of(documents)
+    unit = pack_unit(
+        ordinals, documents, tokenizer, seq_len=seq_len, long_docs=long_docs, pack="ffd"
+    )
+    ends = unit.index[unit.index["flags"] & END != 0]
+    assert (ends["flags"] & LAST != 0).all(), "an end is the last of a context, too"
+    lengths = [min(len(d), seq_len if long_docs == "truncate" else len(d)) for d in documents]
+    wanted = [(o, length - 1) for o, length in zip(ordinals, lengths, strict=True) if length]
+    assert sorted(zip(ends["doc"].tolist(), ends["offset"].tolist(), strict=True)) == wanted
+
+
+FILTERS = st.builds(
+    RowFilter.parse,
+    st.sampled_from(
+        [None, "pos >= 0", "pos < 0", "not bos and pos >= 1", "end", "first or token_id % 5 == 0",
+         "doc % 2 == 0", "offset >= 20", "doc == 13 and pos == 2"]
+    ),
+    st.sampled_from([None, 1, 2, 3, 50]),
+)  # fmt: skip
+
+
+@given(documents=DOCUMENTS, seq_len=SEQ_LEN, rows=FILTERS, pack=st.sampled_from(["ffd", "none"]))
+@settings(max_examples=300, deadline=None)
+def test_a_filter_drops_entries_and_rows_but_moves_nothing(
+    tokenizer: TextTokenizer,
+    documents: list[np.ndarray],
+    seq_len: int,
+    rows: RowFilter,
+    pack: str,
+) -> None:
+    def packed(rows: RowFilter | None) -> PackedUnit:
+        return pack_unit(
+            ordinals_of(documents), documents, tokenizer,
+            seq_len=seq_len, long_docs="split", pack=pack, rows=rows,
+        )  # fmt: skip
+
+    whole, unit = packed(None), packed(rows)
+    mask = rows.mask(whole.index)
+    assert np.array_equal(unit.index, whole.index[mask])
+    assert unit.num_rows == unit.counts.sum() == mask.sum()
+    for name in ("num_docs", "num_contexts", "num_tokens"):
+        assert getattr(unit, name) == getattr(whole, name), "what was read, kept or not"
+
+    stops = np.cumsum(whole.lengths)
+    kept_in = [mask[stop - n : stop] for stop, n in zip(stops, whole.lengths, strict=True)]
+    if mask.all():
+        assert unit.columns is None and np.array_equal(unit.counts, unit.lengths)
+        chosen = list(range(len(whole.lengths)))
+    else:
+        chosen = [row for row, kept in enumerate(kept_in) if kept.any()]
+    for name in ("tokens", "positions", "segments", "lengths"):
+        assert np.array_equal(getattr(unit, name), getattr(whole, name)[chosen])
+    assert unit.counts.tolist() == [kept_in[row].sum() for row in chosen]
+
+    if unit.columns is None:
+        return
+    assert unit.columns.dtype == unit.counts.dtype == np.int32
+    assert unit.columns.shape == (
+        len(chosen),
+        bucket(max(unit.counts.tolist(), default=0), seq_len),
+    )
+    for row, count, columns in zip(chosen, unit.counts, unit.columns, strict=True):
+        assert columns[:count].tolist() == np.nonzero(kept_in[row])[0].tolist()
+        assert not columns[count:].any()
+    gathered = np.take_along_axis(unit.tokens, unit.columns, axis=1)
+    kept = np.arange(unit.columns.shape[1]) < unit.counts[:, None]
+    assert gathered[kept].tolist() == unit.index["token_id"].tolist()
+
+
+def test_kept_tokens_have_these_places(tokenizer: TextTokenizer) -> None:
+    documents = [np.array(t, np.int32) for t in ([tiny.BOS, 5], [7, 8, 9, tiny.EOS], [3])]
+    unit = pack_unit(
+        [4, 6, 9], documents, tokenizer,
+        seq_len=3, long_docs="split", pack="ffd", rows=RowFilter.parse("doc < 9 and not bos", 2),
+    )  # fmt: skip
+    # rows: 7 8 9, BOS 5 | EOS, and 3; the last of them has nothing to keep
+    assert unit.tokens.tolist() == [[7, 8, 9], [tiny.BOS, 5, tiny.EOS]]
+    assert unit.columns is not None and unit.columns.tolist() == [[0, 2], [1, 2]]
+    assert unit.counts.tolist() == [2, 2] and unit.lengths.tolist() == [3, 3]
+    assert unit.index["token_id"].tolist() == [7, 9, 5, tiny.EOS]
+    assert (unit.num_rows, unit.num_tokens, unit.num_docs, unit.num_contexts) == (4, 7, 3, 4)
+
+
+def test_a_filter_that_nothing_passes_leaves_no_rows(tokenizer: TextTokenizer) -> None:
+    documents = [np.arange(1, 6, dtype=np.int32)]
+    unit = pack_unit(
+        [0], documents, tokenizer,
+        seq_len=8, long_docs="split", pack="ffd", rows=RowFilter.parse("pos > 100", None),
+    )  # fmt: skip
+    assert unit.tokens.shape == (0, 8)
+    assert unit.columns is not None and unit.columns.shape == (0, 1)
+    assert (unit.num_rows, unit.num_tokens, unit.num_docs) == (0, 5, 1)
+    assert list(unit.batches(4)) == []
+
+
+def test_buckets_are_few_and_waste_less_than_a_quarter() -> None:
+    assert [bucket(n, 100) for n in (0, 1, 7, 8, 9, 15, 17, 33, 65, 99)] == [
+        1, 1, 7, 8, 10, 16, 20, 40, 80, 100
+    ]  # fmt: skip
+    sizes = [bucket(n, 2048) for n in range(1, 2049)]
+    assert all(n <= size < 1.25 * n for n, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes) and sizes[-1] == 2048
+    assert len(set(sizes)) <= 40
 
 
 def plain_first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:

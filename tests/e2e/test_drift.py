@@ -6,16 +6,20 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import spile
 import tiny
 from chaos.harness import Work, check_refused, check_same, files, launch, run
 from spile.config import Recipe
 from spile.identity import sampled_digest
-from spile.tensors import read_header
+from spile.tensors import read_header, write_tensors
 
 BASE: dict[str, Any] = {
     "taps": "resid_post:0",
+    "where": "pos >= 1",
+    "every": 2,
     "seq_len": 64,
     "pack": "ffd",
     "long_docs": "split",
@@ -31,6 +35,8 @@ BASE: dict[str, Any] = {
 # For each field another value, and how the old and the new are shown.
 OTHER: dict[str, tuple[Any, str, str]] = {
     "taps": ("resid_post:1", "resid_post.0", "resid_post.1"),
+    "where": ("pos >= 2", "pos >= 1", "pos >= 2"),
+    "every": (3, "2", "3"),
     "seq_len": (32, "64", "32"),
     "pack": ("none", "ffd", "none"),
     "long_docs": ("truncate", "split", "truncate"),
@@ -90,7 +96,7 @@ def refused(work: Work, out: Path, *named: object, code: int = 2, **changes: Any
 
 
 def test_every_field_of_the_recipe_is_tried() -> None:
-    assert {*OTHER, "model", "corpus"} == set(Recipe.names())
+    assert {*OTHER, "model", "lora", "corpus"} == set(Recipe.names())
 
 
 @pytest.mark.parametrize("field", OTHER)
@@ -109,7 +115,7 @@ def test_another_value_of_a_field_is_refused_with_both_values(
     assert files(out) == before
 
 
-@pytest.mark.parametrize("field", ["text_column", "max_docs", "max_tokens"])
+@pytest.mark.parametrize("field", ["text_column", "max_docs", "max_tokens", "where", "every"])
 def test_a_field_that_was_left_open_cannot_be_set_later(
     field: str, made: tuple[Work, Path], tmp_path: Path
 ) -> None:
@@ -185,6 +191,45 @@ def test_a_changed_byte_that_sampling_misses_is_found_before_the_next_commit(
     refused(work, out, name, "stored", "now", model=model)
     flip(weights, offset)
     assert run("extract", *work.flags(out)).code == 0
+
+
+def write_adapter(folder: Path, *, seed: int) -> Path:
+    """A LoRA of rank 2 on the queries of the first block."""
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    rng, name = np.random.default_rng(seed), "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{name}.lora_A.weight": rng.standard_normal((2, 32)).astype(np.float32),
+        f"{name}.lora_B.weight": rng.standard_normal((32, 2)).astype(np.float32),
+    }
+    write_tensors(folder / "adapter_model.safetensors", tensors)
+    return folder
+
+
+def test_another_adapter_is_refused_and_the_same_one_elsewhere_is_not(
+    made: tuple[Work, Path], tmp_path: Path
+) -> None:
+    work, plain = made
+    first, second = (write_adapter(tmp_path / f"lora{seed}", seed=seed) for seed in (1, 2))
+    out = tmp_path / "out"
+    work.extract(out, lora=str(first))
+    before = spile.open(str(plain))
+    rows = [ds.read("resid_post.0", 0, ds.num_tokens) for ds in (before, spile.open(str(out)))]
+    assert rows[0].shape == rows[1].shape
+    assert np.abs(rows[0] - rows[1]).max() > 0.01, "an adapter that changes nothing tests nothing"
+
+    refused(work, out, "model lora: stored", "now", lora=second)
+    refused(work, plain, "model lora: stored None, now", lora=first)
+    moved = Path(shutil.copytree(first, tmp_path / "moved"))
+    for lora in (first, moved, None):  # not given: from the store
+        result = run("extract", *work.flags(out, lora=lora))
+        assert result.code == 0, result.err
+    flip(
+        moved / "adapter_model.safetensors",
+        (moved / "adapter_model.safetensors").stat().st_size - 4,
+    )
+    refused(work, out, "model lora: stored", "now", lora=moved)
 
 
 def test_one_changed_byte_of_the_corpus_is_refused(made: tuple[Work, Path], tmp_path: Path) -> None:

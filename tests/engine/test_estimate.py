@@ -1,5 +1,6 @@
 """The plan against the outcome."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,100 @@ def test_the_estimate_meets_the_outcome(model: Path, corpus: Path, tmp_path: Pat
     per_row = {tap: size / cost.tokens for tap, size in cost.bytes_per_tap.items()}
     assert per_row["logits"] == 260 * 2
     assert per_row["resid_post.0"] == 32 * 2
+
+
+@pytest.mark.parametrize(
+    ("where", "every", "unit_tokens"),
+    [
+        (None, 3, None),
+        ("not bos and pos >= 4", None, 500),
+        ("end", None, 500),
+        ("doc % 3 == 1", 2, None),
+    ],
+)
+def test_the_estimate_of_filtered_rows_meets_the_outcome(
+    model: Path,
+    corpus: Path,
+    tmp_path: Path,
+    where: str | None,
+    every: int | None,
+    unit_tokens: int | None,
+) -> None:
+    fields = {"where": where, "every": every, "unit_tokens": unit_tokens}
+    recipe = Recipe(
+        model=str(model), corpus=str(corpus), taps="q:0,attn_pattern:0", seq_len=64, **fields
+    )
+    job = resolve(recipe, Ledger(open_objects(str(tmp_path / "out"))), "cpu")
+    cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    outcome = spile.extract(recipe, str(tmp_path / "out"))
+    assert outcome.rows < cost.tokens
+    assert abs(cost.rows - outcome.rows) <= 0.1 * outcome.rows
+    assert abs(cost.total_bytes - outcome.bytes) <= 0.25 * outcome.bytes
+    assert cost.remaining_bytes == pytest.approx(cost.total_bytes, rel=0.01)
+
+
+def test_only_rows_that_are_kept_are_counted(model: Path, corpus: Path, tmp_path: Path) -> None:
+    whole = make_job(model, corpus, tmp_path / "out")
+    assert whole.table.kept == 1.0
+    some = make_job(model, corpus, tmp_path / "out", where="pos % 4 == 0")
+    assert some.table.kept == pytest.approx(0.25, abs=0.02)
+    everything, part = (
+        estimate(job, Runtime(), "cpu", done=set(), free_bytes=None) for job in (whole, some)
+    )
+    assert everything.rows == everything.tokens == part.tokens
+    assert part.rows == int(part.tokens * some.table.kept)
+    for tap, info in some.table.taps.items():
+        assert part.bytes_per_tap[tap] == part.rows * info.row_bytes
+        assert everything.bytes_per_tap[tap] == everything.tokens * info.row_bytes
+    assert part.index_bytes == part.rows * 22
+    # A disk may be too small for all rows, and large enough for those that are kept.
+    free = everything.total_bytes // 2
+    for job, fits in ((whole, False), (some, True)):
+        cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=free)
+        if fits:
+            refuse_if_too_large(cost, "out")
+        else:
+            with pytest.raises(ConfigError, match="--ignore-space"):
+                refuse_if_too_large(cost, "out")
+
+
+def test_the_share_that_is_kept_is_that_of_the_documents_asked_for(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    job = make_job(model, corpus, tmp_path / "out", where="doc >= 4", max_docs=8)
+    assert sum(unit.num_docs for unit in job.units) == 8
+    cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    assert cost.rows == pytest.approx(sum(len(text) + 1 for text in texts[4:8]), rel=0.1)
+
+
+def test_a_sample_of_which_nothing_is_kept_does_not_promise_an_empty_dataset(
+    model: Path, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "a.jsonl"
+    padded = json.dumps({"x": "." * 3000, "text": "a few words"})
+    corpus.write_text(f"{padded}\n" * 200)
+    job = make_job(model, corpus, tmp_path / "out", where="doc >= 150")  # beyond what is sampled
+    cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=10)
+    assert cost.rows >= 50 * 12
+    with pytest.raises(ConfigError, match="--ignore-space"):
+        refuse_if_too_large(cost, "out")
+
+
+def test_each_tap_counts_by_its_own_shape_and_dtype(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe(
+        model=str(model), corpus=str(corpus), taps="embed,q:1,k:1,attn_pattern:0,logprob",
+        seq_len=64, store_dtype="bfloat16",
+    )  # fmt: skip
+    job = resolve(recipe, Ledger(open_objects(str(tmp_path / "out"))), "cpu")
+    cost = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    per_row = {tap: size / cost.rows for tap, size in cost.bytes_per_tap.items()}
+    assert per_row == {
+        "embed": 32 * 2, "q.1": 4 * 8 * 2, "k.1": 2 * 8 * 2, "attn_pattern.0": 4 * 64 * 2,
+        "logprob": 4,
+    }  # fmt: skip
 
 
 def test_weights_are_counted_exactly(model: Path, corpus: Path, tmp_path: Path) -> None:

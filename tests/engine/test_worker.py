@@ -1,5 +1,6 @@
 """Stages that fail: nothing committed is lost, nobody waits forever, the cause is raised."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,16 @@ import spile
 from spile import objects
 from spile.config import Recipe
 from spile.errors import StoreError
+from spile.metrics import Counters
 from spile.objects import open_objects
 from spile.store.presence import Presence
 from spile.store.verify import verify
 from spile.store.writer import UnitWriter
 
 
-def recipe(model: Path, corpus: Path) -> Recipe:
-    return Recipe(
-        model=str(model), corpus=str(corpus), taps="resid_post:1", seq_len=64, unit_tokens=500
-    )
+def recipe(model: Path, corpus: Path, **more: Any) -> Recipe:
+    fields = {"taps": "resid_post:1", "seq_len": 64, "unit_tokens": 500, **more}
+    return Recipe(model=str(model), corpus=str(corpus), **fields)
 
 
 def test_a_commit_whose_sync_fails_keeps_the_files_its_record_names(
@@ -70,6 +71,21 @@ def test_a_failed_writer_ends_the_wait_for_units_that_others_hold(
     thread.join(60)
     other.close("done")
     assert [str(error) for error in raised] == ["the disk is on fire"]
+
+
+def test_what_is_counted_is_what_was_read_and_what_was_written(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    counters, out = Counters(), tmp_path / "out"
+    kept = recipe(model, corpus, taps="embed,logprob", where="doc in (3, 30)")
+    outcome = spile.extract(kept, str(out), counters=counters)
+    assert counters["units"] == outcome.units > 2
+    assert counters["bytes"] == outcome.rows * (32 * 2 + 4)
+    records = [json.loads(path.read_bytes()) for path in sorted((out / "done").iterdir())]
+    assert counters["tokens"] == sum(record["tokens"] for record in records)
+    assert [record["rows"] > 0 for record in records].count(True) == 2
+    (worker,) = (json.loads(path.read_bytes()) for path in (out / "workers").iterdir())
+    assert worker["tokens"] == counters["tokens"]
 
 
 def test_tidying_up_never_hides_the_cause(

@@ -14,9 +14,34 @@ from safetensors.numpy import save_file
 import tiny
 from spile.errors import InputError
 from spile.models.checkpoint import Checkpoint, open_checkpoint
+from spile.models.specs import block_specs, outer_specs
 from spile.tensors import write_tensors
 
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
+
+
+def published(name: str, **changes: Any) -> dict[str, Any]:
+    """A published config, cut to the size of a test."""
+    return {**json.loads((CONFIGS / f"{name}.json").read_text()), **changes}
+
+
 INDEX = "model.safetensors.index.json"
+GPT2 = published("gpt2", n_embd=16, n_layer=2, n_head=2, n_positions=32, n_ctx=32, vocab_size=40)
+NEOX = published(
+    "pythia-70m", hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    vocab_size=40,
+)  # fmt: skip
+GEMMA3 = published(
+    "gemma-3-4b-it",
+    text_config={
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 40,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8,
+    },
+)  # fmt: skip
+MIXTRAL = published(
+    "Mixtral-8x7B-v0.1", hidden_size=16, intermediate_size=24, num_hidden_layers=2, vocab_size=40,
+    num_attention_heads=2, num_key_value_heads=1, num_local_experts=3,
+)  # fmt: skip
 LAYER = "model.layers.1."
 NORM = LAYER + "input_layernorm.weight"
 QUERY = LAYER + "self_attn.q_proj.weight"
@@ -29,6 +54,38 @@ def directory(tmp_path: Path) -> Path:
 
 def expected() -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in tiny.random_tensors(tiny.CONFIG).items()}
+
+
+def write(
+    directory: Path,
+    config: dict[str, Any],
+    change: Callable[[dict[str, np.ndarray]], Any] = lambda tensors: None,
+) -> Checkpoint:
+    """A random checkpoint of this config, its tensors changed in place by `change`."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    tiny.write_tokenizer(directory)
+    tensors = tiny.random_tensors(config)
+    change(tensors)
+    (directory / "model.safetensors").unlink(missing_ok=True)
+    write_tensors(directory / "model.safetensors", tensors)
+    return open_checkpoint(str(directory))
+
+
+def renamed(before: str, after: str) -> Callable[[dict[str, np.ndarray]], None]:
+    """Every tensor whose name begins so, by another name."""
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if name.startswith(before)]:
+            tensors[after + name.removeprefix(before)] = tensors.pop(name)
+
+    return change
+
+
+def added(**shapes: tuple[int, ...]) -> Callable[[dict[str, np.ndarray]], None]:
+    """More tensors; a dot is written `__`."""
+    more = {n.replace("__", "."): np.ones(shape, np.float32) for n, shape in shapes.items()}
+    return lambda tensors: tensors.update(more)
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Checkpoint:
@@ -58,8 +115,11 @@ def test_a_directory_opens_to_its_architecture_and_tensors(directory: Path) -> N
     checkpoint = open_checkpoint(str(directory))
     assert (checkpoint.arch.num_layers, checkpoint.arch.width) == (3, 32)
     assert {n: info.shape for n, (_, info) in checkpoint.tensors.items()} == expected()
-    assert checkpoint.source("wq", 1) == QUERY
-    assert checkpoint.source("embed") == "model.embed_tokens.weight"
+    blocks = {spec.name: spec for spec in block_specs(checkpoint.arch)}
+    assert checkpoint.names(blocks["wq"], 1) == [QUERY]
+    assert checkpoint.names(outer_specs(checkpoint.arch)[0]) == ["model.embed_tokens.weight"]
+    assert checkpoint.shapes() == expected()
+    assert checkpoint.adapter is None
 
 
 def test_a_sharded_directory_opens_to_the_same_tensors(directory: Path) -> None:
@@ -89,7 +149,7 @@ def test_all_faults_of_the_tensors_are_named_in_one_error(directory: Path) -> No
         f"missing {NORM}",
         "unexpected model.layers.1.self_attn.q_norm.weight",
         f"{QUERY} has shape [32, 16], expected [32, 32]",
-        "model.norm.weight holds int8, not floats",
+        "model.norm.weight holds int8, not float32 or float16 or bfloat16",
     ):
         assert fault in message
 
@@ -142,6 +202,147 @@ def test_biases_the_config_does_not_announce_are_refused(directory: Path) -> Non
     name = LAYER + "self_attn.q_proj.bias"
     with pytest.raises(InputError, match=f"unexpected {name}"):
         rewrite(directory, lambda t: t.update({name: np.ones(32, np.float32)}))
+
+
+def test_gpt2_has_two_names_for_everything(tmp_path: Path) -> None:
+    """As transformers saves it, and as it was published in 2019."""
+    new = write(tmp_path / "new", GPT2)
+    old = write(tmp_path / "old", GPT2, renamed("transformer.", ""))
+    assert (new.prefix, old.prefix) == ("transformer.", "")
+    assert set(new.tensors) == {"transformer." + name for name in old.tensors}
+    assert "h.1.attn.c_attn.weight" in old.tensors
+    both = {**GPT2, "tie_word_embeddings": False}
+    untied = write(tmp_path / "untied", both, renamed("transformer.", ""))
+    assert "lm_head.weight" in untied.tensors, "the head has no prefix"
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_gpt2_buffers_of_old_checkpoints_are_ignored_and_lookalikes_are_not(
+    prefix: str, tmp_path: Path
+) -> None:
+    def add(*names: str) -> Callable[[dict[str, np.ndarray]], None]:
+        def change(tensors: dict[str, np.ndarray]) -> None:
+            renamed("transformer.", prefix)(tensors)
+            tensors |= {prefix + name: np.ones((1, 1, 32, 32), np.float32) for name in names}
+
+        return change
+
+    write(tmp_path, GPT2, add("h.0.attn.bias", "h.1.attn.bias", "h.1.attn.masked_bias"))
+    with pytest.raises(InputError, match=rf"unexpected {prefix}h\.0\.mlp\.bias"):
+        write(tmp_path, GPT2, add("h.0.mlp.bias"))
+    with pytest.raises(InputError, match="unexpected"):
+        write(tmp_path, GPT2, add("wte.bias"))
+
+
+def test_gpt2_matrices_are_stored_the_other_way_round(tmp_path: Path) -> None:
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert write(tmp_path, GPT2).tensors[name][1].shape == (16, 48)
+    with pytest.raises(
+        InputError, match=r"c_attn.weight has shape \[48, 16\], expected \[16, 48\]"
+    ):
+        write(tmp_path, GPT2, lambda t: t.update({name: t[name].T.copy()}))
+
+
+def test_neox_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    stem = "gpt_neox__layers__1__attention__"
+    more = {
+        f"{stem}bias": (1, 1, 8, 8),
+        f"{stem}masked_bias": (),
+        f"{stem}rotary_emb__inv_freq": (2,),
+    }
+    checkpoint = write(tmp_path, NEOX, added(**more))
+    assert checkpoint.tensors["embed_out.weight"][1].shape == (40, 32)
+    with pytest.raises(InputError, match="missing embed_out.weight"):
+        write(tmp_path, NEOX, lambda tensors: tensors.pop("embed_out.weight"))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_a_multimodal_checkpoint_has_its_decoder_under_either_prefix(
+    prefix: str, tmp_path: Path
+) -> None:
+    """As published, and as transformers names its modules since; the tower is left alone."""
+    tower = {
+        "language_model.model.": ("vision_tower.x.weight", "multi_modal_projector.x.weight"),
+        "model.language_model.": (
+            "model.vision_tower.x.weight", "model.multi_modal_projector.x.weight"
+        ),
+    }  # fmt: skip
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        renamed("language_model.model.", prefix)(tensors)
+        tensors |= {name: np.ones((3, 3), np.float32) for name in tower[prefix]}
+
+    checkpoint = write(tmp_path, GEMMA3, change)
+    assert checkpoint.prefix == prefix
+    assert set(checkpoint.shapes()) == set(checkpoint.tensors) - set(tower[prefix])
+    with pytest.raises(InputError, match="unexpected audio_tower.x.weight"):
+        write(tmp_path, GEMMA3, added(audio_tower__x__weight=(3,)))
+
+
+def test_a_multimodal_head_that_is_tied_may_be_stored_too(tmp_path: Path) -> None:
+    for name in ("lm_head.weight", "language_model.lm_head.weight"):
+        write(
+            tmp_path,
+            GEMMA3,
+            lambda t, name=name: t.update({name: t["language_model.model.embed_tokens.weight"]}),
+        )
+
+
+def test_every_expert_has_to_be_there(tmp_path: Path) -> None:
+    name = "model.layers.1.block_sparse_moe.experts.{}.w2.weight"
+    checkpoint = write(tmp_path, MIXTRAL)
+    spec = next(spec for spec in block_specs(checkpoint.arch) if spec.name == "w_down")
+    assert checkpoint.names(spec, 1) == [name.format(expert) for expert in range(3)]
+    with pytest.raises(InputError, match=rf"missing {name.format(2)}"):
+        write(tmp_path, MIXTRAL, lambda tensors: tensors.pop(name.format(2)))
+    with pytest.raises(InputError, match=rf"unexpected {name.format(3)}"):
+        write(tmp_path, MIXTRAL, lambda t: t.update({name.format(3): t[name.format(2)]}))
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", QUERY])
+def test_only_families_published_in_four_bits_are_decoded(name: str, directory: Path) -> None:
+    def pack(tensors: dict[str, np.ndarray]) -> None:
+        del tensors[name]
+        tensors[f"{name}_blocks"] = np.ones((32, 1, 16), np.uint8)
+        tensors[f"{name}_scales"] = np.ones((32, 1), np.uint8)
+
+    with pytest.raises(InputError, match=f"missing {name}; unexpected {name}_blocks"):
+        rewrite(directory, pack)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.norm.weight", (1, 16)),
+        ("model.layers.0.self_attn.sinks", (2, 1, 16)),
+        ("model.layers.0.mlp.experts.down_proj", (2, 32, 1, 16)),  # 48 are no groups of 32
+    ],
+)
+def test_what_cannot_be_in_four_bits_is_refused(
+    name: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    config = published(
+        "gpt-oss-20b", hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=40,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_local_experts=2,
+        layer_types=["sliding_attention", "full_attention"], num_experts_per_tok=1,
+    )  # fmt: skip
+
+    def pack(tensors: dict[str, np.ndarray]) -> None:
+        del tensors[name]
+        tensors[f"{name}_blocks"] = np.ones(shape, np.uint8)
+        tensors[f"{name}_scales"] = np.ones(shape[:-1], np.uint8)
+
+    write(tmp_path, config)
+    with pytest.raises(InputError, match=f"missing {name}; unexpected {name}_blocks"):
+        write(tmp_path, config, pack)
+
+
+@pytest.mark.parametrize("change", [renamed("model.", ""), renamed("model.", "model.model.")])
+def test_a_prefix_of_no_family_is_refused(
+    change: Callable[[dict[str, np.ndarray]], None], directory: Path
+) -> None:
+    with pytest.raises(InputError, match="missing model.embed_tokens.weight"):
+        rewrite(directory, change)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def test_the_demo_model_is_smollm2_135m() -> None:
     assert (arch.family, arch.num_layers, arch.width) == ("llama", 30, 576)
     assert (arch.num_heads, arch.num_kv_heads, arch.head_dim) == (9, 3, 64)
     assert (arch.mlp_width, arch.vocab_size, arch.tied_head) == (1536, 49152, True)
-    assert (arch.norm_eps, arch.rope.theta, arch.rope.kind) == (1e-5, 1e5, "default")
+    assert (arch.norm_eps, arch.ropes[0].theta, arch.ropes[0].kind) == (1e-5, 1e5, "default")
     assert num_params(arch, 30, head=True) == 134_515_008
 
 

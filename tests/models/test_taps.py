@@ -1,23 +1,50 @@
 """The grammar of taps: what each spelling means, in which order, and what is said when it fails."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tiny
 from spile.errors import ConfigError
-from spile.models.families import read_config
-from spile.models.taps import SITES, Tap, parse_taps
+from spile.models.arch import Arch
+from spile.models.families import FAMILIES
+from spile.models.hf_config import read_config
+from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, describe_taps, parse_taps
 
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 _, ARCH = read_config({**tiny.CONFIG, "num_hidden_layers": 28}, "test")
 
 
-def names(text: str) -> list[str]:
-    return [tap.name for tap in parse_taps(text, ARCH)]
+def _archs() -> dict[str, Arch]:
+    """A published model of each family, cut to three layers."""
+    found: dict[str, Arch] = {}
+    for path in sorted(CONFIGS.glob("*.json")):
+        family, arch = read_config(json.loads(path.read_text()), path.name)
+        found[family.name] = replace(arch, layers=arch.layers[:3])
+    return found
+
+
+ARCHS = _archs()
+PARALLEL, LEARNED, DENSE, ROUTED, CAPPED = (
+    ARCHS[family] for family in ("gpt_neox", "gpt2", "llama", "mixtral", "gemma2")
+)
+EXPERT_SITES = {"router_logits", "expert_weights", "expert_ids"}
+
+
+def names(text: str, arch: Arch = ARCH) -> list[str]:
+    return [tap.name for tap in parse_taps(text, arch)]
 
 
 def layers(text: str) -> list[int | None]:
     return [tap.layer for tap in parse_taps(f"resid_post:{text}", ARCH)]
+
+
+def test_every_family_is_tested() -> None:
+    assert set(ARCHS) == {family.name for family in FAMILIES}
 
 
 @pytest.mark.parametrize(
@@ -56,29 +83,161 @@ def test_layers_are_numbers_ranges_all_negatives_steps_and_sums(
         ("resid_post.20", "resid_post.20"),
         ("resid_post.-1", "resid_post.27"),
         ("blocks.20.hook_resid_post", "resid_post.20"),
+        ("blocks.20.hook_out", "resid_post.20"),
         ("blocks.0.hook_resid_pre", "resid_pre.0"),
         ("blocks.3.hook_resid_mid", "resid_mid.3"),
         ("blocks.3.hook_attn_out", "attn_out.3"),
         ("blocks.3.hook_mlp_out", "mlp_out.3"),
+        ("blocks.3.attn.hook_q", "q.3"),
+        ("blocks.3.attn.hook_rot_k", "k_rot.3"),
+        ("blocks.3.attn.hook_pattern", "attn_pattern.3"),
+        ("blocks.3.attn.hook_z", "z.3"),
+        ("blocks.3.mlp.hook_post", "mlp_hidden.3"),
         ("hook_embed", "embed"),
-        ("ln_final.hook_normalized", "final_norm"),
+        ("ln_final.hook_out", "final_norm"),
+        ("unembed.hook_out", "logits"),
+        ("hidden_states[0]", "resid_pre.0"),
+        ("hidden_states[1]", "resid_post.0"),
+        ("hidden_states[27]", "resid_post.26"),
+        ("hidden_states[28]", "final_norm"),
+        ("aux_hidden_states[0]", "resid_pre.0"),
+        ("aux_hidden_states[1]", "resid_post.0"),
+        ("aux_hidden_states[28]", "resid_post.27"),
         ("embed", "embed"),
         ("logits", "logits"),
+        ("logprob", "logprob"),
+        ("entropy", "entropy"),
     ],
 )
-def test_canonical_and_transformer_lens_names_are_taps(text: str, wanted: str) -> None:
+def test_names_of_ours_and_of_other_tools_are_taps(text: str, wanted: str) -> None:
     assert names(text) == [wanted]
 
 
-@pytest.mark.parametrize("site", SITES)
-def test_every_site_has_a_lens_name_that_comes_back(site: str) -> None:
-    lens = SITES[site].lens.format(7)
-    assert names(lens) == [f"{site}.7" if SITES[site].layered else site]
+@pytest.mark.parametrize("family", ARCHS)
+def test_an_alias_and_the_name_are_the_same_tap(family: str) -> None:
+    """But for a stream between two blocks, which is what one leaves and the other enters with."""
+    arch = ARCHS[family]
+    owners: dict[str, list[Tap]] = {}
+    for tap in all_taps(arch):
+        assert parse_taps(tap.name, arch) == (tap,)
+        for alias in tap.aliases(arch):
+            owners.setdefault(alias, []).append(tap)
+    for alias, taps in owners.items():
+        (parsed,) = parse_taps(alias, arch)
+        assert parsed in taps
+        if len(taps) > 1:
+            assert "hidden_states[" in alias
+            assert [tap.site for tap in taps] == ["resid_post", "resid_pre"]
+            assert parsed == taps[0]
+            assert taps[1].layer == (taps[0].layer or 0) + 1
+    hf = [alias for alias in owners if alias.startswith("hidden_states")]
+    vllm = [alias for alias in owners if alias.startswith("aux_hidden_states")]
+    assert len(hf) == len(vllm) == arch.num_layers + 1
+    # every name by which other tools know a site of this model leads to one of its taps
+    sites = {tap.site for tap in all_taps(arch)}
+    lens = {name.format(0) for site in sites for name in SITES[site].lens}
+    capped = set() if arch.logit_softcap is None else set(SITES["logits"].lens)
+    assert lens - capped <= set(owners)
+
+
+def test_hidden_states_end_with_the_norm_and_aux_hidden_states_do_not() -> None:
+    last = Tap("resid_post", 27)
+    assert "hidden_states[28]" in Tap("final_norm").aliases(ARCH)
+    assert "aux_hidden_states[28]" not in Tap("final_norm").aliases(ARCH)
+    assert "aux_hidden_states[28]" in last.aliases(ARCH)
+    assert "hidden_states[28]" not in last.aliases(ARCH)
+    assert {"hidden_states[27]", "aux_hidden_states[27]"} <= set(Tap("resid_pre", 27).aliases(ARCH))
+    assert "hidden_states[0]" not in Tap("embed").aliases(ARCH), "learned positions are in it"
+
+
+def test_capped_logits_have_no_name_in_transformer_lens() -> None:
+    """It hooks them before the cap."""
+    assert Tap("logits").aliases(ARCH) == ("unembed.hook_out",)
+    assert Tap("logits").aliases(CAPPED) == ()
+    assert names("logits", CAPPED) == ["logits"]
+    with pytest.raises(ConfigError, match="unembed.hook_out"):
+        parse_taps("unembed.hook_out", CAPPED)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ln_final.hook_normalized",  # before the norm's weight
+        "ln_final.hook_scale",
+        "blocks.3.hook_mlp_in",
+        "blocks.3.attn.hook_attn_scores",
+        "blocks.3.mlp.hook_pre",
+        "blocks.3.ln1.hook_normalized",
+        "blocks.3.embed.hook_out",
+        "blocks.3.hook_embed",
+        "blocks..hook_resid_post",
+        "blocks.-1.hook_resid_post",
+        "blocks.{}.hook_resid_post",
+        "hook_resid_post",
+        "hook_pos_embed",
+        "hidden_states[-1]",
+        "hidden_states[]",
+        "hidden_states",
+        "aux_hidden_states[x]",
+    ],
+)
+def test_a_name_of_something_else_is_no_tap(name: str) -> None:
+    with pytest.raises(ConfigError, match="--taps"):
+        parse_taps(name, ARCH)
+
+
+@pytest.mark.parametrize("name", ["hidden_states[29]", "aux_hidden_states[29]"])
+def test_streams_beyond_the_last_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"the last one is \[28\]"):
+        parse_taps(name, ARCH)
+
+
+@pytest.mark.parametrize("family", ARCHS)
+def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
+    arch = ARCHS[family]
+    absent = set[str]()
+    if family == "gpt2":
+        absent |= {"q_rot", "k_rot"}
+    if family == "gpt_neox":
+        absent |= {"resid_mid"}
+    absent |= {"mlp_hidden"} if family in ("mixtral", "qwen3_moe", "gpt_oss") else EXPERT_SITES
+    taps = all_taps(arch)
+    assert {tap.site for tap in taps} == set(SITES) - absent
+    assert len(taps) == len(set(taps))
+    for site in set(SITES) - absent:
+        found = [tap.layer for tap in taps if tap.site == site]
+        assert found == (list(range(arch.num_layers)) if SITES[site].layered else [None])
+    for site in absent:
+        with pytest.raises(ConfigError, match=f"a {family} model has no {site}: "):
+            parse_taps(f"{site}:0", arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "text", "said"),
+    [
+        (PARALLEL, "resid_mid:0", "gpt_neox model has no resid_mid: attention and MLP run in para"),
+        (PARALLEL, "blocks.0.hook_resid_mid", "has no resid_mid"),
+        (LEARNED, "q_rot:0", "a gpt2 model has no q_rot: its positions are learned, nothing is r"),
+        (LEARNED, "embed,k_rot:all", "has no k_rot: its positions are learned"),
+        (DENSE, "router_logits:0", "a llama model has no router_logits: it has no experts"),
+        (DENSE, "expert_ids:0", "has no expert_ids: it has no experts"),
+        (DENSE, "expert_weights:0", "has no expert_weights: it has no experts"),
+        (ROUTED, "mlp_hidden:0", "a mixtral model has no mlp_hidden: its MLP is a mixture of exp"),
+        (ROUTED, "blocks.0.mlp.hook_post", "has no mlp_hidden"),
+    ],
+)  # fmt: skip
+def test_a_tap_that_the_model_does_not_have_is_refused_with_the_reason(
+    arch: Arch, text: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_taps(text, arch)
+    assert str(caught.value).startswith("--taps: ")
+    assert said in str(caught.value)
 
 
 def test_taps_come_in_the_order_in_which_the_model_meets_them() -> None:
     text = "logits,final_norm,resid_post:27+0,mlp_out:0,resid_mid:0,attn_out:0+27,resid_pre:0+1"
-    assert names(f"{text},embed") == [
+    assert names(f"{text},entropy,q:1,embed") == [
         "embed",
         "resid_pre.0",
         "attn_out.0",
@@ -86,16 +245,32 @@ def test_taps_come_in_the_order_in_which_the_model_meets_them() -> None:
         "mlp_out.0",
         "resid_post.0",
         "resid_pre.1",
+        "q.1",
         "attn_out.27",
         "resid_post.27",
         "final_norm",
         "logits",
+        "entropy",
     ]
+
+
+@pytest.mark.parametrize("family", ARCHS)
+def test_all_taps_come_block_by_block(family: str) -> None:
+    arch = ARCHS[family]
+    taps = all_taps(arch)
+    order = list(SITES)
+    assert taps[0] == Tap("embed")
+    assert [tap.site for tap in taps[-4:]] == list(AFTER_BLOCKS)
+    between = taps[1:-4]
+    assert all(tap.layer is not None for tap in between)
+    assert list(between) == sorted(between, key=lambda t: (t.layer, order.index(t.site)))
+    assert parse_taps(",".join(tap.name for tap in reversed(taps)), arch) == taps
 
 
 def test_spelling_and_order_do_not_change_the_taps() -> None:
     same = ["resid_post:1-2,embed", "embed, resid_post:2+1 ,", "resid_post.2,hook_embed,"
-            "blocks.1.hook_resid_post,resid_post:1-2,embed"]  # fmt: skip
+            "blocks.1.hook_resid_post,resid_post:1-2,embed", "hidden_states[2],embed,"
+            "aux_hidden_states[3]"]  # fmt: skip
     assert {parse_taps(text, ARCH) for text in same} == {parse_taps(same[0], ARCH)}
 
 
@@ -108,6 +283,7 @@ def test_spelling_and_order_do_not_change_the_taps() -> None:
         ("blocks.3.hook_zzz", ["blocks.3.hook_zzz"]),
         ("embed:0", ["embed has no layers", "write just embed"]),
         ("logits.3", ["logits has no layers"]),
+        ("entropy:all", ["entropy has no layers"]),
         ("resid_post", ["say which layers", "resid_post:0-3"]),
         ("resid_post:", ["say which layers"]),
         ("resid_post:28", ["layer 28 does not exist", "28 layers, 0 to 27"]),
@@ -135,45 +311,95 @@ def test_a_tap_that_cannot_be_is_refused_with_a_hint(text: str, said: list[str])
     assert all(part in message for part in said), message
 
 
-PARTS = st.sampled_from([*SITES, "blocks.", ".hook_resid_post", ":", "-", "+", "/", ",", ".",
-                         "all", " ", "0", "3", "27", "28", "99", "x", "\n", "²", "٣"])  # fmt: skip
+PARTS = st.sampled_from([*SITES, "blocks.", ".hook_resid_post", ".attn.hook_q", "hidden_states[",
+                         "aux_hidden_states[", "]", ":", "-", "+", "/", ",", ".", "all", " ", "0",
+                         "3", "27", "28", "99", "x", "\n", "²", "٣"])  # fmt: skip
 
 
-@given(st.lists(PARTS, max_size=8).map("".join))
-@example("resid_post:" + "9" * 5000)
-def test_any_text_gives_taps_of_this_model_or_a_config_error(text: str) -> None:
+@given(st.lists(PARTS, max_size=8).map("".join), st.sampled_from([ARCH, *ARCHS.values()]))
+@example("resid_post:" + "9" * 5000, ARCH)
+@example("resid_post." + "9" * 5000, ARCH)
+@example("blocks." + "9" * 5000 + ".hook_resid_post", ARCH)
+@example("hidden_states[" + "9" * 5000 + "]", ARCH)
+@example("blocks.²." + "hook_resid_post", ARCH)
+@example("hidden_states[²]", ARCH)
+def test_any_text_gives_taps_of_this_model_or_a_config_error(text: str, arch: Arch) -> None:
     try:
-        taps = parse_taps(text, ARCH)
-    except ConfigError:
+        taps = parse_taps(text, arch)
+    except ConfigError as error:
+        assert "\n" not in str(error)
         return
     assert taps
+    assert set(taps) <= set(all_taps(arch))
     for tap in taps:
-        assert tap.site in SITES
-        assert (tap.layer in range(28)) is SITES[tap.site].layered
-        assert parse_taps(tap.name, ARCH) == (tap,)
+        assert parse_taps(tap.name, arch) == (tap,)
 
 
-@pytest.mark.parametrize(
-    ("tap", "needed"),
-    [
-        ("embed", 0),
-        ("resid_pre.0", 0),
-        ("resid_pre.5", 5),
-        ("attn_out.5", 6),
-        ("resid_mid.5", 6),
-        ("mlp_out.5", 6),
-        ("resid_post.5", 6),
-        ("resid_post.27", 28),
-        ("final_norm", 28),
-        ("logits", 28),
-    ],
-)
-def test_no_more_layers_are_needed_than_lie_below_the_tap(tap: str, needed: int) -> None:
+NEEDED = {
+    "embed": 0, "resid_pre.0": 0, "resid_pre.5": 5, "attn_in.5": 6, "q.0": 1, "k_rot.5": 6,
+    "attn_pattern.5": 6, "z.5": 6, "attn_out.5": 6, "resid_mid.5": 6, "mlp_in.5": 6,
+    "mlp_hidden.5": 6, "mlp_out.5": 6, "resid_post.5": 6, "resid_post.27": 28, "final_norm": 28,
+    "logits": 28, "logprob": 28, "entropy": 28,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tap", NEEDED)
+def test_no_more_layers_are_needed_than_lie_below_the_tap(tap: str) -> None:
     (met,) = parse_taps(tap, ARCH)
-    assert met.layers_needed(ARCH) == needed
+    assert met.layers_needed(ARCH) == NEEDED[tap]
 
 
-def test_a_tap_is_as_wide_as_the_stream_and_logits_as_the_vocabulary() -> None:
-    widths = {site: Tap(site, 0 if SITES[site].layered else None).width(ARCH) for site in SITES}
-    assert widths.pop("logits") == tiny.VOCAB
-    assert set(widths.values()) == {32}
+def test_shapes_and_dtypes_are_those_of_the_values() -> None:
+    """4 heads of 8, 2 of them for keys, a width of 32, an MLP of 48, contexts of 100."""
+    shapes = {tap.site: tap.shape(ARCH, 100) for tap in all_taps(ARCH)}
+    for site in ("q", "q_rot", "z"):
+        assert shapes.pop(site) == (4, 8)
+    for site in ("k", "k_rot", "v"):
+        assert shapes.pop(site) == (2, 8)
+    assert shapes.pop("attn_pattern") == (4, 100)
+    assert shapes.pop("mlp_hidden") == (48,)
+    assert shapes.pop("logits") == (tiny.VOCAB,)
+    assert shapes.pop("logprob") == shapes.pop("entropy") == ()
+    assert set(shapes.values()) == {(32,)}
+    assert len(shapes) == 9
+    widths = {tap.site: tap.width(ARCH, 100) for tap in all_taps(ARCH)}
+    assert (widths["q"], widths["attn_pattern"], widths["logprob"]) == (32, 400, 1)
+    dtypes = {tap.site: tap.dtype("bfloat16") for tap in all_taps(ARCH)}
+    assert dtypes.pop("logprob") == dtypes.pop("entropy") == "float32"
+    assert set(dtypes.values()) == {"bfloat16"}
+
+
+def test_what_a_router_gives_has_its_own_shapes_and_dtypes() -> None:
+    sites = {site: Tap(site, 0) for site in EXPERT_SITES}
+    assert sites["router_logits"].shape(ROUTED, 100) == (8,)
+    assert sites["expert_weights"].shape(ROUTED, 100) == (2,)
+    assert sites["expert_ids"].shape(ROUTED, 100) == (2,)
+    assert {site: tap.dtype("float16") for site, tap in sites.items()} == {
+        "router_logits": "float16", "expert_weights": "float16", "expert_ids": "int16",
+    }  # fmt: skip
+
+
+def test_a_description_has_one_entry_for_each_site_or_one_for_each_tap() -> None:
+    few = describe_taps(ROUTED, 100, "bfloat16", each_layer=False)
+    many = describe_taps(ROUTED, 100, "bfloat16", each_layer=True)
+    taps = all_taps(ROUTED)
+    assert [entry["name"] for entry in many] == [tap.name for tap in taps]
+    assert len(few) == len({tap.site for tap in taps})
+    assert json.loads(json.dumps(many)) == many, "plain data"
+    for entry in few:
+        assert {tap.site for tap in parse_taps(entry["name"], ROUTED)} == {
+            entry["name"].split(":")[0]
+        }
+    for tap, entry in zip(taps, many, strict=True):
+        assert entry["shape"] == list(tap.shape(ROUTED, 100))
+        assert entry["aliases"] == list(tap.aliases(ROUTED))
+    sizes = {entry["name"]: entry["bytes"] for entry in many}
+    assert (sizes["embed"], sizes["expert_ids.0"], sizes["logprob"]) == (2 * 4096, 2 * 2, 4)
+    assert sizes["attn_pattern.0"] == 2 * 32 * 100
+
+
+def test_every_site_says_what_it_is() -> None:
+    assert all(site.meaning and name == site.name for name, site in SITES.items())
+    lens = [name for site in SITES.values() for name in site.lens]
+    assert len(lens) == len(set(lens)), "one name, one site"
+    assert all(("{}" in name) is site.layered for site in SITES.values() for name in site.lens)

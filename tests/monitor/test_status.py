@@ -10,6 +10,7 @@ import stored
 from spile.errors import StoreError
 from spile.monitor.status import read_status
 from spile.store.presence import Presence
+from spile.terminal import status_text
 
 UNITS = ((5, 9, 0), (9,), (0, 3))
 
@@ -29,12 +30,12 @@ def test_a_complete_dataset_is_added_up(complete: stored.Stored) -> None:
     assert status.state == "complete"
     assert (status.units, status.units_done) == (3, 3)
     assert (status.documents, status.documents_total) == (4, 6)
-    assert status.rows == len(complete.index) == 26
+    assert status.rows == status.tokens == len(complete.index) == 26
     assert status.tokens_estimated == 26
     assert status.skipped == {"no tokens": 2}
     files = list(complete.objects.list("attempts/"))
     assert status.bytes == sum(complete.objects.size(key) for key in files)
-    assert status.taps == stored.TAPS
+    assert status.taps == {tap: [width] for tap, width in stored.TAPS.items()}
     assert status.fingerprint == complete.table.fingerprint
     assert status.recipe == complete.table.recipe.to_json()
     assert status.workers == []
@@ -47,6 +48,22 @@ def test_an_unfinished_dataset_counts_what_is_done(unfinished: stored.Stored) ->
     assert (status.documents, status.documents_total) == (1, 6)
     assert status.tokens_estimated == 26
     assert status.skipped == {"no tokens": 1}
+
+
+def test_rows_kept_are_told_from_tokens_read(tmp_path: Path) -> None:
+    dataset = stored.build(tmp_path / "out", UNITS, taps=stored.SHAPED, where="pos in (1, 2)")
+    status = read_status(dataset.objects)
+    assert (status.rows, status.tokens, status.tokens_estimated) == (8, 26, 26)
+    assert status.documents == 4, "documents are counted as they were read"
+    assert status.taps == {
+        "resid_post.0": [6], "q.1": [2, 3], "expert_ids.1": [2], "logprob": [],
+    }  # fmt: skip
+    text = status_text("acts/x", status)
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
+    assert lines["rows"][0] == "8"
+    assert lines["tokens"][0] == "26"
+    assert "q.1 [2, 3]" in text
+    assert "resid_post.0 [6]" in text
 
 
 def test_attempts_without_a_record_count_for_nothing(unfinished: stored.Stored) -> None:

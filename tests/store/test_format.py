@@ -19,6 +19,7 @@ DONE = Done(
     attempt="a1b2",
     fingerprint="f00d",
     rows=5,
+    tokens=7,
     documents=2,
     contexts=2,
     skipped={"no tokens": 1},
@@ -33,11 +34,11 @@ DONE = Done(
 )
 LITERAL = b"""{
  "attempt": "a1b2",
- "checksum": "e8313e00934d5cb3f996dcb9c5137e29",
+ "checksum": "05028bd31e5af3caca26d596cbe1efbe",
  "contexts": 2,
  "documents": 2,
  "fingerprint": "f00d",
- "format": 1,
+ "format": 2,
  "index": {
   "bytes": 4206,
   "count": 5,
@@ -81,6 +82,7 @@ LITERAL = b"""{
   "tap": "statistics"
  },
  "text_digest": "77",
+ "tokens": 7,
  "unit": 3
 }
 """
@@ -121,6 +123,7 @@ def test_keys_are_spelled_so() -> None:
     )
     assert fmt.worker_key("host-1") == "workers/host-1.json"
     assert (fmt.UNITS, fmt.MODEL, fmt.MANIFEST) == ("units.json", "model.json", "manifest.json")
+    assert fmt.CHECK == "check.json"
 
 
 @pytest.mark.parametrize("unit", [0, 3, 99_999_999])
@@ -172,14 +175,14 @@ def test_the_same_json_in_another_spelling_is_refused() -> None:
 
 
 def test_another_format_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fmt, "FORMAT", 2)
+    monkeypatch.setattr(fmt, "FORMAT", 3)
     future = encode_record("done", DONE.to_json())
     monkeypatch.undo()
-    with pytest.raises(StoreError, match="format 2.*use the version that wrote it") as caught:
+    with pytest.raises(StoreError, match="format 3.*use the version that wrote it") as caught:
         decode_record("units.json", future, "done")
     assert not isinstance(caught.value, CorruptError)
     with pytest.raises(CorruptError):  # damage is not another format
-        decode_record("units.json", LITERAL.replace(b'"format": 1', b'"format": 2'), "done")
+        decode_record("units.json", LITERAL.replace(b'"format": 2', b'"format": 3'), "done")
 
 
 def test_a_record_of_another_kind_is_refused() -> None:
@@ -209,8 +212,8 @@ def test_arbitrary_bytes_are_refused_with_our_own_error(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"[" * 100_000, b'{"a":' * 100_000, b'{"format":1,"checksum":NaN}', b'{"n":' + b"9" * 5000,
-     b'{"format":' + b"9" * 5000 + b"}", b'{"a":1e999,"format":1}', b'{"a":"\\ud800","format":1}'],
+    [b"[" * 100_000, b'{"a":' * 100_000, b'{"format":2,"checksum":NaN}', b'{"n":' + b"9" * 5000,
+     b'{"format":' + b"9" * 5000 + b"}", b'{"a":1e999,"format":2}', b'{"a":"\\ud800","format":2}'],
 )  # fmt: skip
 def test_hostile_json_is_refused_with_our_own_error(data: bytes) -> None:
     with pytest.raises(CorruptError):
@@ -292,7 +295,8 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def well_typed(done: Done) -> bool:
-    counts = [done.unit, done.rows, done.documents, done.contexts, *done.skipped.values()]
+    counts = [done.unit, done.rows, done.tokens, done.documents, done.contexts]
+    counts += done.skipped.values()
     texts = [done.attempt, done.fingerprint, done.text_digest]
     for file in done.files():
         counts += [file.first, file.count, file.bytes]

@@ -83,6 +83,7 @@ def test_gc_leaves_a_clean_dataset_and_strangers_files_alone(
     dataset: stored.Stored, abandoned: bool
 ) -> None:
     strangers = {"notes.txt", ".tmp-notes", "workers/.tmp-x", "attempts/readme", "done/x.json"}
+    strangers |= {fmt.CHECK}  # no stranger, but nothing to remove either
     for key in strangers:
         dataset.objects.create(key, b"mine")
     before = set(dataset.listed())

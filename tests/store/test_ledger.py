@@ -1,18 +1,25 @@
 """The ledger: one table, one record per unit, one manifest, whoever comes first."""
 
 import dataclasses
+import json
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import spile
 import stored
 from spile.errors import ConfigError, CorruptError, DriftError, SpileError, StoreError
+from spile.monitor.status import read_status
 from spile.objects import LocalObjects
 from spile.store import format as fmt
-from spile.store.format import Done
+from spile.store.format import Done, TapInfo
+from spile.store.gc import collect_garbage
 from spile.store.ledger import Ledger, Table, derive_manifest
+from spile.store.verify import verify
 
 UNITS = ((5, 3), (9,), (0, 4))
 
@@ -70,6 +77,120 @@ def test_a_table_with_fields_missing_is_refused(tmp_path: Path) -> None:
         ledger.objects.create(fmt.UNITS, fmt.encode_record("units", body))
         with pytest.raises(CorruptError, match="units.json"):
             ledger.table()
+
+
+def with_taps(tmp_path: Path, taps: Any) -> Ledger:
+    """A ledger whose table has the right checksum and these taps."""
+    ledger = empty(tmp_path)
+    body = {**stored.make_table().to_json(), "taps": taps}
+    ledger.objects.create(fmt.UNITS, fmt.encode_record("units", body))
+    return ledger
+
+
+def test_a_table_says_what_is_stored_of_each_tap(tmp_path: Path) -> None:
+    table = stored.make_table(taps=stored.SHAPED)
+    ledger = empty(tmp_path)
+    assert ledger.create_table(table).taps == stored.SHAPED
+    body = json.loads(ledger.objects.get(fmt.UNITS))
+    assert body["taps"] == {
+        "expert_ids.1": {
+            "aliases": ["blocks.1.mlp.hook_expert_indices"], "dtype": "int16", "shape": [2],
+        },
+        "logprob": {"aliases": [], "dtype": "float32", "shape": []},
+        "q.1": {
+            "aliases": ["blocks.1.attn.hook_q", "blocks.1.attn.q.hook_out"],
+            "dtype": "bfloat16",
+            "shape": [2, 3],
+        },
+        "resid_post.0": {
+            "aliases": ["blocks.0.hook_resid_post", "hidden_states[1]"],
+            "dtype": "float32",
+            "shape": [6],
+        },
+    }  # fmt: skip
+
+
+TAP = {"shape": [2, 3], "dtype": "float32", "aliases": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "tap",
+    [
+        6,  # what format 1 had
+        None,
+        [],
+        "float32",
+        {},
+        *({k: v for k, v in TAP.items() if k != missing} for missing in TAP),
+        *({**TAP, "shape": s} for s in (
+            None, 6, "23", ["2", 3], [2.0, 3], [True, 3], [None], [[2, 3]], [-2, 3], [0], {"2": 3},
+        )),
+        *({**TAP, "dtype": d} for d in (None, "", "float12", 32, "F32", ["float32"], {})),
+        *({**TAP, "aliases": a} for a in (None, 5, "blocks", [5], [None], [["a"]], {"a": "b"})),
+    ],
+)  # fmt: skip
+def test_a_tap_that_cannot_be_is_refused(tmp_path: Path, tap: Any) -> None:
+    assert with_taps(tmp_path / "good", {"embed": TAP}).table().taps == {
+        "embed": TapInfo((2, 3), "float32", ("a",))
+    }
+    ledger = with_taps(tmp_path / "bad", {"embed": tap})
+    with pytest.raises(CorruptError, match=r"^units.json: is not a unit table \("):
+        ledger.table()
+
+
+@pytest.mark.parametrize("taps", [None, [], "embed", 3, [["embed", TAP]]])
+def test_taps_that_are_no_table_are_refused(tmp_path: Path, taps: Any) -> None:
+    with pytest.raises(CorruptError, match="units.json: is not a unit table"):
+        with_taps(tmp_path, taps).table()
+
+
+@pytest.mark.parametrize("kept", [None, "many", [], {}])
+def test_a_share_that_is_no_number_is_refused(tmp_path: Path, kept: Any) -> None:
+    ledger = empty(tmp_path)
+    body = {**stored.make_table().to_json(), "kept": kept}
+    ledger.objects.create(fmt.UNITS, fmt.encode_record("units", body))
+    with pytest.raises(CorruptError, match="units.json: is not a unit table"):
+        ledger.table()
+
+
+# As version 0.1.0 wrote it: its checksum is right, and its taps have widths alone.
+FORMAT_1 = {
+    "checksum": "b71051ceff67a4efb8ff086c564f094f",
+    "files": [{"identity": "12-ab", "path": "/corpora/tiny.jsonl"}],
+    "fingerprint": "00244ec2c4f00c038f7728119a360fa29dee94326c6db8bc4d25d05384f6ca09",
+    "format": 1,
+    "kind": "units",
+    "recipe": {
+        "compute_dtype": "float32", "corpus": ["12-ab"], "corpus_source": "/corpora/tiny.jsonl",
+        "long_docs": "split", "max_docs": None, "max_tokens": None,
+        "model": {"config": "c0ffee", "weights": "f00d"}, "model_source": "/models/tiny",
+        "pack": "ffd", "seq_len": 8, "special_tokens": "tokenizer", "store_dtype": "float32",
+        "taps": ["embed"], "text_column": None, "text_documents": "line", "unit_tokens": 64,
+    },
+    "taps": {"embed": 4},
+    "units": [{"first_doc": 0, "id": 0, "num_docs": 1, "spans": [], "tokens": 3}],
+}  # fmt: skip
+
+
+def test_a_store_of_format_1_is_refused_with_the_reason(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path / "old")
+    objects.create(fmt.UNITS, (json.dumps(FORMAT_1, sort_keys=True, indent=1) + "\n").encode())
+    reason = "units.json: written in format 1, but this version of spile reads format 2"
+    asks: list[Callable[[], object]] = [
+        lambda: Ledger(objects).table(),
+        lambda: spile.open(str(tmp_path / "old")),
+        lambda: spile.open(str(tmp_path / "old"), partial=True),
+        lambda: read_status(objects),
+        lambda: collect_garbage(objects, abandoned=True),
+        lambda: spile.extract(spile.Recipe(), str(tmp_path / "old")),
+    ]
+    for ask in asks:
+        with pytest.raises(StoreError, match=reason) as caught:
+            ask()
+        assert not isinstance(caught.value, CorruptError), "old is not damaged"
+    (fault,) = verify(objects).faults
+    assert fault.startswith(reason)
+    assert list(objects.list()) == [fmt.UNITS]
 
 
 def test_a_recipe_with_unknown_fields_is_refused(tmp_path: Path) -> None:
@@ -184,10 +305,21 @@ def test_the_dataset_is_complete_when_every_unit_is_done(unfinished: stored.Stor
     assert [unit["unit"] for unit in manifest["units"]] == [0, 1, 2]
     files = [f for unit in range(3) for f in unfinished.done(unit).files()]
     assert manifest["rows"] == len(unfinished.index) == 21
+    assert manifest["tokens"] == 21
     assert manifest["documents"] == 4
     assert manifest["skipped"] == {"no tokens": 1}
     assert manifest["bytes"] == sum(unfinished.objects.size(file.key) for file in files)
     assert manifest["fingerprint"] == unfinished.table.fingerprint
+
+
+def test_the_manifest_counts_rows_kept_and_tokens_read(tmp_path: Path) -> None:
+    dataset = stored.build(tmp_path / "out", UNITS, where="pos in (1, 2)")
+    manifest = dataset.ledger.read_manifest()
+    assert manifest is not None
+    counts = [(unit["rows"], unit["tokens"]) for unit in manifest["units"]]
+    assert counts == [(4, 8), (2, 9), (2, 4)]
+    assert (manifest["rows"], manifest["tokens"], manifest["documents"]) == (8, 21, 4)
+    assert [dataset.done(unit).tokens for unit in range(3)] == [8, 9, 4]
 
 
 def test_completing_again_changes_nothing(unfinished: stored.Stored) -> None:

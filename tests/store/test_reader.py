@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +19,28 @@ from spile.store import format as fmt
 TAP = "resid_post.0"
 
 
-@pytest.fixture(scope="module", params=stored.DTYPE_NAMES)
+@pytest.fixture(scope="module", params=[*stored.DTYPE_NAMES, "shaped"])
 def written(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> stored.Stored:
-    """Shards of four rows of one tap, and of eight of the other."""
+    """Shards of four rows of one tap, and of eight of the other; of one to six where shaped."""
     path = tmp_path_factory.mktemp("stored") / "out"
+    if request.param == "shaped":
+        return stored.build(path, taps=stored.SHAPED, shard_bytes=24)
     shard_bytes = 96 if request.param == "float32" else 48
     return stored.build(path, dtype=request.param, shard_bytes=shard_bytes)
+
+
+@pytest.fixture(scope="module")
+def shaped(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
+    return stored.build(tmp_path_factory.mktemp("shaped") / "out", taps=stored.SHAPED)
+
+
+@pytest.fixture(scope="module")
+def filtered(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
+    """Nothing is kept of documents 5 and 9, which have two tokens and one."""
+    path = tmp_path_factory.mktemp("filtered") / "out"
+    return stored.build(path, taps=stored.SHAPED, where="pos >= 2", every=2)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +64,35 @@ def rows_of(source: stored.Stored, units: tuple[int, ...]) -> np.ndarray:
 
 def test_it_says_what_it_holds(written: stored.Stored) -> None:
     ds = spile.open(str(written.path))
-    assert {tap: ds.width(tap) for tap in ds.taps} == stored.TAPS
+    infos = {tap: (ds.shape(tap), ds.dtype(tap).name, ds.aliases(tap)) for tap in ds.taps}
+    taps = written.table.taps
+    assert infos == {tap: (info.shape, info.dtype, info.aliases) for tap, info in taps.items()}
+    assert {tap: ds.width(tap) for tap in ds.taps} == {
+        tap: values[0].size for tap, values in written.rows.items()
+    }
     assert ds.num_tokens == len(written.index) == 111
     assert ds.num_documents == 8
     assert ds.recipe == written.table.recipe
     assert ds.fingerprint == written.table.fingerprint
-    assert ds.dtype.name == written.table.recipe.store_dtype
+    for tap, values in written.rows.items():
+        assert ds.dtype(tap) == values.dtype
+
+
+def test_a_row_may_be_a_vector_heads_or_a_single_number(shaped: stored.Stored) -> None:
+    ds = spile.open(str(shaped.path))
+    assert {tap: ds.shape(tap) for tap in ds.taps} == {
+        "resid_post.0": (6,), "q.1": (2, 3), "expert_ids.1": (2,), "logprob": (),
+    }  # fmt: skip
+    assert {tap: ds.width(tap) for tap in ds.taps} == {
+        "resid_post.0": 6, "q.1": 6, "expert_ids.1": 2, "logprob": 1,
+    }  # fmt: skip
+    assert {tap: ds.dtype(tap).name for tap in ds.taps} == {
+        "resid_post.0": "float32", "q.1": "bfloat16", "expert_ids.1": "int16",
+        "logprob": "float32",
+    }  # fmt: skip
+    assert ds.read("q.1", 3, 5).shape == (2, 2, 3)
+    assert ds.read("logprob", 3, 5).shape == (2,)
+    assert ds.document(0)["q.1"].shape == (5, 2, 3)
 
 
 def test_taps_come_in_the_recipes_order(source: stored.Stored) -> None:
@@ -64,7 +102,12 @@ def test_taps_come_in_the_recipes_order(source: stored.Stored) -> None:
 
 def test_an_unknown_tap_is_named_beside_those_there_are(source: stored.Stored) -> None:
     ds = spile.open(str(source.path))
-    for ask in (ds.width, ds.statistics, lambda t: ds.read(t, 0, 1), lambda t: ds.batches([t], 4)):
+    asks: list[Callable[[str], object]] = [
+        ds.width, ds.shape, ds.dtype, ds.aliases, ds.name, ds.statistics,
+        lambda t: ds.read(t, 0, 1), lambda t: ds.batches([t], 4),
+        lambda t: ds.read_into(t, 0, np.zeros((1, 6), np.float32)),
+    ]  # fmt: skip
+    for ask in asks:
         with pytest.raises(ConfigError, match=r"'resid_post\.9'.* it has ") as caught:
             ask("resid_post.9")
         assert all(tap in str(caught.value) for tap in ds.taps)
@@ -72,12 +115,62 @@ def test_an_unknown_tap_is_named_beside_those_there_are(source: stored.Stored) -
         ds.document(0).read("resid_post.9")
 
 
+# -- names of other tools --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("alias", "tap"),
+    [
+        ("blocks.0.hook_resid_post", "resid_post.0"),
+        ("hidden_states[1]", "resid_post.0"),
+        ("blocks.1.attn.q.hook_out", "q.1"),
+        ("blocks.1.mlp.hook_expert_indices", "expert_ids.1"),
+    ],
+)
+def test_a_tap_may_be_read_by_another_tools_name(
+    shaped: stored.Stored, alias: str, tap: str
+) -> None:
+    ds = spile.open(str(shaped.path))
+    assert alias in ds.aliases(tap)
+    assert ds.name(alias) == ds.name(tap) == tap
+    assert (ds.shape(alias), ds.width(alias), ds.dtype(alias), ds.aliases(alias)) == (
+        ds.shape(tap), ds.width(tap), ds.dtype(tap), ds.aliases(tap),
+    )  # fmt: skip
+    rows = shaped.rows[tap]
+    assert ds.read(alias, 20, 90).tobytes() == rows[20:90].tobytes()
+    out = np.zeros_like(rows[20:90])
+    ds.read_into(alias, 20, out)
+    assert out.tobytes() == rows[20:90].tobytes()
+    assert ds.document(3)[alias].tobytes() == ds.document(3)[tap].tobytes()
+    assert np.array_equal(ds.statistics(alias).mean, ds.statistics(tap).mean)
+
+
+def test_batches_come_under_the_names_that_were_asked_for(shaped: stored.Stored) -> None:
+    ds = spile.open(str(shaped.path))
+    both = ds.batches(["hidden_states[1]", "resid_post.0", "blocks.1.attn.hook_q"], 16, seed=3)
+    for batch, plain in zip(both, ds.batches(["q.1"], 16, seed=3), strict=True):
+        assert batch.keys() == {
+            "hidden_states[1]", "resid_post.0", "blocks.1.attn.hook_q", "index",
+        }  # fmt: skip
+        assert np.array_equal(batch["hidden_states[1]"], batch["resid_post.0"])
+        assert np.array_equal(batch["blocks.1.attn.hook_q"], plain["q.1"])
+    (alone,) = ds.batches("hidden_states[1]", 1000)
+    assert alone["hidden_states[1]"].shape == (111, 6)
+
+
+def test_another_tools_name_of_a_tap_that_is_not_there_is_refused(shaped: stored.Stored) -> None:
+    ds = spile.open(str(shaped.path))
+    for alias in ("blocks.1.hook_resid_post", "hidden_states[2]", "hidden_states[1] "):
+        with pytest.raises(ConfigError, match="it has resid_post.0, q.1, expert_ids.1, logprob"):
+            ds.read(alias, 0, 1)
+
+
 # -- rows and index --------------------------------------------------------------------------
 
 
 def test_the_test_data_crosses_shards_and_units(written: stored.Stored) -> None:
     for unit in (0, 1, 3, 4):
-        for tap in stored.TAPS:
+        for tap in written.rows:
             assert sum(s.tap == tap for s in written.done(unit).shards) > 1
     assert written.done(2).rows == 0
 
@@ -91,7 +184,7 @@ def test_any_range_reads_as_it_was_written(written: stored.Stored) -> None:
         for tap, values in written.rows.items():
             read = ds.read(tap, start, stop)
             assert read.dtype == values.dtype
-            assert read.shape == (stop - start, values.shape[1])
+            assert read.shape == (stop - start, *values.shape[1:])
             assert read.tobytes() == values[start:stop].tobytes()
         entries = ds.index(start, stop)
         assert entries.dtype == INDEX_DTYPE
@@ -111,7 +204,7 @@ def test_reading_into_a_buffer_gives_the_same_rows(written: stored.Stored) -> No
     ds = spile.open(str(written.path))
     for tap, values in written.rows.items():
         for start, count in ((0, 111), (3, 1), (25, 60)):
-            out = np.zeros((count, values.shape[1]), values.dtype)
+            out = np.zeros((count, *values.shape[1:]), values.dtype)
             ds.read_into(tap, start, out)
             assert out.tobytes() == values[start : start + count].tobytes()
 
@@ -175,13 +268,52 @@ def test_a_document_that_is_not_there_is_said_so(source: stored.Stored, doc: int
         spile.open(str(source.path)).document(doc)
 
 
+# -- filtered rows ---------------------------------------------------------------------------
+
+
+def test_the_rows_that_were_kept_are_all_there_is(filtered: stored.Stored) -> None:
+    ds = spile.open(str(filtered.path))
+    everything = np.concatenate(filtered.read)
+    assert 0 < ds.num_tokens == len(filtered.index) < len(everything) == 111
+    assert ds.num_documents == 8, "documents are counted as they were read"
+    assert np.array_equal(ds.index(0, ds.num_tokens), filtered.index)
+    assert set(filtered.index["pos"]) == {2, 4, 6}
+    for tap, values in filtered.rows.items():
+        assert ds.read(tap, 0, ds.num_tokens).tobytes() == values.tobytes()
+        assert ds.statistics(tap).count == ds.num_tokens
+    seen = np.concatenate([batch["index"] for batch in ds.batches(ds.taps, 7)])
+    keys = ["doc", "offset"]
+    assert np.array_equal(np.sort(seen, order=keys), np.sort(filtered.index, order=keys))
+
+
+def test_a_document_is_the_rows_that_were_kept_of_it(filtered: stored.Stored) -> None:
+    ds = spile.open(str(filtered.path))
+    for doc in np.unique(filtered.index["doc"]).tolist():
+        rows = np.flatnonzero(filtered.index["doc"] == doc)
+        rows = rows[np.argsort(filtered.index["offset"][rows])]
+        assert ds.has_document(doc)
+        document = ds.document(doc)
+        assert np.array_equal(document.index, filtered.index[rows])
+        for tap, values in filtered.rows.items():
+            assert document[tap].tobytes() == values[rows].tobytes()
+
+
+@pytest.mark.parametrize("doc", [5, 9])
+def test_a_document_of_which_nothing_was_kept_is_said_so(filtered: stored.Stored, doc: int) -> None:
+    ds = spile.open(str(filtered.path))
+    assert doc in np.concatenate(filtered.read)["doc"]
+    assert not ds.has_document(doc)
+    with pytest.raises(StoreError, match=f"document {doc} is not in .*--where"):
+        ds.document(doc)
+
+
 # -- statistics ------------------------------------------------------------------------------
 
 
 def test_statistics_are_those_of_all_rows(written: stored.Stored) -> None:
     ds = spile.open(str(written.path))
     for tap, values in written.rows.items():
-        wide = values.astype(np.float64)
+        wide = values.reshape(111, -1).astype(np.float64)  # each value of a row is a channel
         stats = ds.statistics(tap)
         assert stats.count == 111
         np.testing.assert_allclose(stats.mean, wide.mean(axis=0), rtol=1e-12)

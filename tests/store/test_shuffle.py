@@ -124,6 +124,27 @@ def test_the_first_window_is_drawn_from_the_whole_dataset(
     assert len({np.sort(rows).tobytes() for rows in drawn}) == 5, "each seed draws others"
 
 
+@pytest.mark.parametrize(("batch_size", "window"), [(100, 1024), (1024, 1), (5000, 1 << 16)])
+def test_rows_of_any_shape_and_dtype_go_with_their_index(
+    tmp_path: Path, batch_size: int, window: int
+) -> None:
+    shaped = stored.build(tmp_path / "out", LENGTHS, taps=stored.SHAPED, shard_bytes=3000)
+    ds = spile.open(str(shaped.path))
+    found = list(ds.batches(ds.taps, batch_size, window=window, seed=2))
+    rows = order(shaped, found)
+    assert np.array_equal(np.sort(rows), np.arange(ROWS))
+    assert (np.diff(rows) != 1).any()
+    for tap, values in shaped.rows.items():
+        got = np.concatenate([item[tap] for item in found])
+        assert (got.shape, got.dtype) == (values.shape, values.dtype)
+        assert got.tobytes() == values[rows].tobytes()
+    resumed = ds.batches(ds.taps, batch_size, window=window, seed=2)
+    next(resumed)
+    fresh = spile.open(str(shaped.path)).batches(ds.taps, batch_size, window=window, seed=2)
+    fresh.load_state_dict(resumed.state_dict())
+    assert same(list(fresh), found[1:])
+
+
 # -- resuming --------------------------------------------------------------------------------
 
 

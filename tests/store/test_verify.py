@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import spile
 import stored
 from spile.store import format as fmt
+from spile.store.format import Shard
 from spile.store.presence import Presence
 from spile.store.shard import read_shard_header
 from spile.store.verify import Report, verify
+from spile.tensors import DTYPES_BY_NAME, build_header
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
 # The first two units have as many rows, so that their files and records are of equal size.
@@ -26,9 +29,10 @@ def build(path: Path, **options: Any) -> stored.Stored:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
-    """A finished dataset with a worker's record; tests put back what they change."""
+    """A finished dataset with a worker's record and a check; tests put back what they change."""
     dataset = build(tmp_path_factory.mktemp("verify") / "out")
     Presence(dataset.objects, 30).close("done")
+    dataset.objects.create(fmt.CHECK, fmt.encode_record("check", {"ok": True, "taps": {}}))
     return dataset
 
 
@@ -81,7 +85,7 @@ def each_found(dataset: stored.Stored, places: dict[str, list[int]]) -> None:
 
 def test_every_byte_of_every_record_counts(whole: stored.Stored) -> None:
     # records are judged apart, so they can be damaged together
-    for keys in (["units.json"], whole.listed(fmt.DONE, fmt.WORKERS, fmt.MODEL)):
+    for keys in (["units.json"], whole.listed(fmt.DONE, fmt.WORKERS, fmt.MODEL, fmt.CHECK)):
         each_found(whole, {key: list(range(whole.objects.size(key))) for key in keys})
 
 
@@ -124,6 +128,13 @@ def test_a_deleted_manifest_is_found(dataset: stored.Stored) -> None:
     dataset.objects.delete(fmt.MANIFEST)
     assert named(verify(dataset.objects), fmt.MANIFEST)
     assert verify(dataset.objects, partial=True).ok
+
+
+def test_a_record_of_another_kind_in_the_place_of_the_check_is_found(
+    dataset: stored.Stored,
+) -> None:
+    dataset.objects.create(fmt.CHECK, dataset.objects.get(fmt.MODEL))
+    assert named(verify(dataset.objects), f"{fmt.CHECK}: holds a 'model' record")
 
 
 def test_two_objects_of_equal_size_in_each_others_place_are_found(whole: stored.Stored) -> None:
@@ -309,6 +320,156 @@ def test_a_file_that_is_not_what_its_record_says_is_found(
     (dataset.path / key).write_bytes(content[damage])
     stored.reseal(dataset, 0)
     assert named(verify(dataset.objects), key)
+
+
+# -- taps of other shapes --------------------------------------------------------------------
+
+
+@pytest.fixture
+def shaped(tmp_path: Path) -> stored.Stored:
+    return build(tmp_path / "out", taps=stored.SHAPED)
+
+
+def test_taps_of_any_shape_and_dtype_are_found_sound(shaped: stored.Stored) -> None:
+    report = verify(shaped.objects)
+    assert (report.faults, report.orphans, report.rows) == ([], [], 31)
+
+
+def retyped(dataset: stored.Stored, shard: Shard, dtype: str, shape: tuple[int, ...]) -> None:
+    """Say of a shard's bytes, of which none is changed, that they are something else."""
+    path = dataset.path / shard.key
+    data = path.read_bytes()
+    start = read_shard_header(dataset.objects, shard.key)[shard.tap].start
+    path.write_bytes(build_header([(shard.tap, DTYPES_BY_NAME[dtype], shape)]) + data[start:])
+    stored.reseal(dataset, 0)
+
+
+@pytest.mark.parametrize(
+    ("tap", "dtype", "shape"),
+    [
+        ("q.1", "bfloat16", (6,)),
+        ("q.1", "bfloat16", (3, 2)),
+        ("q.1", "bfloat16", (2, 3, 1)),
+        ("q.1", "float16", (2, 3)),
+        ("resid_post.0", "float32", (2, 3)),
+        ("resid_post.0", "int32", (6,)),
+        ("expert_ids.1", "uint16", (2,)),
+        ("expert_ids.1", "bfloat16", (2,)),
+        ("logprob", "float32", (1,)),
+        ("logprob", "int32", ()),
+    ],
+)
+def test_a_shard_of_another_shape_or_dtype_is_found(
+    shaped: stored.Stored, tap: str, dtype: str, shape: tuple[int, ...]
+) -> None:
+    shard = next(shard for shard in shaped.done(0).shards if shard.tap == tap)
+    retyped(shaped, shard, dtype, (shard.count, *shape))
+    faults = verify(shaped.objects).faults
+    assert any(fault.startswith(f"{shard.key}: does not hold") for fault in faults), faults
+    info = shaped.table.taps[tap]
+    retyped(shaped, shard, info.dtype, (shard.count, *info.shape))
+    assert verify(shaped.objects).ok, "as it was"
+
+
+@pytest.mark.parametrize(("tap", "value"), [("q.1", np.nan), ("logprob", -np.inf)])
+def test_a_planted_nan_is_counted_in_a_row_of_any_shape(
+    shaped: stored.Stored, tap: str, value: float
+) -> None:
+    shard = next(shard for shard in shaped.done(1).shards if shard.tap == tap)
+    edit(shaped, shard.key, tap, 0, value)
+    stored.reseal(shaped, 1)
+    (fault,) = verify(shaped.objects).faults
+    assert fault.startswith(f"unit 1: {shaped.table.taps[tap].width} values of {tap} are not")
+
+
+# -- filtered rows ---------------------------------------------------------------------------
+
+
+def rows_of(dataset: stored.Stored, unit: int) -> np.ndarray:
+    return dataset.index[dataset.starts[unit] : dataset.starts[unit + 1]]
+
+
+@pytest.mark.parametrize(
+    ("where", "every"),
+    [
+        ("pos >= 2", None),
+        (None, 3),
+        ("end", None),
+        ("not first", 2),
+        ("doc == 1", None),  # nothing of the other units
+        ("offset % 3 == 1 or last", 2),
+        ("pos > 100", None),  # nothing at all
+        ("pos >= 0", None),  # everything, but by a filter
+    ],
+)
+def test_filtered_rows_are_found_sound(
+    tmp_path: Path, where: str | None, every: int | None
+) -> None:
+    dataset = build(tmp_path / "out", taps=stored.SHAPED, where=where, every=every)
+    report = verify(dataset.objects)
+    assert (report.faults, report.orphans) == ([], [])
+    assert report.rows == len(dataset.index)
+    assert (report.rows < 31) == (where != "pos >= 0")
+
+
+@pytest.fixture
+def filtered(tmp_path: Path) -> stored.Stored:
+    """Of documents 0 and 1, in the first unit, the rows at positions 1, 3, 5 and 7."""
+    return build(tmp_path / "out", where="pos % 2 == 1")
+
+
+def test_a_doubled_row_is_found_among_filtered_ones(filtered: stored.Stored) -> None:
+    index = rows_of(filtered, 0)
+    offsets = sorted(index["offset"][index["doc"] == 1].tolist())
+    assert offsets == [1, 3, 5, 7]
+    row = int(np.flatnonzero((index["doc"] == 1) & (index["offset"] == 3))[0])
+    key = filtered.done(0).index.key
+    edit(filtered, key, "offset", row, 5)
+    stored.reseal(filtered, 0)
+    assert verify(filtered.objects).faults == [f"{key}: a token is doubled"]
+
+
+def test_the_same_offset_in_two_documents_is_no_doubled_row(filtered: stored.Stored) -> None:
+    index = rows_of(filtered, 0)
+    assert {*index["offset"][index["doc"] == 0]} & {*index["offset"][index["doc"] == 1]}
+    assert verify(filtered.objects).ok
+
+
+def test_more_rows_than_tokens_are_found(filtered: stored.Stored) -> None:
+    done = filtered.done(0)
+    stored.reseal(filtered, 0, tokens=done.rows - 1)
+    assert named(verify(filtered.objects), f"{done.index.key}: a token is doubled")
+    # Up to the last kept token of each document, all must have been read.
+    index = spile.open(str(filtered.path)).index(0, done.rows)
+    least = sum(int(index["offset"][index["doc"] == doc].max()) + 1 for doc in {*index["doc"]})
+    stored.reseal(filtered, 0, tokens=least)
+    assert verify(filtered.objects).ok
+    stored.reseal(filtered, 0, tokens=least - 1)
+    assert named(verify(filtered.objects), f"{done.index.key}: names tokens")
+
+
+@pytest.mark.parametrize(("column", "value"), [("offset", 14), ("offset", -1), ("doc", 2)])
+def test_a_filtered_row_of_a_token_that_was_not_read_is_found(
+    filtered: stored.Stored, column: str, value: int
+) -> None:
+    key = filtered.done(0).index.key
+    edit(filtered, key, column, 0, value)
+    stored.reseal(filtered, 0)
+    assert named(verify(filtered.objects), key)
+
+
+def test_filtered_rows_of_more_documents_than_were_read_are_found(filtered: stored.Stored) -> None:
+    stored.reseal(filtered, 0, documents=1, skipped={"empty": 1})
+    assert named(verify(filtered.objects), filtered.done(0).index.key)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_where_all_is_kept_there_is_a_row_for_every_token(
+    dataset: stored.Stored, more: int
+) -> None:
+    done = dataset.done(0)
+    stored.reseal(dataset, 0, tokens=done.rows + more)
+    assert named(verify(dataset.objects), f"{done.index.key}: a token is missing or doubled")
 
 
 def test_what_is_no_dataset_is_said_to_be_none(tmp_path: Path) -> None:

@@ -10,15 +10,16 @@ import xxhash
 
 import stored
 from spile.objects import LocalObjects, LocalStream
-from spile.store.format import Done, decode_record, encode_record
+from spile.store.format import Done, TapInfo, decode_record, encode_record
 from spile.store.shard import open_tensor, read_shard_header
 from spile.store.writer import UnitWriter
 
 DESCRIBED: dict[str, Any] = {
-    "fingerprint": "f", "documents": 1, "contexts": 1, "skipped": {}, "text_digest": "t",
-    "made_by": {},
+    "fingerprint": "f", "tokens": 30, "documents": 1, "contexts": 1, "skipped": {},
+    "text_digest": "t", "made_by": {},
 }  # fmt: skip
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+PAIR = {"a": TapInfo((2,), "bfloat16")}
 
 
 @pytest.fixture
@@ -33,9 +34,9 @@ def index_of(rows: int) -> np.ndarray:
 def write(
     objects: LocalObjects, rows: dict[str, np.ndarray], shard_bytes: int, pieces: int = 5
 ) -> Done:
-    count, dtype = len(next(iter(rows.values()))), next(iter(rows.values())).dtype
-    widths = {tap: values.shape[1] for tap, values in rows.items()}
-    writer = UnitWriter(objects, 3, index_of(count), widths, dtype, shard_bytes)
+    count = len(next(iter(rows.values())))
+    taps = {tap: TapInfo(values.shape[1:], values.dtype.name) for tap, values in rows.items()}
+    writer = UnitWriter(objects, 3, index_of(count), taps, shard_bytes)
     for tap, values in rows.items():
         for at in range(0, count, pieces):
             writer.write(tap, values[at : at + pieces])
@@ -67,6 +68,40 @@ def test_shards_hold_the_rows_in_order_and_no_more_bytes_than_asked(
         assert np.concatenate(read).tobytes() == values.tobytes()
 
 
+@pytest.mark.parametrize("pieces", [1, 4, 100])
+@pytest.mark.parametrize("shard_bytes", [1, 50, 4096])
+@pytest.mark.parametrize("tap", stored.SHAPED)
+def test_rows_of_any_shape_and_dtype_keep_it(
+    objects: LocalObjects, tap: str, shard_bytes: int, pieces: int
+) -> None:
+    info = stored.make_table(taps=stored.SHAPED).taps[tap]
+    rows = stored.random_rows(np.random.default_rng(1), 23, info)
+    done = write(objects, {tap: rows}, shard_bytes, pieces)
+    assert info.row_bytes == rows[0].nbytes
+    per_shard = min(23, max(1, shard_bytes // rows[0].nbytes))
+    read = []
+    for shard in done.shards:
+        found = read_shard_header(objects, shard.key)[tap]
+        assert found.shape == (shard.count, *info.shape)
+        assert found.dtype.name == info.dtype
+        assert shard.count <= per_shard
+        read.append(open_tensor(objects, shard.key, found))
+    assert np.concatenate(read).tobytes() == rows.tobytes()
+
+
+def test_taps_of_one_unit_may_differ_in_shape_and_dtype(objects: LocalObjects) -> None:
+    table, rng = stored.make_table([[12]], stored.SHAPED), np.random.default_rng(2)
+    rows = {tap: stored.random_rows(rng, 12, info) for tap, info in table.taps.items()}
+    done, writer = stored.write_unit(objects, table, 0, index_of(12), rows, 40)
+    found = {shard.tap: read_shard_header(objects, shard.key)[shard.tap] for shard in done.shards}
+    assert {tap: (i.shape[1:], i.dtype.name) for tap, i in found.items()} == {
+        tap: (info.shape, info.dtype) for tap, info in table.taps.items()
+    }
+    assert {tap: len(stats.mean) for tap, stats in writer.stats.items()} == {
+        "resid_post.0": 6, "q.1": 6, "expert_ids.1": 2, "logprob": 1,
+    }  # fmt: skip
+
+
 def test_the_record_describes_every_file(objects: LocalObjects) -> None:
     done = write(objects, {"a": random_rows(10, 4), "b": random_rows(10, 2)}, 40)
     assert {file.key for file in done.files()} == set(objects.list())
@@ -80,7 +115,7 @@ def test_the_record_describes_every_file(objects: LocalObjects) -> None:
 
 def test_the_index_and_the_statistics_are_stored_as_given(objects: LocalObjects) -> None:
     index, rows = index_of(10), random_rows(10, 4, np.dtype(np.float32))
-    writer = UnitWriter(objects, 0, index, {"a": 4}, rows.dtype, 100)
+    writer = UnitWriter(objects, 0, index, {"a": TapInfo((4,), "float32")}, 100)
     writer.stats["a"].merge(stored.describe(rows))
     writer.write("a", rows)
     done = writer.finish(**DESCRIBED)
@@ -106,7 +141,8 @@ def test_two_attempts_at_a_unit_share_no_key(objects: LocalObjects) -> None:
 
 @pytest.mark.parametrize("missing", ["a", "b"])
 def test_a_unit_with_a_row_missing_cannot_be_finished(objects: LocalObjects, missing: str) -> None:
-    writer = UnitWriter(objects, 0, index_of(9), {"a": 2, "b": 3}, BFLOAT16, 10)
+    taps = {**PAIR, "b": TapInfo((3,), "bfloat16")}
+    writer = UnitWriter(objects, 0, index_of(9), taps, 10)
     for tap, width in (("a", 2), ("b", 3)):
         writer.write(tap, random_rows(9 - (tap == missing), width))
     with pytest.raises(AssertionError, match=missing):
@@ -130,7 +166,7 @@ class FewStreams(LocalObjects):
 def test_a_row_too_many_is_refused(tmp_path: Path) -> None:
     objects = FewStreams(tmp_path)
     for at_once in (True, False):
-        writer = UnitWriter(objects, 0, index_of(9), {"a": 2}, BFLOAT16, 12)
+        writer = UnitWriter(objects, 0, index_of(9), PAIR, 12)
         with pytest.raises(AssertionError):
             if at_once:
                 writer.write("a", random_rows(10, 2))
@@ -153,7 +189,7 @@ def test_a_row_too_many_is_refused(tmp_path: Path) -> None:
 def test_rows_of_another_width_or_dtype_are_refused(
     objects: LocalObjects, rows: np.ndarray
 ) -> None:
-    writer = UnitWriter(objects, 0, index_of(9), {"a": 2}, BFLOAT16, 1000)
+    writer = UnitWriter(objects, 0, index_of(9), PAIR, 1000)
     with pytest.raises(AssertionError):
         writer.write("a", rows)
         writer.finish(**DESCRIBED)
@@ -161,10 +197,31 @@ def test_rows_of_another_width_or_dtype_are_refused(
     assert list(objects.list()) == []
 
 
+@pytest.mark.parametrize(
+    ("info", "shape"),
+    [
+        (TapInfo((2, 3), "float32"), (9, 6)),
+        (TapInfo((6,), "float32"), (9, 2, 3)),
+        (TapInfo((2, 3), "float32"), (9, 3, 2)),
+        (TapInfo((), "float32"), (9, 1)),
+        (TapInfo((1,), "float32"), (9,)),
+        (TapInfo((2,), "int16"), (9, 2)),
+    ],
+)
+def test_as_many_values_in_another_shape_are_refused(
+    objects: LocalObjects, info: TapInfo, shape: tuple[int, ...]
+) -> None:
+    writer = UnitWriter(objects, 0, index_of(9), {"a": info}, 1000)
+    with pytest.raises(AssertionError, match="a: float32 rows"):
+        writer.write("a", np.zeros(shape, np.float32))
+    writer.discard()
+    assert list(objects.list()) == []
+
+
 @pytest.mark.parametrize("written", [0, 1, 5, 9])
 def test_discard_leaves_nothing(objects: LocalObjects, written: int) -> None:
     kept = write(objects, {"a": random_rows(4, 2)}, 8)
-    writer = UnitWriter(objects, 3, index_of(9), {"a": 2}, BFLOAT16, 12)
+    writer = UnitWriter(objects, 3, index_of(9), PAIR, 12)
     writer.write("a", random_rows(written, 2))
     writer.discard()
     assert set(objects.list()) == {file.key for file in kept.files()}

@@ -2,55 +2,73 @@
 
 A document longer than a row becomes several contexts (or loses its tail, by choice). Contexts are
 placed first-fit by decreasing length, so that short ones fill the gaps; each row then holds whole
-contexts, one after another, and padding only at its end. Rows are stored in this order.
+contexts, one after another, and padding only at its end. Tokens are stored in this order.
+
+A filter chooses which of the tokens become stored rows. It never moves anything: packing is that
+of all tokens, but rows without a chosen one are left out, since nothing would be kept of them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from spile.data.rows import RowFilter
 from spile.data.tokens import TextTokenizer
-from spile.index import FIRST, INDEX_DTYPE, LAST
+from spile.index import END, FIRST, INDEX_DTYPE, LAST
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Fixed-shape input of one device step; `lengths` counts each row's real tokens."""
+    """Fixed-shape input of one device step; fields as in `PackedUnit`."""
 
     tokens: np.ndarray
     positions: np.ndarray
     segments: np.ndarray
     lengths: np.ndarray
+    columns: np.ndarray | None
+    counts: np.ndarray
 
 
 @dataclass(frozen=True)
 class PackedUnit:
-    """A unit ready for the device. Arrays are [rows, seq_len]; segment 0 is padding."""
+    """A unit ready for the device. Arrays are [rows, seq_len]; segment 0 is padding.
+
+    Documents, contexts and tokens are counted as they were read, kept or not.
+    """
 
     tokens: np.ndarray
     positions: np.ndarray
     segments: np.ndarray
-    lengths: np.ndarray
-    index: np.ndarray  # one entry per stored row, in stored order
+    lengths: np.ndarray  # real tokens of each row
+    columns: np.ndarray | None  # [rows, most]: places of kept tokens, then 0; None: all are kept
+    counts: np.ndarray  # kept tokens of each row
+    index: np.ndarray  # one entry per kept token, in stored order
     num_docs: int
     num_contexts: int
+    num_tokens: int
 
     @property
-    def num_tokens(self) -> int:
+    def num_rows(self) -> int:
+        """Stored rows: kept tokens."""
         return len(self.index)
 
     def batches(self, rows: int) -> Iterator[Batch]:
         """Consecutive groups of rows; the last is padded with empty ones."""
         for first in range(0, len(self.lengths), rows):
-            missing = max(0, first + rows - len(self.lengths))
-            chosen = slice(first, first + rows)
             yield Batch(
-                *(
-                    np.pad(a[chosen], ((0, missing),) + ((0, 0),) * (a.ndim - 1))
-                    for a in (self.tokens, self.positions, self.segments, self.lengths)
-                )
+                tokens=_group(self.tokens, first, rows),
+                positions=_group(self.positions, first, rows),
+                segments=_group(self.segments, first, rows),
+                lengths=_group(self.lengths, first, rows),
+                columns=None if self.columns is None else _group(self.columns, first, rows),
+                counts=_group(self.counts, first, rows),
             )
+
+
+def _group(array: np.ndarray, first: int, rows: int) -> np.ndarray:
+    part = array[first : first + rows]
+    return np.pad(part, ((0, rows - len(part)),) + ((0, 0),) * (array.ndim - 1))
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -78,13 +96,16 @@ def pack_unit(
     seq_len: int,
     long_docs: str,
     pack: str,
+    rows: RowFilter | None = None,
 ) -> PackedUnit:
-    """Cut documents into contexts, place those in rows, and index every token."""
+    """Cut documents into contexts, place those in rows, and index every token that is kept."""
     contexts: list[tuple[int, int, np.ndarray]] = []  # document, offset of its first token, tokens
+    ends: list[int] = []  # flags of each context's last token
     for ordinal, tokens in zip(ordinals, documents, strict=True):
         stop = min(len(tokens), seq_len) if long_docs == "truncate" else len(tokens)
         for offset in range(0, stop, seq_len):
             contexts.append((ordinal, offset, tokens[offset : min(offset + seq_len, stop)]))
+            ends.append(LAST if offset + seq_len < stop else LAST | END)
 
     lengths = np.array([len(tokens) for _, _, tokens in contexts], np.int64)
     if pack == "none":
@@ -113,9 +134,50 @@ def pack_unit(
             entry["pos"] = positions[row, place]
             entry["flags"] = tokenizer.flags(tokens)
             entry["flags"][0] |= FIRST
-            entry["flags"][-1] |= LAST
+            entry["flags"][-1] |= ends[item]
             column += count
             done += count
         filled[row] = column
     used = {ordinal for ordinal, _, _ in contexts}
-    return PackedUnit(ids, positions, segments, filled, index, len(used), len(contexts))
+    unit = PackedUnit(
+        tokens=ids,
+        positions=positions,
+        segments=segments,
+        lengths=filled,
+        columns=None,
+        counts=filled,
+        index=index,
+        num_docs=len(used),
+        num_contexts=len(contexts),
+        num_tokens=len(index),
+    )
+    return unit if rows is None or rows.keeps_all else _filtered(unit, rows.mask(index))
+
+
+def bucket(n: int, seq_len: int) -> int:
+    """`n` rounded up, by less than a quarter, so that few shapes are ever compiled."""
+    step = 1 << max(0, n.bit_length() - 3)
+    return max(1, min(-(-n // step) * step, seq_len))
+
+
+def _filtered(unit: PackedUnit, mask: np.ndarray) -> PackedUnit:
+    """What is left of an unfiltered unit when entries of its index are dropped."""
+    if mask.all():
+        return unit
+    kept = np.zeros(unit.tokens.shape, np.bool_)
+    kept[unit.segments > 0] = mask  # both are in the order of rows, then of places within a row
+    counts = kept.sum(axis=1, dtype=np.int32)
+    full = counts > 0
+    kept, counts = kept[full], counts[full]
+    columns = np.zeros((len(counts), bucket(int(counts.max(initial=0)), kept.shape[1])), np.int32)
+    columns[np.arange(columns.shape[1]) < counts[:, None]] = np.nonzero(kept)[1]
+    return replace(
+        unit,
+        tokens=unit.tokens[full],
+        positions=unit.positions[full],
+        segments=unit.segments[full],
+        lengths=unit.lengths[full],
+        columns=columns,
+        counts=counts,
+        index=unit.index[mask],
+    )

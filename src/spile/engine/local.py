@@ -23,6 +23,8 @@ from spile.engine.step import Step
 from spile.engine.worker import Worker
 from spile.errors import InputError, Interrupted
 from spile.metrics import Counters
+from spile.models.decoder import needs_whole_block
+from spile.models.params import Schedule
 from spile.models.weights import load_params
 from spile.objects import open_objects
 from spile.store.ledger import Ledger
@@ -33,6 +35,7 @@ class Outcome:
     """What a finished run made."""
 
     rows: int
+    tokens: int
     documents: int
     bytes: int
     units: int
@@ -99,9 +102,11 @@ def _extract(
 
 
 def _load_step(job: Job, ledger: Ledger, platform: str) -> Step:
+    whole = needs_whole_block(job.taps, job.layers)
+    schedule = Schedule.of(job.checkpoint.arch, job.layers, whole=whole)
     params, digests = load_params(
         job.checkpoint,
-        job.layers,
+        schedule,
         head=job.needs_head,
         dtype=jnp.dtype(job.recipe.compute_dtype),
     )
@@ -110,6 +115,7 @@ def _load_step(job: Job, ledger: Ledger, platform: str) -> Step:
         params,
         job.checkpoint.arch,
         job.taps,
+        schedule,
         compute_dtype=job.recipe.compute_dtype,
         store_dtype=job.recipe.store_dtype,
         platform=platform,
@@ -119,11 +125,17 @@ def _load_step(job: Job, ledger: Ledger, platform: str) -> Step:
 def _outcome(ledger: Ledger, cost: Estimate) -> Outcome:
     manifest = ledger.read_manifest()
     assert manifest is not None
+    if manifest["tokens"] and not manifest["rows"]:
+        raise InputError(
+            f"--where {ledger.table().recipe.where!r} keeps none of the corpus's "
+            f"{manifest['tokens']:,} tokens; choose another, and another --out"
+        )
     if not manifest["rows"]:
         reasons = ", ".join(f"{n} {reason}" for reason, n in manifest["skipped"].items())
         raise InputError(f"the corpus holds no usable document ({reasons})")
     return Outcome(
         rows=manifest["rows"],
+        tokens=manifest["tokens"],
         documents=manifest["documents"],
         bytes=manifest["bytes"],
         units=len(manifest["units"]),

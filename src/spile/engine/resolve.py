@@ -13,11 +13,14 @@ from typing import Any
 
 from spile.config import Recipe, ResolvedRecipe, flag_of
 from spile.data.corpus import CorpusFile, CorpusReader, find_files
+from spile.data.pack import pack_unit
+from spile.data.rows import RowFilter
 from spile.data.tokens import TextTokenizer
 from spile.data.units import Unit, make_units, tokens_per_byte
 from spile.errors import ConfigError, DriftError, InputError
 from spile.models.checkpoint import Checkpoint, open_checkpoint
-from spile.models.taps import Tap, parse_taps
+from spile.models.taps import AFTER_BLOCKS, Tap, parse_taps
+from spile.store.format import TapInfo
 from spile.store.ledger import Ledger, Table
 
 _log = logging.getLogger("spile")
@@ -46,7 +49,11 @@ class Job:
 
     @property
     def needs_head(self) -> bool:
-        return any(tap.site in ("final_norm", "logits") for tap in self.taps)
+        return any(tap.site in AFTER_BLOCKS for tap in self.taps)
+
+    @property
+    def row_filter(self) -> RowFilter:
+        return RowFilter(self.recipe.where, self.recipe.every)
 
     def reader(self) -> CorpusReader:
         return CorpusReader(self.files, self.recipe.text_column, self.recipe.text_documents)
@@ -67,7 +74,7 @@ def resolve(
             raise ConfigError(f"{flag_of(name)} is missing")
     assert recipe.model and recipe.corpus and recipe.taps
 
-    checkpoint = open_checkpoint(recipe.model)
+    checkpoint = open_checkpoint(recipe.model, recipe.lora)
     taps = parse_taps(recipe.taps, checkpoint.arch)
     files = find_files(recipe.corpus)
     resolved = _settled(recipe, checkpoint, taps, files, platform)
@@ -95,8 +102,9 @@ def store_table(job: Job, ledger: Ledger) -> Job:
 def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
     """Fill what was not given from the store."""
     defaults: dict[str, Any] = {
-        **{name: getattr(stored, name) for name in Recipe.names()},
+        **{name: getattr(stored, name, None) for name in Recipe.names()},
         "model": stored.model_source,
+        "lora": stored.lora_source,
         "corpus": stored.corpus_source,
         "taps": ",".join(stored.taps),
     }
@@ -120,12 +128,16 @@ def _settled(
     compute = recipe.compute_dtype or ("float32" if platform == "cpu" else "bfloat16")
     asked_for_float32 = recipe.compute_dtype == "float32"
     assert recipe.model and recipe.corpus
+    rows = RowFilter.parse(recipe.where, recipe.every)
     return ResolvedRecipe(
         model_source=_absolute(recipe.model),
+        lora_source=_absolute(recipe.lora) if recipe.lora else None,
         corpus_source=_absolute(recipe.corpus),
         model=checkpoint.identity(),
         corpus=tuple(file.identity() for file in files),
         taps=tuple(tap.name for tap in taps),
+        where=rows.where,
+        every=rows.every,
         seq_len=seq_len,
         pack=recipe.pack or "ffd",
         long_docs=recipe.long_docs or "split",
@@ -173,13 +185,35 @@ def _make_table(
     return Table(
         recipe=resolved,
         fingerprint=resolved.fingerprint(),
-        taps={tap.name: tap.width(checkpoint.arch) for tap in taps},
+        taps={tap.name: _tap_info(tap, checkpoint, resolved) for tap in taps},
         files=tuple(
             {"path": str(f.path), "identity": identity}
             for f, identity in zip(files, resolved.corpus, strict=True)
         ),
         units=tuple(unit.to_json() for unit in units),
+        kept=_kept(resolved, reader, tokenizer),
     )
+
+
+def _tap_info(tap: Tap, checkpoint: Checkpoint, resolved: ResolvedRecipe) -> TapInfo:
+    arch = checkpoint.arch
+    shape = tap.shape(arch, resolved.seq_len)
+    return TapInfo(shape, tap.dtype(resolved.store_dtype), tap.aliases(arch))
+
+
+def _kept(resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer) -> float:
+    """The share of tokens that become rows, in the corpus's first documents."""
+    if resolved.keeps_all:
+        return 1.0
+    documents, _ = reader.sample(0)
+    first = slice(resolved.max_docs)
+    packed = pack_unit(
+        documents.ordinals[first], tokenizer.encode(documents.texts[first]), tokenizer,
+        seq_len=resolved.seq_len, long_docs=resolved.long_docs, pack=resolved.pack,
+        rows=RowFilter(resolved.where, resolved.every),
+    )  # fmt: skip
+    # A sample of which nothing is kept teaches nothing: `doc >= 10000`, say.
+    return packed.num_rows / packed.num_tokens if packed.num_rows else 1.0
 
 
 def _refuse_drift(where: str, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]) -> None:
@@ -195,9 +229,10 @@ def _refuse_drift(where: str, stored: Table, now: ResolvedRecipe, files: list[Co
         elif name == "corpus":
             differences["corpus"] = (f"{len(old[name])} files", f"{len(new[name])} files")
         elif name == "model":
-            for part in old[name]:
-                if old[name][part] != new[name][part]:
-                    differences[f"model {part}"] = (old[name][part], new[name][part])
+            for part in sorted({*old[name], *new[name]}):
+                was, is_now = old[name].get(part), new[name].get(part)
+                if was != is_now:
+                    differences[f"model {part}"] = (was, is_now)
         else:
             differences[name] = (old[name], new[name])
     if differences:

@@ -10,13 +10,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Shaped
 
 from spile.data.pack import Batch
 from spile.models import attention
 from spile.models.arch import Arch
 from spile.models.decoder import forward
-from spile.models.params import Params
+from spile.models.params import Params, Schedule
 from spile.models.taps import Tap
 from spile.store.stats import TapStats
 
@@ -28,28 +28,29 @@ Reduced = dict[str, Array]
 class StepOutput:
     """What a step leaves on the device; reading any of it waits for the step."""
 
-    lengths: np.ndarray
+    lengths: np.ndarray  # tokens of each packed row
+    counts: np.ndarray  # of them, how many were kept
     rows: Mapping[str, Array]
     reduced: Mapping[str, Reduced]
 
     def rows_of(self, tap: str) -> np.ndarray:
-        """[rows, seq, values] on the host; a view where host and device share memory."""
+        """[rows, kept, ...] on the host; a view where host and device share memory."""
         return np.asarray(self.rows[tap])
 
     def stats_of(self, tap: str) -> list[TapStats]:
-        """One entry per packed row that holds tokens, in order."""
+        """One entry per packed row that holds kept tokens, in order."""
         host = {name: np.asarray(value) for name, value in self.reduced[tap].items()}
         return [
             TapStats(
-                int(length),
+                int(count),
                 host["mean"][row].astype(np.float64),
                 host["m2"][row].astype(np.float64),
                 float(host["norm_sum"][row]),
                 float(host["max_abs"][row]),
                 int(host["nonfinite"][row]),
             )
-            for row, length in enumerate(self.lengths)
-            if length
+            for row, count in enumerate(self.counts)
+            if count
         ]
 
 
@@ -61,6 +62,7 @@ class Step:
         params: Params,
         arch: Arch,
         taps: tuple[Tap, ...],
+        schedule: Schedule,
         *,
         compute_dtype: str,
         store_dtype: str,
@@ -70,33 +72,43 @@ class Step:
         # float32 means float32: on accelerators the default would be a faster, coarser product.
         precision = "highest" if compute_dtype == "float32" else "default"
 
-        def run(params: Params, tokens: Array, positions: Array, segments: Array) -> tuple:
+        def run(
+            params: Params,
+            tokens: Array,
+            positions: Array,
+            segments: Array,
+            counts: Array,
+            columns: Array | None,
+        ) -> tuple:
             with jax.default_matmul_precision(precision):
                 rows = forward(
                     params,
                     tokens,
                     positions,
                     segments,
+                    columns,
                     arch=arch,
                     taps=taps,
+                    schedule=schedule,
                     attention=attention.for_platform(platform),
-                    store_dtype=jnp.dtype(store_dtype),
+                    store_dtype=store_dtype,
                 )
-                real = segments > 0
+                width = (tokens if columns is None else columns).shape[1]
+                real = jnp.arange(width)[None, :] < counts[:, None]
                 return rows, {tap: _reduce(values, real) for tap, values in rows.items()}
 
         self._run = jax.jit(run)
 
     def __call__(self, batch: Batch) -> StepOutput:
         """Start a step; returns at once, the device works on."""
-        inputs = jax.device_put((batch.tokens, batch.positions, batch.segments))
-        rows, reduced = self._run(self._params, *inputs)
-        return StepOutput(batch.lengths, rows, reduced)
+        inputs = (batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns)
+        rows, reduced = self._run(self._params, *jax.device_put(inputs))
+        return StepOutput(batch.lengths, batch.counts, rows, reduced)
 
 
-def _reduce(values: Float[Array, "rows seq values"], real: Bool[Array, "rows seq"]) -> Reduced:
-    """Moments of each packed row over its real tokens, of the values as stored."""
-    wide = values.astype(jnp.float32)
+def _reduce(values: Shaped[Array, "rows kept ..."], real: Bool[Array, "rows kept"]) -> Reduced:
+    """Moments of each packed row over its kept tokens, of the values as stored."""
+    wide = values.reshape(*real.shape, -1).astype(jnp.float32)
     weight = real[..., None]
     count = jnp.maximum(real.sum(axis=1), 1).astype(jnp.float32)[:, None]
     masked = partial(jnp.where, weight)

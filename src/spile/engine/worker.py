@@ -27,7 +27,6 @@ from spile.metrics import Counters
 from spile.store.ledger import Ledger
 from spile.store.presence import Presence
 from spile.store.writer import UnitWriter
-from spile.tensors import DTYPES_BY_NAME
 
 _log = logging.getLogger("spile")
 _RETRY_SECONDS = 0.5  # between looks for a unit that others hold
@@ -100,6 +99,11 @@ class Worker:
                 sink.close()  # commits what is fully computed
                 raise Interrupted
             sink.close()
+        except Exception:
+            # Units fully computed before the failure are kept; a second error says nothing new.
+            with suppress(Exception):
+                sink.close()
+            raise
         except BaseException:
             sink.abandon()
             raise
@@ -130,6 +134,7 @@ class Worker:
             seq_len=recipe.seq_len,
             long_docs=recipe.long_docs,
             pack=recipe.pack,
+            rows=self._job.row_filter,
         )
         yield _Begin(unit, packed, skipped, documents.digest())
         for batch in packed.batches(self._batch_rows):
@@ -169,7 +174,6 @@ class Worker:
                 item.unit.id,
                 item.packed.index,
                 self._job.table.taps,
-                DTYPES_BY_NAME[self._job.recipe.store_dtype],
                 self._runtime.shard_bytes,
             )
             self._current = (item, writer)
@@ -185,11 +189,11 @@ class Worker:
             rows = output.rows_of(tap)
             for stats in output.stats_of(tap):
                 if stats.nonfinite and not self._runtime.allow_nonfinite:
-                    raise DataError(self._nonfinite(tap, rows, output.lengths, begin))
+                    raise DataError(self._nonfinite(tap, rows, output.counts, begin))
                 writer.stats[tap].merge(stats)
-            for row, length in zip(rows, output.lengths, strict=True):
-                writer.write(tap, row[:length])
-            self._counters.add(bytes=int(output.lengths.sum()) * rows.shape[-1] * rows.itemsize)
+            for row, count in zip(rows, output.counts, strict=True):
+                writer.write(tap, row[:count])
+            self._counters.add(bytes=int(output.counts.sum()) * rows[0, 0].nbytes)
         self._counters.add(tokens=int(output.lengths.sum()))
         self._presence.tell(tokens=int(self._counters["tokens"]))
 
@@ -198,6 +202,7 @@ class Worker:
         begin, writer = self._current
         done = writer.finish(
             fingerprint=self._job.table.fingerprint,
+            tokens=begin.packed.num_tokens,
             documents=begin.packed.num_docs,
             contexts=begin.packed.num_contexts,
             skipped=dict(sorted(begin.skipped.items())),
@@ -210,12 +215,15 @@ class Worker:
         if not won:
             writer.discard()
             _log.info("unit %d was done by another worker first", begin.unit.id)
-        self._counters.add(units=1)
+        # Packed rows of which nothing is kept are read, and never run.
+        unrun = begin.packed.num_tokens - int(begin.packed.lengths.sum())
+        self._counters.add(units=1, tokens=unrun)
         self._presence.release(begin.unit.id)
-        self._presence.tell(units_done=int(self._counters["units"]))
+        counted = {name: int(self._counters[name]) for name in ("units", "tokens")}
+        self._presence.tell(units_done=counted["units"], tokens=counted["tokens"])
 
-    def _nonfinite(self, tap: str, rows: np.ndarray, lengths: np.ndarray, begin: _Begin) -> str:
-        bad = [bool(~np.isfinite(row[:n]).all()) for row, n in zip(rows, lengths, strict=True)]
+    def _nonfinite(self, tap: str, rows: np.ndarray, counts: np.ndarray, begin: _Begin) -> str:
+        bad = [bool(~np.isfinite(row[:n]).all()) for row, n in zip(rows, counts, strict=True)]
         return (
             f"{tap}: NaN or infinity in unit {begin.unit.id} (documents {begin.unit.first_doc} to "
             f"{begin.unit.first_doc + begin.unit.num_docs - 1}, {sum(bad)} of {len(bad)} rows of a "

@@ -4,18 +4,22 @@ Everything that can be known without loading weights: the architecture, where ea
 whether the set of tensors is exactly the expected one, and the model's identity. No jax.
 """
 
-import json
-import re
+import dataclasses
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from spile.errors import CorruptError, InputError
 from spile.identity import full_digest, sampled_digest
+from spile.models import mxfp4
 from spile.models.arch import Arch
 from spile.models.demo import demo_model
-from spile.models.families import Family, read_config
-from spile.models.specs import block_specs, outer_specs
+from spile.models.family import Family
+from spile.models.hf_config import read_config
+from spile.models.json_file import read_json
+from spile.models.lora import Adapter, read_adapter
+from spile.models.sources import Source
+from spile.models.specs import ParamSpec, block_specs, outer_specs
 from spile.tensors import TensorInfo, read_header
 
 _INDEX = "model.safetensors.index.json"
@@ -24,13 +28,15 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model found on disk."""
+    """A model found on disk, perhaps with an adapter to be merged into it."""
 
     directory: Path
     family: Family
     arch: Arch
     tensors: dict[str, tuple[Path, TensorInfo]]
     files: tuple[Path, ...]
+    prefix: str  # of its tensors' names
+    adapter: Adapter | None = None
 
     def identity(self) -> dict[str, str]:
         """Digests of what decides the activations; paths are not part of it."""
@@ -40,14 +46,46 @@ class Checkpoint:
             "config": full_digest(self.directory / "config.json"),
             "tokenizer": full_digest(*(path for path in tokenizer if path.exists())),
             "weights": "+".join(weights),
+            **({"lora": self.adapter.identity()} if self.adapter else {}),
         }
 
-    def source(self, name: str, layer: int | None = None) -> str:
-        """The checkpoint's name for one of our parameters."""
-        return self.family.weights[name].format(layer=layer)
+    def source(self, name: str) -> Source:
+        """Where one of our arrays lies."""
+        return self.family.weights.get(name) or Source(self.family.head)
+
+    def names(self, spec: ParamSpec, layer: int | None = None) -> list[str]:
+        """The tensors that hold an array of ours: one, or one for each expert."""
+        source = self.source(spec.name)
+        prefix = self.prefix if spec.name in self.family.weights else ""
+        experts = range(spec.shape[0]) if source.per_expert else [None]
+        return [prefix + source.name.format(layer=layer, expert=expert) for expert in experts]
+
+    def stored(self, name: str) -> tuple[str, ...]:
+        """The tensors a tensor is made of: itself, or the two halves of its 4-bit form."""
+        packed = (name + mxfp4.BLOCKS, name + mxfp4.SCALES)
+        found = name not in self.tensors and packed[0] in self.tensors
+        return packed if found and self.family.quantized else (name,)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What the tensors must be, by name."""
+        blocks = {spec.name: spec for spec in block_specs(self.arch)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for spec in outer_specs(self.arch):
+            shapes |= dict.fromkeys(self.names(spec), spec.shape)
+        for spec in blocks.values():
+            shape = self.source(spec.name).shape(spec, blocks)
+            for layer in range(self.arch.num_layers):
+                shapes |= dict.fromkeys(self.names(spec, layer), shape)
+        return shapes
 
 
-def open_checkpoint(model: str) -> Checkpoint:
+def read_arch(model: str) -> Arch:
+    """What a model is made of, from its config.json alone."""
+    directory = demo_model() if model == "demo" else Path(model)
+    return read_config(read_json(directory / "config.json"), f"{directory}/config.json")[1]
+
+
+def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
     """Find a model by its directory (or `demo`), read its config and headers, and check them."""
     directory = demo_model() if model == "demo" else Path(model)
     if not directory.is_dir():
@@ -57,7 +95,7 @@ def open_checkpoint(model: str) -> Checkpoint:
         )
     if not (directory / "tokenizer.json").exists():
         raise InputError(f"--model {model}: no tokenizer.json there; save the fast tokenizer too")
-    family, arch = read_config(_read_json(directory / "config.json"), f"{directory}/config.json")
+    family, arch = read_config(read_json(directory / "config.json"), f"{directory}/config.json")
     files = _weight_files(directory)
     tensors: dict[str, tuple[Path, TensorInfo]] = {}
     for path in files:
@@ -69,32 +107,34 @@ def open_checkpoint(model: str) -> Checkpoint:
             if name in tensors:
                 raise InputError(f"{path}: tensor {name} is also in {tensors[name][0].name}")
             tensors[name] = (path, info)
-    checkpoint = Checkpoint(directory, family, arch, tensors, files)
+    stems = (p for p in family.prefixes if p + family.weights["embed"].name in tensors)
+    checkpoint = Checkpoint(
+        directory, family, arch, tensors, files, next(stems, family.prefixes[0])
+    )
     _check_tensors(checkpoint)
-    return checkpoint
-
-
-def _expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    arch = checkpoint.arch
-    shapes = {checkpoint.source(spec.name): spec.shape for spec in outer_specs(arch)}
-    for spec in block_specs(arch):
-        for layer in range(arch.num_layers):
-            shapes[checkpoint.source(spec.name, layer)] = spec.shape
-    return shapes
+    if lora is None:
+        return checkpoint
+    return dataclasses.replace(checkpoint, adapter=read_adapter(lora, checkpoint.shapes()))
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors are not exactly the expected ones, naming all faults."""
-    found, expected = checkpoint.tensors, _expected_shapes(checkpoint)
-    unused = [
-        re.escape(name).replace(r"\{layer\}", r"\d+") for name in checkpoint.family.unused_weights
-    ]
+    found, floats = checkpoint.tensors, ("float32", "float16", "bfloat16")
+    expected: dict[str, tuple[int, ...]] = {}
+    allowed: dict[str, tuple[str, ...]] = {}
+    for name, shape in checkpoint.shapes().items():
+        stored = checkpoint.stored(name) if mxfp4.packable(shape) else (name,)
+        packed = len(stored) > 1
+        expected |= zip(stored, mxfp4.packed_shapes(shape) if packed else (shape,), strict=True)
+        allowed |= dict.fromkeys(stored, ("uint8",) if packed else floats)
+    family, prefix = checkpoint.family, checkpoint.prefix
+    unused = [stem + name for name in family.unused_weights for stem in {prefix, ""}]
     if checkpoint.arch.tied_head:
-        unused.append(re.escape(checkpoint.family.weights["head"]))
+        unused.append(family.head)
     extra = [
         name
         for name in sorted(set(found) - set(expected))
-        if not any(re.fullmatch(pattern, name) for pattern in unused)
+        if not any(fnmatchcase(name, pattern) for pattern in unused)
     ]
     faults = [f"missing {name}" for name in expected if name not in found]
     faults += [f"unexpected {name}" for name in extra]
@@ -104,9 +144,9 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
         if name in found and found[name][1].shape != shape
     ]
     faults += [
-        f"{name} holds {found[name][1].dtype}, not floats"
+        f"{name} holds {found[name][1].dtype}, not {' or '.join(allowed[name])}"
         for name in expected
-        if name in found and found[name][1].dtype.name not in ("float32", "float16", "bfloat16")
+        if name in found and found[name][1].dtype.name not in allowed[name]
     ]
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
@@ -115,7 +155,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:
     if (directory / _INDEX).exists():
-        listed = _read_json(directory / _INDEX).get("weight_map")
+        listed = read_json(directory / _INDEX).get("weight_map")
         if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
             raise InputError(f"{directory / _INDEX}: has no usable weight_map")
         names = sorted(set(listed.values()))
@@ -129,15 +169,3 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
             hint = "; pickled .bin weights are never read" if any(directory.glob("*.bin")) else ""
             raise InputError(f"{path}: no such file{hint}")
     return files
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: not a JSON object")
-    return value

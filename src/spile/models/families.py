@@ -1,251 +1,374 @@
 """Model families as data: one row each, read by one decoder.
 
-A row says how the family's `config.json` maps to an `Arch` and what its tensors are called. Each
-config key is read, ignored (it cannot change an activation) or required to hold one of given
-values; a key that is in none of these is refused by name, because a silently ignored key means
-silently wrong activations.
+A row says what is constant about the family, which keys its `config.json` has beyond those all
+share, what transformers assumes where one is missing, and what its tensors are called.
+`hf_config.py` reads a config through its row; to add a family, see docs/models.md.
 """
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from spile.errors import InputError
-from spile.models.arch import Arch
-from spile.models.rope import Rope, positive
+from spile.models.family import LAYER, LLAMA_WEIGHTS, Family, fused, linears, named, norms
+from spile.models.sources import Source
 
-ACTIVATIONS = ("silu",)
-
-# Written by every version of transformers and without effect on a forward pass.
-_IGNORED = frozenset(
-    [
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "is_llama_config",
-        "label2id",
-        "max_window_layers",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "use_cache",
-        "use_return_dict",
-        "do_sample",
-        "max_length",
-        "min_length",
-        "num_beams",
-        "repetition_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "unk_token_id",
-        "sep_token_id",
-        "task_specific_params",
-    ]
-)
-
-_READ = frozenset(
-    [
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "rms_norm_eps",
-        "hidden_act",
-        "tie_word_embeddings",
-        "max_position_embeddings",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-    ]
-)
-
-# Values under which a key changes nothing; any other value needs code we do not have.
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "pretraining_tp": (1, None),
-    "rope_interleaved": (False, None),
-    "is_encoder_decoder": (False,),
-    "is_decoder": (False, True),
-    "add_cross_attention": (False,),
-    "pruned_heads": ({}, None),
-    "tie_encoder_decoder": (False,),
-    "partial_rotary_factor": (1.0, 1, None),
-    "quantization_config": (None,),
+# Saved by old versions of transformers; the frequencies are computed here.
+_OLD_ROTARY = ("layers.*.self_attn.rotary_emb.inv_freq",)
+_SWITCHED = {"use_sliding_window": False}
+_GEMMA = {"norm": "rms_plus_one"}
+_GEMMA_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256}
+_GEMMA_NORMS = {
+    **LLAMA_WEIGHTS,
+    **norms(
+        LAYER,
+        attn_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    ),
 }
-
-_LAYER = {
-    "attn_norm": "input_layernorm.weight",
-    "wq": "self_attn.q_proj.weight",
-    "wk": "self_attn.k_proj.weight",
-    "wv": "self_attn.v_proj.weight",
-    "wo": "self_attn.o_proj.weight",
-    "bq": "self_attn.q_proj.bias",
-    "bk": "self_attn.k_proj.bias",
-    "bv": "self_attn.v_proj.bias",
-    "bo": "self_attn.o_proj.bias",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "w_gate": "mlp.gate_proj.weight",
-    "w_up": "mlp.up_proj.weight",
-    "w_down": "mlp.down_proj.weight",
-    "b_gate": "mlp.gate_proj.bias",
-    "b_up": "mlp.up_proj.bias",
-    "b_down": "mlp.down_proj.bias",
-}
-
-_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    **{name: "model.layers.{layer}." + source for name, source in _LAYER.items()},
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One row: a family's config keys and tensor names."""
-
-    name: str
-    architectures: tuple[str, ...]
-    qkv_bias: bool | str  # a constant of the family, or the config key that says
-    out_bias: bool | str
-    mlp_bias: bool | str
-    default_max_positions: int
-    default_theta: float = 10000.0
-    harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, Any])
-    weights: Mapping[str, str] = field(default_factory=lambda: _NAMES)
-    # Tensors that old checkpoints carry and no forward pass needs.
-    unused_weights: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
-
+_CAUSAL = {"use_bidirectional_attention": (False, None)}
+_GEMMA3: dict[str, Any] = {
+    "fixed": {**_GEMMA, "post_norm": True, "qk_norm": "head"},
+    "biases": {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+    "keys": {"hidden_act": "hidden_activation"},
+    "reads": (
+        "sliding_window", "layer_types", "sliding_window_pattern", "query_pre_attn_scalar",
+        "final_logit_softcapping", "rope_local_base_freq",
+    ),
+    "defaults": {
+        **_GEMMA_DEFAULTS, "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
+        "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    },
+    # transformers has the cap in Gemma 3's config and does not apply it
+    "harmless": {**_CAUSAL, "attn_logit_softcapping": (None,), "cache_implementation": ("hybrid",)},
+    "ignored": ("_sliding_window_pattern",),
+    "windows": "pattern",
+    "scaled_embeddings": True,
+    "weights": _GEMMA_NORMS,
+}  # fmt: skip
+_ROUTED = ("num_experts_per_tok",)
+_ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 
 FAMILIES = (
     Family(
         name="llama",
         architectures=("LlamaForCausalLM",),
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        default_max_positions=2048,
+        biases={
+            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"
+        },
+        defaults={"max_position_embeddings": 2048},
+        unused_weights=_OLD_ROTARY,
+    ),
+    Family(
+        name="mistral",
+        architectures=("MistralForCausalLM",),
+        reads=("sliding_window",),
+        defaults={"sliding_window": 4096, "max_position_embeddings": 131_072},
+        windows="always",
+        unused_weights=_OLD_ROTARY,
     ),
     Family(
         name="qwen2",
         architectures=("Qwen2ForCausalLM",),
-        qkv_bias=True,
-        out_bias=False,
-        mlp_bias=False,
-        default_max_positions=32768,
-        harmless={"use_sliding_window": (False, None), "use_mrope": (False, None)},
+        fixed={"qkv_bias": True},
+        reads=("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+        defaults={
+            **_SWITCHED, "sliding_window": 4096, "max_window_layers": 28,
+            "max_position_embeddings": 32768,
+        },
+        harmless={"use_mrope": (False, None)},
+        windows="upper",
     ),
-)
-
-
-def find_family(config: Mapping[str, Any], where: str) -> Family:
-    """The row for a config, by its `architectures` entry."""
-    given = config.get("architectures") or []
-    if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
-        raise InputError(f"{where}: 'architectures' must name one model class, got {given!r}")
-    for family in FAMILIES:
-        if given[0] in family.architectures:
-            return family
-    known = [name for family in FAMILIES for name in family.architectures]
-    nearest = difflib.get_close_matches(given[0], known, n=1, cutoff=0.0)[0]
-    raise InputError(
-        f"{where}: architecture {given[0]!r} is not supported; the nearest is {nearest} "
-        f"(supported: {', '.join(known)})"
-    )
-
-
-def read_config(config: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
-    """An `Arch` from the contents of a HF `config.json`; every key is accounted for."""
-    family = find_family(config, where)
-    _refuse_unknown(config, family, where)
-
-    def number(key: str, default: int | None = None) -> int:
-        value = config.get(key)
-        value = default if value is None else value
-        if type(value) is not int or value <= 0:
-            raise InputError(f"{where}: {key} must be a positive number, got {value!r}")
-        return value
-
-    def switch(rule: bool | str) -> bool:
-        return bool(config.get(rule, False)) if isinstance(rule, str) else rule
-
-    activation = config.get("hidden_act") or "silu"
-    if activation not in ACTIVATIONS:
-        raise InputError(
-            f"{where}: hidden_act {activation!r} is not supported (known: {', '.join(ACTIVATIONS)})"
-        )
-    eps = config.get("rms_norm_eps")
-    heads = number("num_attention_heads")
-    width = number("hidden_size")
-    arch = Arch(
-        family=family.name,
-        vocab_size=number("vocab_size"),
-        width=width,
-        num_layers=number("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", width // heads),
-        mlp_width=number("intermediate_size"),
-        norm_eps=positive(1e-6 if eps is None else eps, "rms_norm_eps", where),
-        activation=activation,
-        rope=Rope.from_config(config, where, default_theta=family.default_theta),
-        qkv_bias=switch(family.qkv_bias),
-        out_bias=switch(family.out_bias),
-        mlp_bias=switch(family.mlp_bias),
-        tied_head=bool(config.get("tie_word_embeddings", False)),
-        max_positions=number("max_position_embeddings", family.default_max_positions),
-    )
-    if arch.num_heads % arch.num_kv_heads:
-        raise InputError(
-            f"{where}: num_attention_heads {heads} is not a multiple of "
-            f"num_key_value_heads {arch.num_kv_heads}"
-        )
-    return family, arch
-
-
-def _refuse_unknown(config: Mapping[str, Any], family: Family, where: str) -> None:
-    switches = {
-        r for r in (family.qkv_bias, family.out_bias, family.mlp_bias) if isinstance(r, str)
-    }
-    harmless = {**_HARMLESS, **family.harmless}
-    for key, value in config.items():
-        if key in _IGNORED or key in _READ or key in switches:
-            continue
-        if key in harmless:
-            if value not in harmless[key]:
-                raise InputError(f"{where}: {key} = {value!r} is not supported for {family.name}")
-        elif key == "layer_types":
-            if value is not None and (
-                not isinstance(value, list) or any(v != "full_attention" for v in value)
-            ):
-                raise InputError(
-                    f"{where}: layer_types other than full_attention are not supported "
-                    f"for {family.name}"
+    Family(
+        name="qwen3",
+        architectures=("Qwen3ForCausalLM",),
+        fixed={"qk_norm": "head"},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        reads=("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+        defaults={
+            **_SWITCHED, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128,
+            "max_position_embeddings": 32768,
+        },
+        windows="upper",
+    ),
+    Family(
+        name="gemma",
+        architectures=("GemmaForCausalLM",),
+        fixed={**_GEMMA, "activation": "gelu_pytorch_tanh"},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        defaults={**_GEMMA_DEFAULTS, "max_position_embeddings": 8192},
+        # The first releases say "gelu"; the tanh approximation is what they were trained with.
+        harmless={
+            **_CAUSAL, "hidden_act": ("gelu", "gelu_pytorch_tanh"),
+            "hidden_activation": ("gelu_pytorch_tanh", None),
+        },
+        scaled_embeddings=True,
+    ),
+    Family(
+        name="gemma2",
+        architectures=("Gemma2ForCausalLM",),
+        fixed={**_GEMMA, "post_norm": True},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        keys={"hidden_act": "hidden_activation"},
+        reads=(
+            "sliding_window", "layer_types", "query_pre_attn_scalar", "attn_logit_softcapping",
+            "final_logit_softcapping",
+        ),
+        defaults={
+            **_GEMMA_DEFAULTS, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 4096,
+            "sliding_window_pattern": 2, "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+            "max_position_embeddings": 8192,
+        },
+        harmless={
+            **_CAUSAL, "hidden_act": ("gelu_pytorch_tanh",), "cache_implementation": ("hybrid",)
+        },
+        ignored=("sliding_window_size",),  # an old spelling beside the one that is read
+        windows="pattern",
+        scaled_embeddings=True,
+        weights=_GEMMA_NORMS,
+    ),
+    Family(name="gemma3", architectures=("Gemma3ForCausalLM",), **_GEMMA3),
+    Family(
+        name="gemma3-multimodal",
+        architectures=("Gemma3ForConditionalGeneration",),
+        nested="text_config",
+        beside=(
+            "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index",
+            "image_token_index", "image_token_id", "boi_token_id", "eoi_token_id",
+        ),
+        prefixes=("language_model.model.", "model.language_model."),
+        unused_weights=(
+            "vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*",
+            "model.multi_modal_projector.*", "language_model.lm_head.weight",
+        ),
+        **_GEMMA3,
+    ),
+    Family(
+        name="gpt2",
+        architectures=("GPT2LMHeadModel",),
+        fixed={
+            "norm": "layer", "gated": False, "ropes": (), "qkv_bias": True, "out_bias": True,
+            "mlp_bias": True,
+        },
+        keys={
+            "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "hidden_act":
+            "activation_function", "num_attention_heads": "n_head", "intermediate_size": "n_inner",
+            "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon",
+        },
+        defaults={
+            "tie_word_embeddings": True, "hidden_act": "gelu_new", "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 1024,
+        },
+        ignored=(
+            "n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_activation",
+            "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+            "gradient_checkpointing", "_num_labels", "n_special", "output_past",
+            "predict_special_tokens",
+        ),
+        harmless={
+            "scale_attn_weights": (True, None), "scale_attn_by_inverse_layer_idx": (False, None),
+            # upcasting changes nothing in float32, and below it we score in float32 anyway
+            "reorder_and_upcast_attn": (False, True, None),
+        },
+        weights={
+            **named("", embed="wte.weight", positions="wpe.weight"),
+            **norms("", final_norm="ln_f"),
+            **norms("h.{layer}.", attn_norm="ln_1", mlp_norm="ln_2"),
+            **fused("h.{layer}.attn.c_attn.weight", "wq", "wk", "wv", transposed=True),
+            **fused("h.{layer}.attn.c_attn.bias", "bq", "bk", "bv"),
+            **linears("h.{layer}.", o="attn.c_proj", _up="mlp.c_fc", _down="mlp.c_proj"),
+            **{
+                ours: Source(f"h.{{layer}}.{theirs}.weight", transposed=True)
+                for ours, theirs in (
+                    ("wo", "attn.c_proj"), ("w_up", "mlp.c_fc"), ("w_down", "mlp.c_proj")
                 )
-        elif key == "sliding_window":
-            # Published Qwen2 configs carry a size with the switch off; the switch decides.
-            if value is not None and "use_sliding_window" not in config:
-                raise InputError(f"{where}: sliding_window is not supported for {family.name}")
-        else:
-            raise InputError(
-                f"{where}: unknown config key {key!r}; it may change the model's activations, "
-                f"so it must be listed in models/families.py as read or ignored first"
-            )
+            },
+        },
+        prefixes=("transformer.", ""),
+        unused_weights=("h.*.attn.bias", "h.*.attn.masked_bias"),
+    ),
+    Family(
+        name="gpt_neox",
+        architectures=("GPTNeoXForCausalLM",),
+        fixed={"norm": "layer", "gated": False, "mlp_bias": True},
+        biases={
+            "qkv_bias": "attention_bias", "out_bias": "attention_bias",
+            "parallel": "use_parallel_residual",
+        },
+        keys={
+            "rms_norm_eps": "layer_norm_eps",
+            # transformers 4.45 to 4.57 writes both
+            "rope_theta": ("rotary_emb_base", "rope_theta"),
+            "partial_rotary_factor": ("rotary_pct", "partial_rotary_factor"),
+        },
+        reads=("partial_rotary_factor",),
+        defaults={
+            "attention_bias": True, "use_parallel_residual": True, "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu", "partial_rotary_factor": 0.25, "max_position_embeddings": 2048,
+        },
+        ignored=(
+            "hidden_dropout", "classifier_dropout", "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+        ),
+        weights={
+            **LLAMA_WEIGHTS,
+            **named("", embed="embed_in.weight"),
+            **norms("", final_norm="final_layer_norm"),
+            **fused(
+                LAYER + "attention.query_key_value.weight", "wq", "wk", "wv", by="head"
+            ),
+            **fused(LAYER + "attention.query_key_value.bias", "bq", "bk", "bv", by="head"),
+            **linears(
+                LAYER, o="attention.dense", _up="mlp.dense_h_to_4h", _down="mlp.dense_4h_to_h"
+            ),
+        },
+        prefixes=("gpt_neox.",),
+        head="embed_out.weight",
+        unused_weights=(
+            "layers.*.attention.bias", "layers.*.attention.masked_bias",
+            "layers.*.attention.rotary_emb.inv_freq",
+        ),
+    ),
+    Family(
+        name="phi3",
+        architectures=("Phi3ForCausalLM",),
+        reads=("sliding_window", "partial_rotary_factor", "original_max_position_embeddings"),
+        defaults={
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
+        ignored=("embd_pdrop", "resid_pdrop", "auto_map"),
+        harmless={
+            "attention_bias": (False, None), "full_attn_mod": (1,), "interpolate_factor": (1,),
+            "mlp_bias": (False, None), "lm_head_bias": (False, None),
+        },
+        windows="always",
+        weights={
+            **LLAMA_WEIGHTS,
+            **fused(LAYER + "self_attn.qkv_proj.weight", "wq", "wk", "wv"),
+            **fused(LAYER + "mlp.gate_up_proj.weight", "w_gate", "w_up"),
+        },
+    ),
+    Family(
+        name="olmo2",
+        architectures=("Olmo2ForCausalLM",),
+        fixed={"norm": "rms_float32", "pre_norm": False, "post_norm": True, "qk_norm": "full"},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        weights={
+            **LLAMA_WEIGHTS,
+            **norms(
+                LAYER, attn_post_norm="post_attention_layernorm",
+                mlp_post_norm="post_feedforward_layernorm",
+            ),
+        },
+    ),
+    Family(
+        name="mixtral",
+        architectures=("MixtralForCausalLM",),
+        keys={"num_experts": "num_local_experts"},
+        reads=("sliding_window", "num_experts", *_ROUTED),
+        defaults={
+            "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131_072,
+        },
+        ignored=_ROUTER_LOSS,
+        windows="always",
+        weights={
+            **LLAMA_WEIGHTS,
+            **named(
+                LAYER + "block_sparse_moe.", w_router="gate.weight",
+                w_gate="experts.{expert}.w1.weight", w_up="experts.{expert}.w3.weight",
+                w_down="experts.{expert}.w2.weight",
+            ),
+        },
+    ),
+    Family(
+        name="qwen3_moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        fixed={"qk_norm": "head"},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        keys={
+            "intermediate_size": "moe_intermediate_size",
+            "num_experts": ("num_experts", "num_local_experts"),
+        },
+        reads=("sliding_window", "use_sliding_window", "num_experts", "norm_topk_prob", *_ROUTED),
+        defaults={
+            **_SWITCHED, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False,
+            "sliding_window": 4096, "max_position_embeddings": 32768,
+        },
+        # The width of dense layers, which are refused; and a switch that is read only with them.
+        ignored=(*_ROUTER_LOSS, "intermediate_size", "max_window_layers"),
+        harmless={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        windows="always",
+        weights={
+            **LLAMA_WEIGHTS,
+            **named(LAYER + "mlp.", w_router="gate.weight"),
+            **linears(
+                LAYER + "mlp.experts.{expert}.", _gate="gate_proj", _up="up_proj",
+                _down="down_proj",
+            ),
+        },
+    ),
+    Family(
+        name="gpt_oss",
+        architectures=("GptOssForCausalLM",),
+        fixed={
+            "norm": "rms_float32", "sinks": True, "mlp_bias": True, "activation": "quick_gelu"
+        },
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        keys={"num_experts": "num_local_experts", "glu_limit": "swiglu_limit"},
+        reads=("sliding_window", "layer_types", "num_experts", "glu_limit", *_ROUTED),
+        defaults={
+            "attention_bias": True, "num_experts": 128, "num_experts_per_tok": 4, "head_dim": 64,
+            "sliding_window": 128, "sliding_window_pattern": 2, "norm_topk_prob": True,
+            "glu_limit": 7.0, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
+            "max_position_embeddings": 131_072,
+        },
+        ignored=(*_ROUTER_LOSS, "experts_per_token", "initial_context_length"),
+        harmless={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
+        rope_scaling={
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+        quantized=("mxfp4",),
+        windows="pattern",
+        weights={
+            **LLAMA_WEIGHTS,
+            **named(LAYER, sinks="self_attn.sinks", b_down="mlp.experts.down_proj_bias"),
+            **linears(LAYER, _router="mlp.router"),
+            **fused(
+                LAYER + "mlp.experts.gate_up_proj", "w_gate", "w_up", by="row", transposed=True
+            ),
+            **fused(LAYER + "mlp.experts.gate_up_proj_bias", "b_gate", "b_up", by="row"),
+            "w_down": Source(LAYER + "mlp.experts.down_proj", transposed=True),
+        },
+    ),
+    Family(
+        name="starcoder2",
+        architectures=("Starcoder2ForCausalLM",),
+        fixed={"norm": "layer", "gated": False},
+        biases={"qkv_bias": "use_bias", "out_bias": "use_bias", "mlp_bias": "use_bias"},
+        keys={"rms_norm_eps": "norm_epsilon"},
+        reads=("sliding_window",),
+        defaults={
+            "use_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096,
+        },
+        # The last four are of its predecessor's config, and not read for this one.
+        ignored=(
+            "residual_dropout", "embedding_dropout", "activation_function", "layer_norm_epsilon",
+            "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+        ),
+        harmless={
+            "norm_type": ("layer_norm",), "mlp_type": ("default",), "scale_attn_weights": (True,),
+        },
+        windows="always",
+        weights={
+            **LLAMA_WEIGHTS,
+            **linears(LAYER + "mlp.", _up="c_fc", _down="c_proj"),
+        },
+    ),
+)  # fmt: skip

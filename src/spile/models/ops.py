@@ -1,18 +1,45 @@
 """The arithmetic of one block that is not attention. Casts follow the reference (HF) exactly:
 norms and rotary angles in float32, their results in the compute dtype."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+# rms: scaled, cast, weighted (Llama); rms_float32: weighted before the cast (OLMo 2);
+# rms_plus_one: weighted by one more than the stored weight, before the cast (Gemma);
+# layer: centred too, with a bias (GPT-2).
+NORMS = ("rms", "rms_float32", "rms_plus_one", "layer")
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), jax.nn.gelu),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(x * jnp.asarray(1.702, x.dtype)),
+    "relu": jax.nn.relu,
+}
 
-def rms_norm(
-    x: Float[Array, "*tokens width"], weight: Float[Array, " width"], eps: float
+
+def norm(
+    x: Float[Array, "*tokens width"],
+    weight: Float[Array, " width"],
+    bias: Float[Array, " width"] | None,
+    kind: str,
+    eps: float,
 ) -> Float[Array, "*tokens width"]:
     wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return _per_channel(weight, x) * (wide * scale).astype(x.dtype)
+    if kind == "layer":
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    scale = _per_channel(weight, x)
+    if kind == "rms":
+        return scale * wide.astype(x.dtype)
+    scale = scale.astype(jnp.float32)
+    wide = wide * (1.0 + scale if kind == "rms_plus_one" else scale)
+    if bias is not None:
+        wide = wide + _per_channel(bias, x).astype(jnp.float32)
+    return wide.astype(x.dtype)
 
 
 def linear(
@@ -37,14 +64,34 @@ def rotate(
     cos: Float[Array, "rows seq 1 half"],
     sin: Float[Array, "rows seq 1 half"],
 ) -> Float[Array, "rows seq heads dim"]:
-    """Rotate the pairs (i, i + dim/2), as HF does."""
-    first, second = jnp.split(x, 2, axis=-1)
+    """Rotate the pairs (i, i + half), as HF does; dimensions beyond them stay."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def activate(x: Float[Array, "*tokens mlp"], name: str) -> Float[Array, "*tokens mlp"]:
-    return {"silu": jax.nn.silu}[name](x)
+def activate(
+    up: Float[Array, "*tokens mlp"],
+    gate: Float[Array, "*tokens mlp"] | None,
+    name: str,
+    limit: float | None,
+) -> Float[Array, "*tokens mlp"]:
+    """What the MLP's inner layer gives: gated where there is a gate."""
+    if gate is None:
+        return _ACTIVATIONS[name](up)
+    if limit is not None:
+        gate = jnp.minimum(gate, jnp.asarray(limit, gate.dtype))
+        up = jnp.clip(up, -limit, limit) + jnp.asarray(1, up.dtype)
+    return _ACTIVATIONS[name](gate) * up
+
+
+def softcap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """Squash smoothly into (-cap, cap)."""
+    if cap is None:
+        return x
+    limit = jnp.asarray(cap, x.dtype)
+    return jnp.tanh(x / limit) * limit
 
 
 def _per_channel(values: Float[Array, " width"], like: Array) -> Array:

@@ -5,16 +5,39 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Float
 
-# Arrays of one block have a leading axis of layers in `Params`, and none inside the scan.
+from spile.models.arch import Arch
+
+# The arrays of one block; inside `Params.cycle` each has a leading axis of cycles.
 Block = dict[str, Float[Array, "..."]]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Params:
-    """The weights on the device; `head` and `final_norm` only where a tap asks for them."""
+    """The weights on the device; those after the blocks only where a tap asks for them.
 
-    embed: Float[Array, "vocab width"]
-    blocks: Block
-    final_norm: Float[Array, " width"] | None
-    head: Float[Array, "vocab width"] | None
+    Blocks whose kinds repeat are scanned: `cycle` has one entry for each block of a period, its
+    arrays stacked over the repetitions. What does not fill a period is in `tail`, block by block.
+    """
+
+    outer: dict[str, Float[Array, "..."]]
+    cycle: tuple[Block, ...]
+    tail: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the first `depth` blocks are run: `cycles` times a period, then the rest."""
+
+    depth: int
+    period: int
+    cycles: int
+
+    @classmethod
+    def of(cls, arch: Arch, depth: int, *, whole: bool) -> "Schedule":
+        """Without `whole` the last block stands apart: what no tap needs of it is left out."""
+        return cls(depth, arch.period, max(0, depth - (not whole)) // arch.period)
+
+    @property
+    def scanned(self) -> int:
+        return self.period * self.cycles

@@ -1,8 +1,7 @@
 """Every array of the decoder, declared once: shape and logical axes. No jax.
 
-Loading, checking, sharding and memory accounting derive from these declarations. Block arrays are
-stacked along a leading axis of layers, which the forward pass scans over. Matrices keep the
-checkpoint's layout, [out, in], so loading is a plain copy.
+Loading, checking, sharding and memory accounting derive from these declarations. Matrices keep
+the layout most checkpoints have, [out, in], so loading is a plain copy.
 """
 
 import math
@@ -21,19 +20,14 @@ class ParamSpec:
 
 
 def block_specs(arch: Arch) -> tuple[ParamSpec, ...]:
-    """The arrays of one block, without the layer axis."""
-    d, f = arch.width, arch.mlp_width
-    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    """The arrays of one block."""
+    d, h = arch.width, arch.head_dim
+    q, kv = arch.num_heads * h, arch.num_kv_heads * h
     specs = [
-        ParamSpec("attn_norm", (d,), ("width",)),
         ParamSpec("wq", (q, d), ("heads", "width")),
         ParamSpec("wk", (kv, d), ("kv_heads", "width")),
         ParamSpec("wv", (kv, d), ("kv_heads", "width")),
         ParamSpec("wo", (d, q), ("width", "heads")),
-        ParamSpec("mlp_norm", (d,), ("width",)),
-        ParamSpec("w_gate", (f, d), ("mlp", "width")),
-        ParamSpec("w_up", (f, d), ("mlp", "width")),
-        ParamSpec("w_down", (d, f), ("width", "mlp")),
     ]
     if arch.qkv_bias:
         specs += [
@@ -43,21 +37,56 @@ def block_specs(arch: Arch) -> tuple[ParamSpec, ...]:
         ]
     if arch.out_bias:
         specs.append(ParamSpec("bo", (d,), ("width",)))
-    if arch.mlp_bias:
+    if arch.sinks:
+        specs.append(ParamSpec("sinks", (arch.num_heads,), ("heads",)))
+    if arch.qk_norm == "head":
+        specs += [ParamSpec(name, (h,), ("head_dim",)) for name in ("q_norm", "k_norm")]
+    elif arch.qk_norm == "full":
         specs += [
-            ParamSpec("b_gate", (f,), ("mlp",)),
-            ParamSpec("b_up", (f,), ("mlp",)),
-            ParamSpec("b_down", (d,), ("width",)),
+            ParamSpec("q_norm", (q,), ("heads",)),
+            ParamSpec("k_norm", (kv,), ("kv_heads",)),
         ]
-    return tuple(specs)
+    for placed, names in (
+        (arch.pre_norm, ("attn_norm", "mlp_norm")),
+        (arch.post_norm, ("attn_post_norm", "mlp_post_norm")),
+    ):
+        specs += [spec for name in names if placed for spec in _norm_specs(name, arch)]
+    return (*specs, *_mlp_specs(arch))
+
+
+def _norm_specs(name: str, arch: Arch) -> list[ParamSpec]:
+    names = (name, f"{name}_bias") if arch.norm == "layer" else (name,)
+    return [ParamSpec(each, (arch.width,), ("width",)) for each in names]
+
+
+def _mlp_specs(arch: Arch) -> list[ParamSpec]:
+    d, f, experts = arch.width, arch.mlp_width, arch.experts
+    lead, lead_axes = ((experts.count,), ("experts",)) if experts else ((), ())
+    inner = ("gate", "up") if arch.gated else ("up",)
+    specs = [ParamSpec(f"w_{n}", (*lead, f, d), (*lead_axes, "mlp", "width")) for n in inner]
+    specs.append(ParamSpec("w_down", (*lead, d, f), (*lead_axes, "width", "mlp")))
+    if arch.mlp_bias:
+        specs += [ParamSpec(f"b_{n}", (*lead, f), (*lead_axes, "mlp")) for n in inner]
+        specs.append(ParamSpec("b_down", (*lead, d), (*lead_axes, "width")))
+    if experts:
+        # Not an "experts" axis: every device needs the whole router.
+        specs.append(ParamSpec("w_router", (experts.count, d), ("routes", "width")))
+        if arch.mlp_bias:
+            specs.append(ParamSpec("b_router", (experts.count,), ("routes",)))
+    return specs
 
 
 def outer_specs(arch: Arch) -> tuple[ParamSpec, ...]:
-    """The arrays outside the blocks; a tied head is not an array of its own."""
-    specs = [
-        ParamSpec("embed", (arch.vocab_size, arch.width), ("vocab", "width")),
-        ParamSpec("final_norm", (arch.width,), ("width",)),
-    ]
+    """The arrays before the blocks, and those after them; a tied head is not one of its own."""
+    specs = [ParamSpec("embed", (arch.vocab_size, arch.width), ("vocab", "width"))]
+    if not arch.ropes:
+        specs.append(ParamSpec("positions", (arch.max_positions, arch.width), ("seq", "width")))
+    return (*specs, *head_specs(arch))
+
+
+def head_specs(arch: Arch) -> tuple[ParamSpec, ...]:
+    """The arrays after the blocks, which only some taps need."""
+    specs = _norm_specs("final_norm", arch)
     if not arch.tied_head:
         specs.append(ParamSpec("head", (arch.vocab_size, arch.width), ("vocab", "width")))
     return tuple(specs)
@@ -65,6 +94,7 @@ def outer_specs(arch: Arch) -> tuple[ParamSpec, ...]:
 
 def num_params(arch: Arch, layers: int, *, head: bool) -> int:
     """Parameters held when the first `layers` blocks are loaded, and the head if asked for."""
-    outer = [s for s in outer_specs(arch) if head or s.name == "embed"]
+    late = set() if head else {spec.name for spec in head_specs(arch)}
+    outer = [spec for spec in outer_specs(arch) if spec.name not in late]
     block = sum(math.prod(spec.shape) for spec in block_specs(arch))
     return layers * block + sum(math.prod(spec.shape) for spec in outer)

@@ -6,11 +6,14 @@ norm. HF's `hidden_states[i + 1]` is the same thing, except its last entry, whic
 """
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from spile.errors import ConfigError
 from spile.models.arch import Arch
+from spile.tensors import DTYPES_BY_NAME
 
 
 @dataclass(frozen=True)
@@ -18,37 +21,119 @@ class Site:
     """One kind of place."""
 
     name: str
-    layered: bool
     meaning: str
-    lens: str  # TransformerLens name; `{}` stands for the layer
+    shape: tuple[str, ...]  # of one token's values; `_sizes` says how long each axis is
+    layered: bool = True
+    lens: tuple[str, ...] = ()  # TransformerLens names of the same values; `{}`: the layer
+    dtype: str | None = None  # where it is not the recipe's
+    requires: str | None = None  # what a model must have: a key of `_MISSING`
 
 
+_BLOCK = "blocks.{}."
+_HEADS, _KV_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
+# In the order in which a forward pass meets them.
 SITES = {
     site.name: site
     for site in (
-        Site("embed", False, "token embeddings, as block 0 receives them", "hook_embed"),
-        Site("resid_pre", True, "residual stream entering the block", "blocks.{}.hook_resid_pre"),
         Site(
-            "attn_out",
-            True,
-            "what attention adds to the residual stream",
-            "blocks.{}.hook_attn_out",
+            "embed", "token embeddings, scaled where the model scales them; before learned "
+            "positions are added", ("width",), False, ("hook_embed", "embed.hook_out"),
         ),
         Site(
-            "resid_mid",
-            True,
-            "residual stream between attention and MLP",
-            "blocks.{}.hook_resid_mid",
+            "resid_pre", "residual stream entering the block", ("width",),
+            lens=(_BLOCK + "hook_resid_pre", _BLOCK + "hook_in"),
         ),
-        Site("mlp_out", True, "what the MLP adds to the residual stream", "blocks.{}.hook_mlp_out"),
-        Site("resid_post", True, "residual stream leaving the block", "blocks.{}.hook_resid_post"),
-        Site("final_norm", False, "after the last norm: what the head reads", "ln_final.hook_out"),
-        Site("logits", False, "next-token logits", "unembed.hook_out"),
+        Site(
+            "attn_in", "what attention reads: after the norm before it", ("width",),
+            lens=(_BLOCK + "attn.hook_in",),
+        ),
+        Site(
+            "q", "queries as projected: before q-norm and rotary", _HEADS,
+            lens=(_BLOCK + "attn.hook_q", _BLOCK + "attn.q.hook_out"),
+        ),
+        Site(
+            "k", "keys as projected: before k-norm and rotary", _KV_HEADS,
+            lens=(_BLOCK + "attn.hook_k", _BLOCK + "attn.k.hook_out"),
+        ),
+        Site(
+            "v", "values as projected", _KV_HEADS,
+            lens=(_BLOCK + "attn.hook_v", _BLOCK + "attn.v.hook_out"),
+        ),
+        Site(
+            "q_rot", "queries as they meet the keys: after q-norm and rotary", _HEADS,
+            lens=(_BLOCK + "attn.hook_rot_q",), requires="rotary",
+        ),
+        Site(
+            "k_rot", "keys as they meet the queries: after k-norm and rotary", _KV_HEADS,
+            lens=(_BLOCK + "attn.hook_rot_k",), requires="rotary",
+        ),
+        Site(
+            "attn_pattern", "attention weights of each head; keys count from the context's start",
+            ("heads", "keys"), lens=(_BLOCK + "attn.hook_pattern",),
+        ),
+        Site(
+            "z", "values mixed by each head: before the output projection", _HEADS,
+            lens=(_BLOCK + "attn.hook_z", _BLOCK + "attn.o.hook_in"),
+        ),
+        Site(
+            "attn_out", "what attention adds to the residual stream", ("width",),
+            lens=(_BLOCK + "hook_attn_out",),
+        ),
+        Site(
+            "resid_mid", "residual stream between attention and MLP", ("width",),
+            lens=(_BLOCK + "hook_resid_mid",), requires="sequential",
+        ),
+        Site(
+            "mlp_in", "what the MLP reads: after the norm before it", ("width",),
+            lens=(_BLOCK + "mlp.hook_in",),
+        ),
+        Site(
+            "router_logits", "scores of all experts", ("experts",),
+            lens=(_BLOCK + "mlp.gate.hook_out",), requires="experts",
+        ),
+        Site(
+            "expert_weights", "weights of the chosen experts, largest first", ("chosen",),
+            requires="experts",
+        ),
+        Site(
+            "expert_ids", "which experts were chosen, largest weight first", ("chosen",),
+            lens=(_BLOCK + "mlp.hook_expert_indices",), dtype="int16", requires="experts",
+        ),
+        Site(
+            "mlp_hidden", "inside the MLP, after the gate: what the down projection reads",
+            ("mlp",), lens=(_BLOCK + "mlp.hook_post", _BLOCK + "mlp.out.hook_in"), requires="dense",
+        ),
+        Site(
+            "mlp_out", "what the MLP adds to the residual stream", ("width",),
+            lens=(_BLOCK + "hook_mlp_out",),
+        ),
+        Site(
+            "resid_post", "residual stream leaving the block", ("width",),
+            lens=(_BLOCK + "hook_resid_post", _BLOCK + "hook_out"),
+        ),
+        Site(
+            "final_norm", "after the last norm: what the head reads", ("width",), False,
+            ("ln_final.hook_out", "unembed.hook_in"),
+        ),
+        Site("logits", "next-token logits", ("vocab",), False, ("unembed.hook_out",)),
+        Site(
+            "logprob", "log-probability of the next token; 0 at a context's end (flag `last`)", (),
+            False, dtype="float32",
+        ),
+        Site(
+            "entropy", "entropy of the next-token distribution, in nats", (), False,
+            dtype="float32",
+        ),
     )
-}
+}  # fmt: skip
+AFTER_BLOCKS = ("final_norm", "logits", "logprob", "entropy")
 _ORDER = {name: i for i, name in enumerate(SITES)}
-_LENS = {site.lens: site.name for site in SITES.values()} | {
-    "ln_final.hook_normalized": "final_norm"
+_LENS = {name: site.name for site in SITES.values() for name in site.lens}
+_MISSING = {
+    "rotary": (lambda arch: bool(arch.ropes), "its positions are learned, nothing is rotated"),
+    "sequential": (lambda arch: not arch.parallel, "attention and MLP run in parallel there"),
+    "experts": (lambda arch: arch.experts is not None, "it has no experts"),
+    "dense": (lambda arch: arch.experts is None, "its MLP is a mixture of experts"),
 }
 
 
@@ -63,41 +148,124 @@ class Tap:
     def name(self) -> str:
         return self.site if self.layer is None else f"{self.site}.{self.layer}"
 
-    def width(self, arch: Arch) -> int:
+    def shape(self, arch: Arch, seq_len: int) -> tuple[int, ...]:
+        """Of one token's values: empty for a single number."""
+        sizes = _sizes(arch, seq_len)
+        return tuple(sizes[axis] for axis in SITES[self.site].shape)
+
+    def width(self, arch: Arch, seq_len: int) -> int:
         """Values per token."""
-        return arch.vocab_size if self.site == "logits" else arch.width
+        return math.prod(self.shape(arch, seq_len))
+
+    def dtype(self, stored: str) -> str:
+        return SITES[self.site].dtype or stored
 
     def layers_needed(self, arch: Arch) -> int:
-        """How many blocks must run for this tap."""
+        """How many blocks must run for this tap, the last perhaps not to its end."""
         if self.site == "embed":
             return 0
         if self.layer is None:
             return arch.num_layers
         return self.layer if self.site == "resid_pre" else self.layer + 1
 
+    def aliases(self, arch: Arch) -> tuple[str, ...]:
+        """What other tools call the same values."""
+        lens = tuple(name.format(self.layer) for name in SITES[self.site].lens)
+        if self.site == "logits" and arch.logit_softcap is not None:
+            lens = ()  # TransformerLens hooks them before the cap
+        streams = {
+            **{f"resid_pre.{i}": i for i in range(arch.num_layers)},
+            **{f"resid_post.{i}": i + 1 for i in range(arch.num_layers)},
+        }
+        if self.site == "final_norm":
+            return (*lens, f"hidden_states[{arch.num_layers}]")
+        if self.name not in streams:
+            return lens
+        # HF's last entry is not this stream but its norm.
+        blocks = streams[self.name]
+        hf = (f"hidden_states[{blocks}]",) if blocks < arch.num_layers else ()
+        return (*lens, *hf, f"aux_hidden_states[{blocks}]")
+
+
+def _sizes(arch: Arch, seq_len: int) -> dict[str, int]:
+    return {
+        "width": arch.width,
+        "heads": arch.num_heads,
+        "kv_heads": arch.num_kv_heads,
+        "head_dim": arch.head_dim,
+        "mlp": arch.mlp_width,
+        "keys": seq_len,
+        "vocab": arch.vocab_size,
+        "experts": arch.experts.count if arch.experts else 0,
+        "chosen": arch.experts.chosen if arch.experts else 0,
+    }
+
+
+def all_taps(arch: Arch) -> tuple[Tap, ...]:
+    """Every tap this model has, in the order in which it meets them."""
+    taps = [
+        Tap(site.name, layer)
+        for site in SITES.values()
+        if site.requires is None or _MISSING[site.requires][0](arch)
+        for layer in (range(arch.num_layers) if site.layered else (None,))
+    ]
+    return _in_order(taps, arch)
+
+
+def describe_taps(
+    arch: Arch, seq_len: int, store_dtype: str, *, each_layer: bool
+) -> list[dict[str, Any]]:
+    """Every tap of a model as plain data; without `each_layer`, one entry for all of a site."""
+    entries: list[dict[str, Any]] = []
+    for tap in all_taps(arch):
+        if not each_layer and tap.layer:
+            continue
+        dtype = tap.dtype(store_dtype)
+        name = tap.name
+        if not each_layer and tap.layer is not None:
+            name = f"{tap.site}:0-{arch.num_layers - 1}"
+        entries.append(
+            {
+                "name": name,
+                "shape": list(tap.shape(arch, seq_len)),
+                "dtype": dtype,
+                "bytes": tap.width(arch, seq_len) * DTYPES_BY_NAME[dtype].itemsize,
+                "meaning": SITES[tap.site].meaning,
+                "aliases": list(tap.aliases(arch)),
+            }
+        )
+    return entries
+
 
 def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
     """`resid_post:20-27,mlp_out:12,embed` -> taps, in the order in which the model meets them.
 
     Layers: a number, a range `a-b` (both included), `all`, negatives from the end, a step
-    (`0-27/4`); several joined by `+`. Canonical (`resid_post.20`) and TransformerLens names are
-    accepted too.
+    (`0-27/4`); several joined by `+`. Canonical names (`resid_post.20`) and those of other tools
+    (`blocks.20.hook_resid_post`, `hidden_states[21]`, `aux_hidden_states[21]`) are accepted too.
     """
     taps: set[Tap] = set()
     for item in filter(None, (part.strip() for part in text.split(","))):
         taps.update(_parse_item(item, arch))
     if not taps:
         raise ConfigError(f"--taps {text!r} names no tap")
+    for tap in taps:
+        exists, reason = _MISSING.get(SITES[tap.site].requires or "", (None, ""))
+        if exists and not exists(arch):
+            raise ConfigError(f"--taps: a {arch.family} model has no {tap.site}: {reason}")
+    return _in_order(taps, arch)
 
+
+def _in_order(taps: "set[Tap] | list[Tap]", arch: Arch) -> tuple[Tap, ...]:
     def met(tap: Tap) -> tuple[int, int, int]:
-        last = arch.num_layers if tap.site in ("final_norm", "logits") else -1
+        last = arch.num_layers if tap.site in AFTER_BLOCKS else -1
         return tap.layers_needed(arch), last if tap.layer is None else tap.layer, _ORDER[tap.site]
 
     return tuple(sorted(taps, key=met))
 
 
 def _parse_item(item: str, arch: Arch) -> set[Tap]:
-    item = _from_lens(item)
+    item = _from_alias(item, arch)
     if re.fullmatch(r"\w+\.-?\d+", item):
         item = item.replace(".", ":", 1)
     site_name, colon, layers = item.partition(":")
@@ -139,10 +307,22 @@ def _layers(text: str, item: str, arch: Arch) -> range:
     return range(first, last + 1, step)
 
 
-def _from_lens(item: str) -> str:
-    if item in _LENS:
+def _from_alias(item: str, arch: Arch) -> str:
+    """Our spelling of another tool's name; the item itself where it is none."""
+    if item in _LENS and item in Tap(_LENS[item]).aliases(arch):
         return _LENS[item]
-    match = re.fullmatch(r"blocks\.(\d+)\.(\w+)", item)
-    if match and (site := _LENS.get(f"blocks.{{}}.{match[2]}")):
+    match = re.fullmatch(r"blocks\.(\d+)\.([\w.]+)", item)
+    if match and (site := _LENS.get(f"{_BLOCK}{match[2]}")):
         return f"{site}:{match[1]}"
-    return item
+    match = re.fullmatch(r"(aux_)?hidden_states\[(\d{1,9})\]", item)
+    if not match:
+        return item
+    blocks = int(match[2])
+    if blocks > arch.num_layers:
+        raise ConfigError(f"--taps {item!r}: the last one is [{arch.num_layers}]")
+    if not blocks:
+        return "resid_pre:0"
+    # HF gives its last entry after the final norm; vLLM counts the bare streams.
+    return (
+        "final_norm" if blocks == arch.num_layers and not match[1] else f"resid_post:{blocks - 1}"
+    )

@@ -15,12 +15,13 @@ class Status:
     state: str  # complete | running | unfinished
     recipe: dict[str, Any]
     fingerprint: str
-    taps: dict[str, int]
+    taps: dict[str, list[int]]  # name -> shape of a row
     units: int
     units_done: int
     documents: int
     documents_total: int
     rows: int
+    tokens: int
     tokens_estimated: int
     bytes: int
     skipped: dict[str, int]
@@ -47,12 +48,13 @@ def read_status(objects: Objects) -> Status:
         state="complete" if complete else "running" if running else "unfinished",
         recipe=table.recipe.to_json(),
         fingerprint=table.fingerprint,
-        taps=dict(table.taps),
+        taps={name: list(info.shape) for name, info in table.taps.items()},
         units=len(table.units),
         units_done=len(done),
         documents=sum(record.documents for record in done),
         documents_total=sum(unit["num_docs"] for unit in table.units),
         rows=sum(record.rows for record in done),
+        tokens=sum(record.tokens for record in done),
         tokens_estimated=sum(unit["tokens"] for unit in table.units),
         bytes=sum(file.bytes for record in done for file in record.files()),
         skipped=skipped,

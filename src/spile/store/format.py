@@ -5,12 +5,14 @@
     attempts/UNIT/ATTEMPT/   TAP.N.safetensors, index.safetensors, statistics.safetensors
     done/UNIT.json           the done record: the unit exists, and these are its shards
     manifest.json            derived from the done records, once all are there
+    check.json               the last comparison with HF transformers (`spile check`)
     workers/NAME.json        heartbeats; nothing depends on them
 
 A record is JSON in one canonical spelling, with its own checksum: any changed byte is noticed.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,12 +21,14 @@ from typing import Any, cast
 import xxhash
 
 from spile.errors import CorruptError, StoreError
+from spile.tensors import DTYPES_BY_NAME
 
-FORMAT = 1
+FORMAT = 2
 
 UNITS = "units.json"
 MODEL = "model.json"
 MANIFEST = "manifest.json"
+CHECK = "check.json"
 ATTEMPTS = "attempts/"
 DONE = "done/"
 WORKERS = "workers/"
@@ -66,6 +70,35 @@ def parse_attempt_key(key: str) -> tuple[int, str] | None:
 
 
 @dataclass(frozen=True)
+class TapInfo:
+    """What is stored for each row of a tap."""
+
+    shape: tuple[int, ...]  # empty: a single number
+    dtype: str
+    aliases: tuple[str, ...] = ()  # what other tools call it
+
+    @property
+    def width(self) -> int:
+        """Values per row."""
+        return math.prod(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * DTYPES_BY_NAME[self.dtype].itemsize
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "TapInfo":
+        shape, dtype, aliases = value["shape"], value["dtype"], value["aliases"]
+        lists = isinstance(shape, list) and isinstance(aliases, list)
+        if not lists or type(dtype) is not str or dtype not in DTYPES_BY_NAME:
+            raise ValueError(f"not a tap: {value!r}")
+        sizes, names = cast(list[Any], shape), cast(list[Any], aliases)
+        if any(type(n) is not int or n < 1 for n in sizes) or {*map(type, names)} - {str}:
+            raise ValueError(f"not a tap: {value!r}")
+        return cls(tuple(sizes), dtype, tuple(names))
+
+
+@dataclass(frozen=True)
 class Shard:
     """One file of a unit: a run of rows (first, count) of one tap, of the index, or statistics."""
 
@@ -85,6 +118,7 @@ class Done:
     attempt: str
     fingerprint: str
     rows: int
+    tokens: int  # that the model read; rows are those of them that were asked for
     documents: int
     contexts: int
     skipped: Mapping[str, int]
@@ -129,7 +163,7 @@ class Done:
 
 
 def _audit_types(done: Done) -> None:
-    counts: list[Any] = [done.unit, done.rows, done.documents, done.contexts]
+    counts: list[Any] = [done.unit, done.rows, done.tokens, done.documents, done.contexts]
     counts += done.skipped.values()
     texts: list[Any] = [done.attempt, done.fingerprint, done.text_digest, *done.made_by.keys()]
     for file in done.files():
@@ -169,7 +203,7 @@ def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:
     if version != FORMAT and record.get("checksum") == _checksum(record):
         raise StoreError(
             f"{key}: written in format {version!r}, but this version of spile reads format "
-            f"{FORMAT}; use the version that wrote it"
+            f"{FORMAT}; use the version that wrote it, or another --out"
         )
     if record.get("checksum") != _checksum(record) or _canonical(record) != data:
         raise CorruptError(key, "checksum does not match (damaged or edited)")

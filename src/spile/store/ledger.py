@@ -6,14 +6,14 @@ one exists already reads it back, because the answer to one's own lost request i
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from spile.config import ResolvedRecipe
 from spile.errors import CorruptError, DriftError, StoreError
 from spile.objects import Objects, exists
 from spile.store import format as fmt
-from spile.store.format import Done
+from spile.store.format import Done, TapInfo
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,19 @@ class Table:
 
     recipe: ResolvedRecipe
     fingerprint: str
-    taps: Mapping[str, int]  # name -> values per token
+    taps: Mapping[str, TapInfo]
     files: tuple[Mapping[str, Any], ...]
     units: tuple[Mapping[str, Any], ...]
+    kept: float  # the share of tokens that become rows, estimated from a sample
 
     def to_json(self) -> dict[str, Any]:
         return {
             "recipe": self.recipe.to_json(),
             "fingerprint": self.fingerprint,
-            "taps": dict(self.taps),
+            "taps": {name: asdict(info) for name, info in self.taps.items()},
             "files": list(self.files),
             "units": list(self.units),
+            "kept": self.kept,
         }
 
 
@@ -50,11 +52,12 @@ class Ledger:
             return Table(
                 recipe=ResolvedRecipe.from_json(body["recipe"]),
                 fingerprint=body["fingerprint"],
-                taps=body["taps"],
+                taps={n: TapInfo.from_json(info) for n, info in body["taps"].items()},
                 files=tuple(body["files"]),
                 units=tuple(body["units"]),
+                kept=float(body["kept"]),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(fmt.UNITS, f"is not a unit table ({error})") from error
 
     def table(self) -> Table:
@@ -168,6 +171,7 @@ def derive_manifest(table: Table, records: Iterable[Done]) -> dict[str, Any]:
     manifest = {
         "fingerprint": table.fingerprint,
         "rows": sum(unit["rows"] for unit in units),
+        "tokens": sum(unit["tokens"] for unit in units),
         "documents": sum(unit["documents"] for unit in units),
         "bytes": sum(
             f["bytes"] for u in units for f in (*u["shards"], u["index"], u["statistics"])

@@ -35,9 +35,9 @@ class Document:
     _rows: np.ndarray
 
     def read(self, tap: str) -> np.ndarray:
-        """The document's rows of a tap, [tokens, width], in reading order."""
-        width, dtype = self._dataset.width(tap), self._dataset.dtype
-        out = np.empty((len(self._rows), width), dtype)
+        """The document's rows of a tap, in reading order."""
+        shape, dtype = self._dataset.shape(tap), self._dataset.dtype(tap)
+        out = np.empty((len(self._rows), *shape), dtype)
         for start, stop in _runs(self._rows):
             first = int(self._rows[start])
             out[start:stop] = self._dataset.read(tap, first, first + stop - start)
@@ -62,6 +62,7 @@ class Dataset:
             for shard in unit.shards:
                 self._shards.setdefault((position, shard.tap), []).append(shard)
         self._tensor = lru_cache(_OPEN_SHARDS)(self._open)
+        self._aliases = {alias: tap for tap, info in table.taps.items() for alias in info.aliases}
 
     @property
     def taps(self) -> list[str]:
@@ -69,7 +70,7 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of every tap: one for each token."""
+        """Rows of every tap: one for each token that was kept."""
         return self._starts[-1]
 
     @property
@@ -84,30 +85,45 @@ class Dataset:
     def fingerprint(self) -> str:
         return self._table.fingerprint
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return DTYPES_BY_NAME[self.recipe.store_dtype]
-
-    def width(self, tap: str) -> int:
+    def name(self, tap: str) -> str:
+        """The canonical name of a tap, which may be given by another tool's name for it."""
+        tap = self._aliases.get(tap, tap)
         if tap not in self._table.taps:
             raise ConfigError(
                 f"no tap {tap!r} in {self._objects.url}; it has {', '.join(self.taps)}"
             )
-        return self._table.taps[tap]
+        return tap
+
+    def aliases(self, tap: str) -> tuple[str, ...]:
+        """What other tools call a tap."""
+        return self._table.taps[self.name(tap)].aliases
+
+    def dtype(self, tap: str) -> np.dtype[Any]:
+        return DTYPES_BY_NAME[self._table.taps[self.name(tap)].dtype]
+
+    def shape(self, tap: str) -> tuple[int, ...]:
+        """Of one row: (width,), with an axis of heads (heads, dim), or () for a single number."""
+        return self._table.taps[self.name(tap)].shape
+
+    def width(self, tap: str) -> int:
+        """Values in one row."""
+        return self._table.taps[self.name(tap)].width
 
     def read(self, tap: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop of a tap, [rows, width]; a view of the file if one shard holds them."""
-        width = self.width(tap)
+        """Rows start..stop of a tap; a view of the file if one shard holds them."""
+        tap = self.name(tap)
         start, stop, _ = slice(start, stop).indices(self.num_tokens)
         pieces = [
             self._tensor(shard.key, tap)[a:b] for shard, a, b in self._pieces(tap, start, stop)
         ]
         if len(pieces) == 1:
             return pieces[0]
-        return np.concatenate(pieces) if pieces else np.empty((0, width), self.dtype)
+        empty = np.empty((0, *self.shape(tap)), self.dtype(tap))
+        return np.concatenate(pieces) if pieces else empty
 
     def read_into(self, tap: str, start: int, out: np.ndarray) -> None:
         """Copy rows from `start` on into a buffer, without a temporary."""
+        tap = self.name(tap)
         if not 0 <= start <= self.num_tokens - len(out):
             raise ConfigError(
                 f"rows {start} to {start + len(out)} of {self.num_tokens} do not exist"
@@ -127,6 +143,16 @@ class Dataset:
                 out[name][at : at + high - low] = column[low:high]
         return out
 
+    @property
+    def url(self) -> str:
+        return self._objects.url
+
+    def has_document(self, doc: int) -> bool:
+        """Whether any row of a document is stored."""
+        return any(
+            (self._tensor(unit.index.key, "doc") == doc).any() for _, unit in self._units_with(doc)
+        )
+
     def document(self, doc: int) -> Document:
         """One document by its ordinal in the corpus."""
         for position, unit in self._units_with(doc):
@@ -140,12 +166,12 @@ class Dataset:
                 return Document(entries, self, rows)
         raise StoreError(
             f"{self._objects.url}: document {doc} is not in the dataset (out of range, skipped as "
-            "unusable, or its unit is not done)"
+            "unusable, none of it kept by --where, or its unit is not done)"
         )
 
     def statistics(self, tap: str) -> TapStats:
         """Count, mean, variance, norms and extremes of a tap over the whole dataset."""
-        width = self.width(tap)
+        tap = self.name(tap)
 
         def parts() -> Iterator[TapStats]:
             for unit in self._units:
@@ -155,7 +181,7 @@ class Dataset:
                 ]
                 yield TapStats.from_tensors(tap, {n: self._tensor(key, n) for n in wanted})
 
-        return merged(parts(), width)
+        return merged(parts(), self.width(tap))
 
     def batches(
         self,
@@ -170,7 +196,7 @@ class Dataset:
         """One shuffled epoch of `{tap: rows, "index": entries}`; resumable (`state_dict`)."""
         taps = [taps] if isinstance(taps, str) else list(taps)
         for tap in taps:
-            self.width(tap)
+            self.name(tap)
         return Batches(
             self, taps, batch_size, seed=seed, shuffle=shuffle, window=window, drop_last=drop_last
         )

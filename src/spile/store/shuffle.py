@@ -22,9 +22,8 @@ class RowSource(Protocol):
     def fingerprint(self) -> str: ...
     @property
     def num_tokens(self) -> int: ...
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-    def width(self, tap: str) -> int: ...
+    def dtype(self, tap: str) -> np.dtype[Any]: ...
+    def shape(self, tap: str) -> tuple[int, ...]: ...
     def read_into(self, tap: str, start: int, out: np.ndarray) -> None: ...
     def index(self, start: int, stop: int) -> np.ndarray: ...
 
@@ -93,7 +92,8 @@ class Batches:
         if size <= 0 or (self._drop_last and size < self._batch):
             raise StopIteration
         out = {
-            tap: np.empty((size, self._source.width(tap)), self._source.dtype) for tap in self._taps
+            tap: np.empty((size, *self._source.shape(tap)), self._source.dtype(tap))
+            for tap in self._taps
         }
         pieces: list[np.ndarray] = []
         filled, position = 0, self._position
@@ -130,8 +130,8 @@ class Batches:
         for tap in self._taps:
             if tap not in self._buffers:
                 capacity = min(self._rows, self._blocks_per_window * _BLOCK)
-                shape = (capacity, self._source.width(tap))
-                self._buffers[tap] = np.empty(shape, self._source.dtype)
+                shape = (capacity, *self._source.shape(tap))
+                self._buffers[tap] = np.empty(shape, self._source.dtype(tap))
             rows[tap] = self._buffers[tap][:total]
         entries: list[np.ndarray] = []
         at = 0

@@ -149,17 +149,26 @@ def _check_content(
     doc, offset = docs[order], columns["offset"][order]
     begins = np.flatnonzero(np.diff(doc, prepend=-1))
     expected = np.arange(done.rows) - np.repeat(begins, np.diff(begins, append=done.rows))
-    if not np.array_equal(offset, expected):
-        yield f"{done.index.key}: a token is missing or doubled"
-    if len(begins) != done.documents:
-        yield f"{done.index.key}: {len(begins)} documents, the record says {done.documents}"
+    if table.recipe.keeps_all:
+        if not np.array_equal(offset, expected) or done.rows != done.tokens:
+            yield f"{done.index.key}: a token is missing or doubled"
+        if len(begins) != done.documents:
+            yield f"{done.index.key}: {len(begins)} documents, the record says {done.documents}"
+    elif not (np.diff(doc) | np.diff(offset)).all() or done.rows > done.tokens:
+        yield f"{done.index.key}: a token is doubled"
+    elif done.rows:
+        # A kept token has all those before it in its document behind it.
+        ends = np.append(begins[1:], done.rows) - 1
+        read = int((offset[ends].astype(np.int64) + 1).sum())
+        if offset.min() < 0 or read > done.tokens or len(begins) > done.documents:
+            yield f"{done.index.key}: names tokens that were not read"
     if done.documents + sum(done.skipped.values()) != num_docs:
         yield f"{fmt.done_key(done.unit)}: not every document of the unit is accounted for"
 
     stats_header = read_shard_header(objects, done.statistics.key)
     tensors = {n: open_tensor(objects, done.statistics.key, i) for n, i in stats_header.items()}
-    for tap, width in table.taps.items():
-        if not {*TapStats.empty(width).to_tensors(tap)} <= {*tensors}:
+    for tap, spec in table.taps.items():
+        if not {*TapStats.empty(spec.width).to_tensors(tap)} <= {*tensors}:
             yield f"{done.statistics.key}: holds no statistics of {tap}"
             continue
         stats = TapStats.from_tensors(tap, tensors)
@@ -167,11 +176,8 @@ def _check_content(
         for shard in done.shards:
             if shard.tap == tap:
                 info = read_shard_header(objects, shard.key).get(tap)
-                wanted = (shard.count, width)
-                if info is None or (info.shape, info.dtype.name) != (
-                    wanted,
-                    table.recipe.store_dtype,
-                ):
+                wanted = (shard.count, *spec.shape)
+                if info is None or (info.shape, info.dtype.name) != (wanted, spec.dtype):
                     yield f"{shard.key}: does not hold {wanted} values of {tap}"
                     continue
                 nonfinite += _count_nonfinite(open_tensor(objects, shard.key, info))
@@ -185,7 +191,7 @@ def _check_content(
 
 
 def _count_nonfinite(rows: np.ndarray) -> int:
-    step = max(1, _CHUNK // max(1, rows.shape[1] * rows.itemsize))
+    step = max(1, _CHUNK // max(1, rows[:1].nbytes))
     chunks = (rows[i : i + step] for i in range(0, len(rows), step))
     return sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in chunks)
 
@@ -195,7 +201,7 @@ def _check_records(
 ) -> None:
     """The records beside the units: weights' hashes, heartbeats, the derived manifest."""
     for key in sorted(ledger.objects.list()):
-        kind = {fmt.MODEL: "model", fmt.MANIFEST: "manifest"}.get(key)
+        kind = {fmt.MODEL: "model", fmt.MANIFEST: "manifest", fmt.CHECK: "check"}.get(key)
         if fmt.parse_worker_key(key):
             kind = "worker"
         if kind is None:
@@ -232,7 +238,7 @@ def _missing(table: Table, records: list[Done]) -> str:
 
 
 def _accounted(key: str, named: set[str], report: Report) -> bool:
-    if key in named or key in (fmt.UNITS, fmt.MODEL, fmt.MANIFEST):
+    if key in named or key in (fmt.UNITS, fmt.MODEL, fmt.MANIFEST, fmt.CHECK):
         return True
     unit = fmt.parse_done_key(key)
     if unit is not None:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from spile.objects import Objects
-from spile.store.format import Done, Shard, attempt_prefix, shard_key
+from spile.store.format import Done, Shard, TapInfo, attempt_prefix, shard_key
 from spile.store.shard import ShardWriter
 from spile.store.stats import TapStats
+from spile.tensors import DTYPES_BY_NAME
 
 
 class UnitWriter:
@@ -24,20 +25,18 @@ class UnitWriter:
         objects: Objects,
         unit: int,
         index: np.ndarray,
-        taps: Mapping[str, int],
-        dtype: np.dtype[Any],
+        taps: Mapping[str, TapInfo],
         shard_bytes: int,
     ) -> None:
         self.unit = unit
         self.attempt = secrets.token_hex(8)
         self.rows = len(index)
-        self.stats = {tap: TapStats.empty(width) for tap, width in taps.items()}
-        self.dtype = dtype
+        self.stats = {tap: TapStats.empty(info.width) for tap, info in taps.items()}
         self._objects, self._index = objects, index
         self._open: set[ShardWriter] = set()
         self._taps = {
-            tap: _TapWriter(self, tap, width, max(1, shard_bytes // (width * dtype.itemsize)))
-            for tap, width in taps.items()
+            tap: _TapWriter(self, tap, info, max(1, shard_bytes // info.row_bytes))
+            for tap, info in taps.items()
         }
 
     def write(self, tap: str, rows: np.ndarray) -> None:
@@ -72,9 +71,10 @@ class UnitWriter:
         for key in list(self._objects.list(prefix)):
             self._objects.delete(key)
 
-    def start_shard(self, tap: str, number: int, rows: int, width: int) -> ShardWriter:
+    def start_shard(self, tap: str, number: int, rows: int, info: TapInfo) -> ShardWriter:
         key = shard_key(self.unit, self.attempt, tap, number)
-        writer = ShardWriter(self._objects, key, [(tap, self.dtype, (rows, width))])
+        spec = (tap, DTYPES_BY_NAME[info.dtype], (rows, *info.shape))
+        writer = ShardWriter(self._objects, key, [spec])
         self._open.add(writer)
         return writer
 
@@ -96,15 +96,15 @@ class UnitWriter:
 class _TapWriter:
     """Cuts one tap's rows into shards of at most `rows_per_shard`."""
 
-    def __init__(self, unit: UnitWriter, tap: str, width: int, rows_per_shard: int) -> None:
-        self._unit, self._tap, self._width = unit, tap, width
+    def __init__(self, unit: UnitWriter, tap: str, info: TapInfo, rows_per_shard: int) -> None:
+        self._unit, self._tap, self._info = unit, tap, info
         self._rows_per_shard = rows_per_shard
         self._writer: ShardWriter | None = None
         self._first = self._count = 0  # of the open shard
         self._shards: list[Shard] = []
 
     def write(self, rows: np.ndarray) -> None:
-        if rows.dtype != self._unit.dtype or rows.shape[1:] != (self._width,):
+        if rows.dtype.name != self._info.dtype or rows.shape[1:] != self._info.shape:
             raise AssertionError(f"{self._tap}: {rows.dtype} rows of {rows.shape[1:]}")
         if self._first + self._count + len(rows) > self._unit.rows:
             raise AssertionError(f"{self._tap}: more than {self._unit.rows} rows")
@@ -112,7 +112,7 @@ class _TapWriter:
             size = min(self._rows_per_shard, self._unit.rows - self._first)
             if self._writer is None:
                 number = len(self._shards)
-                self._writer = self._unit.start_shard(self._tap, number, size, self._width)
+                self._writer = self._unit.start_shard(self._tap, number, size, self._info)
             taken = rows[: size - self._count]
             self._writer.write(taken)
             self._count += len(taken)

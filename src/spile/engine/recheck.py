@@ -1,0 +1,241 @@
+"""`spile check`: sampled documents recomputed with HF transformers, against what is stored.
+
+For each tap: how far the stored rows are from the reference in float32 (`error`), how far the
+reference itself moves when it computes and rounds as the recipe does (`floor`), and how far the
+reference's neighbouring layer (or token) is (`control`): a check that could not tell those apart
+would prove nothing. The result is kept in the store beside the manifest.
+"""
+
+import importlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from spile.config import Recipe
+from spile.engine.resolve import Job, resolve
+from spile.errors import InputError, StoreError
+from spile.models.demo import demo_model
+from spile.objects import open_objects
+from spile.store import format as fmt
+from spile.store.ledger import Ledger
+from spile.store.reader import Dataset, Document, open_dataset
+from spile.tensors import DTYPES_BY_NAME
+
+_log = logging.getLogger("spile")
+_FLOAT32 = 2e-5  # what parity in float32 is held to
+_MARGIN = 2.0  # over the reference's own floor
+_CONTEXTS_PER_DOCUMENT = 2
+
+Taps = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class TapCheck:
+    """One tap's distances, relative to the length of its typical row."""
+
+    error: float
+    floor: float
+    control: float
+
+    @property
+    def allowed(self) -> float:
+        return max(_FLOAT32, _MARGIN * self.floor)
+
+    @property
+    def ok(self) -> bool:
+        """Close enough, where being wrong would have shown."""
+        return self.error <= self.allowed < self.control
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a check found."""
+
+    fingerprint: str
+    documents: int
+    tokens: int
+    taps: Mapping[str, TapCheck]
+    reference: str
+
+    @property
+    def ok(self) -> bool:
+        return all(tap.ok for tap in self.taps.values())
+
+    def to_json(self) -> dict[str, Any]:
+        taps = {
+            name: {**asdict(tap), "allowed": tap.allowed, "ok": tap.ok}
+            for name, tap in self.taps.items()
+        }
+        return {**asdict(self), "taps": taps, "ok": self.ok}
+
+
+def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckReport:
+    """Recompute `samples` documents, spread over the dataset, and store the result.
+
+    Args:
+        recipe: where model and corpus are now, if they have moved; their identity must be the same.
+
+    Raises:
+        InputError: if transformers (or, for an adapter, peft) is not installed.
+        StoreError: if the index does not hold the tokens the corpus has there.
+    """
+    _require("transformers", "torch")
+    ledger = Ledger(open_objects(out))
+    ledger.table()  # a clear line if there is no dataset
+    job = resolve(recipe or Recipe(), ledger, "cpu")
+    dataset = open_dataset(out, partial=True)
+    compared = _Comparison(dataset, job)
+    documents = 0
+    for document, tokens in _sampled(dataset, job, samples):
+        compared.add(document, tokens)
+        documents += 1
+    if not documents:
+        raise StoreError(f"{out}: no unit is done yet, there is nothing to check")
+    report = CheckReport(
+        dataset.fingerprint, documents, compared.tokens, compared.results(), _versions()
+    )
+    ledger.objects.replace(fmt.CHECK, fmt.encode_record("check", report.to_json()))
+    return report
+
+
+def _sampled(dataset: Dataset, job: Job, samples: int) -> Iterator[tuple[Document, np.ndarray]]:
+    """Documents with stored rows, from units spread evenly, and all tokens of each."""
+    done = Ledger(open_objects(dataset.url)).done_units()
+    units = [unit for unit in job.units if unit.id in done]
+    chosen = [units[round(i * (len(units) - 1) / max(1, samples - 1))] for i in range(samples)]
+    rng = np.random.default_rng(0)
+    with closing(job.reader()) as reader:
+        for unit in chosen if units else []:
+            read = reader.read(unit.spans, unit.first_doc)
+            for number in rng.permutation(len(read.texts)):
+                ordinal = read.ordinals[number]
+                if dataset.has_document(ordinal):
+                    (tokens,) = job.tokenizer.encode([read.texts[number]])
+                    yield dataset.document(ordinal), tokens
+                    break
+
+
+class _Comparison:
+    """Squared distances, gathered document by document."""
+
+    def __init__(self, dataset: Dataset, job: Job) -> None:
+        self._dataset, self._recipe = dataset, job.recipe
+        self._layers = job.checkpoint.arch.num_layers
+        self._exact = _reference(job, "float32")
+        # In float32 the reference has no floor but rounding.
+        rough = job.recipe.compute_dtype != "float32"
+        self._rough = _reference(job, job.recipe.compute_dtype) if rough else self._exact
+        self._distances: dict[str, dict[str, list[np.ndarray]]] = {tap: {} for tap in dataset.taps}
+        self.tokens = 0
+
+    def add(self, document: Document, tokens: np.ndarray) -> None:
+        recipe = self._recipe
+        offsets = document.index["offset"]
+        if not np.array_equal(document.index["token_id"], tokens[offsets]):
+            raise StoreError(f"document {document.index['doc'][0]}: other tokens than the corpus's")
+        starts = np.unique(offsets // recipe.seq_len)[:_CONTEXTS_PER_DOCUMENT] * recipe.seq_len
+        last = recipe.seq_len if recipe.long_docs == "truncate" else len(tokens)
+        for start in starts.tolist():
+            context = tokens[start : min(start + recipe.seq_len, last)]
+            rows = np.flatnonzero((offsets >= start) & (offsets < start + len(context)))
+            self._add_context(document, context, rows, offsets[rows] - start)
+            self.tokens += len(context)
+
+    def _add_context(
+        self, document: Document, context: np.ndarray, rows: np.ndarray, places: np.ndarray
+    ) -> None:
+        wanted = self._dataset.taps
+        neighbours = {tap: _neighbour(tap, self._layers) for tap in wanted}
+        exact = self._exact.taps(context, {*wanted, *filter(None, neighbours.values())})
+        rough = exact if self._rough is self._exact else self._rough.taps(context, wanted)
+        for tap in wanted:
+            truth = exact[tap]
+            beside = neighbours[tap]
+            other = np.roll(truth, 1, axis=0) if beside is None else exact[beside]
+            stored = np.asarray(document.read(tap)[rows])
+            dtype = DTYPES_BY_NAME[self._dataset.dtype(tap).name]
+            for name, values in (
+                ("error", _like(stored, truth)),
+                ("floor", rough[tap].astype(dtype)[places]),
+                ("control", other[places]),
+                ("length", np.zeros_like(truth[places])),
+            ):
+                squares = _squares(values, truth[places], exact=tap.startswith("expert_ids"))
+                self._distances[tap].setdefault(name, []).append(squares)
+
+    def results(self) -> dict[str, TapCheck]:
+        return {tap: self._result(tap) for tap in self._distances}
+
+    def _result(self, tap: str) -> TapCheck:
+        rows = {name: np.concatenate(parts) for name, parts in self._distances[tap].items()}
+        typical = float(np.sqrt(rows["length"].mean())) or 1.0
+        # One wrong row must show. Below float32 a token may fairly take another expert, and then
+        # a single row says nothing: there it is the mean that must hold.
+        most = np.max if self._recipe.compute_dtype == "float32" else np.mean
+        found = {n: float(np.sqrt(most(rows[n]))) / typical for n in ("error", "floor")}
+        return TapCheck(**found, control=float(np.sqrt(rows["control"].mean())) / typical)
+
+
+def _squares(values: np.ndarray, truth: np.ndarray, *, exact: bool) -> np.ndarray:
+    """Squared distance of each row; of choices, the share that differs."""
+    flat = (len(truth), -1)
+    if exact:
+        same = values.reshape(flat) == truth.reshape(flat)
+        return 1.0 - same.mean(axis=1)
+    gap = values.reshape(flat).astype(np.float64) - truth.reshape(flat).astype(np.float64)
+    return np.nan_to_num((gap * gap).sum(axis=1), nan=np.inf)
+
+
+def _like(stored: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Attention patterns are stored as wide as a context may be; beyond this one all is zero."""
+    if stored.shape[1:] == truth.shape[1:]:
+        return stored
+    inside = stored[..., : truth.shape[-1]]
+    return np.where(np.any(stored[..., truth.shape[-1] :], axis=-1, keepdims=True), np.nan, inside)
+
+
+def _neighbour(tap: str, num_layers: int) -> str | None:
+    """The same site one layer on (or back); None where it has no layers."""
+    site, dot, layer = tap.partition(".")
+    if not dot or num_layers < 2:
+        return None
+    return f"{site}.{int(layer) + 1 if int(layer) + 1 < num_layers else int(layer) - 1}"
+
+
+def _reference(job: Job, dtype: str) -> Any:
+    """The model in transformers, its taps within reach."""
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    reference = importlib.import_module("spile.engine.reference")
+    source, adapter = job.recipe.model_source, job.recipe.lora_source
+    directory = demo_model() if source == "demo" else job.checkpoint.directory
+    _log.info("loading %s with transformers in %s", directory, dtype)
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, dtype), local_files_only=True
+    )
+    if adapter:
+        _require("peft")
+        peft = importlib.import_module("peft")
+        model = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return reference.Reference(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _require(*names: str) -> None:
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise InputError(
+                f"check compares with HF transformers, which is not installed ({error}): "
+                "pip install 'spile[check]'"
+            ) from error
+
+
+def _versions() -> str:
+    return ", ".join(
+        f"{name} {importlib.import_module(name).__version__}" for name in ("transformers", "torch")
+    )

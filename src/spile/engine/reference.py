@@ -1,0 +1,247 @@
+"""Every tap of a model that HF transformers runs, by hooks on its modules: the ground truth.
+
+It knows where things are called what, and nothing of how a family computes: whatever Spile's own
+decoder believes about an architecture is not consulted here.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# What each part is called: the first name that the module has is the one.
+_NAMES = {
+    "blocks": ("layers", "h"),
+    "final_norm": ("norm", "ln_f", "final_layer_norm"),
+    "attention": ("self_attn", "attn", "attention"),
+    "out_projection": ("o_proj", "c_proj", "dense"),
+    "down_projection": ("down_proj", "c_proj", "dense_4h_to_h"),
+    "router": ("router", "gate"),
+    "head_dim": ("head_dim", "head_size"),
+    # `post_attention_layernorm` is two things: see `_block_points`.
+    "norm_after_attention": ("post_attention_layernorm", "ln_2"),
+}
+_READ_FROM_LOGITS = ("logits", "logprob", "entropy")
+_ROWS_AT_ONCE = 256  # of logits in float64: a whole context of a large vocabulary takes gigabytes
+
+Take = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One tap: what a module receives or returns, and what of it is kept."""
+
+    name: str
+    module: Any
+    side: Literal["in", "out"]
+    take: Take
+    item: int = 0  # of a module that returns several things
+
+
+class Reference:
+    """Taps of a HF model, by hooks: the ground truth."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model: Any = model
+        self._model.eval()
+        # Only eager attention has weights to show, and only it can be watched.
+        self._model.set_attn_implementation("eager")
+        self._body: Any = self._model.get_decoder()
+        # Learned positions are added to the embeddings; rotary ones turn q and k.
+        self._rotary: Any = getattr(self._body, "rotary_emb", None)
+        blocks = _part(self._body, "blocks")
+        self._attentions = {id(_part(block, "attention")): i for i, block in enumerate(blocks)}
+        self._modeling: Any = sys.modules[type(_part(blocks[0], "attention")).__module__]
+        heads = self._body.config.num_attention_heads
+        self._points = [
+            # A model that scales its embeddings may do so inside that module or after it.
+            _Point("embed", blocks[0], "in", _rows)
+            if self._rotary is not None
+            else _Point("embed", self._model.get_input_embeddings(), "out", _rows),
+            _Point("final_norm", _part(self._body, "final_norm"), "out", _rows),
+        ]
+        for i, block in enumerate(blocks):
+            self._points += _block_points(block, f".{i}", heads)
+
+    def taps(
+        self, token_ids: np.ndarray, sites: Collection[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Taps of one context, whose first token stands at position 0.
+
+        Args:
+            token_ids: One dimension.
+            sites: Names of sites (`attn_pattern`: all layers) or taps (`attn_pattern.3`); all
+                where not given. What a model does not have is left out.
+
+        Returns:
+            By tap, one row per token: float32, or int64 for `expert_ids`.
+        """
+        if token_ids.ndim != 1 or not len(token_ids):
+            raise ValueError(f"token_ids must be one context, got the shape {token_ids.shape}")
+
+        def wanted(name: str) -> bool:
+            return sites is None or name in sites or name.partition(".")[0] in sites
+
+        found: dict[str, np.ndarray] = {}
+        ids = torch.tensor(token_ids.astype(np.int64), device=self._model.device)
+        _forget_longer_contexts(self._rotary)
+        with ExitStack() as hooks, torch.no_grad():
+            for point in self._points:
+                if wanted(point.name):
+                    hooks.enter_context(_hooked(point, found))
+            if self._rotary is not None:
+                hooks.enter_context(self._watched_attention(wanted, found))
+            if any(map(wanted, _READ_FROM_LOGITS)):
+                logits = self._model(input_ids=ids[None], use_cache=False).logits[0]
+                read = {"logits": logits}
+                if wanted("logprob") or wanted("entropy"):
+                    read |= _next_token(logits, ids)
+                found |= {name: _array(value) for name, value in read.items() if wanted(name)}
+            else:
+                self._body(input_ids=ids[None], use_cache=False)
+        return found
+
+    @contextmanager
+    def _watched_attention(
+        self, wanted: Callable[[str], bool], found: dict[str, np.ndarray]
+    ) -> Iterator[None]:
+        """Keep q and k as they enter the score.
+
+        No module's input or output shows them, but each attention module looks up the function
+        that computes the score among the globals of its own file, where we can stand in for it.
+        """
+        original = self._modeling.eager_attention_forward
+
+        def watch(module: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
+            layer = self._attentions.get(id(module))  # of another model: None
+            for site, value in (("q_rot", query), ("k_rot", key)):
+                if layer is not None and wanted(f"{site}.{layer}"):
+                    found[f"{site}.{layer}"] = _array(value[0].transpose(0, 1))
+            return original(module, query, key, *rest, **options)
+
+        self._modeling.eager_attention_forward = watch
+        try:
+            yield
+        finally:
+            self._modeling.eager_attention_forward = original
+
+
+def _part(module: Any, role: str) -> Any:
+    for name in _NAMES[role]:
+        if getattr(module, name, None) is not None:
+            return getattr(module, name)
+    raise ValueError(f"{type(module).__name__} has none of {', '.join(_NAMES[role])} ({role})")
+
+
+def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
+    attention, mlp = _part(block, "attention"), block.mlp
+    head_dim = _part(attention, "head_dim")
+    # Where the MLP's result is normalised, so is that of attention, and the norm "post attention"
+    # is that one; elsewhere the same name means the norm between the stream and the MLP.
+    sandwich = hasattr(block, "post_feedforward_layernorm")
+    added_by_attention = block.post_attention_layernorm if sandwich else attention
+    added_by_mlp = block.post_feedforward_layernorm if sandwich else mlp
+    yield _Point("resid_pre" + layer, block, "in", _rows)
+    yield _Point("attn_in" + layer, attention, "in", _rows)
+    for site, (projection, take) in _projections(attention, heads, head_dim).items():
+        yield _Point(site + layer, projection, "out", take)
+    # [batch, head, query, key]; not every family computes them in one function, so as returned
+    yield _Point("attn_pattern" + layer, attention, "out", lambda x: x[0].transpose(0, 1), item=1)
+    yield _Point("z" + layer, _part(attention, "out_projection"), "in", _split(head_dim))
+    yield _Point("attn_out" + layer, added_by_attention, "out", _rows)
+    if not getattr(block, "use_parallel_residual", False):
+        if sandwich:
+            reader = getattr(block, "pre_feedforward_layernorm", mlp)
+        else:
+            reader = _part(block, "norm_after_attention")
+        yield _Point("resid_mid" + layer, reader, "in", _rows)
+    yield _Point("mlp_in" + layer, mlp, "in", _rows)
+    if hasattr(mlp, "experts"):
+        # routers return the three, without the batch dimension
+        for item, site in enumerate(("router_logits", "expert_weights", "expert_ids")):
+            yield _Point(site + layer, _part(mlp, "router"), "out", lambda x: x, item)
+    else:
+        yield _Point("mlp_hidden" + layer, _part(mlp, "down_projection"), "in", _rows)
+    yield _Point("mlp_out" + layer, added_by_mlp, "out", _rows)
+    yield _Point("resid_post" + layer, block, "out", _rows)
+
+
+def _projections(attention: Any, heads: int, head_dim: int) -> dict[str, tuple[Any, Take]]:
+    """Which module projects q, k and v, and where in its output they are."""
+    if hasattr(attention, "q_proj"):
+        return {site: (getattr(attention, f"{site}_proj"), _split(head_dim)) for site in "qkv"}
+    if (fused := getattr(attention, "query_key_value", None)) is not None:  # of head 0, of head 1..
+        return {
+            site: (fused, lambda x, i=i: x[0].unflatten(-1, (heads, 3, head_dim))[:, :, i])
+            for i, site in enumerate("qkv")
+        }
+    for name in ("qkv_proj", "c_attn"):  # all q, all k, all v
+        if (fused := getattr(attention, name, None)) is not None:
+            return {
+                "q": (fused, lambda x: _split(head_dim)(x)[:, :heads]),
+                "k": (fused, lambda x: _split(head_dim)(x)[:, heads:].chunk(2, dim=1)[0]),
+                "v": (fused, lambda x: _split(head_dim)(x)[:, heads:].chunk(2, dim=1)[1]),
+            }
+    raise ValueError(f"{type(attention).__name__} has no known projections of q, k and v")
+
+
+def _rows(value: Tensor) -> Tensor:
+    return value[0]
+
+
+def _split(head_dim: int) -> Take:
+    return lambda value: value[0].unflatten(-1, (-1, head_dim))
+
+
+def _array(value: Tensor) -> np.ndarray:
+    # a copy: what is kept must not change if the model goes on to write into the same memory
+    dtype = torch.float32 if value.is_floating_point() else torch.int64
+    return value.detach().to("cpu", dtype, copy=True).contiguous().numpy()
+
+
+@contextmanager
+def _hooked(point: _Point, found: dict[str, np.ndarray]) -> Iterator[None]:
+    def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found[point.name] = _array(point.take(args[0] if args else named["hidden_states"]))
+
+    def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        value = output[point.item] if isinstance(output, tuple) else output
+        found[point.name] = _array(point.take(value))
+
+    if point.side == "in":
+        handle = point.module.register_forward_pre_hook(before, with_kwargs=True)
+    else:
+        handle = point.module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _forget_longer_contexts(rotary: Any) -> None:
+    """HF's "dynamic" RoPE keeps the frequencies of the longest context so far; we begin anew."""
+    if rotary is None:
+        return
+    for name, original in list(rotary.named_buffers()):
+        if name.endswith("original_inv_freq"):
+            prefix = name.removesuffix("original_inv_freq")
+            setattr(rotary, f"{prefix}inv_freq", original)
+            setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
+
+
+def _next_token(logits: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """The next token's log-probability (0 for the last) and the distribution's entropy, in nats."""
+    targets = torch.cat([ids[1:], ids[:1]]).to(logits.device)
+    logprob, entropy = [], []
+    for rows, target in zip(logits.split(_ROWS_AT_ONCE), targets.split(_ROWS_AT_ONCE), strict=True):
+        logs = rows.double().log_softmax(-1)
+        logprob.append(logs.gather(-1, target[:, None])[:, 0])
+        entropy.append(torch.special.entr(logs.exp()).sum(-1))
+    known = torch.cat(logprob)
+    known[-1] = 0.0
+    return {"logprob": known, "entropy": torch.cat(entropy)}
