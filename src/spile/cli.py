@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from spile import __version__
 from spile.config import STORE_DTYPES, Recipe, Runtime, build, flag_of, load_toml
-from spile.errors import ConfigError, Interrupted, SpileError
+from spile.errors import ConfigError, InputError, Interrupted, SpileError
 
 _EXTRACT_HELP = """\
 Run a model over a corpus and keep the activations of the tapped places as a dataset.
@@ -247,7 +247,11 @@ def _convert(arguments: argparse.Namespace) -> int:
     from spile.models.gguf import convert
 
     tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
-    convert(Path(arguments.source), Path(arguments.dest), tokenizer=tokenizer)
+    try:
+        convert(Path(arguments.source), Path(arguments.dest), tokenizer=tokenizer)
+    except OSError as error:
+        where = error.filename or arguments.dest
+        raise InputError(f"{where}: {error.strerror or error}") from error
     print(json.dumps({"model": arguments.dest}) if arguments.json else f"made {arguments.dest}")
     return 0
 

@@ -180,9 +180,12 @@ def check_text(out: str, report: "CheckReport") -> str:
         lines.append(
             f"{name:{width}}  {tap.error:.2e}  {tap.allowed:.2e}  {tap.control:.2e}{verdict}"
         )
-    bad = sum(not tap.ok for tap in report.taps.values())
+    far = sum(tap.error > tap.allowed for tap in report.taps.values())
+    unclear = sum(not tap.ok for tap in report.taps.values()) - far
+    verdict = [f"{far} taps disagree with the reference"] if far else []
+    verdict += [f"{unclear} taps cannot be told from a neighbour"] if unclear else []
     lines.append(
-        f"{out}: {f'{bad} taps disagree' if bad else 'every tap agrees'} with the reference "
+        f"{out}: {', '.join(verdict) or 'every tap agrees with the reference'} "
         f"({report.documents} documents, {report.tokens:,} tokens, {report.reference})"
     )
     return "\n".join(lines)

@@ -150,8 +150,8 @@ def test_a_cap_bounds_and_keeps_the_order(cap: float, seed: int) -> None:
     x = np.sort(random(64, seed=seed) * 100)
     found = np.asarray(softcap(jnp.asarray(x), cap))
     np.testing.assert_allclose(found, cap * np.tanh(x.astype(np.float64) / cap), rtol=1e-5)
-    assert (np.diff(found) >= 0).all()
-    assert np.abs(found).max() <= np.float32(cap)
+    assert (np.diff(found) >= -1e-6 * cap).all()
+    assert np.abs(found).max() <= cap * (1 + 1e-6)
     assert softcap(jnp.asarray(x), None).tolist() == x.tolist()
 
 

@@ -8,6 +8,7 @@ would prove nothing. The result is kept in the store beside the manifest.
 
 import importlib
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -18,7 +19,6 @@ import numpy as np
 from spile.config import Recipe
 from spile.engine.resolve import Job, resolve
 from spile.errors import InputError, StoreError
-from spile.models.demo import demo_model
 from spile.objects import open_objects
 from spile.store import format as fmt
 from spile.store.ledger import Ledger
@@ -29,6 +29,11 @@ _log = logging.getLogger("spile")
 _FLOAT32 = 2e-5  # what parity in float32 is held to
 _MARGIN = 2.0  # over the reference's own floor
 _CONTEXTS_PER_DOCUMENT = 2
+# Below float32 a token may fairly take another expert: so many of the stored rows, and of the
+# reference's own, are allowed to be far off. Unequal, so that as many on both sides never matter.
+_SPARED, _SPARED_FLOOR = 0.2, 0.1
+_FEWEST_ROWS = 16  # below float32, where fewer would make it a matter of luck
+_NOWHERE = 1e200  # the squared distance of what is no number; JSON has no infinity
 
 Taps = dict[str, np.ndarray]
 
@@ -90,9 +95,14 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
     dataset = open_dataset(out, partial=True)
     compared = _Comparison(dataset, job)
     documents = 0
-    for document, tokens in _sampled(dataset, job, samples):
-        compared.add(document, tokens)
-        documents += 1
+    with warnings.catch_warnings():
+        # Where a processor has no fast bfloat16, torch says so with a page of stack frames.
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+        for document, tokens in _sampled(dataset, job, samples):
+            if documents >= samples and compared.enough:
+                break
+            compared.add(document, tokens)
+            documents += 1
     if not documents:
         raise StoreError(f"{out}: no unit is done yet, there is nothing to check")
     report = CheckReport(
@@ -103,17 +113,28 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
 
 
 def _sampled(dataset: Dataset, job: Job, samples: int) -> Iterator[tuple[Document, np.ndarray]]:
-    """Documents with stored rows, from units spread evenly, and all tokens of each."""
+    """Documents with stored rows, from units spread evenly, and all tokens of each.
+
+    After `samples` of them come some more, should those not be enough.
+    """
     done = Ledger(open_objects(dataset.url)).done_units()
     units = [unit for unit in job.units if unit.id in done]
-    chosen = [units[round(i * (len(units) - 1) / max(1, samples - 1))] for i in range(samples)]
+    last = len(units) - 1
+    chosen = [
+        units[round(i * last / max(1, count - 1))]
+        for count in (samples, _FEWEST_ROWS)
+        for i in range(count)
+        if units
+    ]
     rng = np.random.default_rng(0)
+    seen: set[int] = set()
     with closing(job.reader()) as reader:
-        for unit in chosen if units else []:
+        for unit in chosen:
             read = reader.read(unit.spans, unit.first_doc)
             for number in rng.permutation(len(read.texts)):
                 ordinal = read.ordinals[number]
-                if dataset.has_document(ordinal):
+                if ordinal not in seen and dataset.has_document(ordinal):
+                    seen.add(ordinal)
                     (tokens,) = job.tokenizer.encode([read.texts[number]])
                     yield dataset.document(ordinal), tokens
                     break
@@ -125,25 +146,32 @@ class _Comparison:
     def __init__(self, dataset: Dataset, job: Job) -> None:
         self._dataset, self._recipe = dataset, job.recipe
         self._layers = job.checkpoint.arch.num_layers
+        self._experts = job.checkpoint.arch.experts is not None
         self._exact = _reference(job, "float32")
         # In float32 the reference has no floor but rounding.
         rough = job.recipe.compute_dtype != "float32"
         self._rough = _reference(job, job.recipe.compute_dtype) if rough else self._exact
         self._distances: dict[str, dict[str, list[np.ndarray]]] = {tap: {} for tap in dataset.taps}
-        self.tokens = 0
+        self.tokens = self.rows = 0
+
+    @property
+    def enough(self) -> bool:
+        """Whether more documents would not help."""
+        return self._recipe.compute_dtype == "float32" or self.rows >= _FEWEST_ROWS
 
     def add(self, document: Document, tokens: np.ndarray) -> None:
         recipe = self._recipe
         offsets = document.index["offset"]
-        if not np.array_equal(document.index["token_id"], tokens[offsets]):
+        inside = offsets.max() < len(tokens)
+        if not inside or not np.array_equal(document.index["token_id"], tokens[offsets]):
             raise StoreError(f"document {document.index['doc'][0]}: other tokens than the corpus's")
         starts = np.unique(offsets // recipe.seq_len)[:_CONTEXTS_PER_DOCUMENT] * recipe.seq_len
-        last = recipe.seq_len if recipe.long_docs == "truncate" else len(tokens)
         for start in starts.tolist():
-            context = tokens[start : min(start + recipe.seq_len, last)]
+            context = tokens[start : start + recipe.seq_len]
             rows = np.flatnonzero((offsets >= start) & (offsets < start + len(context)))
             self._add_context(document, context, rows, offsets[rows] - start)
             self.tokens += len(context)
+            self.rows += len(rows)
 
     def _add_context(
         self, document: Document, context: np.ndarray, rows: np.ndarray, places: np.ndarray
@@ -158,13 +186,17 @@ class _Comparison:
             other = np.roll(truth, 1, axis=0) if beside is None else exact[beside]
             stored = np.asarray(document.read(tap)[rows])
             dtype = DTYPES_BY_NAME[self._dataset.dtype(tap).name]
-            for name, values in (
-                ("error", _like(stored, truth)),
-                ("floor", rough[tap].astype(dtype)[places]),
-                ("control", other[places]),
-                ("length", np.zeros_like(truth[places])),
+            everywhere = np.arange(len(truth))
+            for name, values, where in (
+                ("error", _like(stored, truth), places),
+                ("floor", rough[tap].astype(dtype)[places], places),
+                ("control", other[places], places),
+                ("length", np.zeros_like(truth[places]), places),
+                # Few rows, or a single number in each, may have a low floor by chance.
+                ("floor of all", rough[tap].astype(dtype), everywhere),
+                ("length of all", np.zeros_like(truth), everywhere),
             ):
-                squares = _squares(values, truth[places], exact=tap.startswith("expert_ids"))
+                squares = _squares(values, truth[where], exact=tap.startswith("expert_ids"))
                 self._distances[tap].setdefault(name, []).append(squares)
 
     def results(self) -> dict[str, TapCheck]:
@@ -173,11 +205,24 @@ class _Comparison:
     def _result(self, tap: str) -> TapCheck:
         rows = {name: np.concatenate(parts) for name, parts in self._distances[tap].items()}
         typical = float(np.sqrt(rows["length"].mean())) or 1.0
-        # One wrong row must show. Below float32 a token may fairly take another expert, and then
-        # a single row says nothing: there it is the mean that must hold.
-        most = np.max if self._recipe.compute_dtype == "float32" else np.mean
-        found = {n: float(np.sqrt(most(rows[n]))) / typical for n in ("error", "floor")}
-        return TapCheck(**found, control=float(np.sqrt(rows["control"].mean())) / typical)
+        of_all = float(np.sqrt(rows["length of all"].mean())) or 1.0
+        floors = (
+            self._overall(rows["floor"], _SPARED_FLOOR) / typical,
+            self._overall(rows["floor of all"], _SPARED_FLOOR) / of_all,
+        )
+        return TapCheck(
+            error=self._overall(rows["error"], _SPARED) / typical,
+            floor=max(floors),
+            control=float(np.sqrt(rows["control"].mean())) / typical,
+        )
+
+    def _overall(self, squares: np.ndarray, spared: float) -> float:
+        """In float32 one wrong row must show; below it, a single row says nothing."""
+        if self._recipe.compute_dtype == "float32":
+            return float(np.sqrt(squares.max()))
+        if self._experts:
+            squares = np.sort(squares)[: max(1, int((1 - spared) * len(squares)))]
+        return float(np.sqrt(squares.mean()))
 
 
 def _squares(values: np.ndarray, truth: np.ndarray, *, exact: bool) -> np.ndarray:
@@ -187,7 +232,7 @@ def _squares(values: np.ndarray, truth: np.ndarray, *, exact: bool) -> np.ndarra
         same = values.reshape(flat) == truth.reshape(flat)
         return 1.0 - same.mean(axis=1)
     gap = values.reshape(flat).astype(np.float64) - truth.reshape(flat).astype(np.float64)
-    return np.nan_to_num((gap * gap).sum(axis=1), nan=np.inf)
+    return np.nan_to_num((gap * gap).sum(axis=1), nan=_NOWHERE, posinf=_NOWHERE)
 
 
 def _like(stored: np.ndarray, truth: np.ndarray) -> np.ndarray:
@@ -210,28 +255,29 @@ def _reference(job: Job, dtype: str) -> Any:
     """The model in transformers, its taps within reach."""
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     reference = importlib.import_module("spile.engine.reference")
-    source, adapter = job.recipe.model_source, job.recipe.lora_source
-    directory = demo_model() if source == "demo" else job.checkpoint.directory
+    # Not the recipe's sources, which are the stored ones: things may have moved since.
+    directory, adapter = job.checkpoint.directory, job.checkpoint.adapter
     _log.info("loading %s with transformers in %s", directory, dtype)
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, dtype), local_files_only=True
     )
     if adapter:
-        _require("peft")
+        _require("peft", install="peft")
         peft = importlib.import_module("peft")
-        model = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        model = peft.PeftModel.from_pretrained(model, str(adapter.files[0].parent))
+        model = model.merge_and_unload()
     return reference.Reference(model.to("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _require(*names: str) -> None:
+def _require(*names: str, install: str = "'spile[check]'") -> None:
     for name in names:
         try:
             importlib.import_module(name)
         except ImportError as error:
             raise InputError(
-                f"check compares with HF transformers, which is not installed ({error}): "
-                "pip install 'spile[check]'"
+                f"check compares with HF transformers, and {name} is not installed ({error}): "
+                f"pip install {install}"
             ) from error
 
 
