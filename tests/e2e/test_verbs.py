@@ -189,7 +189,8 @@ def test_plan_counts_the_rows_that_are_kept(
     assert cost["documents"] == 40
     per_row = {"resid_post.1": 64, "q.0": 64}
     assert cost["bytes_per_tap"] == {tap: cost["rows"] * size for tap, size in per_row.items()}
-    assert cost["total_bytes"] == sum(cost["bytes_per_tap"].values()) + cost["index_bytes"]
+    beside = cost["index_bytes"] + cost["overhead_bytes"]
+    assert cost["total_bytes"] == sum(cost["bytes_per_tap"].values()) + beside
     expected = 40 if share is None else cost["tokens"] * share  # one of each document
     assert abs(cost["rows"] - expected) <= 0.05 * expected
     assert not (tmp_path / "out").exists()
