@@ -3,7 +3,7 @@
 import numpy as np
 
 # Flags, one bit each. FIRST and LAST are of a context: a document, or a piece of a long one.
-# END is of a document: the last of its tokens that were kept.
+# END is of a document: the last of its tokens that the model reads.
 BOS, EOS, SPECIAL, FIRST, LAST, END = 1, 2, 4, 8, 16, 32
 FLAGS = {"bos": BOS, "eos": EOS, "special": SPECIAL, "first": FIRST, "last": LAST, "end": END}
 

@@ -77,6 +77,9 @@ def test_only_rows_that_are_kept_are_counted(model: Path, corpus: Path, tmp_path
     )
     assert everything.rows == everything.tokens == part.tokens
     assert part.rows == int(part.tokens * some.table.kept)
+    # Some row may be kept whole, whatever the share: memory is that of all rows.
+    assert part.device_bytes == everything.device_bytes
+    assert part.host_bytes == everything.host_bytes
     for tap, info in some.table.taps.items():
         assert part.bytes_per_tap[tap] == part.rows * info.row_bytes
         assert everything.bytes_per_tap[tap] == everything.tokens * info.row_bytes

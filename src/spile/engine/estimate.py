@@ -67,7 +67,8 @@ def estimate(
     # once more by the softmax.
     scored = platform != "cpu" or any(tap.site == "attn_pattern" for tap in job.taps)
     scores = 2 * 4 * rows * arch.num_heads * recipe.seq_len**2 * scored
-    taps = int(step_tokens * per_row * kept)
+    # Whatever is filtered: buffers are as wide as the row of which most is kept.
+    taps = step_tokens * per_row
     # Beside its rows a unit has statistics, and each of its files a header.
     overhead = sum(HEADER_ALIGN + 16 * info.width for info in table.values()) + 2 * HEADER_ALIGN
     in_flight = 2 * runtime.queue_depth + 1

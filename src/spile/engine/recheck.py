@@ -35,8 +35,6 @@ _SPARED, _SPARED_FLOOR = 0.2, 0.1
 _FEWEST_ROWS = 16  # below float32, where fewer would make it a matter of luck
 _NOWHERE = 1e200  # the squared distance of what is no number; JSON has no infinity
 
-Taps = dict[str, np.ndarray]
-
 
 @dataclass(frozen=True)
 class TapCheck:

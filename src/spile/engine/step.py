@@ -1,6 +1,7 @@
 """The compiled step: one fixed-shape batch in, every tap's rows and their statistics out.
 
-The same function whatever the engine: it is compiled once per run, for one shape.
+The same function whatever the engine: it is compiled for one shape, or a few where rows
+are filtered.
 """
 
 from collections.abc import Mapping

@@ -99,10 +99,12 @@ class Worker:
                 sink.close()  # commits what is fully computed
                 raise Interrupted
             sink.close()
-        except Exception:
-            # Units fully computed before the failure are kept; a second error says nothing new.
-            with suppress(Exception):
-                sink.close()
+        except Exception as error:
+            try:
+                sink.close()  # units fully computed before the failure are kept
+            except Exception as second:
+                if second is not error:
+                    _log.error("and while ending: %s", second)
             raise
         except BaseException:
             sink.abandon()

@@ -199,7 +199,7 @@ FAMILIES = (
         },
         keys={
             "rms_norm_eps": "layer_norm_eps",
-            # transformers 4.45 to 4.57 writes both
+            # some versions of transformers 4 write both
             "rope_theta": ("rotary_emb_base", "rope_theta"),
             "partial_rotary_factor": ("rotary_pct", "partial_rotary_factor"),
         },

@@ -113,7 +113,8 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
         _refuse_outer(values, family, where)
         where, values = f"{where} {family.nested}", inner
     config = _Config(values, family, where)
-    arch = Arch(**_sizes(config), **_attention(config), **_rest(config))
+    sizes = _sizes(config)
+    arch = Arch(**sizes, **_attention(config, sizes["head_dim"]), **_rest(config))
     _refuse_unknown(config)
     if arch.num_heads % arch.num_kv_heads:
         raise InputError(
@@ -138,9 +139,8 @@ def _sizes(config: _Config) -> dict[str, Any]:
     }
 
 
-def _attention(config: _Config) -> dict[str, Any]:
-    sizes, family = _sizes(config), config.family
-    ropes = family.fixed.get("ropes")
+def _attention(config: _Config, head_dim: int) -> dict[str, Any]:
+    ropes = config.family.fixed.get("ropes")
     ropes = _ropes(config) if ropes is None else ropes
     longest = config.number("max_position_embeddings")
     for rope in ropes:
@@ -151,7 +151,7 @@ def _attention(config: _Config) -> dict[str, Any]:
         "ropes": ropes,
         "max_positions": longest,
         "rope_positions": config.number("max_position_embeddings"),
-        "attn_scale": (scalar or sizes["head_dim"]) ** -0.5,
+        "attn_scale": (scalar or head_dim) ** -0.5,
         "attn_softcap": config.amount("attn_logit_softcapping"),
     }
 

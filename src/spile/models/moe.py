@@ -73,8 +73,9 @@ def _tiled(
 ) -> Float[Array, "tokens out"]:
     """Each expert's run of tokens is cut into tiles; tiles of one size are one batched product.
 
-    A tile holds tokens of one expert only, so the last of a run is padded. Tiles of a quarter of
-    a mean run waste an eighth of the work; their number does not depend on the routing.
+    A tile holds tokens of one expert only, so the last of a run is padded. Their number does not
+    depend on the routing: one more for each expert than the tokens fill. A tile is at most a
+    quarter of a mean run (but for very few tokens), so that this adds at most a quarter.
     """
     count, experts = len(x), len(w)
     tile = min(1024, max(8, 1 << (max(1, count // (4 * experts)).bit_length() - 1)))
