@@ -80,7 +80,7 @@ OTHER: dict[str, Any] = {
         ("where", ["bos"], ["--where", "text", "['bos']"]),
         ("lora", "", ["--lora", "non-empty", "''"]),
         ("pack", "best", ["--pack", "ffd, none", "'best'"]),
-        ("store_dtype", "int8", ["--store-dtype", "bfloat16, float16, float32", "'int8'"]),
+        ("store_dtype", "int4", ["--store-dtype", "float32, float8_e4m3, int8", "'int4'"]),
         ("taps", "", ["--taps", "non-empty", "''"]),
         ("model", 3, ["--model", "text", "3"]),
         ("text_column", "", ["--text-column", "non-empty", "''"]),

@@ -44,7 +44,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}  # as numpy and recipes spell
+# As numpy and recipes spell them. (numpy tells the two kinds of e4m3 apart by `fn`; safetensors,
+# torch's users and we mean this one.)
+DTYPES_BY_NAME = {dtype.name.removesuffix("fn"): dtype for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)

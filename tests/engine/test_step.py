@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spile.data.pack import Batch
-from spile.engine.step import Step
+from spile.engine.step import Step, StepOutput
 from spile.models.checkpoint import open_checkpoint
 from spile.models.decoder import needs_whole_block
 from spile.models.params import Params, Schedule
@@ -20,7 +20,12 @@ from spile.models.weights import load_params
 SHAPED = "embed,q:1,attn_pattern:0,z:all,resid_post:0+2,logprob,entropy"
 
 
-def make_step(model: Path, taps: str, store_dtype: str = "float32") -> Step:
+def make_step(
+    model: Path,
+    taps: str,
+    store_dtype: str = "float32",
+    scales: dict[str, np.ndarray] | None = None,
+) -> Step:
     checkpoint = open_checkpoint(str(model))
     chosen = parse_taps(taps, checkpoint.arch)
     depth = max(tap.layers_needed(checkpoint.arch) for tap in chosen)
@@ -33,7 +38,7 @@ def make_step(model: Path, taps: str, store_dtype: str = "float32") -> Step:
     )
     return Step(
         params, checkpoint.arch, chosen, schedule,
-        compute_dtype="float32", store_dtype=store_dtype, platform="cpu",
+        compute_dtype="float32", store_dtype=store_dtype, device=jax.devices()[0], scales=scales,
     )  # fmt: skip
 
 
@@ -54,12 +59,16 @@ def make_batch(
         segments[row, :length] = [1] * cut + [2] * (length - cut)
     filled = np.asarray(lengths, np.int32)
     if keep is None:
-        return Batch(tokens, positions, segments, filled, None, filled)
+        return Batch(tokens, positions, segments, filled, None, filled, contexts=8)
     columns = np.zeros((len(lengths), most), np.int32)
     for row, places in enumerate(keep):
         columns[row, : len(places)] = places
     counts = np.array([len(places) for places in keep], np.int32)
-    return Batch(tokens, positions, segments, filled, columns, counts)
+    return Batch(tokens, positions, segments, filled, columns, counts, contexts=8)
+
+
+def by_packed_row(rows: np.ndarray, output: StepOutput) -> list[np.ndarray]:
+    return np.split(rows, np.cumsum(output.counts)[:-1])
 
 
 @pytest.mark.parametrize("store_dtype", ["float32", "bfloat16", "float16"])
@@ -68,11 +77,11 @@ def test_statistics_are_those_of_the_stored_values(model: Path, store_dtype: str
     output = step(make_batch())
     for tap in ("resid_post.0", "resid_post.2", "embed"):
         rows = output.rows_of(tap)
-        assert rows.dtype.name == store_dtype
+        assert (rows.dtype.name, rows.shape) == (store_dtype, (57, 32)), "padding stays behind"
         stats = output.stats_of(tap)
         assert [s.count for s in stats] == [40, 17], "an empty row has no statistics"
-        for row, found in zip(rows, stats, strict=False):
-            real = row[: found.count].astype(np.float64)
+        for row, found in zip(by_packed_row(rows, output), stats, strict=False):
+            real = row.astype(np.float64)
             np.testing.assert_allclose(found.mean, real.mean(0), atol=1e-6)
             np.testing.assert_allclose(found.variance, real.var(0), rtol=1e-4, atol=1e-6)
             np.testing.assert_allclose(
@@ -96,12 +105,12 @@ def test_statistics_of_shaped_taps_are_those_of_each_stored_value(
     assert set(output.rows) == set(shapes)
     for tap, shape in shapes.items():
         rows = output.rows_of(tap)
-        assert rows.shape == (3, 40 if keep is None else 6, *shape)
+        assert rows.shape == (57 if keep is None else 6, *shape)
         assert rows.dtype.name == ("float32" if tap in ("logprob", "entropy") else store_dtype)
         stats = output.stats_of(tap)
         assert [s.count for s in stats] == ([40, 17] if keep is None else [5, 1])
-        for row, found in zip(rows, stats, strict=False):
-            real = row[: found.count].reshape(found.count, -1).astype(np.float64)
+        for row, found in zip(by_packed_row(rows, output), stats, strict=False):
+            real = row.reshape(found.count, -1).astype(np.float64)
             np.testing.assert_allclose(found.mean, real.mean(0), atol=1e-6)
             np.testing.assert_allclose(found.variance, real.var(0), rtol=1e-4, atol=1e-6)
             np.testing.assert_allclose(
@@ -117,8 +126,13 @@ def test_the_rows_that_are_kept_are_those_of_a_step_that_keeps_all(model: Path) 
     assert list(some.counts) == [5, 2, 0]
     assert list(some.lengths) == [40, 17, 0]
     for tap in whole.rows:
-        for row, places in enumerate(keep):
-            kept, wanted = some.rows_of(tap)[row][: len(places)], whole.rows_of(tap)[row][places]
+        pairs = zip(
+            by_packed_row(some.rows_of(tap), some),
+            by_packed_row(whole.rows_of(tap), whole),
+            strict=True,
+        )
+        for (kept, row), places in zip(pairs, keep, strict=True):
+            wanted = row[places]
             if tap in ("logprob", "entropy"):  # the head runs on the kept rows alone
                 np.testing.assert_allclose(kept, wanted, rtol=1e-5)
             else:
@@ -137,8 +151,8 @@ def test_batches_of_one_shape_compile_once(model: Path) -> None:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        jax.block_until_ready(step(make_batch(1, (3, 40, 40))).rows)
-        jax.block_until_ready(step(make_batch(2, keep=[[7], [0, 9, 10, 16], []], most=4)).rows)
+        jax.block_until_ready(step(make_batch(1, (3, 14, 40))).rows)  # as many, elsewhere
+        jax.block_until_ready(step(make_batch(2, keep=[[7, 8, 9], [0], []], most=4)).rows)
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []
@@ -167,4 +181,4 @@ def test_only_the_embeddings_are_loaded_for_a_tap_on_them(model: Path) -> None:
     params, digests = load(model, 0, whole=False)
     assert (params.cycle, params.tail, len(digests)) == ((), (), 1)
     embed = np.asarray(params.outer["embed"])
-    assert np.array_equal(step(batch).rows_of("embed"), embed[batch.tokens])
+    assert np.array_equal(step(batch).rows_of("embed"), embed[batch.tokens[batch.segments > 0]])

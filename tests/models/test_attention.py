@@ -1,6 +1,7 @@
 """Attention in packed rows: each document as if it were alone, in every implementation."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,16 @@ IMPLEMENTATIONS: dict[str, Attention] = {
 }
 # A quarter of the time to compile; what the defaults make is tested in test_decoder.py.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-COMPILED = {
-    name: jax.jit(each, static_argnums=5, compiler_options=QUICK)
-    for name, each in IMPLEMENTATIONS.items()
-}
+
+
+def compiled(attention: Attention) -> Any:
+    def attend(q: Any, k: Any, v: Any, segments: Any, positions: Any, *how: Any) -> Any:
+        return attention(segments, positions)(q, k, v, *how)
+
+    return jax.jit(attend, static_argnums=5, compiler_options=QUICK)
+
+
+COMPILED = {name: compiled(each) for name, each in IMPLEMENTATIONS.items()}
 # windows of one token, within a block, as long as one, across several, beyond the row
 SCORINGS = {
     "plain": PLAIN,

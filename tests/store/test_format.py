@@ -34,11 +34,11 @@ DONE = Done(
 )
 LITERAL = b"""{
  "attempt": "a1b2",
- "checksum": "05028bd31e5af3caca26d596cbe1efbe",
+ "checksum": "bd688bc2c06e9bb2c8166dca175b6274",
  "contexts": 2,
  "documents": 2,
  "fingerprint": "f00d",
- "format": 2,
+ "format": 3,
  "index": {
   "bytes": 4206,
   "count": 5,
@@ -119,7 +119,8 @@ def test_a_done_record_is_these_bytes() -> None:
 def test_keys_are_spelled_so() -> None:
     assert fmt.done_key(3) == "done/00000003.json"
     assert (
-        fmt.shard_key(3, "a1b2", "resid_post.20", 7) == PREFIX + "resid_post.20.00007.safetensors"
+        fmt.shard_key(3, "a1b2", "resid_post.20", 7, compressed=False)
+        == PREFIX + "resid_post.20.00007.safetensors"
     )
     assert fmt.worker_key("host-1") == "workers/host-1.json"
     assert (fmt.UNITS, fmt.MODEL, fmt.MANIFEST) == ("units.json", "model.json", "manifest.json")
@@ -175,14 +176,14 @@ def test_the_same_json_in_another_spelling_is_refused() -> None:
 
 
 def test_another_format_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fmt, "FORMAT", 3)
+    monkeypatch.setattr(fmt, "FORMAT", 4)
     future = encode_record("done", DONE.to_json())
     monkeypatch.undo()
-    with pytest.raises(StoreError, match="format 3.*use the version that wrote it") as caught:
+    with pytest.raises(StoreError, match="format 4.*use the version that wrote it") as caught:
         decode_record("units.json", future, "done")
     assert not isinstance(caught.value, CorruptError)
     with pytest.raises(CorruptError):  # damage is not another format
-        decode_record("units.json", LITERAL.replace(b'"format": 2', b'"format": 3'), "done")
+        decode_record("units.json", LITERAL.replace(b'"format": 3', b'"format": 4'), "done")
 
 
 def test_a_record_of_another_kind_is_refused() -> None:
@@ -212,8 +213,8 @@ def test_arbitrary_bytes_are_refused_with_our_own_error(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"[" * 100_000, b'{"a":' * 100_000, b'{"format":2,"checksum":NaN}', b'{"n":' + b"9" * 5000,
-     b'{"format":' + b"9" * 5000 + b"}", b'{"a":1e999,"format":2}', b'{"a":"\\ud800","format":2}'],
+    [b"[" * 100_000, b'{"a":' * 100_000, b'{"format":3,"checksum":NaN}', b'{"n":' + b"9" * 5000,
+     b'{"format":' + b"9" * 5000 + b"}", b'{"a":1e999,"format":3}', b'{"a":"\\ud800","format":3}'],
 )  # fmt: skip
 def test_hostile_json_is_refused_with_our_own_error(data: bytes) -> None:
     with pytest.raises(CorruptError):

@@ -28,6 +28,7 @@ class Batch:
     lengths: np.ndarray
     columns: np.ndarray | None
     counts: np.ndarray
+    contexts: int  # at least as many as any of its rows holds
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,32 @@ class PackedUnit:
         """Stored rows: kept tokens."""
         return len(self.index)
 
+    def first(self, rows: int) -> "PackedUnit":
+        """The first packed rows alone."""
+        cut = replace(
+            self,
+            tokens=self.tokens[:rows],
+            positions=self.positions[:rows],
+            segments=self.segments[:rows],
+            lengths=self.lengths[:rows],
+            columns=None if self.columns is None else self.columns[:rows],
+            counts=self.counts[:rows],
+        )
+        return replace(cut, index=self.index[: int(cut.counts.sum())])
+
     def batches(self, rows: int) -> Iterator[Batch]:
         """Consecutive groups of rows; the last is padded with empty ones."""
         for first in range(0, len(self.lengths), rows):
+            segments = _group(self.segments, first, rows)
             yield Batch(
                 tokens=_group(self.tokens, first, rows),
                 positions=_group(self.positions, first, rows),
-                segments=_group(self.segments, first, rows),
+                segments=segments,
                 lengths=_group(self.lengths, first, rows),
                 columns=None if self.columns is None else _group(self.columns, first, rows),
                 counts=_group(self.counts, first, rows),
+                # A power of two: kernels are compiled for a number of contexts.
+                contexts=1 << max(3, int(segments.max(initial=0)).bit_length()),
             )
 
 

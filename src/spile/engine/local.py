@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,17 +18,23 @@ import jax.numpy as jnp
 import spile
 from spile.config import Recipe, Runtime
 from spile.data.tokens import use_threads
-from spile.engine.estimate import Estimate, batch_rows, estimate, refuse_if_too_large
+from spile.engine.calibrate import channel_scales
+from spile.engine.estimate import Estimate, estimate, refuse_if_too_large
 from spile.engine.resolve import Job, resolve, store_table
 from spile.engine.step import Step
 from spile.engine.worker import Worker
 from spile.errors import InputError, Interrupted
 from spile.metrics import Counters
 from spile.models.decoder import needs_whole_block
+from spile.models.demo import cache_directory
 from spile.models.params import Schedule
 from spile.models.weights import load_params
 from spile.objects import open_objects
 from spile.store.ledger import Ledger
+
+# Measured at 7B shapes on an H200 (docs/benchmarks.md): cuBLAS is 3% faster than XLA's own
+# matrix products, and compiles sooner.
+_XLA_FLAGS = ("--xla_gpu_enable_triton_gemm=false",)
 
 
 @dataclass(frozen=True)
@@ -69,12 +76,17 @@ def _extract(
     stop: threading.Event,
 ) -> Outcome:
     use_threads(runtime.threads or max(1, (os.cpu_count() or 1) - 1))
-    device = jax.devices()[0]
+    device = _device()
     ledger = Ledger(open_objects(str(out)))
     job = resolve(recipe, ledger, device.platform, heed=lambda: _heed(stop))
     objects = ledger.objects
     cost = estimate(
-        job, runtime, device.platform, done=ledger.done_units(), free_bytes=objects.free_bytes()
+        job,
+        runtime,
+        device.platform,
+        done=ledger.done_units(),
+        free_bytes=objects.free_bytes(),
+        memory=(device.memory_stats() or {}).get("bytes_limit"),
     )
     if not runtime.ignore_space:
         refuse_if_too_large(cost, objects.url)
@@ -83,8 +95,8 @@ def _extract(
     if on_start:
         on_start(job, cost)
     if not ledger.complete(job.table):
-        rows = batch_rows(job, runtime, device.platform)
-        step = _load_step(job, ledger, device.platform)
+        rows = cost.batch_rows
+        step = _load_step(job, ledger, device, rows)
         _heed(stop)
         worker = Worker(
             job,
@@ -101,7 +113,7 @@ def _extract(
     return _outcome(ledger, cost)
 
 
-def _load_step(job: Job, ledger: Ledger, platform: str) -> Step:
+def _load_step(job: Job, ledger: Ledger, device: Any, batch_rows: int) -> Step:
     whole = needs_whole_block(job.taps, job.layers)
     schedule = Schedule.of(job.checkpoint.arch, job.layers, whole=whole)
     params, digests = load_params(
@@ -111,15 +123,15 @@ def _load_step(job: Job, ledger: Ledger, platform: str) -> Step:
         dtype=jnp.dtype(job.recipe.compute_dtype),
     )
     ledger.check_weights(digests)
-    return Step(
-        params,
-        job.checkpoint.arch,
-        job.taps,
-        schedule,
-        compute_dtype=job.recipe.compute_dtype,
-        store_dtype=job.recipe.store_dtype,
-        platform=platform,
-    )
+    compute_dtype, store_dtype = job.recipe.compute_dtype, job.recipe.store_dtype
+    make = partial(
+        Step, params, job.checkpoint.arch, job.taps, schedule,
+        compute_dtype=compute_dtype, device=device,
+    )  # fmt: skip
+    scales = None
+    if store_dtype == "int8":
+        scales = channel_scales(job, ledger, make(store_dtype=compute_dtype), batch_rows)
+    return make(store_dtype=store_dtype, scales=scales)
 
 
 def _outcome(ledger: Ledger, cost: Estimate) -> Outcome:
@@ -142,6 +154,18 @@ def _outcome(ledger: Ledger, cost: Estimate) -> Outcome:
         skipped=manifest["skipped"],
         estimate=cost,
     )
+
+
+def _device() -> Any:
+    """This process's device, with what makes its steps faster unless the user said otherwise."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    chosen = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *chosen]).strip()
+    device = jax.devices()[0]
+    # (The CPU compiler ties what it caches to the very machine, and compiles fast anyway.)
+    if device.platform != "cpu" and not jax.config.values["jax_compilation_cache_dir"]:
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
+    return device
 
 
 def _made_by(device: Any, rows: int) -> dict[str, Any]:

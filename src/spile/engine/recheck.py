@@ -23,7 +23,6 @@ from spile.objects import open_objects
 from spile.store import format as fmt
 from spile.store.ledger import Ledger
 from spile.store.reader import Dataset, Document, open_dataset
-from spile.tensors import DTYPES_BY_NAME
 
 _log = logging.getLogger("spile")
 _FLOAT32 = 2e-5  # what parity in float32 is held to
@@ -183,15 +182,15 @@ class _Comparison:
             beside = neighbours[tap]
             other = np.roll(truth, 1, axis=0) if beside is None else exact[beside]
             stored = np.asarray(document.read(tap)[rows])
-            dtype = DTYPES_BY_NAME[self._dataset.dtype(tap).name]
+            rounded = self._dataset.as_stored(tap, rough[tap])
             everywhere = np.arange(len(truth))
             for name, values, where in (
                 ("error", _like(stored, truth), places),
-                ("floor", rough[tap].astype(dtype)[places], places),
+                ("floor", rounded[places], places),
                 ("control", other[places], places),
                 ("length", np.zeros_like(truth[places]), places),
                 # Few rows, or a single number in each, may have a low floor by chance.
-                ("floor of all", rough[tap].astype(dtype), everywhere),
+                ("floor of all", rounded, everywhere),
                 ("length of all", np.zeros_like(truth), everywhere),
             ):
                 squares = _squares(values, truth[where], exact=tap.startswith("expert_ids"))

@@ -7,13 +7,14 @@ was must agree with it.
 import dataclasses
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from spile.config import Recipe, ResolvedRecipe, flag_of
-from spile.data.corpus import CorpusFile, CorpusReader, find_files
-from spile.data.pack import pack_unit
+from spile.data.corpus import CorpusFile, CorpusReader, Documents, find_files
+from spile.data.pack import PackedUnit, pack_unit
 from spile.data.rows import RowFilter
 from spile.data.tokens import TextTokenizer
 from spile.data.units import Unit, make_units, tokens_per_byte
@@ -57,6 +58,24 @@ class Job:
 
     def reader(self) -> CorpusReader:
         return CorpusReader(self.files, self.recipe.text_column, self.recipe.text_documents)
+
+    def pack(self, documents: Documents) -> tuple[PackedUnit, Counter[str]]:
+        """A unit's documents as the model will read them, and how many are left out, and why."""
+        encoded = self.tokenizer.encode(documents.texts)
+        skipped = documents.skipped.copy()
+        if empty := sum(not len(tokens) for tokens in encoded):
+            skipped["no tokens"] = empty
+        recipe = self.recipe
+        packed = pack_unit(
+            documents.ordinals,
+            encoded,
+            self.tokenizer,
+            seq_len=recipe.seq_len,
+            long_docs=recipe.long_docs,
+            pack=recipe.pack,
+            rows=self.row_filter,
+        )
+        return packed, skipped
 
 
 def resolve(

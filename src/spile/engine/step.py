@@ -1,42 +1,64 @@
 """The compiled step: one fixed-shape batch in, every tap's rows and their statistics out.
 
-The same function whatever the engine: it is compiled for one shape, or a few where rows
-are filtered.
+The same function whatever the engine. It is compiled ahead of its first use for each of a few
+shapes, and what is called is the compiled program itself: another shape cannot slip in and be
+compiled again without anyone noticing.
 """
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Shaped
 
 from spile.data.pack import Batch
-from spile.models import attention
+from spile.engine.quantize import encode
 from spile.models.arch import Arch
 from spile.models.decoder import forward
+from spile.models.kernels import for_platform
 from spile.models.params import Params, Schedule
 from spile.models.taps import Tap
+from spile.store.format import scale_name
+from spile.store.quant import QUANTIZED
 from spile.store.stats import TapStats
+
+_log = logging.getLogger("spile")
 
 # Per packed row and channel or per packed row: see `_reduce`.
 Reduced = dict[str, Array]
 
+_LENGTHS = 8  # different numbers of rows that may leave the device; a program for each
+
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step leaves on the device; reading any of it waits for the step."""
+    """What a step gives, on its way to the host; reading any of it waits for it to arrive."""
 
     lengths: np.ndarray  # tokens of each packed row
     counts: np.ndarray  # of them, how many were kept
     rows: Mapping[str, Array]
     reduced: Mapping[str, Reduced]
+    finished: Array  # ready when the device has done the step, whatever is still being copied
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.counts.sum())
 
     def rows_of(self, tap: str) -> np.ndarray:
-        """[rows, kept, ...] on the host; a view where host and device share memory."""
-        return np.asarray(self.rows[tap])
+        """[kept rows, ...] on the host, in stored order: a view, not a copy."""
+        return np.asarray(self.rows[tap])[: self.num_rows]
+
+    def scales_of(self, tap: str) -> np.ndarray | None:
+        """The scale of each of those rows, where they have them."""
+        scales = self.rows.get(scale_name(tap))
+        return None if scales is None else np.asarray(scales)[: self.num_rows]
 
     def stats_of(self, tap: str) -> list[TapStats]:
         """One entry per packed row that holds kept tokens, in order."""
@@ -49,6 +71,7 @@ class StepOutput:
                 float(host["norm_sum"][row]),
                 float(host["max_abs"][row]),
                 int(host["nonfinite"][row]),
+                int(host["clipped"][row]) if "clipped" in host else 0,
             )
             for row, count in enumerate(self.counts)
             if count
@@ -56,7 +79,7 @@ class StepOutput:
 
 
 class Step:
-    """Runs batches of one shape through the model."""
+    """Runs batches through the model."""
 
     def __init__(
         self,
@@ -67,22 +90,35 @@ class Step:
         *,
         compute_dtype: str,
         store_dtype: str,
-        platform: str,
+        device: Any,
+        scales: Mapping[str, np.ndarray] | None = None,
     ) -> None:
+        """`scales`: of each channel, for taps that are stored with them."""
         self._params = params
+        self._scales = jax.device_put(dict(scales or {}))
+        self._packs = device.platform == "gpu"  # its kernel is compiled for a number of contexts
+        # Copies into pinned memory run at the wire's rate and beside the next step; ordinary
+        # ones do neither. Where host and device are one there is nothing to copy.
+        self._host = None
+        if device.platform != "cpu":
+            self._host = SingleDeviceSharding(device, memory_kind="pinned_host")
         # float32 means float32: on accelerators the default would be a faster, coarser product.
         precision = "highest" if compute_dtype == "float32" else "default"
+        # Eight bits are made of what the model computed, once the last block has run.
+        carried = compute_dtype if store_dtype in QUANTIZED else store_dtype
 
         def run(
             params: Params,
+            scales: Mapping[str, Array],
             tokens: Array,
             positions: Array,
             segments: Array,
             counts: Array,
             columns: Array | None,
-        ) -> tuple:
+            contexts: int,
+        ) -> tuple[dict[str, Array], dict[str, Reduced]]:
             with jax.default_matmul_precision(precision):
-                rows = forward(
+                values = forward(
                     params,
                     tokens,
                     positions,
@@ -91,20 +127,78 @@ class Step:
                     arch=arch,
                     taps=taps,
                     schedule=schedule,
-                    attention=attention.for_platform(platform),
-                    store_dtype=store_dtype,
+                    attention=for_platform(
+                        device.platform,
+                        arch,
+                        compute_dtype,
+                        seq_len=tokens.shape[1],
+                        contexts=contexts,
+                    ),  # fmt: skip
+                    store_dtype=carried,
                 )
-                width = (tokens if columns is None else columns).shape[1]
-                real = jnp.arange(width)[None, :] < counts[:, None]
-                return rows, {tap: _reduce(values, real) for tap, values in rows.items()}
+            width = (tokens if columns is None else columns).shape[1]
+            real = jnp.arange(width)[None, :] < counts[:, None]
+            rows: dict[str, Array] = {}
+            reduced: dict[str, Reduced] = {}
+            for tap in taps:
+                found = values[tap.name]
+                encoded = encode(found, tap.dtype(store_dtype), scales.get(tap.name))
+                rows[tap.name] = encoded.stored
+                if encoded.scale is not None:
+                    rows[scale_name(tap.name)] = encoded.scale
+                reduced[tap.name] = _reduce(encoded.decoded, real)
+                reduced[tap.name]["nonfinite"] = _count(~jnp.isfinite(found), real)
+                if encoded.clipped is not None:
+                    reduced[tap.name]["clipped"] = _count(encoded.clipped, real)
+            return rows, reduced
 
-        self._run = jax.jit(run)
+        self._run = jax.jit(run, static_argnums=7)
+        self._compact = jax.jit(_compact)
+        self._programs: dict[Any, Any] = {}
 
     def __call__(self, batch: Batch) -> StepOutput:
         """Start a step; returns at once, the device works on."""
         inputs = (batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns)
-        rows, reduced = self._run(self._params, *jax.device_put(inputs))
-        return StepOutput(batch.lengths, batch.counts, rows, reduced)
+        width = (batch.tokens if batch.columns is None else batch.columns).shape[1]
+        kept, inputs = jax.device_put((_kept(batch.counts, width), inputs))
+        contexts = batch.contexts if self._packs else 0
+        shapes = tuple(None if a is None else a.shape for a in inputs)
+        run = self._program(self._run, shapes, self._params, self._scales, *inputs, contexts)
+        rows, reduced = run(self._params, self._scales, *inputs)
+        finished = next(iter(reduced.values()))["norm_sum"]
+        compact = self._program(self._compact, (shapes, kept.shape), rows, kept)
+        output = (compact(rows, kept), reduced)
+        if self._host is not None:
+            output = jax.device_put(output, self._host)
+        return StepOutput(batch.lengths, batch.counts, output[0], output[1], finished)
+
+    def _program(self, function: Any, shapes: Any, *arguments: Any) -> Any:
+        """The function compiled for these arguments; what it was compiled for, nothing else."""
+        key = (function, shapes, arguments[-1] if type(arguments[-1]) is int else None)
+        if key not in self._programs:
+            begin = time.perf_counter()
+            self._programs[key] = function.lower(*arguments).compile()
+            _log.debug("compiled for %s in %.1f s", key[1:], time.perf_counter() - begin)
+        return self._programs[key]
+
+
+def _kept(counts: np.ndarray, width: int) -> np.ndarray:
+    """Where the kept tokens lie when rows are laid end to end, in stored order.
+
+    Padded to one of a few lengths (and those repeat the first place): each is compiled once.
+    """
+    places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(counts)])
+    unit = -(-len(counts) * width // _LENGTHS)
+    most = len(counts) * width
+    padded = np.zeros(min(most, -(-len(places) // unit) * unit), np.int32)
+    padded[: len(places)] = places
+    return padded
+
+
+def _compact(rows: Mapping[str, Array], kept: Array) -> dict[str, Array]:
+    """Only what will be stored, without gaps: padding never leaves the device."""
+    flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in rows.items()}
+    return {name: values[kept] for name, values in flat.items()}
 
 
 def _reduce(values: Shaped[Array, "rows kept ..."], real: Bool[Array, "rows kept"]) -> Reduced:
@@ -121,5 +215,10 @@ def _reduce(values: Shaped[Array, "rows kept ..."], real: Bool[Array, "rows kept
         "m2": (deviation * deviation).sum(axis=1),
         "norm_sum": jnp.sqrt((present * present).sum(axis=-1)).sum(axis=-1),
         "max_abs": jnp.abs(present).max(axis=(1, 2)),
-        "nonfinite": (weight & ~jnp.isfinite(wide)).sum(axis=(1, 2)),
     }
+
+
+def _count(found: Shaped[Array, "rows kept ..."], real: Bool[Array, "rows kept"]) -> Array:
+    """How many of each packed row's kept tokens' values."""
+    counts = found.reshape(*real.shape, -1).sum(axis=-1, dtype=jnp.int32)
+    return jnp.where(real, counts, 0).sum(axis=1)

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ import numpy as np
 from spile.background import Consumer, Producer
 from spile.config import Runtime
 from spile.data.corpus import Documents
-from spile.data.pack import Batch, PackedUnit, pack_unit
+from spile.data.pack import Batch, PackedUnit
 from spile.data.units import Unit
+from spile.engine.clock import DeviceClock
 from spile.engine.resolve import Job
 from spile.engine.step import Step, StepOutput
 from spile.errors import DataError, Interrupted, StoreError
@@ -66,6 +68,7 @@ class Worker:
         self._batch_rows, self._made_by = batch_rows, made_by
         self._counters, self._stop = counters, stop
         self._presence = Presence(ledger.objects, runtime.stale_after)
+        self._lanes = ThreadPoolExecutor(runtime.write_threads, "write")
         self._mine: set[int] = set()
         self._current: tuple[_Begin, UnitWriter] | None = None  # owned by the writing stage
 
@@ -90,11 +93,17 @@ class Worker:
         depth = self._runtime.queue_depth
         sink = Consumer(self._write, depth, "encode-hash-write")
         feed = Producer(self._feed(sink), depth, "read-tokenize-pack")
+        clock = DeviceClock(self._counters, depth)
         try:
             for item in feed:
                 if self._stop.is_set():
                     break
-                sink.put(self._step(item) if isinstance(item, Batch) else item)
+                if isinstance(item, Batch):
+                    output = self._step(item)
+                    clock.started(output.finished)
+                    sink.put(output)
+                else:
+                    sink.put(item)
             if self._stop.is_set():
                 sink.close()  # commits what is fully computed
                 raise Interrupted
@@ -111,6 +120,8 @@ class Worker:
             raise
         finally:
             feed.close()
+            clock.close()
+            self._lanes.shutdown()
             if self._current:
                 # Tidying up never hides why the run ended.
                 with suppress(OSError, StoreError):
@@ -124,20 +135,7 @@ class Worker:
                 yield from self._feed_unit(unit, reader.read(unit.spans, unit.first_doc))
 
     def _feed_unit(self, unit: Unit, documents: Documents) -> Iterator[_Begin | Batch | _End]:
-        recipe = self._job.recipe
-        encoded = self._job.tokenizer.encode(documents.texts)
-        skipped = documents.skipped.copy()
-        if empty := sum(not len(tokens) for tokens in encoded):
-            skipped["no tokens"] = empty
-        packed = pack_unit(
-            documents.ordinals,
-            encoded,
-            self._job.tokenizer,
-            seq_len=recipe.seq_len,
-            long_docs=recipe.long_docs,
-            pack=recipe.pack,
-            rows=self._job.row_filter,
-        )
+        packed, skipped = self._job.pack(documents)
         yield _Begin(unit, packed, skipped, documents.digest())
         for batch in packed.batches(self._batch_rows):
             if self._stop.is_set():
@@ -177,6 +175,7 @@ class Worker:
                 item.packed.index,
                 self._job.table.taps,
                 self._runtime.shard_bytes,
+                compress=self._runtime.compress,
             )
             self._current = (item, writer)
         elif isinstance(item, StepOutput):
@@ -187,15 +186,21 @@ class Worker:
     def _write_rows(self, output: StepOutput) -> None:
         assert self._current
         begin, writer = self._current
-        for tap in self._job.table.taps:
+
+        def write(tap: str) -> int:
             rows = output.rows_of(tap)
+            unfit = rows.dtype == np.int8  # it has no NaN
             for stats in output.stats_of(tap):
-                if stats.nonfinite and not self._runtime.allow_nonfinite:
-                    raise DataError(self._nonfinite(tap, rows, output.counts, begin))
+                if stats.nonfinite and (unfit or not self._runtime.allow_nonfinite):
+                    raise DataError(self._nonfinite(tap, stats.nonfinite, begin))
                 writer.stats[tap].merge(stats)
-            for row, count in zip(rows, output.counts, strict=True):
-                writer.write(tap, row[:count])
-            self._counters.add(bytes=int(output.counts.sum()) * rows[0, 0].nbytes)
+            writer.write(tap, rows, output.scales_of(tap))
+            return len(rows) * self._job.table.taps[tap].row_bytes
+
+        # Taps are files of their own, so they may be written side by side.
+        lanes = [self._lanes.submit(write, tap) for tap in self._job.table.taps]
+        wait(lanes)  # all of them, before an error of one is raised: none may write on after that
+        self._counters.add(bytes=sum(lane.result() for lane in lanes))
         self._counters.add(tokens=int(output.lengths.sum()))
         self._presence.tell(tokens=int(self._counters["tokens"]))
 
@@ -224,10 +229,11 @@ class Worker:
         counted = {name: int(self._counters[name]) for name in ("units", "tokens")}
         self._presence.tell(units_done=counted["units"], tokens=counted["tokens"])
 
-    def _nonfinite(self, tap: str, rows: np.ndarray, counts: np.ndarray, begin: _Begin) -> str:
-        bad = [bool(~np.isfinite(row[:n]).all()) for row, n in zip(rows, counts, strict=True)]
+    def _nonfinite(self, tap: str, count: int, begin: _Begin) -> str:
+        unit, dtype = begin.unit, self._job.table.taps[tap].dtype
+        keep = "which int8 cannot hold" if dtype == "int8" else "or keep them: --allow-nonfinite"
         return (
-            f"{tap}: NaN or infinity in unit {begin.unit.id} (documents {begin.unit.first_doc} to "
-            f"{begin.unit.first_doc + begin.unit.num_docs - 1}, {sum(bad)} of {len(bad)} rows of a "
-            "step); check the weights and the dtypes, or keep them with --allow-nonfinite"
+            f"{tap}: NaN or infinity in unit {unit.id} (documents {unit.first_doc} to "
+            f"{unit.first_doc + unit.num_docs - 1}, {count} values of a packed row); check the "
+            f"weights and the dtypes, {keep}"
         )

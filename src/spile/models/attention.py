@@ -30,29 +30,21 @@ class Scoring:
     cap: float | None = None
 
 
-Attention = Callable[
-    [Queries, Keys, Keys, Places, Places, Scoring, Float[Array, " heads"] | None], Queries
-]
+Sinks = Float[Array, " heads"] | None
+Attend = Callable[[Queries, Keys, Keys, Scoring, Sinks], Queries]
+# Given the places of a batch's tokens, once; what it returns is used by every layer.
+Attention = Callable[[Places, Places], Attend]
 
 _HIDDEN = -1e30  # finite, so that padding, which may see nothing, gives no NaN
 
 
-def for_platform(platform: str) -> Attention:
-    """The implementation for where the step will run."""
-    return blocked if platform == "cpu" else masked
-
-
-def masked(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    segments: Places,
-    positions: Places,
-    scoring: Scoring,
-    sinks: Float[Array, " heads"] | None = None,
-) -> Queries:
+def masked(segments: Places, positions: Places) -> Attend:
     """The definition: every pair is scored, and the invisible ones are masked."""
-    return mixed(pattern(q, k, segments, positions, scoring, sinks), v)
+
+    def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
+        return mixed(pattern(q, k, segments, positions, scoring, sinks), v)
+
+    return attend
 
 
 def pattern(
@@ -61,7 +53,7 @@ def pattern(
     segments: Places,
     positions: Places,
     scoring: Scoring,
-    sinks: Float[Array, " heads"] | None = None,
+    sinks: Sinks = None,
 ) -> Weights:
     """The attention weights, in float32; they add up to less than one where there are sinks."""
     order = jnp.arange(q.shape[1])
@@ -89,19 +81,22 @@ def mixed(weights: Weights, v: Keys) -> Queries:
     return out.reshape(rows, queries, heads, v.shape[-1])
 
 
-def blocked(
+def blocked(segments: Places, positions: Places, block: int = 128) -> Attend:
+    """Work in proportion to the documents' lengths, for processors without a fused kernel."""
+    return partial(_blocked, segments, positions, min(block, segments.size))
+
+
+def _blocked(
+    segments: Places,
+    positions: Places,
+    block: int,
     q: Queries,
     k: Keys,
     v: Keys,
-    segments: Places,
-    positions: Places,
     scoring: Scoring,
-    sinks: Float[Array, " heads"] | None = None,
-    block: int = 128,
+    sinks: Sinks = None,
 ) -> Queries:
-    """Work in proportion to the documents' lengths, for processors without a fused kernel.
-
-    All rows are laid end to end. A block of queries looks back only as far as the start of its
+    """All rows are laid end to end. A block of queries looks back only as far as the start of its
     earliest context, or its window; since shapes are fixed, that distance is rounded up to one
     of a few widths, each compiled once.
     """
@@ -109,7 +104,6 @@ def blocked(
     kv_heads = k.shape[2]
     group = heads // kv_heads
     total = rows * seq
-    block = min(block, total)
     count = -(-total // block)
     pad = count * block - total
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from spile.models import moe
 from spile.models.arch import Arch, Layer
-from spile.models.attention import Attention, Scoring, mixed, pattern
+from spile.models.attention import Attend, Attention, Scoring, mixed, pattern
 from spile.models.ops import activate, linear, norm, rotary_angles, rotate, softcap
 from spile.models.params import Block, Params, Schedule
 from spile.models.taps import AFTER_BLOCKS, Tap
@@ -40,7 +40,7 @@ class _Run:
     segments: Places
     columns: Columns | None
     angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
-    attention: Attention
+    attend: Attend
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
 
     def kept(self, values: Array) -> Array:
@@ -71,7 +71,7 @@ def forward(
     run = _Run(
         arch, tokens, positions, segments, columns,
         tuple(rotary_angles(positions, *each) for each in frequencies),
-        attention, _layers_by_site(taps),
+        attention(segments, positions), _layers_by_site(taps),
     )  # fmt: skip
     embedded = params.outer["embed"][tokens]
     if arch.embed_scale != 1.0:
@@ -213,7 +213,7 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run) -> tuple[Hidden, V
         values["attn_pattern"] = _from_context_start(weights, run.positions)
         z = mixed(weights, v)
     else:
-        z = run.attention(q, k, v, run.segments, run.positions, scoring, sinks)
+        z = run.attend(q, k, v, scoring, sinks)
     values["z"] = z
     return linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo")), values
 

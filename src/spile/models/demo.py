@@ -43,7 +43,7 @@ def demo_model() -> Path:
     Raises:
         InputError: if the model is not in the cache and cannot be fetched, read or written.
     """
-    root = _cache_root()
+    root = cache_directory()
     dest = root / f"{DEMO_NAME}-{_SHA256[:12]}"
     if dest.is_dir():
         return dest
@@ -65,7 +65,8 @@ def demo_model() -> Path:
     return dest
 
 
-def _cache_root() -> Path:
+def cache_directory() -> Path:
+    """Where Spile keeps what it can make again."""
     if root := os.environ.get("SPILE_CACHE"):
         return Path(root).expanduser()
     if base := os.environ.get("XDG_CACHE_HOME"):

@@ -1,14 +1,15 @@
 """The decoder's weights on the device. Each array is declared in `specs.py`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-from jaxtyping import Array, Float
 
 from spile.models.arch import Arch
 
-# The arrays of one block; inside `Params.cycle` each has a leading axis of cycles.
-Block = dict[str, Float[Array, "..."]]
+# Arrays by name; jax puts placeholders in their stead while it looks at the tree.
+Arrays = dict[str, Any]
+Block = Arrays  # of one block; inside `Params.cycle` each has a leading axis of cycles
 
 
 @jax.tree_util.register_dataclass
@@ -20,7 +21,7 @@ class Params:
     arrays stacked over the repetitions. What does not fill a period is in `tail`, block by block.
     """
 
-    outer: dict[str, Float[Array, "..."]]
+    outer: Arrays
     cycle: tuple[Block, ...]
     tail: tuple[Block, ...]
 

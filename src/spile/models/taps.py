@@ -229,6 +229,7 @@ def describe_taps(
                 "name": name,
                 "shape": list(tap.shape(arch, seq_len)),
                 "dtype": dtype,
+                # (float8's scale, four bytes a row, is not the tap's)
                 "bytes": tap.width(arch, seq_len) * DTYPES_BY_NAME[dtype].itemsize,
                 "meaning": SITES[tap.site].meaning,
                 "aliases": list(tap.aliases(arch)),

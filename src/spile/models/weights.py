@@ -5,6 +5,8 @@ store, and every later one compares before its first commit, so that weights whi
 the same path cannot slip into half of a dataset.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,8 @@ from spile.models.checkpoint import Checkpoint
 from spile.models.params import Block, Params, Schedule
 from spile.models.specs import ParamSpec, block_specs, head_specs, outer_specs
 from spile.tensors import as_bytes, map_tensor
+
+_THREADS = 8
 
 
 def load_params(
@@ -52,8 +56,13 @@ def load_params(
 
     def stacked(spec: ParamSpec, place: int) -> jax.Array:
         host = np.empty((schedule.cycles, *spec.shape), dtype)
-        for cycle in range(schedule.cycles):
+
+        def fill_one(cycle: int) -> None:
             fill(host[cycle], spec, cycle * schedule.period + place)
+
+        # Copying and hashing leave the interpreter alone; one core cannot keep up with a disk.
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(fill_one, range(schedule.cycles)))
         return jnp.asarray(host)
 
     cycle: tuple[Block, ...] = ()

@@ -2,7 +2,9 @@
 
     units.json               the unit table: resolved recipe, taps, files, units
     model.json               full hashes of the weights, from the first worker's loading
-    attempts/UNIT/ATTEMPT/   TAP.N.safetensors, index.safetensors, statistics.safetensors
+    scales.json              int8 alone: each channel's scale, measured by the first worker
+    attempts/UNIT/ATTEMPT/   TAP.N.safetensors (with .zst: `planes.py`), index.safetensors,
+                             statistics.safetensors
     done/UNIT.json           the done record: the unit exists, and these are its shards
     manifest.json            derived from the done records, once all are there
     check.json               the last comparison with HF transformers (`spile check`)
@@ -16,22 +18,27 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import numpy as np
 import xxhash
 
 from spile.errors import CorruptError, StoreError
 from spile.tensors import DTYPES_BY_NAME
 
-FORMAT = 2
+FORMAT = 3
 
 UNITS = "units.json"
 MODEL = "model.json"
+SCALES = "scales.json"
 MANIFEST = "manifest.json"
 CHECK = "check.json"
 ATTEMPTS = "attempts/"
 DONE = "done/"
 WORKERS = "workers/"
+
+COMPRESSED = ".zst"
+SCALE_DTYPE = np.dtype(np.float32)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 
@@ -44,8 +51,14 @@ def attempt_prefix(unit: int, attempt: str) -> str:
     return f"{ATTEMPTS}{unit:08d}/{attempt}/"
 
 
-def shard_key(unit: int, attempt: str, tap: str, number: int) -> str:
-    return f"{attempt_prefix(unit, attempt)}{tap}.{number:05d}.safetensors"
+def shard_key(unit: int, attempt: str, tap: str, number: int, *, compressed: bool) -> str:
+    name = f"{attempt_prefix(unit, attempt)}{tap}.{number:05d}.safetensors"
+    return name + COMPRESSED if compressed else name
+
+
+def scale_name(tap: str) -> str:
+    """The tensor beside a tap's rows that holds the scale of each."""
+    return f"{tap}/scale"
 
 
 def worker_key(name: str) -> str:
@@ -83,8 +96,19 @@ class TapInfo:
         return math.prod(self.shape)
 
     @property
+    def storage(self) -> np.dtype[Any]:
+        """Of the values as they lie in a shard."""
+        return DTYPES_BY_NAME[self.dtype]
+
+    @property
+    def scaled_by(self) -> Literal["row", "channel"] | None:
+        """What a stored value must be multiplied by: its row's scale, its channel's, nothing."""
+        return {"float8_e4m3": "row", "int8": "channel"}.get(self.dtype)  # type: ignore[return-value]
+
+    @property
     def row_bytes(self) -> int:
-        return self.width * DTYPES_BY_NAME[self.dtype].itemsize
+        scale = SCALE_DTYPE.itemsize if self.scaled_by == "row" else 0
+        return self.width * self.storage.itemsize + scale
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "TapInfo":
@@ -148,6 +172,8 @@ class Done:
             for file in done.files():
                 if not file.key.startswith(prefix) or not _NAME.fullmatch(file.key[len(prefix) :]):
                     raise CorruptError(key, f"names {file.key!r}, which is not of its attempt")
+            if any(file.key.endswith(COMPRESSED) for file in (done.index, done.statistics)):
+                raise CorruptError(key, "names a compressed index or statistics")
             if len({file.key for file in done.files()}) != len(done.files()):
                 raise CorruptError(key, "names a file twice")
             reached: dict[str, int] = {}

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from spile.config import ResolvedRecipe
 from spile.errors import CorruptError, DriftError, StoreError
 from spile.objects import Objects, exists
 from spile.store import format as fmt
 from spile.store.format import Done, TapInfo
+from spile.store.quant import scales_from_json, scales_to_json
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,17 @@ class Ledger:
         }
         if changed:
             raise DriftError(self.objects.url, dict(list(changed.items())[:3]))
+
+    def read_scales(self, table: Table) -> dict[str, np.ndarray] | None:
+        """The scale of each channel, for taps stored with one; None if not measured yet."""
+        if all(info.scaled_by != "channel" for info in table.taps.values()):
+            return {}
+        body = self._read(fmt.SCALES, "scales")
+        return None if body is None else scales_from_json(body, table.taps)
+
+    def create_scales(self, table: Table, measured: Mapping[str, np.ndarray]) -> None:
+        """Store the scales, unless others came first: those are everyone's."""
+        self.objects.create(fmt.SCALES, fmt.encode_record("scales", scales_to_json(measured)))
 
     def done_units(self) -> set[int]:
         """The units that exist, from a listing alone."""

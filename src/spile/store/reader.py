@@ -4,7 +4,7 @@ Row numbers count the dataset's rows in stored order: unit by unit, and within a
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,10 +18,10 @@ from spile.objects import Objects, open_objects
 from spile.store import format as fmt
 from spile.store.format import Done, Shard
 from spile.store.ledger import Ledger, Table
+from spile.store.quant import DECODED, decode, encode
 from spile.store.shard import open_tensor, read_shard_header
 from spile.store.shuffle import Batches
 from spile.store.stats import TapStats, merged
-from spile.tensors import DTYPES_BY_NAME
 
 _OPEN_SHARDS = 512  # memory maps kept; each holds a file descriptor's worth of address space
 
@@ -52,8 +52,15 @@ class Document:
 class Dataset:
     """A stored dataset, open for reading."""
 
-    def __init__(self, objects: Objects, table: Table, units: Sequence[Done]) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        table: Table,
+        units: Sequence[Done],
+        scales: Mapping[str, np.ndarray],
+    ) -> None:
         self._objects, self._table, self._units = objects, table, list(units)
+        self._scales = scales  # of each channel, for taps that are stored with them
         self._starts = [0]
         for unit in self._units:
             self._starts.append(self._starts[-1] + unit.rows)
@@ -99,7 +106,21 @@ class Dataset:
         return self._table.taps[self.name(tap)].aliases
 
     def dtype(self, tap: str) -> np.dtype[Any]:
-        return DTYPES_BY_NAME[self._table.taps[self.name(tap)].dtype]
+        """Of what `read` gives: as stored, but float32 where values are stored with scales."""
+        info = self._table.taps[self.name(tap)]
+        return DECODED if info.scaled_by else info.storage
+
+    def stored_dtype(self, tap: str) -> str:
+        """As `--store-dtype` names it."""
+        return self._table.taps[self.name(tap)].dtype
+
+    def as_stored(self, tap: str, values: np.ndarray) -> np.ndarray:
+        """Values as they would read back, had they been stored."""
+        tap = self.name(tap)
+        scale = self._scales.get(tap)
+        if scale is not None:  # of attention patterns only as wide as their context
+            scale = scale[tuple(map(slice, values.shape[1:]))]
+        return encode(values, self._table.taps[tap], scale)
 
     def shape(self, tap: str) -> tuple[int, ...]:
         """Of one row: (width,), with an axis of heads (heads, dim), or () for a single number."""
@@ -110,16 +131,16 @@ class Dataset:
         return self._table.taps[self.name(tap)].width
 
     def read(self, tap: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop of a tap; a view of the file if one shard holds them."""
+        """Rows start..stop of a tap; a view of the file if one shard holds them as they are."""
         tap = self.name(tap)
         start, stop, _ = slice(start, stop).indices(self.num_tokens)
-        pieces = [
-            self._tensor(shard.key, tap)[a:b] for shard, a, b in self._pieces(tap, start, stop)
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        empty = np.empty((0, *self.shape(tap)), self.dtype(tap))
-        return np.concatenate(pieces) if pieces else empty
+        pieces = list(self._pieces(tap, start, stop))
+        if len(pieces) == 1 and not self._table.taps[tap].scaled_by:
+            shard, a, b = pieces[0]
+            return self._tensor(shard.key, tap)[a:b]
+        out = np.empty((max(0, stop - start), *self.shape(tap)), self.dtype(tap))
+        self._fill(tap, pieces, out)
+        return out
 
     def read_into(self, tap: str, start: int, out: np.ndarray) -> None:
         """Copy rows from `start` on into a buffer, without a temporary."""
@@ -128,9 +149,19 @@ class Dataset:
             raise ConfigError(
                 f"rows {start} to {start + len(out)} of {self.num_tokens} do not exist"
             )
+        self._fill(tap, self._pieces(tap, start, start + len(out)), out)
+
+    def _fill(self, tap: str, pieces: Iterable[tuple[Shard, int, int]], out: np.ndarray) -> None:
+        scaled_by = self._table.taps[tap].scaled_by
         filled = 0
-        for shard, a, b in self._pieces(tap, start, start + len(out)):
-            out[filled : filled + b - a] = self._tensor(shard.key, tap)[a:b]
+        for shard, a, b in pieces:
+            stored, target = self._tensor(shard.key, tap)[a:b], out[filled : filled + b - a]
+            if scaled_by is None:
+                target[...] = stored
+            elif scaled_by == "row":
+                decode(stored, self._tensor(shard.key, fmt.scale_name(tap))[a:b], target)
+            else:
+                decode(stored, self._scales[tap], target)
             filled += b - a
 
     def index(self, start: int, stop: int) -> np.ndarray:
@@ -249,9 +280,10 @@ def open_dataset(url: str, *, partial: bool = False) -> Dataset:
     ledger = Ledger(objects)
     table = ledger.table()
     manifest = ledger.read_manifest()
+    scales = ledger.read_scales(table)
     if manifest is not None:
         units = [_done_from_manifest(table, unit) for unit in manifest["units"]]
-        return Dataset(objects, table, units)
+        return Dataset(objects, table, units, _needed(scales))
     done = sorted(ledger.done_units() & {int(unit["id"]) for unit in table.units})
     if not partial and len(done) < len(table.units):
         raise StoreError(
@@ -262,7 +294,13 @@ def open_dataset(url: str, *, partial: bool = False) -> Dataset:
     for record in records:
         if record.fingerprint != table.fingerprint:
             raise CorruptError(fmt.done_key(record.unit), "belongs to another recipe")
-    return Dataset(objects, table, records)
+    return Dataset(objects, table, records, _needed(scales) if records else {})
+
+
+def _needed(scales: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+    if scales is None:
+        raise CorruptError(fmt.SCALES, "is missing, and without it int8 rows cannot be read")
+    return scales
 
 
 def _done_from_manifest(table: Table, unit: Mapping[str, Any]) -> Done:

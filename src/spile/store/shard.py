@@ -1,10 +1,14 @@
 """Shards: safetensors files whose header is written first and whose rows stream after it.
 
 That is possible because the number of rows is known before the forward pass runs. The file is
-hashed as it is written; nothing is held back but the bytes in hand.
+hashed as it is written; nothing is held back but the bytes in hand. A key that ends in `.zst`
+holds the same file compressed in blocks, and is read like any other.
 """
 
+import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +16,8 @@ import xxhash
 
 from spile.errors import CorruptError
 from spile.objects import Objects
+from spile.store.format import COMPRESSED
+from spile.store.planes import PlaneReader, PlaneWriter
 from spile.tensors import TensorInfo, as_bytes, build_header, header_size, map_tensor, parse_header
 
 TensorSpec = tuple[str, npt.DTypeLike, tuple[int, ...]]
@@ -24,27 +30,37 @@ class ShardWriter:
         self.key = key
         self._stream = objects.stream(key)
         self._digest = xxhash.xxh3_128()
-        self.size = 0
+        self._size = 0
+        self._planes = PlaneWriter(self._write) if key.endswith(COMPRESSED) else None
         header = build_header(tensors)
-        self._expected = len(header) + sum(
-            np.dtype(dtype).itemsize * int(np.prod(shape)) for _, dtype, shape in tensors
+        self._missing = len(header) + sum(
+            np.dtype(dtype).itemsize * math.prod(shape) for _, dtype, shape in tensors
         )
-        self._write(header)
+        self._put(header, 1)
+
+    def write(self, array: np.ndarray) -> None:
+        self._put(as_bytes(array), array.itemsize)
+
+    def _put(self, data: bytes | memoryview, itemsize: int) -> None:
+        self._missing -= len(data)
+        if self._planes:
+            self._planes.write(data, itemsize)
+        else:
+            self._write(data)
 
     def _write(self, data: bytes | memoryview) -> None:
         self._stream.write(data)
         self._digest.update(data)
-        self.size += len(data)
-
-    def write(self, array: np.ndarray) -> None:
-        self._write(as_bytes(array))
+        self._size += len(data)
 
     def close(self) -> tuple[int, str]:
         """Make the file durable; returns its size and hash."""
-        if self.size != self._expected:
-            raise AssertionError(f"{self.key}: wrote {self.size} of {self._expected} bytes")
+        if self._missing:
+            raise AssertionError(f"{self.key}: {self._missing} bytes were not written")
+        if self._planes:
+            self._planes.close()
         self._stream.close()
-        return self.size, self._digest.hexdigest()
+        return self._size, self._digest.hexdigest()
 
     def abandon(self) -> None:
         self._stream.abandon()
@@ -53,20 +69,49 @@ class ShardWriter:
 def read_shard_header(objects: Objects, key: str) -> dict[str, TensorInfo]:
     """The tensors of a stored shard."""
     try:
-        size = objects.size(key)
-        head = objects.get_range(key, 0, min(size, 1 << 16))
-        needed = header_size(key, head[:8], size)
+        if key.endswith(COMPRESSED):
+            planes = _planes(objects, key)
+            size, read = planes.size, partial(planes.read, itemsize=1)
+            head = read(0, min(size, 8))
+        else:
+            size, read = objects.size(key), partial(objects.get_range, key)
+            head = read(0, min(size, 1 << 16))
+        needed = header_size(key, bytes(head[:8]), size)
         if needed > len(head):
-            head = objects.get_range(key, 0, needed)
+            head = read(0, needed)
     except FileNotFoundError:
         raise CorruptError(key, "is missing") from None
-    return parse_header(key, head, size)
+    return parse_header(key, bytes(head), size)
 
 
-def open_tensor(objects: Objects, key: str, info: TensorInfo) -> np.ndarray:
-    """One tensor of a shard: a memory map where the object is a local file."""
+class CompressedRows:
+    """A tensor that is decompressed as it is sliced."""
+
+    def __init__(self, planes: PlaneReader, info: TensorInfo) -> None:
+        self.dtype, self.shape = info.dtype, info.shape
+        self._planes, self._start = planes, info.start
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        first, last, _ = rows.indices(len(self))
+        each = self.dtype.itemsize * math.prod(self.shape[1:])
+        start, stop = self._start + first * each, self._start + max(first, last) * each
+        data = self._planes.read(start, stop, self.dtype.itemsize)
+        return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+
+
+def open_tensor(objects: Objects, key: str, info: TensorInfo) -> Any:
+    """One tensor of a shard, to be sliced: a memory map where the object is a local file."""
+    if key.endswith(COMPRESSED):
+        return CompressedRows(_planes(objects, key), info)
     path = objects.local_path(key)
     if path is not None:
         return map_tensor(path, info)
     data = objects.get_range(key, info.start, info.stop)
     return np.frombuffer(data, info.dtype).reshape(info.shape)
+
+
+def _planes(objects: Objects, key: str) -> PlaneReader:
+    return PlaneReader(key, objects.size(key), partial(objects.get_range, key))

@@ -21,6 +21,7 @@ class TapStats:
     norm_sum: float
     max_abs: float
     nonfinite: int
+    clipped: int = 0  # values larger than their channel's scale can hold
 
     @classmethod
     def empty(cls, width: int) -> "TapStats":
@@ -46,6 +47,7 @@ class TapStats:
         self.norm_sum += other.norm_sum
         self.max_abs = max(self.max_abs, other.max_abs)
         self.nonfinite += other.nonfinite
+        self.clipped += other.clipped
 
     def to_tensors(self, tap: str) -> dict[str, np.ndarray]:
         return {
@@ -55,6 +57,7 @@ class TapStats:
             f"{tap}/norm_sum": np.array([self.norm_sum]),
             f"{tap}/max_abs": np.array([self.max_abs]),
             f"{tap}/nonfinite": np.array([self.nonfinite], np.int64),
+            f"{tap}/clipped": np.array([self.clipped], np.int64),
         }
 
     @classmethod
@@ -69,6 +72,7 @@ class TapStats:
             scalar("norm_sum"),
             scalar("max_abs"),
             int(scalar("nonfinite")),
+            int(scalar("clipped")),
         )
 
 

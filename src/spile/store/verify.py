@@ -17,10 +17,17 @@ from spile.objects import Objects
 from spile.store import format as fmt
 from spile.store.format import Done, Shard
 from spile.store.ledger import Ledger, Table, derive_manifest
+from spile.store.quant import scales_from_json
 from spile.store.shard import open_tensor, read_shard_header
 from spile.store.stats import TapStats
 
 _CHUNK = 1 << 24
+_RECORDS = {
+    fmt.MODEL: "model",
+    fmt.SCALES: "scales",
+    fmt.MANIFEST: "manifest",
+    fmt.CHECK: "check",
+}
 Progress = Callable[[int, int], None]
 
 
@@ -175,12 +182,18 @@ def _check_content(
         nonfinite = 0
         for shard in done.shards:
             if shard.tap == tap:
-                info = read_shard_header(objects, shard.key).get(tap)
-                wanted = (shard.count, *spec.shape)
-                if info is None or (info.shape, info.dtype.name) != (wanted, spec.dtype):
-                    yield f"{shard.key}: does not hold {wanted} values of {tap}"
+                found = read_shard_header(objects, shard.key)
+                wanted = {tap: (spec.storage, (shard.count, *spec.shape))}
+                if spec.scaled_by == "row":
+                    wanted[fmt.scale_name(tap)] = (fmt.SCALE_DTYPE, (shard.count,))
+                if {n: (i.dtype, i.shape) for n, i in found.items()} != wanted:
+                    yield f"{shard.key}: does not hold {shard.count} rows of {tap}"
                     continue
-                nonfinite += _count_nonfinite(open_tensor(objects, shard.key, info))
+                nonfinite += _count_nonfinite(open_tensor(objects, shard.key, found[tap]))
+                if spec.scaled_by == "row":
+                    scale = open_tensor(objects, shard.key, found[fmt.scale_name(tap)])[:]
+                    if not (np.isfinite(scale) & (scale > 0)).all():
+                        yield f"{shard.key}: holds scales that are not positive"
         if stats.count != done.rows:
             yield f"{done.statistics.key}: counts {stats.count} rows of {tap}, not {done.rows}"
         if nonfinite != stats.nonfinite:
@@ -201,7 +214,7 @@ def _check_records(
 ) -> None:
     """The records beside the units: weights' hashes, heartbeats, the derived manifest."""
     for key in sorted(ledger.objects.list()):
-        kind = {fmt.MODEL: "model", fmt.MANIFEST: "manifest", fmt.CHECK: "check"}.get(key)
+        kind = _RECORDS.get(key)
         if fmt.parse_worker_key(key):
             kind = "worker"
         if kind is None:
@@ -213,6 +226,11 @@ def _check_records(
         except SpileError as error:
             report.faults.append(str(error))
             continue
+        if kind == "scales":
+            try:
+                scales_from_json(body, table.taps)
+            except SpileError as error:
+                report.faults.append(str(error))
         if kind == "manifest":
             if len(records) < len(table.units):
                 report.faults.append(
@@ -227,8 +245,10 @@ def _check_records(
     present = set(ledger.objects.list())
     if len(records) == len(table.units) and fmt.MANIFEST not in present and not partial:
         report.faults.append(f"{fmt.MANIFEST}: is missing; the same `spile extract` makes it")
-    if records and fmt.MODEL not in present:
-        report.faults.append(f"{fmt.MODEL}: is missing")
+    by_channel = any(info.scaled_by == "channel" for info in table.taps.values())
+    for key in (fmt.MODEL, *([fmt.SCALES] if by_channel else [])):
+        if records and key not in present:
+            report.faults.append(f"{key}: is missing")
 
 
 def _missing(table: Table, records: list[Done]) -> str:
@@ -238,7 +258,7 @@ def _missing(table: Table, records: list[Done]) -> str:
 
 
 def _accounted(key: str, named: set[str], report: Report) -> bool:
-    if key in named or key in (fmt.UNITS, fmt.MODEL, fmt.MANIFEST, fmt.CHECK):
+    if key in named or key == fmt.UNITS or key in _RECORDS:
         return True
     unit = fmt.parse_done_key(key)
     if unit is not None:

@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 
 from spile.objects import Objects
-from spile.store.format import Done, Shard, TapInfo, attempt_prefix, shard_key
-from spile.store.shard import ShardWriter
+from spile.store.format import (
+    SCALE_DTYPE,
+    Done,
+    Shard,
+    TapInfo,
+    attempt_prefix,
+    scale_name,
+    shard_key,
+)
+from spile.store.shard import ShardWriter, TensorSpec
 from spile.store.stats import TapStats
-from spile.tensors import DTYPES_BY_NAME
 
 
 class UnitWriter:
@@ -27,21 +34,23 @@ class UnitWriter:
         index: np.ndarray,
         taps: Mapping[str, TapInfo],
         shard_bytes: int,
+        *,
+        compress: bool = False,
     ) -> None:
         self.unit = unit
         self.attempt = secrets.token_hex(8)
         self.rows = len(index)
         self.stats = {tap: TapStats.empty(info.width) for tap, info in taps.items()}
-        self._objects, self._index = objects, index
+        self._objects, self._index, self._compress = objects, index, compress
         self._open: set[ShardWriter] = set()
         self._taps = {
             tap: _TapWriter(self, tap, info, max(1, shard_bytes // info.row_bytes))
             for tap, info in taps.items()
         }
 
-    def write(self, tap: str, rows: np.ndarray) -> None:
-        """The next rows of a tap, in stored order."""
-        self._taps[tap].write(rows)
+    def write(self, tap: str, rows: np.ndarray, scales: np.ndarray | None = None) -> None:
+        """The next rows of a tap, in stored order, with their scales where they have them."""
+        self._taps[tap].write(rows, scales)
 
     def finish(self, **described: Any) -> Done:
         """Make every file durable; returns the record that would commit them."""
@@ -72,9 +81,11 @@ class UnitWriter:
             self._objects.delete(key)
 
     def start_shard(self, tap: str, number: int, rows: int, info: TapInfo) -> ShardWriter:
-        key = shard_key(self.unit, self.attempt, tap, number)
-        spec = (tap, DTYPES_BY_NAME[info.dtype], (rows, *info.shape))
-        writer = ShardWriter(self._objects, key, [spec])
+        key = shard_key(self.unit, self.attempt, tap, number, compressed=self._compress)
+        specs: list[TensorSpec] = [(tap, info.storage, (rows, *info.shape))]
+        if info.scaled_by == "row":
+            specs.append((scale_name(tap), SCALE_DTYPE, (rows,)))
+        writer = ShardWriter(self._objects, key, specs)
         self._open.add(writer)
         return writer
 
@@ -101,11 +112,14 @@ class _TapWriter:
         self._rows_per_shard = rows_per_shard
         self._writer: ShardWriter | None = None
         self._first = self._count = 0  # of the open shard
+        self._scales: list[np.ndarray] = []  # of its rows; they follow when all of those are there
         self._shards: list[Shard] = []
 
-    def write(self, rows: np.ndarray) -> None:
-        if rows.dtype.name != self._info.dtype or rows.shape[1:] != self._info.shape:
+    def write(self, rows: np.ndarray, scales: np.ndarray | None) -> None:
+        if rows.dtype != self._info.storage or rows.shape[1:] != self._info.shape:
             raise AssertionError(f"{self._tap}: {rows.dtype} rows of {rows.shape[1:]}")
+        if (scales is None) is (self._info.scaled_by == "row"):
+            raise AssertionError(f"{self._tap}: scaled by {self._info.scaled_by}")
         if self._first + self._count + len(rows) > self._unit.rows:
             raise AssertionError(f"{self._tap}: more than {self._unit.rows} rows")
         while len(rows):
@@ -115,12 +129,18 @@ class _TapWriter:
                 self._writer = self._unit.start_shard(self._tap, number, size, self._info)
             taken = rows[: size - self._count]
             self._writer.write(taken)
+            if scales is not None:
+                self._scales.append(scales[: len(taken)].astype(SCALE_DTYPE))  # a copy
+                scales = scales[len(taken) :]
             self._count += len(taken)
             rows = rows[len(taken) :]
             if self._count == size:
                 self._close(self._writer)
 
     def _close(self, writer: ShardWriter) -> None:
+        for scales in self._scales:
+            writer.write(scales)
+        self._scales.clear()
         size, digest = self._unit.close_shard(writer)
         self._shards.append(Shard(self._tap, writer.key, self._first, self._count, size, digest))
         self._first, self._count, self._writer = self._first + self._count, 0, None

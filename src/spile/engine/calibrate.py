@@ -1,0 +1,66 @@
+"""int8's scales: what the first contexts of a dataset need, measured once, and then everyone's."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+
+from spile.data.pack import PackedUnit
+from spile.engine.resolve import Job
+from spile.engine.step import Step
+from spile.store.format import SCALE_DTYPE
+from spile.store.ledger import Ledger
+from spile.store.quant import DECODED, INT8_MAX
+
+_log = logging.getLogger("spile")
+_ENOUGH = 16_384  # tokens that are kept
+_HEADROOM = 1.25  # over the largest value seen: what is larger still is clipped, and counted
+
+
+def channel_scales(
+    job: Job, ledger: Ledger, measuring: Step, batch_rows: int
+) -> dict[str, np.ndarray]:
+    """The stored scales; measured and stored first if nobody has done so.
+
+    Args:
+        measuring: a step that keeps values as they are computed.
+    """
+    scales = ledger.read_scales(job.table)
+    if scales is None:
+        _log.info("measuring the scale of each channel on the corpus's first contexts")
+        ledger.create_scales(job.table, _measured(job, measuring, batch_rows))
+        scales = ledger.read_scales(job.table)
+    assert scales is not None
+    return scales
+
+
+def _measured(job: Job, step: Step, batch_rows: int) -> dict[str, np.ndarray]:
+    taps = [name for name, info in job.table.taps.items() if info.scaled_by == "channel"]
+    largest = {tap: np.zeros(job.table.taps[tap].shape, DECODED) for tap in taps}
+    for packed in _first_contexts(job):
+        for batch in packed.batches(batch_rows):
+            output = step(batch)
+            for tap in taps:
+                values = np.abs(output.rows_of(tap).astype(DECODED))
+                finite = np.where(np.isfinite(values), values, 0.0)
+                np.maximum(largest[tap], finite.max(axis=0, initial=0.0), out=largest[tap])
+    # A channel that was never anything but zero may be stored with any scale.
+    return {
+        tap: np.where(values > 0, values * _HEADROOM / INT8_MAX, 1.0).astype(SCALE_DTYPE)
+        for tap, values in largest.items()
+    }
+
+
+def _first_contexts(job: Job) -> Iterator[PackedUnit]:
+    """The first packed rows that hold anything to keep: the same whoever measures."""
+    missing = _ENOUGH
+    with closing(job.reader()) as reader:
+        for unit in job.units:
+            packed, _ = job.pack(reader.read(unit.spans, unit.first_doc))
+            before = np.cumsum(packed.counts) - packed.counts
+            count = int(np.searchsorted(before, missing))
+            yield packed.first(count)
+            missing -= int(packed.counts[:count].sum())
+            if missing <= 0:
+                return
