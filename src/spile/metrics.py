@@ -1,7 +1,10 @@
 """Counters of a run: added to by any stage, read by whoever reports."""
 
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Counters:
@@ -15,6 +18,15 @@ class Counters:
         with self._lock:
             for name, amount in amounts.items():
                 self._values[name] += amount  # type: ignore[assignment]
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds that pass inside."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(**{name: time.perf_counter() - begin})
 
     def __getitem__(self, name: str) -> float:
         return self._values[name]

@@ -8,6 +8,8 @@ Heartbeats, which nothing depends on, are the only objects ever replaced.
 
 import contextlib
 import errno
+import fcntl
+import mmap
 import os
 import shutil
 import uuid
@@ -15,9 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+import numpy as np
+
 from spile.errors import ConfigError, StoreError
 
 _TEMPORARY = ".tmp-"
+_PAGE = 4096
+_DIRECT_BYTES = 32 << 20  # written at once past the page cache: smaller ones were slower
 
 
 class Stream(Protocol):
@@ -234,19 +240,59 @@ class LocalObjects:
 
 
 class LocalStream:
-    """A file being written; unbuffered, since shards are written in large pieces."""
+    """A file being written, in large pieces.
+
+    Those pass by the page cache where the file system allows it: a disk takes them as fast, at a
+    tenth of the processor time, and what others keep in memory stays there.
+    """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
+        self._written = 0
+        self._aligned: np.ndarray | None = None  # the buffer that direct writes need
+        self._filled = 0
+        self._may_bypass = hasattr(os, "O_DIRECT")
 
     def write(self, data: bytes | memoryview) -> None:
         try:
-            _write_all(self._file, data)
+            if self._may_bypass and self._aligned is None and len(data) >= _DIRECT_BYTES:
+                self._bypass_cache()
+            if self._aligned is None:
+                _write_all(self._file, data)
+                self._written += len(data)
+            else:
+                self._write_aligned(self._aligned, np.frombuffer(data, np.uint8))
         except OSError as error:
             raise _explain("writing", self._path, error) from error
 
+    def _bypass_cache(self) -> None:
+        self._may_bypass = self._written % _PAGE == 0
+        if self._may_bypass:
+            try:
+                self._set_direct(True)
+                self._aligned = np.frombuffer(mmap.mmap(-1, _DIRECT_BYTES), np.uint8)
+            except OSError:
+                self._may_bypass = False  # tmpfs, and some network file systems
+
+    def _set_direct(self, direct: bool) -> None:
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
+
+    def _write_aligned(self, buffer: np.ndarray, data: np.ndarray) -> None:
+        while len(data):
+            taken = data[: len(buffer) - self._filled]
+            buffer[self._filled : self._filled + len(taken)] = taken
+            self._filled += len(taken)
+            data = data[len(taken) :]
+            if self._filled == len(buffer):
+                self._filled = 0
+                _write_all(self._file, buffer.data)
+
     def close(self) -> None:
         try:
+            if self._aligned is not None and self._filled:
+                self._set_direct(False)  # the last piece may have any length
+                _write_all(self._file, self._aligned[: self._filled].data)
             os.fsync(self._file.fileno())
             self._file.close()
             _sync_directory(self._path.parent)

@@ -54,7 +54,7 @@ def kill_in_shard(part: str, now: Callable[[], bool]) -> None:
     write = ShardWriter._write
 
     def torn(self: ShardWriter, data: bytes | memoryview) -> None:
-        if (part == "header") == (self.size == 0) and now():
+        if (part == "header") == (self._size == 0) and now():
             self._stream.write(memoryview(data)[: len(data) // 2])
             die()
         write(self, data)

@@ -67,9 +67,15 @@ class PackedUnit:
         )
         return replace(cut, index=self.index[: int(cut.counts.sum())])
 
-    def batches(self, rows: int) -> Iterator[Batch]:
-        """Consecutive groups of rows; the last is padded with empty ones."""
+    def batches(self, rows: int, fewest: int | None = None) -> Iterator[Batch]:
+        """Consecutive groups of rows; the last is padded with empty ones.
+
+        It is halved first as long as it holds what is left, but not below `fewest` rows (`rows`,
+        if not given): each size must be compiled.
+        """
         for first in range(0, len(self.lengths), rows):
+            while rows // 2 >= max(fewest or rows, len(self.lengths) - first):
+                rows //= 2
             segments = _group(self.segments, first, rows)
             yield Batch(
                 tokens=_group(self.tokens, first, rows),

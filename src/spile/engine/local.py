@@ -104,6 +104,8 @@ def _extract(
             step,
             runtime,
             batch_rows=rows,
+            # A unit's last step may be smaller; on a CPU compiling it would take longer.
+            fewest_rows=rows if device.platform == "cpu" else max(1, rows // 8),
             made_by=_made_by(device, rows),
             counters=counters,
             stop=stop,

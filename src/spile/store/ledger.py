@@ -98,7 +98,9 @@ class Ledger:
 
     def create_scales(self, table: Table, measured: Mapping[str, np.ndarray]) -> None:
         """Store the scales, unless others came first: those are everyone's."""
-        self.objects.create(fmt.SCALES, fmt.encode_record("scales", scales_to_json(measured)))
+        body = scales_to_json(measured)
+        scales_from_json(body, table.taps)  # one that cannot be read would stop everyone for good
+        self.objects.create(fmt.SCALES, fmt.encode_record("scales", body))
 
     def done_units(self) -> set[int]:
         """The units that exist, from a listing alone."""

@@ -12,14 +12,15 @@ in the format guards the table as a whole, so hold `PlaneReader.size` against wh
 promises (`parse_header` does): a damaged size would move all that follows it.
 """
 
+import importlib
 import struct
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa  # pyright: ignore[reportMissingTypeStubs]
 import xxhash
 
 from spile.errors import CorruptError
@@ -37,8 +38,11 @@ _CHECKSUMS, _RESERVED = 0x80, 0x7C  # bits of the descriptor
 
 _Bytes = npt.NDArray[np.uint8]
 
-# Level 1: on noise, higher levels are slower and find less. pyarrow ships no types.
-_ZSTD: Any = cast(Any, pa).Codec("zstd", compression_level=1)
+
+@cache
+def _zstd() -> Any:
+    """Level 1: on noise, higher levels are slower and find less. Imported late: it is heavy."""
+    return importlib.import_module("pyarrow").Codec("zstd", compression_level=1)
 
 
 class PlaneWriter:
@@ -63,7 +67,7 @@ class PlaneWriter:
             if len(self._table) == MAX_FRAMES * _ENTRY_BYTES:
                 raise AssertionError(f"more than {MAX_FRAMES} blocks")
             planes = _split(raw[start : start + step], itemsize)
-            frame: bytes = _ZSTD.compress(planes, asbytes=True)
+            frame: bytes = _zstd().compress(planes, asbytes=True)
             self._write(frame)
             self._table += struct.pack("<III", len(frame), planes.size, _checksum(planes))
 
@@ -134,7 +138,7 @@ class PlaneReader:
             raise CorruptError(self._where, f"frame {index} is not of items of {itemsize} bytes")
         try:
             # It fails too where the frame holds fewer bytes than the table says.
-            planes = np.frombuffer(_ZSTD.decompress(frame, size), np.uint8)
+            planes = np.frombuffer(_zstd().decompress(frame, size), np.uint8)
         except OSError as error:
             raise CorruptError(self._where, f"frame {index} does not decompress") from error
         if _checksum(planes) != self._checksums[index]:

@@ -23,6 +23,8 @@ INT8_MAX = 127.0  # and -127: zero stays in the middle
 DECODED = np.dtype(np.float32)
 QUANTIZED = ("float8_e4m3", "int8")
 
+_TINY = np.finfo(SCALE_DTYPE).tiny
+
 # What every byte means: looking up is several times faster than converting.
 _FLOAT8_VALUES = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(DECODED)
 
@@ -31,6 +33,9 @@ def decode(stored: np.ndarray, scale: np.ndarray, out: np.ndarray | None = None)
     """The values: stored ones times their scale, [rows] or that of one row's shape."""
     if out is None:
         out = np.empty(stored.shape, DECODED)
+    elif out.dtype != DECODED:  # a buffer of the caller's kind: rounded once, at the end
+        out[...] = decode(stored, scale)
+        return out
     if stored.dtype == FLOAT8:
         codes = np.ascontiguousarray(stored).view(np.uint8)
         np.take(_FLOAT8_VALUES, codes, out=out, mode="clip")  # with a mode, `out` is not buffered
@@ -51,10 +56,13 @@ def encode(values: np.ndarray, info: TapInfo, scale: np.ndarray | None) -> np.nd
     wide = values.astype(DECODED)
     if info.scaled_by == "channel":
         assert scale is not None
-        codes = np.clip(np.rint(wide / scale), -INT8_MAX, INT8_MAX).astype(np.int8)
-        return decode(codes, scale)
-    largest = np.abs(wide).max(axis=tuple(range(1, wide.ndim)), initial=0.0)
-    by_row = np.where(largest > 0, largest / FLOAT8_MAX, 1.0).astype(SCALE_DTYPE)
+        steps = np.clip(np.rint(wide / scale), -INT8_MAX, INT8_MAX)
+        return decode(np.where(np.isnan(steps), 0, steps).astype(np.int8), scale)
+    # What is not finite is stored as NaN, and must not spoil the rest of its row.
+    present = np.where(np.isfinite(wide), np.abs(wide), 0.0)
+    largest = present.max(axis=tuple(range(1, wide.ndim)), initial=0.0)
+    # Never so small that it is rounded to zero, or flushed to it.
+    by_row = np.where(largest > 0, np.maximum(largest / FLOAT8_MAX, _TINY), 1.0).astype(SCALE_DTYPE)
     shaped = by_row.reshape(-1, *[1] * (wide.ndim - 1))
     return decode((wide / shaped).astype(FLOAT8), by_row)
 

@@ -36,7 +36,11 @@ class ShardWriter:
         self._missing = len(header) + sum(
             np.dtype(dtype).itemsize * math.prod(shape) for _, dtype, shape in tensors
         )
-        self._put(header, 1)
+        try:
+            self._put(header, 1)
+        except BaseException:
+            self._stream.abandon()  # nobody else knows of it yet
+            raise
 
     def write(self, array: np.ndarray) -> None:
         self._put(as_bytes(array), array.itemsize)

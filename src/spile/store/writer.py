@@ -120,6 +120,8 @@ class _TapWriter:
             raise AssertionError(f"{self._tap}: {rows.dtype} rows of {rows.shape[1:]}")
         if (scales is None) is (self._info.scaled_by == "row"):
             raise AssertionError(f"{self._tap}: scaled by {self._info.scaled_by}")
+        if scales is not None and scales.shape != (len(rows),):
+            raise AssertionError(f"{self._tap}: scales of {scales.shape} for {len(rows)} rows")
         if self._first + self._count + len(rows) > self._unit.rows:
             raise AssertionError(f"{self._tap}: more than {self._unit.rows} rows")
         while len(rows):
