@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import xxhash
 
@@ -35,9 +36,18 @@ SHAPED: Taps = {
     "expert_ids.1": TapInfo((2,), "int16", ("blocks.1.mlp.hook_expert_indices",)),
     "logprob": TapInfo((), "float32"),
 }
+# The same names, stored in eight bits where that is possible: scaled by row, and by channel.
+SCALED: Taps = {
+    "resid_post.0": TapInfo((6,), "float8_e4m3", ("blocks.0.hook_resid_post", "hidden_states[1]")),
+    "q.1": TapInfo((2, 3), "int8", ("blocks.1.attn.hook_q", "blocks.1.attn.q.hook_out")),
+    "v.1": TapInfo((2, 3), "float8_e4m3"),
+    "expert_ids.1": TapInfo((2,), "int16", ("blocks.1.mlp.hook_expert_indices",)),
+    "logprob": TapInfo((), "float32"),
+}
 # Lengths of documents, unit by unit; 0 is a document that was skipped. The third unit is empty.
 UNITS = ((5, 21, 3), (40, 0, 2), (0, 0), (9,), (1, 30))
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
+SCALED_NAMES = ("float8_e4m3", "int8")
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,10 @@ class Stored:
     table: Table
     read: list[np.ndarray]  # of each unit the index of every token, kept or not
     index: np.ndarray  # of the rows
-    rows: dict[str, np.ndarray]
+    rows: dict[str, np.ndarray]  # as they are to be read
     starts: list[int]  # the first row of each unit, and the number of rows
+    coded: dict[str, "Coded"]  # what is stored of those that are scaled
+    compress: bool
 
     @property
     def objects(self) -> LocalObjects:
@@ -73,9 +85,49 @@ class Stored:
         rows = slice(self.starts[unit], self.starts[unit + 1])
         values = {tap: array[rows] for tap, array in self.rows.items()}
         done, _ = write_unit(
-            self.objects, self.table, unit, self.read[unit], values, shard_bytes, **described
-        )
+            self.objects, self.table, unit, self.read[unit], values, shard_bytes,
+            coded={tap: coded.part(rows) for tap, coded in self.coded.items()},
+            compress=self.compress, **described,
+        )  # fmt: skip
         return done
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Rows in eight bits."""
+
+    codes: np.ndarray
+    scale: np.ndarray  # of each row, or of each channel
+    by_row: bool
+    clipped: np.ndarray  # values of each row that the scale cannot hold
+
+    @property
+    def decoded(self) -> np.ndarray:
+        shape = (-1, *[1] * (self.codes.ndim - 1)) if self.by_row else self.scale.shape
+        return self.codes.astype(np.float32) * self.scale.reshape(shape)
+
+    def part(self, rows: slice) -> "Coded":
+        scale = self.scale[rows] if self.by_row else self.scale
+        return Coded(self.codes[rows], scale, self.by_row, self.clipped[rows])
+
+
+def code(values: np.ndarray, info: TapInfo) -> Coded:
+    """Store float32 rows in eight bits, the plain way. Of int8, the largest values are clipped."""
+    none = np.zeros(len(values), np.int64)
+    if info.dtype == "float8_e4m3":
+        largest = np.array([np.abs(row).max() for row in values], np.float32)
+        scale = np.where(largest > 0, largest / np.float32(448), np.float32(1))
+        codes = [
+            (row / s).astype(ml_dtypes.float8_e4m3fn) for row, s in zip(values, scale, strict=True)
+        ]
+        stacked = np.array(codes, ml_dtypes.float8_e4m3fn).reshape(values.shape)
+        return Coded(stacked, scale, True, none)
+    assert info.dtype == "int8"
+    largest = np.abs(values).max(axis=0) if len(values) else np.ones(info.shape)
+    scale = (0.8 * largest / 127).astype(np.float32)
+    steps = np.rint(values / scale)
+    beyond = (np.abs(steps) > 127).reshape(len(values), -1).sum(axis=1)
+    return Coded(np.clip(steps, -127, 127).astype(np.int8), scale, False, none + beyond)
 
 
 def make_table(
@@ -165,6 +217,11 @@ def random_rows(rng: np.random.Generator, count: int, info: TapInfo) -> np.ndarr
     return (values * 100 if info.dtype == "int16" else values).astype(DTYPES_BY_NAME[info.dtype])
 
 
+def outliers(info: TapInfo) -> np.ndarray:
+    """What channels are multiplied by, so that no two scales are alike: from 1 to 100."""
+    return np.geomspace(1, 100, info.width, dtype=np.float32).reshape(info.shape)
+
+
 def describe(rows: np.ndarray) -> TapStats:
     """Statistics of rows, the plain way; whatever their shape, each value is a channel."""
     wide = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
@@ -188,16 +245,27 @@ def write_unit(
     read: np.ndarray,
     rows: Mapping[str, np.ndarray],
     shard_bytes: int,
+    *,
+    coded: Mapping[str, Coded] | None = None,
+    compress: bool = False,
     **described: Any,
 ) -> tuple[Done, UnitWriter]:
-    """One attempt, its rows arriving in pieces of seven."""
-    writer = UnitWriter(objects, unit, kept(table, read), table.taps, shard_bytes)
+    """One attempt, its rows arriving in pieces of seven. Statistics are of rows as read."""
+    index = kept(table, read)
+    writer = UnitWriter(objects, unit, index, table.taps, shard_bytes, compress=compress)
     for tap, values in rows.items():
-        pieces = [values[at : at + 7] for at in range(0, len(values), 7)]
-        parts = (describe(piece) for piece in pieces)
+        pieces = [slice(at, at + 7) for at in range(0, len(values), 7)]
+        parts = (describe(values[piece]) for piece in pieces)
         writer.stats[tap] = merged(parts, table.taps[tap].width)
+        scaled = (coded or {}).get(tap)
+        if scaled is not None:
+            writer.stats[tap].clipped = int(scaled.clipped.sum())
         for piece in pieces:
-            writer.write(tap, piece)
+            if scaled is None:
+                writer.write(tap, values[piece])
+            else:
+                part = scaled.part(piece)
+                writer.write(tap, part.codes, part.scale if part.by_row else None)
     documents = len(np.unique(read["doc"]))
     missing = table.units[unit]["num_docs"] - documents
     done = writer.finish(
@@ -224,11 +292,13 @@ def build(
     shard_bytes: int = 60,
     seed: int = 0,
     commit: Collection[int] | None = None,
+    compress: bool = False,
     **changes: Any,
 ) -> Stored:
     """Make a dataset of random rows.
 
-    `commit` names the units to do, all if not given; `changes` go into the recipe.
+    `commit` names the units to do, all if not given; `changes` go into the recipe. The scales of
+    int8 are stored in any case.
     """
     rng = np.random.default_rng(seed)
     table = make_table(units, taps, dtype, **changes)
@@ -240,12 +310,23 @@ def build(
     indices = [kept(table, part) for part in read]
     index = np.concatenate(indices)
     table = dataclasses.replace(table, kept=len(index) / max(1, sum(map(len, read))))
-    rows = {tap: random_rows(rng, len(index), info) for tap, info in table.taps.items()}
+    rows: dict[str, np.ndarray] = {}
+    coded: dict[str, Coded] = {}
+    for tap, info in table.taps.items():
+        if info.dtype in SCALED_NAMES:
+            wide = random_rows(rng, len(index), TapInfo(info.shape, "float32"))
+            coded[tap] = code(wide * outliers(info), info)
+            rows[tap] = coded[tap].decoded
+        else:
+            rows[tap] = random_rows(rng, len(index), info)
     starts = np.cumsum([0, *(len(part) for part in indices)]).tolist()
-    stored = Stored(path, table, read, index, rows, starts)
+    stored = Stored(path, table, read, index, rows, starts, coded, compress)
     ledger = stored.ledger
     ledger.create_table(table)
     ledger.check_weights({"embed": "aa", "blocks": "bb"})
+    by_channel = {tap: part.scale for tap, part in coded.items() if not part.by_row}
+    if by_channel:
+        ledger.create_scales(table, by_channel)
     for unit in range(len(units)) if commit is None else commit:
         assert ledger.commit(stored.attempt(unit, shard_bytes=shard_bytes))
     ledger.complete(table)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spile.errors import CorruptError, SpileError, StoreError
 from spile.store import format as fmt
-from spile.store.format import Done, Shard, decode_record, encode_record
+from spile.store.format import Done, Shard, TapInfo, decode_record, encode_record
 
 PREFIX = "attempts/00000003/a1b2/"
 OTHER = PREFIX + "q.00000.safetensors"
@@ -123,14 +123,23 @@ def test_keys_are_spelled_so() -> None:
         == PREFIX + "resid_post.20.00007.safetensors"
     )
     assert fmt.worker_key("host-1") == "workers/host-1.json"
+    assert (
+        fmt.shard_key(3, "a1b2", "resid_post.20", 7, compressed=True)
+        == PREFIX + "resid_post.20.00007.safetensors.zst"
+    )
+    assert fmt.scale_name("resid_post.20") == "resid_post.20/scale"
     assert (fmt.UNITS, fmt.MODEL, fmt.MANIFEST) == ("units.json", "model.json", "manifest.json")
+    assert fmt.SCALES == "scales.json"
     assert fmt.CHECK == "check.json"
 
 
 @pytest.mark.parametrize("unit", [0, 3, 99_999_999])
 def test_keys_are_parsed_back(unit: int) -> None:
     assert fmt.parse_done_key(fmt.done_key(unit)) == unit
-    assert fmt.parse_attempt_key(fmt.shard_key(unit, "a1b2", "embed", 0)) == (unit, "a1b2")
+    for compressed in (False, True):
+        key = fmt.shard_key(unit, "a1b2", "embed", 0, compressed=compressed)
+        assert fmt.parse_attempt_key(key) == (unit, "a1b2")
+        assert fmt.parse_done_key(key) is None
 
 
 @pytest.mark.parametrize(
@@ -221,6 +230,29 @@ def test_hostile_json_is_refused_with_our_own_error(data: bytes) -> None:
         decode_record("k", data, "done")
 
 
+# -- taps ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "storage", "scaled_by", "row_bytes"),
+    [
+        ((6,), "float32", "float32", None, 24),
+        ((2, 3), "bfloat16", "bfloat16", None, 12),
+        ((2, 3), "float8_e4m3", "float8_e4m3fn", "row", 10),  # with the scale's four
+        ((), "float8_e4m3", "float8_e4m3fn", "row", 5),
+        ((6,), "int8", "int8", "channel", 6),
+        ((6,), "int16", "int16", None, 12),
+        ((6,), "float8_e5m2", "float8_e5m2", None, 6),
+    ],
+)
+def test_what_a_tap_takes_and_is_scaled_by(
+    shape: tuple[int, ...], dtype: str, storage: str, scaled_by: str | None, row_bytes: int
+) -> None:
+    info = TapInfo(shape, dtype)
+    assert (info.storage.name, info.scaled_by, info.row_bytes) == (storage, scaled_by, row_bytes)
+    assert TapInfo.from_json({"shape": [*shape], "dtype": dtype, "aliases": []}) == info
+
+
 # -- done records ----------------------------------------------------------------------------
 
 
@@ -263,6 +295,17 @@ def test_files_outside_the_attempt_are_refused(key: str, place: str) -> None:
     target = changed["shards"][1] if place == "shards" else changed[place]
     target["key"] = key
     with pytest.raises(CorruptError, match="not of its attempt"):
+        Done.from_json("done/x", changed)
+
+
+@pytest.mark.parametrize("place", ["index", "statistics"])
+def test_only_rows_may_be_compressed(place: str) -> None:
+    changed = body()
+    for target in changed["shards"]:
+        target["key"] += fmt.COMPRESSED
+    assert Done.from_json("done/x", changed).shards[1].key.endswith(".safetensors.zst")
+    changed[place]["key"] += fmt.COMPRESSED
+    with pytest.raises(CorruptError, match="^done/x: names a compressed index or statistics"):
         Done.from_json("done/x", changed)
 
 

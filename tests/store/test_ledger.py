@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import spile
@@ -229,6 +230,57 @@ def test_other_weights_are_drift(
     with pytest.raises(DriftError) as caught:
         ledger.check_weights(now)
     assert caught.value.differences == difference
+
+
+# -- scales ----------------------------------------------------------------------------------
+
+
+def int8_table() -> Table:
+    return stored.make_table(taps={"q.1": TapInfo((2, 3), "int8"), "embed": 4})
+
+
+def test_the_first_scales_are_everyones(tmp_path: Path) -> None:
+    ledger, table = empty(tmp_path), int8_table()
+    assert ledger.read_scales(table) is None
+    first = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    ledger.create_scales(table, {"q.1": first})
+    ledger.create_scales(table, {"q.1": 2 * first})
+    read = ledger.read_scales(table)
+    assert read is not None and read.keys() == {"q.1"}
+    assert read["q.1"].dtype == np.float32
+    assert np.array_equal(read["q.1"], first)
+
+
+def test_where_no_tap_is_scaled_by_channel_there_are_no_scales_to_miss(tmp_path: Path) -> None:
+    ledger = empty(tmp_path)
+    for dtype in ("float32", "float8_e4m3"):
+        assert ledger.read_scales(stored.make_table(dtype=dtype)) == {}
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [{}, {"embed": np.ones(4)}, {"q.1": np.ones((2, 2))},
+     {"q.1": np.zeros((2, 3))}, {"q.1": np.full((2, 3), 1e-60)}, {"q.1": np.full((2, 3), np.nan)}],
+    ids=["none", "of another tap", "too few", "zero", "zero in float32", "no numbers"],
+)  # fmt: skip
+def test_scales_that_could_not_be_read_are_not_stored(
+    tmp_path: Path, scales: dict[str, np.ndarray]
+) -> None:
+    ledger, table = empty(tmp_path), int8_table()
+    with pytest.raises(CorruptError, match="^scales.json: holds"):
+        ledger.create_scales(table, scales)
+    assert list(ledger.objects.list()) == []
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: data[:-1], lambda data: data + b" ", lambda _: b""]
+)
+def test_damaged_scales_are_not_read(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    ledger, table = empty(tmp_path), int8_table()
+    ledger.create_scales(table, {"q.1": np.ones((2, 3), np.float32)})
+    (tmp_path / "new" / fmt.SCALES).write_bytes(change(ledger.objects.get(fmt.SCALES)))
+    with pytest.raises(CorruptError, match="^scales.json: "):
+        ledger.read_scales(table)
 
 
 # -- commits ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,20 +16,33 @@ import tiny
 from spile.errors import ConfigError, CorruptError, SpileError, StoreError
 from spile.index import INDEX_DTYPE
 from spile.store import format as fmt
+from spile.tensors import DTYPES_BY_NAME
 
 TAP = "resid_post.0"
 
 
-@pytest.fixture(scope="module", params=[*stored.DTYPE_NAMES, "shaped"])
+# Mostly shards of four rows of one tap, and of eight of the other; of one to six where shaped.
+PLAIN: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32", "shard_bytes": 96},
+    "bfloat16": {"dtype": "bfloat16", "shard_bytes": 48},
+    "float16": {"dtype": "float16", "shard_bytes": 48},
+    "shaped": {"taps": stored.SHAPED, "shard_bytes": 24},
+}
+DECODED: dict[str, dict[str, Any]] = {
+    "float8": {"dtype": "float8_e4m3", "shard_bytes": 40},
+    "int8": {"dtype": "int8", "shard_bytes": 24},
+    "scaled": {"taps": stored.SCALED, "shard_bytes": 24},
+    "shaped.zst": {**PLAIN["shaped"], "compress": True},
+    "scaled.zst": {"taps": stored.SCALED, "shard_bytes": 24, "compress": True},
+}
+KINDS = {**PLAIN, **DECODED}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def written(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> stored.Stored:
-    """Shards of four rows of one tap, and of eight of the other; of one to six where shaped."""
-    path = tmp_path_factory.mktemp("stored") / "out"
-    if request.param == "shaped":
-        return stored.build(path, taps=stored.SHAPED, shard_bytes=24)
-    shard_bytes = 96 if request.param == "float32" else 48
-    return stored.build(path, dtype=request.param, shard_bytes=shard_bytes)
+    return stored.build(tmp_path_factory.mktemp("stored") / "out", **KINDS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +50,20 @@ def shaped(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
     return stored.build(tmp_path_factory.mktemp("shaped") / "out", taps=stored.SHAPED)
 
 
-@pytest.fixture(scope="module")
-def filtered(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
+@pytest.fixture(scope="module", params=["shaped", "scaled.zst"])
+def aliased(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> stored.Stored:
+    return stored.build(tmp_path_factory.mktemp("aliased") / "out", **KINDS[request.param])
+
+
+@pytest.fixture(scope="module", params=["shaped", "scaled.zst"])
+def filtered(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> stored.Stored:
     """Nothing is kept of documents 5 and 9, which have two tokens and one."""
     path = tmp_path_factory.mktemp("filtered") / "out"
-    return stored.build(path, taps=stored.SHAPED, where="pos >= 2", every=2)
+    return stored.build(path, where="pos >= 2", every=2, **KINDS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +71,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
     return stored.build(tmp_path_factory.mktemp("stored") / "out")
 
 
-@pytest.fixture
-def partial(tmp_path: Path) -> stored.Stored:
+@pytest.fixture(params=["float32", "float8", "int8", "scaled.zst"])
+def partial(request: pytest.FixtureRequest, tmp_path: Path) -> stored.Stored:
     """Units 1 and 3 of five are done."""
-    return stored.build(tmp_path / "out", commit=(3, 1))
+    return stored.build(tmp_path / "out", commit=(3, 1), **KINDS[request.param])
 
 
 def rows_of(source: stored.Stored, units: tuple[int, ...]) -> np.ndarray:
@@ -64,7 +87,7 @@ def rows_of(source: stored.Stored, units: tuple[int, ...]) -> np.ndarray:
 
 def test_it_says_what_it_holds(written: stored.Stored) -> None:
     ds = spile.open(str(written.path))
-    infos = {tap: (ds.shape(tap), ds.dtype(tap).name, ds.aliases(tap)) for tap in ds.taps}
+    infos = {tap: (ds.shape(tap), ds.stored_dtype(tap), ds.aliases(tap)) for tap in ds.taps}
     taps = written.table.taps
     assert infos == {tap: (info.shape, info.dtype, info.aliases) for tap, info in taps.items()}
     assert {tap: ds.width(tap) for tap in ds.taps} == {
@@ -76,6 +99,8 @@ def test_it_says_what_it_holds(written: stored.Stored) -> None:
     assert ds.fingerprint == written.table.fingerprint
     for tap, values in written.rows.items():
         assert ds.dtype(tap) == values.dtype
+        scaled = ds.stored_dtype(tap) in stored.SCALED_NAMES
+        assert ds.dtype(tap).name == ("float32" if scaled else taps[tap].dtype)
 
 
 def test_a_row_may_be_a_vector_heads_or_a_single_number(shaped: stored.Stored) -> None:
@@ -103,7 +128,7 @@ def test_taps_come_in_the_recipes_order(source: stored.Stored) -> None:
 def test_an_unknown_tap_is_named_beside_those_there_are(source: stored.Stored) -> None:
     ds = spile.open(str(source.path))
     asks: list[Callable[[str], object]] = [
-        ds.width, ds.shape, ds.dtype, ds.aliases, ds.name, ds.statistics,
+        ds.width, ds.shape, ds.dtype, ds.stored_dtype, ds.aliases, ds.name, ds.statistics,
         lambda t: ds.read(t, 0, 1), lambda t: ds.batches([t], 4),
         lambda t: ds.read_into(t, 0, np.zeros((1, 6), np.float32)),
     ]  # fmt: skip
@@ -128,25 +153,27 @@ def test_an_unknown_tap_is_named_beside_those_there_are(source: stored.Stored) -
     ],
 )
 def test_a_tap_may_be_read_by_another_tools_name(
-    shaped: stored.Stored, alias: str, tap: str
+    aliased: stored.Stored, alias: str, tap: str
 ) -> None:
-    ds = spile.open(str(shaped.path))
+    ds = spile.open(str(aliased.path))
     assert alias in ds.aliases(tap)
     assert ds.name(alias) == ds.name(tap) == tap
     assert (ds.shape(alias), ds.width(alias), ds.dtype(alias), ds.aliases(alias)) == (
         ds.shape(tap), ds.width(tap), ds.dtype(tap), ds.aliases(tap),
     )  # fmt: skip
-    rows = shaped.rows[tap]
+    assert ds.stored_dtype(alias) == ds.stored_dtype(tap) == aliased.table.taps[tap].dtype
+    rows = aliased.rows[tap]
     assert ds.read(alias, 20, 90).tobytes() == rows[20:90].tobytes()
     out = np.zeros_like(rows[20:90])
     ds.read_into(alias, 20, out)
     assert out.tobytes() == rows[20:90].tobytes()
     assert ds.document(3)[alias].tobytes() == ds.document(3)[tap].tobytes()
     assert np.array_equal(ds.statistics(alias).mean, ds.statistics(tap).mean)
+    assert ds.as_stored(alias, rows).tobytes() == ds.as_stored(tap, rows).tobytes()
 
 
-def test_batches_come_under_the_names_that_were_asked_for(shaped: stored.Stored) -> None:
-    ds = spile.open(str(shaped.path))
+def test_batches_come_under_the_names_that_were_asked_for(aliased: stored.Stored) -> None:
+    ds = spile.open(str(aliased.path))
     both = ds.batches(["hidden_states[1]", "resid_post.0", "blocks.1.attn.hook_q"], 16, seed=3)
     for batch, plain in zip(both, ds.batches(["q.1"], 16, seed=3), strict=True):
         assert batch.keys() == {
@@ -209,6 +236,66 @@ def test_reading_into_a_buffer_gives_the_same_rows(written: stored.Stored) -> No
             assert out.tobytes() == values[start : start + count].tobytes()
 
 
+def test_a_buffer_of_another_dtype_is_filled_with_values_rounded_once(
+    written: stored.Stored,
+) -> None:
+    ds = spile.open(str(written.path))
+    for tap, values in written.rows.items():
+        for dtype in ("float64", "float32", "bfloat16", "float16"):
+            spread = np.zeros((60, *values.shape[1:], 2), DTYPES_BY_NAME[dtype])
+            out = spread[..., 0]  # not contiguous
+            ds.read_into(tap, 25, out)
+            assert out.tobytes() == values[25:85].astype(out.dtype).tobytes()
+
+
+def test_batches_hold_the_rows_of_their_index(written: stored.Stored) -> None:
+    ds = spile.open(str(written.path))
+    found = list(ds.batches(ds.taps, 10, window=1, seed=4))
+    where = {(e["doc"], e["offset"]): row for row, e in enumerate(written.index)}
+    entries = np.concatenate([batch["index"] for batch in found])
+    rows = np.array([where[e["doc"], e["offset"]] for e in entries])
+    assert sorted(rows.tolist()) == list(range(111))
+    assert (np.diff(rows) < 0).any()
+    for tap, values in written.rows.items():
+        got = np.concatenate([batch[tap] for batch in found])
+        assert (got.dtype, got.shape) == (values.dtype, values.shape)
+        assert got.tobytes() == values[rows].tobytes()
+
+
+def test_what_would_be_read_back_can_be_asked_without_storing(written: stored.Stored) -> None:
+    """Of values as they are read, that is those values."""
+    ds = spile.open(str(written.path))
+    for tap, values in written.rows.items():
+        again = ds.as_stored(tap, values)
+        assert (again.dtype, again.shape) == (values.dtype, values.shape)
+        np.testing.assert_allclose(again.astype(float), values.astype(float), rtol=1e-6, atol=0)
+
+
+def test_of_values_with_fewer_channels_the_first_ones_scales_are_taken(
+    aliased: stored.Stored,
+) -> None:
+    """Attention patterns are only as wide as their context."""
+    ds = spile.open(str(aliased.path))
+    rows = aliased.rows["q.1"]
+    narrow = ds.as_stored("q.1", rows[:, :1, :2])
+    assert narrow.tobytes() == ds.as_stored("q.1", rows)[:, :1, :2].tobytes()
+
+
+@pytest.mark.parametrize("written", DECODED, indirect=True)
+def test_rows_that_are_not_stored_as_read_are_the_callers_own(written: stored.Stored) -> None:
+    ds = spile.open(str(written.path))
+    for shard in written.done(1).shards:
+        info = written.table.taps[shard.tap]
+        if info.scaled_by is None and not shard.key.endswith(fmt.COMPRESSED):
+            continue
+        first = written.starts[1] + shard.first
+        rows = ds.read(shard.tap, first, first + shard.count)
+        rows[...] = 0
+        wanted = written.rows[shard.tap][first : first + shard.count]
+        assert ds.read(shard.tap, first, first + shard.count).tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("written", PLAIN, indirect=True)
 def test_rows_of_one_shard_are_a_read_only_view_of_the_file(written: stored.Stored) -> None:
     ds = spile.open(str(written.path))
     shard = next(s for s in written.done(1).shards if s.first > 0 and s.count > 1)
@@ -222,8 +309,9 @@ def test_rows_of_one_shard_are_a_read_only_view_of_the_file(written: stored.Stor
     assert not np.shares_memory(rows, across)
 
 
-def test_a_missing_or_damaged_shard_is_named_when_it_is_read(tmp_path: Path) -> None:
-    source = stored.build(tmp_path / "out")
+@pytest.mark.parametrize("kind", ["float32", "float8", "int8", "shaped.zst", "scaled.zst"])
+def test_a_missing_or_damaged_shard_is_named_when_it_is_read(tmp_path: Path, kind: str) -> None:
+    source = stored.build(tmp_path / "out", **KINDS[kind])
     first, second = source.done(0).shards[:2]
     source.objects.delete(first.key)
     path = source.path / second.key
@@ -320,6 +408,9 @@ def test_statistics_are_those_of_all_rows(written: stored.Stored) -> None:
         np.testing.assert_allclose(stats.variance, wide.var(axis=0), rtol=1e-12)
         assert stats.mean_norm == pytest.approx(np.linalg.norm(wide, axis=1).mean(), rel=1e-12)
         assert stats.max_abs == np.abs(wide).max()
+        coded = written.coded.get(tap)
+        assert stats.clipped == (coded.clipped.sum() if coded else 0)
+        assert (stats.clipped > 0) == (ds.stored_dtype(tap) == "int8"), "the data has some"
 
 
 # -- finished and not ------------------------------------------------------------------------
@@ -342,18 +433,47 @@ def test_a_partial_dataset_reads_the_units_that_are_done(partial: stored.Stored)
         ds.document(0)
 
 
-def test_nothing_done_yet_reads_as_nothing(tmp_path: Path) -> None:
-    source = stored.build(tmp_path / "out", commit=())
+@pytest.mark.parametrize("scales", ["measured", "not yet"])
+@pytest.mark.parametrize("kind", ["float32", "float8", "int8", "scaled.zst"])
+def test_nothing_done_yet_reads_as_nothing(tmp_path: Path, kind: str, scales: str) -> None:
+    source = stored.build(tmp_path / "out", commit=(), **KINDS[kind])
+    if scales == "not yet":
+        source.objects.delete(fmt.SCALES)
     ds = spile.open(str(source.path), partial=True)
     assert ds.num_tokens == 0
+    assert ds.dtype(TAP) == np.float32
     assert ds.read(TAP, 0, 10).shape == (0, 6)
     assert ds.index(0, 10).shape == (0,)
     assert ds.statistics(TAP).count == 0
     assert list(ds.batches([TAP], 4)) == []
 
 
-def test_all_records_are_enough_without_the_manifest(tmp_path: Path) -> None:
-    source = stored.build(tmp_path / "out")
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("commit", [None, (1,)])
+@pytest.mark.parametrize("kind", ["int8", "scaled.zst"])
+def test_rows_scaled_by_channel_are_not_opened_without_the_scales(
+    tmp_path: Path, kind: str, commit: tuple[int] | None, partial: bool
+) -> None:
+    source = stored.build(tmp_path / "out", commit=commit, **KINDS[kind])
+    if commit is None and partial:
+        source.objects.delete(fmt.MANIFEST)
+    source.objects.delete(fmt.SCALES)
+    reason = "units are done" if commit and not partial else "scales.json: is missing.*int8"
+    with pytest.raises(StoreError, match=reason):
+        spile.open(str(source.path), partial=partial)
+
+
+def test_rows_scaled_by_row_need_no_record_of_scales(tmp_path: Path) -> None:
+    source = stored.build(tmp_path / "out", **KINDS["float8"])
+    assert fmt.SCALES not in source.listed()
+    source.objects.create(fmt.SCALES, b"of no interest")
+    ds = spile.open(str(source.path))
+    assert ds.read(TAP, 0, 111).tobytes() == source.rows[TAP].tobytes()
+
+
+@pytest.mark.parametrize("kind", ["float32", "float8", "int8", "scaled.zst"])
+def test_all_records_are_enough_without_the_manifest(tmp_path: Path, kind: str) -> None:
+    source = stored.build(tmp_path / "out", **KINDS[kind])
     source.objects.delete(fmt.MANIFEST)
     ds = spile.open(str(source.path))
     assert np.array_equal(ds.read(TAP, 0, 111), source.rows[TAP])
@@ -364,12 +484,13 @@ def test_no_dataset_is_said_so(tmp_path: Path) -> None:
         spile.open(str(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize("key", ["units.json", "manifest.json"])
+@pytest.mark.parametrize("key", ["units.json", "manifest.json", "scales.json"])
 def test_a_damaged_record_is_not_read(tmp_path: Path, key: str) -> None:
-    source = stored.build(tmp_path / "out")
+    source = stored.build(tmp_path / "out", dtype="int8")
     path = source.path / key
     data = path.read_bytes()
     edited = data.replace(b'"rows": 42', b'"rows": 43').replace(b'"ffd"', b'"none"')
+    edited = edited.replace(b'"resid_post.0": "', b'"resid_post.0": "AAAA')
     assert edited != data
     path.write_bytes(edited)
     with pytest.raises(CorruptError, match=key):

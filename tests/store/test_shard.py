@@ -53,22 +53,52 @@ def test_the_official_reader_reads_the_same_rows(objects: LocalObjects, dtype: t
     assert np.array_equal(read["resid_post.3"], rows)
 
 
+@pytest.mark.parametrize("key", ["s", "s.zst"])
 @pytest.mark.parametrize("backend", [LocalObjects, Remote])
-def test_tensors_read_back_by_name(backend: type[LocalObjects], tmp_path: Path) -> None:
+def test_tensors_read_back_by_name(backend: type[LocalObjects], tmp_path: Path, key: str) -> None:
     objects = backend(tmp_path)
     rng = np.random.default_rng(1)
     tensors = {
         "a": rng.standard_normal((7, 3)),
         "none": np.zeros((0, 3), np.float32),
         "b": rng.integers(0, 9, 11).astype(np.uint16),
+        "a/scale": rng.standard_normal(7).astype(np.float32),
     }
-    store(objects, "s", tensors)
-    header = read_shard_header(objects, "s")
-    assert list(header) == ["a", "none", "b"]
+    store(objects, key, tensors)
+    header = read_shard_header(objects, key)
+    assert list(header) == ["a", "none", "b", "a/scale"]
     for name, wanted in tensors.items():
-        read = open_tensor(objects, "s", header[name])
-        assert read.dtype == wanted.dtype
-        assert np.array_equal(read, wanted)
+        read = open_tensor(objects, key, header[name])
+        assert (read.dtype, read.shape, len(read)) == (wanted.dtype, wanted.shape, len(wanted))
+        for rows in (slice(None), slice(2, 5), slice(5, 100), slice(3, 3), slice(4, 2)):
+            assert np.array_equal(read[rows], wanted[rows])
+            assert read[rows].shape == wanted[rows].shape
+
+
+def test_a_compressed_shard_is_the_same_file_in_fewer_bytes(objects: LocalObjects) -> None:
+    rng = np.random.default_rng(7)
+    tensors = {
+        "x": rng.standard_normal((4000, 8)).astype(np.float32),
+        "x/scale": rng.uniform(1, 2, 4000).astype(np.float32),
+    }
+    size, digest = store(objects, "s.zst", tensors)
+    data = objects.get("s.zst")
+    assert (size, digest) == (len(data), xxhash.xxh3_128_hexdigest(data))
+    assert size < 0.95 * store(objects, "s", tensors)[0]
+    plain, packed = read_shard_header(objects, "s"), read_shard_header(objects, "s.zst")
+    assert plain == packed
+
+
+@pytest.mark.parametrize("key", ["s", "s.zst"])
+def test_pieces_of_a_shard_that_cannot_be_closed_leave_nothing(
+    objects: LocalObjects, key: str
+) -> None:
+    writer = ShardWriter(objects, key, [("x", np.float32, (3, 2)), ("y", np.float32, (3,))])
+    writer.write(np.zeros((3, 2), np.float32))
+    with pytest.raises(AssertionError, match="12 bytes were not written"):
+        writer.close()
+    writer.abandon()
+    assert list(objects.list()) == []
 
 
 def test_rows_begin_on_a_page(objects: LocalObjects) -> None:
@@ -120,8 +150,9 @@ def test_a_memory_map_is_read_only(objects: LocalObjects) -> None:
 
 
 def test_a_missing_shard_is_named(objects: LocalObjects) -> None:
-    with pytest.raises(CorruptError, match="^attempts/x: is missing"):
-        read_shard_header(objects, "attempts/x")
+    for key in ("attempts/x", "attempts/x.zst"):
+        with pytest.raises(CorruptError, match=f"^{key}: is missing"):
+            read_shard_header(objects, key)
 
 
 def test_a_header_longer_than_the_first_read_is_read_whole(objects: LocalObjects) -> None:

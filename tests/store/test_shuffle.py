@@ -124,11 +124,20 @@ def test_the_first_window_is_drawn_from_the_whole_dataset(
     assert len({np.sort(rows).tobytes() for rows in drawn}) == 5, "each seed draws others"
 
 
+@pytest.fixture(scope="module", params=["plain", "scaled"])
+def shaped(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> stored.Stored:
+    scaled = request.param == "scaled"
+    taps = stored.SCALED if scaled else stored.SHAPED
+    path = tmp_path_factory.mktemp("shaped") / "out"
+    return stored.build(path, LENGTHS, taps=taps, shard_bytes=3000, compress=scaled)
+
+
 @pytest.mark.parametrize(("batch_size", "window"), [(100, 1024), (1024, 1), (5000, 1 << 16)])
 def test_rows_of_any_shape_and_dtype_go_with_their_index(
-    tmp_path: Path, batch_size: int, window: int
+    shaped: stored.Stored, batch_size: int, window: int
 ) -> None:
-    shaped = stored.build(tmp_path / "out", LENGTHS, taps=stored.SHAPED, shard_bytes=3000)
     ds = spile.open(str(shaped.path))
     found = list(ds.batches(ds.taps, batch_size, window=window, seed=2))
     rows = order(shaped, found)

@@ -78,10 +78,15 @@ def test_nonfinite_values_are_counted_over_all_groups() -> None:
     assert total.nonfinite == 7
 
 
+def test_clipped_values_are_counted_over_all_groups() -> None:
+    parts = [TapStats(5, np.zeros(1), np.zeros(1), 0.0, 0.0, 0, count) for count in (0, 3, 0, 4)]
+    assert merged(parts, 1).clipped == 7
+
+
 def test_tensors_read_back_exactly_and_are_told_apart_by_tap() -> None:
     rng = np.random.default_rng(6)
     first, second = (describe(rng.standard_normal((9, 4))) for _ in range(2))
-    second.nonfinite = 2
+    second.nonfinite, second.clipped = 2, 3
     tensors = {**first.to_tensors("mlp_out.1"), **second.to_tensors("mlp_out.10")}
     for tap, wanted in (("mlp_out.1", first), ("mlp_out.10", second)):
         read = TapStats.from_tensors(tap, tensors)

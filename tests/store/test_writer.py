@@ -89,6 +89,99 @@ def test_rows_of_any_shape_and_dtype_keep_it(
     assert np.concatenate(read).tobytes() == rows.tobytes()
 
 
+# -- scales and compression ------------------------------------------------------------------
+
+
+def coded_rows(info: TapInfo, count: int = 23) -> stored.Coded:
+    values = np.random.default_rng(5).standard_normal((count, *info.shape)) * 3 + 1
+    return stored.code(values.astype(np.float32), info)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("pieces", [1, 3, 7, 100])
+@pytest.mark.parametrize("shard_bytes", [1, 50])
+@pytest.mark.parametrize("shape", [(2, 3), ()])
+def test_scales_of_rows_go_into_the_shard_of_their_rows(
+    objects: LocalObjects, shape: tuple[int, ...], shard_bytes: int, pieces: int, compress: bool
+) -> None:
+    info = TapInfo(shape, "float8_e4m3")
+    coded = coded_rows(info)
+    writer = UnitWriter(objects, 3, index_of(23), {"a": info}, shard_bytes, compress=compress)
+    for at in range(0, 23, pieces):
+        scales = coded.scale[at : at + pieces].copy()
+        writer.write("a", coded.codes[at : at + pieces], scales)
+        scales[:] = -1  # the buffer is the caller's again
+    done = writer.finish(**DESCRIBED)
+    per_shard = max(1, shard_bytes // (info.width + 4))
+    assert [s.count for s in done.shards[:-1]] == [min(23, per_shard)] * (len(done.shards) - 1)
+    for shard in done.shards:
+        assert shard.key.endswith(".safetensors.zst" if compress else ".safetensors")
+        header = read_shard_header(objects, shard.key)
+        assert {n: (i.dtype.name, i.shape) for n, i in header.items()} == {
+            "a": ("float8_e4m3fn", (shard.count, *shape)),
+            "a/scale": ("float32", (shard.count,)),
+        }
+        rows = slice(shard.first, shard.first + shard.count)
+        for name, wanted in (("a", coded.codes), ("a/scale", coded.scale)):
+            found = open_tensor(objects, shard.key, header[name])[:]
+            assert found.tobytes() == wanted[rows].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "int8", "bfloat16"])
+def test_rows_come_with_scales_exactly_where_each_has_one(
+    objects: LocalObjects, dtype: str
+) -> None:
+    info = TapInfo((2,), dtype)
+    rows = np.zeros((9, 2), info.storage)
+    by_row = dtype == "float8_e4m3"
+    writer = UnitWriter(objects, 0, index_of(9), {"a": info}, 1000)
+    with pytest.raises(AssertionError, match=f"a: scaled by {info.scaled_by}"):
+        writer.write("a", rows, None if by_row else np.ones(9, np.float32))
+    writer.discard()
+    assert list(objects.list()) == []
+    writer = UnitWriter(objects, 0, index_of(9), {"a": info}, 1000)
+    writer.write("a", rows, np.ones(9, np.float32) if by_row else None)
+    assert len(writer.finish(**DESCRIBED).shards) == 1
+
+
+@pytest.mark.parametrize("shape", [(8,), (10,), (0,), (9, 1), (3, 3), ()])
+@pytest.mark.parametrize("shard_bytes", [18, 1000])
+def test_as_many_scales_as_rows_are_expected(
+    objects: LocalObjects, shape: tuple[int, ...], shard_bytes: int
+) -> None:
+    info = TapInfo((2,), "float8_e4m3")
+    writer = UnitWriter(objects, 0, index_of(9), {"a": info}, shard_bytes)
+    with pytest.raises(AssertionError, match="a: scales of"):
+        writer.write("a", np.zeros((9, 2), info.storage), np.ones(shape, np.float32))
+    writer.discard()
+    assert list(objects.list()) == []
+
+
+def test_only_rows_are_compressed(objects: LocalObjects) -> None:
+    rows = {"a": random_rows(400, 8), "b": random_rows(400, 2)}
+    taps = {tap: TapInfo(values.shape[1:], "bfloat16") for tap, values in rows.items()}
+    writer = UnitWriter(objects, 3, index_of(400), taps, 1 << 20, compress=True)
+    for tap, values in rows.items():
+        writer.write(tap, values)
+    done = writer.finish(**DESCRIBED)
+    assert [s.key.endswith(".zst") for s in done.files()] == [True, True, False, False]
+    for file in done.files():
+        data = objects.get(file.key)
+        assert (file.bytes, file.digest) == (len(data), xxhash.xxh3_128_hexdigest(data))
+    assert done.shards[0].bytes < 4096 + rows["a"].nbytes, "of what is there, not of what it means"
+
+
+@pytest.mark.parametrize("written", [0, 1, 5, 9])
+def test_discard_leaves_nothing_of_compressed_rows(objects: LocalObjects, written: int) -> None:
+    writer = UnitWriter(objects, 3, index_of(9), PAIR, 12, compress=True)
+    writer.write("a", random_rows(written, 2))
+    writer.discard()
+    assert list(objects.list()) == []
+
+
+# -- whole units -----------------------------------------------------------------------------
+
+
 def test_taps_of_one_unit_may_differ_in_shape_and_dtype(objects: LocalObjects) -> None:
     table, rng = stored.make_table([[12]], stored.SHAPED), np.random.default_rng(2)
     rows = {tap: stored.random_rows(rng, 12, info) for tap, info in table.taps.items()}

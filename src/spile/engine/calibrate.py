@@ -46,8 +46,9 @@ def _measured(job: Job, step: Step, batch_rows: int) -> dict[str, np.ndarray]:
                 finite = np.where(np.isfinite(values), values, 0.0)
                 np.maximum(largest[tap], finite.max(axis=0, initial=0.0), out=largest[tap])
     # A channel that was never anything but zero may be stored with any scale.
+    smallest = np.finfo(SCALE_DTYPE).tiny
     return {
-        tap: np.where(values > 0, values * _HEADROOM / INT8_MAX, 1.0).astype(SCALE_DTYPE)
+        tap: np.where(values > 0, np.maximum(values * _HEADROOM / INT8_MAX, smallest), 1.0)
         for tap, values in largest.items()
     }
 

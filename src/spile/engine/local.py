@@ -76,7 +76,7 @@ def _extract(
     stop: threading.Event,
 ) -> Outcome:
     use_threads(runtime.threads or max(1, (os.cpu_count() or 1) - 1))
-    device = _device()
+    device = prepared_device()
     ledger = Ledger(open_objects(str(out)))
     job = resolve(recipe, ledger, device.platform, heed=lambda: _heed(stop))
     objects = ledger.objects
@@ -96,7 +96,7 @@ def _extract(
         on_start(job, cost)
     if not ledger.complete(job.table):
         rows = cost.batch_rows
-        step = _load_step(job, ledger, device, rows)
+        step = load_step(job, ledger, device, rows)
         _heed(stop)
         worker = Worker(
             job,
@@ -115,7 +115,8 @@ def _extract(
     return _outcome(ledger, cost)
 
 
-def _load_step(job: Job, ledger: Ledger, device: Any, batch_rows: int) -> Step:
+def load_step(job: Job, ledger: Ledger, device: Any, batch_rows: int) -> Step:
+    """The model on the device, ready to run a job's batches."""
     whole = needs_whole_block(job.taps, job.layers)
     schedule = Schedule.of(job.checkpoint.arch, job.layers, whole=whole)
     params, digests = load_params(
@@ -158,7 +159,7 @@ def _outcome(ledger: Ledger, cost: Estimate) -> Outcome:
     )
 
 
-def _device() -> Any:
+def prepared_device() -> Any:
     """This process's device, with what makes its steps faster unless the user said otherwise."""
     flags = os.environ.get("XLA_FLAGS", "")
     chosen = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in flags]

@@ -6,6 +6,7 @@ What the stored forms are, and how they are read back, is in `store/quant.py`.
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from spile.store.quant import FLOAT8, FLOAT8_MAX, INT8_MAX
@@ -40,7 +41,9 @@ def _by_row(values: Shaped[Array, "rows kept ..."]) -> Encoded:
     # What is not finite is stored as NaN, and must not spoil the rest of its row.
     present = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
     largest = present.reshape(*values.shape[:2], -1).max(axis=-1)
-    scale = jnp.where(largest > 0, largest / FLOAT8_MAX, 1.0)
+    # Never so small that a device flushes it to zero.
+    smallest = float(np.finfo(np.float32).tiny)
+    scale = jnp.where(largest > 0, jnp.maximum(largest / FLOAT8_MAX, smallest), 1.0)
     shaped = scale.reshape(*scale.shape, *[1] * (values.ndim - 2))
     stored = (wide / shaped).astype(FLOAT8)
     return Encoded(stored, scale, stored.astype(jnp.float32) * shaped, None)

@@ -94,7 +94,7 @@ class Step:
         scales: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """`scales`: of each channel, for taps that are stored with them."""
-        self._params = params
+        self.params = params
         self._scales = jax.device_put(dict(scales or {}))
         self._packs = device.platform == "gpu"  # its kernel is compiled for a number of contexts
         # Copies into pinned memory run at the wire's rate and beside the next step; ordinary
@@ -158,19 +158,23 @@ class Step:
 
     def __call__(self, batch: Batch) -> StepOutput:
         """Start a step; returns at once, the device works on."""
+        rows, reduced = self.compute(batch)
+        finished = next(iter(reduced.values()))["norm_sum"]
+        if self._host is not None:
+            rows, reduced = jax.device_put((rows, reduced), self._host)
+        return StepOutput(batch.lengths, batch.counts, rows, reduced, finished)
+
+    def compute(self, batch: Batch) -> tuple[dict[str, Array], dict[str, Reduced]]:
+        """The same, with everything left on the device."""
         inputs = (batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns)
         width = (batch.tokens if batch.columns is None else batch.columns).shape[1]
         kept, inputs = jax.device_put((_kept(batch.counts, width), inputs))
         contexts = batch.contexts if self._packs else 0
         shapes = tuple(None if a is None else a.shape for a in inputs)
-        run = self._program(self._run, shapes, self._params, self._scales, *inputs, contexts)
-        rows, reduced = run(self._params, self._scales, *inputs)
-        finished = next(iter(reduced.values()))["norm_sum"]
+        run = self._program(self._run, shapes, self.params, self._scales, *inputs, contexts)
+        rows, reduced = run(self.params, self._scales, *inputs)
         compact = self._program(self._compact, (shapes, kept.shape), rows, kept)
-        output = (compact(rows, kept), reduced)
-        if self._host is not None:
-            output = jax.device_put(output, self._host)
-        return StepOutput(batch.lengths, batch.counts, output[0], output[1], finished)
+        return compact(rows, kept), reduced
 
     def _program(self, function: Any, shapes: Any, *arguments: Any) -> Any:
         """The function compiled for these arguments; what it was compiled for, nothing else."""

@@ -1,0 +1,210 @@
+"""Spile and the limits it is held against, as bench/gpu.py starts them: each a process of its own.
+
+Each prints one JSON object: tokens a second, and where the time went.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from material import SEQ_LEN, SHAPES
+
+WARM_UP = 4  # steps
+
+
+def limit(options: argparse.Namespace) -> dict[str, Any]:
+    """The model's matrix products alone, chained in a scan, sustained."""
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    import jax
+    import jax.numpy as jnp
+
+    width, mlp, layers, heads, kv_heads, _ = SHAPES[options.shape]
+    kv = kv_heads * width // heads
+    key = jax.random.key(0)
+
+    def matrix(i: int, *shape: int) -> Any:
+        values = jax.random.normal(jax.random.fold_in(key, i), (layers, *shape), jnp.bfloat16)
+        return values * jnp.bfloat16(shape[-1] ** -0.5)
+
+    sizes = ((width, width), (kv, width), (kv, width), (width, width), (mlp, width), (mlp, width))
+    weights = [jax.jit(matrix, static_argnums=range(3))(i, *s) for i, s in enumerate(sizes)]
+    weights.append(jax.jit(matrix, static_argnums=range(3))(9, width, mlp))
+
+    def block(x: Any, w: Any) -> Any:
+        q, k, v, o, gate, up, down = w
+        used = 0 * ((x @ k.T)[:, :1] + (x @ v.T)[:, :1])  # nothing may be left out
+        x = x + (x @ q.T) @ o.T + used
+        hidden = (x @ gate.T + x @ up.T) * jnp.bfloat16(0.05)
+        return (x + hidden @ down.T) * jnp.bfloat16(0.6), None  # neither dies out nor grows
+
+    run = jax.jit(lambda x, w: jax.lax.scan(block, x, w)[0])
+    x = jax.random.normal(key, (options.step_tokens, width), jnp.bfloat16)
+    run(x, weights).block_until_ready()
+    count, begin, last = 0, time.perf_counter(), None
+    while time.perf_counter() - begin < options.seconds:
+        ahead = run(x, weights)
+        if last is not None:
+            last.block_until_ready()
+        last, count = ahead, count + 1
+    jax.block_until_ready(last)
+    return {"tok/s": count * options.step_tokens / (time.perf_counter() - begin)}
+
+
+def sink(options: argparse.Namespace) -> dict[str, Any]:
+    """What a directory takes, in rows a second: four threads, large writes, both ways."""
+    size, total = 32 << 20, int(options.sink_bytes)
+    Path(options.out).mkdir(parents=True)
+
+    def write(number: int, flags: int) -> int:
+        buffer = mmap.mmap(-1, size)
+        buffer.write(np.random.default_rng(number).bytes(size))
+        path = f"{options.out}/{number}"
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | flags, 0o644)
+        for _ in range(max(1, total // 4 // size)):
+            assert os.write(descriptor, buffer) == size
+        os.fsync(descriptor)
+        os.close(descriptor)
+        return os.stat(path).st_size
+
+    rates: list[float] = []
+    for flags in (0, os.O_DIRECT):
+        begin = time.perf_counter()
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                written = sum(pool.map(lambda n, f=flags: write(n, f), range(4)))
+        except OSError:
+            continue
+        rates.append(written / (time.perf_counter() - begin))
+    return {"tok/s": max(rates) / options.row_bytes, "GB/s": max(rates) / 1e9}
+
+
+def recipe_of(options: argparse.Namespace) -> Any:
+    import spile
+
+    return spile.Recipe(
+        model=options.model, corpus=options.corpus, taps=options.tapped, seq_len=SEQ_LEN,
+        unit_tokens=options.unit_tokens, store_dtype=options.store_dtype,
+        max_docs=options.max_docs, compute_dtype="bfloat16",
+    )  # fmt: skip
+
+
+def compute(options: argparse.Namespace) -> dict[str, Any]:
+    """Spile's own step on the corpus's own batches; nothing leaves the device."""
+    import jax
+
+    from spile.config import Runtime
+    from spile.engine import local
+    from spile.engine.estimate import batch_rows
+    from spile.engine.resolve import resolve
+    from spile.objects import open_objects
+    from spile.store.ledger import Ledger
+
+    device = local.prepared_device()
+    ledger = Ledger(open_objects(options.out))
+    job = resolve(recipe_of(options), ledger, device.platform)
+    rows = batch_rows(job, Runtime(batch_tokens=options.batch_tokens), device.platform)
+    begin = time.perf_counter()
+    step = local.load_step(job, ledger, device, rows)
+    loaded = time.perf_counter() - begin
+    begin = time.perf_counter()
+    unit = job.units[0]
+    packed, _ = job.pack(job.reader().read(unit.spans, unit.first_doc))
+    prepared = packed.num_tokens / (time.perf_counter() - begin)
+    batches = list(packed.batches(rows))[:-1]
+    for batch in batches:
+        jax.block_until_ready(step.compute(batch))
+    done, number, last, begin = 0, 0, None, time.perf_counter()
+    while time.perf_counter() - begin < options.seconds:
+        batch = batches[number % len(batches)]
+        ahead = step.compute(batch)
+        if last is not None:
+            jax.block_until_ready(last)
+        last, number, done = ahead, number + 1, done + int(batch.lengths.sum())
+    jax.block_until_ready(last)
+    return {
+        "tok/s": done / (time.perf_counter() - begin),
+        "load GB/s": sum(a.nbytes for a in jax.tree.leaves(step.params)) / loaded / 1e9,
+        "text tok/s": prepared,
+        "step": rows * SEQ_LEN,
+    }
+
+
+def spile(options: argparse.Namespace) -> dict[str, Any]:
+    """`spile.extract`; timed from the first rows written to the last durable file."""
+    import jax
+
+    import spile as package
+    from spile.metrics import Counters
+
+    counters, seen, stop = Counters(), [], threading.Event()
+    names = ("tokens", "device_busy", "device_idle", "waited_for_text", "waited_for_writing")
+    profiled: dict[str, Any] = {}
+
+    def watch() -> None:
+        while not stop.wait(0.02):
+            seen.append((time.perf_counter(), {name: counters[name] for name in names}))
+            if options.profile and not profiled and counters["tokens"] > warm:
+                profiled["at"] = options.work + "/profile"
+                jax.profiler.start_trace(profiled["at"])
+                stop.wait(options.profile)
+                jax.profiler.stop_trace()
+
+    warm = WARM_UP * options.step_tokens
+    threading.Thread(target=watch, daemon=True).start()
+    runtime = package.Runtime(batch_tokens=options.batch_tokens)
+    package.extract(recipe_of(options), options.out, runtime, counters=counters)
+    end = time.perf_counter()
+    stop.set()
+    # Loading, compiling and the first steps are warm-up, as they are for everyone.
+    start, before = next((t, n) for t, n in seen if n["tokens"] >= warm)
+    spent = {name: counters[name] - before[name] for name in names}
+    shares = {name: round(spent[name] / (end - start), 4) for name in names[1:]}
+    result: dict[str, Any] = {"tok/s": spent["tokens"] / (end - start), "shares": shares}
+    result["processor"] = time.process_time() / end  # of the whole process, cores on average
+    if profiled:
+        result["profile"] = read_profile(Path(profiled["at"]))
+    return result
+
+
+def read_profile(directory: Path) -> dict[str, Any]:
+    """How much of the time no kernel ran, and which kinds of kernels took the rest."""
+    from jax.profiler import ProfileData
+
+    (path,) = directory.glob("**/*.xplane.pb")
+    kinds = {"gemm": ("gemm", "nvjet", "cutlass"), "attention": ("cudnn", "flash", "fmha", "sdpa")}
+    intervals: list[tuple[float, float]] = []
+    spent: dict[str, float] = {}
+    for plane in ProfileData.from_file(str(path)).planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream") or "Memcpy" in line.name:
+                continue
+            for event in line.events:
+                intervals.append((event.start_ns, event.start_ns + event.duration_ns))
+                lower = event.name.lower()
+                kind = next((k for k, words in kinds.items() if any(w in lower for w in words)),
+                            "everything else")  # fmt: skip
+                spent[kind] = spent.get(kind, 0.0) + event.duration_ns
+    intervals.sort()
+    busy, reached = 0.0, intervals[0][0]
+    for begin, stop in intervals:
+        busy += max(0.0, stop - max(begin, reached))
+        reached = max(reached, stop)
+    span = reached - intervals[0][0]
+    return {"seconds": span / 1e9, "idle": 1 - busy / span,
+            **{kind: value / span for kind, value in sorted(spent.items())}}  # fmt: skip
+
+
+CONTESTANTS = {f.__name__: f for f in (limit, sink, compute, spile)}
+
+if __name__ == "__main__":
+    print(json.dumps(CONTESTANTS[sys.argv[1]](argparse.Namespace(**json.loads(sys.argv[2])))))
