@@ -16,6 +16,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,15 @@ STEP_TOKENS = 16384
 
 
 class Bench:
-    """Starts contestants, prints what they reach, and remembers it."""
+    """Starts contestants, prints what they reach, and remembers it (on disk, too)."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.results: dict[str, dict[str, Any]] = {}
 
     def run(self, title: str, name: str, **changes: Any) -> float | None:
-        """Tokens a second; None where there is nothing to time, which is said."""
+        """Tokens a second (of a sink, GB); None where there is nothing to time, which is said."""
+        begin = time.perf_counter()
         settings = {**vars(self.options), **changes}
         file = "contestants.py" if name in OURS else "peers.py"
         shutil.rmtree(settings["out"], ignore_errors=True)
@@ -62,9 +64,17 @@ class Bench:
         if reason:
             print(f"{title:<46} {reason}", flush=True)
             return None
-        rate = self.results[title]["tok/s"]
-        share = f"{rate / self.results['matrix products']['tok/s']:>8.1%}" if name != "sink" else ""
-        print(f"{title:<46} {rate:>10,.0f} tok/s {share}", flush=True)
+        result = self.results[title]
+        if name == "sink":
+            print(f"{title:<46} {result['GB/s']:>10.2f} GB/s", flush=True)
+            return result["GB/s"]
+        rate = result["tok/s"]
+        self.results[title]["took"] = round(time.perf_counter() - begin, 1)
+        if self.options.results:
+            everything = {"options": vars(self.options), "results": self.results}
+            Path(self.options.results).write_text(json.dumps(everything, indent=1))
+        share = rate / self.results["matrix products"]["tok/s"]
+        print(f"{title:<46} {rate:>10,.0f} tok/s {share:>8.1%}", flush=True)
         return rate
 
     def ratio(self, what: str, ours: float | None, other: float | None) -> None:
@@ -92,9 +102,6 @@ def main() -> None:
         measure(bench)
     finally:
         shutil.rmtree(options.work, ignore_errors=True)
-        if options.results:
-            everything = {"options": vars(options), "results": bench.results}
-            Path(options.results).write_text(json.dumps(everything, indent=1))
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -133,17 +140,14 @@ def measure(bench: Bench) -> None:
     full = None
     for place in options.sinks.split(","):
         out = f"{place}/spile-bench-out"
-        free = shutil.disk_usage(place).free
+        most_bytes = min(16e9, shutil.disk_usage(place).free / 3)
+        taken = bench.run(f"{place} alone", "sink", out=out, sink_bytes=most_bytes)
+        assert taken
         for count in counts:
             for dtype in options.dtypes.split(",") if count > 1 else ["bfloat16"]:
                 row_bytes = count * (width * 2 if dtype == "bfloat16" else width + 4)
-                given = {"out": out, "row_bytes": row_bytes, "store_dtype": dtype}
-                taken = bench.run(
-                    f"{place} alone, {row_bytes:,} bytes a row", "sink",
-                    sink_bytes=min(16e9, free / 3), **given,
-                )  # fmt: skip
-                reachable = min(filter(None, (computed[count], taken)), default=limit)
-                given |= {**chosen[count], **sized(reachable)}
+                reachable = min(computed[count] or limit, taken * 1e9 / row_bytes)
+                given = {"out": out, "store_dtype": dtype, **chosen[count], **sized(reachable)}
                 profiled = profile if full is None else 0.0
                 title = f"spile, taps: {count}, {dtype}, {place}"
                 rate = bench.run(title, "spile", profile=profiled, **given)

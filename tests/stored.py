@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ class Stored:
     index: np.ndarray  # of the rows
     rows: dict[str, np.ndarray]  # as they are to be read
     starts: list[int]  # the first row of each unit, and the number of rows
-    coded: dict[str, "Coded"]  # what is stored of those that are scaled
-    compress: bool
+    coded: dict[str, "Coded"] = field(default_factory=dict)  # of those that are scaled
+    compress: bool = False
 
     @property
     def objects(self) -> LocalObjects:

@@ -176,7 +176,8 @@ class Runtime(_Options):
 
     batch_tokens: int | None = _option(
         None,
-        "tokens in a device step, or auto [1k on CPU; elsewhere 32k, or what fits]",
+        "tokens in a device step, or auto [1k on CPU; elsewhere 16k, 32k for small models, "
+        "or what fits]",
         kind="count",
         minimum=1,
     )

@@ -84,9 +84,13 @@ class PackedUnit:
                 lengths=_group(self.lengths, first, rows),
                 columns=None if self.columns is None else _group(self.columns, first, rows),
                 counts=_group(self.counts, first, rows),
-                # A power of two: kernels are compiled for a number of contexts.
-                contexts=1 << max(3, int(segments.max(initial=0)).bit_length()),
+                contexts=_rounded_up(int(segments.max(initial=0))),
             )
+
+
+def _rounded_up(contexts: int) -> int:
+    """16, 64, 256, ...: kernels are compiled for a number of contexts, and these are few."""
+    return 4 ** max(2, -(-max(1, contexts - 1).bit_length() // 2))
 
 
 def _group(array: np.ndarray, first: int, rows: int) -> np.ndarray:

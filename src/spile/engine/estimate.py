@@ -11,8 +11,7 @@ from spile.models.fused import why_unfused
 from spile.models.specs import num_params
 from spile.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 
-_BATCH_TOKENS = {"cpu": 1024}  # 2048 and more were slower on every CPU run tried
-_BATCH_TOKENS_ACCELERATOR = 32768  # where they fit; docs/benchmarks.md has the curve
+_NARROW = 2048  # a model whose matrix products are small: more tokens make up for it
 _MEMORY_SHARE = 0.9  # of a device that a step may fill by our estimate
 
 
@@ -48,13 +47,20 @@ def batch_rows(job: Job, runtime: Runtime, platform: str, memory: int | None = N
 
     Unless a number was asked for it is halved until the step fits into the device's `memory`.
     """
-    tokens = runtime.batch_tokens or _BATCH_TOKENS.get(platform, _BATCH_TOKENS_ACCELERATOR)
+    tokens = runtime.batch_tokens or _sweet_spot(job, platform)
     largest = max(unit.tokens for unit in job.units)
     rows = max(1, min(tokens // job.recipe.seq_len, -(-largest // job.recipe.seq_len)))
     if memory and not runtime.batch_tokens:
         while rows > 1 and _device_bytes(job, rows, platform) > _MEMORY_SHARE * memory:
             rows //= 2
     return rows
+
+
+def _sweet_spot(job: Job, platform: str) -> int:
+    """Tokens in a step beyond which nothing is gained: docs/benchmarks.md has the curves."""
+    if platform == "cpu":
+        return 1024
+    return 32768 if job.checkpoint.arch.width < _NARROW else 16384
 
 
 def _weights_bytes(job: Job) -> int:

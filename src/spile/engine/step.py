@@ -6,8 +6,9 @@ compiled again without anyone noticing.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -155,6 +156,7 @@ class Step:
         self._run = jax.jit(run, static_argnums=7)
         self._compact = jax.jit(_compact)
         self._programs: dict[Any, Any] = {}
+        self._compiling = threading.Lock()
 
     def __call__(self, batch: Batch) -> StepOutput:
         """Start a step; returns at once, the device works on."""
@@ -166,31 +168,51 @@ class Step:
 
     def compute(self, batch: Batch) -> tuple[dict[str, Array], dict[str, Reduced]]:
         """The same, with everything left on the device."""
-        inputs = (batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns)
-        width = (batch.tokens if batch.columns is None else batch.columns).shape[1]
-        kept, inputs = jax.device_put((_kept(batch.counts, width), inputs))
-        contexts = batch.contexts if self._packs else 0
-        shapes = tuple(None if a is None else a.shape for a in inputs)
-        run = self._program(self._run, shapes, self.params, self._scales, *inputs, contexts)
+        run, compact = self._programs_for(batch)
+        kept, inputs = jax.device_put((_kept(batch), _inputs(batch)))
         rows, reduced = run(self.params, self._scales, *inputs)
-        compact = self._program(self._compact, (shapes, kept.shape), rows, kept)
         return compact(rows, kept), reduced
 
-    def _program(self, function: Any, shapes: Any, *arguments: Any) -> Any:
-        """The function compiled for these arguments; what it was compiled for, nothing else."""
-        key = (function, shapes, arguments[-1] if type(arguments[-1]) is int else None)
-        if key not in self._programs:
-            begin = time.perf_counter()
-            self._programs[key] = function.lower(*arguments).compile()
-            _log.debug("compiled for %s in %.1f s", key[1:], time.perf_counter() - begin)
-        return self._programs[key]
+    def compile(self, batch: Batch) -> None:
+        """Compile what a batch of this shape needs, if that has not been done."""
+        self._programs_for(batch)
+
+    def _programs_for(self, batch: Batch) -> tuple[Any, Any]:
+        kept, inputs = _kept(batch), _inputs(batch)
+        shapes = tuple(None if a is None else a.shape for a in inputs)
+        contexts = batch.contexts if self._packs else 0
+        run = self._program(
+            (shapes, contexts), self._run, lambda: (self.params, self._scales, *inputs, contexts)
+        )
+        compact = self._program(
+            (shapes, kept.shape), self._compact, lambda: (run.out_info[0], kept)
+        )
+        return run, compact
+
+    def _program(self, shapes: Any, function: Any, arguments: Callable[[], Any]) -> Any:
+        if shapes not in self._programs:
+            with self._compiling:  # one at a time; what is compiled already need not wait
+                if shapes not in self._programs:
+                    begin = time.perf_counter()
+                    self._programs[shapes] = function.lower(*arguments()).compile()
+                    seconds = time.perf_counter() - begin
+                    _log.debug("compiled a step for %s in %.1f s", shapes, seconds)
+        return self._programs[shapes]
 
 
-def _kept(counts: np.ndarray, width: int) -> np.ndarray:
+def _inputs(batch: Batch) -> tuple[np.ndarray | None, ...]:
+    return (batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns)
+
+
+def _kept(batch: Batch) -> np.ndarray:
     """Where the kept tokens lie when rows are laid end to end, in stored order.
 
     Padded to one of a few lengths (and those repeat the first place): each is compiled once.
     """
+    counts, width = (
+        batch.counts,
+        (batch.tokens if batch.columns is None else batch.columns).shape[1],
+    )
     places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(counts)])
     unit = -(-len(counts) * width // _LENGTHS)
     most = len(counts) * width

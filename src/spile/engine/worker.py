@@ -127,6 +127,8 @@ class Worker:
                 documents = reader.read(unit.spans, unit.first_doc)
                 with self._counters.timed("preparing"):
                     packed, skipped = self._job.pack(documents)
+                for batch in packed.batches(self._batch_rows, self._fewest_rows):
+                    self._step.compile(batch)  # beside the unit that computes, not in its way
                 yield Prepared(unit, packed, skipped, documents.digest())
 
     def _units(self, sink: Sink) -> Iterator[Unit]:

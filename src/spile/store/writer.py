@@ -6,6 +6,7 @@ record from what it returns. An attempt that fails or loses leaves only files no
 
 import secrets
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from spile.store.format import (
 )
 from spile.store.shard import ShardWriter, TensorSpec
 from spile.store.stats import TapStats
+
+_CLOSING_THREADS = 2  # a sync may take as long as the writing of many rows
 
 
 class UnitWriter:
@@ -43,6 +46,7 @@ class UnitWriter:
         self.stats = {tap: TapStats.empty(info.width) for tap, info in taps.items()}
         self._objects, self._index, self._compress = objects, index, compress
         self._open: set[ShardWriter] = set()
+        self._closing = ThreadPoolExecutor(_CLOSING_THREADS, "close")
         self._taps = {
             tap: _TapWriter(self, tap, info, max(1, shard_bytes // info.row_bytes))
             for tap, info in taps.items()
@@ -62,6 +66,7 @@ class UnitWriter:
             tensors |= stats.to_tensors(tap)
         statistics = self._write_file("statistics", prefix + "statistics.safetensors", tensors)
         shards = tuple(shard for tap in self._taps.values() for shard in tap.finish())
+        self._closing.shutdown()
         return Done(
             unit=self.unit,
             attempt=self.attempt,
@@ -74,6 +79,7 @@ class UnitWriter:
 
     def discard(self) -> None:
         """Remove what was written; only ever called when no record names it."""
+        self._closing.shutdown()
         for writer in list(self._open):
             writer.abandon()
         prefix = attempt_prefix(self.unit, self.attempt)
@@ -89,10 +95,12 @@ class UnitWriter:
         self._open.add(writer)
         return writer
 
-    def close_shard(self, writer: ShardWriter) -> tuple[int, str]:
-        result = writer.close()
-        self._open.discard(writer)
-        return result
+    def close_shard(self, writer: ShardWriter) -> "Future[tuple[int, str]]":
+        """Made durable beside what is written next; the result is its size and digest."""
+        closed = self._closing.submit(writer.close)
+        # What could not be closed is still open, and abandoned when the unit is.
+        closed.add_done_callback(lambda _: closed.exception() or self._open.discard(writer))
+        return closed
 
     def _write_file(self, name: str, key: str, tensors: Mapping[str, np.ndarray]) -> Shard:
         specs = [(n, a.dtype, a.shape) for n, a in tensors.items()]
@@ -100,7 +108,7 @@ class UnitWriter:
         self._open.add(writer)
         for array in tensors.values():
             writer.write(array)
-        size, digest = self.close_shard(writer)
+        size, digest = self.close_shard(writer).result()
         return Shard(name, key, 0, self.rows, size, digest)
 
 
@@ -113,7 +121,7 @@ class _TapWriter:
         self._writer: ShardWriter | None = None
         self._first = self._count = 0  # of the open shard
         self._scales: list[np.ndarray] = []  # of its rows; they follow when all of those are there
-        self._shards: list[Shard] = []
+        self._closed: list[tuple[str, int, int, Future[tuple[int, str]]]] = []
 
     def write(self, rows: np.ndarray, scales: np.ndarray | None) -> None:
         if rows.dtype != self._info.storage or rows.shape[1:] != self._info.shape:
@@ -127,7 +135,7 @@ class _TapWriter:
         while len(rows):
             size = min(self._rows_per_shard, self._unit.rows - self._first)
             if self._writer is None:
-                number = len(self._shards)
+                number = len(self._closed)
                 self._writer = self._unit.start_shard(self._tap, number, size, self._info)
             taken = rows[: size - self._count]
             self._writer.write(taken)
@@ -143,11 +151,14 @@ class _TapWriter:
         for scales in self._scales:
             writer.write(scales)
         self._scales.clear()
-        size, digest = self._unit.close_shard(writer)
-        self._shards.append(Shard(self._tap, writer.key, self._first, self._count, size, digest))
+        closed = self._unit.close_shard(writer)
+        self._closed.append((writer.key, self._first, self._count, closed))
         self._first, self._count, self._writer = self._first + self._count, 0, None
 
     def finish(self) -> list[Shard]:
         if self._first != self._unit.rows:
             raise AssertionError(f"{self._tap}: {self._first} of {self._unit.rows} rows written")
-        return self._shards
+        return [
+            Shard(self._tap, key, first, count, *closed.result())
+            for key, first, count, closed in self._closed
+        ]
