@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,15 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
             jax.block_until_ready(last)
         last, number, done = ahead, number + 1, done + int(batch.lengths.sum())
     jax.block_until_ready(last)
+    rate = done / (time.perf_counter() - begin)
+    profile = {}
+    if options.profile:
+        profile = read_profile(
+            trace(options, lambda: [jax.block_until_ready(step.compute(b)) for b in batches[:4]])
+        )
     return {
-        "tok/s": done / (time.perf_counter() - begin),
+        "tok/s": rate,
+        "profile": profile,
         "load GB/s": sum(a.nbytes for a in jax.tree.leaves(step.params)) / loaded / 1e9,
         "text tok/s": prepared,
         "step": rows * SEQ_LEN,
@@ -139,7 +147,6 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
 
 def spile(options: argparse.Namespace) -> dict[str, Any]:
     """`spile.extract`; timed from the first rows written to the last durable file."""
-    import jax
 
     import spile as package
     from spile.metrics import Counters
@@ -153,17 +160,16 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
         while not stop.wait(0.02):
             seen.append((time.perf_counter(), processor(), {n: counters[n] for n in names}))
             if options.profile and not profiled and counters["tokens"] > warm:
-                profiled["at"] = options.work + "/profile"
-                jax.profiler.start_trace(profiled["at"])
-                stop.wait(options.profile)
-                jax.profiler.stop_trace()
+                profiled["at"] = trace(options, lambda: stop.wait(options.profile))
 
     warm = WARM_UP * options.step_tokens
-    threading.Thread(target=watch, daemon=True).start()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     runtime = package.Runtime(batch_tokens=options.batch_tokens)
     package.extract(recipe_of(options), options.out, runtime, counters=counters)
     end = time.perf_counter()
     stop.set()
+    watcher.join()
     # Loading, compiling and the first steps are warm-up, as they are for everyone.
     start, used, before = next(each for each in seen if each[2]["tokens"] >= warm)
     spent = {name: counters[name] - before[name] for name in names}
@@ -171,15 +177,28 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"tok/s": spent["tokens"] / (end - start), "shares": shares}
     result["cores"] = round((processor() - used) / (end - start), 2)  # used, on average
     if profiled:
-        result["profile"] = read_profile(Path(profiled["at"]))
+        result["profile"] = read_profile(profiled["at"])
     return result
+
+
+def trace(options: argparse.Namespace, during: Callable[[], Any]) -> Path:
+    """What the device did meanwhile; the trace is kept beside the results."""
+    import jax
+
+    directory = Path(options.results or options.work).with_suffix(f".{options.shape}.profile")
+    chosen = jax.profiler.ProfileOptions()
+    chosen.python_tracer_level = chosen.host_tracer_level = 0  # they would slow down the host
+    jax.profiler.start_trace(directory, profiler_options=chosen)
+    during()
+    jax.profiler.stop_trace()
+    return directory
 
 
 def read_profile(directory: Path) -> dict[str, Any]:
     """How much of the time no kernel ran, and which kinds of kernels took the rest."""
     from jax.profiler import ProfileData
 
-    (path,) = directory.glob("**/*.xplane.pb")
+    path = max(directory.glob("**/*.xplane.pb"), key=lambda found: found.stat().st_mtime)
     kinds = {"gemm": ("gemm", "nvjet", "cutlass"), "attention": ("cudnn", "flash", "fmha", "sdpa")}
     intervals: list[tuple[float, float]] = []
     spent: dict[str, float] = {}

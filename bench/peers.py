@@ -170,7 +170,12 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
     Path(options.out).mkdir(parents=True)
     files: queue.Queue[Any] = queue.Queue(2)
     side = torch.cuda.Stream() if torch.cuda.is_available() else None
-    spare: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    # Pinned once: a fresh buffer for each shape would cost more than the forward.
+    most, width = max(options.step_tokens, options.seq_len), model.config.hidden_size
+    spare = [
+        torch.empty((most, width), dtype=torch.bfloat16, pin_memory=side is not None)
+        for _ in range(5 * len(options.layers))
+    ]
 
     def by_length() -> Iterator[Batch]:
         """Neighbours in length, as many as fill a step; then in any order."""
@@ -185,20 +190,19 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
         np.random.default_rng(0).shuffle(groups)  # type: ignore[arg-type]
         yield from filter(None, groups)
 
-    def pinned(values: torch.Tensor) -> torch.Tensor:
-        free = spare.setdefault(tuple(values.shape), [])
-        if free:
-            return free.pop()
-        return torch.empty(values.shape, dtype=values.dtype, pin_memory=side is not None)
+    def keep(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+        buffer = spare.pop()
+        buffer[: len(values)].copy_(values, non_blocking=True)
+        return buffer, len(values)
 
     def writer() -> None:
         while (item := files.get()) is not None:
             number, ready, host = item
             if ready is not None:
                 ready.synchronize()
-            for layer, values in enumerate(host):
-                save(f"{options.out}/{number}-{layer}.npy", values)
-                spare[tuple(values.shape)].append(values)
+            for layer, (buffer, count) in enumerate(host):
+                save(f"{options.out}/{number}-{layer}.npy", buffer[:count])
+                spare.append(buffer)
 
     thread = threading.Thread(target=writer)
     thread.start()
@@ -222,12 +226,12 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                host = [pinned(values).copy_(values, non_blocking=True) for values in rows]
+                host = [keep(values) for values in rows]
                 ready = side.record_event()
             for values in rows:
                 values.record_stream(side)
         else:
-            host = [pinned(values).copy_(values) for values in rows]
+            host = [keep(values) for values in rows]
         begin = stage(seconds, "forward and copy", begin)
         files.put((number, ready, host))
         stage(seconds, "wait for files", begin)

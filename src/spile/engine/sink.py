@@ -1,15 +1,16 @@
 """The last stage: rows into shards, shards made durable, units committed.
 
-Rows are written by one thread (with others beside it, one for each tap), and a unit that is
-wholly written is made durable and committed by another, while the next one's rows arrive.
+Rows are written by a few threads side by side, and a unit that is wholly written is made durable
+and committed by another, while the next one's rows arrive.
 """
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,29 @@ class Prepared:
     text_digest: str
 
 
+@dataclass
+class _Writing:
+    """A unit whose rows are being written."""
+
+    prepared: Prepared
+    writer: UnitWriter
+
+
+class _Shared:
+    """An item that every lane handles; `last` is true for the one that does so last."""
+
+    def __init__(self, unit: _Writing, output: StepOutput | None, lanes: int) -> None:
+        self.unit, self.output = unit, output  # no output: the unit's end
+        self._left = itertools.count(lanes - 1, -1)
+
+    def last(self) -> bool:
+        return next(self._left) == 0
+
+
 class Sink:
     """Takes a unit's beginning, its steps in order, and its end; commits it in the background.
 
-    What fails there is raised by the next call. Units that were ended before are committed still.
+    What fails there is raised by a later call. Units that were ended before are committed still.
     """
 
     def __init__(
@@ -56,98 +76,113 @@ class Sink:
     ) -> None:
         self._job, self._ledger, self._presence = job, ledger, presence
         self._runtime, self._counters, self._made_by = runtime, counters, made_by
-        self._lanes = ThreadPoolExecutor(runtime.write_threads, "write")
         self._uncommitted: set[UnitWriter] = set()
-        self._current: tuple[Prepared, UnitWriter] | None = None  # owned by the writing thread
-        self._rows: Consumer[Prepared | StepOutput | None] = Consumer(
-            self._write, runtime.queue_depth, "write"
-        )
-        self._commits: Consumer[tuple[Prepared, UnitWriter]] = Consumer(self._commit, 1, "commit")
+        self._current: _Writing | None = None
+        self._failed: Exception | None = None  # what a lane failed with first
+        taps = list(job.table.taps)
+        count = min(runtime.write_threads, len(taps))
+        # Taps are files of their own: each lane writes some of them, and waits for no other.
+        self._lanes = [
+            Consumer[_Shared](
+                partial(self._handle, taps[lane::count]), runtime.queue_depth, f"write-{lane}"
+            )
+            for lane in range(count)
+        ]
+        self._commits: Consumer[_Writing] = Consumer(self._commit, 1, "commit")
 
     def begin(self, prepared: Prepared) -> None:
-        self._rows.put(prepared)
+        writer = UnitWriter(
+            self._ledger.objects,
+            prepared.unit.id,
+            prepared.packed.index,
+            self._job.table.taps,
+            self._runtime.shard_bytes,
+            compress=self._runtime.compress,
+        )
+        self._uncommitted.add(writer)
+        self._current = _Writing(prepared, writer)
 
     def put(self, output: StepOutput) -> None:
-        self._rows.put(output)
+        self._share(output)
 
     def end(self) -> None:
-        self._rows.put(None)
+        self._share(None)
+        self._current = None
+
+    def _share(self, output: StepOutput | None) -> None:
+        assert self._current
+        self.check()
+        shared = _Shared(self._current, output, len(self._lanes))
+        for lane in self._lanes:
+            lane.put(shared)
 
     def check(self) -> None:
         """Raise what has failed, if anything has."""
-        self._rows.check()
-        self._commits.check()
+        for stage in (*self._lanes, self._commits):
+            stage.check()
 
     def close(self) -> None:
         """Commit the units that were ended; what is left of others is removed."""
         errors: list[Exception] = []
-        for stage in (self._rows, self._commits):
+        for stage in (*self._lanes, self._commits):
             try:
                 stage.close()
             except Exception as error:
-                errors.append(error)
+                if error not in errors:
+                    errors.append(error)
         self._tidy()
         for second in errors[1:]:
-            if second is not errors[0]:
+            if type(second) is not type(errors[0]):
                 _log.error("and while ending: %s", second)
         if errors:
             raise errors[0]
 
     def abandon(self) -> None:
         """Finish what is in hand, and nothing else; for use when another error is being raised."""
-        self._rows.abandon()
-        self._commits.abandon()
+        for stage in (*self._lanes, self._commits):
+            stage.abandon()
         self._tidy()
 
     def _tidy(self) -> None:
-        self._lanes.shutdown()
         for writer in list(self._uncommitted):
             # Tidying up never hides why the run ended.
             with suppress(OSError, StoreError):
                 writer.discard()
         self._uncommitted.clear()
 
-    # -- the writing thread ------------------------------------------------------------------
+    # -- the writing threads -----------------------------------------------------------------
 
-    def _write(self, item: Prepared | StepOutput | None) -> None:
-        if isinstance(item, Prepared):
-            writer = UnitWriter(
-                self._ledger.objects,
-                item.unit.id,
-                item.packed.index,
-                self._job.table.taps,
-                self._runtime.shard_bytes,
-                compress=self._runtime.compress,
-            )
-            self._uncommitted.add(writer)
-            self._current = (item, writer)
-        elif item is not None:
-            self._write_rows(item)
-        else:
-            assert self._current
-            self._commits.put(self._current)
-            self._current = None
+    def _handle(self, taps: list[str], item: _Shared) -> None:
+        """Where one lane fails the others stop, with its error: theirs would be the same."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            self._write(taps, item)
+        except Exception as error:
+            if self._failed is None:
+                self._failed = error
+            elif type(error) is not type(self._failed):
+                _log.error("and in another lane: %s", error)
+            raise self._failed from self._failed.__cause__
 
-    def _write_rows(self, output: StepOutput) -> None:
-        assert self._current
-        prepared, writer = self._current
-
-        def write(tap: str) -> int:
+    def _write(self, taps: list[str], item: _Shared) -> None:
+        output, writer = item.output, item.unit.writer
+        if output is None:
+            if item.last():
+                self._commits.put(item.unit)
+            return
+        for tap in taps:
             rows = output.rows_of(tap)
             unfit = rows.dtype == np.int8  # it has no NaN
             for stats in output.stats_of(tap):
                 if stats.nonfinite and (unfit or not self._runtime.allow_nonfinite):
-                    raise DataError(self._nonfinite(tap, stats.nonfinite, prepared.unit))
+                    raise DataError(self._nonfinite(tap, stats.nonfinite, item.unit.prepared.unit))
                 writer.stats[tap].merge(stats)
             writer.write(tap, rows, output.scales_of(tap))
-            return len(rows) * self._job.table.taps[tap].row_bytes
-
-        # Taps are files of their own, so they may be written side by side.
-        lanes = [self._lanes.submit(write, tap) for tap in self._job.table.taps]
-        wait(lanes)  # all of them, before an error of one is raised: none may write on after that
-        self._counters.add(bytes=sum(lane.result() for lane in lanes))
-        self._counters.add(tokens=int(output.lengths.sum()))
-        self._presence.tell(tokens=int(self._counters["tokens"]))
+            self._counters.add(bytes=len(rows) * self._job.table.taps[tap].row_bytes)
+        if item.last():
+            self._counters.add(tokens=int(output.lengths.sum()))
+            self._presence.tell(tokens=int(self._counters["tokens"]))
 
     def _nonfinite(self, tap: str, count: int, unit: Unit) -> str:
         dtype = self._job.table.taps[tap].dtype
@@ -162,8 +197,8 @@ class Sink:
 
     # -- the committing thread ---------------------------------------------------------------
 
-    def _commit(self, written: tuple[Prepared, UnitWriter]) -> None:
-        prepared, writer = written
+    def _commit(self, written: _Writing) -> None:
+        prepared, writer = written.prepared, written.writer
         packed = prepared.packed
         done = writer.finish(
             fingerprint=self._job.table.fingerprint,
