@@ -8,10 +8,9 @@ import json
 import mmap
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -147,34 +146,34 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
 
 def spile(options: argparse.Namespace) -> dict[str, Any]:
     """`spile.extract`; timed from the first rows written to the last durable file."""
-
     import spile as package
     from spile.metrics import Counters
 
-    counters, seen, stop = Counters(), [], threading.Event()
-    processor = time.process_time
-    names = ("tokens", "device_busy", "device_idle", "waited_for_text", "waited_for_writing")
+    counters, processor = Counters(), time.process_time
+    seen: list[tuple[float, float, dict[str, float]]] = []
+    spans = ("device_busy", "device_idle", "waited_for_text", "waited_for_writing")
+    names = ("tokens", "computed", *spans)
     profiled: dict[str, Any] = {}
 
-    def watch() -> None:
-        while not stop.wait(0.02):
+    warm = WARM_UP * options.step_tokens
+    runtime = package.Runtime(batch_tokens=options.batch_tokens)
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(
+            package.extract, recipe_of(options), options.out, runtime, counters=counters
+        )
+        while not work.done():
             seen.append((time.perf_counter(), processor(), {n: counters[n] for n in names}))
             if options.profile and not profiled and counters["tokens"] > warm:
-                profiled["at"] = trace(options, lambda: stop.wait(options.profile))
-
-    warm = WARM_UP * options.step_tokens
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    runtime = package.Runtime(batch_tokens=options.batch_tokens)
-    package.extract(recipe_of(options), options.out, runtime, counters=counters)
-    end = time.perf_counter()
-    stop.set()
-    watcher.join()
+                profiled["at"] = trace(options, lambda: wait([work], options.profile))
+            wait([work], 0.02)
+        end = time.perf_counter()
+        work.result()
     # Loading, compiling and the first steps are warm-up, as they are for everyone.
     start, used, before = next(each for each in seen if each[2]["tokens"] >= warm)
     spent = {name: counters[name] - before[name] for name in names}
-    shares = {name: round(spent[name] / (end - start), 4) for name in names[1:]}
-    result: dict[str, Any] = {"tok/s": spent["tokens"] / (end - start), "shares": shares}
+    shares = {name: round(spent[name] / (end - start), 4) for name in spans}
+    # What had been computed before is not counted, though it was written since.
+    result: dict[str, Any] = {"tok/s": spent["computed"] / (end - start), "shares": shares}
     result["cores"] = round((processor() - used) / (end - start), 2)  # used, on average
     if profiled:
         result["profile"] = read_profile(profiled["at"])

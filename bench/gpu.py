@@ -51,11 +51,18 @@ class Bench:
         missing = name in ("nnsight", "transformer_lens") and importlib.util.find_spec(name) is None
         reason = "not installed" if missing else ""
         if not missing:
-            done = subprocess.run(
-                [sys.executable, str(Path(__file__).with_name(file)), name, json.dumps(settings)],
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
-            if done.returncode:
+            command = [sys.executable, str(Path(__file__).with_name(file)), name]
+            try:
+                done = subprocess.run(
+                    [*command, json.dumps(settings)], capture_output=True, text=True, check=False,
+                    timeout=self.options.patience + 4 * self.options.seconds,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                reason = "did not come to an end"
+                done = None
+            if done is None:
+                pass
+            elif done.returncode:
                 lines = [line for line in done.stderr.splitlines() if line.strip()]
                 reason = "failed: " + (lines[-1] if lines else f"exit {done.returncode}")[:300]
             else:
@@ -93,6 +100,7 @@ def main() -> None:
     parser.add_argument("--work", default="/dev/shm/spile-bench")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--profile", type=float, default=4.0, help="seconds; 0: none")
+    parser.add_argument("--patience", type=float, default=120, help="seconds to load and compile")
     parser.add_argument("--stubs", help="directory for modules that a peer imports and never uses")
     parser.add_argument("--results", help="write everything measured to this file, as JSON")
     options = parser.parse_args()

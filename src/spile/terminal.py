@@ -133,6 +133,7 @@ def extract_summary(out: str, outcome: "Outcome") -> str:
 
 def plan_table(recipe: Mapping[str, Any], cost: "Estimate") -> None:
     """Print the plan as a table."""
+    chosen = recipe["store_dtype"]
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(justify="right")
@@ -146,6 +147,8 @@ def plan_table(recipe: Mapping[str, Any], cost: "Estimate") -> None:
         ("  index", size(cost.index_bytes)),
         ("  headers, statistics", size(cost.overhead_bytes)),
         ("to store", f"{size(cost.total_bytes)} as {recipe['store_dtype']}"),
+        *((f"  as {d}", size(b)) for d, b in cost.bytes_by_dtype.items() if d != chosen),
+        *_compressed(cost, chosen),
         ("free there", "unknown" if cost.free_bytes is None else size(cost.free_bytes)),
         ("weights", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
         ("memory per device", size(cost.device_bytes)),
@@ -156,6 +159,12 @@ def plan_table(recipe: Mapping[str, Any], cost: "Estimate") -> None:
     Console().print(table)
     for warning in cost.warnings:
         Console().print(f"note: {warning}", style="yellow", highlight=False)
+
+
+def _compressed(cost: "Estimate", dtype: str) -> list[tuple[str, str]]:
+    """What --compress makes of normal noise, which real rows are close to."""
+    shares = {"bfloat16": 0.70, "float16": 0.88, "float32": 0.85, "float8_e4m3": 0.90, "int8": 0.86}
+    return [("  with --compress, about", size(int(cost.total_bytes * shares[dtype])))]
 
 
 def taps_table(entries: Sequence[Mapping[str, Any]]) -> None:
@@ -174,11 +183,16 @@ def taps_table(entries: Sequence[Mapping[str, Any]]) -> None:
 def check_text(out: str, report: "CheckReport") -> str:
     """How far each tap is from the reference, and the verdict."""
     width = max(map(len, report.taps))
-    lines = [f"{'tap':{width}}  error     allowed   control (neighbouring layer or token)"]
+    lines = [
+        f"{'tap':{width}}  error     allowed   control   storing alone         cosine    "
+        "(control: neighbouring layer or token; in brackets: a typical channel)"
+    ]
     for name, tap in report.taps.items():
         verdict = "" if tap.ok else "  <- " + ("too far" if tap.error > tap.allowed else "unclear")
         lines.append(
-            f"{name:{width}}  {tap.error:.2e}  {tap.allowed:.2e}  {tap.control:.2e}{verdict}"
+            f"{name:{width}}  {tap.error:.2e}  {tap.allowed:.2e}  {tap.control:.2e}  "
+            f"{tap.loss.relative_l2:.2e} ({tap.loss.typical_channel:.2e})  "
+            f"{tap.loss.cosine:.6f}{verdict}"
         )
     far = sum(tap.error > tap.allowed for tap in report.taps.values())
     unclear = sum(not tap.ok for tap in report.taps.values()) - far

@@ -226,8 +226,11 @@ def test_check_says_how_far_each_tap_is_and_where_things_may_be(
     assert lines[0].split()[:4] == ["tap", "error", "allowed", "control"]
     taps = [line.split() for line in lines[1:-1]]
     assert [row[0] for row in taps] == ["embed", "resid_post.0", "z.1", "resid_post.2", "logprob"]
-    for _, error, allowed, control in taps:
+    for _, error, allowed, control, alone, typical, cosine in taps:
         assert float(error) <= float(allowed) < float(control)
+        assert float(alone) <= float(error) + 1e-6
+        assert float(typical.strip("()")) < 0.01
+        assert float(cosine) > 0.999
     assert lines[-1].startswith(f"{checked}: every tap agrees with the reference (2 documents, ")
     assert "transformers " in lines[-1] and "torch " in lines[-1]
     for line in result.stderr.splitlines():

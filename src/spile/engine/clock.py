@@ -1,16 +1,16 @@
 """How long the device worked and how long it waited, seen from the host."""
 
 import time
-from typing import Any
 
 import jax
 
 from spile.background import Consumer
+from spile.engine.step import StepOutput
 from spile.metrics import Counters
 
 
 class DeviceClock:
-    """Adds to the counters `device_busy` and `device_idle`, in seconds.
+    """Adds to the counters `device_busy` and `device_idle`, in seconds, and `computed`, in tokens.
 
     A step runs from when it was started, or the one before it finished, to when it finishes. The
     first one, before which there is nothing to wait for, only starts the clock.
@@ -19,16 +19,19 @@ class DeviceClock:
     def __init__(self, counters: Counters, depth: int) -> None:
         self._counters = counters
         self._last: float | None = None
-        self._watcher: Consumer[tuple[float, Any]] = Consumer(self._watch, depth, "device-clock")
+        self._watcher: Consumer[tuple[float, jax.Array, int]] = Consumer(
+            self._watch, depth, "device-clock"
+        )
 
-    def started(self, finished: jax.Array) -> None:
-        """A step was started just now; `finished` is ready when it ends."""
-        self._watcher.put((time.perf_counter(), finished))
+    def started(self, step: StepOutput) -> None:
+        """A step was started just now."""
+        self._watcher.put((time.perf_counter(), step.finished, int(step.lengths.sum())))
 
-    def _watch(self, step: tuple[float, Any]) -> None:
-        begin, finished = step
+    def _watch(self, started: tuple[float, jax.Array, int]) -> None:
+        begin, finished, tokens = started
         finished.block_until_ready()
         end = time.perf_counter()
+        self._counters.add(computed=tokens)
         if self._last is not None:
             idle = max(0.0, begin - self._last)
             self._counters.add(device_idle=idle, device_busy=end - self._last - idle)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from spile.config import Recipe
+from spile.engine.loss import Loss, LossCounter
 from spile.engine.resolve import Job, resolve
 from spile.errors import InputError, StoreError
 from spile.objects import open_objects
@@ -42,6 +43,7 @@ class TapCheck:
     error: float
     floor: float
     control: float
+    loss: Loss  # of it, what storing alone costs
 
     @property
     def allowed(self) -> float:
@@ -149,6 +151,7 @@ class _Comparison:
         rough = job.recipe.compute_dtype != "float32"
         self._rough = _reference(job, job.recipe.compute_dtype) if rough else self._exact
         self._distances: dict[str, dict[str, list[np.ndarray]]] = {tap: {} for tap in dataset.taps}
+        self._losses = {tap: LossCounter(dataset.shape(tap)) for tap in dataset.taps}
         self.tokens = self.rows = 0
 
     @property
@@ -184,6 +187,8 @@ class _Comparison:
             stored = np.asarray(document.read(tap)[rows])
             rounded = self._dataset.as_stored(tap, rough[tap])
             everywhere = np.arange(len(truth))
+            alone = self._dataset.as_stored(tap, truth[places])
+            self._losses[tap].add(truth[places], alone, _like(stored, truth))
             for name, values, where in (
                 ("error", _like(stored, truth), places),
                 ("floor", rounded[places], places),
@@ -211,6 +216,7 @@ class _Comparison:
             error=self._overall(rows["error"], _SPARED) / typical,
             floor=max(floors),
             control=float(np.sqrt(rows["control"].mean())) / typical,
+            loss=self._losses[tap].result(),
         )
 
     def _overall(self, squares: np.ndarray, spared: float) -> float:

@@ -114,7 +114,7 @@ class Worker:
             if self._stop.is_set():
                 return
             output = self._step(batch)
-            clock.started(output.finished)
+            clock.started(output)
             with self._counters.timed("waited_for_writing"):
                 sink.put(output)
         sink.end()
