@@ -189,7 +189,7 @@ def _extract(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(dataclasses.asdict(outcome)))
     elif not arguments.quiet:
-        print(extract_summary(out, outcome))
+        print(extract_summary(out, outcome, counters))
     return 0
 
 

@@ -108,7 +108,7 @@ def _program(name: str, path: str) -> str:
     return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)
 
 
-def extract_summary(out: str, outcome: "Outcome") -> str:
+def extract_summary(out: str, outcome: "Outcome", counters: Counters) -> str:
     """What was made, and how to look at it, verify it and read it."""
     # The script beside the interpreter: argv[0] is no program under `python -m spile.cli`.
     spile = _program("spile", str(Path(sys.executable).with_name("spile")))
@@ -123,6 +123,10 @@ def extract_summary(out: str, outcome: "Outcome") -> str:
     ]
     if outcome.skipped:
         lines.append(f"left out: {_skipped(outcome.skipped)}")
+    if span := counters["device_busy"] + counters["device_idle"]:
+        lines.append(
+            f"the device computed for {counters['device_busy'] / span:.1%} of {span:.1f} s"
+        )
     lines += [
         f"  look    {spile} status {quoted}",
         f"  verify  {spile} verify {quoted}",
