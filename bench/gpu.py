@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--taps", type=int, default=8)
     parser.add_argument("--batch-tokens", type=int)
     parser.add_argument("--sinks", default="/dev/shm,/tmp")
+    parser.add_argument("--sink-bytes", type=float, default=16e9, help="written to measure a sink")
     parser.add_argument("--dtypes", default="bfloat16,float8_e4m3")
     parser.add_argument("--work", default="/dev/shm/spile-bench")
     parser.add_argument("--peers", default=",".join(PEERS))
@@ -149,7 +150,7 @@ def measure(bench: Bench) -> None:
     full = None
     for place in filter(None, options.sinks.split(",")):
         out = f"{place}/spile-bench-out"
-        most_bytes = min(16e9, shutil.disk_usage(place).free / 3)
+        most_bytes = min(options.sink_bytes, shutil.disk_usage(place).free / 3)
         taken = bench.run(f"{place} alone", "sink", out=out, sink_bytes=most_bytes)
         assert taken
         for count in counts:

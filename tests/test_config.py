@@ -168,6 +168,32 @@ def test_a_count_that_is_not_whole_is_refused_rather_than_cut(text: str) -> None
         Recipe(max_docs=text)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["batch_tokens", "unit_tokens", "seq_len", "threads"])
+def test_auto_means_not_given_where_spile_settles_a_count(name: str) -> None:
+    assert build({name: "auto"}) == build({name: None}) == build({})
+
+
+def test_auto_is_taken_from_flags_and_from_toml(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('batch-tokens = "auto"\nunit_tokens = "auto"\nseq-len = "auto"\n')
+    assert build(load_toml(path)) == build({}) == (Recipe(), Runtime())
+    assert build({"batch_tokens": "auto", "threads": 2}) == (Recipe(), Runtime(threads=2))
+
+
+def test_auto_is_refused_where_there_is_a_fixed_default() -> None:
+    fixed = [f for f in dataclasses.fields(Runtime) if f.default is not None]
+    assert {"shard_bytes", "queue_depth"} < {f.name for f in fixed}
+    for f in fixed:
+        with pytest.raises(ConfigError, match=f"{flag_of(f.name)} must be .*'auto'"):
+            build({f.name: "auto"})
+
+
+@pytest.mark.parametrize("text", ["Auto", " auto", "automatic", "none", ""])
+def test_only_the_very_word_auto_is_taken(text: str) -> None:
+    with pytest.raises(ConfigError, match="--batch-tokens"):
+        Runtime(batch_tokens=text)  # type: ignore[arg-type]
+
+
 def test_toml_keys_may_have_dashes_or_underscores(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('seq-len = "1k"\nstore_dtype = "float32"\nqueue-depth = 3\nout = "acts"\n')

@@ -36,9 +36,13 @@ def _option(
     kind: str = "text",
     choices: tuple[str, ...] = (),
     minimum: int | None = None,
+    auto: bool = False,
 ) -> Any:
-    """Declare one option. Kinds: text, count (an integer, `64k` allowed), size (bytes), switch."""
-    meta = {"help": help, "kind": kind, "choices": choices, "minimum": minimum}
+    """Declare one option. Kinds: text, count (an integer, `64k` allowed), size (bytes), switch.
+
+    With `auto` that word may be given, and means the default.
+    """
+    meta = {"help": help, "kind": kind, "choices": choices, "minimum": minimum, "auto": auto}
     return field(default=default, metadata=meta)
 
 
@@ -76,7 +80,7 @@ class _Options:
 def _checked(f: dataclasses.Field[Any], value: Any) -> Any:
     flag, meta = flag_of(f.name), f.metadata
     kind = meta["kind"]
-    if value == "auto" and kind == "count" and f.default is None:
+    if value == "auto" and meta["auto"]:
         return None
     if kind in ("count", "size"):
         wanted = "a whole number such as 4096, 64k or 4M" if kind == "count" else "1GiB or 500MB"
@@ -123,7 +127,11 @@ class Recipe(_Options):
         None, "keep every N-th of a context's rows (that --where keeps)", kind="count", minimum=1
     )
     seq_len: int | None = _option(
-        None, "tokens in a context [2048, or the model's maximum]", kind="count", minimum=8
+        None,
+        "tokens in a context [2048, or the model's maximum]",
+        kind="count",
+        minimum=8,
+        auto=True,
     )
     pack: str | None = _option(
         None,
@@ -158,6 +166,7 @@ class Recipe(_Options):
         "tokens in a unit, the atom of work and of loss, or auto [4M on accelerators, 64k on CPU]",
         kind="count",
         minimum=1,
+        auto=True,
     )
     compute_dtype: str | None = _option(
         None, "[bfloat16 on accelerators, float32 on CPU]", choices=COMPUTE_DTYPES
@@ -180,6 +189,7 @@ class Runtime(_Options):
         "or what fits]",
         kind="count",
         minimum=1,
+        auto=True,
     )
     shard_bytes: int = _option(
         1 << 30, "largest shard file, e.g. 1GiB [1GiB]", kind="size", minimum=4096
@@ -191,7 +201,7 @@ class Runtime(_Options):
         kind="switch",
     )
     threads: int | None = _option(
-        None, "threads that tokenize [all cores but one]", kind="count", minimum=1
+        None, "threads that tokenize [all cores but one]", kind="count", minimum=1, auto=True
     )
     write_threads: int = _option(4, "taps written side by side [4]", kind="count", minimum=1)
     queue_depth: int = _option(

@@ -266,11 +266,12 @@ class LocalStream:
             raise _explain("writing", self._path, error) from error
 
     def _bypass_cache(self) -> None:
-        self._may_bypass = self._written % _PAGE == 0
+        self._may_bypass = self._written % _PAGE == 0 and not _in_memory(self._file)
         if self._may_bypass:
             try:
+                buffer = np.frombuffer(mmap.mmap(-1, _DIRECT_BYTES), np.uint8)
                 self._set_direct(True)
-                self._aligned = np.frombuffer(mmap.mmap(-1, _DIRECT_BYTES), np.uint8)
+                self._aligned = buffer  # (only now: without it no write may be direct)
             except OSError:
                 self._may_bypass = False  # tmpfs, and some network file systems
 
@@ -286,7 +287,17 @@ class LocalStream:
             data = data[len(taken) :]
             if self._filled == len(buffer):
                 self._filled = 0
-                _write_all(self._file, buffer.data)
+                self._flush(buffer.data)
+
+    def _flush(self, data: memoryview) -> None:
+        start = self._file.tell()
+        try:
+            _write_all(self._file, data)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._set_direct(False)  # the flag was accepted, but not what follows from it
+            _write_all(self._file, data[self._file.tell() - start :])
 
     def close(self) -> None:
         try:
@@ -304,6 +315,18 @@ class LocalStream:
     def abandon(self) -> None:
         self._file.close()
         self._path.unlink(missing_ok=True)
+
+
+def _in_memory(file: BinaryIO) -> bool:
+    """Whether there is no disk behind a file, so that there is no cache to pass by either."""
+    device = os.fstat(file.fileno()).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    kinds = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number]
+    return "tmpfs" in kinds
 
 
 @contextlib.contextmanager

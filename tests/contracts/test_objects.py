@@ -1,16 +1,21 @@
 """What every store of objects must do, whatever it is made of."""
 
 import errno
+import fcntl
+import mmap
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import tiny
+from spile import objects as objects_module
 from spile.errors import ConfigError, StoreError
 from spile.objects import LocalObjects, Objects, open_objects
 
@@ -18,6 +23,16 @@ BACKENDS: dict[str, Callable[[Path], Objects]] = {
     "local": lambda folder: LocalObjects(folder / "store"),
 }
 OUTSIDE = ("/x", "../x", "..", "a/../../x", "a//b", "", "a/", "/", ".", "./a", "a/./b", "a\0b")
+MIB = 1 << 20
+# Sizes of the pieces of a large object: a local stream writes them past the page cache, in
+# 32 MiB at a time, from the first piece on that is as large and begins at a page.
+PIECES = {
+    "one piece": [33 * MIB],
+    "exactly full": [4096, 32 * MIB, 12 * MIB, 20 * MIB],
+    "odd sizes": [4096, 32 * MIB + 1, 7, 0, 4095, 33 * MIB - 13, 1],
+    "from the middle of a page": [4097, 33 * MIB, 3],
+    "small ones first": [1000, 0, 3000, 96, 31 * MIB, 32 * MIB + 5, 4096],
+}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -135,6 +150,96 @@ def test_an_abandoned_stream_is_gone(objects: Objects) -> None:
     assert list(objects.list()) == ["a/kept"]
     with pytest.raises(FileNotFoundError):
         objects.get("a/dropped")
+
+
+@pytest.fixture(scope="module")
+def noise() -> memoryview:
+    return memoryview(np.random.default_rng(0).bytes(72 * MIB))
+
+
+def cut(noise: memoryview, sizes: list[int]) -> tuple[memoryview, list[memoryview]]:
+    """The first bytes, whole and in pieces of these sizes."""
+    stops = np.cumsum(sizes).tolist()
+    pieces = [noise[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
+    return noise[: stops[-1]], pieces
+
+
+def check_bytes(found: bytes, wanted: memoryview) -> None:
+    """(pytest would spend a minute on how large ones differ)"""
+    assert len(found) == len(wanted)
+    different = np.flatnonzero(np.frombuffer(found, np.uint8) != np.frombuffer(wanted, np.uint8))
+    assert not len(different), f"{len(different)} bytes differ, the first is {different[0]}"
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fcntl.fcntl
+
+    def refusing(file: Any, command: int, argument: int = 0) -> Any:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(file, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", refusing)
+
+
+def refuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*size: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+
+
+WITHOUT: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a file system that refuses": refuse_direct,
+    "a system that has none": lambda patch: patch.delattr(os, "O_DIRECT"),
+    "no memory for a buffer": refuse_memory,
+}
+
+
+@pytest.mark.parametrize("sizes", PIECES)
+def test_a_large_stream_arrives_byte_for_byte(
+    objects: Objects, noise: memoryview, sizes: str
+) -> None:
+    whole, pieces = cut(noise, PIECES[sizes])
+    put(objects, "a/large", *pieces)
+    assert objects.size("a/large") == len(whole)
+    check_bytes(objects.get("a/large"), whole)
+
+
+@pytest.mark.parametrize("where", WITHOUT)
+def test_a_large_stream_arrives_where_the_page_cache_cannot_be_passed_by(
+    objects: Objects, noise: memoryview, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, pieces = cut(noise, PIECES["odd sizes"])
+    WITHOUT[where](monkeypatch)
+    put(objects, "a/large", *pieces)
+    monkeypatch.undo()
+    check_bytes(objects.get("a/large"), whole)
+
+
+def test_pieces_may_be_changed_once_they_are_written(objects: Objects, noise: memoryview) -> None:
+    whole, pieces = cut(noise, PIECES["odd sizes"])
+    stream = objects.stream("a/large")
+    for piece in pieces:
+        lent = bytearray(piece)
+        stream.write(memoryview(lent))
+        lent[:] = bytes(len(lent))
+    stream.close()
+    check_bytes(objects.get("a/large"), whole)
+
+
+@pytest.mark.parametrize("sizes", [[33 * MIB], [4096, 32 * MIB, 5], [1, 33 * MIB]])
+def test_an_abandoned_large_stream_is_gone(
+    objects: Objects, noise: memoryview, sizes: list[int]
+) -> None:
+    put(objects, "a/kept", b"1")
+    stream = objects.stream("a/dropped")
+    for piece in cut(noise, sizes)[1]:
+        stream.write(piece)
+    stream.abandon()
+    assert list(objects.list()) == ["a/kept"]
+    put(objects, "a/dropped", b"again")
+    assert objects.get("a/dropped") == b"again"
 
 
 # -- reading, listing, deleting --------------------------------------------------------------
@@ -306,6 +411,50 @@ def test_a_stream_is_durable_when_closed_and_not_before(
     assert events[1][:2] == ("sync", str(local.root / "a/b"))
 
 
+def open_flags(path: Path) -> int | None:
+    """The flags under which this process has a file open; None: it has not."""
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if os.readlink(link) != str(path):
+                continue
+        except FileNotFoundError:  # the listing's own descriptor
+            continue
+        info = Path(f"/proc/self/fdinfo/{link.name}").read_text()
+        return int(info.partition("flags:")[2].split()[0], 8)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "direct"),
+    [
+        ([32 * MIB], True),
+        ([4096, 32 * MIB], True),
+        ([4096, 32 * MIB, 1], True),
+        ([31 * MIB, MIB], False),
+        ([4097, 32 * MIB], False),
+    ],
+)
+def test_large_pieces_that_begin_at_a_page_pass_by_the_page_cache(
+    local: LocalObjects, noise: memoryview, sizes: list[int], direct: bool
+) -> None:
+    path = local.root / "shard"
+    stream = local.stream("shard")
+    flags = open_flags(path)
+    assert flags is not None and not flags & os.O_DIRECT
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system takes no direct writes")
+    whole, pieces = cut(noise, sizes)
+    for piece in pieces:
+        stream.write(piece)
+    flags = open_flags(path)
+    assert flags is not None and bool(flags & os.O_DIRECT) is direct
+    stream.close()
+    assert open_flags(path) is None
+    check_bytes(local.get("shard"), whole)
+
+
 def test_a_record_is_whole_on_disk_before_it_has_its_name(
     local: LocalObjects, events: list[tuple[str, str, int]]
 ) -> None:
@@ -386,3 +535,75 @@ def test_a_stream_that_fills_the_disk_says_so_in_one_line(small_disk: LocalObjec
     assert "shard" in str(caught.value) and "\n" not in str(caught.value)
     stream.abandon()
     assert list(small_disk.list()) == []
+
+
+def test_a_large_piece_that_fills_the_disk_says_so_in_one_line(
+    small_disk: LocalObjects, noise: memoryview
+) -> None:
+    stream = small_disk.stream("attempts/1/shard")
+    stream.write(noise[:4096])
+    with pytest.raises(StoreError, match="disk full while writing") as caught:
+        stream.write(noise[: 33 * MIB])
+    assert "shard" in str(caught.value) and "\n" not in str(caught.value)
+    stream.abandon()
+    assert list(small_disk.list()) == []
+    assert small_disk.create("done/1.json", b"small"), "the room is given back"
+
+
+@pytest.fixture
+def middling_disk(tmp_path: Path) -> Iterator[LocalObjects]:
+    """A store on a disk that takes direct writes, with room for one of 32 MiB but not for two."""
+    folder, image = tmp_path / "middling", tmp_path / "image"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(48 * MIB)
+    make = ["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image)]
+    mount = ["mount", "-o", "loop", str(image), str(folder)]
+    try:
+        failed = any(subprocess.run(command, capture_output=True).returncode
+                     for command in (make, mount))  # fmt: skip
+    except FileNotFoundError:
+        failed = True
+    if failed:
+        pytest.skip("making and mounting a small disk needs root, mkfs.ext4 and a loop device")
+    try:
+        yield LocalObjects(folder / "store")
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("moment", ["write", "close"])
+def test_a_disk_that_is_full_after_the_first_direct_write_says_so_in_one_line(
+    middling_disk: LocalObjects, noise: memoryview, moment: str
+) -> None:
+    stream = middling_disk.stream("attempts/1/shard")
+    stream.write(noise[: 33 * MIB])
+    stream.write(noise[: 30 * MIB])  # nearly as much as is written at once
+    with pytest.raises(StoreError, match="disk full while writing") as caught:
+        stream.write(noise[: 2 * MIB]) if moment == "write" else stream.close()
+    assert "shard" in str(caught.value) and "\n" not in str(caught.value)
+    stream.abandon()
+    assert list(middling_disk.list()) == []
+    put(middling_disk, "attempts/2/shard", noise[: 33 * MIB])
+    check_bytes(middling_disk.get("attempts/2/shard"), noise[: 33 * MIB])  # there is room again
+
+
+def test_a_file_system_that_takes_the_flag_but_not_what_follows_gets_ordinary_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = objects_module._write_all, []  # pyright: ignore[reportPrivateUsage]
+
+    def refusing(file: Any, data: Any) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            real(file, memoryview(data)[:4096])  # some of it is taken
+            refused.append(file)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(file, data)
+
+    monkeypatch.setattr(objects_module, "_write_all", refusing)
+    store, data = LocalObjects(tmp_path), os.urandom((70 << 20) + 123)
+    stream = store.stream("a")
+    stream.write(data)
+    stream.close()
+    assert store.get("a") == data
+    assert len(refused) <= 1, "asked once"

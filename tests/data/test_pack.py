@@ -134,6 +134,110 @@ def test_batches_cover_the_rows_in_order_and_pad_the_last(
         assert not joined[count:].any(), "rows beyond the last are empty"
 
 
+@given(
+    documents=DOCUMENTS,
+    seq_len=SEQ_LEN,
+    rows=st.integers(1, 40),
+    fewest=st.integers(1, 12),
+    where=st.sampled_from([None, "pos % 3 == 1"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_last_batch_is_the_smallest_halving_that_holds_what_is_left(
+    tokenizer: TextTokenizer,
+    documents: list[np.ndarray],
+    seq_len: int,
+    rows: int,
+    fewest: int,
+    where: str | None,
+) -> None:
+    unit = pack_unit(
+        ordinals_of(documents), documents, tokenizer,
+        seq_len=seq_len, long_docs="split", pack="ffd", rows=RowFilter.parse(where, None),
+    )  # fmt: skip
+    batches, count = list(unit.batches(rows, fewest)), len(unit.lengths)
+    sizes = [len(batch.lengths) for batch in batches]
+    assert sizes[:-1] == [rows] * ((count - 1) // rows if count else 0)
+    if count:
+        left = count - sum(sizes[:-1])
+        halvings = [rows]
+        while halvings[-1] > 1:
+            halvings.append(halvings[-1] // 2)
+        allowed = [n for n in halvings if n == rows or n >= fewest]
+        assert sizes[-1] == min(n for n in allowed if n >= left)
+    names = ["tokens", "positions", "segments", "lengths", "counts"]
+    for name in names if unit.columns is None else [*names, "columns"]:
+        whole = getattr(unit, name)
+        joined = np.concatenate([*(getattr(batch, name) for batch in batches), whole[:0]])
+        assert np.array_equal(joined[:count], whole), "nothing is lost"
+        assert not joined[count:].any(), "rows beyond the last are empty"
+
+
+@pytest.mark.parametrize(
+    ("left", "fewest", "last"),
+    [(16, 1, 16), (9, 1, 16), (8, 1, 8), (5, 1, 8), (4, 1, 4), (1, 1, 1), (1, 2, 2), (3, 3, 4),
+     (1, 3, 4), (1, 16, 16), (1, 40, 16), (1, None, 16)],
+)  # fmt: skip
+def test_the_last_of_batches_of_sixteen_has_this_many_rows(
+    tokenizer: TextTokenizer, left: int, fewest: int | None, last: int
+) -> None:
+    documents = [np.ones(4, np.int32)] * (32 + left)
+    unit = pack_unit(
+        ordinals_of(documents), documents, tokenizer, seq_len=4, long_docs="split", pack="none"
+    )
+    assert [len(batch.lengths) for batch in unit.batches(16, fewest)] == [16, 16, last]
+
+
+@pytest.mark.parametrize(
+    ("most", "contexts"),
+    [(1, 16), (2, 16), (15, 16), (16, 16), (17, 64), (63, 64), (64, 64), (65, 256), (256, 256),
+     (257, 1024), (1024, 1024), (1025, 4096)],
+)  # fmt: skip
+def test_a_batch_is_made_for_16_or_64_or_256_contexts_a_row(
+    tokenizer: TextTokenizer, most: int, contexts: int
+) -> None:
+    documents = [np.ones(2048, np.int32)] * 2 + [np.ones(1, np.int32)] * most
+    unit = pack_unit(
+        ordinals_of(documents), documents, tokenizer, seq_len=2048, long_docs="split", pack="ffd"
+    )
+    assert unit.segments.max() == most
+    # by batch: the full rows hold one context each, the last holds all the short ones
+    assert [batch.contexts for batch in unit.batches(1)] == [16, 16, contexts]
+    assert [batch.contexts for batch in unit.batches(4)] == [contexts]
+
+
+@given(
+    documents=DOCUMENTS,
+    seq_len=SEQ_LEN,
+    rows=st.integers(0, 40),
+    where=st.sampled_from([None, "pos % 3 == 1", "end"]),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_first_rows_are_a_unit_of_their_own(
+    tokenizer: TextTokenizer,
+    documents: list[np.ndarray],
+    seq_len: int,
+    rows: int,
+    where: str | None,
+) -> None:
+    unit = pack_unit(
+        ordinals_of(documents), documents, tokenizer,
+        seq_len=seq_len, long_docs="split", pack="ffd", rows=RowFilter.parse(where, None),
+    )  # fmt: skip
+    cut = unit.first(rows)
+    for name in ("tokens", "positions", "segments", "lengths", "counts"):
+        assert np.array_equal(getattr(cut, name), getattr(unit, name)[:rows])
+    assert (cut.columns is None) is (unit.columns is None)
+    assert len(cut.lengths) == min(rows, len(unit.lengths))
+    assert np.array_equal(cut.index, unit.index[: len(cut.index)])
+    if cut.columns is None:
+        kept = cut.tokens[cut.segments > 0]
+    else:
+        gathered = np.take_along_axis(cut.tokens, cut.columns, axis=1)
+        kept = gathered[np.arange(cut.columns.shape[1]) < cut.counts[:, None]]
+    assert cut.index["token_id"].tolist() == kept.tolist(), "its index is of its rows alone"
+    assert cut.num_rows == cut.counts.sum()
+
+
 def test_the_index_follows_the_rows_in_these_values(tokenizer: TextTokenizer) -> None:
     documents = [np.array(t, np.int32) for t in ([tiny.BOS, 5], [7, 8, 9, tiny.EOS], [3])]
     unit = pack_unit(

@@ -1,9 +1,12 @@
 """The benchmark runs and compares; its figures are for `make bench`, not for a busy machine."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import tiny
 
@@ -29,3 +32,43 @@ def test_the_cpu_benchmark_prints_a_ratio_for_every_setting() -> None:
         assert set(rates) == {"spile", "HF batch 8", "HF batch 1", "HF sorted 8"}
         assert float(rates["spile"]) == 1.0
         assert all(float(ratio) > 0 for ratio in rates.values())
+
+
+def test_the_gpu_benchmark_prints_rates_and_ratios_on_a_cpu_too(tmp_path: Path) -> None:
+    small = ["--shape", "tiny", "--seconds", "0.1", "--taps", "1", "--batch-tokens", "1024"]
+    few = ["--peers", "", "--profile", "0", "--sink-bytes", "1e6"]
+    places = ["--sinks", str(tmp_path), "--work", str(tmp_path / "work")]
+    kept = tmp_path / "results.json"
+    result = subprocess.run(
+        [sys.executable, str(BENCH / "gpu.py"), *small, *few, *places, "--results", str(kept)],
+        capture_output=True,
+        text=True,
+        # What is compiled runs for a moment only: nothing is gained by optimizing it.
+        env={**tiny.environment(), "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    rate = r"^(\S.*?)\s{2,}([\d,.]+) (?:tok/s +[\d.]+%|GB/s)$"
+    rates = dict(re.findall(rate, result.stdout, re.MULTILINE))
+    full = f"spile, taps: 1, bfloat16, {tmp_path}"
+    assert set(rates) == {
+        "matrix products",
+        "compute, taps: 1",
+        f"{tmp_path} alone",
+        full,
+        "spile, one tap at half depth",
+    }, result.stdout
+    assert all(float(value.replace(",", "")) > 0 for value in rates.values()), result.stdout
+    ratios = dict(re.findall(r"^  (\S.*?)\s{2,}(\d+\.\d+)$", result.stdout, re.MULTILINE))
+    assert set(ratios) == {
+        "of the matrix products",
+        "of what device and sink allow",
+        "over full depth",
+    }, result.stdout
+    measured = json.loads(kept.read_text())["results"]
+    assert set(measured) == set(rates)
+    half = measured["spile, one tap at half depth"]["tok/s"]
+    assert float(ratios["over full depth"]) == pytest.approx(
+        half / measured[full]["tok/s"], abs=1e-3
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [kept.name], "nothing else is left"

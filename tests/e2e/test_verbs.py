@@ -254,7 +254,7 @@ def test_check_of_a_faulty_dataset_names_the_tap_and_fails(checked: Path, tmp_pa
     found = json.loads(result.stdout)
     assert (found["ok"], found["documents"]) == (False, 4)
     assert {tap for tap, entry in found["taps"].items() if not entry["ok"]} == {"z.1"}
-    assert {*found["taps"]["z.1"]} == {"error", "floor", "control", "allowed", "ok"}
+    assert {*found["taps"]["z.1"]} == {"error", "floor", "control", "loss", "allowed", "ok"}
     text = run("check", out, "--samples", 1)
     assert text.code == 3
     assert [line.split()[0] for line in text.out.splitlines() if "too far" in line] == ["z.1"]

@@ -1,18 +1,22 @@
 """The plan against the outcome."""
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import spile
-from spile.config import Recipe, Runtime
+import tiny
+from spile.config import STORE_DTYPES, Recipe, Runtime
 from spile.engine.estimate import batch_rows, estimate, refuse_if_too_large
 from spile.engine.resolve import Job, resolve
 from spile.errors import ConfigError
 from spile.objects import open_objects
 from spile.store.ledger import Ledger
+from spile.tensors import read_header
 
 
 def make_job(model: Path, corpus: Path, out: Path, **fields: Any) -> Job:
@@ -159,3 +163,87 @@ def test_a_step_is_never_larger_than_a_unit(model: Path, corpus: Path, tmp_path:
     rows = batch_rows(job, Runtime(batch_tokens=1_000_000), "cpu")
     assert rows == -(-largest // 64)
     assert batch_rows(job, Runtime(batch_tokens=1), "cpu") == 1
+
+
+def test_a_step_is_halved_until_it_fits_the_device(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    job = make_job(model, corpus, tmp_path / "out")
+    largest = batch_rows(job, Runtime(), "gpu")
+    assert largest == -(-max(unit.tokens for unit in job.units) // 64) > 16
+
+    def needed(rows: int) -> int:
+        asked = Runtime(batch_tokens=rows * 64)
+        cost = estimate(job, asked, "gpu", done=set(), free_bytes=None, memory=1)
+        assert cost.batch_rows == rows, "what was asked for is not halved"
+        return cost.device_bytes
+
+    halves = [largest, largest // 2, largest // 4, largest // 8]
+    for rows, larger in zip(halves[1:], halves, strict=False):
+        just_enough = math.ceil(needed(rows) / 0.9)
+        assert just_enough < needed(larger)
+        assert batch_rows(job, Runtime(), "gpu", just_enough) == rows
+        assert batch_rows(job, Runtime(), "gpu", int(needed(larger) / 0.9) - 1) == rows
+        assert batch_rows(job, Runtime(), "gpu", math.ceil(needed(larger) / 0.9)) == larger
+        cost = estimate(job, Runtime(), "gpu", done=set(), free_bytes=None, memory=just_enough)
+        assert (cost.batch_rows, cost.memory) == (rows, just_enough)
+        assert cost.device_bytes <= 0.9 * just_enough
+    assert batch_rows(job, Runtime(), "gpu", 1) == 1, "there is no smaller one"
+
+
+def test_weights_that_the_device_cannot_hold_are_refused(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    job = make_job(model, corpus, tmp_path / "out")
+    for memory, fits in ((None, True), (10**9, True), (10_000, False)):
+        cost = estimate(job, Runtime(), "gpu", done=set(), free_bytes=None, memory=memory)
+        if fits:
+            refuse_if_too_large(cost, "out")
+            continue
+        with pytest.raises(ConfigError, match="the weights take .* GB, the device has") as caught:
+            refuse_if_too_large(cost, "out")
+        assert "\n" not in str(caught.value)
+        exactly = dataclasses.replace(cost, memory=cost.weights_bytes)
+        refuse_if_too_large(exactly, "out")
+
+
+@pytest.mark.parametrize("dtype", STORE_DTYPES)
+def test_every_stored_form_is_priced_as_it_turns_out(
+    dtype: str, model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    # `logprob` is float32 whatever is chosen.
+    taps = "embed,logprob" if dtype == "float8_e4m3" else "embed"
+    recipe = Recipe(model=str(model), corpus=str(corpus), taps=taps, seq_len=64, max_docs=10)
+    job = resolve(recipe, Ledger(open_objects(str(tmp_path / "other"))), "cpu")
+    priced = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    out = tmp_path / "out"
+    outcome = spile.extract(dataclasses.replace(recipe, store_dtype=dtype), str(out))
+    same = outcome.estimate
+    assert priced.bytes_by_dtype == same.bytes_by_dtype, "whichever was chosen"
+    assert set(same.bytes_by_dtype) == set(STORE_DTYPES)
+    assert same.bytes_by_dtype[dtype] == sum(same.bytes_per_tap.values()) + same.index_bytes
+    ledger = Ledger(open_objects(str(out)))
+    done = [record for unit in job.units if (record := ledger.read_done(unit.id))]
+    files = [out / file.key for record in done for file in (*record.shards, record.index)]
+    stored = sum(info.stop - info.start for path in files for info in read_header(path).values())
+    assert same.bytes_by_dtype[dtype] * outcome.rows == stored * same.rows
+    assert same.rows == pytest.approx(outcome.rows, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("platform", "width", "tokens"),
+    [
+        ("cpu", 32, 1024), ("cpu", 2048, 1024),
+        ("gpu", 32, 32768), ("gpu", 2040, 32768), ("gpu", 2048, 16384),
+        ("tpu", 32, 32768), ("tpu", 2048, 16384),
+    ],
+)  # fmt: skip
+def test_a_step_holds_what_its_device_needs(
+    platform: str, width: int, tokens: int, corpus: Path, tmp_path: Path
+) -> None:
+    shape = {"hidden_size": width, "head_dim": 8, "num_hidden_layers": 1}
+    job = make_job(tiny.write_model(tmp_path / "model", **shape), corpus, tmp_path / "out")
+    units = [dataclasses.replace(unit, tokens=10**6) for unit in job.units]
+    job = dataclasses.replace(job, units=units)
+    assert batch_rows(job, Runtime(), platform) * 64 == tokens
+    assert batch_rows(job, Runtime(batch_tokens=640), platform) * 64 == 640

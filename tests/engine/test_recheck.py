@@ -484,6 +484,64 @@ def test_a_model_of_one_layer_is_compared_with_the_token_before(
     assert faulty(check(str(out))) == {"z.0"}
 
 
+EIGHT = ("float8_e4m3", "int8")
+SHORT = "embed,resid_pre:1,z:0,resid_post:0,logprob"
+
+
+@pytest.fixture(scope="module")
+def eight_bits(request: pytest.FixtureRequest, llama: Path, texts: Path, folder: Folder) -> Path:
+    """A dataset stored in eight bits; tests that spoil it take a copy."""
+    options = {"compute_dtype": "float32", "store_dtype": request.param}
+    return extract(folder("out") / "eight", llama, texts, SHORT, **options)
+
+
+@pytest.mark.parametrize("eight_bits", EIGHT, indirect=True)
+def test_eight_bits_agree_and_cost_what_they_should(eight_bits: Path) -> None:
+    report = check_all(eight_bits)
+    assert_healthy(report)
+    dataset = spile.open(str(eight_bits))
+    stored = json.loads((eight_bits / fmt.CHECK).read_bytes())["taps"]
+    for name, tap in report.taps.items():
+        loss = tap.loss
+        assert stored[name]["loss"] == dataclasses.asdict(loss)
+        assert {*stored[name]["loss"]} == {"relative_l2", "typical_channel", "cosine"}
+        assert loss.cosine > 0.999
+        if name == "logprob":
+            assert (loss.relative_l2, loss.typical_channel, tap.allowed) == (0, 0, 2e-5)
+            continue
+        assert tap.floor > 1e-3, "more is allowed than float32 would be"
+        if dataset.stored_dtype(name) == "int8":
+            assert 1e-3 < loss.typical_channel < 0.03
+        else:
+            assert 0.02 < loss.relative_l2 < 0.04
+            assert 0.02 < loss.typical_channel < 0.04
+
+
+@pytest.mark.parametrize("eight_bits", EIGHT, indirect=True)
+def test_swapped_heads_are_caught_in_eight_bits(eight_bits: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(eight_bits, tmp_path / "out", ignore=lambda *_: [fmt.CHECK]))
+    with forged(out) as values:
+        named = heads_swapped("z.0")(values)
+    assert verify(LocalObjects(out)).ok
+    report = check(str(out))
+    assert (faulty(report), report.ok) == (named, False)
+    cosines = {name: tap.loss.cosine for name, tap in report.taps.items()}
+    assert min(cosines, key=lambda name: cosines[name]) == "z.0"
+
+
+@pytest.mark.parametrize("dtype", EIGHT)
+def test_a_wrong_layer_is_caught_in_eight_bits(
+    dtype: str, llama: Path, texts: Path, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        named = miscount_layers(patch)
+        out = extract(
+            tmp_path / "out", llama, texts, SHORT, compute_dtype="float32", store_dtype=dtype
+        )
+    assert verify(LocalObjects(out)).ok
+    assert faulty(check(str(out))) == named
+
+
 def test_tokens_that_are_not_the_corpus_are_no_basis_for_a_comparison(dataset: Path) -> None:
     with forged(dataset) as values:
         for array in values("index/token_id"):
@@ -508,7 +566,7 @@ def test_the_result_is_kept_beside_the_manifest_and_replaced_by_the_next(dataset
     assert {*objects.list()} == before | {"check.json"}
     record = fmt.decode_record(fmt.CHECK, objects.get(fmt.CHECK), "check")
     assert record == json.loads(json.dumps(first.to_json()))
-    taps, keys = record["taps"], {"error", "floor", "control", "allowed", "ok"}
+    taps, keys = record["taps"], {"error", "floor", "control", "loss", "allowed", "ok"}
     assert (record["ok"], {frozenset(tap) for tap in taps.values()}) == (True, {frozenset(keys)})
     second = check(str(dataset), samples=3)
     assert {*objects.list()} == before | {"check.json"}

@@ -1,5 +1,10 @@
 """The compiled step: one shape, one compilation, and statistics of what is stored."""
 
+import itertools
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tiny
 from spile.data.pack import Batch
 from spile.engine.step import Step, StepOutput
 from spile.models.checkpoint import open_checkpoint
@@ -15,6 +21,7 @@ from spile.models.decoder import needs_whole_block
 from spile.models.params import Params, Schedule
 from spile.models.taps import AFTER_BLOCKS, parse_taps
 from spile.models.weights import load_params
+from spile.store.quant import decode
 
 # A tap of every kind: vectors, heads, heads by keys, single numbers.
 SHAPED = "embed,q:1,attn_pattern:0,z:all,resid_post:0+2,logprob,entropy"
@@ -156,6 +163,173 @@ def test_batches_of_one_shape_compile_once(model: Path) -> None:
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []
+
+
+QUANTIZED = ("float8_e4m3", "int8")
+EIGHT = "embed,z:0,resid_post:0"
+
+
+def channel_scales(output: StepOutput, share: float = 0.7) -> dict[str, np.ndarray]:
+    """From the rows of a float32 step; the largest values are beyond them."""
+    rows = {tap: output.rows_of(tap) for tap in output.rows}
+    return {
+        tap: (share * np.abs(found).max(axis=0) / 127).astype(np.float32)
+        for tap, found in rows.items()
+    }
+
+
+def decoded(
+    output: StepOutput, tap: str, scales: dict[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as a reader decodes them, and how far from the truth each value may be."""
+    rows, by_row = output.rows_of(tap), output.scales_of(tap)
+    if by_row is not None:
+        assert rows.dtype.name == "float8_e4m3fn" and by_row.shape == (len(rows),)
+        values = decode(rows, by_row)
+        apart = by_row.reshape(-1, *[1] * (rows.ndim - 1)) * 2.0**-10
+        return values, np.maximum(np.abs(values) / 15, apart) * (1 + 1e-5)
+    assert rows.dtype == np.int8
+    values = decode(rows, scales[tap])
+    return values, np.broadcast_to(scales[tap] * 0.5001, values.shape)
+
+
+@pytest.mark.parametrize(
+    ("store_dtype", "keep"), [("float8_e4m3", None), ("int8", [[0, 3, 12, 13, 39], [5], []])]
+)
+def test_eight_bits_are_those_of_the_float32_rows_and_statistics_are_of_what_is_read(
+    model: Path, store_dtype: str, keep: list[list[int]] | None
+) -> None:
+    batch = make_batch(keep=keep, most=6)
+    plain = make_step(model, EIGHT)(batch)
+    scales = channel_scales(plain) if store_dtype == "int8" else {}
+    output = make_step(model, EIGHT, store_dtype, scales)(batch)
+    clipped = 0
+    for tap in ("embed", "z.0", "resid_post.0"):
+        exact = plain.rows_of(tap)
+        values, allowed = decoded(output, tap, scales)
+        assert (values.dtype, values.shape) == (np.float32, exact.shape)
+        beyond = np.zeros(exact.shape, bool)
+        if tap in scales:
+            beyond = np.abs(np.rint(exact / scales[tap])) > 127
+            assert (np.abs(values[beyond]) < np.abs(exact[beyond])).all()
+        assert (np.abs(values - exact) <= allowed)[~beyond].all(), tap
+        assert not np.array_equal(values, exact)
+        stats = output.stats_of(tap)
+        assert [s.count for s in stats] == ([40, 17] if keep is None else [5, 1])
+        for row, cut, found in zip(
+            by_packed_row(values, output), by_packed_row(beyond, output), stats, strict=False
+        ):
+            real = row.reshape(found.count, -1).astype(np.float64)
+            np.testing.assert_allclose(found.mean, real.mean(0), atol=1e-6)
+            np.testing.assert_allclose(found.variance, real.var(0), rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(
+                found.mean_norm, np.linalg.norm(real, axis=1).mean(), rtol=1e-5
+            )
+            assert found.max_abs == np.abs(real).max()
+            assert (found.nonfinite, found.clipped) == (0, int(cut.sum()))
+            clipped += found.clipped
+    assert (clipped > 0) == (store_dtype == "int8")
+
+
+@pytest.mark.parametrize("store_dtype", ["float32", "bfloat16", *QUANTIZED])
+def test_what_is_not_finite_is_counted_as_it_was_computed(infinite: Path, store_dtype: str) -> None:
+    scales = {"embed": np.full(32, 0.1, np.float32)} if store_dtype == "int8" else None
+    step = make_step(infinite, "embed", store_dtype, scales)
+    batch = make_batch(0)
+    batch.tokens[batch.segments > 0] = 1 + batch.tokens[batch.segments > 0] % 6
+    batch.tokens[0, [0, 39]], batch.tokens[1, 3] = 0, tiny.BOS
+    assert [s.nonfinite for s in step(batch).stats_of("embed")] == [6, 1]
+    some = make_batch(0, keep=[[1, 39], [2], [0]], most=6)  # what pads a row is its first token
+    some.tokens[:] = batch.tokens
+    assert [s.nonfinite for s in step(some).stats_of("embed")] == [3, 0, 3]
+
+
+COUNTS = [
+    (40, 40, 40), (0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 40, 0), (5, 0, 10), (5, 0, 11), (40, 40, 39),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("store_dtype", ["float32", "float8_e4m3"])
+def test_rows_leave_the_device_without_padding(model: Path, store_dtype: str) -> None:
+    """Whatever is kept of each row; and only a few lengths are ever compiled."""
+    step, table = make_step(model, "embed", store_dtype), make_step(model, "embed").params
+    embed = np.asarray(table.outer["embed"])
+    lengths: dict[bool, set[int]] = {True: set(), False: set()}
+    for counts, whole in itertools.product(COUNTS, (True, False)):
+        if whole:
+            batch = make_batch(3, counts)
+            wanted = embed[batch.tokens[batch.segments > 0]]
+        else:
+            rng = np.random.default_rng(sum(counts))
+            keep = [np.sort(rng.permutation(40)[:n]).tolist() for n in counts]
+            batch = make_batch(3, (40, 40, 40), keep, most=40)
+            wanted = np.concatenate([embed[batch.tokens[r, keep[r]]] for r in range(3)])
+        output = step(batch)
+        rows, scales = output.rows_of("embed"), output.scales_of("embed")
+        assert output.num_rows == len(rows) == sum(counts)
+        if scales is None:
+            assert rows.tobytes() == wanted.tobytes(), counts
+        else:
+            found = decode(rows, scales)
+            assert (np.abs(found - wanted) <= np.abs(wanted).max(initial=0) / 15).all(), counts
+            largest = np.abs(wanted).max(axis=1, initial=0)
+            np.testing.assert_allclose(np.abs(found).max(axis=1, initial=0), largest, rtol=1e-6)
+        left = {len(array) for array in output.rows.values()}
+        assert len(left) == 1, "scales as many as rows"
+        assert sum(counts) <= max(left) < sum(counts) + 15, "an eighth of what there might be"
+        assert [s.count for s in output.stats_of("embed")] == [n for n in counts if n]
+        lengths[whole] |= left
+    assert all(found <= {*range(0, 121, 15)} for found in lengths.values())
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Programs compiled inside."""
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **details: Any) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def test_a_new_shape_is_compiled_once_and_what_is_compiled_ahead_not_again(model: Path) -> None:
+    # Shapes of this test alone: jax itself remembers a program that another step has compiled.
+    some, all_of_them, fewer = (40, 17, 0, 3, 3, 1, 2), (40,) * 7, (9, 40, 0, 3, 3, 1)
+    step = make_step(model, "embed", "float8_e4m3")
+    with compilations() as compiled:
+        step.compile(make_batch(0, some))
+    assert len(compiled) == 2, "the model, and leaving out what is not kept"
+    with compilations() as compiled:
+        step.compile(make_batch(1, some))
+        jax.block_until_ready(step(make_batch(2, some)).rows)
+    assert compiled == []
+    with compilations() as compiled:
+        for seed in (3, 4):
+            jax.block_until_ready(step(make_batch(seed, all_of_them)).rows)
+    assert len(compiled) == 1, "only the number of rows that leave is new"
+    with compilations() as compiled:
+        for seed in (5, 6):
+            jax.block_until_ready(step(make_batch(seed, fewer)).rows)
+        step.compile(make_batch(7, fewer))
+    assert len(compiled) == 2
+
+
+def test_threads_that_meet_a_new_shape_together_compile_it_once(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, batch = make_step(model, "embed"), make_batch(0, (40, 17, 0, 3, 3, 1, 2, 8, 9))
+    with caplog.at_level(logging.DEBUG, "spile"), ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(step.compile, batch) for _ in range(3)]:
+            done.result()
+    # (jax, asked twice for the very same, would compile it once.)
+    said = [line for line in caplog.messages if line.startswith("compiled a step")]
+    assert len(said) == 2
 
 
 def load(model: Path, depth: int, *, whole: bool) -> tuple[Params, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 
 import spile
 from spile import objects
-from spile.config import Recipe
-from spile.errors import StoreError
+from spile.config import Recipe, Runtime
+from spile.data.corpus import Documents
+from spile.engine.resolve import Job
+from spile.errors import DataError, StoreError
 from spile.metrics import Counters
 from spile.objects import open_objects
-from spile.store.presence import Presence
+from spile.store.presence import Presence, read_workers
 from spile.store.verify import verify
 from spile.store.writer import UnitWriter
 
@@ -101,3 +104,52 @@ def test_tidying_up_never_hides_the_cause(
     monkeypatch.setattr(UnitWriter, "discard", hopeless)
     with pytest.raises(StoreError, match="the first cause"):
         spile.extract(recipe(model, corpus), str(tmp_path / "out"))
+
+
+def test_only_the_unit_that_computes_and_the_next_are_kept_from_others(
+    model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    writing, go_on = threading.Event(), threading.Event()
+    real = UnitWriter.write
+
+    def slow(self: UnitWriter, *given: Any) -> None:
+        writing.set()
+        go_on.wait(60)
+        real(self, *given)
+
+    monkeypatch.setattr(UnitWriter, "write", slow)
+    wanted = recipe(model, corpus, taps="embed", unit_tokens=400)
+    runtime = Runtime(batch_tokens=64, queue_depth=1)
+    thread = threading.Thread(target=lambda: spile.extract(wanted, str(out), runtime), daemon=True)
+    thread.start()
+    try:
+        assert writing.wait(60)
+        time.sleep(1.0)  # time enough to take more
+        (worker,) = read_workers(open_objects(str(out))).values()
+        assert worker["units"] == [0, 1]
+    finally:
+        go_on.set()
+        thread.join(60)
+    (worker,) = read_workers(open_objects(str(out))).values()
+    assert (worker["state"], worker["units"]) == ("done", [])
+    report = verify(open_objects(str(out)))
+    assert report.ok and report.units_done > 4
+
+
+def test_a_unit_that_is_whole_is_committed_when_the_next_cannot_be_read(
+    model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "out", Job.pack
+
+    def failing(self: Job, documents: Documents) -> Any:
+        if documents.ordinals[0] > 0:
+            raise DataError("the corpus is on fire")
+        return real(self, documents)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "pack", failing)
+        with pytest.raises(DataError, match="the corpus is on fire"):
+            spile.extract(recipe(model, corpus, taps="embed"), str(out))
+    report = verify(open_objects(str(out)), partial=True)
+    assert (report.faults, report.orphans, report.units_done) == ([], [], 1)

@@ -128,6 +128,7 @@ def estimate(
         host_bytes=in_flight * taps + 64 * max(unit.tokens for unit in job.units),
         bytes_by_dtype={
             dtype: int(tokens * kept) * (_row_bytes(job, dtype) + INDEX_DTYPE.itemsize)
+            + len(job.units) * overhead
             for dtype in STORE_DTYPES
         },
         warnings=tuple(_warnings(job)),

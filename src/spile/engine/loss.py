@@ -1,5 +1,6 @@
 """What the stored form costs: rows as stored, against the same rows in float32. No jax."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,14 +29,19 @@ class LossCounter:
 
     def add(self, exact: np.ndarray, rounded: np.ndarray, stored: np.ndarray) -> None:
         """Rows in float32, the same as storing them alone would leave them, and as they are."""
-        wide, found = exact.astype(np.float64), stored.astype(np.float64)
+        wide, alone, found = (array.astype(np.float64) for array in (exact, rounded, stored))
+        # A row with infinity or NaN says nothing of rounding; `check` has other words for it.
+        finite = np.isfinite(wide) & np.isfinite(alone) & np.isfinite(found)
+        flat = (-1, math.prod(exact.shape[1:]))
+        sound = finite.reshape(flat).all(axis=1)
+        wide, alone, found = wide[sound], alone[sound], found[sound]
         inside = tuple(map(slice, exact.shape[1:]))  # attention patterns: as long as the context
-        self._gap[inside] += np.square(wide - rounded.astype(np.float64)).sum(axis=0)
+        self._gap[inside] += np.square(wide - alone).sum(axis=0)
         self._size[inside] += np.square(wide).sum(axis=0)
-        flat, other = wide.reshape(len(wide), -1), found.reshape(len(wide), -1)
-        lengths = np.linalg.norm(flat, axis=1) * np.linalg.norm(other, axis=1)
+        ours, theirs = wide.reshape(flat), found.reshape(flat)
+        lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
         known = lengths > 0
-        self._cosines.append((flat * other).sum(axis=1)[known] / lengths[known])
+        self._cosines.append((ours * theirs).sum(axis=1)[known] / lengths[known])
 
     def result(self) -> Loss:
         gap, size = self._gap.reshape(-1), self._size.reshape(-1)

@@ -50,6 +50,7 @@ def _by_row(values: Shaped[Array, "rows kept ..."]) -> Encoded:
 
 
 def _by_channel(values: Shaped[Array, "rows kept ..."], scale: Float[Array, "..."]) -> Encoded:
+    scale = scale.reshape(1, 1, *scale.shape)
     steps = jnp.rint(values.astype(jnp.float32) / scale)
     stored = jnp.clip(steps, -INT8_MAX, INT8_MAX).astype(jnp.int8)
     beyond = (jnp.abs(steps) > INT8_MAX).reshape(*values.shape[:2], -1).sum(axis=-1)

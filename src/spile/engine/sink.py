@@ -46,6 +46,7 @@ class _Writing:
 
     prepared: Prepared
     writer: UnitWriter
+    number: int  # in the order in which they were begun
 
 
 class _Shared:
@@ -78,7 +79,9 @@ class Sink:
         self._runtime, self._counters, self._made_by = runtime, counters, made_by
         self._uncommitted: set[UnitWriter] = set()
         self._current: _Writing | None = None
+        self._begun = itertools.count()
         self._failed: Exception | None = None  # what a lane failed with first
+        self._failed_in = 0  # the unit; those before it may be whole still
         taps = list(job.table.taps)
         count = min(runtime.write_threads, len(taps))
         # Taps are files of their own: each lane writes some of them, and waits for no other.
@@ -100,7 +103,7 @@ class Sink:
             compress=self._runtime.compress,
         )
         self._uncommitted.add(writer)
-        self._current = _Writing(prepared, writer)
+        self._current = _Writing(prepared, writer, next(self._begun))
 
     def put(self, output: StepOutput) -> None:
         self._share(output)
@@ -153,14 +156,17 @@ class Sink:
     # -- the writing threads -----------------------------------------------------------------
 
     def _handle(self, taps: list[str], item: _Shared) -> None:
-        """Where one lane fails the others stop, with its error: theirs would be the same."""
-        if self._failed is not None:
+        """Where one lane fails the others stop, with its error: theirs would be the same.
+
+        A lane that is behind writes the units before that one first: they were ended.
+        """
+        if self._failed is not None and item.unit.number >= self._failed_in:
             raise self._failed
         try:
             self._write(taps, item)
         except Exception as error:
             if self._failed is None:
-                self._failed = error
+                self._failed_in, self._failed = item.unit.number, error
             elif type(error) is not type(self._failed):
                 _log.error("and in another lane: %s", error)
             raise self._failed from self._failed.__cause__

@@ -118,6 +118,10 @@ class Step:
             columns: Array | None,
             contexts: int,
         ) -> tuple[dict[str, Array], dict[str, Reduced]]:
+            seq_len = tokens.shape[1]
+            attention = for_platform(
+                device.platform, arch, compute_dtype, seq_len=seq_len, contexts=contexts
+            )
             with jax.default_matmul_precision(precision):
                 values = forward(
                     params,
@@ -128,16 +132,10 @@ class Step:
                     arch=arch,
                     taps=taps,
                     schedule=schedule,
-                    attention=for_platform(
-                        device.platform,
-                        arch,
-                        compute_dtype,
-                        seq_len=tokens.shape[1],
-                        contexts=contexts,
-                    ),  # fmt: skip
+                    attention=attention,
                     store_dtype=carried,
                 )
-            width = (tokens if columns is None else columns).shape[1]
+            width = seq_len if columns is None else columns.shape[1]
             real = jnp.arange(width)[None, :] < counts[:, None]
             rows: dict[str, Array] = {}
             reduced: dict[str, Reduced] = {}
@@ -209,13 +207,10 @@ def _kept(batch: Batch) -> np.ndarray:
 
     Padded to one of a few lengths (and those repeat the first place): each is compiled once.
     """
-    counts, width = (
-        batch.counts,
-        (batch.tokens if batch.columns is None else batch.columns).shape[1],
-    )
-    places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(counts)])
-    unit = -(-len(counts) * width // _LENGTHS)
-    most = len(counts) * width
+    rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
+    places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(batch.counts)])
+    most = rows * width
+    unit = -(-most // _LENGTHS)
     padded = np.zeros(min(most, -(-len(places) // unit) * unit), np.int32)
     padded[: len(places)] = places
     return padded
@@ -240,7 +235,7 @@ def _reduce(values: Shaped[Array, "rows kept ..."], real: Bool[Array, "rows kept
         "mean": mean,
         "m2": (deviation * deviation).sum(axis=1),
         "norm_sum": jnp.sqrt((present * present).sum(axis=-1)).sum(axis=-1),
-        "max_abs": jnp.abs(present).max(axis=(1, 2)),
+        "max_abs": jnp.where(jnp.isfinite(present), jnp.abs(present), 0.0).max(axis=(1, 2)),
     }
 
 

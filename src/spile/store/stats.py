@@ -19,7 +19,7 @@ class TapStats:
     mean: np.ndarray
     m2: np.ndarray  # sum of squared deviations
     norm_sum: float
-    max_abs: float
+    max_abs: float  # of what is finite
     nonfinite: int
     clipped: int = 0  # values larger than their channel's scale can hold
 
@@ -40,9 +40,10 @@ class TapStats:
         if not other.count:
             return
         total = self.count + other.count
-        delta = other.mean - self.mean
-        self.mean = self.mean + delta * (other.count / total)
-        self.m2 = self.m2 + other.m2 + delta * delta * (self.count * other.count / total)
+        with np.errstate(invalid="ignore"):  # infinities, where they were asked to be kept
+            delta = other.mean - self.mean
+            self.mean = self.mean + delta * (other.count / total)
+            self.m2 = self.m2 + other.m2 + delta * delta * (self.count * other.count / total)
         self.count = total
         self.norm_sum += other.norm_sum
         self.max_abs = max(self.max_abs, other.max_abs)

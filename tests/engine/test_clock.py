@@ -1,0 +1,127 @@
+"""Time is either the device's or lost: none of it is counted twice, or not at all."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spile.engine import clock
+from spile.engine.clock import DeviceClock
+from spile.engine.step import StepOutput
+from spile.metrics import Counters
+
+TOKENS = 12
+PAUSE = 0.25
+
+
+Start = Callable[..., StepOutput]
+
+
+@pytest.fixture(scope="module")
+def start() -> Start:
+    """Starts a step that takes the device some hundredths of a second, or `times` that."""
+    matrix = jnp.eye(256, dtype=jnp.float32)
+
+    def work(matrix: jax.Array, products: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, products, lambda _, found: found @ matrix, matrix).sum()
+
+    compiled = jax.jit(work).lower(matrix, jnp.int32(1)).compile()
+    lengths = np.array([TOKENS - 5, 5], np.int32)
+
+    def start(times: int = 1) -> StepOutput:
+        return StepOutput(lengths, lengths, {}, {}, compiled(matrix, jnp.int32(60 * times)))
+
+    start().finished.block_until_ready()
+    return start
+
+
+@dataclasses.dataclass
+class Watched:
+    clock: DeviceClock
+    counters: Counters
+    finished: list[float]  # when the clock saw each step finish
+
+    def wait(self, steps: int) -> None:
+        deadline = time.monotonic() + 30
+        while self.counters["computed"] < steps * TOKENS:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        self.clock.close()  # what is counted after the tokens is counted now
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    finished: list[float] = []
+
+    def now() -> float:
+        found = time.perf_counter()
+        if threading.current_thread().name == "device-clock":
+            finished.append(found)
+        return found
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=now))
+    counters = Counters()
+    device = DeviceClock(counters, 8)
+    try:
+        yield Watched(device, counters, finished)
+    finally:
+        device.close()
+
+
+def test_busy_and_idle_add_up_to_the_span_between_the_first_and_the_last_finish(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with watched(monkeypatch) as seen:
+        for number in range(6):
+            seen.clock.started(start())
+            if number in (1, 4):
+                time.sleep(PAUSE)
+        seen.wait(6)
+    busy, idle = seen.counters["device_busy"], seen.counters["device_idle"]
+    assert len(seen.finished) == 6
+    assert busy + idle == pytest.approx(seen.finished[-1] - seen.finished[0], abs=1e-9)
+    assert busy > 0 and idle > 0
+    assert seen.counters["computed"] == 6 * TOKENS, "the first one's, too"
+
+
+def test_a_pause_between_steps_is_idle(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch) as seen:
+        for _ in range(3):
+            step = start()
+            seen.clock.started(step)
+            step.finished.block_until_ready()
+            time.sleep(PAUSE)
+        seen.wait(3)
+    idle = seen.counters["device_idle"]
+    assert idle > 2 * PAUSE * 0.9, "but not the one after the last"
+    assert idle <= seen.finished[-1] - seen.finished[0]
+    assert seen.counters["device_busy"] < PAUSE
+
+
+def test_steps_started_ahead_leave_nothing_idle(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with watched(monkeypatch) as seen:
+        for times in (12, 1, 1, 1, 1):  # the first leaves time enough to start the others
+            seen.clock.started(start(times))
+        seen.wait(5)
+    assert seen.counters["device_idle"] == 0
+    busy = seen.counters["device_busy"]
+    assert busy == pytest.approx(seen.finished[-1] - seen.finished[0], abs=1e-9)
+    assert busy > 0
+
+
+def test_a_single_step_only_starts_the_clock(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch) as seen:
+        time.sleep(0.05)
+        seen.clock.started(start())
+        seen.wait(1)
+    found = {name: seen.counters[name] for name in ("device_busy", "device_idle", "computed")}
+    assert found == {"device_busy": 0, "device_idle": 0, "computed": TOKENS}
