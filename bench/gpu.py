@@ -120,7 +120,7 @@ def prepare(options: argparse.Namespace) -> None:
     options.model, options.corpus = str(work / "model"), str(work / "corpus.jsonl")
     options.seq_len, options.size, options.store_dtype = SEQ_LEN, 8, "bfloat16"
     options.step_tokens = options.batch_tokens or STEP_TOKENS
-    options.out = f"{options.sinks.split(',')[0]}/spile-bench-out"
+    options.out = f"{options.work}/out"
     options.max_docs = None
 
 
