@@ -273,7 +273,7 @@ class LocalStream:
                 self._set_direct(True)
                 self._aligned = buffer  # (only now: without it no write may be direct)
             except OSError:
-                self._may_bypass = False  # tmpfs, and some network file systems
+                self._may_bypass = False  # some file systems cannot
 
     def _set_direct(self, direct: bool) -> None:
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT

@@ -166,7 +166,7 @@ def plan_table(recipe: Mapping[str, Any], cost: "Estimate") -> None:
 
 
 def _compressed(cost: "Estimate", dtype: str) -> list[tuple[str, str]]:
-    """What --compress makes of normal noise, which real rows are close to."""
+    """What --compress makes of normal noise; of real rows more or less."""
     shares = {"bfloat16": 0.70, "float16": 0.88, "float32": 0.85, "float8_e4m3": 0.90, "int8": 0.86}
     return [("  with --compress, about", size(int(cost.total_bytes * shares[dtype])))]
 

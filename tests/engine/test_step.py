@@ -146,22 +146,29 @@ def test_the_rows_that_are_kept_are_those_of_a_step_that_keeps_all(model: Path) 
                 assert kept.tobytes() == wanted.tobytes(), tap
 
 
-def test_batches_of_one_shape_compile_once(model: Path) -> None:
-    step = make_step(model, "resid_post:all,logits")
-    jax.block_until_ready(step(make_batch(0)).rows)
-    jax.block_until_ready(step(make_batch(0, keep=[[1, 2], [3], []], most=4)).rows)
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Programs compiled inside."""
     compiled: list[str] = []
 
     def listen(event: str, duration_secs: float, **details: Any) -> None:
-        if "compile" in event:
+        if "backend_compile" in event:
             compiled.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        jax.block_until_ready(step(make_batch(1, (3, 14, 40))).rows)  # as many, elsewhere
-        jax.block_until_ready(step(make_batch(2, keep=[[7, 8, 9], [0], []], most=4)).rows)
+        yield compiled
     finally:
         jax.monitoring.clear_event_listeners()
+
+
+def test_batches_of_one_shape_compile_once(model: Path) -> None:
+    step = make_step(model, "resid_post:all,logits")
+    jax.block_until_ready(step(make_batch(0)).rows)
+    jax.block_until_ready(step(make_batch(0, keep=[[1, 2], [3], []], most=4)).rows)
+    with compilations() as compiled:
+        jax.block_until_ready(step(make_batch(1, (3, 14, 40))).rows)  # as many, elsewhere
+        jax.block_until_ready(step(make_batch(2, keep=[[7, 8, 9], [0], []], most=4)).rows)
     assert compiled == []
 
 
@@ -280,22 +287,6 @@ def test_rows_leave_the_device_without_padding(model: Path, store_dtype: str) ->
         assert [s.count for s in output.stats_of("embed")] == [n for n in counts if n]
         lengths[whole] |= left
     assert all(found <= {*range(0, 121, 15)} for found in lengths.values())
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Programs compiled inside."""
-    compiled: list[str] = []
-
-    def listen(event: str, duration_secs: float, **details: Any) -> None:
-        if "backend_compile" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield compiled
-    finally:
-        jax.monitoring.clear_event_listeners()
 
 
 def test_a_new_shape_is_compiled_once_and_what_is_compiled_ahead_not_again(model: Path) -> None:

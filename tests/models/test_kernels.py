@@ -1,7 +1,9 @@
 """Accelerators' attention kernels against the definition."""
 
 import logging
-from typing import Any
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -131,9 +133,26 @@ def test_a_jax_without_packed_attention_is_no_error(
     assert "no packed cuDNN attention" in caplog.text
 
 
+def test_a_gpu_before_hopper_takes_the_fallback_instead_of_failing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    older = SimpleNamespace(
+        check_cudnn_version=lambda: 91000,
+        check_compute_capability=asked.append,  # returns None: not that new
+        MaskType=SimpleNamespace(PADDING_CAUSAL=1),
+    )
+    monkeypatch.setitem(sys.modules, "an_older_gpu", cast(ModuleType, older))
+    monkeypatch.setattr(kernels, "_CUDNN", "an_older_gpu")
+    with caplog.at_level(logging.INFO, "spile"):
+        assert for_platform("gpu", arch_with(), "bfloat16", **GIVEN) is masked
+    assert "Hopper" in caplog.text and asked == ["9.0"]
+
+
 def test_the_private_interface_of_jax_is_where_it_was() -> None:
     """cuDNN's packed attention has no public one; if this fails, look where it moved to."""
     module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     names = module.dot_product_attention.__code__.co_varnames
     assert {"q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "sliding_window_length"} <= {*names}
     assert module.MaskType.PADDING_CAUSAL
+    assert module.check_compute_capability("9.0") in (True, False)

@@ -125,7 +125,8 @@ def estimate(
         weights_bytes=_weights_bytes(job),
         device_bytes=_device_bytes(job, rows, platform),
         memory=memory,
-        host_bytes=in_flight * taps + 64 * max(unit.tokens for unit in job.units),
+        # Three units at once: one is packed, one computes, one is committed.
+        host_bytes=in_flight * taps + 3 * 64 * max(unit.tokens for unit in job.units),
         bytes_by_dtype={
             dtype: int(tokens * kept) * (_row_bytes(job, dtype) + INDEX_DTYPE.itemsize)
             + len(job.units) * overhead

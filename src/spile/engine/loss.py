@@ -23,7 +23,6 @@ class LossCounter:
     """Gathers the rows of one tap."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
         self._gap, self._size = np.zeros(shape), np.zeros(shape)  # sums of squares, by channel
         self._cosines: list[np.ndarray] = []
 

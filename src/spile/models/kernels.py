@@ -55,6 +55,8 @@ def _why_not_cudnn() -> str | None:
     try:
         module = importlib.import_module(_CUDNN)
         module.check_cudnn_version()
+        if not module.check_compute_capability("9.0"):
+            return "cuDNN packs documents on Hopper GPUs and later ones alone"
         return None if hasattr(module.MaskType, "PADDING_CAUSAL") else "this jax packs differently"
     except (ImportError, AttributeError, RuntimeError) as error:
         return f"this jax has no packed cuDNN attention ({error})"
