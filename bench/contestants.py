@@ -7,10 +7,12 @@ import argparse
 import json
 import mmap
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +133,10 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
         last, number, done = ahead, number + 1, done + int(batch.lengths.sum())
     jax.block_until_ready(last)
     rate = done / (time.perf_counter() - begin)
-    profile = {}
-    if options.profile:
-        profile = read_profile(
-            trace(options, lambda: [jax.block_until_ready(step.compute(b)) for b in batches[:4]])
-        )
+    with traced(options) as directory:
+        for batch in batches[:4] if directory else []:
+            jax.block_until_ready(step.compute(batch))
+    profile = read_profile(directory, options.profile) if directory else {}
     return {
         "tok/s": rate,
         "profile": profile,
@@ -146,7 +147,11 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def spile(options: argparse.Namespace) -> dict[str, Any]:
-    """`spile.extract`; timed from the first rows written to the last durable file."""
+    """`spile.extract`; timed from the first rows written to the last durable file.
+
+    With a profile the time is not for comparison; and another run comes first, since to begin a
+    trace before a device's first work, or beside its work, gave none, crashed or hung.
+    """
     import spile as package
     from spile.metrics import Counters
 
@@ -154,18 +159,19 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
     seen: list[tuple[float, float, dict[str, float]]] = []
     spans = ("device_busy", "device_idle", "waited_for_text", "waited_for_writing")
     names = ("tokens", "computed", *spans)
-    profiled: dict[str, Any] = {}
 
     warm = WARM_UP * options.step_tokens
     runtime = package.Runtime(batch_tokens=options.batch_tokens)
-    with ThreadPoolExecutor(1) as pool:
+    if options.profile:
+        few = argparse.Namespace(**{**vars(options), "max_docs": 2 * WARM_UP})
+        package.extract(recipe_of(few), f"{options.out}-few", runtime)
+        shutil.rmtree(f"{options.out}-few")
+    with ThreadPoolExecutor(1) as pool, traced(options) as profile:
         work = pool.submit(
             package.extract, recipe_of(options), options.out, runtime, counters=counters
         )
         while not work.done():
             seen.append((time.perf_counter(), processor(), {n: counters[n] for n in names}))
-            if options.profile and not profiled and counters["tokens"] > warm:
-                profiled["at"] = trace(options, lambda: wait([work], options.profile))
             wait([work], 0.02)
         end = time.perf_counter()
         work.result()
@@ -176,50 +182,57 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
     # What had been computed before is not counted, though it was written since.
     result: dict[str, Any] = {"tok/s": spent["computed"] / (end - start), "shares": shares}
     result["cores"] = round((processor() - used) / (end - start), 2)  # used, on average
-    if profiled:
-        result["profile"] = read_profile(profiled["at"])
+    if profile:
+        result["profile"] = read_profile(profile, options.profile)
     return result
 
 
-def trace(options: argparse.Namespace, during: Callable[[], Any]) -> Path:
-    """What the device did meanwhile; the trace is kept beside the results."""
+@contextmanager
+def traced(options: argparse.Namespace) -> Generator[Path | None]:
+    """What the device does meanwhile; the trace is kept beside the results."""
+    if not options.profile:
+        yield None
+        return
     import jax
 
     directory = Path(options.results or options.work).with_suffix(f".{options.shape}.profile")
     chosen = jax.profiler.ProfileOptions()
     chosen.python_tracer_level = chosen.host_tracer_level = 0  # they would slow down the host
     jax.profiler.start_trace(directory, profiler_options=chosen)
-    during()
-    jax.profiler.stop_trace()
-    return directory
+    try:
+        yield directory
+    finally:
+        jax.profiler.stop_trace()
 
 
-def read_profile(directory: Path) -> dict[str, Any]:
-    """How much of the time no kernel ran, and which kinds of kernels took the rest."""
+def read_profile(directory: Path, seconds: float) -> dict[str, Any]:
+    """How much of the last seconds no kernel ran, and which kinds of kernels took the rest."""
     from jax.profiler import ProfileData
 
     path = max(directory.glob("**/*.xplane.pb"), key=lambda found: found.stat().st_mtime)
     kinds = {"gemm": ("gemm", "nvjet", "cutlass"), "attention": ("cudnn", "flash", "fmha", "sdpa")}
-    intervals: list[tuple[float, float]] = []
-    spent: dict[str, float] = {}
+    found: list[tuple[float, float, str]] = []
     for plane in ProfileData.from_file(str(path)).planes:
         if not plane.name.startswith("/device:GPU"):
             continue
         for line in plane.lines:
-            if not line.name.startswith("Stream") or "Memcpy" in line.name:
-                continue
-            for event in line.events:
-                intervals.append((event.start_ns, event.start_ns + event.duration_ns))
+            for event in line.events if line.name.startswith("Stream") else ():
                 lower = event.name.lower()
+                if lower.startswith(("memcpy", "memset")):
+                    continue  # work beside the kernels, or time without any
                 kind = next((k for k, words in kinds.items() if any(w in lower for w in words)),
                             "everything else")  # fmt: skip
-                spent[kind] = spent.get(kind, 0.0) + event.duration_ns
-    intervals.sort()
-    busy, reached = 0.0, intervals[0][0]
-    for begin, stop in intervals:
+                found.append((event.start_ns, event.start_ns + event.duration_ns, kind))
+    if not found:
+        return {"seconds": 0.0}
+    end = max(stop for _, stop, kind in found if kind == "gemm")
+    found = sorted(each for each in found if end - seconds * 1e9 <= each[0] < end)
+    busy, reached, spent = 0.0, found[0][0], dict.fromkeys((*kinds, "everything else"), 0.0)
+    for begin, stop, kind in found:
+        spent[kind] += stop - begin
         busy += max(0.0, stop - max(begin, reached))
         reached = max(reached, stop)
-    span = reached - intervals[0][0]
+    span = reached - found[0][0]
     return {"seconds": span / 1e9, "idle": 1 - busy / span,
             **{kind: value / span for kind, value in sorted(spent.items())}}  # fmt: skip
 

@@ -82,6 +82,9 @@ class Bench:
             Path(self.options.results).write_text(json.dumps(everything, indent=1))
         share = rate / self.results["matrix products"]["tok/s"]
         print(f"{title:<46} {rate:>10,.0f} tok/s {share:>8.1%}", flush=True)
+        for kind in ("shares", "profile"):
+            parts = [f"{name} {value:.3g}" for name, value in result.get(kind, {}).items()]
+            print(f"  {kind}: {', '.join(parts)}", flush=True) if parts else None
         return rate
 
     def ratio(self, what: str, ours: float | None, other: float | None) -> None:
@@ -147,29 +150,31 @@ def measure(bench: Bench) -> None:
         computed[count] = bench.run(title, "compute", **given)
         bench.ratio("of the matrix products", computed[count], limit)
 
-    full = None
-    for place in filter(None, options.sinks.split(",")):
+    places = [place for place in options.sinks.split(",") if place]
+    full, place, out = None, "", ""
+    for place in places:
         out = f"{place}/spile-bench-out"
         most_bytes = min(options.sink_bytes, shutil.disk_usage(place).free / 3)
         taken = bench.run(f"{place} alone", "sink", out=out, sink_bytes=most_bytes)
         assert taken
-        for count in counts:
+        for count in counts if place == places[-1] else counts[-1:]:
             for dtype in options.dtypes.split(",") if count > 1 else ["bfloat16"]:
                 row_bytes = count * (width * 2 if dtype == "bfloat16" else width + 4)
                 reachable = min(computed[count] or limit, taken * 1e9 / row_bytes)
                 given = {"out": out, "store_dtype": dtype, **chosen[count], **sized(reachable)}
                 title = f"spile, taps: {count}, {dtype}, {place}"
-                # (tracing slows the host a little)
-                traced = profile if dtype != "bfloat16" else 0.0
-                rate = bench.run(title, "spile", profile=traced, **given)
-                full = full or rate
+                rate = bench.run(title, "spile", **given)
+                full = rate if count == 1 else full
                 bench.ratio("of what device and sink allow", rate, reachable)
     if full:
-        half = tapped([layers // 2 - 1])
-        early = bench.run("spile, one tap at half depth", "spile", **half, **sized(2 * limit))
+        given = {"out": out, **tapped([layers // 2 - 1]), **sized(2 * limit)}
+        early = bench.run(f"spile, one tap at half depth, {place}", "spile", **given)
         bench.ratio("over full depth", early, full)
+    if profile and places:
+        given = {"profile": profile, **chosen[counts[-1]], **sized(limit)}
+        bench.run(f"spile, taps: {counts[-1]}, bfloat16, traced", "spile", **given)
 
-    title = f"spile, taps: {counts[-1]}, bfloat16, {options.sinks.split(',')[0]}"
+    title = f"spile, taps: {counts[-1]}, bfloat16, {places[0] if places else ''}"
     ours = bench.results.get(title, {}).get("tok/s")
     for peer in filter(None, options.peers.split(",")):
         name, _, size = peer.partition("-")

@@ -179,11 +179,10 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
 
     def by_length() -> Iterator[Batch]:
         """Neighbours in length, as many as fill a step; then in any order."""
-        ordered = sorted(texts, key=len)
-        encoded = tokenizer(ordered, truncation=True, max_length=options.seq_len)
+        encoded = tokenizer(texts, truncation=True, max_length=options.seq_len)
         lengths = [len(ids) for ids in encoded["input_ids"]]
         groups: list[Batch] = [[]]
-        for text, length in zip(ordered, lengths, strict=True):
+        for length, text in sorted(zip(lengths, texts, strict=True)):
             if options.size == 1 or (len(groups[-1]) + 1) * length > options.step_tokens:
                 groups.append([])
             groups[-1].append(text)
@@ -204,7 +203,7 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
                 save(f"{options.out}/{number}-{layer}.npy", buffer[:count])
                 spare.append(buffer)
 
-    thread = threading.Thread(target=writer)
+    thread = threading.Thread(target=writer, daemon=True)  # or a failure would wait for it
     thread.start()
 
     def one(number: int, batch: Batch, seconds: Seconds) -> int:

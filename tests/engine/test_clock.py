@@ -36,7 +36,8 @@ def start() -> Start:
     lengths = np.array([TOKENS - 5, 5], np.int32)
 
     def start(times: int = 1) -> StepOutput:
-        return StepOutput(lengths, lengths, {}, {}, compiled(matrix, jnp.int32(60 * times)))
+        begin = time.perf_counter()
+        return StepOutput(lengths, lengths, {}, {}, begin, compiled(matrix, jnp.int32(60 * times)))
 
     start().finished.block_until_ready()
     return start
@@ -116,6 +117,19 @@ def test_steps_started_ahead_leave_nothing_idle(
     busy = seen.counters["device_busy"]
     assert busy == pytest.approx(seen.finished[-1] - seen.finished[0], abs=1e-9)
     assert busy > 0
+
+
+def test_a_step_counts_from_when_the_device_had_it_not_from_when_the_clock_heard_of_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with watched(monkeypatch) as seen:
+        first, second = start(4), start()
+        seen.clock.started(first)
+        second.finished.block_until_ready()
+        time.sleep(PAUSE)
+        seen.clock.started(second)
+        seen.wait(2)
+    assert seen.counters["device_idle"] == 0
 
 
 def test_a_single_step_only_starts_the_clock(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ class DeviceClock:
         )
 
     def started(self, step: StepOutput) -> None:
-        """A step was started just now."""
-        self._watcher.put((time.perf_counter(), step.finished, int(step.lengths.sum())))
+        """A step was started."""
+        self._watcher.put((step.started, step.finished, int(step.lengths.sum())))
 
     def _watch(self, started: tuple[float, jax.Array, int]) -> None:
         begin, finished, tokens = started

@@ -46,6 +46,7 @@ class StepOutput:
     counts: np.ndarray  # of them, how many were kept
     rows: Mapping[str, Array]
     reduced: Mapping[str, Reduced]
+    started: float  # when it was handed to the device (`time.perf_counter`)
     finished: Array  # ready when the device has done the step, whatever is still being copied
 
     @property
@@ -159,10 +160,11 @@ class Step:
     def __call__(self, batch: Batch) -> StepOutput:
         """Start a step; returns at once, the device works on."""
         rows, reduced = self.compute(batch)
+        started = time.perf_counter()  # what follows may take longer than the step itself
         finished = next(iter(reduced.values()))["norm_sum"]
         if self._host is not None:
             rows, reduced = jax.device_put((rows, reduced), self._host)
-        return StepOutput(batch.lengths, batch.counts, rows, reduced, finished)
+        return StepOutput(batch.lengths, batch.counts, rows, reduced, started, finished)
 
     def compute(self, batch: Batch) -> tuple[dict[str, Array], dict[str, Reduced]]:
         """The same, with everything left on the device."""
