@@ -14,11 +14,12 @@ import pytest
 
 from spile.engine import clock
 from spile.engine.clock import DeviceClock
-from spile.engine.step import StepOutput
+from spile.engine.step import Runs, StepOutput
 from spile.metrics import Counters
 
 TOKENS = 12
 PAUSE = 0.25
+RUNS = Runs(np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros((1, 1), np.int64), 1)
 
 
 Start = Callable[..., StepOutput]
@@ -33,11 +34,10 @@ def start() -> Start:
         return jax.lax.fori_loop(0, products, lambda _, found: found @ matrix, matrix).sum()
 
     compiled = jax.jit(work).lower(matrix, jnp.int32(1)).compile()
-    lengths = np.array([TOKENS - 5, 5], np.int32)
 
     def start(times: int = 1) -> StepOutput:
         begin = time.perf_counter()
-        return StepOutput(lengths, lengths, {}, {}, begin, compiled(matrix, jnp.int32(60 * times)))
+        return StepOutput(TOKENS, RUNS, {}, {}, begin, compiled(matrix, jnp.int32(60 * times)))
 
     start().finished.block_until_ready()
     return start

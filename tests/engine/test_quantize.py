@@ -44,8 +44,8 @@ def on_device(
         return [made.stored, made.scale, made.decoded, made.clipped]
 
     given = None if scale is None else jnp.asarray(scale)
-    made = (jax.jit(run) if compiled else run)(jnp.asarray(values), given)
-    return [None if array is None else flat(array) for array in made]
+    made = (jax.jit(run) if compiled else run)(jnp.asarray(flat(values)), given)
+    return [None if array is None else np.asarray(array) for array in made]
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -113,7 +113,8 @@ def run(
     )
     given = [*inputs] if columns is None else [*inputs, columns]
     found = jax.jit(step, compiler_options=QUICK)(params, *map(jnp.asarray, given))
-    return {name: np.asarray(value) for name, value in found.items()}
+    rows, kept = given[-1].shape if columns is not None else given[0].shape
+    return {n: np.asarray(v).reshape(rows, kept, *v.shape[1:]) for n, v in found.items()}
 
 
 def error(found: np.ndarray, wanted: np.ndarray) -> float:

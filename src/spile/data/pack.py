@@ -67,23 +67,39 @@ class PackedUnit:
         )
         return replace(cut, index=self.index[: int(cut.counts.sum())])
 
-    def batches(self, rows: int, fewest: int | None = None) -> Iterator[Batch]:
-        """Consecutive groups of rows; the last is padded with empty ones.
+    def run_of(self, part: int, parts: int) -> tuple[int, int]:
+        """Where the stored rows of one of several equal parts begin, and how many there are."""
+        share = -(-len(self.counts) // parts)
+        before = int(self.counts[: part * share].sum())
+        return before, int(self.counts[part * share : (part + 1) * share].sum())
+
+    def batches(
+        self, rows: int, fewest: int | None = None, *, parts: int = 1, quantum: int = 1
+    ) -> Iterator[Batch]:
+        """Groups of rows; the last is padded with empty ones.
 
         It is halved first as long as it holds what is left, but not below `fewest` rows (`rows`,
-        if not given): each size must be compiled.
+        if not given), and to multiples of `quantum`: each size must be compiled. Of several
+        `parts` of the unit each has its share of every batch: consecutive rows of its own.
         """
-        for first in range(0, len(self.lengths), rows):
-            while rows // 2 >= max(fewest or rows, len(self.lengths) - first):
-                rows //= 2
-            segments = _group(self.segments, first, rows)
+        share, each = -(-len(self.lengths) // parts), rows // parts
+        for first in range(0, share, each):
+            while each // 2 * parts >= max(fewest or rows, (share - first) * parts) and (
+                each // 2 * parts % quantum == 0
+            ):
+                each //= 2
+            chosen = [
+                slice(part * share + first, min(part * share + first + each, (part + 1) * share))
+                for part in range(parts)
+            ]
+            segments = _group(self.segments, chosen, each)
             yield Batch(
-                tokens=_group(self.tokens, first, rows),
-                positions=_group(self.positions, first, rows),
+                tokens=_group(self.tokens, chosen, each),
+                positions=_group(self.positions, chosen, each),
                 segments=segments,
-                lengths=_group(self.lengths, first, rows),
-                columns=None if self.columns is None else _group(self.columns, first, rows),
-                counts=_group(self.counts, first, rows),
+                lengths=_group(self.lengths, chosen, each),
+                columns=None if self.columns is None else _group(self.columns, chosen, each),
+                counts=_group(self.counts, chosen, each),
                 contexts=_rounded_up(int(segments.max(initial=0))),
             )
 
@@ -93,9 +109,12 @@ def _rounded_up(contexts: int) -> int:
     return 4 ** max(2, -(-max(1, contexts - 1).bit_length() // 2))
 
 
-def _group(array: np.ndarray, first: int, rows: int) -> np.ndarray:
-    part = array[first : first + rows]
-    return np.pad(part, ((0, rows - len(part)),) + ((0, 0),) * (array.ndim - 1))
+def _group(array: np.ndarray, chosen: list[slice], each: int) -> np.ndarray:
+    """The chosen rows, every slice padded to `each` of them."""
+    parts = [array[rows] for rows in chosen]
+    shape = array.shape[1:]
+    empty = [np.zeros((each - len(part), *shape), array.dtype) for part in parts]
+    return np.concatenate([piece for both in zip(parts, empty, strict=True) for piece in both])
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -25,7 +25,7 @@ class DeviceClock:
 
     def started(self, step: StepOutput) -> None:
         """A step was started."""
-        self._watcher.put((step.started, step.finished, int(step.lengths.sum())))
+        self._watcher.put((step.started, step.finished, step.tokens))
 
     def _watch(self, started: tuple[float, jax.Array, int]) -> None:
         begin, finished, tokens = started

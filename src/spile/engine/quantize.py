@@ -16,14 +16,14 @@ from spile.store.quant import FLOAT8, FLOAT8_MAX, INT8_MAX
 class Encoded:
     """Values in their stored form, and what reading them back gives."""
 
-    stored: Shaped[Array, "rows kept ..."]
-    scale: Float[Array, "rows kept"] | None  # where each row has one
-    decoded: Shaped[Array, "rows kept ..."]
-    clipped: Int[Array, "rows kept"] | None  # values of each row that were too large
+    stored: Shaped[Array, "rows ..."]
+    scale: Float[Array, " rows"] | None  # where each row has one
+    decoded: Shaped[Array, "rows ..."]
+    clipped: Int[Array, " rows"] | None  # values of each row that were too large
 
 
 def encode(
-    values: Shaped[Array, "rows kept ..."],
+    values: Shaped[Array, "rows ..."],
     dtype: str,
     channel_scale: Float[Array, "..."] | None,
 ) -> Encoded:
@@ -36,22 +36,22 @@ def encode(
     return Encoded(values, None, values, None)
 
 
-def _by_row(values: Shaped[Array, "rows kept ..."]) -> Encoded:
+def _by_row(values: Shaped[Array, "rows ..."]) -> Encoded:
     wide = values.astype(jnp.float32)
     # What is not finite is stored as NaN, and must not spoil the rest of its row.
     present = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
-    largest = present.reshape(*values.shape[:2], -1).max(axis=-1)
+    largest = present.reshape(len(values), -1).max(axis=-1)
     # Never so small that a device flushes it to zero.
     smallest = float(np.finfo(np.float32).tiny)
     scale = jnp.where(largest > 0, jnp.maximum(largest / FLOAT8_MAX, smallest), 1.0)
-    shaped = scale.reshape(*scale.shape, *[1] * (values.ndim - 2))
+    shaped = scale.reshape(*scale.shape, *[1] * (values.ndim - 1))
     stored = (wide / shaped).astype(FLOAT8)
     return Encoded(stored, scale, stored.astype(jnp.float32) * shaped, None)
 
 
-def _by_channel(values: Shaped[Array, "rows kept ..."], scale: Float[Array, "..."]) -> Encoded:
-    scale = scale.reshape(1, 1, *scale.shape)
+def _by_channel(values: Shaped[Array, "rows ..."], scale: Float[Array, "..."]) -> Encoded:
+    scale = scale[None]
     steps = jnp.rint(values.astype(jnp.float32) / scale)
     stored = jnp.clip(steps, -INT8_MAX, INT8_MAX).astype(jnp.int8)
-    beyond = (jnp.abs(steps) > INT8_MAX).reshape(*values.shape[:2], -1).sum(axis=-1)
+    beyond = (jnp.abs(steps) > INT8_MAX).reshape(len(values), -1).sum(axis=-1)
     return Encoded(stored, None, stored.astype(jnp.float32) * scale, beyond)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from spile.background import Consumer
 from spile.config import Runtime
 from spile.data.pack import PackedUnit
@@ -178,16 +176,16 @@ class Sink:
                 self._commits.put(item.unit)
             return
         for tap in taps:
-            rows = output.rows_of(tap)
-            unfit = rows.dtype == np.int8  # it has no NaN
+            unfit = self._job.table.taps[tap].dtype == "int8"  # it has no NaN
             for stats in output.stats_of(tap):
                 if stats.nonfinite and (unfit or not self._runtime.allow_nonfinite):
                     raise DataError(self._nonfinite(tap, stats.nonfinite, item.unit.prepared.unit))
                 writer.stats[tap].merge(stats)
-            writer.write(tap, rows, output.scales_of(tap))
-            self._counters.add(bytes=len(rows) * self._job.table.taps[tap].row_bytes)
+            for rows, scales in output.pieces_of(tap):
+                writer.write(tap, rows, scales)
+                self._counters.add(bytes=len(rows) * self._job.table.taps[tap].row_bytes)
         if item.last():
-            self._counters.add(tokens=int(output.lengths.sum()))
+            self._counters.add(tokens=output.tokens)
             self._presence.tell(tokens=int(self._counters["tokens"]))
 
     def _nonfinite(self, tap: str, count: int, unit: Unit) -> str:

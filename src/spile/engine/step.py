@@ -6,10 +6,11 @@ compiled again without anyone noticing.
 """
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,65 +18,101 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from spile.data.pack import Batch
 from spile.engine.quantize import encode
+from spile.layout import AXES
 from spile.models.arch import Arch
 from spile.models.decoder import forward
 from spile.models.kernels import for_platform
 from spile.models.params import Params, Schedule
 from spile.models.taps import Tap
+from spile.sharding import P, Shards, local_runs, put
 from spile.store.format import scale_name
 from spile.store.quant import QUANTIZED
 from spile.store.stats import TapStats
 
 _log = logging.getLogger("spile")
 
-# Per packed row and channel or per packed row: see `_reduce`.
+# Per part of a run and channel, or per part: see `_reduce`.
 Reduced = dict[str, Array]
 
 _LENGTHS = 8  # different numbers of rows that may leave the device; a program for each
 
 
 @dataclass(frozen=True)
+class Runs:
+    """What is kept of a batch, device by device: each has a run of the rows laid end to end."""
+
+    places: np.ndarray  # [devices x longest]: of kept tokens within a device's run, then zeros
+    counts: np.ndarray  # [devices]: how many those are
+    parts: np.ndarray  # [devices, parts of a run]: how many lie in each part
+    size: int  # of a part
+
+    @classmethod
+    def of(cls, batch: Batch, devices: int) -> "Runs":
+        """Places are padded to one of a few lengths: each is compiled once."""
+        rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
+        places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(batch.counts)])
+        run = rows * width // devices
+        ends = np.searchsorted(places, run * np.arange(1, devices + 1))
+        by_device = np.split(places, ends[:-1])
+        counts = np.diff(ends, prepend=0)
+        unit = -(-run // _LENGTHS)
+        longest = min(run, -(-int(counts.max()) // unit) * unit)
+        padded = np.zeros((devices, longest), np.int32)
+        for device, own in enumerate(by_device):
+            padded[device, : len(own)] = own - device * run
+        size = width if run % width == 0 else run
+        parts = np.bincount(places // size, minlength=rows * width // size)
+        return cls(padded.reshape(-1), counts, parts.reshape(devices, -1), size)
+
+    def __getitem__(self, devices: slice) -> "Runs":
+        """Those of some of the devices."""
+        return replace(self, counts=self.counts[devices], parts=self.parts[devices])
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """What a step gives, on its way to the host; reading any of it waits for it to arrive."""
 
-    lengths: np.ndarray  # tokens of each packed row
-    counts: np.ndarray  # of them, how many were kept
+    tokens: int  # that were read, by all devices
+    runs: Runs  # of this process's devices
     rows: Mapping[str, Array]
     reduced: Mapping[str, Reduced]
     started: float  # when it was handed to the device (`time.perf_counter`)
     finished: Array  # ready when the device has done the step, whatever is still being copied
 
-    @property
-    def num_rows(self) -> int:
-        return int(self.counts.sum())
+    def pieces_of(self, tap: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """[kept rows, ...] on the host, in stored order, device by device: views, not copies.
+
+        With the scale of each row, where they have them.
+        """
+        runs = local_runs(self.rows[tap])
+        scale = self.rows.get(scale_name(tap))
+        scales = [None] * len(runs) if scale is None else local_runs(scale)
+        for count, rows, by_row in zip(self.runs.counts, runs, scales, strict=True):
+            yield rows[:count], None if by_row is None else by_row[:count]
 
     def rows_of(self, tap: str) -> np.ndarray:
-        """[kept rows, ...] on the host, in stored order: a view, not a copy."""
-        return np.asarray(self.rows[tap])[: self.num_rows]
-
-    def scales_of(self, tap: str) -> np.ndarray | None:
-        """The scale of each of those rows, where they have them."""
-        scales = self.rows.get(scale_name(tap))
-        return None if scales is None else np.asarray(scales)[: self.num_rows]
+        pieces = [rows for rows, _ in self.pieces_of(tap)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def stats_of(self, tap: str) -> list[TapStats]:
-        """One entry per packed row that holds kept tokens, in order."""
-        host = {name: np.asarray(value) for name, value in self.reduced[tap].items()}
+        """One entry per packed row, or part of it, that holds kept tokens, in order."""
+        host = {name: np.concatenate(local_runs(a)) for name, a in self.reduced[tap].items()}
         return [
             TapStats(
                 int(count),
-                host["mean"][row].astype(np.float64),
-                host["m2"][row].astype(np.float64),
-                float(host["norm_sum"][row]),
-                float(host["max_abs"][row]),
-                int(host["nonfinite"][row]),
-                int(host["clipped"][row]) if "clipped" in host else 0,
+                host["mean"][part].astype(np.float64),
+                host["m2"][part].astype(np.float64),
+                float(host["norm_sum"][part]),
+                float(host["max_abs"][part]),
+                int(host["nonfinite"][part]),
+                int(host["clipped"][part]) if "clipped" in host else 0,
             )
-            for row, count in enumerate(self.counts)
+            for part, count in enumerate(self.runs.parts.reshape(-1))
             if count
         ]
 
@@ -93,17 +130,23 @@ class Step:
         compute_dtype: str,
         store_dtype: str,
         device: Any,
+        shards: Shards | None = None,
         scales: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """`scales`: of each channel, for taps that are stored with them."""
-        self.params = params
-        self._scales = jax.device_put(dict(scales or {}))
+        """Args:
+        device: one of those it runs on; the only one, if there are no `shards`.
+        scales: of each channel, for taps that are stored with them.
+        """
+        self.params, self._shards = params, shards
+        self._scales = jax.device_put(dict(scales or {}), shards.whole if shards else None)
         self._packs = device.platform == "gpu"  # its kernel is compiled for a number of contexts
         # Copies into pinned memory run at the wire's rate and beside the next step; ordinary
         # ones do neither. Where host and device are one there is nothing to copy.
         self._host = None
         if device.platform != "cpu":
-            self._host = SingleDeviceSharding(device, memory_kind="pinned_host")
+            pinned = "pinned_host"
+            alone = SingleDeviceSharding(device, memory_kind=pinned)
+            self._host = shards.by_runs(pinned) if shards else alone
         # float32 means float32: on accelerators the default would be a faster, coarser product.
         precision = "highest" if compute_dtype == "float32" else "default"
         # Eight bits are made of what the model computed, once the last block has run.
@@ -118,6 +161,7 @@ class Step:
             counts: Array,
             columns: Array | None,
             contexts: int,
+            part: int,
         ) -> tuple[dict[str, Array], dict[str, Reduced]]:
             seq_len = tokens.shape[1]
             attention = for_platform(
@@ -135,9 +179,11 @@ class Step:
                     schedule=schedule,
                     attention=attention,
                     store_dtype=carried,
+                    shards=shards,
                 )
             width = seq_len if columns is None else columns.shape[1]
-            real = jnp.arange(width)[None, :] < counts[:, None]
+            real = (jnp.arange(width)[None, :] < counts[:, None]).reshape(-1)
+            reduce = _on_each(shards, partial(_reduce, part=part), 3)
             rows: dict[str, Array] = {}
             reduced: dict[str, Reduced] = {}
             for tap in taps:
@@ -146,14 +192,14 @@ class Step:
                 rows[tap.name] = encoded.stored
                 if encoded.scale is not None:
                     rows[scale_name(tap.name)] = encoded.scale
-                reduced[tap.name] = _reduce(encoded.decoded, real)
-                reduced[tap.name]["nonfinite"] = _count(~jnp.isfinite(found), real)
+                counted = {"nonfinite": _per_token(~jnp.isfinite(found))}
                 if encoded.clipped is not None:
-                    reduced[tap.name]["clipped"] = _count(encoded.clipped, real)
+                    counted["clipped"] = encoded.clipped
+                reduced[tap.name] = reduce(encoded.decoded, real, counted)
             return rows, reduced
 
-        self._run = jax.jit(run, static_argnums=7)
-        self._compact = jax.jit(_compact)
+        self._run = jax.jit(run, static_argnums=(7, 8))
+        self._compact = jax.jit(_on_each(shards, _compact, 2))
         self._programs: dict[Any, Any] = {}
         self._compiling = threading.Lock()
 
@@ -164,28 +210,81 @@ class Step:
         finished = next(iter(reduced.values()))["norm_sum"]
         if self._host is not None:
             rows, reduced = jax.device_put((rows, reduced), self._host)
-        return StepOutput(batch.lengths, batch.counts, rows, reduced, started, finished)
+        runs = Runs.of(self._divisible(batch), self._devices)[self._own]
+        return StepOutput(int(batch.lengths.sum()), runs, rows, reduced, started, finished)
 
     def compute(self, batch: Batch) -> tuple[dict[str, Array], dict[str, Reduced]]:
         """The same, with everything left on the device."""
-        run, compact = self._programs_for(batch)
-        kept, inputs = jax.device_put((_kept(batch), _inputs(batch)))
+        batch = self._divisible(batch)
+        runs = Runs.of(batch, self._devices)
+        run, compact = self._programs_for(batch, runs)
+        kept, inputs = self._put(runs.places, _inputs(batch))
         rows, reduced = run(self.params, self._scales, *inputs)
         return compact(rows, kept), reduced
 
-    def compile(self, batch: Batch) -> None:
+    def compile(self, batch: Batch) -> tuple[Any, Any]:
         """Compile what a batch of this shape needs, if that has not been done."""
-        self._programs_for(batch)
+        batch = self._divisible(batch)
+        return self._programs_for(batch, Runs.of(batch, self._devices))
 
-    def _programs_for(self, batch: Batch) -> tuple[Any, Any]:
-        kept, inputs = _kept(batch), _inputs(batch)
+    @property
+    def _devices(self) -> int:
+        return self._shards.layout.size if self._shards else 1
+
+    @property
+    def _own(self) -> slice:
+        """This process's devices, among all."""
+        if self._shards is None:
+            return slice(None)
+        owners = [device.process_index for device in self._shards.mesh.devices.flat]
+        first = owners.index(jax.process_index())
+        return slice(first, first + owners.count(jax.process_index()))
+
+    def _divisible(self, batch: Batch) -> Batch:
+        """Every device must have as many of the tokens that may be kept: add some that are not."""
+        rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
+        if rows * width % self._devices == 0:
+            return batch
+        assert self._shards
+        columns = batch.columns
+        if columns is None:
+            columns = np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width))
+        more = -width % self._shards.layout.model
+        return replace(batch, columns=np.pad(columns, ((0, 0), (0, more))))
+
+    def _put(self, kept: np.ndarray, inputs: tuple[np.ndarray | None, ...]) -> Any:
+        if self._shards is None:
+            return jax.device_put((kept, inputs))
+        by_rows = self._shards.by_rows
+        return put(kept, self._shards.by_runs()), [
+            None if array is None else put(array, by_rows) for array in inputs
+        ]
+
+    def _programs_for(self, batch: Batch, runs: Runs) -> tuple[Any, Any]:
+        by_rows = self._shards.by_rows if self._shards else None
+        by_runs = self._shards.by_runs() if self._shards else None
+
+        def like(array: Any, sharding: Any) -> Any:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+        inputs = _inputs(batch)
         shapes = tuple(None if a is None else a.shape for a in inputs)
         contexts = batch.contexts if self._packs else 0
         run = self._program(
-            (shapes, contexts), self._run, lambda: (self.params, self._scales, *inputs, contexts)
-        )
+            (shapes, contexts),
+            self._run,
+            lambda: (
+                self.params, self._scales,
+                *[None if a is None else like(a, by_rows) for a in inputs], contexts, runs.size,
+            ),
+        )  # fmt: skip
         compact = self._program(
-            (shapes, kept.shape), self._compact, lambda: (run.out_info[0], kept)
+            (shapes, runs.places.shape),
+            self._compact,
+            lambda: (
+                {name: like(rows, by_runs) for name, rows in run.out_info[0].items()},
+                like(runs.places, by_runs),
+            ),
         )
         return run, compact
 
@@ -204,29 +303,28 @@ def _inputs(batch: Batch) -> tuple[np.ndarray | None, ...]:
     return (batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns)
 
 
-def _kept(batch: Batch) -> np.ndarray:
-    """Where the kept tokens lie when rows are laid end to end, in stored order.
-
-    Padded to one of a few lengths (and those repeat the first place): each is compiled once.
-    """
-    rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
-    places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(batch.counts)])
-    most = rows * width
-    unit = -(-most // _LENGTHS)
-    padded = np.zeros(min(most, -(-len(places) // unit) * unit), np.int32)
-    padded[: len(places)] = places
-    return padded
+def _on_each(shards: Shards | None, function: Callable[..., Any], arguments: int) -> Any:
+    """A function of runs of tokens that every device applies to its own."""
+    if shards is None:
+        return function
+    return shards.each(function, [P(AXES)] * arguments, P(AXES))
 
 
 def _compact(rows: Mapping[str, Array], kept: Array) -> dict[str, Array]:
     """Only what will be stored, without gaps: padding never leaves the device."""
-    flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in rows.items()}
-    return {name: values[kept] for name, values in flat.items()}
+    return {name: values[kept] for name, values in rows.items()}
 
 
-def _reduce(values: Shaped[Array, "rows kept ..."], real: Bool[Array, "rows kept"]) -> Reduced:
-    """Moments of each packed row over its kept tokens, of the values as stored."""
-    wide = values.reshape(*real.shape, -1).astype(jnp.float32)
+def _reduce(
+    values: Shaped[Array, "tokens ..."],
+    real: Bool[Array, " tokens"],
+    counted: Mapping[str, Int[Array, " tokens"]],
+    *,
+    part: int,
+) -> Reduced:
+    """Moments of each part of a run over its kept tokens, of the values as stored."""
+    wide = values.reshape(-1, part, math.prod(values.shape[1:])).astype(jnp.float32)
+    real = real.reshape(-1, part)
     weight = real[..., None]
     count = jnp.maximum(real.sum(axis=1), 1).astype(jnp.float32)[:, None]
     masked = partial(jnp.where, weight)
@@ -238,10 +336,12 @@ def _reduce(values: Shaped[Array, "rows kept ..."], real: Bool[Array, "rows kept
         "m2": (deviation * deviation).sum(axis=1),
         "norm_sum": jnp.sqrt((present * present).sum(axis=-1)).sum(axis=-1),
         "max_abs": jnp.where(jnp.isfinite(present), jnp.abs(present), 0.0).max(axis=(1, 2)),
+    } | {
+        name: jnp.where(real, counts.reshape(-1, part), 0).sum(axis=1)
+        for name, counts in counted.items()
     }
 
 
-def _count(found: Shaped[Array, "rows kept ..."], real: Bool[Array, "rows kept"]) -> Array:
-    """How many of each packed row's kept tokens' values."""
-    counts = found.reshape(*real.shape, -1).sum(axis=-1, dtype=jnp.int32)
-    return jnp.where(real, counts, 0).sum(axis=1)
+def _per_token(found: Bool[Array, "tokens ..."]) -> Int[Array, " tokens"]:
+    """How many of each token's values."""
+    return found.reshape(len(found), -1).sum(axis=-1, dtype=jnp.int32)

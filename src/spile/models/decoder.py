@@ -4,6 +4,8 @@ Tapped values live in the scan's carry, one buffer per site, already in the stor
 already without the rows nobody asked for. A block that is not tapped at a site writes to the slot
 of the site's next tapped block, which overwrites it later; only a site that ends above the
 deepest scanned block needs a slot to throw away.
+
+On a mesh a device holds some rows of the batch, and of the tapped values a run of all tokens.
 """
 
 from dataclasses import dataclass
@@ -18,8 +20,10 @@ from spile.models import moe
 from spile.models.arch import Arch, Layer
 from spile.models.attention import Attend, Attention, Scoring, mixed, pattern
 from spile.models.ops import activate, linear, norm, rotary_angles, rotate, softcap
+from spile.models.parallel import attention_by_heads, mixed_experts
 from spile.models.params import Block, Params, Schedule
 from spile.models.taps import AFTER_BLOCKS, Tap
+from spile.sharding import Shards
 
 Hidden = Float[Array, "rows seq width"]
 Heads = Float[Array, "rows seq heads dim"]
@@ -42,6 +46,20 @@ class _Run:
     angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
     attend: Attend
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
+    shards: Shards | None  # none: one device has everything
+
+    def by_rows(self, values: Array) -> Array:
+        return self.shards.rows(values) if self.shards else values
+
+    def flat(self, values: Array) -> Array:
+        """[rows, kept, ...] -> [rows x kept, ...]: as they are stored."""
+        end_to_end = values.reshape(-1, *values.shape[2:])
+        return self.shards.runs(end_to_end) if self.shards else end_to_end
+
+    def used(self, block: Block) -> Block:
+        if self.shards is None:
+            return block
+        return {name: self.shards.used(name, array) for name, array in block.items()}
 
     def kept(self, values: Array) -> Array:
         """[rows, seq, ...] -> [rows, kept, ...]: only the rows that will be stored."""
@@ -62,18 +80,24 @@ def forward(
     schedule: Schedule,
     attention: Attention,
     store_dtype: str,
+    shards: Shards | None = None,
 ) -> dict[str, Array]:
-    """Run the model as deep as the deepest tap; every tap's values [rows, kept, ...], by name.
+    """Run the model as deep as the deepest tap; every tap's values [rows x kept, ...], by name.
 
     `columns` are the places within each row to keep (all of them if it is not given).
     """
     frequencies = [rope.frequencies(arch.head_dim, arch.rope_positions) for rope in arch.ropes]
+    attend = (
+        attention_by_heads(attention, segments, positions, shards)
+        if shards
+        else attention(segments, positions)
+    )
     run = _Run(
         arch, tokens, positions, segments, columns,
         tuple(rotary_angles(positions, *each) for each in frequencies),
-        attention(segments, positions), _layers_by_site(taps),
+        attend, _layers_by_site(taps), shards,
     )  # fmt: skip
-    embedded = params.outer["embed"][tokens]
+    embedded = run.by_rows(params.outer["embed"][tokens])
     if arch.embed_scale != 1.0:
         embedded = embedded * jnp.asarray(arch.embed_scale, embedded.dtype)
     x = embedded
@@ -83,14 +107,14 @@ def forward(
     dtypes["resid_post"] = jnp.dtype(store_dtype)  # where `resid_pre` is met
     outer = {"embed": embedded, "resid_pre": x}
     out = {
-        tap.name: run.kept(outer[tap.site]).astype(dtypes[tap.site])
+        tap.name: run.flat(run.kept(outer[tap.site])).astype(dtypes[tap.site])
         for tap in map(_computed_as, taps)
         if tap.site in outer
     }
     x, buffers = _run_blocks(params, x, run, schedule, dtypes)
     if run.wanted.keys() & set(AFTER_BLOCKS):
         outer = _after_blocks(params, x, run)
-        out |= {site: outer[site].astype(dtypes[site]) for site in outer}
+        out |= {site: run.flat(outer[site]).astype(dtypes[site]) for site in outer}
     for tap in taps:
         met = _computed_as(tap)
         if met.layer is not None and met.site in buffers:
@@ -129,7 +153,7 @@ def _run_blocks(
     cast = {site: dtypes[site] for site in sites}
 
     def tapped(values: Values) -> Values:
-        return {site: run.kept(values[site]).astype(dtype) for site, dtype in cast.items()}
+        return {s: run.flat(run.kept(values[s])).astype(dtype) for s, dtype in cast.items()}
 
     def put(buffers: Values, values: Values, slot: dict[str, Array]) -> Values:
         return {
@@ -154,6 +178,8 @@ def _run_blocks(
         shapes = jax.eval_shape(lambda: tapped(_block(x, block, kind, run)[1]))
         most = {s: max(len(sites[s]), int(slots[s].max(initial=0)) + 1) for s in sites}
         buffers = {s: jnp.zeros((most[s], *shapes[s].shape), cast[s]) for s in sites}
+        if run.shards:
+            buffers = {s: run.shards.runs(buffer, lead=1) for s, buffer in buffers.items()}
     if schedule.cycles:
         by_cycle = {s: jnp.asarray(v.reshape(-1, schedule.period)) for s, v in slots.items()}
         (x, buffers), _ = jax.lax.scan(cycle, (x, buffers), (params.cycle, by_cycle))
@@ -167,16 +193,16 @@ def _run_blocks(
 
 def _block(x: Hidden, block: Block, layer: Layer, run: _Run) -> tuple[Hidden, Values]:
     """One block: the stream that leaves it, and what can be tapped inside."""
-    arch = run.arch
+    arch, block = run.arch, run.used(block)
     normed = partial(_normed, block=block, arch=arch)
     attn_in = normed(x, "attn_norm")
     attended, values = _attend(attn_in, block, layer, run)
     attn_out = normed(attended, "attn_post_norm")
     mid = x + attn_out
     mlp_in = normed(x if arch.parallel else mid, "mlp_norm")
-    mlp, inside = _mlp(mlp_in, block, arch)
+    mlp, inside = _mlp(mlp_in, block, run)
     mlp_out = normed(mlp, "mlp_post_norm")
-    post = mid + mlp_out
+    post = run.by_rows(mid + mlp_out)
     values |= inside
     values |= {"attn_in": attn_in, "attn_out": attn_out, "resid_mid": mid}
     values |= {"mlp_in": mlp_in, "mlp_out": mlp_out, "resid_post": post}
@@ -237,10 +263,13 @@ def _from_context_start(
     return jnp.where(visible, moved, 0.0).swapaxes(1, 2)
 
 
-def _mlp(x: Hidden, block: Block, arch: Arch) -> tuple[Hidden, Values]:
+def _mlp(x: Hidden, block: Block, run: _Run) -> tuple[Hidden, Values]:
+    arch = run.arch
     if arch.experts:
         logits, weights, ids = moe.route(x, block, arch.experts)
         values = {"router_logits": logits, "expert_weights": weights, "expert_ids": ids}
+        if run.shards:
+            return mixed_experts(x, weights, ids, block, arch, run.shards), values
         return moe.mix(x, weights, ids, block, arch), values
     gate = linear(x, block["w_gate"], block.get("b_gate")) if arch.gated else None
     up = linear(x, block["w_up"], block.get("b_up"))

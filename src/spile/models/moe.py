@@ -6,7 +6,7 @@ the chosen experts, and no token is ever left out for lack of room.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.arch import Arch, Experts
 from spile.models.ops import activate, linear
@@ -37,14 +37,24 @@ def mix(
     ids: Int[Array, "rows seq chosen"],
     block: Block,
     arch: Arch,
+    *,
+    first: Int[Array, ""] | int = 0,
+    adds: Bool[Array, ""] | bool = True,
 ) -> Float[Array, "rows seq width"]:
-    """The chosen experts' outputs, weighted and added."""
+    """The chosen experts' outputs, weighted and added.
+
+    Where the block holds some of the experts only, `first` is the number of the first of them;
+    the others add nothing. `adds`: whether the last bias is added here.
+    """
     assert arch.experts
     flat = x.reshape(-1, x.shape[-1])
-    chosen = ids.reshape(-1)
+    held = len(block["w_up"])
+    chosen = ids.reshape(-1) - first
+    here = (chosen >= 0) & (chosen < held)
+    chosen = jnp.where(here, chosen, held)
     order = jnp.argsort(chosen)  # stable: ties keep the tokens' order
-    expert = chosen[order]
-    sizes = jnp.bincount(chosen, length=arch.experts.count)
+    expert = jnp.minimum(chosen[order], held - 1)
+    sizes = jnp.bincount(chosen, length=held)
     tokens = flat[order // arch.experts.chosen]
 
     def each(inputs: Array, name: str) -> Array:
@@ -53,11 +63,13 @@ def mix(
             inputs, block[f"w_{name}"], sizes, tpu=_ragged, default=_tiled
         )
         bias = block.get(f"b_{name}")
-        return out if bias is None else out + bias[expert]
+        if bias is None:
+            return out
+        return out + (bias[expert] if name != "down" else jnp.where(adds, bias[expert], 0))
 
     gate = each(tokens, "gate") if arch.gated else None
     hidden = activate(each(tokens, "up"), gate, arch.activation, arch.glu_limit)
-    out = each(hidden, "down")
+    out = jnp.where(here[order][:, None], each(hidden, "down"), 0)
     back = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, x.shape[-1])
     return jnp.einsum("rscd,rsc->rsd", back, weights)
 

@@ -92,6 +92,19 @@ def head_specs(arch: Arch) -> tuple[ParamSpec, ...]:
     return tuple(specs)
 
 
+def axis_sizes(arch: Arch) -> dict[str, int]:
+    """How many things lie along each logical axis that a mesh may cut: heads, not their values."""
+    sizes = {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}
+    if arch.experts:
+        sizes["experts"] = arch.experts.count
+    return sizes | {"mlp": arch.mlp_width, "vocab": arch.vocab_size, "width": arch.width}
+
+
+def array_axes(arch: Arch) -> dict[str, tuple[str, ...]]:
+    """The logical axes of every array of a model."""
+    return {spec.name: spec.axes for spec in (*outer_specs(arch), *block_specs(arch))}
+
+
 def num_params(arch: Arch, layers: int, *, head: bool) -> int:
     """Parameters held when the first `layers` blocks are loaded, and the head if asked for."""
     late = set() if head else {spec.name for spec in head_specs(arch)}

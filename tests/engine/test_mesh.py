@@ -1,0 +1,20 @@
+"""What needs several devices runs here, on virtual ones, in a process that has them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+
+
+def test_everything_in_tests_mesh_passes_on_eight_devices() -> None:
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "mesh")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": flags},
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-8000:]

@@ -1,0 +1,105 @@
+"""A step on a mesh gives the rows and statistics of a step on one device."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import tiny
+from meshes import make_batch, make_step
+from spile.layout import Layout
+from spile.store.stats import TapStats
+
+LAYOUTS = [
+    Layout(8), Layout(1, 8), Layout(1, 1, 8), Layout(4, 1, 2), Layout(2, 1, 4), Layout(2, 2, 2),
+    Layout(1, 4, 2), Layout(3), Layout(1, 1, 3),
+]  # fmt: skip
+TAPS = "embed,q:1,k:0,attn_pattern:0,z:all,mlp_hidden:1,resid_post:all,final_norm,logits,entropy"
+
+
+def together(stats: list[TapStats], width: int) -> TapStats:
+    total = TapStats.empty(width)
+    for each in stats:
+        total.merge(each)
+    return total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("keep", [False, True], ids=["all", "some"])
+def test_rows_and_statistics_are_those_of_one_device(
+    model: Path, layout: Layout, keep: bool
+) -> None:
+    batch = make_batch(24, keep=keep)
+    one, mesh = (make_step(model, TAPS, each)(batch) for each in (None, layout))
+    assert mesh.tokens == one.tokens
+    for tap in one.rows:
+        wanted, found = one.rows_of(tap), mesh.rows_of(tap)
+        assert found.shape == wanted.shape and len(found) == batch.counts.sum()
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * max(1, np.abs(wanted).max()))
+        width = int(np.prod(wanted.shape[1:]))
+        exact, cut = (together(each.stats_of(tap), width) for each in (one, mesh))
+        assert (cut.count, cut.nonfinite) == (exact.count, 0)
+        np.testing.assert_allclose(cut.mean, exact.mean, atol=1e-5)
+        np.testing.assert_allclose(cut.variance, exact.variance, atol=1e-4)
+
+
+EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 64}
+KINDS = {
+    "all heads": EIGHT_HEADS,
+    "few keys": {**EIGHT_HEADS, "num_key_value_heads": 2},
+    "odd heads": {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
+    "odd inner width": {**EIGHT_HEADS, "intermediate_size": 50},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_cut_is_whole_on_every_device(kind: str, tmp_path: Path) -> None:
+    directory = tiny.write_model(tmp_path / "m", **KINDS[kind])
+    batch = make_batch(8)
+    one, mesh = (
+        make_step(directory, "resid_post:all,z:0", each)(batch) for each in (None, Layout(2, 1, 4))
+    )
+    for tap in one.rows:
+        np.testing.assert_allclose(mesh.rows_of(tap), one.rows_of(tap), atol=2e-5)
+
+
+@pytest.mark.parametrize("store_dtype", ["float8_e4m3", "int8"])
+def test_eight_bits_are_those_of_one_device(model: Path, store_dtype: str) -> None:
+    scales = {"resid_post.1": np.full(32, 0.05, np.float32)} if store_dtype == "int8" else None
+    batch = make_batch(8)
+    one, mesh = (
+        make_step(model, "resid_post:1", layout, store_dtype, scales=scales)(batch)
+        for layout in (None, Layout(2, 2, 2))
+    )
+    pieces = [list(each.pieces_of("resid_post.1")) for each in (one, mesh)]
+    rows = [np.concatenate([r for r, _ in each]).astype(np.float32) for each in pieces]
+    apart = np.abs(rows[0] - rows[1])
+    assert (apart > 0).mean() < 0.01, "rounding may fall either way, rarely"
+    if store_dtype == "float8_e4m3":
+        by_row = [np.concatenate([s for _, s in each if s is not None]) for each in pieces]
+        np.testing.assert_allclose(by_row[1], by_row[0], rtol=1e-5)
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def collectives(step: object, rows: int) -> set[str]:
+    programs = step.compile(make_batch(rows))  # type: ignore[attr-defined]
+    text = "\n".join(program.as_text() for program in programs)
+    return {kind for kind in COLLECTIVES if f" {kind}(" in text or f" {kind}-start(" in text}
+
+
+def test_devices_that_read_different_rows_send_each_other_nothing(model: Path) -> None:
+    taps = "resid_post:all,q:0,attn_pattern:1,logprob"
+    assert collectives(make_step(model, taps, Layout(8)), 16) == set()
+    assert "all-gather" in collectives(make_step(model, taps, Layout(1, 8)), 16)
+    assert "all-reduce" in collectives(make_step(model, taps, Layout(1, 1, 2)), 16)
+
+
+def test_each_device_holds_its_share_of_the_weights(model: Path) -> None:
+    step = make_step(model, "resid_post:all", Layout(2, 2, 2))
+    for name, ways in {"wq": 4, "wo": 4, "w_up": 4, "attn_norm": 1}.items():
+        array = step.params.cycle[0][name]
+        assert array.addressable_shards[0].data.size * ways == array.size, name
+    assert len(jax.devices()) >= 8
