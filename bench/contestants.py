@@ -13,6 +13,7 @@ import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from spile.config import Runtime
+    from spile.data.pack import PackedUnit
     from spile.engine import local
     from spile.engine.estimate import batch_rows
     from spile.engine.resolve import resolve
@@ -114,7 +116,7 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
     job = resolve(recipe_of(options), ledger, device.platform)
     rows = batch_rows(job, Runtime(batch_tokens=options.batch_tokens), device.platform)
     begin = time.perf_counter()
-    step = local.load_step(job, ledger, device, rows)
+    step = local.load_step(job, ledger, device, partial(PackedUnit.batches, rows=rows))
     loaded = time.perf_counter() - begin
     begin = time.perf_counter()
     unit = job.units[0]

@@ -37,7 +37,8 @@ layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
         TransformerLens, HF and vLLM names work too: blocks.20.hook_resid_post,
         hidden_states[21], aux_hidden_states[21]
 
-exit codes: 0 done; 2 bad input or configuration; 3 data or store fault; 130 interrupted
+exit codes: 0 done; 2 bad input or configuration; 3 data or store fault; 130 interrupted;
+            134 a process of the world was lost: start all of them again
 """
 
 
@@ -48,7 +49,12 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `spile`."""
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+    code = run(sys.argv[1:] if argv is None else argv)
+    if os.environ.get("SPILE_WORLD_CHILD"):
+        # At its exit jax would wait for processes that have failed, too.
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -63,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupted)
     try:
-        arguments = _parser().parse_args(argv, argparse.Namespace(stop=stop))
+        arguments = _parser().parse_args(argv, argparse.Namespace(stop=stop, argv=list(argv)))
         logging.basicConfig(
             level=logging.WARNING if getattr(arguments, "quiet", False) else logging.INFO,
             format="spile: %(message)s",
@@ -123,6 +129,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--seq-len", metavar="N", help="for attn_pattern [2048, or the maximum]")
     sub.add_argument("--store-dtype", choices=STORE_DTYPES, default="bfloat16")
     sub.add_argument("--all", action="store_true", help="every layer, not one line per site")
+    sub = verb("compile", _compile, "compile the step for devices that need not be here: "
+               "memory, collectives, speed, cost", epilog=_TAPS_HELP)  # fmt: skip
+    sub.add_argument("--model", metavar="X", required=True, help="directory with config.json")
+    sub.add_argument("--taps", metavar="X", required=True, help="as for extract")
+    sub.add_argument("--topology", metavar="X", help="e.g. v5e-64, v4-8, h200 [this machine]")
+    sub.add_argument("--mesh", metavar="X", default="auto", help="as for extract [auto]")
+    sub.add_argument("--fsdp", metavar="N", help="as for extract")
+    sub.add_argument("--search", action="store_true", help="try every mesh that may do")
+    sub.add_argument("--on", metavar="libtpu|cpu|here", help="whose compiler [libtpu, else cpu]")
+    for name in ("seq-len", "batch-tokens", "compute-dtype", "store-dtype"):
+        sub.add_argument(f"--{name}", metavar="X", help="as for extract")
     sub = verb("convert", _convert, "make a model directory from a GGUF file")
     sub.add_argument("source", metavar="SRC.gguf")
     sub.add_argument("dest", metavar="DEST", help="the directory to make")
@@ -174,18 +191,33 @@ def _options(arguments: argparse.Namespace) -> tuple[Recipe, Runtime, str | None
 
 
 def _extract(arguments: argparse.Namespace) -> int:
-    from spile.engine.local import extract
-    from spile.metrics import Counters
-    from spile.terminal import extract_summary, progress
+    from spile.engine.parent import is_child, supervise
+    from spile.engine.place import find_place
 
     recipe, runtime, out = _options(arguments)
     if out is None:
         raise ConfigError("--out is missing: where should the dataset go?")
+    place = find_place(runtime, os.environ)
+    if place:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(logging.Formatter(f"spile [{place}]: %(message)s"))
+        if not is_child():
+            from spile.objects import open_objects
+
+            return supervise(arguments.argv, place, open_objects(out))
+        arguments.quiet |= not place.leads
+
+    from spile.engine.local import extract
+    from spile.metrics import Counters
+    from spile.terminal import extract_summary, progress
+
     counters = Counters()
     with progress(counters, quiet=arguments.quiet or arguments.json) as on_start:
         outcome = extract(
             recipe, out, runtime, counters=counters, on_start=on_start, stop=arguments.stop
         )
+    if place and not place.leads:
+        return 0
     if arguments.json:
         print(json.dumps(dataclasses.asdict(outcome)))
     elif not arguments.quiet:
@@ -240,6 +272,28 @@ def _taps(arguments: argparse.Namespace) -> int:
         print(json.dumps(entries))
     else:
         taps_table(entries)
+    return 0
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    from spile.engine.compile import Question, compile_step, search
+    from spile.engine.targets import find_target
+    from spile.models.checkpoint import read_arch
+    from spile.terminal import compile_text
+
+    names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype")
+    recipe = Recipe(**{name: getattr(arguments, name) for name in names})
+    names = ("batch_tokens", "mesh", "fsdp")
+    runtime = Runtime(**{name: getattr(arguments, name) for name in names})
+    arch = read_arch(arguments.model)
+    question = Question(arch, recipe, runtime, find_target(arguments.topology, arguments.on))
+    found = search(question) if arguments.search else [compile_step(question, question.layout())]
+    if not arguments.json:
+        print(compile_text(found))
+    elif arguments.search:
+        print(json.dumps({"meshes": [each.to_json() for each in found]}))
+    else:
+        print(json.dumps(found[0].to_json()))
     return 0
 
 

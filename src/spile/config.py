@@ -213,6 +213,47 @@ class Runtime(_Options):
         kind="count",
         minimum=1,
     )
+    mesh: str = _option(
+        "auto",
+        "devices by axis: auto, 1d (all on model), 2d (hosts x chips), 3d, or e.g. "
+        "data=16,fsdp=2,model=2 [auto: the fastest that fits]",
+    )
+    fsdp: int | None = _option(
+        None, "size of the fsdp axis, for --mesh 3d [2]", kind="count", minimum=1
+    )
+    world: str = _option(
+        "slice",
+        "slice: all processes that are joined do a unit together; host: each one alone, where the "
+        "model fits [slice]",
+        choices=("slice", "host"),
+    )
+    coordinator: str | None = _option(
+        None, "HOST:PORT of process 0, where processes are joined [COORDINATOR_ADDRESS]"
+    )
+    num_processes: int | None = _option(
+        None,
+        "processes to be joined [NUM_HOSTS, or what the cluster says]",
+        kind="count",
+        minimum=1,
+    )
+    process_id: int | None = _option(
+        None,
+        "this process's number, from 0 [HOST_ID, CLOUD_TPU_TASK_ID, TPU_WORKER_ID]",
+        kind="count",
+        minimum=0,
+    )
+    bind_address: str | None = _option(
+        None, "HOST:PORT that process 0 listens on [all addresses, the coordinator's port]"
+    )
+    start_timeout: int = _option(
+        300, "seconds to wait for all processes to come [300]", kind="count", minimum=1
+    )
+    heartbeat_timeout: int = _option(
+        100,
+        "seconds after which a process that is not heard of ends the world [100]",
+        kind="count",
+        minimum=1,
+    )
     ignore_space: bool = _option(
         False, "run even when the disk looks too small for the estimate", kind="switch"
     )

@@ -71,3 +71,16 @@ class Interrupted(SpileError):
 
     def __init__(self) -> None:
         super().__init__("interrupted; what is committed stays valid: the same command resumes")
+
+
+class WorldError(SpileError):
+    """A process of the world failed, and with it the world.
+
+    Attributes:
+        process: the one that failed first.
+    """
+
+    def __init__(self, process: int, message: str, exit_code: int) -> None:
+        self.process = process
+        self.exit_code = exit_code
+        super().__init__(message)

@@ -59,7 +59,7 @@ class Cuts:
     cut: Mapping[str, str]
 
     @classmethod
-    def of(cls, layout: Layout, sizes: Mapping[str, int]) -> "Cuts":
+    def of(cls, layout: Layout, sizes: Mapping[str, int], *, quiet: bool = False) -> "Cuts":
         """Decide for a model, whose logical axes have these `sizes`.
 
         Raises:
@@ -78,7 +78,7 @@ class Cuts:
                     f"--mesh {layout}: the model's width of {size} cannot be cut {ways} ways; "
                     f"choose fsdp from {_divisors(size, 2 * ways)}"
                 )
-            else:
+            elif not quiet:
                 _log.info("mesh %s: %d %s cannot be cut %d ways and are whole on every device",
                           layout, size, axis.replace("_", " "), ways)  # fmt: skip
         if layout.model > 1 and not cut.keys() & {"heads", "mlp", "experts"}:
@@ -109,6 +109,9 @@ class Cuts:
         for along in self.along(axes):
             ways *= getattr(self.layout, along) if along else 1
         return ways
+
+
+ONE_DEVICE = Cuts(Layout(), {})
 
 
 def parse_layout(text: str, devices: int, processes: int, fsdp: int | None) -> Layout | None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from spile.metrics import Counters
 
 if TYPE_CHECKING:
+    from spile.engine.compile import Compiled
     from spile.engine.estimate import Estimate
     from spile.engine.local import Outcome
     from spile.engine.recheck import CheckReport
@@ -182,6 +183,52 @@ def taps_table(entries: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(entry["name"], shape, f"{entry['bytes']:,}", entry["meaning"], aliases)
     # A pipe has no width, and cutting a name off would make it useless.
     Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
+
+
+def compile_text(found: Sequence["Compiled"]) -> str:
+    """What a step needs and how fast it may be; of several meshes the first, then all of them."""
+    best = found[0]
+    held = best.weights + best.taps + (best.temporaries or best.estimated_temporaries)
+    made = "does not fit" if best.temporaries is None else size(best.temporaries)
+    chip = ""
+    if best.on == "cpu":
+        held = best.weights + best.taps + best.estimated_temporaries
+        chip = f" (virtual CPUs'; the chip's about {size(best.estimated_temporaries)})"
+    verdict = {True: "yes", False: "no", None: "unknown"}[best.fits]
+    room = f", {size(held)} of {size(best.memory)}" if best.memory else ""
+    lines = [
+        f"{best.topology}: {best.devices} devices, hosts {best.hosts}, mesh {best.mesh}; "
+        f"compiled on {best.on} in {best.compiling:.1f} s",
+        f"a step of {best.tokens:,} tokens in contexts of {best.seq_len:,}, "
+        f"{best.compute_dtype}, stored as {best.store_dtype}; of each device:",
+        f"  weights       {size(best.weights)}",
+        f"  taps          {size(best.taps)}",
+        f"  temporaries   {made}{chip}",
+        f"  fits          {verdict}{room}",
+        f"  arithmetic    {best.flops / 1e12:,.2f} TFLOP",
+        f"  memory moves  {size(best.traffic)}",
+    ]
+    for kind, each in best.collectives.items():
+        lines.append(f"  sends         {size(each.sent)} in {each.count:,} x {kind}")
+    if best.seconds and best.tokens_per_second:
+        times = ", ".join(f"{n.replace('_', ' ')} {s * 1e3:,.1f}"
+                          for n, s in vars(best.seconds).items())  # fmt: skip
+        cost = f"; ${best.dollars:,.2f} a billion tokens" if best.dollars else ""
+        cost += f", ${best.dollars_spot:,.2f} spot" if best.dollars_spot else ""
+        lines.append(f"  at least, ms  {times}")
+        lines.append(
+            f"at most {best.tokens_per_second:,.0f} tok/s, limited by "
+            f"{best.seconds.limit.replace('_', ' ')}{cost}"
+        )
+    lines += [f"note: {note}" for note in best.notes]
+    if len(found) > 1:
+        lines.append(f"{'mesh':26} {'weights':>9} {'fits':>5} {'tok/s':>11}  limited by")
+    for each in found if len(found) > 1 else ():
+        rate = f"{each.tokens_per_second:,.0f}" if each.tokens_per_second else "?"
+        limit = each.seconds.limit.replace("_", " ") if each.seconds else "?"
+        fits = {True: "yes", False: "no", None: "?"}[each.fits]
+        lines.append(f"{each.mesh:26} {size(each.weights):>9} {fits:>5} {rate:>11}  {limit}")
+    return "\n".join(lines)
 
 
 def check_text(out: str, report: "CheckReport") -> str:

@@ -1,14 +1,16 @@
 """int8's scales: what the first contexts of a dataset need, measured once, and then everyone's."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 
-from spile.data.pack import PackedUnit
+from spile.data.pack import Batch, PackedUnit
 from spile.engine.resolve import Job
 from spile.engine.step import Step
+from spile.engine.world import Alone
 from spile.store.format import SCALE_DTYPE
 from spile.store.ledger import Ledger
 from spile.store.quant import DECODED, INT8_MAX
@@ -19,32 +21,51 @@ _HEADROOM = 1.25  # over the largest value seen: what is larger still is clipped
 
 
 def channel_scales(
-    job: Job, ledger: Ledger, measuring: Step, batch_rows: int
+    job: Job,
+    ledger: Ledger,
+    measuring: Step,
+    batches: Callable[[PackedUnit], Iterator[Batch]],
+    world: Alone,
 ) -> dict[str, np.ndarray]:
     """The stored scales; measured and stored first if nobody has done so.
 
     Args:
         measuring: a step that keeps values as they are computed.
+        batches: cuts a packed unit into steps.
     """
-    scales = ledger.read_scales(job.table)
-    if scales is None:
+    if world.share("scales missing", ledger.read_scales(job.table) is None):
         _log.info("measuring the scale of each channel on the corpus's first contexts")
-        ledger.create_scales(job.table, _measured(job, measuring, batch_rows))
-        scales = ledger.read_scales(job.table)
+        largest = _largest(job, measuring, batches)
+        by_process = world.gather("largest", {t: v.tolist() for t, v in largest.items()})
+        if by_process is not None:
+            ledger.create_scales(job.table, _scales(by_process))
+        world.share("scales", True)
+    scales = ledger.read_scales(job.table)
     assert scales is not None
     return scales
 
 
-def _measured(job: Job, step: Step, batch_rows: int) -> dict[str, np.ndarray]:
+def _largest(
+    job: Job, step: Step, batches: Callable[[PackedUnit], Iterator[Batch]]
+) -> dict[str, np.ndarray]:
+    """The largest value of each channel, of the rows that this process holds."""
     taps = [name for name, info in job.table.taps.items() if info.scaled_by == "channel"]
     largest = {tap: np.zeros(job.table.taps[tap].shape, DECODED) for tap in taps}
     for packed in _first_contexts(job):
-        for batch in packed.batches(batch_rows):
+        for batch in batches(packed):
             output = step(batch)
             for tap in taps:
                 values = np.abs(output.rows_of(tap).astype(DECODED))
                 finite = np.where(np.isfinite(values), values, 0.0)
                 np.maximum(largest[tap], finite.max(axis=0, initial=0.0), out=largest[tap])
+    return largest
+
+
+def _scales(by_process: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    largest = {
+        tap: np.max([np.asarray(each[tap], DECODED) for each in by_process], axis=0)
+        for tap in by_process[0]
+    }
     # A channel that was never anything but zero may be stored with any scale.
     smallest = np.finfo(SCALE_DTYPE).tiny
     return {

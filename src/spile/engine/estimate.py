@@ -1,14 +1,23 @@
 """What a job will cost, before it runs: documents, tokens, bytes, memory. No jax."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from spile.config import STORE_DTYPES, Runtime
 from spile.engine.resolve import Job
 from spile.errors import ConfigError
 from spile.index import INDEX_DTYPE
+from spile.layout import ONE_DEVICE, Cuts, Layout
 from spile.models.fused import why_unfused
-from spile.models.specs import num_params
+from spile.models.specs import (
+    ParamSpec,
+    axis_sizes,
+    block_specs,
+    head_specs,
+    num_params,
+    outer_specs,
+)
 from spile.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 
 _NARROW = 2048  # a model whose matrix products are small: more tokens make up for it
@@ -29,10 +38,11 @@ class Estimate:
     overhead_bytes: int
     remaining_bytes: int
     free_bytes: int | None
-    batch_rows: int
-    weights_bytes: int
+    batch_rows: int  # of all devices together
+    mesh: str
+    weights_bytes: int  # on each device
     device_bytes: int
-    memory: int | None  # of the device
+    memory: int | None  # of each device
     host_bytes: int
     bytes_by_dtype: dict[str, int]  # what the whole would take in every stored form
     warnings: tuple[str, ...] = ()
@@ -42,18 +52,35 @@ class Estimate:
         return sum(self.bytes_per_tap.values()) + self.index_bytes + self.overhead_bytes
 
 
-def batch_rows(job: Job, runtime: Runtime, platform: str, memory: int | None = None) -> int:
-    """Packed rows in a step: enough tokens for the device, never more than a unit holds.
+def batch_rows(
+    job: Job,
+    runtime: Runtime,
+    platform: str,
+    memory: int | None = None,
+    cuts: Cuts = ONE_DEVICE,
+) -> int:
+    """Packed rows that a group of devices reads in a step: enough tokens, never more than a unit.
 
-    Unless a number was asked for it is halved until the step fits into the device's `memory`.
+    Unless a number was asked for it is halved until the step fits into a device's `memory`.
     """
     tokens = runtime.batch_tokens or _sweet_spot(job, platform)
     largest = max(unit.tokens for unit in job.units)
-    rows = max(1, min(tokens // job.recipe.seq_len, -(-largest // job.recipe.seq_len)))
+    share = -(-largest // job.recipe.seq_len // cuts.layout.groups)
+    rows = max(1, min(tokens // job.recipe.seq_len, share))
     if memory and not runtime.batch_tokens:
-        while rows > 1 and _device_bytes(job, rows, platform) > _MEMORY_SHARE * memory:
+        while rows > 1 and _device_bytes(job, rows, platform, cuts) > _MEMORY_SHARE * memory:
             rows //= 2
     return rows
+
+
+def fits(job: Job, runtime: Runtime, platform: str, memory: int | None, layout: Layout) -> bool:
+    """Whether a step fits into each device of a layout."""
+    try:
+        cuts = Cuts.of(layout, axis_sizes(job.checkpoint.arch), quiet=True)
+    except ConfigError:
+        return False
+    rows = batch_rows(job, runtime, platform, memory, cuts)
+    return not memory or _device_bytes(job, rows, platform, cuts) <= _MEMORY_SHARE * memory
 
 
 def _sweet_spot(job: Job, platform: str) -> int:
@@ -63,19 +90,33 @@ def _sweet_spot(job: Job, platform: str) -> int:
     return 32768 if job.checkpoint.arch.width < _NARROW else 16384
 
 
-def _weights_bytes(job: Job) -> int:
+def _weights_bytes(job: Job, cuts: Cuts) -> int:
+    """On each device."""
     compute = DTYPES_BY_NAME[job.recipe.compute_dtype].itemsize
-    return num_params(job.checkpoint.arch, job.layers, head=job.needs_head) * compute
+    arch, layout = job.checkpoint.arch, cuts.layout
+    if layout.size == 1:
+        return num_params(arch, job.layers, head=job.needs_head) * compute
+
+    def held(specs: Iterable[ParamSpec]) -> int:
+        return sum(math.prod(spec.shape) // cuts.share(spec.axes) for spec in specs)
+
+    late = set() if job.needs_head else {spec.name for spec in head_specs(arch)}
+    outer = held(spec for spec in outer_specs(arch) if spec.name not in late)
+    block = held(block_specs(arch))
+    # What is cut along fsdp is gathered for the block that runs, and for the next one meanwhile.
+    gathered = 2 * block * layout.fsdp if layout.fsdp > 1 else 0
+    return (outer + job.layers * block + gathered) * compute
 
 
-def _device_bytes(job: Job, rows: int, platform: str) -> int:
-    """Weights, taps, and what lives at once inside a block."""
-    recipe, arch = job.recipe, job.checkpoint.arch
+def _device_bytes(job: Job, rows: int, platform: str, cuts: Cuts = ONE_DEVICE) -> int:
+    """Weights, taps, and what lives at once inside a block; `rows` are those of its group."""
+    recipe, arch, model = job.recipe, job.checkpoint.arch, cuts.layout.model
     tokens = rows * recipe.seq_len
     compute = DTYPES_BY_NAME[recipe.compute_dtype].itemsize
     # The stream, q, k, v, the MLP's two halves (of each expert a token goes to).
     inner = arch.mlp_width * (arch.experts.chosen if arch.experts else 1)
-    block = 4 * arch.width + 2 * arch.num_heads * arch.head_dim + 3 * inner
+    inside = 2 * arch.num_heads * arch.head_dim + 3 * inner
+    block = 4 * arch.width + inside // model
     # Without a kernel, or where they are tapped, every pair of a row is scored, in float32, and
     # once more by the softmax.
     unfused = why_unfused(platform, arch, recipe.compute_dtype, recipe.seq_len) is not None
@@ -86,7 +127,13 @@ def _device_bytes(job: Job, rows: int, platform: str) -> int:
     taps = job.table.taps.values()
     made = sum(info.width * max(compute, info.storage.itemsize) for info in taps)
     stored = sum(info.row_bytes for info in taps)
-    return _weights_bytes(job) + tokens * (made + stored + block * compute) + scores
+    kept = tokens * (made + stored) // model  # of the group's tokens each device keeps a run
+    return _weights_bytes(job, cuts) + kept + tokens * block * compute + scores // model
+
+
+def row_quantum(layout: Layout, processes: int) -> int:
+    """A step's rows are shared among groups of devices, and by processes: a multiple of this."""
+    return math.lcm(layout.groups, processes)
 
 
 def estimate(
@@ -97,15 +144,25 @@ def estimate(
     done: set[int],
     free_bytes: int | None,
     memory: int | None = None,
+    cuts: Cuts = ONE_DEVICE,
+    processes: int = 1,
 ) -> Estimate:
-    """Add up a job. `memory`: of the device, where that is known."""
+    """Add up a job. `memory`: of each device, where that is known."""
     recipe = job.recipe
     tokens = sum(unit.tokens for unit in job.units)
     kept, table = job.table.kept, job.table.taps
     per_row = sum(info.row_bytes for info in table.values())
     remaining = sum(unit.tokens for unit in job.units if unit.id not in done) * kept
-    rows = batch_rows(job, runtime, platform, memory)
-    taps = rows * recipe.seq_len * per_row
+    rows = batch_rows(job, runtime, platform, memory, cuts)
+    quantum = row_quantum(cuts.layout, processes)
+    together = -(-rows * cuts.layout.groups // quantum) * quantum
+    if runtime.batch_tokens and together != rows * cuts.layout.groups:
+        raise ConfigError(
+            f"--batch-tokens {runtime.batch_tokens} makes {rows} rows for each group of devices, "
+            f"{rows * cuts.layout.groups} in all, which {processes} processes cannot share: choose "
+            f"a multiple of {quantum // cuts.layout.groups * recipe.seq_len}"
+        )
+    taps = together * recipe.seq_len * per_row // processes
     # Beside its rows a unit has statistics, and each of its files a header.
     overhead = sum(HEADER_ALIGN + 16 * info.width for info in table.values()) + 2 * HEADER_ALIGN
     in_flight = 2 * runtime.queue_depth + 1
@@ -121,9 +178,10 @@ def estimate(
         remaining_bytes=int(remaining * (per_row + INDEX_DTYPE.itemsize))
         + sum(unit.id not in done for unit in job.units) * overhead,
         free_bytes=free_bytes,
-        batch_rows=rows,
-        weights_bytes=_weights_bytes(job),
-        device_bytes=_device_bytes(job, rows, platform),
+        batch_rows=together,
+        mesh=str(cuts.layout),
+        weights_bytes=_weights_bytes(job, cuts),
+        device_bytes=_device_bytes(job, rows, platform, cuts),
         memory=memory,
         # Three units at once: one is packed, one computes, one is committed.
         host_bytes=in_flight * taps + 3 * 64 * max(unit.tokens for unit in job.units),

@@ -1,5 +1,6 @@
-"""The local engine: this process, its devices, one dataset from start to finish."""
+"""One dataset from start to finish: by this process, or with others it is joined to."""
 
+import logging
 import os
 import platform as host_platform
 import signal
@@ -7,8 +8,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import Any
 
@@ -16,21 +18,30 @@ import jax
 import jax.numpy as jnp
 
 import spile
-from spile.config import Recipe, Runtime
+from spile.config import Recipe, Runtime, flag_of
+from spile.data.pack import Batch, PackedUnit
 from spile.data.tokens import use_threads
 from spile.engine.calibrate import channel_scales
-from spile.engine.estimate import Estimate, estimate, refuse_if_too_large
+from spile.engine.estimate import Estimate, estimate, fits, refuse_if_too_large, row_quantum
+from spile.engine.place import find_place
 from spile.engine.resolve import Job, resolve, store_table
 from spile.engine.step import Step
 from spile.engine.worker import Worker
+from spile.engine.world import Alone, compare, join
 from spile.errors import InputError, Interrupted
+from spile.layout import ONE_DEVICE, Cuts, fitting_layout, parse_layout
 from spile.metrics import Counters
 from spile.models.decoder import needs_whole_block
 from spile.models.demo import cache_directory
 from spile.models.params import Schedule
+from spile.models.specs import array_axes, axis_sizes
 from spile.models.weights import load_params
 from spile.objects import open_objects
+from spile.sharding import Shards, make_mesh
 from spile.store.ledger import Ledger
+from spile.store.presence import Presence
+
+_log = logging.getLogger("spile")
 
 # Measured at 7B shapes on an H200 (docs/benchmarks.md): cuBLAS is 3% faster than XLA's own
 # matrix products, and compiles sooner.
@@ -61,79 +72,160 @@ def extract(
 ) -> Outcome:
     """Make the dataset, or continue it; returns when every unit is done.
 
-    SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`.
+    SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
+    joined (`engine/place.py`) each of them calls this, and what one fails with all of them raise.
     """
-    with _stop_on_signal(stop or threading.Event()) as stop:
-        return _extract(recipe, out, runtime or Runtime(), counters or Counters(), on_start, stop)
-
-
-def _extract(
-    recipe: Recipe,
-    out: str,
-    runtime: Runtime,
-    counters: Counters,
-    on_start: Callable[[Job, Estimate], None] | None,
-    stop: threading.Event,
-) -> Outcome:
-    use_threads(runtime.threads or max(1, (os.cpu_count() or 1) - 1))
-    device = prepared_device()
+    runtime = runtime or Runtime()
     ledger = Ledger(open_objects(str(out)))
-    job = resolve(recipe, ledger, device.platform, heed=lambda: _heed(stop))
-    objects = ledger.objects
-    cost = estimate(
-        job,
-        runtime,
-        device.platform,
-        done=ledger.done_units(),
-        free_bytes=objects.free_bytes(),
-        memory=(device.memory_stats() or {}).get("bytes_limit"),
-    )
-    if not runtime.ignore_space:
-        refuse_if_too_large(cost, objects.url)
-    _heed(stop)
-    job = store_table(job, ledger)
-    if on_start:
-        on_start(job, cost)
-    if not ledger.complete(job.table):
-        rows = cost.batch_rows
-        step = load_step(job, ledger, device, rows)
-        _heed(stop)
+    place = find_place(runtime, os.environ)
+    presence = Presence(ledger.objects, runtime.stale_after)
+    with _stop_on_signal(stop or threading.Event()) as stop:
+        world = Alone()
+        if place:
+            presence.tell(world={"coordinator": place.coordinator, "process": place.process})
+            presence.start()  # before joining: should that fail, it says who had come
+            world = join(place, runtime, stop)
+        try:
+            run = _Run(ledger, runtime, world, presence, counters or Counters(), stop)
+            outcome = run.extract(recipe, on_start)
+            world.close()
+        except BaseException as error:
+            first = world.failed(error)
+            state = "stopped" if isinstance(first, Interrupted) else "failed"
+            presence.close(state, error=f"{type(first).__name__}: {first}")
+            if first is error:
+                raise
+            raise first from error
+        presence.close("done")
+        return outcome
+
+
+@dataclass(frozen=True)
+class _Run:
+    ledger: Ledger
+    runtime: Runtime
+    world: Alone
+    presence: Presence
+    counters: Counters
+    stop: threading.Event
+
+    def extract(self, recipe: Recipe, on_start: Callable[[Job, Estimate], None] | None) -> Outcome:
+        runtime, world, ledger = self.runtime, self.world, self.ledger
+        use_threads(runtime.threads or max(1, (os.cpu_count() or 1) - 1))
+        device = prepared_device()
+        compare(world, _started_with(recipe, runtime, ledger, device))
+        if not world.leads:
+            world.share("table", True)  # what the leader has settled is read from the store
+        job = resolve(recipe, ledger, device.platform, heed=self._heed)
+        cuts = self._cuts(job, device)
+        cost = estimate(
+            job,
+            runtime,
+            device.platform,
+            done=ledger.done_units(),
+            free_bytes=ledger.objects.free_bytes(),
+            memory=_memory(device),
+            cuts=cuts,
+            processes=world.processes,
+        )
+        if not runtime.ignore_space:
+            refuse_if_too_large(cost, ledger.objects.url)
+        self._heed()
+        job = store_table(job, ledger)
+        world.share("table", True)
+        if on_start:
+            on_start(job, cost)
+        if not world.share("complete", ledger.complete(job.table)):
+            self._work(job, cost, cuts, device)
+            if world.leads:
+                ledger.complete(job.table)
+            world.share("committed", True)
+        return _outcome(ledger, cost)
+
+    def _work(self, job: Job, cost: Estimate, cuts: Cuts, device: Any) -> None:
+        batches = partial(
+            PackedUnit.batches,
+            rows=cost.batch_rows,
+            # A unit's last step may be smaller; on a CPU compiling it would take longer.
+            fewest=cost.batch_rows if device.platform == "cpu" else max(1, cost.batch_rows // 8),
+            parts=self.world.processes,
+            quantum=row_quantum(cuts.layout, self.world.processes),
+        )
+        step = load_step(job, self.ledger, device, batches, cuts, self.world)
+        self._heed()
+        self.presence.start()
         worker = Worker(
             job,
-            ledger,
+            self.ledger,
             step,
-            runtime,
-            batch_rows=rows,
-            # A unit's last step may be smaller; on a CPU compiling it would take longer.
-            fewest_rows=rows if device.platform == "cpu" else max(1, rows // 8),
-            made_by=_made_by(device, rows),
-            counters=counters,
-            stop=stop,
+            self.runtime,
+            batches=batches,
+            made_by=_made_by(device, cost),
+            presence=self.presence,
+            world=self.world,
+            counters=self.counters,
+            stop=self.stop,
         )
         worker.run()
-        ledger.complete(job.table)
-    return _outcome(ledger, cost)
+
+    def _cuts(self, job: Job, device: Any) -> Cuts:
+        """How the model lies on the devices, as asked for or as it fits."""
+        runtime, world = self.runtime, self.world
+        devices = jax.device_count()
+        layout = parse_layout(runtime.mesh, devices, world.processes, runtime.fsdp)
+        if layout is None:
+            memory = _memory(device)
+            fit = partial(fits, job, runtime, device.platform, memory)
+            layout, fitting = fitting_layout(devices, devices // world.processes, fit)
+            if not fitting:
+                _log.warning("by our estimate no mesh of %d devices holds the model", devices)
+        cuts = Cuts.of(layout, axis_sizes(job.checkpoint.arch), quiet=not world.leads)
+        if devices > 1 and world.leads:
+            _log.info("%d devices (%s), mesh %s", devices, device.device_kind, layout)
+        return cuts
+
+    def _heed(self) -> None:
+        if self.stop.is_set():
+            raise Interrupted
 
 
-def load_step(job: Job, ledger: Ledger, device: Any, batch_rows: int) -> Step:
-    """The model on the device, ready to run a job's batches."""
+def load_step(
+    job: Job,
+    ledger: Ledger,
+    device: Any,
+    batches: Callable[[PackedUnit], Iterator[Batch]],
+    cuts: Cuts = ONE_DEVICE,
+    world: Alone | None = None,
+) -> Step:
+    """The model on the devices, ready to run a job's batches."""
+    world = world or Alone()
+    arch = job.checkpoint.arch
+    shards = None
+    if cuts.layout.size > 1:
+        shards = Shards(make_mesh(cuts.layout, jax.devices()), cuts, array_axes(arch))
     whole = needs_whole_block(job.taps, job.layers)
-    schedule = Schedule.of(job.checkpoint.arch, job.layers, whole=whole)
+    schedule = Schedule.of(arch, job.layers, whole=whole)
     params, digests = load_params(
         job.checkpoint,
         schedule,
         head=job.needs_head,
         dtype=jnp.dtype(job.recipe.compute_dtype),
+        shards=shards,
+        hashed=(world.process, world.processes),
     )
-    ledger.check_weights(digests)
+    shares = world.gather("weights", digests)
+    if shares is not None:
+        ledger.check_weights({name: digest for share in shares for name, digest in share.items()})
+    world.share("weights", True)
     compute_dtype, store_dtype = job.recipe.compute_dtype, job.recipe.store_dtype
     make = partial(
-        Step, params, job.checkpoint.arch, job.taps, schedule,
-        compute_dtype=compute_dtype, device=device,
+        Step, params, arch, job.taps, schedule,
+        compute_dtype=compute_dtype, device=device, shards=shards,
     )  # fmt: skip
     scales = None
     if store_dtype == "int8":
-        scales = channel_scales(job, ledger, make(store_dtype=compute_dtype), batch_rows)
+        measuring = make(store_dtype=compute_dtype)
+        scales = channel_scales(job, ledger, measuring, batches, world)
     return make(store_dtype=store_dtype, scales=scales)
 
 
@@ -164,29 +256,52 @@ def prepared_device() -> Any:
     flags = os.environ.get("XLA_FLAGS", "")
     chosen = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *chosen]).strip()
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     # (The CPU compiler ties what it caches to the very machine, and compiles fast anyway.)
     if device.platform != "cpu" and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
     return device
 
 
-def _made_by(device: Any, rows: int) -> dict[str, Any]:
+def _memory(device: Any) -> int | None:
+    """Bytes that each device may use, where it says so."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any) -> dict[str, Any]:
+    """What must be the same in every process of a world."""
+    own = ("process_id", "bind_address", "threads", "write_threads", "coordinator")
+    flags = {**asdict(recipe), **asdict(runtime), "out": ledger.objects.url}
+    return {
+        **{flag_of(name): value for name, value in flags.items() if name not in own},
+        "spile": spile.__version__,
+        "jax": jax.__version__,
+        "libtpu": _version("libtpu"),
+        "platform": device.platform,
+        "device kind": device.device_kind,
+        "number of local devices": jax.local_device_count(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _made_by(device: Any, cost: Estimate) -> dict[str, Any]:
     """Provenance kept in every done record."""
     return {
         "spile": spile.__version__,
         "jax": jax.__version__,
         "device": device.device_kind,
-        "mesh": "1",
-        "batch_rows": rows,
+        "mesh": cost.mesh,
+        "processes": jax.process_count(),
+        "batch_rows": cost.batch_rows,
         "host": socket.gethostname(),
         "machine": host_platform.machine(),
     }
-
-
-def _heed(stop: threading.Event) -> None:
-    if stop.is_set():
-        raise Interrupted
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,10 @@ from spile.data.pack import PackedUnit
 from spile.data.units import Unit
 from spile.engine.resolve import Job
 from spile.engine.step import StepOutput
+from spile.engine.world import Alone
 from spile.errors import DataError, StoreError
 from spile.metrics import Counters
+from spile.store.format import Shard
 from spile.store.ledger import Ledger
 from spile.store.presence import Presence
 from spile.store.writer import UnitWriter
@@ -33,6 +35,7 @@ class Prepared:
     """A unit as the model will read it."""
 
     unit: Unit
+    attempt: str
     packed: PackedUnit
     skipped: Counter[str]
     text_digest: str
@@ -72,9 +75,11 @@ class Sink:
         runtime: Runtime,
         counters: Counters,
         made_by: Mapping[str, Any],
+        world: Alone,
     ) -> None:
         self._job, self._ledger, self._presence = job, ledger, presence
         self._runtime, self._counters, self._made_by = runtime, counters, made_by
+        self._world = world
         self._uncommitted: set[UnitWriter] = set()
         self._current: _Writing | None = None
         self._begun = itertools.count()
@@ -99,6 +104,9 @@ class Sink:
             self._job.table.taps,
             self._runtime.shard_bytes,
             compress=self._runtime.compress,
+            attempt=prepared.attempt,
+            part=self._world.process,
+            run=prepared.packed.run_of(self._world.process, self._world.processes),
         )
         self._uncommitted.add(writer)
         self._current = _Writing(prepared, writer, next(self._begun))
@@ -204,7 +212,25 @@ class Sink:
     def _commit(self, written: _Writing) -> None:
         prepared, writer = written.prepared, written.writer
         packed = prepared.packed
+        if self._world.leads:
+            self._record(written)
+        else:
+            files = [asdict(file) for file in writer.finish_part()]
+            self._uncommitted.discard(writer)  # the leader's record may name them from here on
+            self._world.gather(f"part/{written.number}", files)
+        # Packed rows of which nothing is kept are read, and never run.
+        unrun = packed.num_tokens - int(packed.lengths.sum())
+        self._counters.add(units=1, tokens=unrun)
+        self._presence.release(prepared.unit.id)
+        counted = {name: int(self._counters[name]) for name in ("units", "tokens")}
+        self._presence.tell(units_done=counted["units"], tokens=counted["tokens"])
+
+    def _record(self, written: _Writing) -> None:
+        """The unit exists when this has been written."""
+        prepared, writer, packed = written.prepared, written.writer, written.prepared.packed
+        parts = self._world.gather(f"part/{written.number}", []) or []
         done = writer.finish(
+            [[Shard(**file) for file in part] for part in parts[1:]],
             fingerprint=self._job.table.fingerprint,
             tokens=packed.num_tokens,
             documents=packed.num_docs,
@@ -215,13 +241,6 @@ class Sink:
         )
         # From here on a record may name these files, even if `commit` itself raises.
         self._uncommitted.discard(writer)
-        won = self._ledger.commit(done)
-        if not won:
+        if not self._ledger.commit(done):
             writer.discard()
             _log.info("unit %d was done by another worker first", prepared.unit.id)
-        # Packed rows of which nothing is kept are read, and never run.
-        unrun = packed.num_tokens - int(packed.lengths.sum())
-        self._counters.add(units=1, tokens=unrun)
-        self._presence.release(prepared.unit.id)
-        counted = {name: int(self._counters[name]) for name in ("units", "tokens")}
-        self._presence.tell(units_done=counted["units"], tokens=counted["tokens"])

@@ -3,21 +3,24 @@
 Units flow through three stages joined by bounded queues: while one computes, the next is read and
 packed and the last one's shards become durable. A unit is taken when nobody who seems alive holds
 it; should two workers do the same one, the first commit wins and the other's files are removed.
+In a world of several processes the leader takes units, and all of them do each one together.
 """
 
 import logging
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
 from spile.background import Producer
 from spile.config import Runtime
+from spile.data.pack import Batch, PackedUnit
 from spile.data.units import Unit
 from spile.engine.clock import DeviceClock
 from spile.engine.resolve import Job
 from spile.engine.sink import Prepared, Sink
 from spile.engine.step import Step
+from spile.engine.world import Alone
 from spile.errors import Interrupted
 from spile.metrics import Counters
 from spile.store.ledger import Ledger
@@ -39,17 +42,18 @@ class Worker:
         step: Step,
         runtime: Runtime,
         *,
-        batch_rows: int,
-        fewest_rows: int,
+        batches: Callable[[PackedUnit], Iterator[Batch]],
         made_by: Mapping[str, Any],
+        presence: Presence,
+        world: Alone,
         counters: Counters,
         stop: threading.Event,
     ) -> None:
+        """`batches`: cuts a packed unit into steps."""
         self._job, self._ledger, self._step, self._runtime = job, ledger, step, runtime
-        self._batch_rows, self._fewest_rows = batch_rows, fewest_rows
-        self._made_by = made_by
+        self._batches, self._made_by = batches, made_by
+        self._presence, self._world = presence, world
         self._counters, self._stop = counters, stop
-        self._presence = Presence(ledger.objects, runtime.stale_after)
         self._mine: set[int] = set()
         self._room = threading.Semaphore(_UNITS_HELD)
 
@@ -60,20 +64,14 @@ class Worker:
             Interrupted: if told to stop first; units fully computed are committed, the one in
                 hand is abandoned.
         """
-        self._presence.start()
         self._presence.tell(state="running")
-        try:
-            self._run_stages()
-        except BaseException as error:
-            state = "stopped" if isinstance(error, Interrupted) else "failed"
-            self._presence.close(state, error=f"{type(error).__name__}: {error}")
-            raise
-        self._presence.close("done")
+        self._run_stages()
 
     def _run_stages(self) -> None:
         sink = Sink(
-            self._job, self._ledger, self._presence, self._runtime, self._counters, self._made_by
-        )
+            self._job, self._ledger, self._presence, self._runtime, self._counters, self._made_by,
+            self._world,
+        )  # fmt: skip
         feed = Producer(self._prepare(sink), 1, "read-tokenize-pack")
         clock = DeviceClock(self._counters, self._runtime.queue_depth)
         try:
@@ -110,7 +108,7 @@ class Worker:
 
     def _compute(self, prepared: Prepared, sink: Sink, clock: DeviceClock) -> None:
         sink.begin(prepared)
-        for batch in prepared.packed.batches(self._batch_rows, self._fewest_rows):
+        for batch in self._batches(prepared.packed):
             if self._stop.is_set():
                 return
             output = self._step(batch)
@@ -123,13 +121,14 @@ class Worker:
 
     def _prepare(self, sink: Sink) -> Generator[Prepared, None, None]:
         with closing(self._job.reader()) as reader:
-            for unit in self._units(sink):
+            known = {unit.id: unit for unit in self._job.units}
+            for unit, attempt in self._world.units(self._units(sink), known):
                 documents = reader.read(unit.spans, unit.first_doc)
                 with self._counters.timed("preparing"):
                     packed, skipped = self._job.pack(documents)
-                for batch in packed.batches(self._batch_rows, self._fewest_rows):
+                for batch in self._batches(packed):
                     self._step.compile(batch)  # beside the unit that computes, not in its way
-                yield Prepared(unit, packed, skipped, documents.digest())
+                yield Prepared(unit, attempt, packed, skipped, documents.digest())
 
     def _units(self, sink: Sink) -> Iterator[Unit]:
         """Units to do, in order, as long as there are any that nobody else is doing."""

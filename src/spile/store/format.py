@@ -4,7 +4,7 @@
     model.json               full hashes of the weights, from the first worker's loading
     scales.json              int8 alone: each channel's scale, measured by the first worker
     attempts/UNIT/ATTEMPT/   TAP.N.safetensors (with .zst: `planes.py`), index.safetensors,
-                             statistics.safetensors
+                             statistics.safetensors; of other processes, TAP.PART.N.safetensors
     done/UNIT.json           the done record: the unit exists, and these are its shards
     manifest.json            derived from the done records, once all are there
     check.json               the last comparison with HF transformers (`spile check`)
@@ -51,8 +51,12 @@ def attempt_prefix(unit: int, attempt: str) -> str:
     return f"{ATTEMPTS}{unit:08d}/{attempt}/"
 
 
-def shard_key(unit: int, attempt: str, tap: str, number: int, *, compressed: bool) -> str:
-    name = f"{attempt_prefix(unit, attempt)}{tap}.{number:05d}.safetensors"
+def shard_key(
+    unit: int, attempt: str, tap: str, number: int, *, part: int = 0, compressed: bool = False
+) -> str:
+    """`part`: of the unit, where several processes write it."""
+    label = f"{part}.{number:05d}" if part else f"{number:05d}"
+    name = f"{attempt_prefix(unit, attempt)}{tap}.{label}.safetensors"
     return name + COMPRESSED if compressed else name
 
 

@@ -37,8 +37,9 @@ class Presence:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        self._write()
-        self._thread.start()
+        if not self._thread.is_alive():
+            self._write()
+            self._thread.start()
 
     def tell(self, **fields: Any) -> None:
         """Change what the next beat says."""
@@ -56,10 +57,11 @@ class Presence:
             self._state["units"] = [u for u in self._state["units"] if u != unit]
 
     def close(self, state: str, **fields: Any) -> None:
-        """Say the last word."""
+        """Say the last word, if there was a first one."""
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        if not self._thread.is_alive():
+            return
+        self._thread.join()
         self.tell(state=state, units=[], **fields)
         self._try_write()
 

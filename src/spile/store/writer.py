@@ -5,7 +5,7 @@ record from what it returns. An attempt that fails or loses leaves only files no
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -21,14 +21,15 @@ from spile.store.format import (
     scale_name,
     shard_key,
 )
-from spile.store.shard import ShardWriter, TensorSpec
+from spile.store.shard import ShardWriter, TensorSpec, open_tensor, read_shard_header
 from spile.store.stats import TapStats
 
+_STATISTICS = "statistics"
 _CLOSING_THREADS = 2  # a sync may take as long as the writing of many rows
 
 
 class UnitWriter:
-    """Writes the shards of a unit whose number of rows is known."""
+    """Writes the shards of a unit, or of one part of it, whose number of rows is known."""
 
     def __init__(
         self,
@@ -39,12 +40,20 @@ class UnitWriter:
         shard_bytes: int,
         *,
         compress: bool = False,
+        attempt: str | None = None,
+        part: int = 0,
+        run: tuple[int, int] | None = None,
     ) -> None:
+        """Args:
+        attempt: that other processes write their parts under, too.
+        run: where this part's rows begin within the unit, and how many there are.
+        """
         self.unit = unit
-        self.attempt = secrets.token_hex(8)
-        self.rows = len(index)
+        self.attempt = attempt or secrets.token_hex(8)
+        self.first, self.rows = run or (0, len(index))
         self.stats = {tap: TapStats.empty(info.width) for tap, info in taps.items()}
         self._objects, self._index, self._compress = objects, index, compress
+        self._part = part
         self._open: set[ShardWriter] = set()
         self._closing = ThreadPoolExecutor(_CLOSING_THREADS, "close")
         self._taps = {
@@ -56,26 +65,57 @@ class UnitWriter:
         """The next rows of a tap, in stored order, with their scales where they have them."""
         self._taps[tap].write(rows, scales)
 
-    def finish(self, **described: Any) -> Done:
-        """Make every file durable; returns the record that would commit them."""
+    def finish_part(self) -> list[Shard]:
+        """Make this part's files durable: its shards, and the statistics of its rows."""
+        statistics = self._write_statistics(f"{_STATISTICS}.{self._part}.safetensors")
+        return [*self._finish_shards(), statistics]
+
+    def finish(self, parts: Sequence[Sequence[Shard]] = (), **described: Any) -> Done:
+        """Make every file durable; returns the record that would commit them.
+
+        Args:
+            parts: what `finish_part` gave the other processes, in order.
+        """
         prefix = attempt_prefix(self.unit, self.attempt)
         columns = {name: self._index[name] for name in self._index.dtype.names or ()}
-        index = self._write_file("index", prefix + "index.safetensors", columns)
-        tensors: dict[str, np.ndarray] = {}
-        for tap, stats in self.stats.items():
-            tensors |= stats.to_tensors(tap)
-        statistics = self._write_file("statistics", prefix + "statistics.safetensors", tensors)
-        shards = tuple(shard for tap in self._taps.values() for shard in tap.finish())
+        whole = 0, len(self._index)
+        index = self._write_file("index", prefix + "index.safetensors", columns, whole)
+        merged = [file for part in parts for file in part if file.tap == _STATISTICS]
+        for file in merged:
+            self._merge(file.key)
+        statistics = self._write_statistics(f"{_STATISTICS}.safetensors", whole)
+        for file in merged:
+            self._objects.delete(file.key)
+        shards = self._finish_shards()
+        others = [file for part in parts for file in part if file.tap in self._taps]
+        order = {tap: number for number, tap in enumerate(self._taps)}
         self._closing.shutdown()
         return Done(
             unit=self.unit,
             attempt=self.attempt,
-            rows=self.rows,
-            shards=shards,
+            rows=len(self._index),
+            shards=tuple(sorted([*shards, *others], key=lambda s: (order[s.tap], s.first))),
             index=index,
             statistics=statistics,
             **described,
         )
+
+    def _finish_shards(self) -> list[Shard]:
+        return [shard for tap in self._taps.values() for shard in tap.finish()]
+
+    def _write_statistics(self, name: str, run: tuple[int, int] | None = None) -> Shard:
+        tensors: dict[str, np.ndarray] = {}
+        for tap, stats in self.stats.items():
+            tensors |= stats.to_tensors(tap)
+        key = attempt_prefix(self.unit, self.attempt) + name
+        return self._write_file(_STATISTICS, key, tensors, run or (self.first, self.rows))
+
+    def _merge(self, key: str) -> None:
+        """Statistics of the rows that follow those known so far."""
+        header = read_shard_header(self._objects, key)
+        tensors = {name: open_tensor(self._objects, key, info) for name, info in header.items()}
+        for tap, stats in self.stats.items():
+            stats.merge(TapStats.from_tensors(tap, tensors))
 
     def discard(self) -> None:
         """Remove what was written; only ever called when no record names it."""
@@ -87,7 +127,9 @@ class UnitWriter:
             self._objects.delete(key)
 
     def start_shard(self, tap: str, number: int, rows: int, info: TapInfo) -> ShardWriter:
-        key = shard_key(self.unit, self.attempt, tap, number, compressed=self._compress)
+        key = shard_key(
+            self.unit, self.attempt, tap, number, part=self._part, compressed=self._compress
+        )
         specs: list[TensorSpec] = [(tap, info.storage, (rows, *info.shape))]
         if info.scaled_by == "row":
             specs.append((scale_name(tap), SCALE_DTYPE, (rows,)))
@@ -102,14 +144,16 @@ class UnitWriter:
         closed.add_done_callback(lambda _: closed.exception() or self._open.discard(writer))
         return closed
 
-    def _write_file(self, name: str, key: str, tensors: Mapping[str, np.ndarray]) -> Shard:
+    def _write_file(
+        self, name: str, key: str, tensors: Mapping[str, np.ndarray], run: tuple[int, int]
+    ) -> Shard:
         specs = [(n, a.dtype, a.shape) for n, a in tensors.items()]
         writer = ShardWriter(self._objects, key, specs)
         self._open.add(writer)
         for array in tensors.values():
             writer.write(array)
         size, digest = self.close_shard(writer).result()
-        return Shard(name, key, 0, self.rows, size, digest)
+        return Shard(name, key, *run, size, digest)
 
 
 class _TapWriter:
@@ -159,6 +203,6 @@ class _TapWriter:
         if self._first != self._unit.rows:
             raise AssertionError(f"{self._tap}: {self._first} of {self._unit.rows} rows written")
         return [
-            Shard(self._tap, key, first, count, *closed.result())
+            Shard(self._tap, key, self._unit.first + first, count, *closed.result())
             for key, first, count, closed in self._closed
         ]

@@ -1,0 +1,123 @@
+"""What devices send each other in a compiled program, read from its text. No jax.
+
+What stands inside a loop is counted as often as the loop runs.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+# Bytes sent by a device, of the bytes of the result, in a group of n.
+_SENT = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: float(n - 1),
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1.0,
+}
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_COLLECTIVE = re.compile(rf"= (.+?) ({'|'.join(_SENT)})(-start)?\(")
+_CALLED = re.compile(
+    r"(body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'known_trip_count[^0-9]*"(\d+)"')
+_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All of one kind, in one step."""
+
+    count: int
+    sent: int  # bytes, by each device
+
+
+def read_collectives(
+    text: str, devices: int, *, trips: int = 1, narrow: bool = False
+) -> dict[str, Collective]:
+    """By kind.
+
+    Args:
+        text: of a compiled program, as XLA prints it.
+        trips: how often a loop runs that does not say so.
+        narrow: count float32 as bfloat16, for a compiler that widens what it sends.
+    """
+    computations = dict(_computations(text))
+    entry = next((name for name, (first, _) in computations.items() if first), None)
+    counts: dict[str, int] = defaultdict(int)
+    sent: dict[str, float] = defaultdict(float)
+
+    def visit(name: str, times: int) -> None:
+        for line in computations[name][1]:
+            if match := _COLLECTIVE.search(line):
+                kind = match[2]
+                size = _result_bytes(match[1], kind, bool(match[3]), narrow)
+                group = _group_size(line, devices)
+                if group > 1:
+                    counts[kind] += times
+                    sent[kind] += times * size * _SENT[kind](group)
+            for called, runs in _calls(line, trips):
+                if called in computations:
+                    visit(called, times * runs)
+
+    if entry:
+        visit(entry, 1)
+    return {kind: Collective(counts[kind], round(sent[kind])) for kind in sorted(counts)}
+
+
+def _computations(text: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:
+    """Name -> whether the program starts there, and its lines."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            lines = []
+            yield match[1], (line.startswith("ENTRY"), lines)
+        else:
+            lines.append(line)
+
+
+def _calls(line: str, trips: int) -> Iterator[tuple[str, int]]:
+    """The computations an instruction runs, and how often."""
+    if "-done(" in line or "-update(" in line:  # its start was counted
+        return
+    for role, name in _CALLED.findall(line):
+        found = _TRIPS.search(line)
+        yield name, (int(found[1]) if found else trips) if role == "body" else 1
+    if match := _BRANCHES.search(line):
+        yield from ((name.strip().lstrip("%"), 1) for name in match[1].split(","))
+
+
+def _result_bytes(shape: str, kind: str, starts: bool, narrow: bool) -> int:
+    """Of what an instruction gives; one that only starts may name its operand, too."""
+    sizes = [_bytes(dtype, dims, narrow) for dtype, dims in _SHAPE.findall(shape)]
+    if starts and kind == "all-gather":
+        return sum(sizes[len(sizes) // 2 :])
+    if starts and kind == "collective-permute":
+        return sizes[0]
+    return sum(sizes)
+
+
+def _bytes(dtype: str, dims: str, narrow: bool) -> int:
+    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+    if narrow and dtype == "f32":
+        bits = 16
+    values = math.prod(int(size) for size in dims.split(",") if size)
+    return values * bits // 8
+
+
+def _group_size(line: str, devices: int) -> int:
+    if match := _COUNTED.search(line):
+        return int(match[1])
+    if match := _LISTED.search(line):
+        return match[1].count(",") + 1
+    return devices
+
+
+def sent_by_all(found: Mapping[str, Collective]) -> int:
+    return sum(each.sent for each in found.values())

@@ -1,0 +1,78 @@
+"""The thin parent of a process in a world: it says what jax's aborts do not. No jax.
+
+jax ends a process whose world has died by an abort, without Python. So the work is done by a
+child, and the parent, which only waits, looks into the store when that happens: every process
+writes a sign of life there before it joins.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spile.engine.place import ABORTED, RESTART, Place
+from spile.objects import Objects
+from spile.store.presence import process_ended, read_workers
+
+_log = logging.getLogger("spile")
+
+CHILD = "SPILE_WORLD_CHILD"
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def is_child() -> bool:
+    return os.environ.get(CHILD) == str(os.getppid())
+
+
+def supervise(argv: Sequence[str], place: Place, objects: Objects) -> int:
+    """Run the same command in a child; returns its exit code, and says why if it was aborted."""
+    before = {name: record.get("counter") for name, record in read_workers(objects).items()}
+    me = os.getpid()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "spile.cli", *argv],
+        env={**os.environ, CHILD: str(me)},
+        preexec_fn=lambda: _die_with(me),
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: child.send_signal(number))
+    code = child.wait()
+    if code == -signal.SIGABRT:
+        _log.error("%s", _why(place, objects, before))
+        return ABORTED
+    return 128 - code if code < 0 else code
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to end this process with its parent, and look whether that is gone already."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _why(place: Place, objects: Objects, before: Mapping[str, Any]) -> str:
+    """Who was there, by the signs of life that are new since this process began."""
+    came: dict[int, list[Mapping[str, Any]]] = {}
+    for name, record in read_workers(objects).items():
+        world = record.get("world") or {}
+        if world.get("coordinator") == place.coordinator and (
+            record.get("counter") != before.get(name)
+        ):
+            came.setdefault(int(world["process"]), []).append(record)
+    twice = {process: records for process, records in came.items() if len(records) > 1}
+    for process, records in twice.items():
+        hosts = " and ".join(sorted(str(record.get("host")) for record in records))
+        return f"{place}: two processes have the id {process} ({hosts}); give each its own"
+    missing = [n for n in range(place.processes) if n not in came]
+    if missing:
+        names = ", ".join(map(str, missing))
+        return (
+            f"{place}: {'processes' if len(missing) > 1 else 'process'} {names} of "
+            f"{place.processes} never came; start every one of them; {RESTART}"
+        )
+    gone = [n for n, (record,) in came.items() if n != place.process and process_ended(record)]
+    who = f"process {', '.join(map(str, gone))} is gone" if gone else "a process was not heard of"
+    return f"{place}: {who}, and the world ended with it; {RESTART}"
