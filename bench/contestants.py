@@ -106,12 +106,13 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
     from spile.config import Runtime
     from spile.data.pack import PackedUnit
     from spile.engine import local
+    from spile.engine.devices import prepared_device
     from spile.engine.estimate import batch_rows
     from spile.engine.resolve import resolve
     from spile.objects import open_objects
     from spile.store.ledger import Ledger
 
-    device = local.prepared_device()
+    device = prepared_device()
     ledger = Ledger(open_objects(options.out))
     job = resolve(recipe_of(options), ledger, device.platform)
     rows = batch_rows(job, Runtime(batch_tokens=options.batch_tokens), device.platform)

@@ -6,6 +6,7 @@ need no torch; parity tests make theirs with `transformers` itself.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,9 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 def environment() -> dict[str, str]:
     """Processes under test run on the CPU and warn about nothing."""
     return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "default"}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -11,12 +11,15 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spile.layout import AXES, ROWS, Cuts, Layout
 
 P = PartitionSpec
+
+_MOVED = 256 << 20  # bytes at a time
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
@@ -91,3 +94,24 @@ def local_runs(array: jax.Array) -> list[np.ndarray]:
     """What this process's devices hold of an array cut along its first axis, in order."""
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return [np.asarray(shard.data) for shard in shards]
+
+
+def moved(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """The same array laid out otherwise, on the same or on other devices.
+
+    A large one goes piece by piece, so that beside the two copies only a piece is ever held.
+    """
+    pieces = min(len(array), -(-array.nbytes // _MOVED)) if array.ndim else 1
+    if pieces <= 1:
+        return jax.device_put(array, sharding)
+    size = -(-len(array) // pieces)
+    out = jax.jit(lambda: jnp.zeros(array.shape, array.dtype), out_shardings=sharding)()
+    write = jax.jit(
+        lambda out, piece, start: jax.lax.dynamic_update_slice_in_dim(out, piece, start, 0),
+        donate_argnums=0, out_shardings=sharding,
+    )  # fmt: skip
+    whole = NamedSharding(sharding.mesh, P())
+    for start in range(0, len(array), size):
+        piece = jax.device_put(array[start : start + size], whole)
+        out = write(out, piece, jax.device_put(np.int32(start), whole))
+    return out

@@ -197,8 +197,9 @@ def compile_text(found: Sequence["Compiled"]) -> str:
     verdict = {True: "yes", False: "no", None: "unknown"}[best.fits]
     room = f", {size(held)} of {size(best.memory)}" if best.memory else ""
     lines = [
-        f"{best.topology}: {best.devices} devices, hosts {best.hosts}, mesh {best.mesh}; "
-        f"compiled on {best.on} in {best.compiling:.1f} s",
+        f"{best.topology}: {best.devices} device{'s' * (best.devices > 1)} on {best.hosts} "
+        f"host{'s' * (best.hosts > 1)}, mesh {best.mesh}; compiled on {best.on} in "
+        f"{best.compiling:.1f} s",
         f"a step of {best.tokens:,} tokens in contexts of {best.seq_len:,}, "
         f"{best.compute_dtype}, stored as {best.store_dtype}; of each device:",
         f"  weights       {size(best.weights)}",

@@ -431,3 +431,35 @@ def test_rows_are_filled_to_98_percent_on_log_normal_lengths(
         ordinals_of(documents), documents, tokenizer, seq_len=2048, long_docs=long_docs, pack="ffd"
     )
     assert unit.num_tokens / unit.tokens.size >= 0.98
+
+
+@settings(max_examples=60, deadline=None)
+@given(DOCUMENTS, SEQ_LEN, st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_parts_take_every_row_once_and_store_one_run_each(
+    tokenizer: TextTokenizer,
+    documents: list[np.ndarray],
+    seq_len: int,
+    parts: int,
+    each: int,
+    filtered: bool,
+) -> None:
+    unit = pack_unit(
+        ordinals_of(documents), documents, tokenizer, seq_len=seq_len, long_docs="split",
+        pack="ffd", rows=RowFilter("pos % 2 == 0" if filtered else None, None),
+    )  # fmt: skip
+    batches = list(unit.batches(parts * each, parts, parts=parts, quantum=parts))
+    found: list[list[int]] = [[] for _ in range(parts)]
+    for batch in batches:
+        assert len(batch.tokens) % parts == 0
+        width = len(batch.tokens) // parts
+        for row in range(len(batch.tokens)):
+            columns = slice(None) if batch.columns is None else batch.columns[row]
+            kept = batch.tokens[row][columns][: batch.counts[row]]
+            found[row // width] += kept.tolist()
+    stored = [unit.run_of(part, parts) for part in range(parts)]
+    assert [count for _, count in stored] == [len(tokens) for tokens in found]
+    assert [first for first, _ in stored] == [
+        sum(count for _, count in stored[:part]) for part in range(parts)
+    ]
+    assert [t for tokens in found for t in tokens] == unit.index["token_id"].tolist()
+    assert sum(int(batch.lengths.sum()) for batch in batches) == int(unit.lengths.sum())

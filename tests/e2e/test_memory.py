@@ -1,9 +1,18 @@
-"""Memory is queue depth times batch bytes, whatever the size of the corpus."""
+"""Memory is queue depth times batch bytes, and the weights that are held; nothing else."""
 
+import json
+import math
+import subprocess
+import sys
 from pathlib import Path
+
+import numpy as np
 
 import tiny
 from chaos.harness import Work, launch
+from spile.models.checkpoint import Checkpoint
+from spile.models.hf_config import read_config
+from spile.tensors import build_header
 
 TEXT = "the same few words for every document, so that units are alike; "
 DOCUMENTS = 1200
@@ -45,3 +54,44 @@ def test_peak_memory_does_not_grow_with_the_corpus(model: Path, tmp_path: Path) 
     tiny.spile("extract", *small.flags(tmp_path / "warm"))
     first, second = peak_of(small, tmp_path), peak_of(large, tmp_path)
     assert second < 1.1 * first, f"{first} kB, then {second} kB for eight times the corpus"
+
+
+WIDE = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 4096,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def write_wide_model(directory: Path) -> int:
+    """Some 800 MB of zeros that take no space on the disk; returns their size."""
+    tiny.write_model(directory)
+    config = {**tiny.CONFIG, **WIDE}
+    (directory / "config.json").write_text(json.dumps(config))
+    family, arch = read_config(config, "test")
+    shapes = Checkpoint(directory, family, arch, {}, (), family.prefixes[0]).shapes()
+    header = build_header((name, np.dtype(np.float32), shape) for name, shape in shapes.items())
+    size = sum(4 * math.prod(shape) for shape in shapes.values())
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + size)
+    return size
+
+
+def test_a_process_that_holds_a_quarter_of_the_weights_needs_no_more_memory_than_that(
+    tmp_path: Path,
+) -> None:
+    """Of a checkpoint cut four ways; and between them the four hash all of it."""
+    size, processes = write_wide_model(tmp_path / "model"), 4
+    script = [sys.executable, str(Path(__file__).with_name("loading.py")), str(tmp_path / "model")]
+    where = [f"127.0.0.1:{tiny.free_port()}", str(processes)]
+    started = [
+        subprocess.Popen([*script, *where, str(n)], stdout=subprocess.PIPE, text=True,
+                         env=tiny.environment())
+        for n in range(processes)
+    ]  # fmt: skip
+    said = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in started]
+    for each in said:
+        assert size / 4 <= each["held"] < size / 4 * 1.05
+        assert each["took"] <= 1.3 * each["held"], each
+    hashed = [name for each in said for name in each["hashed"]]
+    assert len(hashed) == len(set(hashed)) == 12 * 9 + 3

@@ -1,6 +1,7 @@
 """int8's scales: measured once, on what comes first, and the same whoever measures."""
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import spile
 import tiny
 from spile.config import Recipe
+from spile.data.pack import PackedUnit
 from spile.engine.local import load_step
 from spile.engine.resolve import Job, resolve, store_table
 from spile.objects import LocalObjects
@@ -46,7 +48,7 @@ def resolved(recipe: Recipe, out: Path) -> tuple[Job, Ledger]:
 def measure(recipe: Recipe, out: Path, batch_rows: int = 16) -> tuple[Job, dict[str, np.ndarray]]:
     """As a run does before its first unit."""
     job, ledger = resolved(recipe, out)
-    load_step(job, ledger, jax.devices()[0], batch_rows)
+    load_step(job, ledger, jax.devices()[0], partial(PackedUnit.batches, rows=batch_rows))
     scales = ledger.read_scales(job.table)
     assert scales is not None
     return job, scales

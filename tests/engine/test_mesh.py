@@ -5,13 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent
+import pytest
+
+FILES = sorted((Path(__file__).parent.parent / "mesh").glob("test_*.py"))
 
 
-def test_everything_in_tests_mesh_passes_on_eight_devices() -> None:
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_is_in_tests_mesh_passes_on_eight_devices(file: Path) -> None:
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "mesh")],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
         capture_output=True,
         text=True,
         env={**os.environ, "XLA_FLAGS": flags},

@@ -57,7 +57,7 @@ def test_a_failed_writer_ends_the_wait_for_units_that_others_hold(
         other.hold(unit)
     monkeypatch.setattr("spile.store.presence.process_ended", lambda record: False)
 
-    def failing(self: UnitWriter, **described: Any) -> None:
+    def failing(self: UnitWriter, *parts: Any, **described: Any) -> None:
         raise StoreError("the disk is on fire")
 
     monkeypatch.setattr(UnitWriter, "finish", failing)

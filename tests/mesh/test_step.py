@@ -12,9 +12,13 @@ from spile.layout import Layout
 from spile.store.stats import TapStats
 
 LAYOUTS = [
-    Layout(8), Layout(1, 8), Layout(1, 1, 8), Layout(4, 1, 2), Layout(2, 1, 4), Layout(2, 2, 2),
-    Layout(1, 4, 2), Layout(3), Layout(1, 1, 3),
-]  # fmt: skip
+    Layout(8),
+    Layout(1, 8),
+    Layout(1, 1, 8),
+    Layout(4, 1, 2),
+    Layout(2, 2, 2),
+    Layout(1, 1, 3),
+]
 TAPS = "embed,q:1,k:0,attn_pattern:0,z:all,mlp_hidden:1,resid_post:all,final_norm,logits,entropy"
 
 

@@ -327,3 +327,36 @@ def test_a_finished_attempt_can_be_discarded(objects: LocalObjects) -> None:
     _, writer = stored.write_unit(objects, table, 0, index_of(9), rows, 12)
     writer.discard()
     assert set(objects.list()) == {file.key for file in kept.files()}
+
+
+@pytest.mark.parametrize("runs", [[(0, 7), (7, 3), (10, 0)], [(0, 0), (0, 10)], [(0, 10)]])
+def test_parts_of_a_unit_are_recorded_as_if_one_had_written_it(
+    objects: LocalObjects, runs: list[tuple[int, int]]
+) -> None:
+    index, rows = index_of(10), random_rows(10, 4, np.dtype(np.float32))
+    taps = {"a": TapInfo((4,), "float32"), "b": TapInfo((4,), "float32")}
+    writers = [
+        UnitWriter(objects, 0, index, taps, 40, attempt="abc", part=part, run=run)
+        for part, run in enumerate(runs)
+    ]
+    for writer, (first, count) in zip(writers, runs, strict=True):
+        for tap in taps:
+            writer.write(tap, rows[first : first + count])
+            writer.stats[tap].merge(stored.describe(rows[first : first + count]))
+    parts = [writer.finish_part() for writer in writers[1:]]
+    done = writers[0].finish(parts, **DESCRIBED)
+    assert set(objects.list()) == {file.key for file in done.files()}, "nothing else is left"
+    body = decode_record("k", encode_record("done", done.to_json()), "done")
+    assert Done.from_json("k", body) == done
+    for tap in taps:
+        shards = [shard for shard in done.shards if shard.tap == tap]
+        read = [
+            open_tensor(objects, shard.key, read_shard_header(objects, shard.key)[tap])
+            for shard in shards
+        ]
+        assert np.concatenate(read).tobytes() == rows.tobytes()
+        header = read_shard_header(objects, done.statistics.key)
+        mean = open_tensor(objects, done.statistics.key, header[f"{tap}/mean"])
+        np.testing.assert_allclose(mean, rows.astype(np.float64).mean(axis=0), rtol=1e-12)
+        count = open_tensor(objects, done.statistics.key, header[f"{tap}/count"])
+        assert int(count[0]) == done.rows == 10

@@ -22,6 +22,7 @@ from spile.config import Recipe, Runtime, flag_of
 from spile.data.pack import Batch, PackedUnit
 from spile.data.tokens import use_threads
 from spile.engine.calibrate import channel_scales
+from spile.engine.devices import memory_limit, memory_used, prepared_device
 from spile.engine.estimate import Estimate, estimate, fits, refuse_if_too_large, row_quantum
 from spile.engine.place import find_place
 from spile.engine.resolve import Job, resolve, store_table
@@ -32,7 +33,6 @@ from spile.errors import InputError, Interrupted
 from spile.layout import ONE_DEVICE, Cuts, fitting_layout, parse_layout
 from spile.metrics import Counters
 from spile.models.decoder import needs_whole_block
-from spile.models.demo import cache_directory
 from spile.models.params import Schedule
 from spile.models.specs import array_axes, axis_sizes
 from spile.models.weights import load_params
@@ -42,10 +42,6 @@ from spile.store.ledger import Ledger
 from spile.store.presence import Presence
 
 _log = logging.getLogger("spile")
-
-# Measured at 7B shapes on an H200 (docs/benchmarks.md): cuBLAS is 3% faster than XLA's own
-# matrix products, and compiles sooner.
-_XLA_FLAGS = ("--xla_gpu_enable_triton_gemm=false",)
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ class _Run:
             device.platform,
             done=ledger.done_units(),
             free_bytes=ledger.objects.free_bytes(),
-            memory=_memory(device),
+            memory=memory_limit(device),
             cuts=cuts,
             processes=world.processes,
         )
@@ -151,7 +147,12 @@ class _Run:
             parts=self.world.processes,
             quantum=row_quantum(cuts.layout, self.world.processes),
         )
+        before = memory_used(device)
         step = load_step(job, self.ledger, device, batches, cuts, self.world)
+        if jax.device_count() > 1:
+            loaded = memory_used(device)
+            _log.info("each device: %.2f GB in use before loading, %.2f GB after, of %s",
+                      before / 1e9, loaded / 1e9, _gigabytes(memory_limit(device)))  # fmt: skip
         self._heed()
         self.presence.start()
         worker = Worker(
@@ -174,7 +175,7 @@ class _Run:
         devices = jax.device_count()
         layout = parse_layout(runtime.mesh, devices, world.processes, runtime.fsdp)
         if layout is None:
-            memory = _memory(device)
+            memory = memory_limit(device)
             fit = partial(fits, job, runtime, device.platform, memory)
             layout, fitting = fitting_layout(devices, devices // world.processes, fit)
             if not fitting:
@@ -251,23 +252,6 @@ def _outcome(ledger: Ledger, cost: Estimate) -> Outcome:
     )
 
 
-def prepared_device() -> Any:
-    """This process's device, with what makes its steps faster unless the user said otherwise."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    chosen = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([flags, *chosen]).strip()
-    device = jax.local_devices()[0]
-    # (The CPU compiler ties what it caches to the very machine, and compiles fast anyway.)
-    if device.platform != "cpu" and not jax.config.values["jax_compilation_cache_dir"]:
-        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
-    return device
-
-
-def _memory(device: Any) -> int | None:
-    """Bytes that each device may use, where it says so."""
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
 def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any) -> dict[str, Any]:
     """What must be the same in every process of a world."""
     own = ("process_id", "bind_address", "threads", "write_threads", "coordinator")
@@ -281,6 +265,10 @@ def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any)
         "device kind": device.device_kind,
         "number of local devices": jax.local_device_count(),
     }
+
+
+def _gigabytes(size: int | None) -> str:
+    return "an unknown total" if size is None else f"{size / 1e9:.2f} GB"
 
 
 def _version(package: str) -> str | None:

@@ -66,8 +66,8 @@ def find_target(topology: str | None, on: str | None) -> Target:
     if on == "libtpu":
         return Target(topology, wanted.chip, _compile_only(wanted), wanted.hosts, on)
     notes += (
-        "compiled for virtual CPU devices: the collectives are the chip's, the temporaries are "
-        "not, so whether it fits is estimated",
+        "compiled for virtual CPU devices: the collectives are the same (a CPU widens bfloat16 to "
+        "send it; it is counted as it is), the temporaries are not, so what fits is estimated",
     )
     return Target(topology, wanted.chip, virtual_cpus(wanted.chips), wanted.hosts, on, notes)
 

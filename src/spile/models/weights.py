@@ -6,6 +6,7 @@ the same path cannot slip into half of a dataset.
 """
 
 import math
+import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +23,8 @@ from spile.sharding import Shards
 from spile.tensors import as_bytes, map_tensor
 
 _THREADS = 8
-_HASHED = 64 << 20  # bytes at a time
+_COPIED = 2 << 20  # bytes of a tensor that each thread has in memory at a time
+_HASHED = 2 << 20
 _ALIGNED = 64
 
 Index = tuple[slice, ...]
@@ -135,8 +137,9 @@ class _Loading:
         if source.per_expert:
             targets, names, index = list(out), names[index[0]], index[1:]
         for target, name in zip(targets, names, strict=True):
-            taken = source.take(self._read(name), spec, self.blocks, checkpoint.arch.head_dim)
-            target[...] = taken[index]
+            tensor = self._read(name)
+            taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)[index]
+            _copy(taken, target, tensor)
 
     def _read(self, name: str) -> np.ndarray:
         checkpoint = self._checkpoint
@@ -175,6 +178,18 @@ class _Loading:
             for start in range(info.start, info.stop, _HASHED):
                 state.update(file.read(min(_HASHED, info.stop - start)))
         return state.hexdigest()
+
+
+def _copy(taken: np.ndarray, target: np.ndarray, tensor: np.ndarray) -> None:
+    """Copy what was taken of a tensor, some rows at a time: pages that were read are let go."""
+    if not taken.ndim:
+        target[...] = taken
+        return
+    rows = max(1, _COPIED // max(1, tensor.nbytes // len(taken)))
+    for start in range(0, len(taken), rows):
+        target[start : start + rows] = taken[start : start + rows]
+        if isinstance(tensor.base, mmap.mmap):
+            tensor.base.madvise(mmap.MADV_DONTNEED)
 
 
 def _shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:

@@ -1,0 +1,45 @@
+"""Whatever the family, its blocks give on a mesh what they give on one device."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import families
+import tiny
+from meshes import make_batch, make_step
+from spile.layout import Layout
+
+TAPS = "resid_post:all,z:0,final_norm"
+CHOSEN = {
+    "gemma2-gqa": Layout(2, 1, 2), "gpt2": Layout(1, 2, 2), "neox": Layout(1, 1, 4),
+    "olmo2-gqa": Layout(2, 2, 2), "mixtral-gqa": Layout(2, 2, 2), "qwen3moe-gqa": Layout(1, 1, 3),
+    "gptoss-gqa": Layout(1, 2, 2),
+}  # fmt: skip
+
+
+def compare(make: Callable[[], Any], layout: Layout, directory: Path) -> None:
+    families.randomised(make).save_pretrained(directory)
+    tiny.write_tokenizer(directory)
+    one, mesh = (make_step(directory, TAPS, each)(make_batch(8)) for each in (None, layout))
+    for tap in one.rows:
+        wanted = one.rows_of(tap)
+        np.testing.assert_allclose(
+            mesh.rows_of(tap), wanted, atol=2e-5 * np.abs(wanted).max(), err_msg=tap
+        )
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_family_on_a_mesh_is_the_same_model(name: str, tmp_path: Path) -> None:
+    compare(families.FAMILIES[name], CHOSEN[name], tmp_path)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1, 4), Layout(2, 1, 2)], ids=str)
+def test_experts_that_cannot_be_shared_out_are_cut_themselves(
+    layout: Layout, tmp_path: Path
+) -> None:
+    five = partial(families.FAMILIES["gptoss-gqa"], num_local_experts=5)
+    compare(five, layout, tmp_path)
