@@ -226,19 +226,26 @@ def _extract(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from spile.engine.estimate import estimate, refuse_if_too_large
+    from spile.engine.estimate import estimate, planned_cuts, refuse_if_too_large
     from spile.engine.resolve import resolve
+    from spile.layout import devices_of
     from spile.objects import open_objects
     from spile.store.ledger import Ledger
     from spile.terminal import plan_table
 
     recipe, runtime, out = _options(arguments)
     ledger = Ledger(open_objects(out or "."))
-    platform = _platform()
+    platform, present = _platform()
     job = resolve(recipe, ledger, platform)
+    devices = devices_of(runtime.mesh) or present
+    processes = runtime.num_processes or 1
+    cuts = planned_cuts(job, runtime, platform, devices, None, processes)
     objects = ledger.objects
     done = ledger.done_units()
-    cost = estimate(job, runtime, platform, done=done, free_bytes=objects.free_bytes())
+    cost = estimate(
+        job, runtime, platform, done=done, free_bytes=objects.free_bytes(), cuts=cuts,
+        processes=processes,
+    )  # fmt: skip
     if arguments.json:
         print(json.dumps({**dataclasses.asdict(cost), "total_bytes": cost.total_bytes}))
     else:
@@ -248,13 +255,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _platform() -> str:
-    """The kind of device a run here would use."""
+def _platform() -> tuple[str, int]:
+    """The kind of devices a run here would use, and how many."""
     try:
         import jax
     except ImportError:
-        return "cpu"
-    return jax.default_backend()
+        return "cpu", 1
+    return jax.default_backend(), jax.device_count()
 
 
 def _taps(arguments: argparse.Namespace) -> int:

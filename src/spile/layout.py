@@ -6,6 +6,8 @@ a forward pass alone gains nothing from one, and loses its bubbles.
 """
 
 import logging
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -131,6 +133,13 @@ def parse_layout(text: str, devices: int, processes: int, fsdp: int | None) -> L
     if text == "3d":
         return _three(devices, processes, fsdp or DEFAULT_FSDP)
     return _explicit(text, devices, fsdp)
+
+
+def devices_of(text: str) -> int | None:
+    """How many devices a `--mesh` that names its sizes is for, if it names that of `data`."""
+    if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text) or "data=" not in text:
+        return None
+    return math.prod(int(size) for size in re.findall(r"=(\d+)", text))
 
 
 def _one(devices: int, processes: int) -> Layout:

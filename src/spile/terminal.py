@@ -155,7 +155,8 @@ def plan_table(recipe: Mapping[str, Any], cost: "Estimate") -> None:
         *((f"  as {d}", size(b)) for d, b in cost.bytes_by_dtype.items() if d != chosen),
         *_compressed(cost, chosen),
         ("free there", "unknown" if cost.free_bytes is None else size(cost.free_bytes)),
-        ("weights", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
+        ("mesh", cost.mesh if cost.mesh != "1" else "one device"),
+        ("weights per device", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
         ("memory per device", size(cost.device_bytes)),
         ("memory on the host", size(cost.host_bytes)),
     ]

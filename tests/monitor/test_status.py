@@ -87,7 +87,9 @@ def test_a_worker_at_work_is_running_and_a_killed_one_is_dead(unfinished: stored
 
 
 def test_a_failed_worker_gives_its_reason(unfinished: stored.Stored) -> None:
-    Presence(unfinished.objects, 30).close("failed", error="StoreError: disk full")
+    worker = Presence(unfinished.objects, 30)
+    worker.start()
+    worker.close("failed", error="StoreError: disk full")
     status = read_status(unfinished.objects)
     assert status.state == "unfinished"
     assert (status.workers[0]["state"], status.workers[0]["error"]) == (

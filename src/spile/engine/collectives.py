@@ -28,6 +28,10 @@ _TRIPS = re.compile(r'known_trip_count[^0-9]*"(\d+)"')
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+# Axes of a mesh and their sizes, then those along which the groups lie.
+_MESHED = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+_AXIS_SIZE = re.compile(r"'(\w+)'=(\d+)")
+_AXIS_USED = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")  # of one that is split, a part
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,10 @@ def _calls(line: str, trips: int) -> Iterator[tuple[str, int]]:
 
 
 def _result_bytes(shape: str, kind: str, starts: bool, narrow: bool) -> int:
-    """Of what an instruction gives; one that only starts may name its operand, too."""
-    sizes = [_bytes(dtype, dims, narrow) for dtype, dims in _SHAPE.findall(shape)]
+    """Of what an instruction gives; one that only starts may name its operand, too, and flags."""
+    sizes = [
+        _bytes(dtype, dims, narrow) for dtype, dims in _SHAPE.findall(shape) if dims or not starts
+    ]
     if starts and kind == "all-gather":
         return sum(sizes[len(sizes) // 2 :])
     if starts and kind == "collective-permute":
@@ -116,6 +122,9 @@ def _group_size(line: str, devices: int) -> int:
         return int(match[1])
     if match := _LISTED.search(line):
         return match[1].count(",") + 1
+    if match := _MESHED.search(line):
+        sizes = dict(_AXIS_SIZE.findall(match[1]))
+        return math.prod(int(part or sizes[axis]) for axis, part in _AXIS_USED.findall(match[2]))
     return devices
 
 

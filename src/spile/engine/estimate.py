@@ -1,14 +1,16 @@
 """What a job will cost, before it runs: documents, tokens, bytes, memory. No jax."""
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from spile.config import STORE_DTYPES, Runtime
 from spile.engine.resolve import Job
 from spile.errors import ConfigError
 from spile.index import INDEX_DTYPE
-from spile.layout import ONE_DEVICE, Cuts, Layout
+from spile.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.models.fused import why_unfused
 from spile.models.specs import (
     ParamSpec,
@@ -20,6 +22,7 @@ from spile.models.specs import (
 )
 from spile.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 
+_log = logging.getLogger("spile")
 _NARROW = 2048  # a model whose matrix products are small: more tokens make up for it
 _MEMORY_SHARE = 0.9  # of a device that a step may fill by our estimate
 
@@ -81,6 +84,19 @@ def fits(job: Job, runtime: Runtime, platform: str, memory: int | None, layout: 
         return False
     rows = batch_rows(job, runtime, platform, memory, cuts)
     return not memory or _device_bytes(job, rows, platform, cuts) <= _MEMORY_SHARE * memory
+
+
+def planned_cuts(
+    job: Job, runtime: Runtime, platform: str, devices: int, memory: int | None, processes: int = 1
+) -> Cuts:
+    """How the model lies on so many devices, as asked for or as it fits."""
+    layout = parse_layout(runtime.mesh, devices, processes, runtime.fsdp)
+    if layout is None:
+        suits = partial(fits, job, runtime, platform, memory)
+        layout, fitting = fitting_layout(devices, devices // processes, suits)
+        if not fitting:
+            _log.warning("by our estimate no mesh of %d devices holds the model", devices)
+    return Cuts.of(layout, axis_sizes(job.checkpoint.arch))
 
 
 def _sweet_spot(job: Job, platform: str) -> int:

@@ -23,18 +23,24 @@ from spile.data.pack import Batch, PackedUnit
 from spile.data.tokens import use_threads
 from spile.engine.calibrate import channel_scales
 from spile.engine.devices import memory_limit, memory_used, prepared_device
-from spile.engine.estimate import Estimate, estimate, fits, refuse_if_too_large, row_quantum
+from spile.engine.estimate import (
+    Estimate,
+    estimate,
+    planned_cuts,
+    refuse_if_too_large,
+    row_quantum,
+)
 from spile.engine.place import find_place
 from spile.engine.resolve import Job, resolve, store_table
 from spile.engine.step import Step
 from spile.engine.worker import Worker
 from spile.engine.world import Alone, compare, join
 from spile.errors import InputError, Interrupted
-from spile.layout import ONE_DEVICE, Cuts, fitting_layout, parse_layout
+from spile.layout import ONE_DEVICE, Cuts
 from spile.metrics import Counters
 from spile.models.decoder import needs_whole_block
 from spile.models.params import Schedule
-from spile.models.specs import array_axes, axis_sizes
+from spile.models.specs import array_axes
 from spile.models.weights import load_params
 from spile.objects import open_objects
 from spile.sharding import Shards, make_mesh
@@ -170,19 +176,11 @@ class _Run:
         worker.run()
 
     def _cuts(self, job: Job, device: Any) -> Cuts:
-        """How the model lies on the devices, as asked for or as it fits."""
         runtime, world = self.runtime, self.world
-        devices = jax.device_count()
-        layout = parse_layout(runtime.mesh, devices, world.processes, runtime.fsdp)
-        if layout is None:
-            memory = memory_limit(device)
-            fit = partial(fits, job, runtime, device.platform, memory)
-            layout, fitting = fitting_layout(devices, devices // world.processes, fit)
-            if not fitting:
-                _log.warning("by our estimate no mesh of %d devices holds the model", devices)
-        cuts = Cuts.of(layout, axis_sizes(job.checkpoint.arch), quiet=not world.leads)
-        if devices > 1 and world.leads:
-            _log.info("%d devices (%s), mesh %s", devices, device.device_kind, layout)
+        devices, limit = jax.device_count(), memory_limit(device)
+        cuts = planned_cuts(job, runtime, device.platform, devices, limit, world.processes)
+        if devices > 1:
+            _log.info("%d devices (%s), mesh %s", devices, device.device_kind, cuts.layout)
         return cuts
 
     def _heed(self) -> None:

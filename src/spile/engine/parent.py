@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spile.engine.place import ABORTED, RESTART, Place
+from spile.engine.place import RESTART, Place
 from spile.objects import Objects
 from spile.store.presence import process_ended, read_workers
 
@@ -22,6 +22,7 @@ _log = logging.getLogger("spile")
 
 CHILD = "SPILE_WORLD_CHILD"
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_OUT_OF_MEMORY = ", as the kernel does when memory runs out"
 
 
 def is_child() -> bool:
@@ -40,10 +41,21 @@ def supervise(argv: Sequence[str], place: Place, objects: Objects) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: child.send_signal(number))
     code = child.wait()
+    if code >= 0:
+        return code
     if code == -signal.SIGABRT:
         _log.error("%s", _why(place, objects, before))
-        return ABORTED
-    return 128 - code if code < 0 else code
+    else:
+        _log.error("its process was ended by signal %d (%s)%s; %s", -code, signal.strsignal(-code),
+                   _OUT_OF_MEMORY if code == -signal.SIGKILL else "", RESTART)  # fmt: skip
+    return 128 - code
+
+
+def free_stdout() -> None:
+    """From here on only `sys.stdout` writes there: gloo would tell of its connections."""
+    sys.stdout.flush()
+    sys.stdout = open(os.dup(1), "w", encoding=sys.stdout.encoding)  # noqa: SIM115 - kept open
+    os.dup2(2, 1)
 
 
 def _die_with(parent: int) -> None:
@@ -65,14 +77,14 @@ def _why(place: Place, objects: Objects, before: Mapping[str, Any]) -> str:
     twice = {process: records for process, records in came.items() if len(records) > 1}
     for process, records in twice.items():
         hosts = " and ".join(sorted(str(record.get("host")) for record in records))
-        return f"{place}: two processes have the id {process} ({hosts}); give each its own"
+        return f"two processes have the id {process} ({hosts}); give each its own"
     missing = [n for n in range(place.processes) if n not in came]
     if missing:
         names = ", ".join(map(str, missing))
         return (
-            f"{place}: {'processes' if len(missing) > 1 else 'process'} {names} of "
+            f"{'processes' if len(missing) > 1 else 'process'} {names} of "
             f"{place.processes} never came; start every one of them; {RESTART}"
         )
     gone = [n for n, (record,) in came.items() if n != place.process and process_ended(record)]
     who = f"process {', '.join(map(str, gone))} is gone" if gone else "a process was not heard of"
-    return f"{place}: {who}, and the world ended with it; {RESTART}"
+    return f"{who}, and the world ended with it; {RESTART}"

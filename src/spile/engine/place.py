@@ -26,6 +26,7 @@ _PROCESSES = ("NUM_HOSTS", "JAX_NUM_PROCESSES")
 _PROCESS = ("HOST_ID", "CLOUD_TPU_TASK_ID", "TPU_WORKER_ID", "JAX_PROCESS_ID")
 _POD = "TPU_WORKER_HOSTNAMES"
 _SLICE = "MEGASCALE_SLICE_ID"
+_SLICES = "MEGASCALE_NUM_SLICES"
 _DETECTION_SECONDS = 60
 
 
@@ -37,6 +38,7 @@ class Place:
     processes: int
     process: int
     slice: str = "0"
+    devices: tuple[int, ...] | None = None  # of its host, where it shares that with others
 
     @property
     def leads(self) -> bool:
@@ -57,13 +59,21 @@ def find_place(runtime: Runtime, environ: Mapping[str, str]) -> Place | None:
     coordinator = runtime.coordinator or _first(environ, _COORDINATOR)[1]
     processes = _number(runtime.num_processes, environ, _PROCESSES, "--num-processes")
     if coordinator is None and processes is None:
-        return _checked(_detected(environ), environ)
+        place = _checked(_detected(environ), environ)
+        if place is None and runtime.process_id is not None:
+            raise ConfigError(
+                f"--process-id {runtime.process_id} is given, but neither how many processes there "
+                "are nor where they meet: add --num-processes N and --coordinator HOST:PORT"
+            )
+        return place
     if processes is None:
         raise ConfigError(
             f"a coordinator is given ({coordinator}), but not how many processes there are: add "
             "--num-processes N"
         )
-    if processes == 1:
+    if processes < 1:
+        raise ConfigError(f"there must be at least 1 process, got {processes}")
+    if processes == 1 and not runtime.process_id:
         return None
     if coordinator is None:
         raise ConfigError(
@@ -91,7 +101,9 @@ def _checked(place: Place | None, environ: Mapping[str, str]) -> Place | None:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--coordinator must be HOST:PORT, got {place.coordinator!r}")
     pod = [name for name in environ.get(_POD, "").split(",") if name]
-    if len(pod) > 1 and len(pod) != place.processes:
+    slices = environ.get(_SLICES, "")
+    joined = {len(pod), len(pod) * int(slices) if slices.isdecimal() else 0}
+    if len(pod) > 1 and place.processes not in joined:
         raise ConfigError(
             f"the pod has {len(pod)} hosts ({_POD}), but {place.processes} processes are to be "
             f"joined: start one on each host, with --num-processes {len(pod)}"
@@ -103,16 +115,23 @@ def _detected(environ: Mapping[str, str]) -> Place | None:
     """What jax finds by itself. It has no public name for that."""
     try:
         clusters: Any = importlib.import_module("jax._src.clusters")
-        coordinator, processes, process, _ = (
-            clusters.ClusterEnv.auto_detect_unset_distributed_params(
-                None, None, None, None, None, _DETECTION_SECONDS
-            )
-        )
-    except (ImportError, AttributeError, TypeError):
+        detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    except (ImportError, AttributeError):
         return None
+    try:
+        coordinator, processes, process, devices = detect(
+            None, None, None, None, None, _DETECTION_SECONDS
+        )
+    except Exception as error:
+        raise ConfigError(
+            "jax sees a cluster here, but not which of its processes this is "
+            f"({type(error).__name__}: {error}): give --coordinator, --num-processes and "
+            "--process-id, or --world host to work alone"
+        ) from error
     if coordinator is None or processes is None or process is None or processes < 2:
         return None
-    return Place(coordinator, int(processes), int(process), environ.get(_SLICE, "0"))
+    devices = None if devices is None else tuple(devices)
+    return Place(coordinator, int(processes), int(process), environ.get(_SLICE, "0"), devices)
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str | None]:

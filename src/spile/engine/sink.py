@@ -194,7 +194,7 @@ class Sink:
                 self._counters.add(bytes=len(rows) * self._job.table.taps[tap].row_bytes)
         if item.last():
             self._counters.add(tokens=output.tokens)
-            self._presence.tell(tokens=int(self._counters["tokens"]))
+            self._tell()
 
     def _nonfinite(self, tap: str, count: int, unit: Unit) -> str:
         dtype = self._job.table.taps[tap].dtype
@@ -222,8 +222,13 @@ class Sink:
         unrun = packed.num_tokens - int(packed.lengths.sum())
         self._counters.add(units=1, tokens=unrun)
         self._presence.release(prepared.unit.id)
-        counted = {name: int(self._counters[name]) for name in ("units", "tokens")}
-        self._presence.tell(units_done=counted["units"], tokens=counted["tokens"])
+        self._tell()
+
+    def _tell(self) -> None:
+        """Processes of a world count the same: one of them says it."""
+        if self._world.leads:
+            units, tokens = (int(self._counters[name]) for name in ("units", "tokens"))
+            self._presence.tell(units_done=units, tokens=tokens)
 
     def _record(self, written: _Writing) -> None:
         """The unit exists when this has been written."""

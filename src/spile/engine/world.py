@@ -15,19 +15,22 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 
 from spile.config import Runtime
 from spile.data.units import Unit
+from spile.engine.parent import free_stdout, is_child
 from spile.engine.place import ABORTED, RESTART, Place
-from spile.errors import ConfigError, Interrupted, SpileError, StoreError, WorldError
+from spile.errors import ConfigError, Interrupted, SpileError, WorldError
 
 _log = logging.getLogger("spile")
 _POLL_MS = 500
 _GRACE = 5.0  # seconds for a process to stop by itself once another has failed
+_PARTING = 2 * _GRACE  # and for the leader to wait for those that did not, and were ended
 _END = "spile/end"
 
 
@@ -143,7 +146,7 @@ class World(Alone):
 
     def _part(self) -> None:
         """The leader, who runs the service, goes last: the others would not get to say why."""
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + _PARTING
         try:
             if not self.leads:
                 self._client.key_value_set(f"spile/left/{self.process}", "1")
@@ -166,9 +169,10 @@ class World(Alone):
                 return json.loads(self._client.blocking_key_value_get(key, _POLL_MS))
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
-                    raise StoreError(
-                        f"the coordinator at {self.place.coordinator}: {error}"
-                    ) from None
+                    raise WorldError(0, f"{self._without_leader()}; {RESTART}", ABORTED) from error
+
+    def _without_leader(self) -> str:
+        return f"process 0, at {self.place.coordinator}, no longer answers"
 
     def _heed(self) -> None:
         if self._cause is not None:
@@ -211,27 +215,73 @@ def _error_of(cause: Mapping[str, Any]) -> SpileError:
 def join(place: Place, runtime: Runtime, stop: threading.Event) -> World:
     """Come together; returns when all processes are there."""
     _log.info("joining %s at %s", place, place.coordinator)
-    if not place.leads:
+    if place.leads:
+        _check_port(place, runtime.bind_address)
+    else:
         _reach(place, runtime.start_timeout, stop)
+    if is_child():
+        free_stdout()
     # Its notifier would swallow SIGTERM; ours is told through `stop`.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
+    initialize = partial(
+        jax.distributed.initialize,
         coordinator_address=place.coordinator,
         num_processes=place.processes,
         process_id=place.process,
+        local_device_ids=place.devices,
         initialization_timeout=runtime.start_timeout,
         heartbeat_timeout_seconds=runtime.heartbeat_timeout,
         coordinator_bind_address=runtime.bind_address,
         cluster_detection_method="deactivate",
     )
+    _beside(initialize, stop)
     state: Any = importlib.import_module("jax._src.distributed").global_state
     return World(place, state.client, stop)
+
+
+def _beside(work: Callable[[], None], stop: threading.Event) -> None:
+    """Do it in another thread: one that waits inside jax hears of no signal."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="join", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        if stop.is_set():
+            raise Interrupted
+        thread.join(0.1)
+    if failed:
+        raise failed[0]
+
+
+def _check_port(place: Place, bind_address: str | None) -> None:
+    """jax crashes where it cannot listen, and would share the port with a second process 0."""
+    port = place.coordinator.rpartition(":")[2]
+    address = bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{port}"
+    host, _, port = address.rpartition(":")
+    try:
+        (family, *_, where), *_ = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICSERV
+        )
+        with socket.socket(family) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+    except OSError as error:
+        raise ConfigError(
+            f"process 0 cannot listen on {address} ({error.strerror}): is another process 0 "
+            "running here? --coordinator and --bind-address choose the port"
+        ) from None
 
 
 def _reach(place: Place, timeout: int, stop: threading.Event) -> None:
     """A wrong address is told apart from a process that is missing."""
     host, _, port = place.coordinator.rpartition(":")
-    deadline = time.monotonic() + timeout
+    deadline, told = time.monotonic() + timeout, False
     while True:
         if stop.is_set():
             raise Interrupted
@@ -239,10 +289,15 @@ def _reach(place: Place, timeout: int, stop: threading.Event) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
         except socket.gaierror as error:
-            raise ConfigError(
-                f"--coordinator {place.coordinator}: no such host ({error.strerror}); it is the "
-                "address of process 0, as seen from here"
-            ) from None
+            # Clusters may make a host's name known only when the host has started.
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"--coordinator {place.coordinator}: no such host ({error.strerror}); it is "
+                    "the address of process 0, as seen from here"
+                ) from None
+            if not told:
+                _log.warning("%s: no such host yet (%s)", place.coordinator, error.strerror)
+            told = True
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(

@@ -66,5 +66,5 @@ def _describe(name: str, record: dict[str, Any]) -> dict[str, Any]:
     state = record.get("state", "unknown")
     if state in ("running", "starting") and (process_ended(record) or rebooted(record)):
         state = "dead"
-    kept = ("units", "units_done", "tokens", "error", "host", "pid", "counter")
+    kept = ("units", "units_done", "tokens", "error", "host", "pid", "counter", "world")
     return {"name": name, "state": state, **{k: record[k] for k in kept if k in record}}
