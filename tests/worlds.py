@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import tiny
@@ -22,15 +21,20 @@ class Member:
     """One process as a user starts it. The work is done by its child."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path | None
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        folder: Path | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
+        """`prefix`: a command that becomes this one, as `ip netns exec` does."""
         # Into files: nobody reads while a test waits, and a full pipe would stop the process.
-        self._out: IO[str] = tempfile.TemporaryFile("w+")
-        self._err: IO[str] = tempfile.TemporaryFile("w+")
+        self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115
         self.began = time.monotonic()
         self.ended: float | None = None
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "spile.cli", *arguments],
+            [*prefix, sys.executable, "-m", "spile.cli", *arguments],
             stdout=self._out,
             stderr=self._err,
             env={**tiny.environment(), **environment},
@@ -80,7 +84,7 @@ class Member:
         self.process.kill()
         self.process.wait()
         if worker:  # the kernel ends it with its parent
-            wait_until(lambda: not _runs(worker), 10)
+            wait_until(lambda: not runs(worker), 10)
         self._out.close()
         self._err.close()
 
@@ -101,11 +105,11 @@ class Group:
         own_flags: Mapping[int, Sequence[str]] | None = None,
         environments: Mapping[int, Mapping[str, str]] | None = None,
         folders: Mapping[int, Path] | None = None,
-        prefixes: Sequence[Sequence[str]] = (),
+        prefixes: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         """Args:
         ids: of the processes to start [all].
-        own_flags: by position among those started, as are `environments` and `folders`.
+        own_flags: by position among those started, as is what follows.
         """
         self.coordinator = coordinator or f"127.0.0.1:{free_port()}"
         self.members: list[Member] = []
@@ -118,15 +122,13 @@ class Group:
                 arguments += ["--start-timeout", str(start_timeout)]
             arguments += (own_flags or {}).get(position, ())
             environment = {**on_devices(devices), **(environments or {}).get(position, {})}
-            folder = (folders or {}).get(position)
-            self.members.append(Member(arguments, environment, folder))
+            folder, prefix = (folders or {}).get(position), (prefixes or {}).get(position, ())
+            self.members.append(Member(arguments, environment, folder=folder, prefix=prefix))
 
     def __enter__(self) -> "Group":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for member in self.members:
             member.end()
 
@@ -192,7 +194,7 @@ def wait_until(
         time.sleep(0.02)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -15,11 +15,13 @@ import tiny
 from spile.config import Recipe, Runtime
 from spile.engine.chips import parse_topology
 from spile.engine.compile import Question, compile_step
+from spile.engine.step import Step
 from spile.engine.targets import Target, find_target
 from spile.errors import ConfigError
 from spile.layout import Layout
 from spile.models.checkpoint import read_arch
 from spile.models.hf_config import read_config
+from spile.terminal import compile_text
 
 CONFIGS = Path(__file__).parent.parent / "fixtures/configs"
 LIBTPU = importlib.util.find_spec("libtpu") is not None
@@ -135,6 +137,29 @@ def test_this_machines_devices_are_taken_if_nothing_is_named(config: Path) -> No
     found = compile_step(question, Layout(len(target.devices)))
     assert found.temporaries and found.taps and not found.collectives
     assert found.to_json()["on"] == "here"
+
+
+def test_a_program_that_the_compiler_refuses_for_its_size_does_not_fit(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chip = parse_topology("v5e-4").chip
+    target = Target("v5e-4", chip, jax.devices()[:1], 1, "libtpu")
+    recipe = Recipe(taps="resid_post:0", seq_len=16)
+    question = Question(read_arch(str(config)), recipe, Runtime(batch_tokens=32), target)
+    said = "RESOURCE_EXHAUSTED: CompileTimeHbmOom: Used 20.1G, exceeds available HBM (15.75G)"
+
+    def refuse(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError(said)
+
+    monkeypatch.setattr(Step, "compile", refuse)
+    found = compile_step(question, Layout())
+    assert found.fits is False
+    assert (found.temporaries, found.tokens_per_second) == (None, None)
+    assert any(said in note for note in found.notes)
+    assert "does not fit" in compile_text([found])
+    said = "INVALID_ARGUMENT: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        compile_step(question, Layout())
 
 
 def pretended(topology: str, name: str, taps: str = "resid_post:-1", **given: Any) -> Question:

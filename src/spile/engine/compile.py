@@ -44,7 +44,7 @@ _log = logging.getLogger("spile")
 _MEMORY_SHARE = 0.9  # of a device that a step may fill by our estimate
 _NARROW = 2048  # as in estimate.py
 _CONTEXTS = 16  # in a row, at most: cuDNN's kernel is compiled for a number
-_TOO_LARGE = ("RESOURCE_EXHAUSTED", "exceeds available", "out of memory")
+_TOO_LARGE = ("RESOURCE_EXHAUSTED", "HbmOom", "exceeds available", "out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,9 @@ def find_place(runtime: Runtime, environ: Mapping[str, str]) -> Place | None:
         )
     if processes < 1:
         raise ConfigError(f"there must be at least 1 process, got {processes}")
-    if processes == 1 and not runtime.process_id:
+    if runtime.process_id is not None:
+        _check_range(runtime.process_id, processes)
+    if processes == 1:
         return None
     if coordinator is None:
         raise ConfigError(
@@ -92,11 +94,7 @@ def find_place(runtime: Runtime, environ: Mapping[str, str]) -> Place | None:
 def _checked(place: Place | None, environ: Mapping[str, str]) -> Place | None:
     if place is None:
         return None
-    if not 0 <= place.process < place.processes:
-        raise ConfigError(
-            f"--process-id {place.process} is out of range: {place.processes} processes are "
-            f"numbered from 0 to {place.processes - 1}"
-        )
+    _check_range(place.process, place.processes)
     host, _, port = place.coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"--coordinator must be HOST:PORT, got {place.coordinator!r}")
@@ -111,6 +109,14 @@ def _checked(place: Place | None, environ: Mapping[str, str]) -> Place | None:
     return place
 
 
+def _check_range(process: int, processes: int) -> None:
+    if not 0 <= process < processes:
+        raise ConfigError(
+            f"--process-id {process} is out of range: {processes} processes are numbered from 0 "
+            f"to {processes - 1}"
+        )
+
+
 def _detected(environ: Mapping[str, str]) -> Place | None:
     """What jax finds by itself. It has no public name for that."""
     try:
@@ -122,6 +128,8 @@ def _detected(environ: Mapping[str, str]) -> Place | None:
         coordinator, processes, process, devices = detect(
             None, None, None, None, None, _DETECTION_SECONDS
         )
+    except TypeError:  # another jax than those this was written for
+        return None
     except Exception as error:
         raise ConfigError(
             "jax sees a cluster here, but not which of its processes this is "

@@ -1,0 +1,275 @@
+"""Processes that do each unit together: the same dataset, whoever they are, and how they refuse."""
+
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spile
+import tiny
+from chaos.harness import Work, check_sound, content, run
+from worlds import ABORTED, Group, free_port, planted, wait_until
+
+# Each process comes late to every call, by a time of its own.
+SKEWED = """
+import random, time
+from spile.engine import step, world
+
+def late(call):
+    def patched(*given):
+        time.sleep(chance.choice([0, 0, 0, 0.02, 0.1, 0.4]))
+        return call(*given)
+    return patched
+
+chance = random.Random(7)
+step.Step.__call__ = late(step.Step.__call__)
+world.World._get, world.World._set = late(world.World._get), late(world.World._set)
+"""
+SLOW = """
+import time
+from spile.engine import step
+call = step.Step.__call__
+step.Step.__call__ = lambda *given: (time.sleep(0.3), call(*given))[1]
+"""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What one process makes on one device, and how."""
+
+    work: Work
+    out: Path
+    units: int
+
+    def world(
+        self, out: Path, processes: int, devices: int, mesh: str = "auto", **changes: Any
+    ) -> Group:
+        flags = self.work.flags(out, mesh=mesh, **changes.pop("options", {}))
+        return Group(flags, processes, devices, **changes)
+
+    def check_equal(self, out: Path) -> None:
+        """The same units and index bit for bit, rows within float32's tolerance; and sound."""
+        check_sound(out)
+        found, wanted = content(out), content(self.out)
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            if name == "index" or name.startswith("unit "):
+                assert found[name] == wanted[name], name
+        dataset, reference = spile.open(str(out)), spile.open(str(self.out))
+        count = reference.num_tokens
+        for tap in reference.taps:
+            rows, statistics = reference.read(tap, 0, count), reference.statistics(tap)
+            close = 1e-5 * np.abs(rows).max()
+            np.testing.assert_allclose(dataset.read(tap, 0, count), rows, rtol=0, atol=close)
+            assert dataset.statistics(tap).count == statistics.count
+            np.testing.assert_allclose(
+                dataset.statistics(tap).mean, statistics.mean, rtol=0, atol=close
+            )
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    work = Work(model, corpus)
+    work.options["batch_tokens"] = 256
+    out = tmp_path_factory.mktemp("made") / "out"
+    work.extract(out)
+    return Made(work, out, len(list((out / "done").iterdir())))
+
+
+def done(out: Path) -> int:
+    return len(list(out.glob("done/*.json")))
+
+
+def check_refused(group: Group, code: int, *named: str, seconds: float = 60) -> None:
+    """Every process ends with that code and a last line that says why, and no traceback of ours."""
+    assert set(group.wait(seconds)) == {code}, group.said()
+    for member in group.members:
+        assert member.last_line.startswith("spile"), member.err
+        assert "Traceback" not in member.err, member.err
+        for name in named:
+            assert name in member.last_line, f"{name!r} is not in {member.last_line!r}"
+
+
+# -- the same rows ---------------------------------------------------------------------------
+
+
+def test_one_process_on_four_devices_makes_what_one_device_makes(
+    made: Made, tmp_path: Path
+) -> None:
+    with made.world(tmp_path / "out", 1, 4, "3d") as world:
+        world.finish()
+    made.check_equal(tmp_path / "out")
+
+
+def test_two_processes_make_what_one_makes_and_only_the_first_reports(
+    made: Made, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with made.world(out, 2, 2, "2d", options={"json": True, "shard_bytes": 8192}) as world:
+        world.finish()
+        told = json.loads(world[0].out)
+        assert world[1].out == ""
+    made.check_equal(out)
+    assert told["units"] == made.units
+    record = json.loads((out / "done" / "00000001.json").read_bytes())
+    assert (record["made_by"]["processes"], record["made_by"]["mesh"]) == (2, "data=2,model=2")
+    # Rows left from the process that held them: each wrote about half of every tap.
+    rows = {
+        part: sum(s["count"] for s in record["shards"] if f".{part}." in s["key"])
+        for part in (0, 1)
+    }
+    assert min(rows.values()) > 0.2 * sum(rows.values()), rows
+
+
+def test_a_process_that_is_late_to_every_call_changes_nothing(made: Made, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    skewed = {1: planted(tmp_path / "plant", SKEWED)}
+    with made.world(out, 2, 2, "fsdp=2,model=2", environments=skewed) as world:
+        world.finish()
+    made.check_equal(out)
+
+
+def test_other_worlds_on_other_meshes_go_on_where_one_was_stopped(
+    made: Made, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    slow = planted(tmp_path / "plant", SLOW)
+    stopped: list[int] = []
+    for processes, mesh, told in ((4, "1d", 2), (1, "3d", 0)):
+        before = done(out)
+        environments = {n: {**slow, "SPILE_PLANT": "1"} for n in range(processes)}
+        with made.world(out, processes, 4 // processes, mesh, environments=environments) as world:
+            world.until(lambda before=before: done(out) > before)
+            world[told].process.send_signal(signal.SIGTERM)
+            check_refused(world, 130, "interrupted", seconds=20)
+        stopped.append(done(out))
+        assert stopped[-1] < made.units
+        assert run("verify", out, "--partial", "--json").json["faults"] == []
+    with made.world(out, 2, 2, "data=4") as world:
+        world.finish()
+    made.check_equal(out)
+    meshes = {
+        (by["processes"], by["mesh"])
+        for path in out.glob("done/*.json")
+        for by in [json.loads(path.read_bytes())["made_by"]]
+    }
+    assert meshes == {(4, "model=4"), (1, "fsdp=2,model=2"), (2, "data=4")}
+
+
+# -- what users get wrong --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Worlds that wait for somebody: they do so together, beside the tests that follow."""
+
+    missing: Group
+    twice: Group
+
+
+@pytest.fixture(scope="module")
+def waiting(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
+    folder = tmp_path_factory.mktemp("waiting")
+    with (
+        made.world(folder / "missing", 4, 1, ids=[0, 2], start_timeout=5) as missing,
+        made.world(folder / "twice", 3, 1, ids=[0, 1, 1], start_timeout=8) as twice,
+    ):
+        yield Waiting(missing, twice)
+
+
+def refused_alike(made: Made, tmp_path: Path, code: int, *named: str, **changes: Any) -> None:
+    with made.world(tmp_path / "out", 2, 1, **changes) as world:
+        check_refused(world, code, *named)
+    assert done(tmp_path / "out") == 0
+
+
+def test_a_process_with_other_arguments_is_named_with_the_flag(
+    made: Made, waiting: Waiting, tmp_path: Path
+) -> None:
+    own = {1: ["--shard-bytes", "8192"]}
+    named = "process 1 (", "--shard-bytes 8192", "process 0 has 1073741824"
+    refused_alike(made, tmp_path, 2, *named, own_flags=own)
+
+
+def test_a_process_with_another_version_is_named(made: Made, tmp_path: Path) -> None:
+    other = planted(tmp_path / "plant", "import spile\nspile.__version__ = '0.0.0'")
+    named = "process 1 (", "spile '0.0.0'", repr(spile.__version__)
+    refused_alike(made, tmp_path, 2, *named, environments={1: other})
+
+
+def test_a_mesh_that_does_not_divide_is_refused_by_all(made: Made, tmp_path: Path) -> None:
+    refused_alike(made, tmp_path, 2, "--mesh data=3", "there are 2", mesh="data=3")
+
+
+def test_a_batch_that_processes_cannot_share_is_refused_by_all(made: Made, tmp_path: Path) -> None:
+    named = "--batch-tokens 64", "2 processes cannot share", "a multiple of 128"
+    refused_alike(made, tmp_path, 2, *named, mesh="1d", options={"batch_tokens": 64})
+
+
+def test_a_model_that_no_mesh_holds_is_refused_by_all(made: Made, tmp_path: Path) -> None:
+    code = "import spile.engine.local as local\nlocal.memory_limit = lambda device: 10_000"
+    small = planted(tmp_path / "plant", code)
+    named = "the weights take", "more devices"
+    refused_alike(made, tmp_path, 2, *named, environments={0: small, 1: small})
+
+
+def test_what_one_process_fails_with_all_of_them_say(made: Made, tmp_path: Path) -> None:
+    """The second has another model by the same name: its working directory is another one."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    tiny.write_model(here / "llama")
+    tiny.write_model(there / "llama", seed=1)
+    named = "process 1 (", "model weights"
+    refused_alike(
+        made, tmp_path, 2, *named, options={"model": "llama"}, folders={0: here, 1: there}
+    )
+
+
+def test_a_port_that_is_taken_is_refused(made: Made, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with made.world(tmp_path / "out", 2, 1, ids=[0], coordinator=address) as world:
+            check_refused(world, 2, "cannot listen", address.rpartition(":")[2], "in use")
+
+
+@pytest.mark.parametrize(
+    ("host", "named"), [("127.0.0.1", "not reached within 1 s"), ("x.invalid", "no such host")]
+)
+def test_a_coordinator_that_is_not_there_is_named(
+    host: str, named: str, made: Made, tmp_path: Path
+) -> None:
+    address = f"{host}:{free_port()}"
+    with made.world(tmp_path / "out", 2, 1, ids=[1], coordinator=address, start_timeout=1) as world:
+        check_refused(world, 2, f"--coordinator {address}", named)
+
+
+def test_a_process_that_waits_for_others_can_be_stopped(made: Made, tmp_path: Path) -> None:
+    with made.world(tmp_path / "out", 2, 1, ids=[0]) as world:
+        world.until(lambda: listens(world.coordinator))
+        world[0].process.send_signal(signal.SIGTERM)
+        check_refused(world, 130, "interrupted", seconds=5)
+
+
+def listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_processes_that_never_came_are_named(waiting: Waiting) -> None:
+    named = "processes 1, 3 of 4 never came", "start all processes again"
+    check_refused(waiting.missing, ABORTED, *named)
+
+
+def test_two_processes_with_one_id_are_told_so(waiting: Waiting) -> None:
+    check_refused(waiting.twice, ABORTED, "two processes have the id 1", "give each its own")
