@@ -107,9 +107,7 @@ def test_what_cannot_be_cut_is_whole_and_said_so(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_model_that_cannot_be_cut_at_all_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="--mesh fsdp=5: the model's width of 32 cannot"
-    ):
+    with pytest.raises(ConfigError, match="--mesh fsdp=5: the model's width of 32 cannot"):
         Cuts.of(Layout(fsdp=5), SIZES)
     said = "neither the model's 8 heads nor its inner width of 48 can be cut 5 ways; choose model "
     with pytest.raises(ConfigError, match=said + "from 1, 2, 4, 8"):

@@ -3,7 +3,7 @@
 import json
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import spile
 import tiny
 from chaos.harness import Work, check_sound, content, run
-from worlds import ABORTED, Group, free_port, planted, wait_until
+from worlds import ABORTED, Group, free_port, planted
 
 # Each process comes late to every call, by a time of its own.
 SKEWED = """
@@ -23,7 +23,10 @@ from spile.engine import step, world
 
 def late(call):
     def patched(*given):
-        time.sleep(chance.choice([0, 0, 0, 0.02, 0.1, 0.4]))
+        delay = chance.choice([0, 0, 0, 0.02, 0.1, 0.4])
+        with open(__file__ + ".delays", "a") as file:
+            file.write(f"{delay}\\n")
+        time.sleep(delay)
         return call(*given)
     return patched
 
@@ -133,6 +136,8 @@ def test_a_process_that_is_late_to_every_call_changes_nothing(made: Made, tmp_pa
     with made.world(out, 2, 2, "fsdp=2,model=2", environments=skewed) as world:
         world.finish()
     made.check_equal(out)
+    delays = (tmp_path / "plant" / "sitecustomize.py.delays").read_text().split()
+    assert sum(map(float, delays)) > 1
 
 
 def test_other_worlds_on_other_meshes_go_on_where_one_was_stopped(

@@ -19,7 +19,7 @@ from spile.config import Recipe, Runtime
 from spile.data.pack import Batch
 from spile.engine.collectives import Collective, read_collectives, sent_by_all
 from spile.engine.estimate import row_quantum
-from spile.engine.flops import Roofline, Workload
+from spile.engine.flops import MEMORY_SHARE, Roofline, Workload, sweet_spot
 from spile.engine.step import Step
 from spile.engine.targets import Target
 from spile.errors import ConfigError
@@ -41,8 +41,6 @@ from spile.sharding import Shards, make_mesh
 
 _log = logging.getLogger("spile")
 
-_MEMORY_SHARE = 0.9  # of a device that a step may fill by our estimate
-_NARROW = 2048  # as in estimate.py
 _CONTEXTS = 16  # in a row, at most: cuDNN's kernel is compiled for a number
 _TOO_LARGE = ("RESOURCE_EXHAUSTED", "HbmOom", "exceeds available", "out of memory")
 
@@ -136,7 +134,8 @@ class Question:
             whole=needs_whole_block(taps, depth),
             every_pair=reason is not None,
         )
-        tokens = self.runtime.batch_tokens or (32768 if arch.width < _NARROW else 16384)
+        platform = target.platform if target.chip is None else "accelerator"
+        tokens = self.runtime.batch_tokens or sweet_spot(arch, platform)
         rows = max(1, tokens // seq_len)
         while True:
             together = -(-rows * layout.groups // quantum) * quantum
@@ -148,7 +147,7 @@ class Question:
     def holds(self, work: Workload) -> bool:
         """Whether a device has room for it, by our estimate."""
         memory = self.target.memory
-        return memory is None or work.device_bytes <= _MEMORY_SHARE * memory
+        return memory is None or work.device_bytes <= MEMORY_SHARE * memory
 
     def layout(self) -> Layout:
         """The one that is asked for, or the fastest that fits."""
@@ -309,13 +308,14 @@ def _abstract_step(work: Workload, target: Target) -> Step:
         shards = Shards(mesh, work.cuts, array_axes(work.arch))
     scales = None
     if work.store_dtype == "int8":
-        if target.on == "libtpu":
-            raise ConfigError(
-                "--store-dtype int8 cannot be compiled for devices that are not here; float8_e4m3 "
-                "takes as many bytes"
+        place = shards.whole if shards else None
+        scales = {
+            tap.name: jax.ShapeDtypeStruct(
+                tap.shape(work.arch, work.seq_len), jnp.dtype("float32"), sharding=place
             )
-        shapes = {tap.name: tap.shape(work.arch, work.seq_len) for tap in work.taps}
-        scales = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+            for tap in work.taps
+            if tap.dtype("int8") == "int8"
+        }
     return Step(
         abstract_params(work, shards),
         work.arch,

@@ -2,29 +2,21 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from spile.config import STORE_DTYPES, Runtime
+from spile.engine.flops import MEMORY_SHARE, Workload, sweet_spot
 from spile.engine.resolve import Job
 from spile.errors import ConfigError
 from spile.index import INDEX_DTYPE
 from spile.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.models.fused import why_unfused
-from spile.models.specs import (
-    ParamSpec,
-    axis_sizes,
-    block_specs,
-    head_specs,
-    num_params,
-    outer_specs,
-)
+from spile.models.specs import axis_sizes
 from spile.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 
 _log = logging.getLogger("spile")
-_NARROW = 2048  # a model whose matrix products are small: more tokens make up for it
-_MEMORY_SHARE = 0.9  # of a device that a step may fill by our estimate
 
 
 @dataclass(frozen=True)
@@ -66,12 +58,14 @@ def batch_rows(
 
     Unless a number was asked for it is halved until the step fits into a device's `memory`.
     """
-    tokens = runtime.batch_tokens or _sweet_spot(job, platform)
+    tokens = runtime.batch_tokens or sweet_spot(job.checkpoint.arch, platform)
     largest = max(unit.tokens for unit in job.units)
     share = -(-largest // job.recipe.seq_len // cuts.layout.groups)
     rows = max(1, min(tokens // job.recipe.seq_len, share))
     if memory and not runtime.batch_tokens:
-        while rows > 1 and _device_bytes(job, rows, platform, cuts) > _MEMORY_SHARE * memory:
+        while (
+            rows > 1 and _workload(job, rows, platform, cuts).device_bytes > MEMORY_SHARE * memory
+        ):
             rows //= 2
     return rows
 
@@ -83,7 +77,7 @@ def fits(job: Job, runtime: Runtime, platform: str, memory: int | None, layout: 
     except ConfigError:
         return False
     rows = batch_rows(job, runtime, platform, memory, cuts)
-    return not memory or _device_bytes(job, rows, platform, cuts) <= _MEMORY_SHARE * memory
+    return not memory or _workload(job, rows, platform, cuts).device_bytes <= MEMORY_SHARE * memory
 
 
 def planned_cuts(
@@ -99,52 +93,21 @@ def planned_cuts(
     return Cuts.of(layout, axis_sizes(job.checkpoint.arch))
 
 
-def _sweet_spot(job: Job, platform: str) -> int:
-    """Tokens in a step beyond which nothing is gained: docs/benchmarks.md has the curves."""
-    if platform == "cpu":
-        return 1024
-    return 32768 if job.checkpoint.arch.width < _NARROW else 16384
-
-
-def _weights_bytes(job: Job, cuts: Cuts) -> int:
-    """On each device."""
-    compute = DTYPES_BY_NAME[job.recipe.compute_dtype].itemsize
-    arch, layout = job.checkpoint.arch, cuts.layout
-    if layout.size == 1:
-        return num_params(arch, job.layers, head=job.needs_head) * compute
-
-    def held(specs: Iterable[ParamSpec]) -> int:
-        return sum(math.prod(spec.shape) // cuts.share(spec.axes) for spec in specs)
-
-    late = set() if job.needs_head else {spec.name for spec in head_specs(arch)}
-    outer = held(spec for spec in outer_specs(arch) if spec.name not in late)
-    block = held(block_specs(arch))
-    # What is cut along fsdp is gathered for the block that runs, and for the next one meanwhile.
-    gathered = 2 * block * layout.fsdp if layout.fsdp > 1 else 0
-    return (outer + job.layers * block + gathered) * compute
-
-
-def _device_bytes(job: Job, rows: int, platform: str, cuts: Cuts = ONE_DEVICE) -> int:
-    """Weights, taps, and what lives at once inside a block; `rows` are those of its group."""
-    recipe, arch, model = job.recipe, job.checkpoint.arch, cuts.layout.model
-    tokens = rows * recipe.seq_len
-    compute = DTYPES_BY_NAME[recipe.compute_dtype].itemsize
-    # The stream, q, k, v, the MLP's two halves (of each expert a token goes to).
-    inner = arch.mlp_width * (arch.experts.chosen if arch.experts else 1)
-    inside = 2 * arch.num_heads * arch.head_dim + 3 * inner
-    block = 4 * arch.width + inside // model
-    # Without a kernel, or where they are tapped, every pair of a row is scored, in float32, and
-    # once more by the softmax.
-    unfused = why_unfused(platform, arch, recipe.compute_dtype, recipe.seq_len) is not None
-    scored = unfused or any(tap.site == "attn_pattern" for tap in job.taps)
-    scores = 2 * 4 * tokens * recipe.seq_len * arch.num_heads * (scored and job.layers > 0)
-    # Whatever is filtered, buffers are as wide as the row of which most is kept. What is stored
-    # in eight bits is made of values as they were computed, and all of it once more without gaps.
-    taps = job.table.taps.values()
-    made = sum(info.width * max(compute, info.storage.itemsize) for info in taps)
-    stored = sum(info.row_bytes for info in taps)
-    kept = tokens * (made + stored) // model  # of the group's tokens each device keeps a run
-    return _weights_bytes(job, cuts) + kept + tokens * block * compute + scores // model
+def _workload(job: Job, rows: int, platform: str, cuts: Cuts) -> Workload:
+    """A step in which each group of devices reads so many rows."""
+    recipe, arch = job.recipe, job.checkpoint.arch
+    unfused = why_unfused(platform, arch, recipe.compute_dtype, recipe.seq_len)
+    return Workload(
+        arch=arch,
+        taps=job.taps,
+        cuts=cuts,
+        seq_len=recipe.seq_len,
+        rows=rows * cuts.layout.groups,
+        compute_dtype=recipe.compute_dtype,
+        store_dtype=recipe.store_dtype,
+        whole=True,
+        every_pair=unfused is not None,
+    )
 
 
 def row_quantum(layout: Layout, processes: int) -> int:
@@ -182,6 +145,7 @@ def estimate(
     # Beside its rows a unit has statistics, and each of its files a header.
     overhead = sum(HEADER_ALIGN + 16 * info.width for info in table.values()) + 2 * HEADER_ALIGN
     in_flight = 2 * runtime.queue_depth + 1
+    work = _workload(job, rows, platform, cuts)
     return Estimate(
         documents=sum(unit.num_docs for unit in job.units),
         tokens=tokens,
@@ -196,8 +160,8 @@ def estimate(
         free_bytes=free_bytes,
         batch_rows=together,
         mesh=str(cuts.layout),
-        weights_bytes=_weights_bytes(job, cuts),
-        device_bytes=_device_bytes(job, rows, platform, cuts),
+        weights_bytes=work.weights,
+        device_bytes=work.device_bytes,
         memory=memory,
         # Three units at once: one is packed, one computes, one is committed.
         host_bytes=in_flight * taps + 3 * 64 * max(unit.tokens for unit in job.units),

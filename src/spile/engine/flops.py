@@ -17,6 +17,8 @@ from spile.models.taps import AFTER_BLOCKS, Tap
 from spile.store.quant import QUANTIZED
 from spile.tensors import DTYPES_BY_NAME
 
+MEMORY_SHARE = 0.9  # of a device that a step may fill by our estimate
+_NARROW = 2048  # a model whose matrix products are small: more tokens make up for it
 _SCORE = 4  # bytes: scores are float32
 _SCALE = 4  # bytes, of each row in eight bits
 # What must run for a tap in the deepest block, if nothing behind it is tapped there.
@@ -31,6 +33,13 @@ _REACH |= dict.fromkeys(
     ("router_logits", "expert_weights", "expert_ids"), (*_ATTENTION, "w_router")
 )
 _REACH["mlp_hidden"] = (*_ATTENTION, "w_gate", "w_up")
+
+
+def sweet_spot(arch: Arch, platform: str) -> int:
+    """Tokens in a step beyond which nothing is gained: docs/benchmarks.md has the curves."""
+    if platform == "cpu":
+        return 1024
+    return 32768 if arch.width < _NARROW else 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +97,10 @@ class Workload:
 
     @cached_property
     def taps_bytes(self) -> int:
-        """Bytes of tapped values: as they were met, and once more without gaps."""
+        """Bytes of tapped values: as they were met, and once more without gaps.
+
+        Whatever is filtered, they are as wide as the row of which most is kept.
+        """
         met = self.compute_dtype if self.store_dtype in QUANTIZED else self.store_dtype
         return self.stored + self._held(sum(self._row_bytes(tap, met) for tap in self.taps))
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -131,22 +131,20 @@ class Step:
         store_dtype: str,
         device: Any,
         shards: Shards | None = None,
-        scales: Mapping[str, np.ndarray] | None = None,
+        scales: Mapping[str, Any] | None = None,
     ) -> None:
         """Args:
         device: one of those it runs on; the only one, if there are no `shards`.
         scales: of each channel, for taps that are stored with them.
         """
-        self.params, self._shards = params, shards
-        self._scales = jax.device_put(dict(scales or {}), shards.whole if shards else None)
+        self.params, self._shards, self._device = params, shards, device
+        place = shards.whole if shards else None
+        # (What is only compiled has shapes in their place.)
+        self._scales = {
+            tap: jax.device_put(scale, place) if isinstance(scale, np.ndarray) else scale
+            for tap, scale in (scales or {}).items()
+        }
         self._packs = device.platform == "gpu"  # its kernel is compiled for a number of contexts
-        # Copies into pinned memory run at the wire's rate and beside the next step; ordinary
-        # ones do neither. Where host and device are one there is nothing to copy.
-        self._host = None
-        if device.platform != "cpu":
-            pinned = "pinned_host"
-            alone = SingleDeviceSharding(device, memory_kind=pinned)
-            self._host = shards.by_runs(pinned) if shards else alone
         # float32 means float32: on accelerators the default would be a faster, coarser product.
         precision = "highest" if compute_dtype == "float32" else "default"
         # Eight bits are made of what the model computed, once the last block has run.
@@ -226,6 +224,19 @@ class Step:
         """Compile what a batch of this shape needs, if that has not been done."""
         batch = self._divisible(batch)
         return self._programs_for(batch, Runs.of(batch, self._devices))
+
+    @cached_property
+    def _host(self) -> Any:
+        """Where rows leave for.
+
+        Copies into pinned memory run at the wire's rate and beside the next step; ordinary ones
+        do neither. Where host and device are one there is nothing to copy.
+        """
+        if self._device.platform == "cpu":
+            return None
+        if self._shards:
+            return self._shards.by_runs("pinned_host")
+        return SingleDeviceSharding(self._device, memory_kind="pinned_host")
 
     @property
     def _devices(self) -> int:

@@ -32,6 +32,7 @@ _POLL_MS = 500
 _GRACE = 5.0  # seconds for a process to stop by itself once another has failed
 _PARTING = 2 * _GRACE  # and for the leader to wait for those that did not, and were ended
 _END = "spile/end"
+_SAID = 200  # characters of an error of jax's that are passed on
 
 
 class Alone:
@@ -135,7 +136,9 @@ class World(Alone):
         if isinstance(error, SpileError):
             text, code = str(error), error.exit_code
         elif _lost_contact(error):
-            text, code = f"lost another process in the middle of a step; {RESTART}", ABORTED
+            said = str(error).splitlines()[0][:_SAID]
+            text = f"lost another process in the middle of a step ({said}); {RESTART}"
+            code = ABORTED
         mine = {"process": self.process, "host": socket.gethostname(), "text": text, "code": code}
         try:
             self._client.key_value_set(_END, json.dumps(mine))
