@@ -1,11 +1,16 @@
 """Arrays on a mesh: moved between meshes, and read back by run."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
+from meshes import make_step, shards_of
 from spile import sharding
 from spile.layout import Layout
+from spile.models.checkpoint import open_checkpoint
+from spile.models.weights import moved_params
 from spile.sharding import P, local_runs, make_mesh, moved, put
 
 VALUES = np.arange(48 * 6, dtype=np.float32).reshape(48, 6)
@@ -26,6 +31,19 @@ def test_an_array_moved_to_another_mesh_is_the_same(
     assert found.sharding == after
     assert np.asarray(found).tobytes() == VALUES.tobytes()
     assert found.addressable_shards[0].data.shape == (24, 3)
+
+
+def test_a_model_moved_to_another_mesh_is_the_one_loaded_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharding, "_MOVED", 2000)
+    layout = Layout(1, 2, 2)
+    loaded = make_step(model, "resid_post:all", layout).params
+    shards = shards_of(open_checkpoint(str(model)), layout)
+    found = moved_params(make_step(model, "resid_post:all", Layout(8)).params, shards)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(loaded), strict=True):
+        assert one.sharding == other.sharding
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 def test_runs_are_in_the_order_of_what_they_hold() -> None:

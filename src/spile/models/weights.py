@@ -19,7 +19,7 @@ from spile.models import mxfp4
 from spile.models.checkpoint import Checkpoint
 from spile.models.params import Block, Params, Schedule
 from spile.models.specs import ParamSpec, block_specs, head_specs, outer_specs
-from spile.sharding import Shards
+from spile.sharding import Shards, moved
 from spile.tensors import as_bytes, map_tensor
 
 _THREADS = 8
@@ -70,6 +70,19 @@ def load_params(
         ),
     )
     return params, loading.digests(*hashed, head=head)
+
+
+def moved_params(params: Params, shards: Shards) -> Params:
+    """A loaded model laid out on another mesh, array by array."""
+
+    def block(arrays: Block, *, stacked: bool) -> Block:
+        return {n: moved(a, shards.kept(n, stacked=stacked)) for n, a in arrays.items()}
+
+    return Params(
+        outer=block(params.outer, stacked=False),
+        cycle=tuple(block(arrays, stacked=True) for arrays in params.cycle),
+        tail=tuple(block(arrays, stacked=False) for arrays in params.tail),
+    )
 
 
 class _Loading:
