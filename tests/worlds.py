@@ -176,7 +176,8 @@ def planted(folder: Path, code: str) -> dict[str, str]:
     guard = "import os\nif 'SPILE_WORLD_CHILD' in os.environ or 'SPILE_PLANT' in os.environ:\n"
     body = "".join(f"    {line}\n" for line in code.strip().splitlines())
     (folder / "sitecustomize.py").write_text(guard + body)
-    return {"PYTHONPATH": str(folder)}
+    others = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(path for path in (str(folder), others) if path)}
 
 
 def free_port() -> int:

@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import servers
 import tiny
-from spile import objects as objects_module
 from spile.errors import ConfigError, StoreError
-from spile.objects import LocalObjects, Objects, open_objects
+from spile.objects import LocalObjects, MemoryObjects, Objects, open_objects
+from spile.objects import local as objects_module
 
 BACKENDS: dict[str, Callable[[Path], Objects]] = {
     "local": lambda folder: LocalObjects(folder / "store"),
+    "memory": lambda folder: MemoryObjects(),
+    "s3": lambda folder: open_objects(servers.new_s3_store()),
 }
 OUTSIDE = ("/x", "../x", "..", "a/../../x", "a//b", "", "a/", "/", ".", "./a", "a/./b", "a\0b")
 MIB = 1 << 20

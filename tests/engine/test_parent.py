@@ -106,6 +106,23 @@ def test_a_world_that_nobody_else_came_to_names_who_is_missing(
         presence.close("done")
 
 
+def test_a_world_that_had_begun_its_work_misses_nobody(
+    start: Callable[[str], Member], tmp_path: Path
+) -> None:
+    """The others may call the coordinator by another of its names."""
+    member = start(
+        "from spile.objects import open_objects\n"
+        "from spile.store.presence import Presence\n"
+        f"presence = Presence(open_objects({str(tmp_path / 'out')!r}), 30)\n"
+        f"world = {{'coordinator': {PLACE.coordinator!r}, 'process': 0}}\n"
+        "presence.tell(state='running', world=world)\n"
+        "presence.start()\n"
+        "os.abort()"
+    )
+    assert ended(member) == ABORTED
+    assert "a process was not heard of, and the world ended with it" in member.last_line
+
+
 def came(folder: Path, process: int, *, start: bool = True) -> Presence:
     presence = Presence(open_objects(str(folder / "out")), 30)
     presence.tell(world={"coordinator": PLACE.coordinator, "process": process})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import spile
-from spile import objects
+from spile.objects import local as objects
 from spile.config import Recipe, Runtime
 from spile.data.corpus import Documents
 from spile.engine.resolve import Job

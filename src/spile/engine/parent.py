@@ -32,11 +32,11 @@ def is_child() -> bool:
 def supervise(argv: Sequence[str], place: Place, objects: Objects) -> int:
     """Run the same command in a child; returns its exit code, and says why if it was aborted."""
     before = {name: record.get("counter") for name, record in read_workers(objects).items()}
-    me = os.getpid()
+    me, libc = os.getpid(), ctypes.CDLL(None)
     child = subprocess.Popen(
         [sys.executable, "-m", "spile.cli", *argv],
         env={**os.environ, CHILD: str(me)},
-        preexec_fn=lambda: _die_with(me),
+        preexec_fn=lambda: _die_with(me, libc),
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: child.send_signal(number))
@@ -44,7 +44,7 @@ def supervise(argv: Sequence[str], place: Place, objects: Objects) -> int:
     if code >= 0:
         return code
     if code == -signal.SIGABRT:
-        _log.error("%s", _why(place, objects, before))
+        _log.error("%s", _why(place, objects, before, child.pid))
     else:
         _log.error("its process was ended by signal %d (%s)%s; %s", -code, signal.strsignal(-code),
                    _OUT_OF_MEMORY if code == -signal.SIGKILL else "", RESTART)  # fmt: skip
@@ -58,18 +58,22 @@ def free_stdout() -> None:
     os.dup2(2, 1)
 
 
-def _die_with(parent: int) -> None:
+def _die_with(parent: int, libc: ctypes.CDLL) -> None:
     """Ask the kernel to end this process with its parent, and look whether that is gone already."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if sys.platform == "linux":
+        libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _why(place: Place, objects: Objects, before: Mapping[str, Any]) -> str:
+def _why(place: Place, objects: Objects, before: Mapping[str, Any], child: int) -> str:
     """Who was there, by the signs of life that are new since this process began."""
     came: dict[int, list[Mapping[str, Any]]] = {}
+    worked = False  # so all had come, whatever they call the coordinator
     for name, record in read_workers(objects).items():
         world = record.get("world") or {}
+        mine = record.get("pid") == child and world.get("process") == place.process
+        worked |= mine and record.get("state") == "running"
         if world.get("coordinator") == place.coordinator and (
             record.get("counter") != before.get(name)
         ):
@@ -79,7 +83,7 @@ def _why(place: Place, objects: Objects, before: Mapping[str, Any]) -> str:
         hosts = " and ".join(sorted(str(record.get("host")) for record in records))
         return f"two processes have the id {process} ({hosts}); give each its own"
     missing = [n for n in range(place.processes) if n not in came]
-    if missing:
+    if missing and not worked:
         names = ", ".join(map(str, missing))
         return (
             f"{'processes' if len(missing) > 1 else 'process'} {names} of "

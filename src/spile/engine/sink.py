@@ -97,12 +97,13 @@ class Sink:
         self._commits: Consumer[_Writing] = Consumer(self._commit, 1, "commit")
 
     def begin(self, prepared: Prepared) -> None:
+        objects = self._ledger.objects
         writer = UnitWriter(
-            self._ledger.objects,
+            objects,
             prepared.unit.id,
             prepared.packed.index,
             self._job.table.taps,
-            self._runtime.shard_bytes,
+            min(self._runtime.shard_bytes, objects.most_streamed or self._runtime.shard_bytes),
             compress=self._runtime.compress,
             attempt=prepared.attempt,
             part=self._world.process,

@@ -317,6 +317,7 @@ def compare(world: Alone, mine: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: in the leader; the others are told.
     """
+    mine = json.loads(json.dumps({**mine}))  # as the others' comes
     found = world.gather("hello", {"host": socket.gethostname(), **mine})
     for process, other in enumerate(found or []):
         for field, wanted in mine.items():

@@ -5,6 +5,7 @@ record from what it returns. An attempt that fails or loses leaves only files no
 """
 
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -25,7 +26,7 @@ from spile.store.shard import ShardWriter, TensorSpec, open_tensor, read_shard_h
 from spile.store.stats import TapStats
 
 _STATISTICS = "statistics"
-_CLOSING_THREADS = 2  # a sync may take as long as the writing of many rows
+_CLOSING_THREADS = 4  # a sync may take as long as the writing of many rows
 
 
 class UnitWriter:
@@ -56,6 +57,7 @@ class UnitWriter:
         self._part = part
         self._open: set[ShardWriter] = set()
         self._closing = ThreadPoolExecutor(_CLOSING_THREADS, "close")
+        self._room = threading.Semaphore(2 * _CLOSING_THREADS)
         self._taps = {
             tap: _TapWriter(self, tap, info, max(1, shard_bytes // info.row_bytes))
             for tap, info in taps.items()
@@ -138,10 +140,15 @@ class UnitWriter:
         return writer
 
     def close_shard(self, writer: ShardWriter) -> "Future[tuple[int, str]]":
-        """Made durable beside what is written next; the result is its size and digest."""
+        """Made durable beside what is written next; the result is its size and digest.
+
+        Only so many at once: where they go out over a network, each is held in memory meanwhile.
+        """
+        self._room.acquire()
         closed = self._closing.submit(writer.close)
         # What could not be closed is still open, and abandoned when the unit is.
         closed.add_done_callback(lambda _: closed.exception() or self._open.discard(writer))
+        closed.add_done_callback(lambda _: self._room.release())
         return closed
 
     def _write_file(

@@ -1,10 +1,4 @@
-"""Bytes under keys. One protocol, so that what stands on it knows nothing of disks or buckets.
-
-Two kinds of object exist, and the difference is the whole safety of the store:
-  * a *stream* is written once under a key nobody else uses (shards), durable when closed;
-  * a *record* is small and created exclusively: of two writers one wins, and both know it.
-Heartbeats, which nothing depends on, are the only objects ever replaced.
-"""
+"""Objects as files of a local disk."""
 
 import contextlib
 import errno
@@ -15,94 +9,16 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import numpy as np
 
-from spile.errors import ConfigError, StoreError
+from spile.errors import StoreError
+from spile.objects.protocol import check_key
 
 _TEMPORARY = ".tmp-"
 _PAGE = 4096
 _DIRECT_BYTES = 32 << 20  # written at once past the page cache: smaller ones were slower
-
-
-class Stream(Protocol):
-    """An object being written."""
-
-    def write(self, data: bytes | memoryview) -> None: ...
-
-    def close(self) -> None:
-        """Make the object durable; only then may a record name it."""
-        ...
-
-    def abandon(self) -> None:
-        """Stop writing; the object is removed if that is possible."""
-        ...
-
-
-class Objects(Protocol):
-    """A store of objects. Keys are relative, with forward slashes."""
-
-    url: str
-
-    def get(self, key: str) -> bytes:
-        """The whole object. Raises FileNotFoundError if there is none."""
-        ...
-
-    def get_range(self, key: str, start: int, stop: int) -> bytes: ...
-
-    def size(self, key: str) -> int:
-        """Bytes in the object. Raises FileNotFoundError if there is none."""
-        ...
-
-    def create(self, key: str, data: bytes) -> bool:
-        """Create the record durably; False, changing nothing, if the key exists."""
-        ...
-
-    def replace(self, key: str, data: bytes) -> None:
-        """Create or overwrite, atomically but not durably."""
-        ...
-
-    def stream(self, key: str) -> Stream: ...
-
-    def list(self, prefix: str = "") -> Iterator[str]:
-        """Keys under a prefix that ends in a slash (or all), in no particular order."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Remove the object; one that is not there is no error."""
-        ...
-
-    def leftover_of(self, key: str) -> str | None:
-        """The key whose interrupted creation left this object behind; None for any other."""
-        ...
-
-    def local_path(self, key: str) -> Path | None:
-        """The object's file, where it has one: for memory maps."""
-        ...
-
-    def free_bytes(self) -> int | None:
-        """Room left, where that is known."""
-        ...
-
-
-def exists(objects: Objects, key: str) -> bool:
-    """Whether there is such an object."""
-    try:
-        objects.size(key)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def open_objects(url: str) -> "LocalObjects":
-    """The store at a path or URL; nothing is created by opening it."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return LocalObjects(Path(url))
-    if scheme == "file":
-        return LocalObjects(Path(rest))
-    raise ConfigError(f"{url}: only local directories are supported as a store, not {scheme}://")
 
 
 def _explain(action: str, path: Path, error: OSError) -> StoreError:
@@ -121,15 +37,14 @@ class LocalObjects:
     a record is either whole or absent, and never two. Directories are synced after they change.
     """
 
+    most_streamed: int | None = None
+
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self.url = str(root)
 
     def _path(self, key: str) -> Path:
-        parts = key.split("/")
-        if key.startswith("/") or "\0" in key or any(p in ("", ".", "..") for p in parts):
-            raise StoreError(f"{self.url}: {key!r} is not a key inside the store")
-        return self.root.joinpath(*parts)
+        return self.root.joinpath(*check_key(self.url, key))
 
     def get(self, key: str) -> bytes:
         with _absence():

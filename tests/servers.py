@@ -1,0 +1,54 @@
+"""Real servers on loopback, one of each kind for all tests of a process."""
+
+import atexit
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from functools import cache
+
+import tiny
+
+_BUCKET = "spile-tests"
+_stores = itertools.count()
+
+
+@cache
+def s3_endpoint() -> str:
+    """moto's S3, which honours preconditions; its address is put into the environment."""
+    port = tiny.free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    atexit.register(server.kill)
+    _wait(port)
+    endpoint = f"http://127.0.0.1:{port}"
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": endpoint,
+    }  # fmt: skip
+    request = urllib.request.Request(f"{endpoint}/{_BUCKET}", method="PUT")
+    urllib.request.urlopen(request).close()
+    return endpoint
+
+
+def new_s3_store() -> str:
+    """The URL of an empty store."""
+    s3_endpoint()
+    return f"s3://{_BUCKET}/{os.getpid()}/{next(_stores)}"
+
+
+def _wait(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.1)
