@@ -151,6 +151,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--samples", metavar="N", type=int, default=4, help="documents [4]")
     for name in ("model", "lora", "corpus"):
         sub.add_argument(f"--{name}", metavar="X", help="where it is now, if it has moved")
+    sub = verb("export", _export, "write a dataset in another tool's format")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("--to", metavar="FORMAT", required=True, help="saelens, parquet, npy, zarr, "
+                     "activault, openmoss, saev or legacy")  # fmt: skip
+    sub.add_argument("dest", metavar="DEST", help="the directory to make")
+    sub.add_argument("--taps", metavar="T", help="some of the dataset's [all]")
+    sub.add_argument("--context-size", metavar="N", type=int, help="rows of a sequence [seq-len]")
+    sub.add_argument("--dtype", metavar="X", help="[as stored if the format has it, else float32]")
     sub = verb("status", _status, "where a dataset stands")
     sub.add_argument("out", metavar="OUT")
     sub = verb("verify", _verify, "audit every byte of a dataset")
@@ -327,6 +335,17 @@ def _check(arguments: argparse.Namespace) -> int:
     report = check(arguments.out, samples=arguments.samples, recipe=moved)
     print(json.dumps(report.to_json()) if arguments.json else check_text(arguments.out, report))
     return 0 if report.ok else SpileError.exit_code
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from spile.interop.export import export
+    from spile.terminal import export_text
+
+    names = ("to", "taps", "context_size", "dtype")
+    options = {name: getattr(arguments, name) for name in names}
+    made = export(arguments.out, arguments.dest, **options)
+    print(json.dumps(dataclasses.asdict(made)) if arguments.json else export_text(made))
+    return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:

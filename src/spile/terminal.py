@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spile.engine.local import Outcome
     from spile.engine.recheck import CheckReport
     from spile.engine.resolve import Job
+    from spile.interop.export import Exported
     from spile.monitor.status import Status
     from spile.store.verify import Report
 
@@ -255,6 +256,19 @@ def check_text(out: str, report: "CheckReport") -> str:
         f"{out}: {', '.join(verdict) or 'every tap agrees with the reference'} "
         f"({report.documents} documents, {report.tokens:,} tokens, {report.reference})"
     )
+    return "\n".join(lines)
+
+
+def export_text(made: "Exported") -> str:
+    """What was written, and what was not."""
+    lines = [
+        f"{made.dest}: {made.rows:,} rows of {len(made.taps)} taps as {made.format}, "
+        f"{size(made.bytes)} in {made.files} files"
+    ]
+    if made.context_size:
+        lines.append(f"sequences of {made.context_size:,} rows, cut from the stored order")
+    if made.left_over:
+        lines.append(f"left over: the last {made.left_over:,} rows, which fill no sequence or file")
     return "\n".join(lines)
 
 

@@ -24,6 +24,7 @@ BACKENDS: dict[str, Callable[[Path], Objects]] = {
     "local": lambda folder: LocalObjects(folder / "store"),
     "memory": lambda folder: MemoryObjects(),
     "s3": lambda folder: open_objects(servers.new_s3_store()),
+    "gs": lambda folder: open_objects(servers.new_gcs_store()),
 }
 OUTSIDE = ("/x", "../x", "..", "a/../../x", "a//b", "", "a/", "/", ".", "./a", "a/./b", "a\0b")
 MIB = 1 << 20

@@ -13,11 +13,14 @@ from spile.store.verify import verify
 TAPS = "embed,resid_post:1"
 
 
-@pytest.mark.parametrize("kind", ["s3", "memory"])
+STORES = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}
+
+
+@pytest.mark.parametrize("kind", [*STORES, "memory"])
 def test_what_is_extracted_into_a_bucket_is_what_a_disk_would_hold(
     kind: str, model: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    out = servers.new_s3_store() if kind == "s3" else f"memory://{tmp_path.name}"
+    out = STORES[kind]() if kind in STORES else f"memory://{tmp_path.name}"
     recipe = spile.Recipe(
         model=str(model), corpus=str(corpus), taps=TAPS, seq_len=32, unit_tokens=200
     )

@@ -91,4 +91,6 @@ def _why(place: Place, objects: Objects, before: Mapping[str, Any], child: int) 
         )
     gone = [n for n, (record,) in came.items() if n != place.process and process_ended(record)]
     who = f"process {', '.join(map(str, gone))} is gone" if gone else "a process was not heard of"
+    if len(gone) > 1:
+        who = f"processes {', '.join(map(str, sorted(gone)))} are gone"
     return f"{who}, and the world ended with it; {RESTART}"
