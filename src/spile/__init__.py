@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from spile.config import Recipe, Runtime
     from spile.engine.local import extract
     from spile.index import FLAGS
+    from spile.interop.export import export
     from spile.store.reader import Dataset
     from spile.store.reader import open_dataset as open
 
-__all__ = ["FLAGS", "Dataset", "Recipe", "Runtime", "__version__", "extract", "open"]
+__all__ = ["FLAGS", "Dataset", "Recipe", "Runtime", "__version__", "export", "extract", "open"]
 
 # Resolved on first use: reading needs no jax, and `import spile` should cost nothing.
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "FLAGS": ("spile.index", "FLAGS"),
     "Recipe": ("spile.config", "Recipe"),
     "Runtime": ("spile.config", "Runtime"),
+    "export": ("spile.interop.export", "export"),
     "extract": ("spile.engine.local", "extract"),
     "open": ("spile.store.reader", "open_dataset"),
 }

@@ -268,7 +268,8 @@ def export_text(made: "Exported") -> str:
     if made.context_size:
         lines.append(f"sequences of {made.context_size:,} rows, cut from the stored order")
     if made.left_over:
-        lines.append(f"left over: the last {made.left_over:,} rows, which fill no sequence or file")
+        rows = f"{made.left_over:,} row{'s' * (made.left_over > 1)}"
+        lines.append(f"left over: the last {rows}, too few for a sequence or a file")
     return "\n".join(lines)
 
 

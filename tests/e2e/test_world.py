@@ -16,6 +16,16 @@ import tiny
 from chaos.harness import Work, check_sound, content, run
 from worlds import ABORTED, Group, free_port, planted
 
+# Rows of several shapes, of which some are dropped, and then every other one.
+RECIPE = {
+    "taps": "q:1,attn_pattern:0,resid_post:0+2,logprob",
+    "where": "not bos and pos % 7 != 3",
+    "every": 2,
+    "seq_len": 64,
+    "unit_tokens": 400,
+    "compute_dtype": "float32",
+    "batch_tokens": 256,
+}
 # Each process comes late to every call, by a time of its own.
 SKEWED = """
 import random, time
@@ -78,8 +88,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    work = Work(model, corpus)
-    work.options["batch_tokens"] = 256
+    work = Work(model, corpus, RECIPE)
     out = tmp_path_factory.mktemp("made") / "out"
     work.extract(out)
     return Made(work, out, len(list((out / "done").iterdir())))

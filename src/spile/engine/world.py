@@ -31,6 +31,7 @@ _log = logging.getLogger("spile")
 _POLL_MS = 500
 _GRACE = 5.0  # seconds for a process to stop by itself once another has failed
 _PARTING = 2 * _GRACE  # and for the leader to wait for those that did not, and were ended
+_LEAVING = 0.5  # and then for their last words
 _END = "spile/end"
 _SAID = 200  # characters of an error of jax's that are passed on
 
@@ -158,6 +159,8 @@ class World(Alone):
                 self._client.blocking_key_value_get(f"spile/left/{other}", left)
         except Exception as error:
             _log.debug("while parting: %s", error)
+        if self.leads:
+            time.sleep(_LEAVING)
 
     # -- the service -------------------------------------------------------------------------
 

@@ -115,8 +115,9 @@ def _count_saelens(source: Source, at: Path) -> Mapping[str, int]:
         with pa.memory_map(str(at / entry["filename"])) as file, pa.ipc.open_stream(file) as stream:
             for batch in stream:
                 for tap in source.taps:
-                    # Of the innermost values: what the lists say is not enough.
-                    values = batch.column(source.hook(tap)).flatten().flatten()
+                    column = batch.column(source.hook(tap))
+                    # (where `datasets` has been imported too, its type wraps the lists)
+                    values = getattr(column, "storage", column).flatten().flatten()
                     rows[tap] += len(values) // source.width(tap)
     return rows
 

@@ -7,7 +7,7 @@ the directory get its name: whatever lies at DEST is whole.
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +138,7 @@ def _destination(dest: str, dataset: Dataset) -> Path:
 
 
 @contextmanager
-def _staged(target: Path) -> Iterator[Path]:
+def _staged(target: Path) -> Generator[Path, None, None]:
     """A directory beside the target, which becomes it if all goes well and else goes away."""
     stage = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     stage.mkdir(parents=True)

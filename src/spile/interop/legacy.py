@@ -28,8 +28,7 @@ def _write(source: Source, to: Path) -> int:
     taps = _by_layer(source)
     preview = _previewer(source)
     shards: list[dict[str, Any]] = []
-    held: Samples = {layer: [] for layer in taps}
-    size = rows = 0
+    held, size, rows = _empty(taps), 0, 0
 
     def finish() -> None:
         nonlocal held, size, rows
@@ -37,7 +36,7 @@ def _write(source: Source, to: Path) -> int:
             name = f"shard_{len(shards) + 1:04d}.pkl.gz"
             samples = len(next(iter(held.values())))
             shards.append({"name": name, "samples": samples, "rows": rows, **_dump(to, name, held)})
-        held, size, rows = {layer: [] for layer in taps}, 0, 0
+        held, size, rows = _empty(taps), 0, 0
 
     for doc in _documents(source):
         document = source.dataset.document(doc)
@@ -62,6 +61,10 @@ def _write(source: Source, to: Path) -> int:
     }
     write_json(to / _METADATA, metadata)
     return sum(shard["rows"] for shard in shards)
+
+
+def _empty(taps: Mapping[int, str]) -> Samples:
+    return {layer: [] for layer in taps}
 
 
 def _dump(to: Path, name: str, samples: Samples) -> dict[str, Any]:

@@ -51,10 +51,10 @@ class Source:
         )
 
     def windows(
-        self, start: int, stop: int, row_bytes: int, size: int = WINDOW_BYTES
+        self, start: int, stop: int, row_bytes: int, size: int | None = None
     ) -> Iterator[tuple[int, int]]:
-        """Ranges of whole contexts that cover start..stop, each of about `size` bytes at most."""
-        step = max(1, size // max(1, row_bytes * self.context)) * self.context
+        """Ranges of whole contexts that cover start..stop, of about `size` bytes at most."""
+        step = max(1, (size or WINDOW_BYTES) // (row_bytes * self.context)) * self.context
         for first in range(start, stop, step):
             yield first, min(first + step, stop)
 
