@@ -33,7 +33,18 @@ from chaos.harness import (
 )
 from spile.config import Recipe, Runtime, flag_of
 
-VERBS = ("extract", "plan", "taps", "convert", "check", "compile", "export", "status", "verify", "gc")
+VERBS = (
+    "extract",
+    "plan",
+    "taps",
+    "convert",
+    "check",
+    "compile",
+    "export",
+    "status",
+    "verify",
+    "gc",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import spile
-from spile.objects import local as objects
 from spile.config import Recipe, Runtime
 from spile.data.corpus import Documents
 from spile.engine.resolve import Job
 from spile.errors import DataError, StoreError
 from spile.metrics import Counters
+from spile.objects import local as objects
 from spile.objects import open_objects
 from spile.store.presence import Presence, read_workers
 from spile.store.verify import verify

@@ -135,11 +135,12 @@ def estimate(
     rows = batch_rows(job, runtime, platform, memory, cuts)
     quantum = row_quantum(cuts.layout, processes)
     together = -(-rows * cuts.layout.groups // quantum) * quantum
-    if runtime.batch_tokens and together != rows * cuts.layout.groups:
+    asked = (runtime.batch_tokens or 0) // recipe.seq_len * cuts.layout.groups
+    if asked % quantum:
         raise ConfigError(
-            f"--batch-tokens {runtime.batch_tokens} makes {rows} rows for each group of devices, "
-            f"{rows * cuts.layout.groups} in all, which {processes} processes cannot share: choose "
-            f"a multiple of {quantum // cuts.layout.groups * recipe.seq_len}"
+            f"--batch-tokens {runtime.batch_tokens} makes {asked} rows in all, which {processes} "
+            f"processes cannot share: choose a multiple of "
+            f"{quantum // cuts.layout.groups * recipe.seq_len}"
         )
     taps = together * recipe.seq_len * per_row // processes
     # Beside its rows a unit has statistics, and each of its files a header.

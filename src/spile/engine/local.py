@@ -6,6 +6,7 @@ import platform as host_platform
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -48,6 +49,7 @@ from spile.store.ledger import Ledger
 from spile.store.presence import Presence
 
 _log = logging.getLogger("spile")
+_ECHO_SECONDS = 1.0  # within which a signal is the same one again
 
 
 @dataclass(frozen=True)
@@ -255,10 +257,11 @@ def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any)
     own = ("process_id", "bind_address", "threads", "write_threads", "coordinator")
     flags = {**asdict(recipe), **asdict(runtime), "out": ledger.objects.url}
     return {
-        **{flag_of(name): value for name, value in flags.items() if name not in own},
+        # (First: another version may have other flags.)
         "spile": spile.__version__,
         "jax": jax.__version__,
         "libtpu": _version("libtpu"),
+        **{flag_of(name): value for name, value in flags.items() if name not in own},
         "platform": device.platform,
         "device kind": device.device_kind,
         "number of local devices": jax.local_device_count(),
@@ -294,15 +297,22 @@ def _made_by(device: Any, cost: Estimate) -> dict[str, Any]:
 def _stop_on_signal(stop: threading.Event) -> Iterator[threading.Event]:
     """SIGINT and SIGTERM ask the run to stop; a second one no longer waits for units in hand.
 
+    (Not one that comes at once: a launcher may signal this process and its parent, which passes
+    it on.)
+
     They set a flag and raise nothing: an exception raised by a handler may land in a callback
     of some library, which swallows it.
     """
     previous: dict[int, Any] = {}
+    first: dict[int, float] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
         stop.set()
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT
-                      else signal.SIG_DFL)  # fmt: skip
+        if time.monotonic() - first.setdefault(number, time.monotonic()) < _ECHO_SECONDS:
+            return
+        last = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, last)
+        signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():
         previous = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from spile import __version__
 from spile.errors import ConfigError, DataError
 from spile.store.reader import Dataset
 from spile.tensors import DTYPES_BY_NAME
@@ -79,7 +79,7 @@ class Source:
     def about(self) -> dict[str, Any]:
         """Where the rows come from, to be left beside them."""
         return {
-            "spile": __version__,
+            "spile": version("spile"),
             "dataset": self.dataset.url,
             "fingerprint": self.dataset.fingerprint,
             "recipe": self.dataset.recipe.to_json(),
