@@ -87,7 +87,9 @@ class World(Alone):
         if not self.leads:
             self._set(f"{key}/{self.process}", value)
             return None
-        return [value, *(self._get(f"{key}/{n}") for n in range(1, self.processes))]
+        found = [value, *(self._get(f"{key}/{n}") for n in range(1, self.processes))]
+        self._client.key_value_delete(key)  # a long run has many, and process 0 holds them all
+        return found
 
     def units(
         self, picked: Iterator[Unit], known: Mapping[int, Unit]
