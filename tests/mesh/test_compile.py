@@ -33,7 +33,7 @@ def question(model: Path, taps: str = TAPS, devices: int = 8) -> Question:
 def instructions(program: Any) -> str:
     """Without what says where in the source they come from."""
     text = program.as_text()
-    return re.sub(r" stack_frame_id=\d+", "", text[text.index("\n%") :])
+    return re.sub(r"stack_frame_id=\d+", "", text[text.index("\n%") :])
 
 
 @pytest.mark.parametrize("layout", [Layout(8), Layout(1, 8), Layout(2, 2, 2)], ids=str)
