@@ -21,15 +21,7 @@ _stores = itertools.count()
 @cache
 def s3_endpoint() -> str:
     """moto's S3, which honours preconditions; its address is put into the environment."""
-    port = tiny.free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    atexit.register(server.kill)
-    _wait(port)
-    endpoint = f"http://127.0.0.1:{port}"
+    endpoint = _started("s3_server.py")
     os.environ |= {
         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": endpoint,
@@ -48,12 +40,7 @@ def new_s3_store() -> str:
 @cache
 def gcs_endpoint() -> str:
     """Our own server of Google's protocol; obstore finds it by a service account's file."""
-    port = tiny.free_port()
-    script = Path(__file__).with_name("gcs_server.py")
-    server = subprocess.Popen([sys.executable, str(script), str(port)])
-    atexit.register(server.kill)
-    _wait(port)
-    endpoint = f"http://127.0.0.1:{port}"
+    endpoint = _started("gcs_server.py")
     account = {
         "gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": "",
         "private_key_id": "",
@@ -67,6 +54,19 @@ def gcs_endpoint() -> str:
 def new_gcs_store() -> str:
     gcs_endpoint()
     return f"gs://{_BUCKET}/{os.getpid()}/{next(_stores)}"
+
+
+def _started(script: str, *arguments: str) -> str:
+    """Run a server beside this file until the tests end; returns its address."""
+    port = tiny.free_port()
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name(script)), str(port), *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    atexit.register(server.kill)
+    _wait(port)
+    return f"http://127.0.0.1:{port}"
 
 
 def _wait(port: int) -> None:

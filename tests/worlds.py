@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,7 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import numpy as np
+
+import spile
 import tiny
+from chaos.harness import check_sound, content
 
 HEARTBEAT = 10  # seconds; the smallest that was tried
 ABORTED = 134
@@ -111,7 +114,7 @@ class Group:
         ids: of the processes to start [all].
         own_flags: by position among those started, as is what follows.
         """
-        self.coordinator = coordinator or f"127.0.0.1:{free_port()}"
+        self.coordinator = coordinator or f"127.0.0.1:{tiny.free_port()}"
         self.members: list[Member] = []
         for position, number in enumerate(range(processes) if ids is None else ids):
             arguments = ["extract", *flags]
@@ -180,12 +183,6 @@ def planted(folder: Path, code: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(path for path in (str(folder), others) if path)}
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def wait_until(
     condition: Callable[[], bool], seconds: float, said: Callable[[], str] = lambda: ""
 ) -> None:
@@ -200,3 +197,23 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def check_equal(out: Path, expected: Path) -> None:
+    """The same units and index bit for bit, rows within float32's tolerance; and sound."""
+    check_sound(out)
+    found, wanted = content(out), content(expected)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        if name == "index" or name.startswith("unit "):
+            assert found[name] == wanted[name], name
+    dataset, reference = spile.open(str(out)), spile.open(str(expected))
+    count = reference.num_tokens
+    for tap in reference.taps:
+        rows, statistics = reference.read(tap, 0, count), reference.statistics(tap)
+        close = 1e-5 * np.abs(rows).max()
+        np.testing.assert_allclose(dataset.read(tap, 0, count), rows, rtol=0, atol=close)
+        assert dataset.statistics(tap).count == statistics.count
+        np.testing.assert_allclose(
+            dataset.statistics(tap).mean, statistics.mean, rtol=0, atol=close
+        )

@@ -70,7 +70,7 @@ class Interrupted(SpileError):
     exit_code = 130
 
     def __init__(self) -> None:
-        super().__init__("interrupted; what is committed stays valid: the same command resumes")
+        super().__init__("interrupted; what is committed stays valid: run the same command again")
 
 
 class WorldError(SpileError):

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import spile
 import tiny
-from chaos.harness import Work, check_sound, content, run
-from worlds import ABORTED, Group, free_port, planted
+from chaos.harness import Work, run
+from worlds import ABORTED, Group, check_equal, planted
 
 # Rows of several shapes, of which some are dropped, and then every other one.
 RECIPE = {
@@ -67,23 +66,7 @@ class Made:
         return Group(flags, processes, devices, **changes)
 
     def check_equal(self, out: Path) -> None:
-        """The same units and index bit for bit, rows within float32's tolerance; and sound."""
-        check_sound(out)
-        found, wanted = content(out), content(self.out)
-        assert found.keys() == wanted.keys()
-        for name in wanted:
-            if name == "index" or name.startswith("unit "):
-                assert found[name] == wanted[name], name
-        dataset, reference = spile.open(str(out)), spile.open(str(self.out))
-        count = reference.num_tokens
-        for tap in reference.taps:
-            rows, statistics = reference.read(tap, 0, count), reference.statistics(tap)
-            close = 1e-5 * np.abs(rows).max()
-            np.testing.assert_allclose(dataset.read(tap, 0, count), rows, rtol=0, atol=close)
-            assert dataset.statistics(tap).count == statistics.count
-            np.testing.assert_allclose(
-                dataset.statistics(tap).mean, statistics.mean, rtol=0, atol=close
-            )
+        check_equal(out, self.out)
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +242,7 @@ def test_a_port_that_is_taken_is_refused(made: Made, tmp_path: Path) -> None:
 def test_a_coordinator_that_is_not_there_is_named(
     host: str, named: str, made: Made, tmp_path: Path
 ) -> None:
-    address = f"{host}:{free_port()}"
+    address = f"{host}:{tiny.free_port()}"
     with made.world(tmp_path / "out", 2, 1, ids=[1], coordinator=address, start_timeout=1) as world:
         check_refused(world, 2, f"--coordinator {address}", named)
 

@@ -17,7 +17,7 @@ from spile.data.units import Unit
 from spile.engine.place import ABORTED, RESTART, Place
 from spile.engine.world import Alone, World, compare
 from spile.errors import ConfigError, DataError, Interrupted, SpileError, WorldError
-from worlds import free_port
+from tiny import free_port
 
 
 @dataclass
