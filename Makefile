@@ -10,8 +10,9 @@ demo: $(VENV)/.spile
 	$(BIN)/spile extract --model demo --corpus demo --taps resid_post:9,mlp_out:9 \
 	  --max-docs 25 --seq-len 512 --unit-tokens 3k --out $(OUT)
 
-test: lint
-	$(BIN)/pytest -n 2 --dist worksteal
+test: lint $(VENV)/.saelens
+	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
+	  $(BIN)/pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -36,6 +37,11 @@ $(VENV)/.spile: pyproject.toml
 $(VENV)/.dev: $(VENV)/.spile
 	$(BIN)/pip install -q -e '.[demo,dev]'
 	touch $@
+
+# SAELens wants versions of its own. Where it does not install, its test is skipped, and says so.
+$(VENV)/.saelens: Makefile | $(VENV)/.spile
+	$(PYTHON) -m venv $(VENV)/saelens
+	-$(VENV)/saelens/bin/pip install -q torch==2.13.0 sae-lens==6.54.12 && touch $@
 
 clean:
 	rm -rf $(VENV) dist acts .pytest_cache .ruff_cache

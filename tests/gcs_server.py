@@ -1,8 +1,13 @@
 """A server that speaks what Spile uses of Google Cloud Storage's XML API, preconditions included.
 
-    python gcs_server.py PORT
+    python gcs_server.py PORT [FAULT ...]
 
-Emulators that were tried ignore preconditions without a word, and so pass broken code.
+Emulators that were tried ignore preconditions without a word, and so pass broken code. Faults that
+it has on purpose:
+    careless    preconditions are ignored
+    corrupting  a byte of every large object is changed before it is stored
+    opaque      etags are no digests
+    closed      nothing may be written
 """
 
 import email.utils
@@ -20,7 +25,8 @@ _PAGE = 100  # keys in a listing's page: small, so that there are several
 class Stored:
     def __init__(self, data: bytes, generation: int) -> None:
         self.data, self.generation, self.made = data, generation, time.time()
-        self.etag = hashlib.md5(data).hexdigest()
+        named = f"{generation}".encode() if "opaque" in FAULTS else data
+        self.etag = hashlib.md5(named).hexdigest()
 
 
 class Bucket:
@@ -41,6 +47,7 @@ class Bucket:
 
 
 BUCKETS: dict[str, Bucket] = {}
+FAULTS = set(sys.argv[2:])
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -74,7 +81,11 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(200)
         if name not in BUCKETS:
             return self._error(404, "NoSuchBucket")
-        wanted = self.headers.get("x-goog-if-generation-match")
+        if "closed" in FAULTS:
+            return self._error(403, "AccessDenied")
+        wanted = None if "careless" in FAULTS else self.headers.get("x-goog-if-generation-match")
+        if "corrupting" in FAULTS and len(data) > 4096:
+            data = data[:-1] + bytes([data[-1] ^ 1])
         stored = BUCKETS[name].put(key, data, wanted)
         if stored is None:
             return self._error(412, "PreconditionFailed")
@@ -112,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer(204)
 
     def _list(self, bucket: Bucket, query: dict[str, str]) -> None:
-        after = query.get("continuation-token", "")
+        after = query.get("continuation-token") or query.get("start-after", "")
         with bucket.lock:
             found = sorted(
                 (key, stored)

@@ -1,6 +1,7 @@
 """Real servers on loopback, one of each kind for all tests of a process."""
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -21,14 +23,18 @@ _stores = itertools.count()
 @cache
 def s3_endpoint() -> str:
     """moto's S3, which honours preconditions; its address is put into the environment."""
-    endpoint = _started("s3_server.py")
-    os.environ |= {
+    endpoint = started("s3_server.py")
+    os.environ |= s3_environment(endpoint)
+    _make_bucket(endpoint)
+    return endpoint
+
+
+def s3_environment(endpoint: str) -> dict[str, str]:
+    """How clients find an S3 server."""
+    return {
         "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": endpoint,
     }  # fmt: skip
-    request = urllib.request.Request(f"{endpoint}/{_BUCKET}", method="PUT")
-    urllib.request.urlopen(request).close()
-    return endpoint
 
 
 def new_s3_store() -> str:
@@ -39,16 +45,20 @@ def new_s3_store() -> str:
 
 @cache
 def gcs_endpoint() -> str:
-    """Our own server of Google's protocol; obstore finds it by a service account's file."""
-    endpoint = _started("gcs_server.py")
+    """Our own server of Google's protocol."""
+    endpoint = started("gcs_server.py")
+    os.environ |= gcs_environment(endpoint)
+    _make_bucket(endpoint)
+    return endpoint
+
+
+def gcs_environment(endpoint: str) -> dict[str, str]:
+    """How obstore finds a server of Google's protocol: by a service account's file."""
     account = {
         "gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": "",
         "private_key_id": "",
     }  # fmt: skip
-    os.environ["GOOGLE_SERVICE_ACCOUNT_KEY"] = json.dumps(account)
-    request = urllib.request.Request(f"{endpoint}/{_BUCKET}", method="PUT")
-    urllib.request.urlopen(request).close()
-    return endpoint
+    return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account)}
 
 
 def new_gcs_store() -> str:
@@ -56,7 +66,54 @@ def new_gcs_store() -> str:
     return f"gs://{_BUCKET}/{os.getpid()}/{next(_stores)}"
 
 
-def _started(script: str, *arguments: str) -> str:
+@contextlib.contextmanager
+def faulty_gcs(*faults: str) -> Iterator[str]:
+    """A server of Google's protocol with faults on purpose: yields the URL of an empty store."""
+    endpoint = started("gcs_server.py", *faults)
+    _make_bucket(endpoint)
+    before = gcs_environment(gcs_endpoint())
+    try:
+        os.environ |= gcs_environment(endpoint)
+        yield f"gs://{_BUCKET}/store"
+    finally:
+        os.environ |= before
+
+
+@contextlib.contextmanager
+def failing(kind: str, share: float, seed: int) -> Iterator[str]:
+    """A proxy before a server, of which a share of the requests fails: yields its address.
+
+    Meanwhile the environment names the proxy instead of the server.
+    """
+    made = {"s3": s3_endpoint, "gs": gcs_endpoint}[kind]()
+    environment = {"s3": s3_environment, "gs": gcs_environment}[kind]
+    upstream = made.rpartition(":")[2]
+    proxy = started("flaky_proxy.py", upstream, str(share), str(seed))
+    try:
+        os.environ |= environment(proxy)
+        yield proxy
+    finally:
+        os.environ |= environment(made)
+
+
+def counts(proxy: str) -> dict[str, int]:
+    """Requests that came to a failing proxy, and how many failed in which way."""
+    with urllib.request.urlopen(f"{proxy}/-/counts") as answer:
+        return json.load(answer)
+
+
+def unfinished_uploads() -> str:
+    """What S3 says of multipart uploads that were begun in the tests' bucket and not ended."""
+    with urllib.request.urlopen(f"{s3_endpoint()}/{_BUCKET}?uploads") as answer:
+        return answer.read().decode()
+
+
+def _make_bucket(endpoint: str) -> None:
+    request = urllib.request.Request(f"{endpoint}/{_BUCKET}", method="PUT")
+    urllib.request.urlopen(request).close()
+
+
+def started(script: str, *arguments: str) -> str:
     """Run a server beside this file until the tests end; returns its address."""
     port = tiny.free_port()
     server = subprocess.Popen(

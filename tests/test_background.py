@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spile.background import Consumer, Producer
+from spile.background import Consumer, Producer, mapped
 
 Source = Generator[int, None, None]
 PATIENCE = 3.0  # seconds after which a call is taken to hang
@@ -306,3 +306,53 @@ def test_an_interrupted_close_can_still_be_abandoned(monkeypatch: pytest.MonkeyP
     ended.start()
     ended.join(10)
     assert not ended.is_alive()
+
+
+# -- mapped ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_results_come_in_order_whichever_is_ready_first(threads: int) -> None:
+    def slow(number: int) -> int:
+        time.sleep(0.02 * (number % 3))
+        return number * number
+
+    assert list(mapped(slow, range(20), threads)) == [n * n for n in range(20)]
+    assert list(mapped(slow, [], threads)) == []
+
+
+def test_no_more_threads_are_at_work_and_few_results_wait() -> None:
+    began: list[int] = []
+    at_work, most = 0, 0
+    lock = threading.Lock()
+
+    def note(number: int) -> int:
+        nonlocal at_work, most
+        with lock:
+            began.append(number)
+            at_work += 1
+            most = max(most, at_work)
+        time.sleep(0.05)
+        with lock:
+            at_work -= 1
+        return number
+
+    results = mapped(note, range(1000), 3)
+    assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
+    time.sleep(0.3)
+    assert most == 3 and len(began) <= 10
+    results.close()  # type: ignore[attr-defined]
+    assert len(began) <= 12
+
+
+def test_the_first_error_in_order_is_raised() -> None:
+    def failing(number: int) -> int:
+        if number >= 3:
+            raise ValueError(str(number))
+        return number
+
+    seen: list[int] = []
+    with pytest.raises(ValueError, match="3"):
+        for number in mapped(failing, range(10), 4):
+            seen.append(number)
+    assert seen == [0, 1, 2]

@@ -7,16 +7,34 @@ itself. Nothing waits forever: every blocking call wakes to look at the stop fla
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _POLL = 0.1  # seconds between looks at the stop flag while blocked
 
 
 class Stopped(Exception):
     """Raised inside a stage whose consumer has gone; never seen outside this module's users."""
+
+
+def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
+    """The function of each item, in order, by a few threads that stay a few items ahead."""
+    pool = ThreadPoolExecutor(threads)
+    ahead: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            ahead.append(pool.submit(function, item))
+            if len(ahead) > threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class Producer(Generic[T]):

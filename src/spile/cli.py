@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from spile import __version__, verbs
 from spile.config import STORE_DTYPES, Recipe, Runtime, flag_of
-from spile.errors import ConfigError, Interrupted, SpileError
+from spile.errors import ConfigError, Interrupted, SpileError, printable
 
 _EXTRACT_HELP = """\
 Run a model over a corpus and keep the activations of the tapped places as a dataset.
@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
         logging.getLogger("jax").setLevel(logging.WARNING)
         return arguments.verb(arguments)
     except SpileError as error:
-        print(f"spile: {error}", file=sys.stderr)
+        print(f"spile: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(f"spile: {Interrupted()}", file=sys.stderr)
@@ -158,11 +158,27 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--taps", metavar="T", help="some of the dataset's [all]")
     sub.add_argument("--context-size", metavar="N", type=int, help="rows of a sequence [seq-len]")
     sub.add_argument("--dtype", metavar="X", help="[as stored if the format has it, else float32]")
+    sub = verb("compact", verbs.compact, "write a dataset anew in few large shards")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("dest", metavar="DEST", help="the directory or URL of the new one")
+    sub.add_argument("--unit-bytes", metavar="SIZE", default="64GiB", help="merge units [64GiB]")
+    sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
+    sub.add_argument("--compress", action="store_true", help="as for extract")
+    sub = verb("push", verbs.push, "upload a dataset to the Hugging Face Hub, with a card")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("repo", metavar="REPO", help="owner/name of a dataset repository")
+    sub.add_argument("--private", action="store_true", help="a public one is refused")
+    sub.add_argument("--revision", metavar="BRANCH", help="made if it is not there [main]")
     sub = verb("status", verbs.status, "where a dataset stands")
     sub.add_argument("out", metavar="OUT")
     sub = verb("verify", verbs.verify, "audit every byte of a dataset")
     sub.add_argument("out", metavar="OUT")
     sub.add_argument("--partial", action="store_true", help="units not done yet are no fault")
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument("--quick", action="store_true", help="sizes and the store's own checksums, by "
+                     "listing; no rows are read")  # fmt: skip
+    how.add_argument("--resume", action="store_true", help="continue an interrupted audit: what it "
+                     "found sound on this machine is not read again")  # fmt: skip
     sub = verb("gc", verbs.gc, "remove what no finished unit needs; safe beside running workers")
     sub.add_argument("out", metavar="OUT")
     sub.add_argument(

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from spile.errors import ConfigError
 
@@ -27,6 +27,7 @@ _SUFFIXES = {
 
 STORE_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3", "int8")
 COMPUTE_DTYPES = ("bfloat16", "float32")
+_LIMIT = 1 << 63  # every number is smaller than this
 
 
 def _option(
@@ -87,21 +88,31 @@ def _checked(f: dataclasses.Field[Any], value: Any) -> Any:
         try:
             value = parse_count(value) if isinstance(value, str) else value
         except ValueError:
-            raise ConfigError(f"{flag} must be {wanted}, got {value!r}") from None
-        if type(value) is not int:
-            raise ConfigError(f"{flag} must be {wanted}, got {value!r}")
+            raise ConfigError(f"{flag} must be {wanted}, got {_shown(value)}") from None
+        if type(value) is not int or not -_LIMIT < value < _LIMIT:
+            raise ConfigError(f"{flag} must be {wanted}, got {_shown(value)}")
         if meta["minimum"] is not None and value < meta["minimum"]:
             raise ConfigError(f"{flag} must be at least {meta['minimum']}, got {value}")
         return value
     if kind == "switch":
         if type(value) is not bool:
-            raise ConfigError(f"{flag} must be true or false, got {value!r}")
+            raise ConfigError(f"{flag} must be true or false, got {_shown(value)}")
         return value
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{flag} must be a non-empty text, got {value!r}")
+        raise ConfigError(f"{flag} must be a non-empty text, got {_shown(value)}")
     if meta["choices"] and value not in meta["choices"]:
-        raise ConfigError(f"{flag} must be one of {', '.join(meta['choices'])}; got {value!r}")
+        chosen = ", ".join(meta["choices"])
+        raise ConfigError(f"{flag} must be one of {chosen}; got {_shown(value)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value that may be of any size, in a part of a line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # too many digits for Python, or too deep
+        return f"a {type(value).__name__} beyond all measure"
+    return text if len(text) <= 200 else text[:199] + "…"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +120,13 @@ class Recipe(_Options):
     """What the dataset is. Two runs of one recipe make the same dataset."""
 
     model: str | None = _option(
-        None, "'demo', or a directory with config.json, tokenizer.json and *.safetensors"
+        None, "'demo', or a directory or URL with config.json, tokenizer.json and *.safetensors"
     )
-    lora: str | None = _option(None, "directory of a PEFT LoRA adapter, merged into the model")
+    lora: str | None = _option(None, "directory or URL of a PEFT LoRA adapter, merged at load")
     corpus: str | None = _option(
-        None, "'demo', or a file, directory or glob of Parquet, JSONL or text (.gz and .zst too)"
+        None,
+        "'demo', or a file, directory or glob of Parquet, JSONL or text (.gz and .zst too), or its "
+        "URL in a bucket",
     )
     taps: str | None = _option(
         None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
@@ -206,6 +219,17 @@ class Runtime(_Options):
     write_threads: int = _option(4, "taps written side by side [4]", kind="count", minimum=1)
     queue_depth: int = _option(
         2, "batches waiting between two stages; bounds memory [2]", kind="count", minimum=1
+    )
+    spool: str | None = _option(
+        None,
+        "local directory where what goes to a bucket waits for its upload, so that a slow network "
+        "does not stop the device [memory]",
+    )
+    max_bytes: int | None = _option(
+        None,
+        "end, at a unit's end, before the whole dataset is larger than this, e.g. 2TB",
+        kind="size",
+        minimum=1,
     )
     stale_after: int = _option(
         30,
@@ -314,7 +338,23 @@ class ResolvedRecipe:
             raise ConfigError(f"stored recipe has missing or unknown fields: {', '.join(odd)}")
         parts = dict(value)
         parts["taps"], parts["corpus"] = tuple(parts["taps"]), tuple(parts["corpus"])
-        return cls(**parts)
+        recipe = cls(**parts)
+        for f in fields(cls):
+            if not _fits(parts[f.name], f.type):
+                raise ConfigError(f"stored recipe has no usable {f.name}: {_shown(parts[f.name])}")
+        return recipe
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is of a field's type; a number is above zero."""
+    if kind == tuple[str, ...]:
+        return all(type(part) is str for part in value)
+    if kind == Mapping[str, str]:
+        values = cast(dict[str, Any], value).values() if isinstance(value, dict) else [None]
+        return all(type(part) is str for part in values)
+    if type(value) is int and not 0 < value < _LIMIT:
+        return False
+    return isinstance(value, kind) and type(value) is not bool
 
 
 def canonical_json(value: Any) -> bytes:
@@ -325,10 +365,12 @@ def canonical_json(value: Any) -> bytes:
 def load_toml(path: Path) -> dict[str, Any]:
     """The options of a TOML file, keys spelled as the flags are (dashes or underscores)."""
     try:
-        raw = tomllib.loads(path.read_text())
+        raw = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"--config {path}: is nested too deeply") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
         raise ConfigError(f"--config {path}: {error}") from None
     known = {*Recipe.names(), *Runtime.names(), "out"}
     options: dict[str, Any] = {}
@@ -337,7 +379,7 @@ def load_toml(path: Path) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"--config {path}: unknown key {key!r}{hint}")
+            raise ConfigError(f"--config {path}: unknown key {_shown(key)}{hint}")
         options[name] = value
     return options
 

@@ -7,6 +7,13 @@ A message says what is wrong, where, and what to do. The command maps each class
 from collections.abc import Mapping
 
 
+def printable(text: str) -> str:
+    """A text in which nothing speaks to the terminal: it may hold a stranger's words."""
+    if text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class SpileError(Exception):
     """Base of all deliberate errors."""
 

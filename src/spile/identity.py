@@ -7,19 +7,32 @@ loading, line files while indexing), and is compared too.
 """
 
 import hashlib
-from pathlib import Path
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO, Literal, Protocol
 
 import xxhash
 
 _BLOCK = 1 << 16
 _BLOCKS = 16
+_THREADS = 16  # a bucket answers late, but many at once
 
 
-def sampled_digest(path: Path) -> str:
+class Readable(Protocol):
+    """A path, or what can be read like one."""
+
+    def open(self, mode: Literal["rb"], buffering: int) -> BinaryIO: ...
+
+    def read_bytes(self) -> bytes: ...
+
+
+def sampled_digest(path: Readable) -> str:
     """`SIZE-HASH` of a file."""
-    size = path.stat().st_size
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with path.open("rb", _BLOCK) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         if size <= _BLOCK * _BLOCKS:
             digest.update(file.read())
         else:
@@ -29,7 +42,13 @@ def sampled_digest(path: Path) -> str:
     return f"{size}-{digest.hexdigest()}"
 
 
-def full_digest(*paths: Path) -> str:
+def sampled_digests(paths: Iterable[Readable]) -> list[str]:
+    """Those of several files, some at a time."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(sampled_digest, paths))
+
+
+def full_digest(*paths: Readable) -> str:
     """SHA-256 of small files, together."""
     digest = hashlib.sha256()
     for path in paths:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from spile.errors import CorruptError
 
 MAX_HEADER_BYTES = 100 << 20  # the official limit
+MAX_TENSORS = 1 << 20  # a tiny entry takes twenty times its bytes in memory
 # Rows begin on a page boundary, so that a memory map of them is aligned and O_DIRECT can be used.
 HEADER_ALIGN = 4096
 
@@ -92,8 +93,12 @@ def parse_header(where: str, head: bytes, file_size: int) -> dict[str, TensorInf
     body_size = header_size(where, head[:8], file_size) - 8
     if len(head) < 8 + body_size:
         raise CorruptError(where, "the safetensors header is cut short")
+    body = head[8 : 8 + body_size]
+    # An entry is an object with two lists.
+    if body.count(b"{") + body.count(b"[") > 3 * MAX_TENSORS:
+        raise CorruptError(where, f"the safetensors header holds more than {MAX_TENSORS} tensors")
     try:
-        entries = json.loads(head[8 : 8 + body_size])
+        entries = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise CorruptError(where, "the safetensors header is not JSON") from error
     if not isinstance(entries, dict):
@@ -164,6 +169,9 @@ def _tensor_info(where: str, name: str, entry: Any, data_start: int) -> TensorIn
         raise CorruptError(where, f"tensor {name!r} has an unreadable header entry") from error
     numbers = (*shape, start, stop)
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or len(shape) > 8:
+        raise CorruptError(where, f"tensor {name!r} has an impossible shape or offset")
+    # numpy cannot have more than that along the other axes of an empty array either.
+    if dtype.itemsize * math.prod(n or 1 for n in shape) >= 1 << 62:
         raise CorruptError(where, f"tensor {name!r} has an impossible shape or offset")
     if stop - start != dtype.itemsize * math.prod(shape):
         raise CorruptError(where, f"tensor {name!r} has a size that does not fit its shape")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from spile.errors import printable
 from spile.metrics import Counters
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from spile.engine.recheck import CheckReport
     from spile.engine.resolve import Job
     from spile.interop.export import Exported
+    from spile.interop.push import Pushed
     from spile.monitor.status import Status
+    from spile.store.compact import Compacted
     from spile.store.verify import Report
 
 _PLAIN_SECONDS = 10.0  # between lines where there is no terminal
@@ -101,6 +104,32 @@ def _plain(counters: Counters, total: int, stop: threading.Event) -> None:
         sys.stderr.flush()
 
 
+@contextmanager
+def counted(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal, plain lines elsewhere; yields what to call with (done, total)."""
+    if quiet:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        said = [time.monotonic()]
+
+        def say(done: int, total: int) -> None:
+            if time.monotonic() - said[0] > _PLAIN_SECONDS:
+                said[0] = time.monotonic()
+                sys.stderr.write(f"spile: {done:,} of {total:,} {what}\n")
+                sys.stderr.flush()
+
+        yield say
+        return
+    columns = (
+        SpinnerColumn(), BarColumn(), TextColumn(f"{{task.completed}} of {{task.total}} {what}"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def _program(name: str, path: str) -> str:
     """What to type for a program: its name, or its path where the name would not find it."""
     here = Path(path)
@@ -116,13 +145,21 @@ def extract_summary(out: str, outcome: "Outcome", counters: Counters) -> str:
     spile = _program("spile", str(Path(sys.executable).with_name("spile")))
     python = _program("python", sys.executable)
     quoted = shlex.quote(out)
-    read = f"import spile; ds = spile.open({out!r}); print(ds.taps, ds.read(ds.taps[0], 0, 4))"
+    part = "" if outcome.complete else ", partial=True"
+    read = (
+        f"import spile; ds = spile.open({out!r}{part}); print(ds.taps, ds.read(ds.taps[0], 0, 4))"
+    )
     lines = [
         f"{out}: {outcome.documents:,} documents, {outcome.rows:,} rows per tap"
         + (f" (of {outcome.tokens:,} tokens)" if outcome.rows < outcome.tokens else "")
         + ", "
         f"{size(outcome.bytes)} in {outcome.units} units"
     ]
+    if not outcome.complete:
+        lines.append(
+            f"ended by --max-bytes with {outcome.units} of {outcome.units_total} units; the same "
+            "command with more of them goes on"
+        )
     if outcome.skipped:
         lines.append(f"left out: {_skipped(outcome.skipped)}")
     if span := counters["device_busy"] + counters["device_idle"]:
@@ -131,7 +168,7 @@ def extract_summary(out: str, outcome: "Outcome", counters: Counters) -> str:
         )
     lines += [
         f"  look    {spile} status {quoted}",
-        f"  verify  {spile} verify {quoted}",
+        f"  verify  {spile} verify {quoted}{'' if outcome.complete else ' --partial'}",
         f"  read    {python} -c {shlex.quote(read)}",
     ]
     return "\n".join(lines)
@@ -155,7 +192,7 @@ def plan_table(recipe: Mapping[str, Any], cost: "Estimate") -> None:
         ("to store", f"{size(cost.total_bytes)} as {recipe['store_dtype']}"),
         *((f"  as {d}", size(b)) for d, b in cost.bytes_by_dtype.items() if d != chosen),
         *_compressed(cost, chosen),
-        ("free there", "unknown" if cost.free_bytes is None else size(cost.free_bytes)),
+        *_priced(cost),
         ("mesh", cost.mesh if cost.mesh != "1" else "one device"),
         ("weights per device", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
         ("memory per device", size(cost.device_bytes)),
@@ -166,6 +203,17 @@ def plan_table(recipe: Mapping[str, Any], cost: "Estimate") -> None:
     Console().print(table)
     for warning in cost.warnings:
         Console().print(f"note: {warning}", style="yellow", highlight=False)
+
+
+def _priced(cost: "Estimate") -> list[tuple[str, str]]:
+    """Room on a disk, or rent in a cloud."""
+    if cost.monthly_dollars is not None:
+        return [
+            ("to keep it", f"${cost.monthly_dollars:,.2f} a month"),
+            ("  as", str(cost.priced_as)),
+        ]
+    free = "unknown" if cost.free_bytes is None else size(cost.free_bytes)
+    return [("free there", free)]
 
 
 def _compressed(cost: "Estimate", dtype: str) -> list[tuple[str, str]]:
@@ -273,6 +321,23 @@ def export_text(made: "Exported") -> str:
     return "\n".join(lines)
 
 
+def compact_text(made: "Compacted") -> str:
+    """What became of how many files."""
+    return (
+        f"{made.dest}: {made.rows:,} rows in {made.units:,} unit{'s' * (made.units != 1)} "
+        f"(of {made.units_before:,}), {made.shards:,} shards (of {made.shards_before:,}), "
+        f"{size(made.bytes)} (of {size(made.bytes_before)})"
+    )
+
+
+def push_text(made: "Pushed") -> str:
+    """What went where, and how to get it back."""
+    lines = [f"{made.url}: {made.files:,} files sent, {made.files_there:,} were there already"]
+    if not made.card_written:
+        lines.append("its README.md was left as it is")
+    return "\n".join([*lines, f"  load    {made.download}"])
+
+
 def status_text(out: str, status: "Status") -> str:
     lines = [
         f"{out}: {status.state}",
@@ -294,8 +359,8 @@ def status_text(out: str, status: "Status") -> str:
 
 
 def verify_text(out: str, report: "Report") -> str:
-    lines = [f"fault: {fault}" for fault in report.faults]
-    lines += [f"orphan: {key}" for key in report.orphans]
+    lines = [f"fault: {printable(fault)}" for fault in report.faults]
+    lines += [f"orphan: {printable(key)}" for key in report.orphans]
     if report.orphans:
         lines.append(
             f"{len(report.orphans)} orphans are harmless; `spile gc {shlex.quote(out)}` removes "
@@ -303,8 +368,11 @@ def verify_text(out: str, report: "Report") -> str:
         )
     sound = "whole and sound" if report.units_done == report.units else "sound so far"
     verdict = sound if report.ok else f"{len(report.faults)} faults"
+    how = "by size and etag" if report.quick else "read"
+    if report.resumed:
+        how += f", {report.resumed} units of them by the audit before"
     lines.append(
         f"{out}: {verdict} ({report.units_done} of {report.units} units, {report.rows:,} rows, "
-        f"{size(report.bytes)} read)"
+        f"{size(report.bytes)} {how})"
     )
     return "\n".join(lines)

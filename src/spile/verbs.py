@@ -11,7 +11,7 @@ import logging
 import os
 from pathlib import Path
 
-from spile.config import Recipe, Runtime, build, load_toml
+from spile.config import Recipe, Runtime, build, load_toml, parse_count
 from spile.errors import ConfigError, InputError, SpileError
 
 
@@ -62,10 +62,11 @@ def extract(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
+    from spile.engine.budget import price_of
     from spile.engine.estimate import estimate, planned_cuts, refuse_if_too_large
     from spile.engine.resolve import resolve
     from spile.layout import devices_of
-    from spile.objects import open_objects
+    from spile.objects import check_creates_once, open_objects
     from spile.store.ledger import Ledger
     from spile.terminal import plan_table
 
@@ -77,10 +78,12 @@ def plan(arguments: argparse.Namespace) -> int:
     processes = runtime.num_processes or 1
     cuts = planned_cuts(job, runtime, platform, devices, None, processes)
     objects = ledger.objects
+    if price_of(objects.url):
+        check_creates_once(objects)
     done = ledger.done_units()
     cost = estimate(
         job, runtime, platform, done=done, free_bytes=objects.free_bytes(), cuts=cuts,
-        processes=processes,
+        processes=processes, out=objects,
     )  # fmt: skip
     if arguments.json:
         print(json.dumps({**dataclasses.asdict(cost), "total_bytes": cost.total_bytes}))
@@ -176,6 +179,37 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def compact(arguments: argparse.Namespace) -> int:
+    from spile.objects import open_objects
+    from spile.store.compact import compact
+    from spile.terminal import compact_text
+
+    runtime = Runtime(shard_bytes=arguments.shard_bytes)
+    try:
+        unit_bytes = parse_count(arguments.unit_bytes)
+    except ValueError:
+        raise ConfigError(
+            f"--unit-bytes must be 1GiB or 500MB, got {arguments.unit_bytes!r}"
+        ) from None
+    made = compact(
+        open_objects(arguments.out), open_objects(arguments.dest), unit_bytes=unit_bytes,
+        shard_bytes=runtime.shard_bytes, compress=arguments.compress,
+    )  # fmt: skip
+    print(json.dumps(dataclasses.asdict(made)) if arguments.json else compact_text(made))
+    return 0
+
+
+def push(arguments: argparse.Namespace) -> int:
+    from spile.interop.push import push
+    from spile.terminal import push_text
+
+    made = push(
+        arguments.out, arguments.repo, private=arguments.private, revision=arguments.revision
+    )
+    print(json.dumps(dataclasses.asdict(made)) if arguments.json else push_text(made))
+    return 0
+
+
 def status(arguments: argparse.Namespace) -> int:
     from spile.monitor.status import read_status
     from spile.objects import open_objects
@@ -188,10 +222,17 @@ def status(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     from spile.objects import open_objects
+    from spile.store.journal import Journal
     from spile.store.verify import verify
-    from spile.terminal import verify_text
+    from spile.terminal import counted, verify_text
 
-    report = verify(open_objects(arguments.out), partial=arguments.partial)
+    objects = open_objects(arguments.out)
+    journal = None if arguments.quick else Journal(objects.url, resume=arguments.resume)
+    with counted("units", quiet=arguments.json) as progress:
+        report = verify(
+            objects, partial=arguments.partial, quick=arguments.quick, journal=journal,
+            progress=progress,
+        )  # fmt: skip
     if arguments.json:
         print(json.dumps({"ok": report.ok, **dataclasses.asdict(report)}))
     else:
@@ -202,8 +243,11 @@ def verify(arguments: argparse.Namespace) -> int:
 def gc(arguments: argparse.Namespace) -> int:
     from spile.objects import open_objects
     from spile.store.gc import collect_garbage
+    from spile.terminal import counted
 
-    removed = collect_garbage(open_objects(arguments.out), abandoned=arguments.abandoned)
+    objects = open_objects(arguments.out)
+    with counted("orphans", quiet=arguments.json) as progress:
+        removed = collect_garbage(objects, abandoned=arguments.abandoned, progress=progress)
     if arguments.json:
         print(json.dumps({"removed": removed}))
     else:

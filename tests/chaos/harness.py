@@ -23,6 +23,7 @@ import spile
 import tiny
 from spile import cli
 from spile.config import build
+from spile.objects import open_objects
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 _started: list[subprocess.Popen[str]] = []
@@ -119,7 +120,7 @@ class Work:
         }
     )
 
-    def flags(self, out: Path, **changes: Any) -> list[str]:
+    def flags(self, out: Path | str, **changes: Any) -> list[str]:
         given = {"model": self.model, "corpus": self.corpus, **self.options, **changes, "out": out}
         flags: list[str] = []
         for name, value in given.items():
@@ -128,14 +129,14 @@ class Work:
                 flags += [flag] if value is True else [flag, str(value)]
         return flags
 
-    def extract(self, out: Path, **changes: Any) -> None:
+    def extract(self, out: Path | str, **changes: Any) -> None:
         """In this process."""
         given = {"model": str(self.model), "corpus": str(self.corpus), **self.options, **changes}
         recipe, runtime = build(given)
         spile.extract(recipe, str(out), runtime)
 
 
-def content(out: Path) -> dict[str, bytes]:
+def content(out: Path | str) -> dict[str, bytes]:
     """All that a dataset says, whatever files say it: rows, index, statistics, counts."""
     dataset = spile.open(str(out))
     found = {"index": dataset.index(0, dataset.num_tokens).tobytes()}
@@ -144,7 +145,7 @@ def content(out: Path) -> dict[str, bytes]:
         statistics = dataset.statistics(tap).to_tensors(tap)
         found |= {name: np.asarray(value).tobytes() for name, value in statistics.items()}
     logical = ("unit", "rows", "tokens", "documents", "contexts", "skipped", "text_digest")
-    for unit in json.loads((out / "manifest.json").read_bytes())["units"]:
+    for unit in json.loads(open_objects(str(out)).get("manifest.json"))["units"]:
         found[f"unit {unit['unit']}"] = json.dumps([unit[name] for name in logical]).encode()
     return found
 
@@ -158,19 +159,20 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def check_sound(out: Path) -> None:
+def check_sound(out: Path | str) -> None:
     """After `gc` the audit finds nothing: no fault, nothing missing, nothing left over."""
     collected = run("gc", out, "--json")
     assert collected.code == 0, collected.err
     audit = run("verify", out, "--json")
     assert (audit.code, audit.json["faults"], audit.json["orphans"]) == (0, [], []), audit.out
-    units = json.loads((out / "units.json").read_bytes())["units"]
+    objects = open_objects(str(out))
+    units = json.loads(objects.get("units.json"))["units"]
     assert audit.json["units_done"] == len(units), audit.out
-    done = sorted(path.name for path in (out / "done").iterdir())
-    assert done == [f"{unit['id']:08d}.json" for unit in units], done
+    done = sorted(objects.list("done/"))
+    assert done == [f"done/{unit['id']:08d}.json" for unit in units], done
 
 
-def check_same(out: Path, reference: Path) -> None:
+def check_same(out: Path | str, reference: Path) -> None:
     """The same logical content, bit for bit, in a sound dataset."""
     check_sound(out)
     different = differences(content(out), content(reference))
@@ -190,21 +192,21 @@ def check_refused(result: Result, code: int, *named: object) -> None:
 class Witness:
     """Remembers every commit it has seen, and whether each still stands."""
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    def __init__(self, out: Path | str) -> None:
+        self._objects = open_objects(str(out))
         self.seen: dict[str, bytes] = {}
 
     def look(self) -> None:
-        for path in (self.out / "done").glob("*.json"):
-            if path.name not in self.seen:
-                self.seen[path.name] = path.read_bytes()
+        for key in self._objects.list("done/"):
+            if key.endswith(".json") and key not in self.seen:
+                self.seen[key] = self._objects.get(key)
 
     def check(self) -> None:
-        for name, record in self.seen.items():
-            assert (self.out / "done" / name).read_bytes() == record
+        for key, record in self.seen.items():
+            assert self._objects.get(key) == record
             body = json.loads(record)
             for file in (*body["shards"], body["index"], body["statistics"]):
-                data = (self.out / file["key"]).read_bytes()
+                data = self._objects.get(file["key"])
                 assert len(data) == file["bytes"], file["key"]
                 assert xxhash.xxh3_128_hexdigest(data) == file["digest"], file["key"]
 

@@ -12,9 +12,11 @@ from transformers import AutoTokenizer
 
 import tiny
 from spile.data.tokens import TextTokenizer
-from spile.errors import ConfigError, InputError
+from spile.errors import ConfigError, InputError, StoreError
 from spile.index import BOS, EOS, SPECIAL
 from spile.models.demo import demo_model
+from spile.objects import MemoryObjects
+from spile.objects.files import RemotePath
 
 TEXTS = [
     "The capital of France is",
@@ -189,6 +191,15 @@ def test_a_tokenizer_that_cannot_be_read_is_named(content: bytes | None, tmp_pat
         (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(InputError, match=r"tokenizer\.json: not a usable tokenizer"):
         TextTokenizer(tmp_path, "tokenizer")
+
+
+def test_a_bucket_that_refuses_is_not_taken_for_a_tokenizer_that_cannot_be_read() -> None:
+    class Refusing(MemoryObjects):
+        def get(self, key: str) -> bytes:
+            raise StoreError(f"reading {key}: no rights")
+
+    with pytest.raises(StoreError, match="^reading model/tokenizer.json: no rights$"):
+        TextTokenizer(RemotePath(Refusing(), "model"), "tokenizer")
 
 
 def test_broken_settings_are_named(directory: Path) -> None:

@@ -41,6 +41,8 @@ VERBS = (
     "check",
     "compile",
     "export",
+    "compact",
+    "push",
     "status",
     "verify",
     "gc",

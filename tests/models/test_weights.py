@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -15,12 +17,15 @@ import xxhash
 
 import families
 import tiny
+from remote import Counting
 from spile.models.arch import Arch
 from spile.models.checkpoint import Checkpoint, open_checkpoint
 from spile.models.family import Family
 from spile.models.params import Params, Schedule
-from spile.models.weights import load_params
-from spile.tensors import as_bytes, map_tensor, write_tensors
+from spile.models.tensor_file import read_tensor
+from spile.models.weights import Part, _Loading, load_params
+from spile.objects.files import AnyPath, RemotePath
+from spile.tensors import TensorInfo, as_bytes, write_tensors
 
 # tests/models/test_decoder.py says why the others are refused
 REFUSED = ("gpt2-layer-scaled", "qwen3moe-mqa-mixed", "stablelm")
@@ -222,7 +227,7 @@ def test_parts_of_a_fused_tensor_are_exact_to_the_bit(name: str, tmp_path: Path)
         assert fused
         for tensor in {source.name for source in fused.values()}:
             stored = checkpoint.prefix + tensor.format(layer=layer)
-            whole = map_tensor(*checkpoint.tensors[stored])
+            whole = read_tensor(*checkpoint.tensors[stored])
             parts = [block[n].ravel() for n, source in fused.items() if source.name == tensor]
             assert np.array_equal(np.sort(np.concatenate(parts)), np.sort(whole.ravel()))
 
@@ -253,7 +258,7 @@ def test_digests_are_of_the_stored_bytes_and_there_is_one_for_each_tensor(tmp_pa
         _, checkpoint = saved(VARIANTS[name], tmp_path / name)
         _, digests = load(checkpoint)
         assert digests == {
-            stored: xxhash.xxh3_128_hexdigest(as_bytes(map_tensor(path, info)))
+            stored: xxhash.xxh3_128_hexdigest(as_bytes(read_tensor(path, info)))
             for stored, (path, info) in checkpoint.tensors.items()
         }
 
@@ -306,7 +311,7 @@ def test_arrays_are_of_the_dtype_that_is_computed_in(dtype: str, tmp_path: Path)
     params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype(dtype))
     assert {str(a.dtype) for a in params.outer.values()} == {dtype}
     assert {str(a.dtype) for block in params.cycle for a in block.values()} == {dtype}
-    stored = map_tensor(*checkpoint.tensors["model.norm.weight"])
+    stored = read_tensor(*checkpoint.tensors["model.norm.weight"])
     assert np.array_equal(np.asarray(params.outer["final_norm"]), stored.astype(jnp.dtype(dtype)))
 
 
@@ -361,3 +366,66 @@ def test_an_adapter_of_a_fused_tensor_reaches_each_of_its_parts(tmp_path: Path) 
         np.testing.assert_allclose(after[name], before[name] + change, rtol=1e-5, atol=1e-5)
         assert np.abs(change).max() > 1
     assert np.array_equal(after["wo"], before["wo"])
+
+
+def in_memory(directory: Path) -> tuple[Counting, Checkpoint]:
+    """A model as one in a bucket, which remembers what was fetched."""
+    objects = Counting()
+    for path in directory.iterdir():
+        objects.create(path.name, path.read_bytes())
+    checkpoint = open_checkpoint(str(directory))
+    tensors: dict[str, tuple[AnyPath, TensorInfo]] = {
+        name: (RemotePath(objects, file.name), info)
+        for name, (file, info) in checkpoint.tensors.items()
+    }
+    return objects, replace(checkpoint, tensors=tensors)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox", "phi3-gqa", "gptoss-gqa", "mixtral"])
+def test_weights_in_a_bucket_load_as_those_of_a_disk(name: str, tmp_path: Path) -> None:
+    (name, *_) = [variant for variant in VARIANTS if variant.startswith(name)]
+    _, local = saved(VARIANTS[name], tmp_path)
+    _, remote = in_memory(tmp_path)
+    check_same(load(remote), load(local))
+
+
+def check_same(found: tuple[Params, dict[str, str]], wanted: tuple[Params, dict[str, str]]) -> None:
+    assert found[1] == wanted[1]
+    for one, other in zip(jax.tree.leaves(found[0]), jax.tree.leaves(wanted[0]), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def test_an_adapter_is_merged_into_the_whole_of_a_fused_tensor_in_a_bucket(tmp_path: Path) -> None:
+    _, base = saved(VARIANTS["phi3-gqa"], tmp_path / "model")
+    write_adapter(tmp_path / "lora", "model.layers.0.self_attn.qkv_proj", 96, 48)
+    merged = open_checkpoint(str(base.directory), str(tmp_path / "lora"))
+    _, remote = in_memory(tmp_path / "model")
+    check_same(load(replace(remote, adapter=merged.adapter)), load(merged))
+
+
+def test_weights_in_a_bucket_are_fetched_once_and_only_those_that_are_used(tmp_path: Path) -> None:
+    tiny.write_model(tmp_path)
+    objects, remote = in_memory(tmp_path)
+    _, digests = load(remote, 1, head=False)
+    used = [remote.tensors[name][1] for name in digests]
+    assert sorted(objects.ranges) == sorted((info.start, info.stop) for info in used)
+    assert "model.norm.weight" not in digests
+
+
+@pytest.mark.parametrize(
+    ("array", "index", "share"), [("wq", (slice(8, 16), slice(None)), 1 / 4),
+                                  ("wo", (slice(None), slice(0, 8)), 1)],
+)  # fmt: skip
+def test_of_a_tensor_in_a_bucket_a_process_fetches_the_rows_it_holds(
+    array: str, index: tuple[slice, ...], share: float, tmp_path: Path
+) -> None:
+    """Columns lie scattered: of those, all that lies between them comes, too."""
+    tiny.write_model(tmp_path)
+    objects, remote = in_memory(tmp_path)
+    loading = _Loading(remote, Schedule.of(remote.arch, 1, whole=True), FLOAT32, None)
+    spec = loading.blocks[array]
+    tensor = read_tensor(*open_checkpoint(str(tmp_path)).tensors[remote.names(spec, 0)[0]])
+    out = np.empty(tensor[index].shape, np.float32)
+    loading._fill([Part(out, index)], spec, 0)
+    assert np.array_equal(out, tensor[index])
+    assert share * tensor.nbytes * 0.9 <= objects.fetched <= share * tensor.nbytes

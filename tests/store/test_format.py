@@ -25,7 +25,7 @@ DONE = Done(
     skipped={"no tokens": 1},
     text_digest="77",
     shards=(
-        Shard("embed", PREFIX + "embed.00000.safetensors", 0, 3, 4108, "aa"),
+        Shard("embed", PREFIX + "embed.00000.safetensors", 0, 3, 4108, "aa", "ee"),
         Shard("embed", PREFIX + "embed.00001.safetensors", 3, 2, 4104, "bb"),
     ),
     index=Shard("index", PREFIX + "index.safetensors", 0, 5, 4206, "cc"),
@@ -34,15 +34,16 @@ DONE = Done(
 )
 LITERAL = b"""{
  "attempt": "a1b2",
- "checksum": "bd688bc2c06e9bb2c8166dca175b6274",
+ "checksum": "bc00f9af324a8d8a325c0965a51ea222",
  "contexts": 2,
  "documents": 2,
  "fingerprint": "f00d",
- "format": 3,
+ "format": 4,
  "index": {
   "bytes": 4206,
   "count": 5,
   "digest": "cc",
+  "etag": "",
   "first": 0,
   "key": "attempts/00000003/a1b2/index.safetensors",
   "tap": "index"
@@ -57,6 +58,7 @@ LITERAL = b"""{
    "bytes": 4108,
    "count": 3,
    "digest": "aa",
+   "etag": "ee",
    "first": 0,
    "key": "attempts/00000003/a1b2/embed.00000.safetensors",
    "tap": "embed"
@@ -65,6 +67,7 @@ LITERAL = b"""{
    "bytes": 4104,
    "count": 2,
    "digest": "bb",
+   "etag": "",
    "first": 3,
    "key": "attempts/00000003/a1b2/embed.00001.safetensors",
    "tap": "embed"
@@ -77,6 +80,7 @@ LITERAL = b"""{
   "bytes": 4148,
   "count": 5,
   "digest": "dd",
+  "etag": "",
   "first": 0,
   "key": "attempts/00000003/a1b2/statistics.safetensors",
   "tap": "statistics"
@@ -185,14 +189,14 @@ def test_the_same_json_in_another_spelling_is_refused() -> None:
 
 
 def test_another_format_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fmt, "FORMAT", 4)
+    monkeypatch.setattr(fmt, "FORMAT", 5)
     future = encode_record("done", DONE.to_json())
     monkeypatch.undo()
-    with pytest.raises(StoreError, match="format 4.*use the version that wrote it") as caught:
+    with pytest.raises(StoreError, match="format 5.*use the version that wrote it") as caught:
         decode_record("units.json", future, "done")
     assert not isinstance(caught.value, CorruptError)
     with pytest.raises(CorruptError):  # damage is not another format
-        decode_record("units.json", LITERAL.replace(b'"format": 3', b'"format": 4'), "done")
+        decode_record("units.json", LITERAL.replace(b'"format": 4', b'"format": 5'), "done")
 
 
 def test_a_record_of_another_kind_is_refused() -> None:

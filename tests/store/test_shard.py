@@ -28,7 +28,7 @@ def objects(tmp_path: Path) -> LocalObjects:
     return LocalObjects(tmp_path / "store")
 
 
-def store(objects: LocalObjects, key: str, tensors: dict[str, np.ndarray]) -> tuple[int, str]:
+def store(objects: LocalObjects, key: str, tensors: dict[str, np.ndarray]) -> tuple[int, str, str]:
     writer = ShardWriter(objects, key, [(n, a.dtype, a.shape) for n, a in tensors.items()])
     for array in tensors.values():
         writer.write(array)
@@ -81,7 +81,7 @@ def test_a_compressed_shard_is_the_same_file_in_fewer_bytes(objects: LocalObject
         "x": rng.standard_normal((4000, 8)).astype(np.float32),
         "x/scale": rng.uniform(1, 2, 4000).astype(np.float32),
     }
-    size, digest = store(objects, "s.zst", tensors)
+    size, digest, _ = store(objects, "s.zst", tensors)
     data = objects.get("s.zst")
     assert (size, digest) == (len(data), xxhash.xxh3_128_hexdigest(data))
     assert size < 0.95 * store(objects, "s", tensors)[0]
@@ -117,7 +117,7 @@ def test_pieces_make_the_same_file_as_the_whole(objects: LocalObjects) -> None:
 
 
 def test_size_and_digest_are_those_of_the_file(objects: LocalObjects) -> None:
-    size, digest = store(objects, "s", {"x": np.arange(12.0).reshape(3, 4)})
+    size, digest, _ = store(objects, "s", {"x": np.arange(12.0).reshape(3, 4)})
     data = objects.get("s")
     assert (size, digest) == (len(data), xxhash.xxh3_128_hexdigest(data))
 

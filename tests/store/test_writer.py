@@ -1,5 +1,6 @@
 """The unit writer: exact rows into shards of bounded size, or nothing at all."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import xxhash
 
 import stored
+from spile.errors import StoreError
+from spile.index import INDEX_DTYPE
 from spile.objects import LocalObjects, LocalStream
 from spile.store.format import Done, TapInfo, decode_record, encode_record
-from spile.store.shard import open_tensor, read_shard_header
+from spile.store.shard import ShardWriter, open_tensor, read_shard_header
 from spile.store.writer import UnitWriter
 
 DESCRIBED: dict[str, Any] = {
@@ -360,3 +363,23 @@ def test_parts_of_a_unit_are_recorded_as_if_one_had_written_it(
         np.testing.assert_allclose(mean, rows.astype(np.float64).mean(axis=0), rtol=1e-12)
         count = open_tensor(objects, done.statistics.key, header[f"{tap}/count"])
         assert int(count[0]) == done.rows == 10
+
+
+def test_a_shard_that_cannot_be_stored_ends_the_writing_of_the_next_rows(
+    objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: not when the unit is finished, which may be minutes later."""
+
+    def failing(self: ShardWriter) -> tuple[int, str, str]:
+        raise StoreError("the bucket is closed")
+
+    monkeypatch.setattr(ShardWriter, "close", failing)
+    index = np.zeros(1000, INDEX_DTYPE)
+    writer = UnitWriter(objects, 0, index, {"embed": TapInfo((4,), "float32")}, 64)
+    row = np.zeros((1, 4), np.float32)
+    with pytest.raises(StoreError, match="the bucket is closed"):
+        for _ in range(1000):
+            writer.write("embed", row)
+            time.sleep(0.005)
+    writer.discard()
+    assert list(objects.list()) == []

@@ -4,11 +4,9 @@ A document's ordinal counts every row or line of the corpus, usable or not, so t
 without parsing. Documents that cannot be used (empty, null, not UTF-8) are counted by reason.
 """
 
-import glob
 import gzip
 import json
 import logging
-import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ import xxhash
 
 from spile.data import parquet
 from spile.errors import DataError, InputError
-from spile.identity import sampled_digest
+from spile.objects.files import AnyPath, files_below, files_matching, path_of
 
 _log = logging.getLogger("spile")
 
@@ -41,18 +39,16 @@ DEMO = Path(__file__).parent / "demo" / "sotu.jsonl.gz"
 class CorpusFile:
     """One file; `kind` is parquet, jsonl or text, `compression` gz, zst or empty."""
 
-    path: Path
+    path: AnyPath
     kind: str
     compression: str = ""
-
-    def identity(self) -> str:
-        return sampled_digest(self.path)
 
     def open(self) -> BinaryIO:
         """The decompressed bytes, as a stream."""
         try:
             if self.compression == "gz":
-                return cast(BinaryIO, gzip.open(self.path, "rb"))
+                source = self.path if isinstance(self.path, Path) else self.path.open("rb")
+                return cast(BinaryIO, gzip.open(source, "rb"))
             if self.compression == "zst":
                 return parquet.open_zstd(self.path)
             return self.path.open("rb")
@@ -87,19 +83,13 @@ def find_files(corpus: str) -> list[CorpusFile]:
     """The files a corpus name stands for, sorted by path."""
     if corpus == "demo":
         return [CorpusFile(DEMO, "jsonl", "gz")]
-    path = Path(corpus)
+    path = path_of(corpus)
     if path.is_file():
         return [_classify(path)]
     if path.is_dir():
-        candidates = sorted(
-            p
-            for p in path.rglob("*")
-            if p.is_file() and not any(part[0] in "._" for part in p.relative_to(path).parts)
-        )
+        candidates = files_below(path)
     else:
-        candidates = sorted(
-            {Path(p) for p in glob.glob(corpus, recursive=True) if os.path.isfile(p)}
-        )
+        candidates = files_matching(corpus)
         if not candidates:
             raise InputError(f"--corpus {corpus}: no such file, directory, or match for a glob")
     known = [p for p in candidates if _suffixes(p)[0] in _KINDS]
@@ -115,13 +105,13 @@ def find_files(corpus: str) -> list[CorpusFile]:
     return [_classify(p) for p in known]
 
 
-def _suffixes(path: Path) -> tuple[str, str]:
+def _suffixes(path: AnyPath) -> tuple[str, str]:
     suffixes = [s.lower() for s in path.suffixes]
     compression = suffixes.pop()[1:] if suffixes and suffixes[-1] in (".gz", ".zst") else ""
     return (suffixes[-1] if suffixes else ""), compression
 
 
-def _classify(path: Path) -> CorpusFile:
+def _classify(path: AnyPath) -> CorpusFile:
     suffix, compression = _suffixes(path)
     kind = _KINDS.get(suffix)
     if kind is None or (kind == "parquet" and compression):
@@ -191,8 +181,7 @@ class CorpusReader:
         (those of the text column in Parquet, of the lines elsewhere)."""
         source = self.files[file]
         if source.kind == "parquet":
-            column = parquet.text_column(source.path, self._column)
-            rows = sum(count for count, _ in parquet.row_groups(source.path, column))
+            rows = sum(count for count, _ in parquet.row_groups(source.path, self._column))
             documents = self.read((Span(file, 0, min(rows, _SAMPLE_ROWS)),), 0)
             return documents, sum(len(text.encode()) for text in documents.texts)
         with source.open() as stream:
@@ -221,8 +210,7 @@ class CorpusReader:
     def _texts(self, span: Span) -> Iterator[tuple[str | None, str]]:
         source = self.files[span.file]
         if source.kind == "parquet":
-            column = parquet.text_column(source.path, self._column)
-            values = parquet.read_rows(source.path, column, span.first, span.count)
+            values = parquet.read_rows(source.path, self._column, span.first, span.count)
             return ((None, "null") if value is None else _decode(value) for value in values)
         return self._parse(source, self._bytes(source, span), span.count, span.first)
 

@@ -2,14 +2,14 @@
 
 import json
 import os
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from spile.errors import ConfigError, InputError
+from spile.errors import ConfigError, InputError, SpileError
 from spile.index import BOS, EOS, SPECIAL
+from spile.objects.files import AnyPath
 
 
 def use_threads(count: int) -> None:
@@ -21,10 +21,12 @@ def use_threads(count: int) -> None:
 class TextTokenizer:
     """A model's tokenizer under one policy of special tokens."""
 
-    def __init__(self, directory: Path, special_tokens: str) -> None:
+    def __init__(self, directory: AnyPath, special_tokens: str) -> None:
         path = directory / "tokenizer.json"
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
+        except SpileError:
+            raise
         except Exception as error:  # the Rust library raises bare Exception
             raise InputError(f"{path}: not a usable tokenizer ({error})") from error
         # A saved tokenizer may carry the length limits of whoever saved it.
@@ -82,7 +84,7 @@ class TextTokenizer:
         return listed if isinstance(listed, int) else None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: AnyPath) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

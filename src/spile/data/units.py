@@ -145,7 +145,7 @@ class _Builder:
 
 def _cut_parquet(builder: _Builder, number: int, file: CorpusFile, column: str | None) -> None:
     row = 0
-    for rows, size in parquet.row_groups(file.path, parquet.text_column(file.path, column)):
+    for rows, size in parquet.row_groups(file.path, column):
         end = row + rows
         per_row = max(1, size // max(1, rows))
         while row < end and not builder.full:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from spile.config import STORE_DTYPES, Runtime
+from spile.engine.budget import price_of, row_bytes, unit_overhead
 from spile.engine.flops import MEMORY_SHARE, Workload, sweet_spot
 from spile.engine.resolve import Job
 from spile.errors import ConfigError
@@ -14,7 +15,8 @@ from spile.index import INDEX_DTYPE
 from spile.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.models.fused import why_unfused
 from spile.models.specs import axis_sizes
-from spile.tensors import DTYPES_BY_NAME, HEADER_ALIGN
+from spile.objects import Objects
+from spile.tensors import DTYPES_BY_NAME
 
 _log = logging.getLogger("spile")
 
@@ -40,6 +42,8 @@ class Estimate:
     memory: int | None  # of each device
     host_bytes: int
     bytes_by_dtype: dict[str, int]  # what the whole would take in every stored form
+    monthly_dollars: float | None = None  # of keeping the whole, where it goes to a cloud
+    priced_as: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -125,8 +129,14 @@ def estimate(
     memory: int | None = None,
     cuts: Cuts = ONE_DEVICE,
     processes: int = 1,
+    out: Objects | None = None,
 ) -> Estimate:
-    """Add up a job. `memory`: of each device, where that is known."""
+    """Add up a job.
+
+    Args:
+        memory: of each device, where that is known.
+        out: where the dataset goes, for its price and what waits in memory to go there.
+    """
     recipe = job.recipe
     tokens = sum(unit.tokens for unit in job.units)
     kept, table = job.table.kept, job.table.taps
@@ -143,8 +153,13 @@ def estimate(
             f"{quantum // cuts.layout.groups * recipe.seq_len}"
         )
     taps = together * recipe.seq_len * per_row // processes
-    # Beside its rows a unit has statistics, and each of its files a header.
-    overhead = sum(HEADER_ALIGN + 16 * info.width for info in table.values()) + 2 * HEADER_ALIGN
+    overhead = unit_overhead(job)
+    left = int(remaining * row_bytes(job)) + overhead * sum(u.id not in done for u in job.units)
+    total = int(tokens * kept) * row_bytes(job) + len(job.units) * overhead
+    price = price_of(out.url) if out else None
+    waiting = 0
+    if out and out.most_streamed and not runtime.spool:
+        waiting = min(out.most_streamed, runtime.shard_bytes) * (len(table) + out.most_closing)
     in_flight = 2 * runtime.queue_depth + 1
     work = _workload(job, rows, platform, cuts)
     return Estimate(
@@ -156,8 +171,7 @@ def estimate(
         bytes_per_tap={tap: int(tokens * kept) * info.row_bytes for tap, info in table.items()},
         index_bytes=int(tokens * kept) * INDEX_DTYPE.itemsize,
         overhead_bytes=len(job.units) * overhead,
-        remaining_bytes=int(remaining * (per_row + INDEX_DTYPE.itemsize))
-        + sum(unit.id not in done for unit in job.units) * overhead,
+        remaining_bytes=min(left, runtime.max_bytes or left),
         free_bytes=free_bytes,
         batch_rows=together,
         mesh=str(cuts.layout),
@@ -165,12 +179,14 @@ def estimate(
         device_bytes=work.device_bytes,
         memory=memory,
         # Three units at once: one is packed, one computes, one is committed.
-        host_bytes=in_flight * taps + 3 * 64 * max(unit.tokens for unit in job.units),
+        host_bytes=in_flight * taps + 3 * 64 * max(u.tokens for u in job.units) + waiting,
         bytes_by_dtype={
             dtype: int(tokens * kept) * (_row_bytes(job, dtype) + INDEX_DTYPE.itemsize)
             + len(job.units) * overhead
             for dtype in STORE_DTYPES
         },
+        monthly_dollars=price and price.monthly(min(total, runtime.max_bytes or total)),
+        priced_as=price and f"{price.where} ({price.source})",
         warnings=tuple(_warnings(job)),
     )
 

@@ -8,10 +8,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,9 +20,11 @@ import jax
 import jax.numpy as jnp
 
 import spile
+from spile.background import mapped
 from spile.config import Recipe, Runtime, flag_of
 from spile.data.pack import Batch, PackedUnit
 from spile.data.tokens import use_threads
+from spile.engine.budget import Budget, price_of
 from spile.engine.calibrate import channel_scales
 from spile.engine.devices import memory_limit, memory_used, prepared_device
 from spile.engine.estimate import (
@@ -36,16 +39,16 @@ from spile.engine.resolve import Job, resolve, store_table
 from spile.engine.step import Step
 from spile.engine.worker import Worker
 from spile.engine.world import Alone, compare, join
-from spile.errors import InputError, Interrupted
+from spile.errors import ConfigError, InputError, Interrupted
 from spile.layout import ONE_DEVICE, Cuts
 from spile.metrics import Counters
 from spile.models.decoder import needs_whole_block
 from spile.models.params import Schedule
 from spile.models.specs import array_axes
 from spile.models.weights import load_params
-from spile.objects import open_objects
+from spile.objects import Spool, check_creates_once, open_objects
 from spile.sharding import Shards, make_mesh
-from spile.store.ledger import Ledger
+from spile.store.ledger import Ledger, derive_manifest
 from spile.store.presence import Presence
 
 _log = logging.getLogger("spile")
@@ -60,9 +63,15 @@ class Outcome:
     tokens: int
     documents: int
     bytes: int
-    units: int
+    units: int  # that are done
+    units_total: int
     skipped: dict[str, int]
     estimate: Estimate
+
+    @property
+    def complete(self) -> bool:
+        """All of it; less only where `--max-bytes` ended it."""
+        return self.units == self.units_total
 
 
 def extract(
@@ -74,16 +83,19 @@ def extract(
     on_start: Callable[[Job, Estimate], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Outcome:
-    """Make the dataset, or continue it; returns when every unit is done.
+    """Make the dataset, or continue it; returns when every unit is done, or `max_bytes` are.
 
     SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
     joined (`engine/place.py`) each of them calls this, and what one fails with all of them raise.
     """
     runtime = runtime or Runtime()
-    ledger = Ledger(open_objects(str(out)))
     place = find_place(runtime, os.environ)
-    presence = Presence(ledger.objects, runtime.stale_after)
-    with _stop_on_signal(stop or threading.Event()) as stop:
+    with (
+        _stop_on_signal(stop or threading.Event()) as stop,
+        closing(Spool(Path(runtime.spool))) if runtime.spool else nullcontext() as spool,
+    ):
+        ledger = Ledger(open_objects(str(out), spool))
+        presence = Presence(ledger.objects, runtime.stale_after)
         world = Alone()
         if place:
             presence.tell(world={"coordinator": place.coordinator, "process": place.process})
@@ -131,10 +143,13 @@ class _Run:
             memory=memory_limit(device),
             cuts=cuts,
             processes=world.processes,
+            out=ledger.objects,
         )
         if not runtime.ignore_space:
             refuse_if_too_large(cost, ledger.objects.url)
         self._heed()
+        if world.leads and price_of(ledger.objects.url) and ledger.read_table() is None:
+            check_creates_once(ledger.objects)
         job = store_table(job, ledger)
         world.share("table", True)
         if on_start:
@@ -144,7 +159,7 @@ class _Run:
             if world.leads:
                 ledger.complete(job.table)
             world.share("committed", True)
-        return _outcome(ledger, cost)
+        return _outcome(ledger, job, cost, self.runtime)
 
     def _work(self, job: Job, cost: Estimate, cuts: Cuts, device: Any) -> None:
         batches = partial(
@@ -173,6 +188,7 @@ class _Run:
             presence=self.presence,
             world=self.world,
             counters=self.counters,
+            budget=Budget(job, self.ledger, self.runtime.max_bytes),
             stop=self.stop,
         )
         worker.run()
@@ -230,9 +246,16 @@ def load_step(
     return make(store_dtype=store_dtype, scales=scales)
 
 
-def _outcome(ledger: Ledger, cost: Estimate) -> Outcome:
+def _outcome(ledger: Ledger, job: Job, cost: Estimate, runtime: Runtime) -> Outcome:
     manifest = ledger.read_manifest()
-    assert manifest is not None
+    if manifest is None:  # (the budget is spent)
+        found = mapped(ledger.read_done, sorted(ledger.done_units()), ledger.objects.parallel)
+        manifest = derive_manifest(job.table, (done for done in found if done is not None))
+    if not manifest["units"]:
+        raise ConfigError(
+            f"--max-bytes {runtime.max_bytes}: not one unit is as small as that; choose more, or "
+            "a smaller --unit-tokens and another --out"
+        )
     if manifest["tokens"] and not manifest["rows"]:
         raise InputError(
             f"--where {ledger.table().recipe.where!r} keeps none of the corpus's "
@@ -247,6 +270,7 @@ def _outcome(ledger: Ledger, cost: Estimate) -> Outcome:
         documents=manifest["documents"],
         bytes=manifest["bytes"],
         units=len(manifest["units"]),
+        units_total=len(job.units),
         skipped=manifest["skipped"],
         estimate=cost,
     )
@@ -254,7 +278,7 @@ def _outcome(ledger: Ledger, cost: Estimate) -> Outcome:
 
 def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any) -> dict[str, Any]:
     """What must be the same in every process of a world."""
-    own = ("process_id", "bind_address", "threads", "write_threads", "coordinator")
+    own = ("process_id", "bind_address", "threads", "write_threads", "coordinator", "spool")
     flags = {**asdict(recipe), **asdict(runtime), "out": ledger.objects.url}
     return {
         # (First: another version may have other flags.)

@@ -21,6 +21,7 @@ from spile.engine.loss import Loss, LossCounter
 from spile.engine.resolve import Job, resolve
 from spile.errors import InputError, StoreError
 from spile.objects import open_objects
+from spile.objects.files import local_copy
 from spile.store import format as fmt
 from spile.store.ledger import Ledger
 from spile.store.reader import Dataset, Document, open_dataset
@@ -262,14 +263,15 @@ def _reference(job: Job, dtype: str) -> Any:
     directory, adapter = job.checkpoint.directory, job.checkpoint.adapter
     _log.info("loading %s with transformers in %s", directory, dtype)
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), local_files_only=True
-    )
+    with local_copy(directory) as folder:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), local_files_only=True
+        )
     if adapter:
         _require("peft", install="peft")
         peft = importlib.import_module("peft")
-        model = peft.PeftModel.from_pretrained(model, str(adapter.files[0].parent))
-        model = model.merge_and_unload()
+        with local_copy(adapter.directory) as folder:
+            model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
     return reference.Reference(model.to("cuda" if torch.cuda.is_available() else "cpu"))
 
 

@@ -19,6 +19,7 @@ from spile.data.rows import RowFilter
 from spile.data.tokens import TextTokenizer
 from spile.data.units import Unit, make_units, tokens_per_byte
 from spile.errors import ConfigError, DriftError, InputError
+from spile.identity import sampled_digests
 from spile.models.checkpoint import Checkpoint, open_checkpoint
 from spile.models.taps import AFTER_BLOCKS, Tap, parse_taps
 from spile.store.format import TapInfo
@@ -153,7 +154,7 @@ def _settled(
         lora_source=_absolute(recipe.lora) if recipe.lora else None,
         corpus_source=_absolute(recipe.corpus),
         model=checkpoint.identity(),
-        corpus=tuple(file.identity() for file in files),
+        corpus=tuple(sampled_digests(file.path for file in files)),
         taps=tuple(tap.name for tap in taps),
         where=rows.where,
         every=rows.every,
@@ -173,7 +174,7 @@ def _settled(
 
 def _absolute(source: str) -> str:
     """Kept so that --out alone resumes from any directory."""
-    return source if source == "demo" else os.path.abspath(source)
+    return source if source == "demo" or "://" in source else os.path.abspath(source)
 
 
 def _make_table(

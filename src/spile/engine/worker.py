@@ -16,6 +16,7 @@ from spile.background import Producer
 from spile.config import Runtime
 from spile.data.pack import Batch, PackedUnit
 from spile.data.units import Unit
+from spile.engine.budget import Budget
 from spile.engine.clock import DeviceClock
 from spile.engine.resolve import Job
 from spile.engine.sink import Prepared, Sink
@@ -47,18 +48,19 @@ class Worker:
         presence: Presence,
         world: Alone,
         counters: Counters,
+        budget: Budget,
         stop: threading.Event,
     ) -> None:
         """`batches`: cuts a packed unit into steps."""
         self._job, self._ledger, self._step, self._runtime = job, ledger, step, runtime
         self._batches, self._made_by = batches, made_by
         self._presence, self._world = presence, world
-        self._counters, self._stop = counters, stop
+        self._counters, self._budget, self._stop = counters, budget, stop
         self._mine: set[int] = set()
         self._room = threading.Semaphore(_UNITS_HELD)
 
     def run(self) -> None:
-        """Work until every unit is done.
+        """Work until every unit is done, or the budget is spent.
 
         Raises:
             Interrupted: if told to stop first; units fully computed are committed, the one in
@@ -143,7 +145,7 @@ class Worker:
                 yield unit
                 continue
             self._room.release()
-            if not left:
+            if not left or self._budget.spent:
                 return
             if not waiting:
                 _log.info("waiting for %d units that other workers hold", left)
@@ -156,6 +158,8 @@ class Worker:
         left = [u for u in self._job.units if u.id not in done and u.id not in self._mine]
         held = self._presence.held_by_others() if left else set[int]()
         unit = next((u for u in left if u.id not in held), None)
+        if unit and not self._budget.allows(unit, done, held | self._mine):
+            unit = None
         if unit is not None:
             self._mine.add(unit.id)
             self._presence.hold(unit.id)

@@ -5,12 +5,14 @@ whether the set of tensors is exactly the expected one, and the model's identity
 """
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from functools import partial
+from pathlib import PurePosixPath
 
-from spile.errors import CorruptError, InputError
-from spile.identity import full_digest, sampled_digest
+from spile.errors import InputError
+from spile.identity import full_digest, sampled_digests
 from spile.models import mxfp4
 from spile.models.arch import Arch
 from spile.models.demo import demo_model
@@ -20,32 +22,34 @@ from spile.models.json_file import read_json
 from spile.models.lora import Adapter, read_adapter
 from spile.models.sources import Source
 from spile.models.specs import ParamSpec, block_specs, outer_specs
-from spile.tensors import TensorInfo, read_header
+from spile.models.tensor_file import read_header
+from spile.objects.files import AnyPath, path_of
+from spile.tensors import TensorInfo
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_THREADS = 16  # headers read side by side: a bucket answers late
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model found on disk, perhaps with an adapter to be merged into it."""
+    """A model as it was found, perhaps with an adapter to be merged into it."""
 
-    directory: Path
+    directory: AnyPath
     family: Family
     arch: Arch
-    tensors: dict[str, tuple[Path, TensorInfo]]
-    files: tuple[Path, ...]
+    tensors: dict[str, tuple[AnyPath, TensorInfo]]
+    files: tuple[AnyPath, ...]
     prefix: str  # of its tensors' names
     adapter: Adapter | None = None
 
     def identity(self) -> dict[str, str]:
         """Digests of what decides the activations; paths are not part of it."""
-        weights = [sampled_digest(path) for path in self.files]
         tokenizer = [self.directory / "tokenizer.json", self.directory / "tokenizer_config.json"]
         return {
             "config": full_digest(self.directory / "config.json"),
-            "tokenizer": full_digest(*(path for path in tokenizer if path.exists())),
-            "weights": "+".join(weights),
+            "tokenizer": full_digest(*(path for path in tokenizer if path.is_file())),
+            "weights": "+".join(sampled_digests(self.files)),
             **({"lora": self.adapter.identity()} if self.adapter else {}),
         }
 
@@ -81,28 +85,25 @@ class Checkpoint:
 
 def read_arch(model: str) -> Arch:
     """What a model is made of, from its config.json alone."""
-    directory = demo_model() if model == "demo" else Path(model)
-    return read_config(read_json(directory / "config.json"), f"{directory}/config.json")[1]
+    return _read_config(_directory(model))[1]
 
 
 def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
-    """Find a model by its directory (or `demo`), read its config and headers, and check them."""
-    directory = demo_model() if model == "demo" else Path(model)
+    """Find a model by its directory or URL (or `demo`), read its config and headers, check them."""
+    directory = _directory(model)
     if not directory.is_dir():
         raise InputError(
             f"--model {model}: no such directory; give 'demo' or a directory with config.json, "
             "tokenizer.json and *.safetensors"
         )
-    if not (directory / "tokenizer.json").exists():
+    if not (directory / "tokenizer.json").is_file():
         raise InputError(f"--model {model}: no tokenizer.json there; save the fast tokenizer too")
-    family, arch = read_config(read_json(directory / "config.json"), f"{directory}/config.json")
+    family, arch = _read_config(directory)
     files = _weight_files(directory)
-    tensors: dict[str, tuple[Path, TensorInfo]] = {}
-    for path in files:
-        try:
-            header = read_header(path)
-        except CorruptError as error:
-            raise InputError(str(error)) from error
+    tensors: dict[str, tuple[AnyPath, TensorInfo]] = {}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        headers = list(pool.map(partial(read_header, folder=directory), files))
+    for path, header in zip(files, headers, strict=True):
         for name, info in header.items():
             if name in tensors:
                 raise InputError(f"{path}: tensor {name} is also in {tensors[name][0].name}")
@@ -153,19 +154,23 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
         raise InputError(f"{checkpoint.directory}: tensors do not fit config.json: {shown}")
 
 
-def _weight_files(directory: Path) -> tuple[Path, ...]:
-    if (directory / _INDEX).exists():
-        listed = read_json(directory / _INDEX).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
-            raise InputError(f"{directory / _INDEX}: has no usable weight_map")
-        names = sorted(set(listed.values()))
-        if odd := [n for n in names if Path(n).name != n or n in ("", "..")]:
-            raise InputError(f"{directory / _INDEX}: {odd[0]!r} is not a plain file name")
-        files = tuple(directory / name for name in names)
-    else:
-        files = (directory / _SINGLE,)
-    for path in files:
-        if not path.exists():
-            hint = "; pickled .bin weights are never read" if any(directory.glob("*.bin")) else ""
-            raise InputError(f"{path}: no such file{hint}")
-    return files
+def _directory(model: str) -> AnyPath:
+    return demo_model() if model == "demo" else path_of(model)
+
+
+def _read_config(directory: AnyPath) -> tuple[Family, Arch]:
+    path = directory / "config.json"
+    return read_config(read_json(path), str(path))
+
+
+def _weight_files(directory: AnyPath) -> tuple[AnyPath, ...]:
+    index = directory / _INDEX
+    if not index.is_file():
+        return (directory / _SINGLE,)
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+        raise InputError(f"{index}: has no usable weight_map")
+    names = sorted(set(listed.values()))
+    if odd := [n for n in names if PurePosixPath(n).name != n or n in ("", "..")]:
+        raise InputError(f"{index}: {odd[0]!r} is not a plain file name")
+    return tuple(directory / name for name in names)

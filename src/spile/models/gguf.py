@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from spile.errors import InputError
+from spile.models.gguf_file import read_gguf
 from spile.models.gguf_tokenizer import prepare_tokenizer, write_json
 from spile.tensors import DTYPES_BY_NAME, as_bytes, build_header
 
@@ -118,6 +119,8 @@ def _llama3(stated: _Stated) -> dict[str, Any]:
     if divisors is None or (divisors == 1).all():
         return {}
     dim = stated.head_dim()
+    if divisors.shape != (-(-dim // 2),) or not ((divisors > 0) & (divisors < 1e9)).all():
+        raise InputError(f"{stated.where}: rope_freqs.weight does not fit heads of {dim}")
     plain = stated.look("rope.freq_base") ** -(np.arange(0, dim, 2) / dim)
     factor = float(str(divisors.max()))
     # 8192 is what Meta published, with these bounds (1 and 4 turns) in every case.
@@ -125,7 +128,7 @@ def _llama3(stated: _Stated) -> dict[str, Any]:
         blend = np.clip((original * plain / (2 * math.pi) - 1) / 3, 0.0, 1.0)
         expected = 1 / ((1 - blend) / factor + blend)
         # The converter computes in float32, and the blend is a difference.
-        if divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=2e-5, atol=0):
+        if np.allclose(divisors, expected, rtol=2e-5, atol=0):
             turns = {"high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
             length = {"original_max_position_embeddings": original}
             return {"rope_scaling": {"factor": factor, **turns, **length}}
@@ -232,12 +235,7 @@ def convert(
     gguf = require_gguf()
     if not gguf_path.is_file():
         raise InputError(f"{where}: there is no such file")
-    try:
-        reader = gguf.GGUFReader(gguf_path)
-        meta = {name: entry.contents() for name, entry in reader.fields.items()}
-    except (ValueError, IndexError, KeyError) as error:
-        raise InputError(f"{where}: not a GGUF file, or truncated ({error})") from error
-    stored = {tensor.name: tensor for tensor in reader.tensors}
+    meta, stored = read_gguf(gguf, gguf_path)
     try:
         _refuse_foreign(where, gguf, meta, stored)
         factors = {name: gguf.quants.dequantize(stored[name].data, stored.pop(name).tensor_type)
@@ -246,6 +244,8 @@ def convert(
         write_tokenizer = prepare_tokenizer(where, meta, tokenizer)
     except KeyError as error:
         raise InputError(f"{where}: the metadata lacks {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise InputError(f"{where}: the metadata are of another kind ({error})") from error
     plan = _plan(where, _ARCHS[meta["general.architecture"]], config, sizes, stored)
     dest.parent.mkdir(parents=True, exist_ok=True)
     # Beside the destination, so that the rename stays inside one file system.

@@ -48,6 +48,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 _KINDS = ("full_attention", "sliding_attention")
 # Beyond any model there is: a config is a stranger's, and layers are listed one by one.
 _MOST, _MOST_LAYERS = 1 << 31, 4096
+_MOST_EXPERTS = 1 << 18  # of all layers: each has tensors, and these are listed by name
 
 
 class _Config:
@@ -116,6 +117,10 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
     sizes = _sizes(config)
     arch = Arch(**sizes, **_attention(config, sizes["head_dim"]), **_rest(config))
     _refuse_unknown(config)
+    if arch.experts and arch.experts.count * arch.num_layers > _MOST_EXPERTS:
+        raise InputError(
+            f"{where}: {arch.experts.count} experts in {arch.num_layers} layers are too many"
+        )
     if arch.num_heads % arch.num_kv_heads:
         raise InputError(
             f"{where}: num_attention_heads {arch.num_heads} is not a multiple of "

@@ -10,15 +10,18 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from spile.errors import CorruptError, InputError
+from spile.errors import InputError
 from spile.identity import full_digest
 from spile.models.json_file import read_json
-from spile.tensors import TensorInfo, map_tensor, read_header
+from spile.models.tensor_file import read_header, read_tensor
+from spile.objects.files import AnyPath, path_of
+from spile.tensors import TensorInfo
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -71,6 +74,9 @@ _NAME = re.compile(
     r"base_model\.model\.(?P<module>.+?)\."
     r"(?P<part>lora_[AB]\.weight|lora_embedding_[AB]|base_layer\.weight|(base_layer\.)?bias)"
 )
+# What a pattern of the config may be: with more, matching it could take longer than anyone waits.
+_PATTERN = re.compile(r"(?:(?:[\w.^$|-]|\\[.dw]|\[[\w-]+\])[*+]?|\((?:\?:)?[\w.|-]+\))*")
+_MOST_CHOICES, _MOST_PATTERNS = 3, 4096
 _Number = TypeVar("_Number", int, float)
 
 
@@ -99,10 +105,10 @@ class _Change:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter found on disk, each of its tensors matched to one of the base checkpoint."""
+    """A LoRA adapter, each of its tensors matched to one of the base checkpoint."""
 
-    directory: Path
-    files: tuple[Path, ...]
+    directory: AnyPath
+    files: tuple[AnyPath, ...]
     changes: Mapping[str, _Change] = field(repr=False)
 
     @property
@@ -146,7 +152,7 @@ class Adapter:
         return np.add(weight, delta, dtype=np.float32).astype(weight.dtype)
 
     def _read(self, info: TensorInfo) -> np.ndarray:
-        return map_tensor(self.directory / _WEIGHTS, info)
+        return read_tensor(self.directory / _WEIGHTS, info)
 
     def _check_shape(self, name: str, weight: np.ndarray, change: _Change) -> None:
         if change.stored is not None and change.stored.shape != weight.shape:
@@ -185,30 +191,24 @@ class _Settings:
         )
 
 
-def read_adapter(directory: str | Path, tensors: Collection[str]) -> Adapter:
+def read_adapter(where: str | Path, tensors: Collection[str]) -> Adapter:
     """Read an adapter's config and header, and match its tensors to those of the base checkpoint.
 
     Args:
-        directory: holds adapter_config.json and adapter_model.safetensors.
+        where: a directory that holds adapter_config.json and adapter_model.safetensors, or its URL.
         tensors: names of the base checkpoint's tensors, as published.
 
     Raises:
         InputError: if the adapter cannot be merged exactly as PEFT would.
     """
-    directory = Path(directory)
+    directory = path_of(str(where))
     if not directory.is_dir():
         raise InputError(
             f"{directory}: no such directory; an adapter is one with {_CONFIG} and {_WEIGHTS}"
         )
     settings = _read_settings(read_json(directory / _CONFIG), f"{directory / _CONFIG}")
     weights = directory / _WEIGHTS
-    if not weights.exists():
-        hint = "; pickled .bin weights are never read" if any(directory.glob("*.bin")) else ""
-        raise InputError(f"{weights}: no such file{hint}")
-    try:
-        header = read_header(weights)
-    except CorruptError as error:
-        raise InputError(str(error)) from error
+    header = read_header(weights, directory)
     if not header:
         raise InputError(f"{weights}: holds no tensors")
     faults: list[str] = []
@@ -255,7 +255,9 @@ def _match(
                 faults.append(f"{bias.name} is stored although bias is 'none'")
             else:
                 change(f"{module}.bias", _Change(stored=bias))
-        if parts:
+        if parts and _find(f"{module}.weight", tensors) is None:
+            faults.append(f"{module}.weight is not a tensor of the base model")
+        elif parts:
             pair = _read_pair(module, parts, settings, faults)
             if pair is not None:
                 change(f"{module}.weight", _Change(stored=stored, pair=pair))
@@ -327,11 +329,20 @@ def _read_settings(config: Mapping[str, Any], where: str) -> _Settings:
         value = config.get(key) or {}
         if not isinstance(value, dict):
             raise InputError(f"{where}: {key} must be an object, got {value!r}")
+        if len(value) > _MOST_PATTERNS:
+            raise InputError(f"{where}: {key} has more than {_MOST_PATTERNS} patterns")
         for pattern in value:
+            choices = sum(map(pattern.count, "*+("))
+            if choices > _MOST_CHOICES or not _PATTERN.fullmatch(pattern):
+                raise InputError(
+                    f"{where}: {key} has {pattern[:200]!r}, no regex that is supported; use names"
+                )
             try:
-                re.compile(_suffix(pattern))
+                _suffix(pattern)
             except (re.error, OverflowError, RecursionError) as error:
-                raise InputError(f"{where}: {key} has {pattern!r}, no regex ({error})") from None
+                raise InputError(
+                    f"{where}: {key} has {pattern[:200]!r}, no regex ({error})"
+                ) from None
         return value
 
     def rank(value: Any, key: str) -> int:
@@ -355,13 +366,14 @@ def _read_settings(config: Mapping[str, Any], where: str) -> _Settings:
     )
 
 
-def _suffix(pattern: str) -> str:
+@lru_cache(2 * _MOST_PATTERNS)
+def _suffix(pattern: str) -> re.Pattern[str]:
     """PEFT's reading of a pattern: a regex for a whole module name or for its last parts."""
-    return rf"(.*\.)?({pattern})$"
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _by_pattern(values: Mapping[str, _Number], module: str, default: _Number) -> _Number:
     for pattern, value in values.items():
-        if re.match(_suffix(pattern), module):
+        if _suffix(pattern).match(module):
             return value
     return values.get(module, default)

@@ -7,20 +7,24 @@ the same path cannot slip into half of a dataset.
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
+from numpy.lib.array_utils import byte_bounds
 
 from spile.models import mxfp4
 from spile.models.checkpoint import Checkpoint
 from spile.models.params import Block, Params, Schedule
 from spile.models.specs import ParamSpec, block_specs, head_specs, outer_specs
+from spile.models.tensor_file import read_tensor
 from spile.sharding import Shards, moved
-from spile.tensors import as_bytes, map_tensor
+from spile.tensors import TensorInfo, as_bytes
 
 _THREADS = 8
 _COPIED = 2 << 20  # bytes of a tensor that each thread has in memory at a time
@@ -28,6 +32,14 @@ _HASHED = 2 << 20
 _ALIGNED = 64
 
 Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What some device is to hold of an array."""
+
+    out: np.ndarray
+    index: Index
 
 
 def load_params(
@@ -101,69 +113,80 @@ class _Loading:
         self._digests: dict[str, str] = {}
 
     def whole(self, spec: ParamSpec, layer: int | None = None) -> jax.Array:
-        def part(index: Index) -> np.ndarray:
-            out = _buffer(_shape(spec.shape, index), self._dtype)
-            self._fill(out, spec, layer, index)
-            return out
+        def fill(parts: list[Part]) -> None:
+            self._fill(parts, spec, layer)
 
-        return self._array(spec.shape, spec.name, part, stacked=False)
+        return self._array(spec.shape, spec.name, fill, stacked=False)
 
     def stacked(self, spec: ParamSpec, place: int) -> jax.Array:
         """The arrays of every block at this place of a period."""
         schedule = self._schedule
 
-        def part(index: Index) -> np.ndarray:
-            out = _buffer((schedule.cycles, *_shape(spec.shape, index[1:])), self._dtype)
-
-            def fill(cycle: int) -> None:
-                self._fill(out[cycle], spec, cycle * schedule.period + place, index[1:])
+        def fill(parts: list[Part]) -> None:
+            def fill_one(cycle: int) -> None:
+                those = [Part(part.out[cycle], part.index[1:]) for part in parts]
+                self._fill(those, spec, cycle * schedule.period + place)
 
             # Copying and hashing leave the interpreter alone; one core cannot keep up with a disk.
             with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(fill, range(schedule.cycles)))
-            return out
+                list(pool.map(fill_one, range(schedule.cycles)))
 
-        return self._array((schedule.cycles, *spec.shape), spec.name, part, stacked=True)
+        return self._array((schedule.cycles, *spec.shape), spec.name, fill, stacked=True)
 
     def _array(
-        self, shape: tuple[int, ...], name: str, part: Callable[[Index], np.ndarray], stacked: bool
+        self, shape: tuple[int, ...], name: str, fill: Callable[[list[Part]], None], stacked: bool
     ) -> jax.Array:
+        def parts(indices: Iterable[Index]) -> dict[str, Part]:
+            """Devices that hold the same are given the same."""
+            made = {str(i): i for i in indices}
+            buffers = {k: Part(_buffer(_shape(shape, i), self._dtype), i) for k, i in made.items()}
+            fill(list(buffers.values()))
+            return buffers
+
         if self._shards is None:
-            return jnp.asarray(part((slice(None),) * len(shape)))
+            (part,) = parts([(slice(None),) * len(shape)]).values()
+            return jnp.asarray(part.out)
         sharding = self._shards.kept(name, stacked=stacked)
-        found: dict[str, np.ndarray] = {}  # devices that hold the same are given the same
+        found = parts(
+            i for i in sharding.addressable_devices_indices_map(shape).values() if i is not None
+        )
+        return jax.make_array_from_callback(shape, sharding, lambda index: found[str(index)].out)
 
-        def of_device(index: Index | None) -> np.ndarray:
-            assert index is not None
-            key = str(index)
-            if key not in found:
-                found[key] = part(index)
-            return found[key]
-
-        return jax.make_array_from_callback(shape, sharding, of_device)
-
-    def _fill(self, out: np.ndarray, spec: ParamSpec, layer: int | None, index: Index) -> None:
+    def _fill(self, parts: list[Part], spec: ParamSpec, layer: int | None) -> None:
+        """Fill parts of one of our arrays; each tensor is read once for them all."""
         checkpoint = self._checkpoint
         source = checkpoint.source(spec.name)
-        names = checkpoint.names(spec, layer)
-        targets = [out]
-        if source.per_expert:
-            targets, names, index = list(out), names[index[0]], index[1:]
-        for target, name in zip(targets, names, strict=True):
-            tensor = self._read(name)
-            taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)[index]
-            _copy(taken, target, tensor)
+        for number, name in enumerate(checkpoint.names(spec, layer)):
+            wanted = _of_expert(parts, number, spec.shape[0]) if source.per_expert else parts
 
-    def _read(self, name: str) -> np.ndarray:
+            def take(tensor: np.ndarray, wanted: list[Part] = wanted) -> list[np.ndarray]:
+                taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)
+                return [taken[part.index] for part in wanted]
+
+            if wanted:
+                tensor = self._read(name, take)
+                for part, taken in zip(wanted, take(tensor), strict=True):
+                    _copy(taken, part.out, tensor)
+
+    def _read(self, name: str, take: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
+        """A tensor, of which nothing is looked at but what is taken."""
         checkpoint = self._checkpoint
+        stored, adapter = checkpoint.stored(name), checkpoint.adapter
+        # Decoding and merging look at all of a tensor.
+        as_stored = len(stored) == 1 and not (adapter and name in adapter.targets)
         parts: list[np.ndarray] = []
-        for stored in checkpoint.stored(name):
-            parts.append(map_tensor(*checkpoint.tensors[stored]))
-            # Alone we read all of it anyway; once, though it may hold several arrays.
-            if self._shards is None and stored not in self._digests:
-                self._digests[stored] = xxhash.xxh3_128_hexdigest(as_bytes(parts[-1]))
+        for each in stored:
+            file, info = checkpoint.tensors[each]
+            remote = not isinstance(file, Path)
+            used = _used(info, take) if remote and as_stored else slice(0, info.stop - info.start)
+            parts.append(read_tensor(file, info, used))
+            # What is fetched whole is hashed as it comes, and what is mapped when we are alone and
+            # read all of it anyway; once, though it may hold several arrays.
+            whole = used == slice(0, info.stop - info.start) if remote else self._shards is None
+            if whole and each not in self._digests:
+                self._digests[each] = xxhash.xxh3_128_hexdigest(as_bytes(parts[-1]))
         tensor = mxfp4.decode(*parts) if len(parts) > 1 else parts[0]
-        return checkpoint.adapter.merge(name, tensor) if checkpoint.adapter else tensor
+        return adapter.merge(name, tensor) if adapter else tensor
 
     def digests(self, process: int, processes: int, *, head: bool) -> dict[str, str]:
         """The hashes of a share of the tensors: between them, processes take those of all."""
@@ -191,6 +214,29 @@ class _Loading:
             for start in range(info.start, info.stop, _HASHED):
                 state.update(file.read(min(_HASHED, info.stop - start)))
         return state.hexdigest()
+
+
+def _of_expert(parts: list[Part], number: int, experts: int) -> list[Part]:
+    """What one expert's tensor is to fill, of parts that begin with an axis of experts."""
+    found: list[Part] = []
+    for part in parts:
+        held = range(experts)[part.index[0]]
+        if number in held:
+            found.append(Part(part.out[held.index(number)], part.index[1:]))
+    return found
+
+
+def _used(info: TensorInfo, take: Callable[[np.ndarray], list[np.ndarray]]) -> slice:
+    """The bytes of a tensor from the first that is taken to the last."""
+    tensor = np.empty(info.shape, info.dtype)  # never touched
+    begin, _ = byte_bounds(tensor)
+    low, high = tensor.nbytes, 0
+    for taken in take(tensor):
+        if not np.may_share_memory(taken, tensor):  # it is a copy, of who knows what
+            return slice(0, tensor.nbytes)
+        first, end = byte_bounds(taken)
+        low, high = min(low, first - begin), max(high, end - begin)
+    return slice(low, high)
 
 
 def _copy(taken: np.ndarray, target: np.ndarray, tensor: np.ndarray) -> None:

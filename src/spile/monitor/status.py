@@ -3,7 +3,9 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from spile.background import mapped
 from spile.objects import Objects
+from spile.store import format as fmt
 from spile.store.ledger import Ledger
 from spile.store.presence import process_ended, read_workers, rebooted
 
@@ -35,7 +37,7 @@ def read_status(objects: Objects) -> Status:
     """Add up what is done, and who is at work."""
     ledger = Ledger(objects)
     table = ledger.table()
-    records = [ledger.read_done(unit) for unit in sorted(ledger.done_units())]
+    records = mapped(ledger.read_done, sorted(ledger.done_units()), objects.parallel)
     done = [record for record in records if record is not None]
     skipped: dict[str, int] = {}
     for record in done:
@@ -67,4 +69,9 @@ def _describe(name: str, record: dict[str, Any]) -> dict[str, Any]:
     if state in ("running", "starting") and (process_ended(record) or rebooted(record)):
         state = "dead"
     kept = ("units", "units_done", "tokens", "error", "host", "pid", "counter", "world")
-    return {"name": name, "state": state, **{k: record[k] for k in kept if k in record}}
+    told = {k: record[k] for k in kept if k in record}
+    # It is shown in terminals, and these obey control characters.
+    return {
+        k: fmt.shown(v) if isinstance(v, str) else v
+        for k, v in {"name": name, "state": state, **told}.items()
+    }

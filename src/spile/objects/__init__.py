@@ -6,18 +6,25 @@ from pathlib import Path
 from spile.errors import ConfigError
 from spile.objects.local import LocalObjects, LocalStream
 from spile.objects.memory import MemoryObjects
-from spile.objects.protocol import Objects, Stream, exists
+from spile.objects.protocol import PROBES, Entry, Objects, Stream, check_creates_once, exists
+from spile.objects.spool import Spool
 
-__all__ = ["LocalObjects", "LocalStream", "MemoryObjects", "Objects", "Stream", "exists",
-           "open_objects"]  # fmt: skip
+__all__ = ["PROBES", "Entry", "LocalObjects", "LocalStream", "MemoryObjects", "Objects", "Spool",
+           "Stream", "check_creates_once", "exists", "open_objects"]  # fmt: skip
 
 _BUCKETS = ("gs", "s3")
 _memory: dict[str, MemoryObjects] = {}
 
 
-def open_objects(url: str) -> Objects:
-    """The store at a path or URL; nothing is created by opening it."""
+def open_objects(url: str, spool: Spool | None = None) -> Objects:
+    """The store at a path or URL; nothing is created by opening it.
+
+    Args:
+        spool: where what goes to a bucket waits for its upload, instead of in memory.
+    """
     scheme, separator, rest = url.partition("://")
+    if spool and scheme not in _BUCKETS:
+        raise ConfigError(f"--spool is for buckets; {url} needs none")
     if not separator:
         return LocalObjects(Path(url))
     if scheme == "file":
@@ -29,8 +36,8 @@ def open_objects(url: str) -> Objects:
             bucket = importlib.import_module("spile.objects.bucket")
         except ImportError:
             raise ConfigError(f"{url}: buckets need obstore: pip install 'spile[cloud]'") from None
-        return bucket.open_bucket(url)
+        return bucket.open_bucket(url, spool)
     raise ConfigError(
-        f"{url}: a store is a directory or a URL of gs://, s3://, file:// or memory://, not "
-        f"{scheme}://"
+        f"{url}: not a path or a URL of gs://, s3://, file:// or memory:// ({scheme}:// is none of "
+        "them)"
     )

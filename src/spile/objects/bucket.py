@@ -2,43 +2,52 @@
 
 Every object goes up by a single put, which is atomic: a process that is killed leaves nothing
 behind, neither half an object nor parts of one that nobody lists and everybody pays for. So a
-stream is held in memory until it is closed, and shards of buckets are small.
+stream is held until it is closed, in memory or in a spool, and shards of buckets are small.
 
 A create whose answer is lost may have happened. It is tried again, and what then "exists already"
 is read back: the same bytes are our own.
 """
 
 import contextlib
+import hashlib
 import logging
+import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import obstore
 from obstore import exceptions
 from obstore.store import GCSStore, S3Store
 
 from spile.errors import ConfigError, StoreError
-from spile.objects.protocol import check_key
+from spile.objects.protocol import Entry, check_held, check_key
+from spile.objects.spool import Spool, SpooledFile
 
 T = TypeVar("T")
 
 _log = logging.getLogger("spile")
-_TRIES = 8
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 15.0  # seconds
+# How long a request is tried again: a service may be gone for minutes, a wrong address stays wrong.
+_PATIENCE, _PATIENCE_AT_FIRST = 300.0, 10.0  # seconds
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 15.0
 _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _HOPELESS = (
     exceptions.NotSupportedError,
     exceptions.InvalidPathError,
     exceptions.UnknownConfigurationKeyError,
 )
+_PASSING = {408, 409, 423, 425, 429}  # of the statuses that put the blame on us
+_STREAMED = 64 << 20
+_ROOM = _STREAMED + (1 << 20)  # with a header
 _TIMEOUT = timedelta(seconds=60)  # of one request, and for a connection to say anything
 
 
-def open_bucket(url: str) -> "BucketObjects":
+def open_bucket(url: str, spool: Spool | None = None) -> "BucketObjects":
     """The store under a URL such as `gs://bucket/some/prefix`."""
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
@@ -52,8 +61,11 @@ def open_bucket(url: str) -> "BucketObjects":
     }
     try:
         if scheme == "gs":
-            return BucketObjects(url, GCSStore(bucket, **settings))
-        return BucketObjects(url, S3Store(bucket, conditional_put="etag", **settings))
+            return BucketObjects(url, GCSStore(bucket, **settings), spool)
+        # A body that TLS guards need not be hashed and signed as well.
+        unsigned = not os.environ.get("AWS_ENDPOINT_URL", "https:").startswith("http:")
+        store = S3Store(bucket, conditional_put="etag", unsigned_payload=unsigned, **settings)
+        return BucketObjects(url, store, spool)
     except Exception as error:
         raise ConfigError(f"{url}: {_line(error)}") from None
 
@@ -61,42 +73,43 @@ def open_bucket(url: str) -> "BucketObjects":
 class BucketObjects:
     """Objects under a prefix of a bucket."""
 
-    most_streamed: int | None = 64 << 20
+    most_streamed: int | None = _STREAMED
+    parallel = 16  # a single connection is far slower than the network
 
-    def __init__(self, url: str, store: Any) -> None:
-        self.url, self._store = url.rstrip("/"), store
+    def __init__(self, url: str, store: Any, spool: Spool | None = None) -> None:
+        self.url, self._store, self._spool = url.rstrip("/"), store, spool
+        self.most_closing = 1 << 20 if spool else self.parallel
+        self._answered = False  # whether there has been any success
+        self._etags_are_md5 = True  # until one is not: with some encryptions they are no digest
 
     def get(self, key: str) -> bytes:
-        return bytes(self._read(key, lambda: obstore.get(self._store, key).bytes()))
+        def whole() -> bytes:
+            found = obstore.get(self._store, key)
+            check_held(self.url, key, int(found.meta["size"]))
+            return bytes(found.bytes())
+
+        return self._read(key, whole)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         if stop <= start:
             self.size(key)
             return b""
-        size = self.size(key) if stop - start > 1 << 20 else None
-        end = stop if size is None else min(stop, size)
-        if end <= start:
-            return b""
-        return bytes(
-            self._read(key, lambda: obstore.get_range(self._store, key, start=start, end=end))
-        )
+
+        def ranged() -> bytes:
+            try:
+                return bytes(obstore.get_range(self._store, key, start=start, end=stop))
+            except exceptions.GenericError as error:
+                if "416" in str(error) and self.size(key) <= start:
+                    return b""
+                raise
+
+        return self._read(key, ranged)
 
     def size(self, key: str) -> int:
         return int(self._read(key, lambda: obstore.head(self._store, key))["size"])
 
     def create(self, key: str, data: bytes | bytearray) -> bool:
-        check_key(self.url, key)
-        unsure = False
-        for attempt in range(_TRIES):
-            try:
-                obstore.put(self._store, key, data, mode="create", use_multipart=False)
-                return True
-            except exceptions.AlreadyExistsError:
-                return unsure and self.get(key) == data
-            except Exception as error:
-                self._pause("creating", key, error, attempt)
-                unsure = True
-        raise AssertionError
+        return self._create(key, data) is not None
 
     def replace(self, key: str, data: bytes) -> None:
         check_key(self.url, key)
@@ -106,17 +119,30 @@ class BucketObjects:
 
     def stream(self, key: str) -> "BucketStream":
         check_key(self.url, key)
-        return BucketStream(self, key)
+        return BucketStream(self, key, self._spool.file() if self._spool else _Held())
 
     def list(self, prefix: str = "") -> Iterator[str]:
+        return (entry.key for entry in self.entries(prefix))
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """In order, and after a failure from where it stood: long listings have many requests."""
         if prefix:
             check_key(self.url, prefix.removesuffix("/"))
-
-        def listed() -> list[str]:
-            found = obstore.list(self._store, prefix=prefix.removesuffix("/") or None)
-            return [entry["path"] for page in found for entry in page]
-
-        yield from self._retry("listing", prefix, listed)
+        trying, last = self._trying("listing", prefix), ""
+        while True:
+            try:
+                for page in obstore.list(
+                    self._store, prefix=prefix.removesuffix("/") or None, offset=last or None
+                ):
+                    for found in page:
+                        if found["path"] > last:
+                            last = found["path"]
+                            yield Entry(last, found["size"], _plain(found["e_tag"]))
+                    trying = self._trying("listing", prefix)
+                self._answered = True
+                return
+            except Exception as error:
+                trying.failed(error)
 
     def delete(self, key: str) -> None:
         check_key(self.url, key)
@@ -133,6 +159,51 @@ class BucketObjects:
     def free_bytes(self) -> int | None:
         return None
 
+    # -- writing -----------------------------------------------------------------------------
+
+    def upload(self, key: str, data: Any) -> str:
+        """Put what a stream held under its own key; returns the object's etag.
+
+        On its way it is guarded by TLS, or by the hash it is signed with. What lies in a spool may
+        be changed before that, by a disk: there the MD5 of what was sent is compared, too.
+        """
+        etag = self._create(key, data)
+        if etag is None:
+            raise StoreError(f"{self.url}/{key}: exists already")
+        if self._spool:
+            self._confirm(key, data, etag)
+        return etag
+
+    def _confirm(self, key: str, data: Any, etag: str) -> None:
+        """That what arrived is what was sent."""
+        if self._etags_are_md5 and hashlib.md5(data, usedforsecurity=False).hexdigest() != etag:
+            if self.get(key) != memoryview(data):
+                raise StoreError(
+                    f"{self.url}/{key}: what arrived is not what was sent; run the same command "
+                    "again"
+                )
+            _log.info("%s: etags are no MD5 digests there; sizes alone are compared", self.url)
+            self._etags_are_md5 = False
+        if not self._etags_are_md5 and self.size(key) != len(data):
+            raise StoreError(f"{self.url}/{key}: is not as long as what was sent")
+
+    def _create(self, key: str, data: Any) -> str | None:
+        """The etag of the object, if it is ours."""
+        check_key(self.url, key)
+        trying, unsure = self._trying("creating", key), False
+        while True:
+            try:
+                put = obstore.put(self._store, key, data, mode="create", use_multipart=False)
+                self._answered = True
+                return _plain(put["e_tag"])
+            except exceptions.AlreadyExistsError:
+                if not unsure or self.get(key) != memoryview(data):
+                    return None
+                return _plain(self._read(key, lambda: obstore.head(self._store, key))["e_tag"])
+            except Exception as error:
+                trying.failed(error)
+                unsure = True
+
     # -- requests ----------------------------------------------------------------------------
 
     def _read(self, key: str, request: Callable[[], T]) -> T:
@@ -141,32 +212,52 @@ class BucketObjects:
 
     def _retry(self, action: str, key: str, request: Callable[[], T]) -> T:
         """A request that may be repeated: reading, or writing what is the same every time."""
-        for attempt in range(_TRIES):
+        trying = self._trying(action, key)
+        while True:
             try:
-                return request()
+                answer = request()
+                self._answered = True
+                return answer
             except FileNotFoundError:
                 if action != "writing":
                     raise FileNotFoundError(f"{self.url}: no {key}") from None
                 raise StoreError(f"{self.url}: there is no such bucket") from None
             except Exception as error:
-                self._pause(action, key, error, attempt)
-        raise AssertionError
+                trying.failed(error)
 
-    def _pause(self, action: str, key: str, error: Exception, attempt: int) -> None:
+    def _trying(self, action: str, key: str) -> "_Trying":
+        patience = _PATIENCE if self._answered else _PATIENCE_AT_FIRST
+        return _Trying(self.url, f"{action} {self.url}/{key}", patience)
+
+
+class _Trying:
+    """Tries of one request: pauses between them grow, are jittered, and end."""
+
+    def __init__(self, url: str, what: str, patience: float) -> None:
+        self._url, self._what, self._patience = url, what, patience
+        self._pause, self._began = _FIRST_PAUSE, time.monotonic()
+
+    def failed(self, error: Exception) -> None:
         """Wait before another try; what will not get better is raised at once."""
-        what = f"{action} {self.url}/{key}: {_line(error)}"
-        if isinstance(error, FileNotFoundError):
-            raise StoreError(f"{self.url}: there is no such bucket") from error
+        what = f"{self._what}: {_line(error)}"
+        if isinstance(error, StoreError):
+            raise error
+        found = re.search(r"status code: (4\d\d)", str(error))
+        status = int(found[1]) if found else None
+        if isinstance(error, FileNotFoundError) or status == 404:
+            raise StoreError(f"{self._url}: there is no such bucket") from error
         if isinstance(error, _REFUSED):
             raise StoreError(f"{what}; check the credentials and their rights") from error
-        if isinstance(error, _HOPELESS):
+        if isinstance(error, _HOPELESS) or (status and status not in _PASSING):
             raise StoreError(what) from error
-        if attempt == _TRIES - 1:
+        waited = time.monotonic() - self._began
+        if waited > self._patience:
             raise StoreError(
-                f"{what} (after {_TRIES} tries); what is committed stays valid: run the same "
+                f"{what} (tried for {waited:.0f} s); what is committed stays valid: run the same "
                 "command again"
             ) from error
-        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0)
+        pause = self._pause * random.uniform(0.5, 1.0)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         _log.debug("%s; again in %.1f s", what, pause)
         time.sleep(pause)
 
@@ -174,20 +265,48 @@ class BucketObjects:
 class BucketStream:
     """An object that is put when it is closed."""
 
-    def __init__(self, objects: BucketObjects, key: str) -> None:
-        self._objects, self._key = objects, key
-        self._data = bytearray()
+    def __init__(self, objects: BucketObjects, key: str, held: "_Held | SpooledFile") -> None:
+        self._objects, self._key, self._held = objects, key, held
 
     def write(self, data: bytes | memoryview) -> None:
-        self._data += data
+        self._held.write(data)
 
-    def close(self) -> None:
-        data, self._data = self._data, bytearray()
-        if not self._objects.create(self._key, data):
-            raise StoreError(f"{self._objects.url}/{self._key}: exists already")
+    def close(self) -> str:
+        with self._held.content() as data:
+            etag = self._objects.upload(self._key, data)
+        self._held.release()
+        return etag
 
     def abandon(self) -> None:
-        self._data = bytearray()
+        self._held.release()
+
+
+class _Held:
+    """An object's bytes in memory until they are put."""
+
+    def __init__(self) -> None:
+        # Room that is not written to takes no memory; growing by pieces would copy them.
+        self._buffer, self._filled = np.empty(_ROOM, np.uint8), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        end = self._filled + len(data)
+        if end > len(self._buffer):
+            larger = np.empty(2 * end, np.uint8)
+            larger[: self._filled] = self._buffer[: self._filled]
+            self._buffer = larger
+        self._buffer[self._filled : end] = np.frombuffer(data, np.uint8)
+        self._filled = end
+
+    @contextlib.contextmanager
+    def content(self) -> Iterator[memoryview]:
+        yield self._buffer[: self._filled].data
+
+    def release(self) -> None:
+        self._buffer, self._filled = np.empty(0, np.uint8), 0
+
+
+def _plain(etag: str | None) -> str:
+    return (etag or "").removeprefix("W/").strip('"')
 
 
 def _line(error: Exception) -> str:

@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from spile.errors import StoreError
-from spile.objects.protocol import check_key
+from spile.errors import CorruptError, StoreError
+from spile.objects.protocol import Entry, check_held, check_key
 
 _TEMPORARY = ".tmp-"
 _PAGE = 4096
@@ -38,15 +38,30 @@ class LocalObjects:
     """
 
     most_streamed: int | None = None
+    parallel, most_closing = 4, 8  # a sync may take as long as writing many rows
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
+        self._inside: set[Path] = set()  # folders that are known to lie in it
         self.url = str(root)
 
     def _path(self, key: str) -> Path:
-        return self.root.joinpath(*check_key(self.url, key))
+        path = self.root.joinpath(*check_key(self.url, key))
+        # A dataset may come from a stranger: where it leads is not ours to read or to delete.
+        if path.is_symlink() or not self._leads_inside(path.parent):
+            raise CorruptError(key, f"a symbolic link leads out of {self.url} there; remove it")
+        return path
+
+    def _leads_inside(self, folder: Path) -> bool:
+        if folder not in self._inside:
+            if not folder.resolve().is_relative_to(self.root.resolve()):
+                return False
+            if folder.is_dir():
+                self._inside.add(folder)
+        return True
 
     def get(self, key: str) -> bytes:
+        check_held(self.url, key, self.size(key))
         with _absence():
             return self._path(key).read_bytes()
 
@@ -115,6 +130,11 @@ class LocalObjects:
             base = Path(folder).relative_to(self.root)
             for name in names:
                 yield (base / name).as_posix()
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        for key in self.list(prefix):
+            with contextlib.suppress(FileNotFoundError):  # it went while we looked
+                yield Entry(key, self.size(key), "")
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -214,7 +234,7 @@ class LocalStream:
             self._set_direct(False)  # the flag was accepted, but not what follows from it
             _write_all(self._file, data[self._file.tell() - start :])
 
-    def close(self) -> None:
+    def close(self) -> str:
         try:
             if self._aligned is not None and self._filled:
                 self._set_direct(False)  # the last piece may have any length
@@ -226,6 +246,7 @@ class LocalStream:
             pass  # the folder is gone: `gc` saw the unit done by another attempt than this one
         except OSError as error:
             raise _explain("writing", self._path, error) from error
+        return ""
 
     def abandon(self) -> None:
         self._file.close()

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spile.errors import StoreError
-from spile.objects.protocol import check_key
+from spile.objects.protocol import Entry, check_key
 
 
 class MemoryObjects:
     """A dictionary of bytes."""
 
     most_streamed: int | None = None
+    parallel, most_closing = 1, 1
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url
@@ -52,6 +53,9 @@ class MemoryObjects:
             check_key(self.url, prefix.removesuffix("/"))
         yield from [key for key in list(self._values) if key.startswith(prefix)]
 
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        yield from [Entry(key, len(self._values[key]), "") for key in self.list(prefix)]
+
     def delete(self, key: str) -> None:
         check_key(self.url, key)
         self._values.pop(key, None)
@@ -75,9 +79,10 @@ class _MemoryStream:
     def write(self, data: bytes | memoryview) -> None:
         self._pieces.append(bytes(data))
 
-    def close(self) -> None:
+    def close(self) -> str:
         if not self._objects.create(self._key, b"".join(self._pieces)):
             raise StoreError(f"{self._objects.url}/{self._key}: exists already")
+        return ""
 
     def abandon(self) -> None:
         self._pieces.clear()

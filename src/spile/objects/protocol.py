@@ -6,11 +6,25 @@ Two kinds of object exist, and the difference is the whole safety of the store:
 Heartbeats, which nothing depends on, are the only objects ever replaced.
 """
 
+import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from spile.errors import StoreError
+
+PROBES = "probes/"
+MOST_HELD = 4 << 30  # bytes of an object that is read whole: no record of ours is as large
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a listing says of an object."""
+
+    key: str
+    size: int
+    etag: str  # changes with the object's content; empty where the store has none
 
 
 class Stream(Protocol):
@@ -18,8 +32,8 @@ class Stream(Protocol):
 
     def write(self, data: bytes | memoryview) -> None: ...
 
-    def close(self) -> None:
-        """Make the object durable; only then may a record name it."""
+    def close(self) -> str:
+        """Make the object durable; only then may a record name it. Returns its etag."""
         ...
 
     def abandon(self) -> None:
@@ -31,10 +45,15 @@ class Objects(Protocol):
     """A store of objects. Keys are relative, with forward slashes."""
 
     url: str
-    most_streamed: int | None  # bytes that one stream should hold, where it holds them in memory
+    most_streamed: int | None  # bytes that one stream should hold, where that is bounded
+    parallel: int  # requests that are worth making side by side
+    most_closing: int  # streams that may be closed or wait for it, each held until it is
 
     def get(self, key: str) -> bytes:
-        """The whole object. Raises FileNotFoundError if there is none."""
+        """The whole object. Raises FileNotFoundError if there is none.
+
+        One larger than `MOST_HELD` is refused before memory is taken for it.
+        """
         ...
 
     def get_range(self, key: str, start: int, stop: int) -> bytes: ...
@@ -55,6 +74,10 @@ class Objects(Protocol):
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """Keys under a prefix that ends in a slash (or all), in no particular order."""
+        ...
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        """What `list` lists, with sizes."""
         ...
 
     def delete(self, key: str) -> None:
@@ -81,6 +104,29 @@ def exists(objects: Objects, key: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def check_held(url: str, key: str, size: int) -> None:
+    """Refuse what is too large to be read whole."""
+    if size > MOST_HELD:
+        raise StoreError(f"{url}/{key}: has {size:,} bytes, which no record of ours has")
+
+
+def check_creates_once(objects: Objects) -> None:
+    """Refuse a store that overwrites where it should refuse: commits could be lost there.
+
+    Some servers that speak like S3 ignore preconditions without a word.
+    """
+    key = f"{PROBES}{secrets.token_hex(8)}"
+    try:
+        if not objects.create(key, b"first") or objects.create(key, b"second"):
+            raise StoreError(
+                f"{objects.url}: the server does not honour preconditions (a create that must "
+                "fail because the object exists did not), and without them two workers could both "
+                "commit a unit; use another one for --out"
+            )
+    finally:
+        objects.delete(key)
 
 
 def check_key(url: str, key: str) -> list[str]:

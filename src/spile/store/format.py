@@ -10,7 +10,9 @@
     check.json               the last comparison with HF transformers (`spile check`)
     workers/NAME.json        heartbeats; nothing depends on them
 
-A record is JSON in one canonical spelling, with its own checksum: any changed byte is noticed.
+A record is JSON in one canonical spelling, with its own checksum: any changed byte is noticed. A
+stranger can compute that too, so what a record says is checked as well: names stay inside the
+store, no number is beyond what could be stored, and nothing is nested deeply.
 """
 
 import json
@@ -26,7 +28,7 @@ import xxhash
 from spile.errors import CorruptError, StoreError
 from spile.tensors import DTYPES_BY_NAME
 
-FORMAT = 3
+FORMAT = 4
 
 UNITS = "units.json"
 MODEL = "model.json"
@@ -41,6 +43,9 @@ COMPRESSED = ".zst"
 SCALE_DTYPE = np.dtype(np.float32)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
+_MOST = 1 << 56  # rows, documents or bytes
+_MAX_AXES = 8
+_MAX_DEPTH = 32  # of our own records 5
 
 
 def done_key(unit: int) -> str:
@@ -71,8 +76,24 @@ def worker_key(name: str) -> str:
 
 def parse_worker_key(key: str) -> str | None:
     """The name of the worker whose heartbeat this is."""
-    match = re.fullmatch(r"workers/([^/]+)\.json", key)
+    match = re.fullmatch(rf"workers/({_NAME.pattern})\.json", key)
     return match[1] if match else None
+
+
+def is_count(value: object) -> bool:
+    """Whether a value from JSON can be a number of rows, bytes or the like."""
+    return type(value) is int and 0 <= value < _MOST
+
+
+def is_name(value: object) -> bool:
+    """Whether a value from JSON is a text that can be shown: it holds no line or terminal codes."""
+    return type(value) is str and value.isprintable()
+
+
+def shown(value: object) -> str:
+    """A stranger's words, or an error's about them, in a part of a line."""
+    text = str(value)
+    return (text if text.isprintable() else ascii(text)[1:-1])[:200]
 
 
 def parse_done_key(key: str) -> int | None:
@@ -121,7 +142,8 @@ class TapInfo:
         if not lists or type(dtype) is not str or dtype not in DTYPES_BY_NAME:
             raise ValueError(f"not a tap: {value!r}")
         sizes, names = cast(list[Any], shape), cast(list[Any], aliases)
-        if any(type(n) is not int or n < 1 for n in sizes) or {*map(type, names)} - {str}:
+        possible = len(sizes) <= _MAX_AXES and all(n and is_count(n) for n in sizes)
+        if not possible or math.prod(sizes) >= _MOST or not all(map(is_name, names)):
             raise ValueError(f"not a tap: {value!r}")
         return cls(tuple(sizes), dtype, tuple(names))
 
@@ -136,6 +158,7 @@ class Shard:
     count: int
     bytes: int
     digest: str
+    etag: str = ""  # that a bucket gave it: a listing tells whether it is still the same object
 
 
 @dataclass(frozen=True)
@@ -188,7 +211,7 @@ class Done:
             if any(stop != done.rows for stop in reached.values()) or done.index.count != done.rows:
                 raise CorruptError(key, "its shards do not add up to its rows")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptError(key, f"is not a done record ({error})") from error
+            raise CorruptError(key, f"is not a done record ({shown(error)})") from error
         return done
 
 
@@ -196,12 +219,13 @@ def _audit_types(done: Done) -> None:
     counts: list[Any] = [done.unit, done.rows, done.tokens, done.documents, done.contexts]
     counts += done.skipped.values()
     texts: list[Any] = [done.attempt, done.fingerprint, done.text_digest, *done.made_by.keys()]
+    texts += done.skipped.keys()
     for file in done.files():
         counts += [file.first, file.count, file.bytes]
-        texts += [file.tap, file.key, file.digest]
-    if any(type(count) is not int or count < 0 for count in counts):
+        texts += [file.tap, file.digest, file.etag]
+    if not all(map(is_count, counts)):
         raise ValueError("a count is not a number")
-    if any(type(text) is not str for text in texts) or not _NAME.fullmatch(done.attempt):
+    if not all(map(is_name, texts)) or not _NAME.fullmatch(done.attempt):
         raise ValueError("a name is not a text")
 
 
@@ -222,6 +246,9 @@ def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:
         StoreError: if it was written in a format this version does not know.
         CorruptError: if any byte differs from what was written.
     """
+    # In the canonical spelling, and no other is accepted, each level is indented by a space.
+    if b"\n" + b" " * (_MAX_DEPTH + 1) in data:
+        raise CorruptError(key, "is nested too deeply for a record")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -230,15 +257,16 @@ def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:
         raise CorruptError(key, "is not a record")
     record = cast(dict[str, Any], value)
     version = record.get("format")
-    if version != FORMAT and record.get("checksum") == _checksum(record):
+    if type(version) is int and version != FORMAT and record.get("checksum") == _checksum(record):
         raise StoreError(
-            f"{key}: written in format {version!r}, but this version of spile reads format "
+            f"{key}: written in format {shown(version)}, but this version of spile reads format "
             f"{FORMAT}; use the version that wrote it, or another --out"
         )
     if record.get("checksum") != _checksum(record) or _canonical(record) != data:
         raise CorruptError(key, "checksum does not match (damaged or edited)")
     if record.get("kind") != kind:
-        raise CorruptError(key, f"holds a {record.get('kind')!r} record, expected {kind!r}")
+        found = shown(repr(record.get("kind")))
+        raise CorruptError(key, f"holds a {found} record, expected {kind!r}")
     return {k: v for k, v in record.items() if k not in ("format", "kind", "checksum")}
 
 

@@ -1,12 +1,20 @@
 """Garbage collection: what no finished unit needs, and nobody can still commit."""
 
+from collections.abc import Callable
+
+from spile.background import mapped
 from spile.errors import CorruptError
-from spile.objects import Objects, exists
+from spile.objects import PROBES, Objects, exists
 from spile.store import format as fmt
 from spile.store.ledger import Ledger
 
 
-def collect_garbage(objects: Objects, *, abandoned: bool = False) -> list[str]:
+def collect_garbage(
+    objects: Objects,
+    *,
+    abandoned: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[str]:
     """Delete what can never be committed; returns the keys.
 
     Safe beside live writers: only losing attempts of units that are done, and leftovers of
@@ -22,27 +30,36 @@ def collect_garbage(objects: Objects, *, abandoned: bool = False) -> list[str]:
         for unit in manifest["units"]
         for file in (*unit["shards"], unit["index"], unit["statistics"])
     }
-    removed: list[str] = []
-    kept: dict[int, set[str] | None] = {}  # unit -> the winner's files; None while unfinished
-    for key in sorted(objects.list()):
+    keys = sorted(objects.list())
+    attempts = {key: found[0] for key in keys if (found := fmt.parse_attempt_key(key))}
+    units = sorted({*attempts.values()})
+    records = mapped(ledger.read_done, units, objects.parallel)
+    winners = {
+        done.unit: {file.key for file in done.files()} for done in records if done is not None
+    }
+
+    def doomed(key: str) -> bool:
         target = objects.leftover_of(key)
-        attempt = fmt.parse_attempt_key(key)
         if target is not None:
             # A heartbeat's leftover is never missed: the next beat writes anew.
-            beat = key.startswith(fmt.WORKERS)
-            doomed = abandoned or beat or exists(objects, target)
-        elif attempt is not None:
-            unit = attempt[0]
-            if kept.get(unit) is None:
-                done = ledger.read_done(unit)
-                kept[unit] = {file.key for file in done.files()} if done else None
-            files = kept[unit]
-            doomed = key not in listed and (abandoned if files is None else key not in files)
-        else:
-            doomed = fmt.parse_worker_key(key) is not None and not _readable(objects, key)
-        if doomed:
-            objects.delete(key)
-            removed.append(key)
+            return abandoned or key.startswith(fmt.WORKERS) or exists(objects, target)
+        if key in attempts:
+            files = winners.get(attempts[key])  # None while unfinished
+            return key not in listed and (abandoned if files is None else key not in files)
+        if fmt.parse_worker_key(key) is not None:
+            return not _readable(objects, key)
+        return abandoned and key.startswith(PROBES)
+
+    def remove(key: str) -> str:
+        objects.delete(key)
+        return key
+
+    removed: list[str] = []
+    chosen = [key for key in keys if doomed(key)]
+    for key in mapped(remove, chosen, objects.parallel):
+        removed.append(key)
+        if progress:
+            progress(len(removed), len(chosen))
     return removed
 
 

@@ -7,10 +7,12 @@ one exists already reads it back, because the answer to one's own lost request i
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
+from spile.background import mapped
 from spile.config import ResolvedRecipe
 from spile.errors import CorruptError, DriftError, StoreError
 from spile.objects import Objects, exists
@@ -52,7 +54,7 @@ class Ledger:
         if body is None:
             return None
         try:
-            return Table(
+            table = Table(
                 recipe=ResolvedRecipe.from_json(body["recipe"]),
                 fingerprint=body["fingerprint"],
                 taps={n: TapInfo.from_json(info) for n, info in body["taps"].items()},
@@ -60,8 +62,10 @@ class Ledger:
                 units=tuple(body["units"]),
                 kept=float(body["kept"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptError(fmt.UNITS, f"is not a unit table ({error})") from error
+            _audit_table(table)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CorruptError(fmt.UNITS, f"is not a unit table ({fmt.shown(error)})") from error
+        return table
 
     def table(self) -> Table:
         """The unit table of a dataset that must exist."""
@@ -80,7 +84,10 @@ class Ledger:
         body = {"tensors": dict(sorted(digests.items()))}
         if self.objects.create(fmt.MODEL, fmt.encode_record("model", body)):
             return
-        stored = (self._read(fmt.MODEL, "model") or {}).get("tensors", {})
+        record: Any = (self._read(fmt.MODEL, "model") or {}).get("tensors", {})
+        if not isinstance(record, dict):
+            raise CorruptError(fmt.MODEL, "holds no hashes")
+        stored = cast(dict[str, Any], record)
         changed = {
             f"weights of {name}": (stored.get(name), digests.get(name))
             for name in sorted({*stored, *digests})
@@ -124,7 +131,9 @@ class Ledger:
             StoreError: if a file it would name has vanished; nothing is created then.
         """
         key = fmt.done_key(done.unit)
-        gone = [file.key for file in done.files() if not exists(self.objects, file.key)]
+        prefix = fmt.attempt_prefix(done.unit, done.attempt)
+        sizes = {entry.key: entry.size for entry in self.objects.entries(prefix)}
+        gone = [file.key for file in done.files() if sizes.get(file.key) != file.bytes]
         if gone:
             # `gc` takes the files of an attempt that lost; anything else had no right to.
             if self.read_done(done.unit) is not None:
@@ -144,13 +153,18 @@ class Ledger:
         if not self.done_units().issuperset(_unit_ids(table)):
             return False
         if not exists(self.objects, fmt.MANIFEST):
-            records = (self._must_be_done(table, unit) for unit in _unit_ids(table))
+            must_be_done = partial(self._must_be_done, table)
+            records = mapped(must_be_done, _unit_ids(table), self.objects.parallel)
             manifest = derive_manifest(table, records)
             self.objects.create(fmt.MANIFEST, fmt.encode_record("manifest", manifest))
         return True
 
     def read_manifest(self) -> dict[str, Any] | None:
-        return self._read(fmt.MANIFEST, "manifest")
+        """The manifest; its units are those of `Done`, and to be audited as such."""
+        manifest = self._read(fmt.MANIFEST, "manifest")
+        if manifest is not None:
+            _audit_manifest(manifest)
+        return manifest
 
     def _must_be_done(self, table: Table, unit: int) -> Done:
         done = self.read_done(unit)
@@ -168,6 +182,30 @@ class Ledger:
         except OSError as error:
             raise StoreError(f"{self.objects.url}/{key}: {error.strerror or error}") from error
         return fmt.decode_record(key, data, kind)
+
+
+def _audit_table(table: Table) -> None:
+    for unit in table.units:
+        if not all(fmt.is_count(unit[name]) for name in ("id", "first_doc", "num_docs", "tokens")):
+            raise ValueError("a unit has a count that is not a number")
+    if not all(isinstance(part, dict) for part in (*table.units, *table.files)):
+        raise ValueError("a unit or a file is not an object")
+    if not all(map(fmt.is_name, (table.fingerprint, *table.taps))):
+        raise ValueError("a name is not a text")
+
+
+def _audit_manifest(manifest: Mapping[str, Any]) -> None:
+    try:
+        counts = [manifest[name] for name in ("rows", "tokens", "documents", "bytes")]
+        counts += manifest["skipped"].values()
+        units: list[Any] = list(manifest["units"])
+        files = [f for unit in units for f in (*unit["shards"], unit["index"], unit["statistics"])]
+        keys = [file["key"] for file in files]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(fmt.MANIFEST, f"is not a manifest ({fmt.shown(error)})") from error
+    named = all(map(fmt.is_name, (*keys, *manifest["skipped"])))
+    if not named or not all(map(fmt.is_count, counts)) or not all(type(u) is dict for u in units):
+        raise CorruptError(fmt.MANIFEST, "is not a manifest (a count or a name is none)")
 
 
 def _unit_ids(table: Table) -> list[int]:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from spile.errors import CorruptError, StoreError
 from spile.objects import Objects
@@ -76,7 +76,7 @@ class Presence:
     def _alive(self, name: str, record: Mapping[str, Any]) -> bool:
         if process_ended(record):
             return False
-        counter, now = int(record["counter"]), time.monotonic()
+        counter, now = record["counter"], time.monotonic()
         known = self._seen.get(name)
         if known is None or known[0] != counter:
             self._seen[name] = (counter, now)
@@ -107,10 +107,22 @@ def read_workers(objects: Objects) -> dict[str, dict[str, Any]]:
         if name is None:
             continue
         try:
-            workers[name] = fmt.decode_record(key, objects.get(key), "worker")
+            record = fmt.decode_record(key, objects.get(key), "worker")
         except (FileNotFoundError, CorruptError):
             continue
+        if _sound(record):
+            workers[name] = record
     return workers
+
+
+def _sound(record: Mapping[str, Any]) -> bool:
+    """Whether a record says what ours say; one that does not is nobody's sign of life."""
+    units: Any = record.get("units")
+    world: Any = record.get("world") or {"process": 0}
+    if not isinstance(units, list) or not isinstance(world, dict):
+        return False
+    counts = [record.get("counter"), record.get("pid"), *cast(list[Any], units)]
+    return all(map(fmt.is_count, [*counts, cast(dict[str, Any], world).get("process")]))
 
 
 def process_ended(record: Mapping[str, Any]) -> bool:
@@ -118,7 +130,7 @@ def process_ended(record: Mapping[str, Any]) -> bool:
     mine = _process()
     if record.get("host") != mine["host"] or record.get("boot") != mine["boot"]:
         return False
-    return _start_time(int(record.get("pid", 0))) != record.get("started")
+    return _start_time(record["pid"]) != record.get("started")
 
 
 def rebooted(record: Mapping[str, Any]) -> bool:

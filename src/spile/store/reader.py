@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from spile.background import mapped
 from spile.config import ResolvedRecipe
 from spile.errors import ConfigError, CorruptError, StoreError
 from spile.index import INDEX_DTYPE
@@ -19,10 +20,11 @@ from spile.store import format as fmt
 from spile.store.format import Done, Shard
 from spile.store.ledger import Ledger, Table
 from spile.store.quant import DECODED, decode, encode
-from spile.store.shard import open_tensor, read_shard_header
+from spile.store.shard import open_tensor, read_shard_header, read_tensors
 from spile.store.shuffle import Batches
 from spile.store.stats import TapStats, merged
 
+_COLUMNS = 4  # of indexes, kept whole
 _OPEN_SHARDS = 512  # memory maps kept; each holds a file descriptor's worth of address space
 
 
@@ -69,6 +71,7 @@ class Dataset:
             for shard in unit.shards:
                 self._shards.setdefault((position, shard.tap), []).append(shard)
         self._tensor = lru_cache(_OPEN_SHARDS)(self._open)
+        self._column = lru_cache(_COLUMNS)(self._read_column)
         self._aliases = {alias: tap for tap, info in table.taps.items() for alias in info.aliases}
 
     @property
@@ -135,9 +138,11 @@ class Dataset:
         tap = self.name(tap)
         start, stop, _ = slice(start, stop).indices(self.num_tokens)
         pieces = list(self._pieces(tap, start, stop))
+        for shard, _, _ in pieces:
+            self._rows(shard)  # so that no more is allocated than there is
         if len(pieces) == 1 and not self._table.taps[tap].scaled_by:
             shard, a, b = pieces[0]
-            return self._tensor(shard.key, tap)[a:b]
+            return self._rows(shard)[a:b]
         out = np.empty((max(0, stop - start), *self.shape(tap)), self.dtype(tap))
         self._fill(tap, pieces, out)
         return out
@@ -155,11 +160,11 @@ class Dataset:
         scaled_by = self._table.taps[tap].scaled_by
         filled = 0
         for shard, a, b in pieces:
-            stored, target = self._tensor(shard.key, tap)[a:b], out[filled : filled + b - a]
+            stored, target = self._rows(shard)[a:b], out[filled : filled + b - a]
             if scaled_by is None:
                 target[...] = stored
             elif scaled_by == "row":
-                decode(stored, self._tensor(shard.key, fmt.scale_name(tap))[a:b], target)
+                decode(stored, self._scale(shard)[a:b], target)
             else:
                 decode(stored, self._scales[tap], target)
             filled += b - a
@@ -167,10 +172,14 @@ class Dataset:
     def index(self, start: int, stop: int) -> np.ndarray:
         """Index entries of rows start..stop: token_id, doc, offset, pos, flags."""
         start, stop, _ = slice(start, stop).indices(self.num_tokens)
-        out = np.empty(max(0, stop - start), INDEX_DTYPE)
-        for position, low, high, at in self._unit_ranges(start, stop):
+        ranges = list(self._unit_ranges(start, stop))
+        for position, *_ in ranges:
             for name in INDEX_DTYPE.names or ():
-                column = self._tensor(self._units[position].index.key, name)
+                self._entries(self._units[position], name)
+        out = np.empty(max(0, stop - start), INDEX_DTYPE)
+        for position, low, high, at in ranges:
+            for name in INDEX_DTYPE.names or ():
+                column = self._entries(self._units[position], name)
                 out[name][at : at + high - low] = column[low:high]
         return out
 
@@ -181,16 +190,16 @@ class Dataset:
     def has_document(self, doc: int) -> bool:
         """Whether any row of a document is stored."""
         return any(
-            (self._tensor(unit.index.key, "doc") == doc).any() for _, unit in self._units_with(doc)
+            (self._column(unit.index.key, "doc") == doc).any() for _, unit in self._units_with(doc)
         )
 
     def document(self, doc: int) -> Document:
         """One document by its ordinal in the corpus."""
         for position, unit in self._units_with(doc):
-            docs = self._tensor(unit.index.key, "doc")
+            docs = self._column(unit.index.key, "doc")
             rows = np.flatnonzero(docs == doc)
             if len(rows):
-                order = np.argsort(self._tensor(unit.index.key, "offset")[rows], kind="stable")
+                order = np.argsort(self._column(unit.index.key, "offset")[rows], kind="stable")
                 rows = rows[order] + self._starts[position]
                 first = int(rows.min())
                 entries = self.index(first, int(rows.max()) + 1)[rows - first]
@@ -206,11 +215,8 @@ class Dataset:
 
         def parts() -> Iterator[TapStats]:
             for unit in self._units:
-                key = unit.statistics.key
-                wanted = [
-                    n for n in read_shard_header(self._objects, key) if n.startswith(tap + "/")
-                ]
-                yield TapStats.from_tensors(tap, {n: self._tensor(key, n) for n in wanted})
+                tensors = read_tensors(self._objects, unit.statistics.key)
+                yield TapStats.from_tensors(tap, tensors)
 
         return merged(parts(), self.width(tap))
 
@@ -238,6 +244,26 @@ class Dataset:
             raise CorruptError(key, f"holds no tensor {name!r}")
         return open_tensor(self._objects, key, header[name])
 
+    def _read_column(self, key: str, name: str) -> np.ndarray:
+        return self._tensor(key, name)[:]
+
+    def _rows(self, shard: Shard) -> Any:
+        info = self._table.taps[shard.tap]
+        return self._checked(shard, shard.tap, info.storage, info.shape)
+
+    def _scale(self, shard: Shard) -> Any:
+        return self._checked(shard, fmt.scale_name(shard.tap), fmt.SCALE_DTYPE, ())
+
+    def _entries(self, unit: Done, name: str) -> Any:
+        return self._checked(unit.index, name, INDEX_DTYPE[name], ())
+
+    def _checked(self, file: Shard, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        """A tensor that is what the record and the table say of it."""
+        tensor = self._tensor(file.key, name)
+        if tensor.dtype != dtype or tensor.shape != (file.count, *shape):
+            raise CorruptError(file.key, f"does not hold {file.count} rows of {name}")
+        return tensor
+
     def _unit_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """(unit position, first and last row within it, offset from `start`) covering a range."""
         position = bisect_right(self._starts, start) - 1
@@ -253,7 +279,10 @@ class Dataset:
 
     def _pieces(self, tap: str, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
         for position, low, high, _ in self._unit_ranges(start, stop):
-            shards = self._shards[position, tap]
+            shards = self._shards.get((position, tap))
+            if shards is None:
+                unit = self._units[position].unit
+                raise CorruptError(fmt.done_key(unit), f"names no rows of {tap}")
             at = bisect_right(shards, low, key=lambda s: s.first) - 1
             while at < len(shards) and shards[at].first < high:
                 shard = shards[at]
@@ -283,6 +312,9 @@ def open_dataset(url: str, *, partial: bool = False) -> Dataset:
     scales = ledger.read_scales(table)
     if manifest is not None:
         units = [_done_from_manifest(table, unit) for unit in manifest["units"]]
+        known = [unit["id"] for unit in table.units]
+        if [unit.unit for unit in units] != known or len({*known}) != len(known):
+            raise CorruptError(fmt.MANIFEST, f"names other units than {fmt.UNITS}")
         return Dataset(objects, table, units, _needed(scales))
     done = sorted(ledger.done_units() & {int(unit["id"]) for unit in table.units})
     if not partial and len(done) < len(table.units):
@@ -290,7 +322,8 @@ def open_dataset(url: str, *, partial: bool = False) -> Dataset:
             f"{objects.url}: {len(done)} of {len(table.units)} units are done; finish with the "
             "same `spile extract`, or open with partial=True"
         )
-    records = [record for unit in done if (record := ledger.read_done(unit)) is not None]
+    found = mapped(ledger.read_done, done, objects.parallel)
+    records = [record for record in found if record is not None]
     for record in records:
         if record.fingerprint != table.fingerprint:
             raise CorruptError(fmt.done_key(record.unit), "belongs to another recipe")

@@ -57,14 +57,14 @@ class ShardWriter:
         self._digest.update(data)
         self._size += len(data)
 
-    def close(self) -> tuple[int, str]:
-        """Make the file durable; returns its size and hash."""
+    def close(self) -> tuple[int, str, str]:
+        """Make the file durable; returns its size, its hash, and its etag if it has one."""
         if self._missing:
             raise AssertionError(f"{self.key}: {self._missing} bytes were not written")
         if self._planes:
             self._planes.close()
-        self._stream.close()
-        return self._size, self._digest.hexdigest()
+        etag = self._stream.close()
+        return self._size, self._digest.hexdigest(), etag
 
     def abandon(self) -> None:
         self._stream.abandon()
@@ -88,6 +88,24 @@ def read_shard_header(objects: Objects, key: str) -> dict[str, TensorInfo]:
     return parse_header(key, bytes(head), size)
 
 
+class RangedRows:
+    """A tensor of a remote object, fetched as it is sliced."""
+
+    def __init__(self, objects: Objects, key: str, info: TensorInfo) -> None:
+        self.dtype, self.shape = info.dtype, info.shape
+        self._objects, self._key, self._start = objects, key, info.start
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        start, stop = _byte_range(self, rows)
+        data = self._objects.get_range(self._key, self._start + start, self._start + stop)
+        if len(data) != stop - start:
+            raise CorruptError(self._key, "is shorter than its header says")
+        return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+
+
 class CompressedRows:
     """A tensor that is decompressed as it is sliced."""
 
@@ -99,11 +117,15 @@ class CompressedRows:
         return self.shape[0]
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        first, last, _ = rows.indices(len(self))
-        each = self.dtype.itemsize * math.prod(self.shape[1:])
-        start, stop = self._start + first * each, self._start + max(first, last) * each
-        data = self._planes.read(start, stop, self.dtype.itemsize)
+        start, stop = _byte_range(self, rows)
+        data = self._planes.read(self._start + start, self._start + stop, self.dtype.itemsize)
         return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+
+
+def _byte_range(tensor: RangedRows | CompressedRows, rows: slice) -> tuple[int, int]:
+    first, last, _ = rows.indices(len(tensor))
+    each = tensor.dtype.itemsize * math.prod(tensor.shape[1:])
+    return first * each, max(first, last) * each
 
 
 def open_tensor(objects: Objects, key: str, info: TensorInfo) -> Any:
@@ -113,8 +135,22 @@ def open_tensor(objects: Objects, key: str, info: TensorInfo) -> Any:
     path = objects.local_path(key)
     if path is not None:
         return map_tensor(path, info)
-    data = objects.get_range(key, info.start, info.stop)
-    return np.frombuffer(data, info.dtype).reshape(info.shape)
+    return RangedRows(objects, key, info)
+
+
+def read_tensors(objects: Objects, key: str) -> dict[str, np.ndarray]:
+    """Every tensor of a small file (an index, statistics): memory maps, or fetched at once."""
+    path = objects.local_path(key)
+    if path is not None:
+        return {n: map_tensor(path, i) for n, i in read_shard_header(objects, key).items()}
+    try:
+        data = objects.get(key)
+    except FileNotFoundError:
+        raise CorruptError(key, "is missing") from None
+    return {
+        name: np.frombuffer(data[info.start : info.stop], info.dtype).reshape(info.shape)
+        for name, info in parse_header(key, data, len(data)).items()
+    }
 
 
 def _planes(objects: Objects, key: str) -> PlaneReader:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spile.errors import CorruptError
+
 
 @dataclass
 class TapStats:
@@ -39,6 +41,10 @@ class TapStats:
         """Add another group of rows (Chan's update)."""
         if not other.count:
             return
+        if other.mean.shape != self.mean.shape:
+            raise CorruptError(
+                "statistics", f"are of {len(other.mean)} channels, where {len(self.mean)} are"
+            )
         total = self.count + other.count
         with np.errstate(invalid="ignore"):  # infinities, where they were asked to be kept
             delta = other.mean - self.mean
@@ -63,17 +69,35 @@ class TapStats:
 
     @classmethod
     def from_tensors(cls, tap: str, tensors: Mapping[str, np.ndarray]) -> "TapStats":
-        def scalar(name: str) -> float:
-            return tensors[f"{tap}/{name}"][0].item()
+        """What `to_tensors` gave.
 
+        Raises:
+            CorruptError: if one of them is missing, or of another shape or kind.
+        """
+
+        def moments(name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+            found = tensors.get(f"{tap}/{name}")
+            if found is None or found.ndim != 1 or found.dtype != np.float64:
+                raise CorruptError("statistics", f"hold no {name} of {tap}")
+            if shape is not None and found.shape != shape:
+                raise CorruptError("statistics", f"hold a {name} of {tap} of another size")
+            return np.array(found)
+
+        def count(name: str) -> int:
+            found = tensors.get(f"{tap}/{name}")
+            if found is None or found.shape != (1,) or found.dtype != np.int64 or found[0] < 0:
+                raise CorruptError("statistics", f"hold no {name} of {tap}")
+            return int(found[0])
+
+        mean = moments("mean")
         return cls(
-            int(scalar("count")),
-            np.array(tensors[f"{tap}/mean"]),
-            np.array(tensors[f"{tap}/m2"]),
-            scalar("norm_sum"),
-            scalar("max_abs"),
-            int(scalar("nonfinite")),
-            int(scalar("clipped")),
+            count("count"),
+            mean,
+            moments("m2", mean.shape),
+            moments("norm_sum", (1,)).item(),
+            moments("max_abs", (1,)).item(),
+            count("nonfinite"),
+            count("clipped"),
         )
 
 

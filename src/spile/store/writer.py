@@ -22,11 +22,10 @@ from spile.store.format import (
     scale_name,
     shard_key,
 )
-from spile.store.shard import ShardWriter, TensorSpec, open_tensor, read_shard_header
+from spile.store.shard import ShardWriter, TensorSpec, read_tensors
 from spile.store.stats import TapStats
 
 _STATISTICS = "statistics"
-_CLOSING_THREADS = 4  # a sync may take as long as the writing of many rows
 
 
 class UnitWriter:
@@ -56,15 +55,21 @@ class UnitWriter:
         self._objects, self._index, self._compress = objects, index, compress
         self._part = part
         self._open: set[ShardWriter] = set()
-        self._closing = ThreadPoolExecutor(_CLOSING_THREADS, "close")
-        self._room = threading.Semaphore(2 * _CLOSING_THREADS)
+        self._closing = ThreadPoolExecutor(objects.parallel, "close")
+        self._room = threading.Semaphore(objects.most_closing)
+        self._failed: BaseException | None = None  # what the first shard failed with
         self._taps = {
             tap: _TapWriter(self, tap, info, max(1, shard_bytes // info.row_bytes))
             for tap, info in taps.items()
         }
 
     def write(self, tap: str, rows: np.ndarray, scales: np.ndarray | None = None) -> None:
-        """The next rows of a tap, in stored order, with their scales where they have them."""
+        """The next rows of a tap, in stored order, with their scales where they have them.
+
+        Raises what an earlier shard could not be made durable for.
+        """
+        if self._failed is not None:
+            raise self._failed
         self._taps[tap].write(rows, scales)
 
     def finish_part(self) -> list[Shard]:
@@ -114,14 +119,13 @@ class UnitWriter:
 
     def _merge(self, key: str) -> None:
         """Statistics of the rows that follow those known so far."""
-        header = read_shard_header(self._objects, key)
-        tensors = {name: open_tensor(self._objects, key, info) for name, info in header.items()}
+        tensors = read_tensors(self._objects, key)
         for tap, stats in self.stats.items():
             stats.merge(TapStats.from_tensors(tap, tensors))
 
     def discard(self) -> None:
         """Remove what was written; only ever called when no record names it."""
-        self._closing.shutdown()
+        self._closing.shutdown(cancel_futures=True)
         for writer in list(self._open):
             writer.abandon()
         prefix = attempt_prefix(self.unit, self.attempt)
@@ -139,16 +143,24 @@ class UnitWriter:
         self._open.add(writer)
         return writer
 
-    def close_shard(self, writer: ShardWriter) -> "Future[tuple[int, str]]":
-        """Made durable beside what is written next; the result is its size and digest.
+    def close_shard(self, writer: ShardWriter) -> "Future[tuple[int, str, str]]":
+        """Made durable beside what is written next; the result is its size, digest and etag.
 
         Only so many at once: where they go out over a network, each is held in memory meanwhile.
         """
         self._room.acquire()
         closed = self._closing.submit(writer.close)
-        # What could not be closed is still open, and abandoned when the unit is.
-        closed.add_done_callback(lambda _: closed.exception() or self._open.discard(writer))
-        closed.add_done_callback(lambda _: self._room.release())
+
+        def note(_: "Future[tuple[int, str, str]]") -> None:
+            # What could not be closed is still open, and abandoned when the unit is.
+            if not closed.cancelled():
+                error = closed.exception()
+                self._failed = self._failed or error
+                if error is None:
+                    self._open.discard(writer)
+            self._room.release()
+
+        closed.add_done_callback(note)
         return closed
 
     def _write_file(
@@ -159,8 +171,7 @@ class UnitWriter:
         self._open.add(writer)
         for array in tensors.values():
             writer.write(array)
-        size, digest = self.close_shard(writer).result()
-        return Shard(name, key, *run, size, digest)
+        return Shard(name, key, *run, *self.close_shard(writer).result())
 
 
 class _TapWriter:
@@ -172,7 +183,7 @@ class _TapWriter:
         self._writer: ShardWriter | None = None
         self._first = self._count = 0  # of the open shard
         self._scales: list[np.ndarray] = []  # of its rows; they follow when all of those are there
-        self._closed: list[tuple[str, int, int, Future[tuple[int, str]]]] = []
+        self._closed: list[tuple[str, int, int, Future[tuple[int, str, str]]]] = []
 
     def write(self, rows: np.ndarray, scales: np.ndarray | None) -> None:
         if rows.dtype != self._info.storage or rows.shape[1:] != self._info.shape:

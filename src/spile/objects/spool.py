@@ -1,0 +1,132 @@
+"""A folder on a local disk where objects wait until they are uploaded: `--spool DIR`.
+
+It lets the device go on while the network is slow, for as long as the disk has room. What is in it
+is never needed again: an object exists when it is in the bucket, and what a killed process left is
+removed by the next one.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spile.errors import ConfigError, StoreError
+
+_PREFIX = "spile-spool-"
+_LOCK = "lock"
+_KEPT_FREE = 1 << 30  # of the disk, for others: while there is less, writers wait
+_POLL = 0.2
+
+
+class Spool:
+    """This process's own folder below `root`."""
+
+    def __init__(self, root: Path, kept_free: int = _KEPT_FREE) -> None:
+        self._kept_free = kept_free
+        self._files = 0
+        self._lock = threading.Lock()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with _alone(root):
+                _sweep(root)
+                self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+                self._locked = _locked(self.folder)
+        except OSError as error:
+            raise ConfigError(f"--spool {root}: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """Remove the folder, with whatever is left in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._locked.close()
+
+    def file(self) -> "SpooledFile":
+        """A new file, when there is room for one."""
+        while shutil.disk_usage(self.folder).free < self._kept_free:
+            if not self._files:
+                raise StoreError(
+                    f"--spool {self.folder.parent}: less than {self._kept_free / 1e9:.1f} GB are "
+                    "free, and nothing waits there that could make room; what is committed stays "
+                    "valid: free some space and run the same command again"
+                )
+            time.sleep(_POLL)
+        self.count(1)
+        return SpooledFile(self)
+
+    def count(self, change: int) -> None:
+        with self._lock:
+            self._files += change
+
+
+class SpooledFile:
+    """An object's bytes on the disk until they are put."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        try:
+            descriptor, self._name = tempfile.mkstemp(dir=spool.folder)
+        except OSError as error:
+            raise StoreError(f"--spool {spool.folder}: {error.strerror or error}") from error
+        self._file = os.fdopen(descriptor, "w+b", buffering=0)
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        try:
+            while len(view):
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            raise StoreError(
+                f"--spool {self._spool.folder}: {error.strerror or error}; what is committed stays "
+                "valid: run the same command again"
+            ) from error
+
+    @contextlib.contextmanager
+    def content(self) -> Iterator[Any]:
+        if not self._file.tell():
+            yield b""
+            return
+        # (Closed with the last reference: a request that timed out may still have one.)
+        yield mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def release(self) -> None:
+        """Once it is uploaded, or not wanted any more."""
+        if not self._file.closed:
+            self._file.close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._name)
+            self._spool.count(-1)
+
+
+@contextlib.contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """One process at a time: a folder that was just made must not be swept."""
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(folder: Path) -> Any:
+    """A lock that lasts as long as this process, however it ends."""
+    file = (folder / _LOCK).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _sweep(root: Path) -> None:
+    """Remove the folders of processes that have ended."""
+    for folder in root.glob(_PREFIX + "*"):
+        with contextlib.suppress(OSError), _locked(folder):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,150 @@
+"""Buckets that misbehave: what is tried again, what is not, and what is never believed."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import servers
+import tiny
+from spile.errors import StoreError
+from spile.objects import Spool, bucket, check_creates_once, open_objects
+
+STORES = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}
+
+
+def stream(url: str, key: str, data: bytes) -> str:
+    writer = open_objects(url).stream(key)
+    writer.write(data)
+    return writer.close()
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_long_listing_under_faults_goes_on_from_where_it_stood(kind: str) -> None:
+    url = STORES[kind]()
+    keys = [f"a/{number:04d}" for number in range(1100)]  # more than a page of either server
+    objects = open_objects(url)
+    for key in keys:
+        objects.create(key, b"x" * (int(key[2:]) % 7))
+    with servers.failing(kind, 0.4, seed=1) as proxy:
+        found = list(open_objects(url).entries("a/"))
+        counts = servers.counts(proxy)
+    assert [entry.key for entry in found] == keys
+    assert [entry.size for entry in found] == [int(key[2:]) % 7 for key in keys]
+    if kind == "gs":
+        assert counts["requests"] > 11, counts
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_listing_gives_the_etag_that_the_upload_gave(kind: str) -> None:
+    url = STORES[kind]()
+    etag = stream(url, "a/b", b"rows" * 1000)
+    assert len(etag) == 32
+    assert [(e.key, e.size, e.etag) for e in open_objects(url).entries()] == [("a/b", 4000, etag)]
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[Spool]:
+    with contextlib.closing(Spool(tmp_path)) as made:
+        yield made
+
+
+def test_what_leaves_a_spool_and_arrives_changed_is_noticed(spool: Spool) -> None:
+    with servers.faulty_gcs("corrupting") as url:
+        writer = open_objects(url, spool).stream("a/b")
+        writer.write(b"rows" * 2000)
+        with pytest.raises(StoreError, match=f"{url}/a/b: what arrived is not what was sent"):
+            writer.close()
+        writer.abandon()
+
+
+def test_etags_that_are_no_digests_are_found_out_once(
+    spool: Spool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "spile")
+    with servers.faulty_gcs("opaque") as url:
+        objects = open_objects(url, spool)
+        for number in range(3):
+            writer = objects.stream(f"a/{number}")
+            writer.write(b"rows")
+            writer.close()
+        assert [objects.get(f"a/{number}") for number in range(3)] == [b"rows"] * 3
+    assert caplog.text.count("etags are no MD5 digests there") == 1
+
+
+def test_what_is_forbidden_is_not_tried_again() -> None:
+    with servers.faulty_gcs("closed") as url:
+        began = time.monotonic()
+        with pytest.raises(StoreError, match="check the credentials and their rights"):
+            stream(url, "a/b", b"rows")
+        with pytest.raises(StoreError, match="check the credentials and their rights"):
+            open_objects(url).create("a", b"")
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("scheme", STORES)
+def test_a_bucket_that_is_not_there_is_said_to_be_missing(scheme: str) -> None:
+    STORES[scheme]()
+    objects = open_objects(f"{scheme}://no-such-bucket/x")
+    began = time.monotonic()
+    for ask in (
+        lambda: objects.create("a", b""),
+        lambda: objects.replace("a", b""),
+        lambda: list(objects.list()),
+        lambda: stream("gs://no-such-bucket/x", "a", b"rows"),
+    ):
+        with pytest.raises(StoreError, match="no such bucket"):
+            ask()
+    assert time.monotonic() - began < 2
+
+
+def test_an_address_where_nobody_listens_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "_PATIENCE_AT_FIRST", 0.5)
+    servers.s3_endpoint()
+    for name, value in servers.s3_environment(f"http://127.0.0.1:{tiny.free_port()}").items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(StoreError, match=r"creating s3://b/x/a: .*\(tried for \d+ s\)") as caught:
+        open_objects("s3://b/x").create("a", b"")
+    assert time.monotonic() - began < 5
+    assert "\n" not in str(caught.value)
+
+
+def test_a_service_that_was_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than one that never answered: it may come back."""
+    monkeypatch.setattr(bucket, "_PATIENCE_AT_FIRST", 0.3)
+    url = servers.new_gcs_store()
+    objects = open_objects(url)
+    objects.create("first", b"")
+    failures = threading.Semaphore(6)
+    put = bucket.obstore.put
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if failures.acquire(blocking=False):
+            raise OSError("connection reset")
+        return put(*arguments, **options)
+
+    monkeypatch.setattr(bucket.obstore, "put", failing)
+    began = time.monotonic()
+    assert objects.create("second", b"")
+    assert time.monotonic() - began > 1
+
+
+def test_a_server_that_ignores_preconditions_is_refused() -> None:
+    with (
+        servers.faulty_gcs("careless") as url,
+        pytest.raises(StoreError, match="does not honour preconditions"),
+    ):
+        check_creates_once(open_objects(url))
+
+
+@pytest.mark.parametrize("kind", [*STORES, "memory"])
+def test_a_server_that_honours_them_is_left_as_it_was(kind: str) -> None:
+    objects = open_objects(STORES[kind]() if kind in STORES else "memory://probe")
+    check_creates_once(objects)
+    assert list(objects.list()) == []
