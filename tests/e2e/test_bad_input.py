@@ -255,7 +255,7 @@ def test_a_bad_flag_is_refused_by_name(
         (["extract", "--out", "out", "--model", "m"], "--corpus"),
         (["extract", "--out", "out", "--model", "m", "--corpus", "c"], "--taps"),
         (["status"], "OUT"),
-        (["verify", "out", "--quick"], "--quick"),
+        (["verify", "out", "--quickly"], "--quickly"),
     ],
 )
 def test_an_incomplete_command_is_refused(
