@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import spile
-from spile.data.corpus import find_files
+from spile.data.corpus_files import find_files
 from spile.models.checkpoint import open_checkpoint
 from spile.models.demo import demo_model
 from spile.tensors import map_tensor, write_tensors

@@ -68,7 +68,7 @@ def make_model(directory: Path, shape: str) -> None:
 
 
 def demo_texts() -> list[str]:
-    from spile.data.corpus import find_files
+    from spile.data.corpus_files import find_files
 
     with find_files("demo")[0].open() as stream:
         return [json.loads(line)["text"] for line in stream.read().decode().splitlines()]

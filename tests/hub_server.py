@@ -2,6 +2,8 @@
 
 Tokens: `writer` may do everything, `reader` may only read, any other is none. Hashes are checked
 as the Hub checks them: an upload must be what it says, and a commit may only name what is there.
+Large files may be kept on a server of their own, to which readers are redirected by addresses
+that are signed, and expire.
 """
 
 import base64
@@ -9,14 +11,21 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit
+
+import pytest
+from huggingface_hub import constants
+
+from hub_network import Network, ranged
 
 _PAGE = 20  # files in a listing's page: small, so that there are several
-_LARGE = (".safetensors", ".zst")
+_LARGE = (".safetensors", ".zst", ".parquet")
 
 
 @dataclass
@@ -44,9 +53,47 @@ class Repository:
     private: bool
     branches: dict[str, dict[str, File]] = field(default_factory=lambda: {"main": {}})
     commits: list[tuple[str, str, list[str]]] = field(default_factory=list)  # branch, title, paths
+    before: dict[str, dict[str, File]] = field(default_factory=dict)  # of earlier commits
+    public: bool = False  # whether it can be read without a token
+    gated: bool = False  # whether even `reader` may not
 
     def sha(self, branch: str) -> str:
         return hashlib.sha1(f"{branch} {len(self.commits)}".encode()).hexdigest()
+
+    def commit(self, branch: str, title: str, added: Mapping[str, File]) -> None:
+        for name, files in self.branches.items():
+            self.before[self.sha(name)] = dict(files)
+        self.branches.setdefault(branch, {}).update(added)
+        self.commits.append((branch, title, sorted(added)))
+
+    def at(self, revision: str) -> tuple[str, dict[str, File]] | None:
+        """The commit and the files of a branch, by its name, or of a commit."""
+        for name, files in self.branches.items():
+            if revision in (name, self.sha(name)):
+                return self.sha(name), files
+        return (revision, self.before[revision]) if revision in self.before else None
+
+
+def settings(endpoint: str, home: Path, **more: str) -> dict[str, str]:
+    """The environment by which the Hub's clients find a server, and keep their things."""
+    return {
+        "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"),
+        "HF_TOKEN_PATH": str(home / "token"), "HF_TOKEN": "", "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "", **more,
+    }  # fmt: skip
+
+
+def use(endpoint: str, home: Path, patch: pytest.MonkeyPatch, **more: str) -> None:
+    """The same for this process, whose client has read its environment, and for its children."""
+    for name, value in settings(endpoint, home, **more).items():
+        patch.setenv(name, value)
+    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    now = {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": template,
+           "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"),
+           "HF_TOKEN_PATH": str(home / "token"), "HF_HUB_DISABLE_XET": True,
+           "HF_HUB_OFFLINE": bool(more.get("HF_HUB_OFFLINE"))}  # fmt: skip
+    for name, value in now.items():
+        patch.setattr(constants, name, value)
 
 
 class Hub(ThreadingHTTPServer):
@@ -63,11 +110,24 @@ class Hub(ThreadingHTTPServer):
         self.seen: list[tuple[str, str, int]] = []  # method, path, status
         self.faults: list[tuple[str, str, int, bool]] = []  # method, in the path, status, too late?
         self.before_commit: Callable[[], None] = lambda: None
+        self.latency = 0.0  # seconds
+        self.retry_after: str | None = None  # that a 429 says
+        self.links = ""  # the host that a listing's next page is at
+        self.authorized: list[str] = []  # hosts that were sent a token
+        self.network: Network | None = None  # where large files are kept
         self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that was killed is no trouble of the server's."""
+
+    def publish(self, repo: str, files: Mapping[str, bytes], branch: str = "main") -> Repository:
+        """Make a public repository (`models/` before its name: of a model), or commit to it."""
+        found = self.repositories.setdefault(repo, Repository(False, public=True))
+        added = {path: File(data, path.endswith(_LARGE)) for path, data in files.items()}
+        self.large |= {file.oid: file.data for file in added.values() if file.large}
+        found.commit(branch, "published", added)
+        return found
 
     def fail(self, method: str, path: str, status: int, *, late: bool = False) -> None:
         """Once: the request that comes next, or (late) its answer."""
@@ -110,21 +170,34 @@ class Handler(BaseHTTPRequestHandler):
         self._body = self._chunked() if self.headers.get("Transfer-Encoding") else b""
         self._body = self._body or self.rfile.read(length)
         self._late = None
+        if self.headers.get("Authorization"):
+            self.server.authorized.append(self.headers["Host"])
+        time.sleep(self.server.latency)
         status = self.server.fault(self.command, self._path, late=False)
         if status is not None:
-            return self._answer(status, {"error": "not now"})
+            wish = self.server.retry_after
+            headers: dict[str, Any] = {"Retry_After": wish} if wish and status == 429 else {}
+            return self._answer(status, {"error": "not now"}, **headers)
         self._late = self.server.fault(self.command, self._path, late=True)
         for method, pattern, writes, handle in _ROUTES:
-            match = re.fullmatch(pattern, self._path)
+            match = re.fullmatch(pattern, parts.path)  # a quoted slash is one of a branch's name
             if match and (self.command == method or (self.command, method) == ("HEAD", "GET")):
                 if writes is not None:
                     token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-                    if token not in ("writer", "reader"):
+                    found = self._asked_for(match.groups())
+                    if found and found.gated and token != "writer":
+                        code = 403 if token == "reader" else 401
+                        return self._answer(code, {"error": "gated"}, X_Error_Code="GatedRepo")
+                    if not writes and not token and not found:
+                        error = "Invalid username or password."
+                        return self._answer(401, {"error": error}, X_Error_Code="RepoNotFound")
+                    open_to_all = not writes and not token and found and found.public
+                    if token not in ("writer", "reader") and not open_to_all:
                         error = "Invalid credentials in Authorization header"
                         return self._answer(401, {"error": error}, X_Error_Message=error)
                     if writes and token != "writer":
                         return self._answer(403, {"error": "You don't have the rights"})
-                return handle(self, *match.groups())
+                return handle(self, *(group and unquote(group) for group in match.groups()))
         return self._answer(404, {"error": f"no {self.command} {self._path}"})
 
     do_GET = do_HEAD = do_POST = do_PUT = _handle
@@ -137,17 +210,24 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return data
 
-    def _files(self, repo: str, branch: str) -> dict[str, File] | None:
-        """Of a branch, by its name or its commit; None once an answer has been given."""
+    def _asked_for(self, groups: tuple[str, ...]) -> Repository | None:
+        known = self.server.repositories
+        return next((known[n] for g in groups[:1] for n in (g, f"models/{g}") if n in known), None)
+
+    def _found(self, repo: str, branch: str) -> tuple[str, dict[str, File]] | None:
+        """Commit and files of a branch, by its name or its commit; None: an answer was given."""
         found = self.server.repositories.get(repo)
         if found is None:
             self._answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
             return None
-        for name, files in found.branches.items():
-            if branch in (name, found.sha(name)):
-                return files
-        self._answer(404, {"error": "Invalid rev"}, X_Error_Code="RevisionNotFound")
-        return None
+        there = found.at(branch)
+        if there is None:
+            self._answer(404, {"error": "Invalid rev"}, X_Error_Code="RevisionNotFound")
+        return there
+
+    def _files(self, repo: str, branch: str) -> dict[str, File] | None:
+        there = self._found(repo, branch)
+        return there[1] if there else None
 
     # -- what the Hub does -------------------------------------------------------------------
 
@@ -165,14 +245,13 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer(200, answer)
 
     def info(self, repo: str, branch: str | None) -> None:
-        files = self._files(repo, branch or "main")
-        if files is None:
+        there = self._found(repo, branch or "main")
+        if there is None:
             return None
         found = self.server.repositories[repo]
-        siblings = [{"rfilename": path} for path in sorted(files)]
+        siblings = [{"rfilename": path} for path in sorted(there[1])]
         return self._answer(200, {
-            "id": repo, "private": found.private, "siblings": siblings,
-            "sha": next(found.sha(name) for name, here in found.branches.items() if here is files),
+            "id": repo, "private": found.private, "siblings": siblings, "sha": there[0]
         })  # fmt: skip
 
     def branch(self, repo: str, name: str) -> None:
@@ -182,11 +261,18 @@ class Handler(BaseHTTPRequestHandler):
         found.branches[name] = dict(found.branches["main"])
         return self._answer(200, {})
 
-    def tree(self, repo: str, branch: str) -> None:
+    def tree(self, repo: str, branch: str, folder: str | None) -> None:
         files = self._files(repo, branch)
         if files is None:
             return None
-        folders = {path.rpartition("/")[0] for path in files if "/" in path}
+        top = f"{folder}/" if folder else ""
+        files = {path: file for path, file in files.items() if path.startswith(top)}
+        if folder and not files:
+            return self._answer(404, {"error": "no such path"}, X_Error_Code="EntryNotFound")
+        folders = {path.rpartition("/")[0] for path in files if "/" in path} - {folder}
+        if "recursive" not in self._query:
+            files = {path: file for path, file in files.items() if "/" not in path[len(top) :]}
+            folders = {top + path[len(top) :].partition("/")[0] for path in folders}
         entries: list[dict[str, Any]] = [
             {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders
         ]
@@ -199,8 +285,9 @@ class Handler(BaseHTTPRequestHandler):
         at = int(self._query.get("cursor", 0))
         headers = {}
         if at + _PAGE < len(entries):
-            here = f"{self.server.url}{urlsplit(self.path).path}?recursive=True"
-            headers["Link"] = f'<{here}&cursor={at + _PAGE}>; rel="next"'
+            here = f"http://{self.server.links or self.headers['Host']}{urlsplit(self.path).path}"
+            query = {**self._query, "cursor": str(at + _PAGE)}
+            headers["Link"] = f'<{here}?{urlencode(query)}>; rel="next"'
         return self._answer(200, entries[at : at + _PAGE], **headers)
 
     def preupload(self, repo: str, branch: str) -> None:
@@ -248,8 +335,7 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 added[value["path"]] = File(base64.b64decode(value["content"]), False)
         found = self.server.repositories[repo]
-        files |= added
-        found.commits.append((branch, lines[0]["value"]["summary"], sorted(added)))
+        found.commit(branch, lines[0]["value"]["summary"], added)
         url = f"{self.server.url}/datasets/{repo}/commit/{found.sha(branch)}"
         return self._answer(200, {"commitUrl": url, "commitOid": found.sha(branch)})
 
@@ -260,26 +346,39 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer(200 if head else 400, {"errors": errors, "warnings": []})
 
     def resolve(self, repo: str, branch: str, path: str) -> None:
-        files = self._files(repo, branch)
-        if files is None:
+        there = self._found(repo, branch)
+        if there is None:
             return None
-        file = files[path]
-        sha = next(s for s in [branch] if s)
-        return self._answer(200, data=file.data, ETag=f'"{file.oid}"', X_Repo_Commit=sha,
-                            X_Linked_Size=str(len(file.data)))  # fmt: skip
+        commit, files = there
+        if path not in files:
+            return self._answer(404, {"error": "no such file"}, X_Error_Code="EntryNotFound")
+        file, network = files[path], self.server.network
+        about: dict[str, Any] = {"ETag": f'"{file.oid}"', "X_Repo_Commit": commit}
+        if file.large and network:
+            where = f"{network.url}/{file.oid}?signature={network.signature}"
+            return self._answer(302, {}, Location=where, X_Linked_Size=str(len(file.data)),
+                                X_Linked_ETag=f'"{file.oid}"', **about)  # fmt: skip
+        status, data, headers = ranged(self.headers["Range"], file.data)
+        return self._answer(status, data=data, X_Linked_Size=str(len(file.data)), **about,
+                            **headers)  # fmt: skip
+
+    def resolve_model(self, repo: str, branch: str, path: str) -> None:
+        self.resolve(f"models/{repo}", branch, path)
 
 
-_REPO = r"/api/datasets/([^/]+/[^/]+)"
+# A model's repository is known as models/OWNER/NAME.
+_REPO = r"/api/(?:datasets/|(?=models/))((?:models/)?[^/]+/[^/]+)"
 # Whether a route changes anything; None: its address is secret enough.
 _ROUTES: tuple[tuple[str, str, bool | None, Callable[..., None]], ...] = (
     ("POST", "/api/repos/create", True, Handler.create),
     ("POST", "/api/validate-yaml", None, Handler.validate),
     ("GET", rf"{_REPO}(?:/revision/(.+))?", False, Handler.info),
     ("POST", rf"{_REPO}/branch/(.+)", True, Handler.branch),
-    ("GET", rf"{_REPO}/tree/(.+)", False, Handler.tree),
+    ("GET", rf"{_REPO}/tree/([^/]+)(?:/(.+))?", False, Handler.tree),
     ("POST", rf"{_REPO}/preupload/(.+)", True, Handler.preupload),
     ("POST", rf"{_REPO}/commit/(.+)", True, Handler.commit),
     ("POST", r"/datasets/([^/]+/[^/]+)\.git/info/lfs/objects/batch", True, Handler.batch),
     ("PUT", r"/lfs/([0-9a-f]{64})", None, Handler.upload),
     ("GET", r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", False, Handler.resolve),
+    ("GET", r"/(?!datasets/)([^/]+/[^/]+)/resolve/([^/]+)/(.+)", False, Handler.resolve_model),
 )

@@ -1,12 +1,16 @@
 """Reading small corpora in tests."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spile.data.corpus import CorpusFile, CorpusReader, Documents, find_files
+from spile.data.chat import Rendered
+from spile.data.corpus import CorpusReader, Documents
+from spile.data.corpus_files import CorpusFile, find_files
 from spile.data.units import Unit, make_units
 
 NOT_UTF8 = b"caf\xe9"
@@ -31,3 +35,22 @@ def read(corpus: Path | str, column: str | None = None, documents: str = "line")
 def write_parquet(path: Path, columns: dict[str, pa.Array], rows: int = 2) -> Path:
     pq.write_table(pa.table(columns), path, row_group_size=rows)
     return path
+
+
+def token_roles(offsets: Sequence[tuple[int, int]], rendered: Rendered) -> list[str]:
+    """The definition: whose each token is, by its characters; a role, or "template".
+
+    A token across a border is the assistant's if it holds any character of the assistant's (so
+    `transformers` has it), and else of whom its first character is that is anyone's.
+    """
+    stops = [stop for _, stop, _ in rendered.roles]
+    found: list[str] = []
+    for start, stop in offsets:
+        role = "template"
+        for low, _, owner in rendered.roles[bisect_right(stops, start) :]:
+            if low >= stop or start == stop:
+                break
+            if role == "template" or owner == "assistant":
+                role = owner
+        found.append(role)
+    return found

@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = verb(
         "taps", verbs.taps, "the places a model can be tapped at: shapes, bytes, other names"
     )
-    sub.add_argument("--model", metavar="X", required=True, help="'demo', or a model's directory")
+    sub.add_argument("--model", metavar="X", required=True, help="as for extract")
     sub.add_argument("--seq-len", metavar="N", help="for attn_pattern [2048, or the maximum]")
     sub.add_argument("--store-dtype", choices=STORE_DTYPES, default="bfloat16")
     sub.add_argument("--all", action="store_true", help="every layer, not one line per site")
@@ -169,6 +169,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("repo", metavar="REPO", help="owner/name of a dataset repository")
     sub.add_argument("--private", action="store_true", help="a public one is refused")
     sub.add_argument("--revision", metavar="BRANCH", help="made if it is not there [main]")
+    sub = verb("fetch", verbs.fetch, "download a model and a corpus ahead of a run")
+    sub.add_argument("--model", metavar="X", help="as for extract")
+    sub.add_argument("--corpus", metavar="X", help="as for extract")
+    sub.add_argument("--to", metavar="DIR", help="make DIR/model and DIR/corpus [the Hub's cache]")
     sub = verb("status", verbs.status, "where a dataset stands")
     sub.add_argument("out", metavar="OUT")
     sub = verb("verify", verbs.verify, "audit every byte of a dataset")

@@ -1,190 +1,148 @@
 """What is asked for: `Recipe` (what the dataset is) and `Runtime` (how it is made).
 
-Each option is declared once, with its kind, bounds and help; flags, TOML keys, validation and
-`--help` all derive from that declaration. In a `Recipe` a field left at None means "not given":
-it is taken from the store when resuming, and settled by `engine/resolve.py` otherwise.
+In a `Recipe` a field left at None means "not given": it is taken from the store when resuming, and
+settled by `engine/resolve.py` otherwise.
 """
 
 import dataclasses
 import difflib
 import hashlib
 import json
-import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from fractions import Fraction
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 from spile.errors import ConfigError
+from spile.options import LIMIT, Options, flag_of, option, parse_count, shown
 
-_SUFFIXES = {
-    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-}  # fmt: skip
+__all__ = ["Recipe", "ResolvedRecipe", "Runtime", "build", "canonical_json", "flag_of", "load_toml",
+           "parse_count"]  # fmt: skip
 
 STORE_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3", "int8")
 COMPUTE_DTYPES = ("bfloat16", "float32")
-_LIMIT = 1 << 63  # every number is smaller than this
-
-
-def _option(
-    default: Any,
-    help: str,
-    *,
-    kind: str = "text",
-    choices: tuple[str, ...] = (),
-    minimum: int | None = None,
-    auto: bool = False,
-) -> Any:
-    """Declare one option. Kinds: text, count (an integer, `64k` allowed), size (bytes), switch.
-
-    With `auto` that word may be given, and means the default.
-    """
-    meta = {"help": help, "kind": kind, "choices": choices, "minimum": minimum, "auto": auto}
-    return field(default=default, metadata=meta)
-
-
-def flag_of(name: str) -> str:
-    """`seq_len` -> `--seq-len`."""
-    return "--" + name.replace("_", "-")
-
-
-def parse_count(text: str) -> int:
-    """`4096`, `64k`, `1.5M`, `1GiB` -> an integer."""
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
-    if not match or match[2].lower() not in _SUFFIXES:
-        raise ValueError(text)
-    suffix = match[2].lower()
-    value = Fraction(match[1].replace("_", "")) * _SUFFIXES[suffix]
-    if value.denominator != 1 and not suffix.endswith("ib"):  # 1.3GiB is no whole number either
-        raise ValueError(text)
-    return int(value)
-
-
-class _Options:
-    """Validation shared by Recipe and Runtime: from each field's declaration."""
-
-    def __post_init__(self) -> None:
-        for f in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, f.name)
-            if value is not None:
-                object.__setattr__(self, f.name, _checked(f, value))
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        return tuple(f.name for f in fields(cls))  # type: ignore[arg-type]
-
-
-def _checked(f: dataclasses.Field[Any], value: Any) -> Any:
-    flag, meta = flag_of(f.name), f.metadata
-    kind = meta["kind"]
-    if value == "auto" and meta["auto"]:
-        return None
-    if kind in ("count", "size"):
-        wanted = "a whole number such as 4096, 64k or 4M" if kind == "count" else "1GiB or 500MB"
-        try:
-            value = parse_count(value) if isinstance(value, str) else value
-        except ValueError:
-            raise ConfigError(f"{flag} must be {wanted}, got {_shown(value)}") from None
-        if type(value) is not int or not -_LIMIT < value < _LIMIT:
-            raise ConfigError(f"{flag} must be {wanted}, got {_shown(value)}")
-        if meta["minimum"] is not None and value < meta["minimum"]:
-            raise ConfigError(f"{flag} must be at least {meta['minimum']}, got {value}")
-        return value
-    if kind == "switch":
-        if type(value) is not bool:
-            raise ConfigError(f"{flag} must be true or false, got {_shown(value)}")
-        return value
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{flag} must be a non-empty text, got {_shown(value)}")
-    if meta["choices"] and value not in meta["choices"]:
-        chosen = ", ".join(meta["choices"])
-        raise ConfigError(f"{flag} must be one of {chosen}; got {_shown(value)}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    """A value that may be of any size, in a part of a line."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # too many digits for Python, or too deep
-        return f"a {type(value).__name__} beyond all measure"
-    return text if len(text) <= 200 else text[:199] + "…"
+MAX_DOC_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(_Options):
+class Recipe(Options):
     """What the dataset is. Two runs of one recipe make the same dataset."""
 
-    model: str | None = _option(
-        None, "'demo', or a directory or URL with config.json, tokenizer.json and *.safetensors"
-    )
-    lora: str | None = _option(None, "directory or URL of a PEFT LoRA adapter, merged at load")
-    corpus: str | None = _option(
+    model: str | None = option(
         None,
-        "'demo', or a file, directory or glob of Parquet, JSONL or text (.gz and .zst too), or its "
-        "URL in a bucket",
+        "'demo'; a directory or URL with config.json, tokenizer.json and *.safetensors; or a model "
+        "of the Hugging Face Hub, OWNER/NAME[@REVISION]",
     )
-    taps: str | None = _option(
+    lora: str | None = option(
+        None, "directory, URL or Hub name of a PEFT LoRA adapter, merged at load"
+    )
+    corpus: str | None = option(
+        None,
+        "'demo'; a file, directory or glob of Parquet, JSONL, JSON or text (.gz and .zst too), or "
+        "its URL; a dataset of the Hub, OWNER/NAME[:CONFIG[:SPLIT]]; a program, FILE.py:FUNCTION; "
+        "ARC tasks, arc:PATH",
+    )
+    taps: str | None = option(
         None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
     )
-    where: str | None = _option(
+    where: str | None = option(
         None,
         "keep only these rows, e.g. 'not bos and pos >= 1', or 'end' for the last token of each "
         "document; over bos eos special first last end pos offset doc token_id",
     )
-    every: int | None = _option(
+    every: int | None = option(
         None, "keep every N-th of a context's rows (that --where keeps)", kind="count", minimum=1
     )
-    seq_len: int | None = _option(
+    seq_len: int | None = option(
         None,
         "tokens in a context [2048, or the model's maximum]",
         kind="count",
         minimum=8,
         auto=True,
     )
-    pack: str | None = _option(
+    pack: str | None = option(
         None,
         "ffd packs several documents into a row, isolated; none: one context a row [ffd]",
         choices=("ffd", "none"),
     )
-    long_docs: str | None = _option(
+    long_docs: str | None = option(
         None,
         "documents longer than --seq-len: split into contexts, or truncate [split]",
         choices=("split", "truncate"),
     )
-    special_tokens: str | None = _option(
+    special_tokens: str | None = option(
         None,
         "added as the tokenizer does by default, only a leading BOS, or none [tokenizer]",
         choices=("tokenizer", "bos", "none"),
     )
-    text_column: str | None = _option(
+    text_column: str | None = option(
         None, "column or key that holds the text [text, or the only column of strings]"
     )
-    text_documents: str | None = _option(
+    messages: str | None = option(
+        None, "column or key that holds chats: lists of messages with role and content"
+    )
+    prompt_column: str | None = option(
+        None, "column or key of what the user asks; with --response-column"
+    )
+    response_column: str | None = option(None, "column or key of what the assistant answers")
+    prompt_prefix: str | None = option(None, "put before each prompt")
+    prompt_suffix: str | None = option(None, "put after each prompt")
+    system: str | None = option(None, "what the system says, in chats that do not begin so")
+    template: str | None = option(
+        None, "Jinja file of a chat template, or none: prompt and response alone [the model's own]"
+    )
+    generation_prompt: bool | None = option(
+        None, "end each chat as the model is asked to go on", kind="switch"
+    )
+    text_documents: str | None = option(
         None, "in plain text files a document is a line or the whole file [line]",
         choices=("line", "file"),
     )  # fmt: skip
-    max_docs: int | None = _option(
+    filter: str | None = option(
+        None,
+        "only documents whose columns are so, e.g. \"language == 'en' and score >= 3\"",
+    )
+    fraction: float | None = option(
+        None, "only this share of the documents, chosen by a hash of the text", kind="share"
+    )
+    holdout: float | None = option(
+        None, "leave out this share of the documents, by another hash", kind="share"
+    )
+    part: str | None = option(
+        None, "rest, or holdout: just the documents that --holdout leaves out [rest]",
+        choices=("rest", "holdout"),
+    )  # fmt: skip
+    dedupe: bool | None = option(
+        None, "leave out documents whose text came before, exactly so; reads the corpus once more "
+        "when it is cut", kind="switch",
+    )  # fmt: skip
+    min_tokens: int | None = option(
+        None, "only documents of at least N tokens", kind="count", minimum=1
+    )
+    max_doc_tokens: int | None = option(
+        None, "only documents of at most N tokens", kind="count", minimum=1
+    )
+    max_doc_bytes: int | None = option(
+        None, "only documents of at most so many bytes [64MiB]", kind="size", minimum=1
+    )
+    max_docs: int | None = option(
         None, "only the first N documents of the corpus", kind="count", minimum=1
     )
-    max_tokens: int | None = _option(
+    max_tokens: int | None = option(
         None, "only the first units estimated to hold N tokens", kind="count", minimum=1
     )
-    unit_tokens: int | None = _option(
+    unit_tokens: int | None = option(
         None,
         "tokens in a unit, the atom of work and of loss, or auto [4M on accelerators, 64k on CPU]",
         kind="count",
         minimum=1,
         auto=True,
     )
-    compute_dtype: str | None = _option(
+    compute_dtype: str | None = option(
         None, "[bfloat16 on accelerators, float32 on CPU]", choices=COMPUTE_DTYPES
     )
-    store_dtype: str | None = _option(
+    store_dtype: str | None = option(
         None,
         "float8_e4m3 is scaled by row, int8 by channel "
         "[bfloat16; float32 where --compute-dtype float32 is given]",
@@ -193,10 +151,10 @@ class Recipe(_Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runtime(_Options):
+class Runtime(Options):
     """How the dataset is made. Nothing here changes what is in it."""
 
-    batch_tokens: int | None = _option(
+    batch_tokens: int | None = option(
         None,
         "tokens in a device step, or auto [1k on CPU; elsewhere 16k, 32k for small models, "
         "or what fits]",
@@ -204,84 +162,84 @@ class Runtime(_Options):
         minimum=1,
         auto=True,
     )
-    shard_bytes: int = _option(
+    shard_bytes: int = option(
         1 << 30, "largest shard file, e.g. 1GiB [1GiB]", kind="size", minimum=4096
     )
-    compress: bool = _option(
+    compress: bool = option(
         False,
         "for cold storage: byte planes and zstd, lossless, about 0.7 of the size in bfloat16; "
         "slower to write and to read",
         kind="switch",
     )
-    threads: int | None = _option(
+    threads: int | None = option(
         None, "threads that tokenize [all cores but one]", kind="count", minimum=1, auto=True
     )
-    write_threads: int = _option(4, "taps written side by side [4]", kind="count", minimum=1)
-    queue_depth: int = _option(
+    write_threads: int = option(4, "taps written side by side [4]", kind="count", minimum=1)
+    queue_depth: int = option(
         2, "batches waiting between two stages; bounds memory [2]", kind="count", minimum=1
     )
-    spool: str | None = _option(
+    spool: str | None = option(
         None,
         "local directory where what goes to a bucket waits for its upload, so that a slow network "
         "does not stop the device [memory]",
     )
-    max_bytes: int | None = _option(
+    max_bytes: int | None = option(
         None,
         "end, at a unit's end, before the whole dataset is larger than this, e.g. 2TB",
         kind="size",
         minimum=1,
     )
-    stale_after: int = _option(
+    stale_after: int = option(
         30,
         "seconds without a sign of life after which another worker's unit may be redone [30]",
         kind="count",
         minimum=1,
     )
-    mesh: str = _option(
+    mesh: str = option(
         "auto",
         "devices by axis: auto, 1d (all on model), 2d (hosts x chips), 3d, or e.g. "
         "data=16,fsdp=2,model=2 [auto: the fastest that fits]",
     )
-    fsdp: int | None = _option(
+    fsdp: int | None = option(
         None, "size of the fsdp axis, for --mesh 3d [2]", kind="count", minimum=1
     )
-    world: str = _option(
+    world: str = option(
         "slice",
         "slice: all processes that are joined do a unit together; host: each one alone, where the "
         "model fits [slice]",
         choices=("slice", "host"),
     )
-    coordinator: str | None = _option(
+    coordinator: str | None = option(
         None, "HOST:PORT of process 0, where processes are joined [COORDINATOR_ADDRESS]"
     )
-    num_processes: int | None = _option(
+    num_processes: int | None = option(
         None,
         "processes to be joined [NUM_HOSTS, or what the cluster says]",
         kind="count",
         minimum=1,
     )
-    process_id: int | None = _option(
+    process_id: int | None = option(
         None,
         "this process's number, from 0 [HOST_ID, CLOUD_TPU_TASK_ID, TPU_WORKER_ID]",
         kind="count",
         minimum=0,
     )
-    bind_address: str | None = _option(
+    bind_address: str | None = option(
         None, "HOST:PORT that process 0 listens on [all addresses, the coordinator's port]"
     )
-    start_timeout: int = _option(
+    start_timeout: int = option(
         300, "seconds to wait for all processes to come [300]", kind="count", minimum=1
     )
-    heartbeat_timeout: int = _option(
+    heartbeat_timeout: int = option(
         100,
         "seconds after which a process that is not heard of ends the world [100]",
         kind="count",
         minimum=1,
     )
-    ignore_space: bool = _option(
+    ignore_space: bool = option(
         False, "run even when the disk looks too small for the estimate", kind="switch"
     )
-    allow_nonfinite: bool = _option(
+    allow_nonfinite: bool = option(
         False, "keep rows with NaN or infinity instead of stopping", kind="switch"
     )
 
@@ -297,6 +255,7 @@ class ResolvedRecipe:
     model_source: str
     lora_source: str | None
     corpus_source: str
+    template_source: str | None = None
     model: Mapping[str, str]
     corpus: tuple[str, ...]
     taps: tuple[str, ...]
@@ -308,6 +267,22 @@ class ResolvedRecipe:
     special_tokens: str
     text_column: str | None
     text_documents: str
+    messages: str | None = None
+    prompt_column: str | None = None
+    response_column: str | None = None
+    prompt_prefix: str | None = None
+    prompt_suffix: str | None = None
+    system: str | None = None
+    template: str | None = None  # its hash
+    generation_prompt: bool = False
+    filter: str | None = None
+    fraction: float | None = None
+    holdout: float | None = None
+    part: str = "rest"
+    dedupe: bool = False
+    min_tokens: int | None = None
+    max_doc_tokens: int | None = None
+    max_doc_bytes: int = MAX_DOC_BYTES
     max_docs: int | None
     max_tokens: int | None
     unit_tokens: int
@@ -341,7 +316,7 @@ class ResolvedRecipe:
         recipe = cls(**parts)
         for f in fields(cls):
             if not _fits(parts[f.name], f.type):
-                raise ConfigError(f"stored recipe has no usable {f.name}: {_shown(parts[f.name])}")
+                raise ConfigError(f"stored recipe has no usable {f.name}: {shown(parts[f.name])}")
         return recipe
 
 
@@ -352,9 +327,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind == Mapping[str, str]:
         values = cast(dict[str, Any], value).values() if isinstance(value, dict) else [None]
         return all(type(part) is str for part in values)
-    if type(value) is int and not 0 < value < _LIMIT:
+    if type(value) is int and not 0 < value < LIMIT:
         return False
-    return isinstance(value, kind) and type(value) is not bool
+    return isinstance(value, kind) and (type(value) is not bool or kind is bool)
 
 
 def canonical_json(value: Any) -> bytes:
@@ -379,7 +354,7 @@ def load_toml(path: Path) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"--config {path}: unknown key {_shown(key)}{hint}")
+            raise ConfigError(f"--config {path}: unknown key {shown(key)}{hint}")
         options[name] = value
     return options
 

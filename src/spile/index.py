@@ -5,7 +5,11 @@ import numpy as np
 # Flags, one bit each. FIRST and LAST are of a context: a document, or a piece of a long one.
 # END is of a document: the last of its tokens that the model reads.
 BOS, EOS, SPECIAL, FIRST, LAST, END = 1, 2, 4, 8, 16, 32
-FLAGS = {"bos": BOS, "eos": EOS, "special": SPECIAL, "first": FIRST, "last": LAST, "end": END}
+# Who said it, in a chat: TEMPLATE is of what nobody said.
+ROLES = {"system": 64, "user": 128, "assistant": 256, "tool": 512, "template": 1024}
+FLAGS = {
+    "bos": BOS, "eos": EOS, "special": SPECIAL, "first": FIRST, "last": LAST, "end": END, **ROLES,
+}  # fmt: skip
 
 # Columns are stored as tensors of these names and types.
 INDEX_DTYPE = np.dtype(

@@ -21,6 +21,7 @@ from spile.metrics import Counters
 if TYPE_CHECKING:
     from spile.engine.compile import Compiled
     from spile.engine.estimate import Estimate
+    from spile.engine.fetch import Fetched
     from spile.engine.local import Outcome
     from spile.engine.recheck import CheckReport
     from spile.engine.resolve import Job
@@ -336,6 +337,14 @@ def push_text(made: "Pushed") -> str:
     if not made.card_written:
         lines.append("its README.md was left as it is")
     return "\n".join([*lines, f"  load    {made.download}"])
+
+
+def fetch_text(made: "Fetched") -> str:
+    """What is here now, and how to use it."""
+    flags = {"--model": made.model, "--corpus": made.corpus}
+    use = " ".join(f"{flag} {shlex.quote(name)}" for flag, name in flags.items() if name)
+    there = f" ({made.files_there:,} were there already)" if made.files_there else ""
+    return f"{made.files:,} files{there}, {size(made.bytes)} fetched\n  use     {use}"
 
 
 def status_text(out: str, status: "Status") -> str:

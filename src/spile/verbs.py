@@ -210,6 +210,16 @@ def push(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def fetch(arguments: argparse.Namespace) -> int:
+    from spile.engine.fetch import fetch
+    from spile.terminal import counted, fetch_text
+
+    with counted("files", quiet=arguments.json) as progress:
+        made = fetch(arguments.model, arguments.corpus, arguments.to, progress)
+    print(json.dumps(dataclasses.asdict(made)) if arguments.json else fetch_text(made))
+    return 0
+
+
 def status(arguments: argparse.Namespace) -> int:
     from spile.monitor.status import read_status
     from spile.objects import open_objects

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from spile.data.corpus import CorpusReader, Documents, find_files
+from spile.data.corpus import CorpusReader, Documents
+from spile.data.corpus_files import find_files
 from spile.errors import DataError, InputError, SpileError
 from texts import NOT_UTF8, read, units_of, write_parquet
 

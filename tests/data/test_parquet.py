@@ -6,7 +6,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from spile.data.corpus import CorpusReader, Span, find_files
+from spile.data.corpus import CorpusReader
+from spile.data.corpus_files import Span, find_files
 from spile.errors import DataError, InputError
 from texts import NOT_UTF8, read, units_of, write_parquet
 

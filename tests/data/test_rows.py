@@ -151,7 +151,8 @@ def test_spellings_of_one_expression_have_one_canonical_text(where: str, canonic
     ("where", "said"),
     [
         ("pos > 1 and poss < 3", "--where, character 13, 'poss': no such name (known: bos, eos, "
-         "special, first, last, end, token_id, doc, offset, pos); did you mean 'pos'?"),
+         "special, first, last, end, system, user, assistant, tool, template, token_id, doc, "
+         "offset, pos); did you mean 'pos'?"),
         ("BOS", "did you mean 'bos'?"),
         ("pos", "'pos': is an integer where true or false is needed; compare it, as in pos > 0"),
         ("not pos", "character 5, 'pos': is an integer where"),

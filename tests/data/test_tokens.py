@@ -6,17 +6,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
 import tiny
+from spile.data.chat import Rendered
 from spile.data.tokens import TextTokenizer
 from spile.errors import ConfigError, InputError, StoreError
-from spile.index import BOS, EOS, SPECIAL
+from spile.index import BOS, EOS, ROLES, SPECIAL
 from spile.models.demo import demo_model
 from spile.objects import MemoryObjects
 from spile.objects.files import RemotePath
+from texts import token_roles
 
 TEXTS = [
     "The capital of France is",
@@ -213,3 +218,41 @@ def test_settings_are_optional(directory: Path) -> None:
     tokenizer = TextTokenizer(directory, "tokenizer")
     assert (tokenizer.bos, tokenizer.eos) == (None, None)
     assert tokenizer.encode(["a"])[0][0] == tiny.BOS
+
+
+ENGLISH = "the assistant said that the user said hello there, and then the other one said so too"
+
+
+@pytest.fixture(scope="module")
+def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer whose tokens are words and parts of them."""
+    folder = tmp_path_factory.mktemp("merging")
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([ENGLISH] * 20, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@settings(derandomize=True, database=None, max_examples=200, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, len(ENGLISH)), max_size=8),
+    said=st.lists(st.sampled_from([*ROLES]), min_size=9, max_size=9),
+)
+def test_flags_of_tokens_are_those_of_the_definition(
+    merging: Path, cuts: list[int], said: list[str]
+) -> None:
+    """Wherever one speaker ends and another begins, in the middle of a token or not."""
+    ends = sorted({0, *cuts, len(ENGLISH)})
+    ranges = list(zip(ends, ends[1:], said, strict=False))
+    tokenizer = TextTokenizer(merging, "none")
+    roles = tuple((start, stop, ROLES[role]) for start, stop, role in ranges)
+    (ids,), (flags,) = tokenizer.encode_roles([ENGLISH], [roles])
+    encoding = Tokenizer.from_file(str(merging / "tokenizer.json")).encode(ENGLISH)
+    spoken = tuple(each for each in ranges if each[2] != "template")
+    wanted = token_roles(encoding.offsets, Rendered(ENGLISH, spoken))
+    assert ids.tolist() == encoding.ids and len(ids) < len(ENGLISH) / 2
+    assert flags.tolist() == [ROLES[role] for role in wanted]

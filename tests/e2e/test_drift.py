@@ -43,6 +43,13 @@ OTHER: dict[str, tuple[Any, str, str]] = {
     "special_tokens": ("none", "tokenizer", "none"),
     "text_column": ("body", "text", "body"),
     "text_documents": ("file", "line", "file"),
+    "filter": ("body != ''", "None", "body"),
+    "fraction": (0.9, "None", "0.9"),
+    "holdout": (0.1, "None", "0.1"),
+    "dedupe": (True, "False", "True"),
+    "min_tokens": (2, "None", "2"),
+    "max_doc_tokens": (500, "None", "500"),
+    "max_doc_bytes": (1000, "67108864", "1000"),
     "max_docs": (11, "12", "11"),
     "max_tokens": (700, "600", "700"),
     "unit_tokens": (201, "200", "201"),
@@ -96,7 +103,26 @@ def refused(work: Work, out: Path, *named: object, code: int = 2, **changes: Any
 
 
 def test_every_field_of_the_recipe_is_tried() -> None:
-    assert {*OTHER, "model", "lora", "corpus"} == set(Recipe.names())
+    chats = {"messages", "prompt_column", "response_column", "prompt_prefix", "prompt_suffix",
+             "system", "template", "generation_prompt"}  # fmt: skip
+    assert {*OTHER, *chats, "part", "model", "lora", "corpus"} == set(Recipe.names())
+
+
+def test_the_other_part_of_a_corpus_is_another_dataset(
+    made: tuple[Work, Path], tmp_path: Path
+) -> None:
+    work, _ = made
+    work.extract(tmp_path / "out", holdout=0.3)
+    refused(work, tmp_path / "out", "part: stored", holdout=0.3, part="holdout")
+
+
+def test_another_chat_is_another_dataset(made: tuple[Work, Path], tmp_path: Path) -> None:
+    work, _ = made
+    chat = {"text_column": None, "prompt_column": "text", "template": "none"}
+    work.extract(tmp_path / "out", **chat)
+    for field, value in (("prompt_column", "body"), ("response_column", "body"),
+                         ("prompt_prefix", "Q"), ("prompt_suffix", "A")):  # fmt: skip
+        refused(work, tmp_path / "out", f"{field}: stored", **{**chat, field: value})
 
 
 @pytest.mark.parametrize("field", OTHER)

@@ -43,6 +43,7 @@ VERBS = (
     "export",
     "compact",
     "push",
+    "fetch",
     "status",
     "verify",
     "gc",

@@ -194,7 +194,7 @@ def test_what_cannot_be_found_is_one_line(model: Path, texts: Path, tmp_path: Pa
     refused(2, corpus, "no tokenizer.json", model=corpus)
     refused(3, "s3://none-of-ours", corpus="s3://none-of-ours/x.jsonl")
     refused(3, "s3://none-of-ours", model="s3://none-of-ours/x")
-    refused(2, "http://", corpus="http://host/x.jsonl")
+    refused(2, "ftp://", corpus="ftp://host/x.jsonl")
     refused(2, "names no bucket", corpus="s3:///x.jsonl")
     open_objects(weights).delete("model.safetensors")
     refused(2, f"{weights}/model.safetensors", "no such file")

@@ -13,7 +13,8 @@ import pytest
 import zstandard
 
 from remote import BUCKETS, Counting, counted, upload
-from spile.data.corpus import CorpusFile, CorpusReader, Span, find_files
+from spile.data.corpus import CorpusReader
+from spile.data.corpus_files import CorpusFile, Span, find_files
 from spile.errors import ConfigError, DataError, InputError, StoreError
 from spile.identity import full_digest, sampled_digest
 from spile.models.tensor_file import read_header, read_tensor

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from security.hostile import DEEP, JSON, NUMBERS, damaged, fuzz, only_our_errors, refused
-from spile.data.corpus import CorpusReader, find_files
+from spile.data.corpus import CorpusReader
+from spile.data.corpus_files import find_files
 from spile.data.units import make_units
 from spile.models.gguf import convert
 

@@ -8,7 +8,7 @@ A filter chooses which of the tokens become stored rows. It never moves anything
 of all tokens, but rows without a chosen one are left out, since nothing would be kept of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -143,15 +143,22 @@ def pack_unit(
     long_docs: str,
     pack: str,
     rows: RowFilter | None = None,
+    roles: Sequence[np.ndarray] = (),
 ) -> PackedUnit:
-    """Cut documents into contexts, place those in rows, and index every token that is kept."""
+    """Cut documents into contexts, place those in rows, and index every token that is kept.
+
+    Args:
+        roles: flags of each document's tokens; none at all where nobody in particular speaks.
+    """
     contexts: list[tuple[int, int, np.ndarray]] = []  # document, offset of its first token, tokens
     ends: list[int] = []  # flags of each context's last token
-    for ordinal, tokens in zip(ordinals, documents, strict=True):
+    said: list[np.ndarray | int] = []  # flags of each context's tokens
+    for number, (ordinal, tokens) in enumerate(zip(ordinals, documents, strict=True)):
         stop = min(len(tokens), seq_len) if long_docs == "truncate" else len(tokens)
         for offset in range(0, stop, seq_len):
             contexts.append((ordinal, offset, tokens[offset : min(offset + seq_len, stop)]))
             ends.append(LAST if offset + seq_len < stop else LAST | END)
+            said.append(roles[number][offset : min(offset + seq_len, stop)] if roles else 0)
 
     lengths = np.array([len(tokens) for _, _, tokens in contexts], np.int64)
     if pack == "none":
@@ -178,7 +185,7 @@ def pack_unit(
             entry["doc"] = ordinal
             entry["offset"] = np.arange(offset, offset + count)
             entry["pos"] = positions[row, place]
-            entry["flags"] = tokenizer.flags(tokens)
+            entry["flags"] = tokenizer.flags(tokens) | said[item]
             entry["flags"][0] |= FIRST
             entry["flags"][-1] |= ends[item]
             column += count

@@ -3,24 +3,29 @@
 # pyright: standard
 # pyarrow ships no types; what comes out of it is given one at this file's edge.
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spile.data.selection import ColumnFilter
 from spile.errors import InputError
 from spile.objects.files import AnyPath
+
+TEXT = ""  # the text's key, where a row is read by columns
 
 _BATCH = 1024  # rows decoded at a time
 _AHEAD = 4 << 20  # of a column in a bucket: a row group is read as it is decoded, not at once
 
 
 @contextmanager
-def _opened(path: AnyPath, wanted: str | None) -> Iterator[tuple[pq.ParquetFile, str]]:
-    """The file and the name of its text column; whatever goes wrong with it is one line."""
+def _opened(
+    path: AnyPath, wanted: str | None, columns: Sequence[str] = ()
+) -> Iterator[tuple[pq.ParquetFile, Sequence[str]]]:
+    """The file and the columns, or its text column; whatever goes wrong with it is one line."""
     try:
         if isinstance(path, Path):
             file = pq.ParquetFile(path)
@@ -28,7 +33,7 @@ def _opened(path: AnyPath, wanted: str | None) -> Iterator[tuple[pq.ParquetFile,
             stream = pa.PythonFile(path.open("rb", buffering=0), mode="r")
             file = pq.ParquetFile(stream, buffer_size=_AHEAD, pre_buffer=False)
         with file:
-            yield file, _text_column(path, file, wanted)
+            yield file, columns or [_text_column(path, file, wanted)]
     except (pa.ArrowException, OSError) as error:
         line = str(error).splitlines()[0]
         raise InputError(f"{path}: cannot read Parquet ({line}); is it whole?") from error
@@ -55,42 +60,105 @@ def _text_column(path: AnyPath, file: pq.ParquetFile, wanted: str | None) -> str
     return wanted
 
 
-def row_groups(path: AnyPath, wanted: str | None) -> list[tuple[int, int]]:
-    """(rows, decoded bytes of the text column) of each row group, from the footer alone."""
-    with _opened(path, wanted) as (file, column):
-        return _row_groups(file, column)
+def row_groups(
+    path: AnyPath, wanted: str | None, columns: Sequence[str] = ()
+) -> list[tuple[int, int]]:
+    """(rows, decoded bytes of the text column, or of some others) of each row group, from the
+    footer alone."""
+    with _opened(path, wanted, columns) as (file, names):
+        return _row_groups(file, names)
 
 
-def _row_groups(file: pq.ParquetFile, column: str) -> list[tuple[int, int]]:
+def _row_groups(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, int]]:
     metadata = file.metadata
     groups: list[tuple[int, int]] = []
     for g in range(metadata.num_row_groups):
         group = metadata.row_group(g)
         chunks = [group.column(c) for c in range(group.num_columns)]
-        size = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema == column)
+        size = sum(
+            c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in names
+        )
         groups.append((group.num_rows, size))
     return groups
 
 
-def read_rows(path: AnyPath, wanted: str | None, first: int, count: int) -> Iterator[bytes | None]:
+def read_texts(path: AnyPath, wanted: str | None, first: int, count: int) -> Iterator[bytes | None]:
     """Texts of `count` rows from row `first` on; only the row groups that hold them are read."""
-    with _opened(path, wanted) as (file, column):
-        groups: list[int] = []
-        position = row = 0  # of the first row that will be decoded; of the group in hand
-        for group, (rows, _) in enumerate(_row_groups(file, column)):
-            if row + rows <= first:
-                position = row + rows
-            elif row < first + count:
-                groups.append(group)
-            row += rows
-        for batch in file.iter_batches(_BATCH, row_groups=groups, columns=[column]):
-            low = max(first - position, 0)
-            high = min(first + count - position, batch.num_rows)
+    with _opened(path, wanted) as (file, names):
+        for batch in _batches(file, list(_groups(file, first, count)), [names[0]]):
+            yield from _values(batch.column(0))
+
+
+def read_rows(
+    path: AnyPath,
+    wanted: str | None,
+    columns: Sequence[str],
+    first: int,
+    count: int,
+    *,
+    filter: ColumnFilter | None,
+    texts: bool,
+) -> Iterator[dict[str, Any] | None]:
+    """Rows as Python values; with `texts`, the text's bytes under `TEXT`.
+
+    None stands for a row that the filter leaves out by what the footer says of its row group.
+    """
+    with _opened(path, wanted, columns if not texts else ()) as (file, names):
+        text = names[0] if texts else None
+        present = {field.name for field in file.schema_arrow}
+        for name in columns:
+            if name not in present:
+                raise InputError(f"{path}: no column {name!r}; it has {', '.join(sorted(present))}")
+        chosen = [*dict.fromkeys(columns)]
+        if text and text not in chosen:
+            chosen.append(text)
+        for group, low, high in _groups(file, first, count):
+            if filter and not filter.may_match(_bounds(file, group, filter.columns)):
+                yield from [None] * (high - low)
+                continue
+            for batch in _batches(file, [(group, low, high)], chosen):
+                rows = batch.select([*dict.fromkeys(columns)]).to_pylist()
+                if text:
+                    values = _values(batch.column(chosen.index(text)))
+                    rows = [{**row, TEXT: v} for row, v in zip(rows, values, strict=True)]
+                yield from rows
+
+
+def _groups(file: pq.ParquetFile, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Row groups that hold some of the rows, and which of each."""
+    row = 0
+    for group in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        low, high = max(first - row, 0), min(first + count - row, rows)
+        if low < high:
+            yield group, low, high
+        row += rows
+
+
+def _batches(
+    file: pq.ParquetFile, groups: Sequence[tuple[int, int, int]], columns: list[str]
+) -> Iterator[pa.RecordBatch]:
+    """The chosen rows of row groups, and no other."""
+    for group, low, high in groups:
+        position = 0
+        for batch in file.iter_batches(_BATCH, row_groups=[group], columns=columns):
+            start, stop = max(low - position, 0), min(high - position, batch.num_rows)
             position += batch.num_rows
-            if high > low:
-                yield from _values(batch.column(0).slice(low, high - low))
-            if position >= first + count:
-                return
+            if start < stop:
+                yield batch.slice(start, stop - start)
+            if position >= high:
+                break
+
+
+def _bounds(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """The least and the greatest value of columns in a row group, where the footer says so."""
+    found: dict[str, tuple[Any, Any]] = {}
+    chunks = file.metadata.row_group(group)
+    for number in range(chunks.num_columns):
+        chunk = chunks.column(number)
+        if chunk.path_in_schema in columns and chunk.statistics and chunk.statistics.has_min_max:
+            found[chunk.path_in_schema] = (chunk.statistics.min, chunk.statistics.max)
+    return found
 
 
 def open_zstd(path: AnyPath) -> BinaryIO:

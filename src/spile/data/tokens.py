@@ -2,13 +2,14 @@
 
 import json
 import os
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from spile.errors import ConfigError, InputError, SpileError
-from spile.index import BOS, EOS, SPECIAL
+from spile.index import BOS, EOS, ROLES, SPECIAL
 from spile.objects.files import AnyPath
 
 
@@ -59,6 +60,38 @@ class TextTokenizer:
             head = np.asarray([self.bos], np.int32)
             ids = [np.concatenate([head, tokens]) for tokens in ids]
         return ids
+
+    def encode_roles(
+        self, texts: list[str], roles: Sequence[Sequence[tuple[int, int, int]]]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Token ids of each text, and the flags of whoever said them.
+
+        A token is of whom its characters are: one that the assistant and others share is the
+        assistant's (so HF transformers has it), any other of whom its first character is that is
+        anyone's. The ranges follow one another without gaps.
+        """
+        ids: list[np.ndarray] = []
+        flags: list[np.ndarray] = []
+        encodings = self._tokenizer.encode_batch(
+            texts, add_special_tokens=self._policy == "tokenizer"
+        )
+        for encoding, said in zip(encodings, roles, strict=True):
+            spans = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+            starts = np.array([start for start, _, _ in said], np.int64)
+            flag = np.array([0, *(flag for _, _, flag in said)], np.uint16)
+            first = np.searchsorted(starts, spans[:, 0], side="right")
+            last = np.searchsorted(starts, spans[:, 1] - 1, side="right")
+            found = flag[first]
+            for token in np.flatnonzero(first < last):
+                owners = flag[first[token] : last[token] + 1]
+                someones = owners[owners != ROLES["template"]]
+                shared = ROLES["assistant"] in owners
+                found[token] = ROLES["assistant"] if shared else [*someones, found[token]][0]
+            found[spans[:, 0] == spans[:, 1]] = ROLES["template"]
+            head = [self.bos] if self._policy == "bos" else []
+            ids.append(np.asarray([*head, *encoding.ids], np.int32))
+            flags.append(np.concatenate([np.full(len(head), ROLES["template"], np.uint16), found]))
+        return ids, flags
 
     def count(self, texts: list[str]) -> int:
         return sum(len(tokens) for tokens in self.encode(texts))

@@ -5,16 +5,18 @@ that finds line ends and hashes each unit's bytes; the table records both, so th
 machine repeats the pass and every later reading can be checked.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from spile.data import parquet
-from spile.data.corpus import CorpusFile, CorpusReader, Span
-from spile.errors import InputError
+from spile.data.corpus import CorpusReader
+from spile.data.corpus_files import CorpusFile, Span
+from spile.data.source import Source
+from spile.errors import DataError, InputError
 
 _CHUNK = 1 << 23
 _SAMPLED_FILES = 4
@@ -30,15 +32,20 @@ class Unit:
     num_docs: int
     tokens: int  # an estimate; the exact count is settled by tokenizing the unit
     spans: tuple[Span, ...]
+    skip: tuple[int, ...] = ()  # documents whose text came before
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Unit":
-        parts: dict[str, Any] = {**value}
-        parts["spans"] = tuple(Span(**span) for span in parts["spans"])
-        return cls(**parts)
+        try:
+            parts: dict[str, Any] = {**value}
+            parts["spans"] = tuple(Span(**span) for span in parts["spans"])
+            parts["skip"] = tuple(parts.get("skip", ()))
+            return cls(**parts)
+        except (TypeError, KeyError) as error:
+            raise DataError(f"the unit table holds what is no unit ({error})") from error
 
 
 def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], int]) -> float:
@@ -67,21 +74,31 @@ def make_units(
     *,
     text_column: str | None,
     text_documents: str,
+    columns: Sequence[str] = (),
     unit_tokens: int,
     density: float,
     max_docs: int | None,
     max_tokens: int | None,
     heed: Callable[[], None] = lambda: None,
+    program: Source | None = None,
 ) -> list[Unit]:
     """Cut the corpus; `density` is tokens per byte. Deterministic in its arguments.
 
     `heed` is called for every file and every few megabytes, and may raise to stop the pass.
+    `program`: opened, where the corpus is one.
     """
     builder = _Builder(unit_bytes=max(1, int(unit_tokens / density)), max_docs=max_docs)
     for number, file in enumerate(files):
         heed()
-        if file.kind == "parquet":
-            _cut_parquet(builder, number, file, text_column)
+        if program:
+            for part in program.ranges(builder.unit_bytes, max_docs, heed):
+                builder.add(
+                    Span(number, part.first, part.count, 0, part.size, part.digest), part.size
+                )
+        elif file.kind == "parquet":
+            _cut_parquet(builder, number, file, text_column, columns)
+        elif file.kind == "json":
+            _cut_elements(builder, number, file, heed)
         else:
             whole = file.kind == "text" and text_documents == "file"
             _cut_lines(builder, number, file, heed, whole=whole)
@@ -95,6 +112,38 @@ def make_units(
         totals = np.cumsum([unit.tokens for unit in units])
         units = units[: int(np.searchsorted(totals, max_tokens)) + 1]
     return units
+
+
+def without_duplicates(
+    units: list[Unit], reader: CorpusReader, heed: Callable[[], None] = lambda: None
+) -> list[Unit]:
+    """Units that know which of their documents have a text that came before."""
+    hashes: list[np.ndarray] = []
+    ordinals: list[np.ndarray] = []
+    for unit in units:
+        heed()
+        found = reader.read(unit.spans, unit.first_doc)
+        digests = b"".join(xxhash.xxh3_128_digest(text.encode()) for text in found.texts)
+        hashes.append(np.frombuffer(digests, np.uint64).reshape(-1, 2))
+        ordinals.append(np.array(found.ordinals, np.int64))
+    every, docs = np.concatenate(hashes), np.concatenate(ordinals)
+    order = np.lexsort((docs, every[:, 1], every[:, 0]))
+    again = np.zeros(len(docs), np.bool_)
+    again[order[1:]] = (every[order[1:]] == every[order[:-1]]).all(axis=1)
+    repeated = np.sort(docs[again])
+    return [
+        replace(
+            unit,
+            skip=tuple(
+                repeated[
+                    slice(
+                        *np.searchsorted(repeated, [unit.first_doc, unit.first_doc + unit.num_docs])
+                    )
+                ].tolist()
+            ),
+        )
+        for unit in units
+    ]
 
 
 class _Builder:
@@ -143,9 +192,11 @@ class _Builder:
         ]
 
 
-def _cut_parquet(builder: _Builder, number: int, file: CorpusFile, column: str | None) -> None:
+def _cut_parquet(
+    builder: _Builder, number: int, file: CorpusFile, column: str | None, columns: Sequence[str]
+) -> None:
     row = 0
-    for rows, size in parquet.row_groups(file.path, column):
+    for rows, size in parquet.row_groups(file.path, column, columns):
         end = row + rows
         per_row = max(1, size // max(1, rows))
         while row < end and not builder.full:
@@ -169,8 +220,7 @@ def _cut_lines(
         builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
         start, first, lines, digest = stop, first + count, 0, xxhash.xxh3_128()
 
-    for data in _chunks(file):
-        heed()
+    for data in _chunks(file, heed):
         last_byte = data[-1:]
         ends = position + 1 + np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
         if whole:
@@ -199,7 +249,30 @@ def _cut_lines(
         close(position, 1 if whole else lines + (last_byte != b"\n"))
 
 
-def _chunks(file: CorpusFile) -> Iterator[bytes]:
+def _cut_elements(
+    builder: _Builder, number: int, file: CorpusFile, heed: Callable[[], None]
+) -> None:
+    """One pass over a JSON array."""
+    first = count = start = stop = 0  # of the span being collected
+    digest = xxhash.xxh3_128()
+    for element in file.elements(_chunks(file, heed)):
+        if not count:
+            start, digest = element.start, xxhash.xxh3_128()
+        else:
+            digest.update(element.between)
+        digest.update(element.data)
+        stop, count = element.stop, count + 1
+        if stop - start >= builder.room or count >= builder.docs_left:
+            builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
+            first, count = first + count, 0
+            if builder.full:
+                return
+    if count:
+        builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
+
+
+def _chunks(file: CorpusFile, heed: Callable[[], None]) -> Iterator[bytes]:
     with file.open() as stream:
         while data := file.read(stream, _CHUNK):
+            heed()
             yield data

@@ -79,7 +79,7 @@ def _first_contexts(job: Job) -> Iterator[PackedUnit]:
     missing = _ENOUGH
     with closing(job.reader()) as reader:
         for unit in job.units:
-            packed, _ = job.pack(reader.read(unit.spans, unit.first_doc))
+            packed, _ = job.pack(reader.read(unit.spans, unit.first_doc, unit.skip))
             before = np.cumsum(packed.counts) - packed.counts
             count = int(np.searchsorted(before, missing))
             yield packed.first(count)

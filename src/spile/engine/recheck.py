@@ -130,7 +130,7 @@ def _sampled(dataset: Dataset, job: Job, samples: int) -> Iterator[tuple[Documen
     seen: set[int] = set()
     with closing(job.reader()) as reader:
         for unit in chosen:
-            read = reader.read(unit.spans, unit.first_doc)
+            read = reader.read(unit.spans, unit.first_doc, unit.skip)
             for number in rng.permutation(len(read.texts)):
                 ordinal = read.ordinals[number]
                 if ordinal not in seen and dataset.has_document(ordinal):

@@ -9,19 +9,27 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from spile.config import Recipe, ResolvedRecipe, flag_of
-from spile.data.corpus import CorpusFile, CorpusReader, Documents, find_files
+import numpy as np
+
+from spile.config import MAX_DOC_BYTES, Recipe, ResolvedRecipe, flag_of
+from spile.data.corpus import CorpusReader, Documents
+from spile.data.corpus_files import CorpusFile, find_files
 from spile.data.pack import PackedUnit, pack_unit
+from spile.data.program import Program, is_program
+from spile.data.reading import Reading, read_as
 from spile.data.rows import RowFilter
+from spile.data.selection import ColumnFilter, selection_of
 from spile.data.tokens import TextTokenizer
-from spile.data.units import Unit, make_units, tokens_per_byte
+from spile.data.units import Unit, make_units, tokens_per_byte, without_duplicates
 from spile.errors import ConfigError, DriftError, InputError
 from spile.identity import sampled_digests
 from spile.models.checkpoint import Checkpoint, open_checkpoint
 from spile.models.taps import AFTER_BLOCKS, Tap, parse_taps
+from spile.objects.hub_names import continued, pinned
 from spile.store.format import TapInfo
 from spile.store.ledger import Ledger, Table
 
@@ -30,6 +38,7 @@ _log = logging.getLogger("spile")
 # Settled once, when the unit table is made: a unit should take minutes, not hours, to redo.
 _UNIT_TOKENS = {"cpu": 64_000}
 _UNIT_TOKENS_ACCELERATOR = 4_000_000
+_SOURCES = {"model": "model", "lora": "model", "corpus": "dataset"}  # what they are on the Hub
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class Job:
     files: list[CorpusFile]
     taps: tuple[Tap, ...]
     units: list[Unit]
+    reading: Reading | None = None  # of rows that are not plain texts
 
     @property
     def layers(self) -> int:
@@ -58,25 +68,53 @@ class Job:
         return RowFilter(self.recipe.where, self.recipe.every)
 
     def reader(self) -> CorpusReader:
-        return CorpusReader(self.files, self.recipe.text_column, self.recipe.text_documents)
+        return _reader(self.recipe, self.files, self.reading)
 
     def pack(self, documents: Documents) -> tuple[PackedUnit, Counter[str]]:
         """A unit's documents as the model will read them, and how many are left out, and why."""
-        encoded = self.tokenizer.encode(documents.texts)
-        skipped = documents.skipped.copy()
-        if empty := sum(not len(tokens) for tokens in encoded):
-            skipped["no tokens"] = empty
+        encoded, roles = _encoded(self.tokenizer, documents)
+        selection, skipped = selection_of(self.recipe), documents.skipped.copy()
+        chosen: list[int] = []
+        for number, tokens in enumerate(encoded):
+            if reason := selection.refuses_length(len(tokens)):
+                skipped[reason] += 1
+            else:
+                chosen.append(number)
         recipe = self.recipe
         packed = pack_unit(
-            documents.ordinals,
-            encoded,
+            [documents.ordinals[number] for number in chosen],
+            [encoded[number] for number in chosen],
             self.tokenizer,
             seq_len=recipe.seq_len,
             long_docs=recipe.long_docs,
             pack=recipe.pack,
             rows=self.row_filter,
+            roles=[roles[number] for number in chosen] if roles else (),
         )
         return packed, skipped
+
+
+def _reader(
+    recipe: ResolvedRecipe, files: list[CorpusFile], reading: Reading | None
+) -> CorpusReader:
+    return CorpusReader(
+        files,
+        recipe.text_column,
+        recipe.text_documents,
+        reading=reading,
+        filter=ColumnFilter(recipe.filter) if recipe.filter else None,
+        selection=selection_of(recipe),
+        max_doc_bytes=recipe.max_doc_bytes,
+    )
+
+
+def _encoded(
+    tokenizer: TextTokenizer, documents: Documents
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Token ids of each document; and the flags of each, where it matters who speaks."""
+    if any(documents.roles):
+        return tokenizer.encode_roles(documents.texts, documents.roles)
+    return tokenizer.encode(documents.texts), []
 
 
 def resolve(
@@ -92,12 +130,16 @@ def resolve(
     for name in ("model", "corpus", "taps"):
         if getattr(recipe, name) is None:
             raise ConfigError(f"{flag_of(name)} is missing")
+    recipe = _pinned(recipe)
     assert recipe.model and recipe.corpus and recipe.taps
 
     checkpoint = open_checkpoint(recipe.model, recipe.lora)
     taps = parse_taps(recipe.taps, checkpoint.arch)
     files = find_files(recipe.corpus)
-    resolved = _settled(recipe, checkpoint, taps, files, platform)
+    if recipe.part == "holdout" and not recipe.holdout:
+        raise ConfigError("--part holdout needs --holdout, the share that is held out")
+    reading, template = read_as(recipe, checkpoint.directory)
+    resolved = _settled(recipe, checkpoint, taps, files, platform, template, reading)
     tokenizer = TextTokenizer(checkpoint.directory, resolved.special_tokens)
     if tokenizer.max_id >= checkpoint.arch.vocab_size:
         raise InputError(
@@ -106,9 +148,9 @@ def resolve(
         )
     if stored:
         _refuse_drift(ledger.objects.url, stored, resolved, files)
-    table = stored or _make_table(resolved, checkpoint, tokenizer, taps, files, heed)
+    table = stored or _make_table(resolved, checkpoint, tokenizer, taps, files, reading, heed)
     units = [Unit.from_json(unit) for unit in table.units]
-    return Job(table.recipe, table, checkpoint, tokenizer, files, taps, units)
+    return Job(table.recipe, table, checkpoint, tokenizer, files, taps, units, reading)
 
 
 def store_table(job: Job, ledger: Ledger) -> Job:
@@ -120,16 +162,35 @@ def store_table(job: Job, ledger: Ledger) -> Job:
 
 
 def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
-    """Fill what was not given from the store."""
+    """Fill what was not given from the store, which also knows the commit of what was."""
     defaults: dict[str, Any] = {
         **{name: getattr(stored, name, None) for name in Recipe.names()},
         "model": stored.model_source,
         "lora": stored.lora_source,
         "corpus": stored.corpus_source,
+        "template": stored.template_source,
         "taps": ",".join(stored.taps),
     }
     missing = {name for name in Recipe.names() if getattr(recipe, name) is None}
-    return dataclasses.replace(recipe, **{name: defaults[name] for name in missing})
+    source = stored.corpus_source
+    if "corpus" in missing and is_program(source) and not Program.parse(source).shipped:
+        raise ConfigError(
+            f"the corpus of this dataset is a program ({source}), and none is run because a store "
+            "names it: give it with --corpus"
+        )
+    chosen = {name: defaults[name] for name in missing}
+    for name in _SOURCES.keys() - missing:
+        if defaults[name] is not None:
+            kind = _SOURCES[name]
+            chosen[name] = continued(getattr(recipe, name), defaults[name], kind)
+    return dataclasses.replace(recipe, **chosen)
+
+
+def _pinned(recipe: Recipe) -> Recipe:
+    """With the commits of what lies on the Hub: a branch may move while a run lasts."""
+    given = {name: getattr(recipe, name) for name in _SOURCES}
+    named = {n: pinned(v, _SOURCES[n]) for n, v in given.items() if v not in (None, "demo")}
+    return dataclasses.replace(recipe, **named)
 
 
 def _settled(
@@ -138,6 +199,8 @@ def _settled(
     taps: tuple[Tap, ...],
     files: list[CorpusFile],
     platform: str,
+    template: str | None,
+    reading: Reading | None,
 ) -> ResolvedRecipe:
     arch = checkpoint.arch
     seq_len = recipe.seq_len or min(2048, arch.max_positions)
@@ -153,17 +216,35 @@ def _settled(
         model_source=_absolute(recipe.model),
         lora_source=_absolute(recipe.lora) if recipe.lora else None,
         corpus_source=_absolute(recipe.corpus),
+        template_source=_absolute(recipe.template) if recipe.template else None,
         model=checkpoint.identity(),
-        corpus=tuple(sampled_digests(file.path for file in files)),
+        corpus=_identity(recipe, files, reading),
         taps=tuple(tap.name for tap in taps),
         where=rows.where,
         every=rows.every,
         seq_len=seq_len,
         pack=recipe.pack or "ffd",
         long_docs=recipe.long_docs or "split",
-        special_tokens=recipe.special_tokens or "tokenizer",
+        special_tokens=recipe.special_tokens
+        or ("none" if template not in (None, "none") else "tokenizer"),
         text_column=recipe.text_column,
         text_documents=recipe.text_documents or "line",
+        messages=recipe.messages,
+        prompt_column=recipe.prompt_column,
+        response_column=recipe.response_column,
+        prompt_prefix=recipe.prompt_prefix,
+        prompt_suffix=recipe.prompt_suffix,
+        system=recipe.system,
+        template=template,
+        generation_prompt=bool(recipe.generation_prompt),
+        filter=recipe.filter,
+        fraction=recipe.fraction,
+        holdout=recipe.holdout,
+        part=recipe.part or "rest",
+        dedupe=bool(recipe.dedupe),
+        min_tokens=recipe.min_tokens,
+        max_doc_tokens=recipe.max_doc_tokens,
+        max_doc_bytes=recipe.max_doc_bytes or MAX_DOC_BYTES,
         max_docs=recipe.max_docs,
         max_tokens=recipe.max_tokens,
         unit_tokens=recipe.unit_tokens or _UNIT_TOKENS.get(platform, _UNIT_TOKENS_ACCELERATOR),
@@ -174,7 +255,21 @@ def _settled(
 
 def _absolute(source: str) -> str:
     """Kept so that --out alone resumes from any directory."""
-    return source if source == "demo" or "://" in source else os.path.abspath(source)
+    if source.startswith(("https://", "http://")):
+        return source.partition("?")[0]  # what follows may be a signature, which is not for others
+    if is_program(source):
+        return str(Program.parse(source))
+    named = source in ("demo", "none") or "://" in source
+    return source if named else os.path.abspath(source)
+
+
+def _identity(recipe: Recipe, files: list[CorpusFile], reading: Reading | None) -> tuple[str, ...]:
+    """What the corpus is: its files, or the program that gives it."""
+    program = files[0].program
+    if program is None:
+        return tuple(sampled_digests(file.path for file in files))
+    with closing(CorpusReader(files, recipe.text_column, "line", reading=reading)) as reader:
+        return ("; ".join(reader.opened(program).identity()),)
 
 
 def _make_table(
@@ -183,19 +278,25 @@ def _make_table(
     tokenizer: TextTokenizer,
     taps: tuple[Tap, ...],
     files: list[CorpusFile],
+    reading: Reading | None,
     heed: Callable[[], None],
 ) -> Table:
-    reader = CorpusReader(files, resolved.text_column, resolved.text_documents)
-    units = make_units(
-        files,
-        text_column=resolved.text_column,
-        text_documents=resolved.text_documents,
-        unit_tokens=resolved.unit_tokens,
-        density=tokens_per_byte(reader, tokenizer.count),
-        max_docs=resolved.max_docs,
-        max_tokens=resolved.max_tokens,
-        heed=heed,
-    )
+    with closing(_reader(resolved, files, reading)) as reader:
+        units = make_units(
+            files,
+            text_column=resolved.text_column,
+            text_documents=resolved.text_documents,
+            columns=reading.columns if reading else (),
+            unit_tokens=resolved.unit_tokens,
+            density=tokens_per_byte(reader, tokenizer.count) * selection_of(resolved).share,
+            max_docs=resolved.max_docs,
+            max_tokens=resolved.max_tokens,
+            heed=heed,
+            program=reader.opened(files[0].program) if files[0].program else None,
+        )
+        if resolved.dedupe:
+            units = without_duplicates(units, reader, heed)
+        kept = _kept(resolved, reader, tokenizer)
     _log.info(
         "unit table: %d documents, about %d tokens, in %d units",
         sum(unit.num_docs for unit in units),
@@ -211,7 +312,7 @@ def _make_table(
             for f, identity in zip(files, resolved.corpus, strict=True)
         ),
         units=tuple(unit.to_json() for unit in units),
-        kept=_kept(resolved, reader, tokenizer),
+        kept=kept,
     )
 
 
@@ -227,10 +328,11 @@ def _kept(resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokeniz
         return 1.0
     documents, _ = reader.sample(0)
     first = slice(resolved.max_docs)
+    encoded, roles = _encoded(tokenizer, documents)
     packed = pack_unit(
-        documents.ordinals[first], tokenizer.encode(documents.texts[first]), tokenizer,
+        documents.ordinals[first], encoded[first], tokenizer,
         seq_len=resolved.seq_len, long_docs=resolved.long_docs, pack=resolved.pack,
-        rows=RowFilter(resolved.where, resolved.every),
+        rows=RowFilter(resolved.where, resolved.every), roles=roles[first],
     )  # fmt: skip
     # A sample of which nothing is kept teaches nothing: `doc >= 10000`, say.
     return packed.num_rows / packed.num_tokens if packed.num_rows else 1.0

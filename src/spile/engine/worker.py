@@ -125,7 +125,7 @@ class Worker:
         with closing(self._job.reader()) as reader:
             known = {unit.id: unit for unit in self._job.units}
             for unit, attempt in self._world.units(self._units(sink), known):
-                documents = reader.read(unit.spans, unit.first_doc)
+                documents = reader.read(unit.spans, unit.first_doc, unit.skip)
                 with self._counters.timed("preparing"):
                     packed, skipped = self._job.pack(documents)
                 for batch in self._batches(packed):

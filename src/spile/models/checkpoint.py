@@ -23,7 +23,8 @@ from spile.models.lora import Adapter, read_adapter
 from spile.models.sources import Source
 from spile.models.specs import ParamSpec, block_specs, outer_specs
 from spile.models.tensor_file import read_header
-from spile.objects.files import AnyPath, path_of
+from spile.objects.files import AnyPath, files_below, path_of
+from spile.objects.hub_names import pinned
 from spile.tensors import TensorInfo
 
 _INDEX = "model.safetensors.index.json"
@@ -89,12 +90,13 @@ def read_arch(model: str) -> Arch:
 
 
 def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
-    """Find a model by its directory or URL (or `demo`), read its config and headers, check them."""
+    """Find a model by its directory, URL or name, read its config and headers, check them."""
     directory = _directory(model)
-    if not directory.is_dir():
+    # (A web server cannot say whether it has a directory.)
+    if not (directory / "config.json").is_file() and not directory.is_dir():
         raise InputError(
-            f"--model {model}: no such directory; give 'demo' or a directory with config.json, "
-            "tokenizer.json and *.safetensors"
+            f"--model {model}: no such directory; give 'demo', a directory with config.json, "
+            "tokenizer.json and *.safetensors, or OWNER/NAME of the Hub"
         )
     if not (directory / "tokenizer.json").is_file():
         raise InputError(f"--model {model}: no tokenizer.json there; save the fast tokenizer too")
@@ -155,7 +157,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
 
 
 def _directory(model: str) -> AnyPath:
-    return demo_model() if model == "demo" else path_of(model)
+    return demo_model() if model == "demo" else path_of(pinned(model, "model"))
 
 
 def _read_config(directory: AnyPath) -> tuple[Family, Arch]:
@@ -164,9 +166,10 @@ def _read_config(directory: AnyPath) -> tuple[Family, Arch]:
 
 
 def _weight_files(directory: AnyPath) -> tuple[AnyPath, ...]:
-    index = directory / _INDEX
+    index, single = directory / _INDEX, directory / _SINGLE
     if not index.is_file():
-        return (directory / _SINGLE,)
+        _refuse_pickles(directory, single)
+        return (single,)
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
         raise InputError(f"{index}: has no usable weight_map")
@@ -174,3 +177,14 @@ def _weight_files(directory: AnyPath) -> tuple[AnyPath, ...]:
     if odd := [n for n in names if PurePosixPath(n).name != n or n in ("", "..")]:
         raise InputError(f"{index}: {odd[0]!r} is not a plain file name")
     return tuple(directory / name for name in names)
+
+
+def _refuse_pickles(directory: AnyPath, wanted: AnyPath) -> None:
+    if wanted.is_file():
+        return
+    if any(path.name.endswith((".bin", ".pt", ".pth")) for path in files_below(directory)):
+        raise InputError(
+            f"{wanted}: no such file; pickled .bin weights are never read, as reading them can run "
+            "any program: convert them once, on a machine you can spare, by transformers' "
+            "AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(DIR), and give DIR"
+        )

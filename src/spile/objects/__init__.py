@@ -37,7 +37,14 @@ def open_objects(url: str, spool: Spool | None = None) -> Objects:
         except ImportError:
             raise ConfigError(f"{url}: buckets need obstore: pip install 'spile[cloud]'") from None
         return bucket.open_bucket(url, spool)
+    if scheme in ("http", "https"):
+        return importlib.import_module("spile.objects.web").WebObjects(url)
+    if scheme == "hf":
+        objects, key = importlib.import_module("spile.objects.hub_names").open_named(url)
+        if key:
+            raise ConfigError(f"{url}: give the whole repository, without {key}")
+        return objects
     raise ConfigError(
-        f"{url}: not a path or a URL of gs://, s3://, file:// or memory:// ({scheme}:// is none of "
-        "them)"
+        f"{url}: not a path or a URL of gs://, s3://, hf://, https://, file:// or memory:// "
+        f"({scheme}:// is none of them)"
     )

@@ -12,9 +12,7 @@ import contextlib
 import hashlib
 import logging
 import os
-import random
 import re
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -27,21 +25,20 @@ from obstore.store import GCSStore, S3Store
 
 from spile.errors import ConfigError, StoreError
 from spile.objects.protocol import Entry, check_held, check_key
+from spile.objects.retry import PASSING, Trying
+from spile.objects.retry import PATIENCE as _PATIENCE
+from spile.objects.retry import PATIENCE_AT_FIRST as _PATIENCE_AT_FIRST
 from spile.objects.spool import Spool, SpooledFile
 
 T = TypeVar("T")
 
 _log = logging.getLogger("spile")
-# How long a request is tried again: a service may be gone for minutes, a wrong address stays wrong.
-_PATIENCE, _PATIENCE_AT_FIRST = 300.0, 10.0  # seconds
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 15.0
 _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _HOPELESS = (
     exceptions.NotSupportedError,
     exceptions.InvalidPathError,
     exceptions.UnknownConfigurationKeyError,
 )
-_PASSING = {408, 409, 423, 425, 429}  # of the statuses that put the blame on us
 _STREAMED = 64 << 20
 _ROOM = _STREAMED + (1 << 20)  # with a header
 _TIMEOUT = timedelta(seconds=60)  # of one request, and for a connection to say anything
@@ -142,7 +139,7 @@ class BucketObjects:
                 self._answered = True
                 return
             except Exception as error:
-                trying.failed(error)
+                self._failed(trying, error)
 
     def delete(self, key: str) -> None:
         check_key(self.url, key)
@@ -201,7 +198,7 @@ class BucketObjects:
                     return None
                 return _plain(self._read(key, lambda: obstore.head(self._store, key))["e_tag"])
             except Exception as error:
-                trying.failed(error)
+                self._failed(trying, error)
                 unsure = True
 
     # -- requests ----------------------------------------------------------------------------
@@ -223,43 +220,26 @@ class BucketObjects:
                     raise FileNotFoundError(f"{self.url}: no {key}") from None
                 raise StoreError(f"{self.url}: there is no such bucket") from None
             except Exception as error:
-                trying.failed(error)
+                self._failed(trying, error)
 
-    def _trying(self, action: str, key: str) -> "_Trying":
+    def _trying(self, action: str, key: str) -> Trying:
         patience = _PATIENCE if self._answered else _PATIENCE_AT_FIRST
-        return _Trying(self.url, f"{action} {self.url}/{key}", patience)
+        return Trying(f"{action} {self.url}/{key}", patience)
 
-
-class _Trying:
-    """Tries of one request: pauses between them grow, are jittered, and end."""
-
-    def __init__(self, url: str, what: str, patience: float) -> None:
-        self._url, self._what, self._patience = url, what, patience
-        self._pause, self._began = _FIRST_PAUSE, time.monotonic()
-
-    def failed(self, error: Exception) -> None:
+    def _failed(self, trying: Trying, error: Exception) -> None:
         """Wait before another try; what will not get better is raised at once."""
-        what = f"{self._what}: {_line(error)}"
+        what = f"{trying.what}: {_line(error)}"
         if isinstance(error, StoreError):
             raise error
         found = re.search(r"status code: (4\d\d)", str(error))
         status = int(found[1]) if found else None
         if isinstance(error, FileNotFoundError) or status == 404:
-            raise StoreError(f"{self._url}: there is no such bucket") from error
+            raise StoreError(f"{self.url}: there is no such bucket") from error
         if isinstance(error, _REFUSED):
             raise StoreError(f"{what}; check the credentials and their rights") from error
-        if isinstance(error, _HOPELESS) or (status and status not in _PASSING):
+        if isinstance(error, _HOPELESS) or (status and status not in PASSING):
             raise StoreError(what) from error
-        waited = time.monotonic() - self._began
-        if waited > self._patience:
-            raise StoreError(
-                f"{what} (tried for {waited:.0f} s); what is committed stays valid: run the same "
-                "command again"
-            ) from error
-        pause = self._pause * random.uniform(0.5, 1.0)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        _log.debug("%s; again in %.1f s", what, pause)
-        time.sleep(pause)
+        trying.again(_line(error), error)
 
 
 class BucketStream:

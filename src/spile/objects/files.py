@@ -1,4 +1,4 @@
-"""Files to read, wherever they lie: a corpus and a model may be on a disk or in a bucket.
+"""Files to read, wherever they lie: on a disk, in a bucket, on the Hub or on a web server.
 
 What is local is pathlib's `Path`, and is read as ever. What lies behind a URL is a `RemotePath`,
 which offers that part of `Path` by which files are found and read; whoever is given an `AnyPath`
@@ -11,15 +11,17 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, cast
 
 from spile.errors import InputError
 from spile.objects import open_objects
+from spile.objects.globs import matches, plain_depth
+from spile.objects.hub_names import open_named
 from spile.objects.protocol import Objects, exists
+from spile.objects.web import WebObjects, split_url
 
 _AHEAD = 1 << 20  # read at once by whoever reads a little at a time
 _PIECE = 8 << 20  # of a large range: several are fetched side by side
@@ -27,57 +29,57 @@ _FETCHERS = ThreadPoolExecutor(16, "fetch")  # all of this process's, so that me
 
 
 class RemotePath:
-    """A file, or a folder of them, among the objects of a bucket."""
+    """A file, or a folder of them, among the objects of a store."""
 
     def __init__(self, objects: Objects, key: str) -> None:
-        self._objects, self._key = objects, key
+        self.objects, self.key = objects, key
 
     def __str__(self) -> str:
-        return f"{self._objects.url}/{self._key}".removesuffix("/")
+        return f"{self.objects.url}/{self.key}".removesuffix("/")
 
     def __repr__(self) -> str:
         return f"RemotePath({str(self)!r})"
 
     def __truediv__(self, name: str) -> "RemotePath":
-        return RemotePath(self._objects, f"{self._key}/{name}".removeprefix("/"))
+        return RemotePath(self.objects, f"{self.key}/{name}".removeprefix("/"))
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return PurePosixPath(self._key).parts
+        return PurePosixPath(self.key).parts
 
     @property
     def name(self) -> str:
-        return PurePosixPath(self._key).name
+        return PurePosixPath(self.key).name
 
     @property
     def suffixes(self) -> list[str]:
-        return PurePosixPath(self._key).suffixes
+        return PurePosixPath(self.key).suffixes
 
     def is_file(self) -> bool:
-        return bool(self._key) and exists(self._objects, self._key)
+        return bool(self.key) and exists(self.objects, self.key)
 
     def is_dir(self) -> bool:
         return any(True for _ in self.below())
 
     def below(self) -> Iterator["RemotePath"]:
         """All files of a folder and its folders, in no particular order."""
-        for key in self._objects.list(f"{self._key}/" if self._key else ""):
-            yield RemotePath(self._objects, key)
+        for key in self.objects.list(f"{self.key}/" if self.key else ""):
+            yield RemotePath(self.objects, key)
 
     def above(self, depth: int) -> "RemotePath":
         """The folder of its first so many names."""
-        return RemotePath(self._objects, "/".join(self.parts[:depth]))
+        return RemotePath(self.objects, "/".join(self.parts[:depth]))
 
     def size(self) -> int:
-        return self._objects.size(self._key)
+        return self.objects.size(self.key)
 
     def read_bytes(self) -> bytes:
-        return self._objects.get(self._key)
+        return self.objects.get(self.key)
 
     def read_range(self, start: int, stop: int) -> bytes:
         """Exactly these bytes."""
         try:
-            data = self._objects.get_range(self._key, start, stop)
+            data = self.objects.get_range(self.key, start, stop)
         except FileNotFoundError:
             raise InputError(f"{self}: was removed while it was read") from None
         if len(data) != stop - start:
@@ -146,6 +148,11 @@ def path_of(where: str) -> AnyPath:
         return Path(where)
     if scheme == "file":
         return Path(rest)
+    if scheme == "hf":
+        return RemotePath(*open_named(where))
+    if scheme in ("http", "https"):
+        server, key, query = split_url(where)
+        return RemotePath(WebObjects(server, query), key)
     bucket, _, key = rest.partition("/")
     return RemotePath(open_objects(f"{scheme}://{bucket}"), key.strip("/"))
 
@@ -168,25 +175,12 @@ def files_matching(pattern: str) -> list[AnyPath]:
     path = path_of(pattern)
     if isinstance(path, Path):
         return _sorted({Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)})
-    plain = 0
-    while plain + 1 < len(path.parts) and not glob.has_magic(path.parts[plain]):
-        plain += 1
-    return _sorted(p for p in path.above(plain).below() if _matches(p.parts, path.parts))
+    top = path.above(plain_depth(path.parts))
+    return _sorted(p for p in top.below() if matches(p.parts, path.parts))
 
 
 def _sorted(paths: Iterable[AnyPath]) -> list[AnyPath]:
     return sorted(paths, key=lambda path: path.parts)  # by folders, wherever they are
-
-
-def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """As `glob` does: `*` stays within a name, and finds none that begins with a dot."""
-    if not pattern or not names:
-        return not names and all(part == "**" for part in pattern)
-    name, part = names[0], pattern[0]
-    hidden = name.startswith(".") and not part.startswith(".")
-    if part == "**":
-        return _matches(names, pattern[1:]) or (not hidden and _matches(names[1:], pattern))
-    return not hidden and fnmatchcase(name, part) and _matches(names[1:], pattern[1:])
 
 
 @contextlib.contextmanager

@@ -152,6 +152,7 @@ def _group(unit: int, table: Table, records: Sequence[Done], numbers: Sequence[i
         "num_docs": sum(unit["num_docs"] for unit in units),
         "tokens": sum(unit["tokens"] for unit in units),
         "spans": [span for unit in units for span in unit["spans"]],
+        "skip": [doc for unit in units for doc in unit.get("skip", ())],
     }
     return _Group(merged, tuple(records[number] for number in numbers))
 

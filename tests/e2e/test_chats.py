@@ -1,0 +1,243 @@
+"""Chats, pairs and programs become documents whose tokens know who said them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+import spile
+import tiny
+from chaos.harness import check_refused, run
+from spile.data.chat import read_template
+from spile.index import FLAGS, ROLES
+from texts import token_roles
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}</>\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHATS: list[Any] = [
+    [{"role": "user", "content": f"what is {n} and {n}?"},
+     {"role": "assistant", "content": f"it is {2 * n}, and {n} is half of it"}] * (1 + n % 3)
+    for n in range(30)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template."""
+    model = tiny.write_model(tmp_path_factory.mktemp("talking") / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return model
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def extracted(model: Path, corpus: object, out: Path, **options: Any) -> Any:
+    given = {"seq_len": 128, "unit_tokens": 700, "taps": "embed", **options}
+    recipe = spile.Recipe(model=str(model), corpus=str(corpus), **given)
+    outcome = spile.extract(recipe, str(out))
+    report = run("verify", out, "--json")
+    assert report.json["faults"] == [], report.out
+    return outcome
+
+
+def said_by(document: Any, role: str, tokenizer: Tokenizer) -> str:
+    flags, ids = document.index["flags"], document.index["token_id"]
+    return tokenizer.decode(ids[(flags & ROLES[role]) != 0].tolist(), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_every_token_of_a_chat_knows_who_said_it(kind: str, talking: Path, tmp_path: Path) -> None:
+    rows = [{"chat": chat} for chat in CHATS]
+    extracted(talking, write(tmp_path / f"c.{kind}", rows), tmp_path / "out", messages="chat")
+    dataset = spile.open(str(tmp_path / "out"))
+    tokenizer = Tokenizer.from_file(str(talking / "tokenizer.json"))
+    template = read_template(talking, None)
+    assert dataset.num_documents == len(CHATS)
+    for number, chat in enumerate(CHATS):
+        rendered = template.render(chat)
+        encoding = tokenizer.encode(rendered.text, add_special_tokens=False)
+        document = dataset.document(number)
+        assert document.index["token_id"].tolist() == encoding.ids
+        named = {flag: name for name, flag in ROLES.items()}
+        every = sum(ROLES.values())
+        found = [named[int(flags) & every] for flags in document.index["flags"]]
+        assert found == token_roles(encoding.offsets, rendered)
+        assert {"user", "assistant", "template"} == {*found}
+
+
+def test_rows_of_the_assistant_alone_can_be_kept(talking: Path, tmp_path: Path) -> None:
+    corpus = write(tmp_path / "c.jsonl", [{"chat": chat} for chat in CHATS])
+    extracted(talking, corpus, tmp_path / "out", messages="chat", where="assistant")
+    dataset = spile.open(str(tmp_path / "out"))
+    flags = dataset.index(0, dataset.num_tokens)["flags"]
+    assert len(flags) > 100 and (flags & FLAGS["assistant"]).all()
+
+
+def test_a_system_message_and_a_generation_prompt_are_put_in(talking: Path, tmp_path: Path) -> None:
+    corpus = write(tmp_path / "c.jsonl", [{"chat": chat} for chat in CHATS[:4]])
+    extracted(
+        talking, corpus, tmp_path / "out", messages="chat", system="Be brief.",
+        generation_prompt=True,
+    )  # fmt: skip
+    dataset = spile.open(str(tmp_path / "out"))
+    tokenizer = Tokenizer.from_file(str(talking / "tokenizer.json"))
+    text = tokenizer.decode(dataset.document(1).index["token_id"].tolist())
+    assert text.startswith("<system>Be brief.</>") and text.endswith("<assistant>")
+    assert said_by(dataset.document(1), "system", tokenizer) == "Be brief."
+
+
+@pytest.mark.parametrize("template", [None, "none"])
+def test_pairs_are_a_chat_or_just_joined(
+    template: str | None, talking: Path, tmp_path: Path
+) -> None:
+    rows = [{"q": f"who is {n}?", "a": f"nobody {n}"} for n in range(6)]
+    extracted(
+        talking, write(tmp_path / "c.jsonl", rows), tmp_path / "out", prompt_column="q",
+        response_column="a", prompt_prefix="Q: ", prompt_suffix=" A: ", template=template,
+        special_tokens="none",
+    )  # fmt: skip
+    dataset = spile.open(str(tmp_path / "out"))
+    tokenizer = Tokenizer.from_file(str(talking / "tokenizer.json"))
+    text = tokenizer.decode(dataset.document(3).index["token_id"].tolist())
+    if template:
+        assert text == "Q: who is 3? A: nobody 3"
+        assert said_by(dataset.document(3), "template", tokenizer).replace(" ", "") == "Q:A:"
+    else:
+        assert text == "<user>Q: who is 3? A:</>\n<assistant>nobody 3</>\n"
+    assert said_by(dataset.document(3), "assistant", tokenizer).strip() == "nobody 3"
+
+
+def test_another_template_is_another_dataset(talking: Path, tmp_path: Path) -> None:
+    corpus = write(tmp_path / "c.jsonl", [{"chat": chat} for chat in CHATS])
+    other = tmp_path / "other.jinja"
+    other.write_text(TEMPLATE.replace("<", "["))
+    out = tmp_path / "out"
+    extracted(talking, corpus, out, messages="chat", template=str(other))
+    extracted(talking, corpus, out, messages="chat", template=str(other))
+    assert run("extract", "--out", out).code == 0
+    other.write_text(TEMPLATE)
+    check_refused(run("extract", "--out", out), 2, "template")
+
+
+def test_chats_that_the_template_refuses_are_counted(talking: Path, tmp_path: Path) -> None:
+    strict = tmp_path / "strict.jinja"
+    strict.write_text(
+        "{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    )
+    rows = [{"chat": chat} for chat in (CHATS[0], CHATS[1][1:], [], None, CHATS[2])]
+    outcome = extracted(
+        talking, write(tmp_path / "c.jsonl", rows), tmp_path / "out", messages="chat",
+        template=str(strict),
+    )  # fmt: skip
+    assert outcome.documents == 2
+    assert outcome.skipped == {"refused by the chat template": 1, "empty": 1, "null": 1}
+
+
+def test_what_holds_no_messages_is_refused_by_its_place(talking: Path, tmp_path: Path) -> None:
+    corpus = write(tmp_path / "c.jsonl", [{"chat": CHATS[0]}, {"chat": "hello"}])
+    result = run("extract", "--model", talking, "--corpus", corpus, "--taps", "embed",
+                 "--messages", "chat", "--out", tmp_path / "out")  # fmt: skip
+    check_refused(result, 2, "c.jsonl line 2", "no list of messages")
+
+
+# -- programs --------------------------------------------------------------------------------
+
+PROGRAM = """
+import random
+
+def create_dataset(count=40, wild=False):
+    for number in range(count):
+        draw = random.random() if wild else number
+        yield {"text": f"document {number} of {count}: {draw}", "number": number}
+
+class Source:
+    def __len__(self):
+        return 25
+    def __getitem__(self, number):
+        return {"segments": [["user", f"ask {number}"], ["assistant", f" answer {number}"]]}
+
+def source():
+    return Source()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def test_a_program_gives_a_corpus_that_resumes(program: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    corpus = f"{program}:create_dataset(count=30)"
+    outcome = extracted(model, corpus, out, unit_tokens=100)
+    assert outcome.documents == 30 and outcome.units > 3
+    unit = json.loads((out / "manifest.json").read_bytes())["units"][1]
+    (out / "manifest.json").unlink()
+    (out / "done" / f"{unit['unit']:08d}.json").unlink()
+    again = extracted(model, corpus, out, unit_tokens=100)
+    assert again.documents == 30
+    check_refused(run("extract", "--out", out), 2, "--corpus", "program")
+
+
+def test_who_says_what_in_a_programs_segments_is_kept(
+    program: Path, model: Path, tmp_path: Path
+) -> None:
+    outcome = extracted(model, f"{program}:source", tmp_path / "out")
+    assert outcome.documents == 25
+    dataset = spile.open(str(tmp_path / "out"))
+    flags = np.concatenate([dataset.document(n).index["flags"] for n in range(25)])
+    assert {int(f) & (ROLES["user"] | ROLES["assistant"]) for f in flags} >= {
+        ROLES["user"], ROLES["assistant"],
+    }  # fmt: skip
+
+
+def test_a_program_that_is_not_the_same_twice_is_refused(
+    program: Path, model: Path, tmp_path: Path
+) -> None:
+    result = run("extract", "--model", model, "--corpus", f"{program}(wild=True)", "--taps",
+                 "embed", "--out", tmp_path / "out")  # fmt: skip
+    check_refused(result, 3, "corpus.py", "whenever it is called")
+
+
+def test_a_changed_program_is_another_corpus(program: Path, model: Path, tmp_path: Path) -> None:
+    extracted(model, program, tmp_path / "out")
+    program.write_text(PROGRAM.replace("document", "text"))
+    result = run("extract", "--corpus", program, "--out", tmp_path / "out")
+    check_refused(result, 2, "corpus")
+
+
+# -- ARC -------------------------------------------------------------------------------------
+
+TASKS = Path(__file__).parents[1] / "fixtures" / "arc"
+
+
+@pytest.mark.parametrize("prompt", ["plain", "chat"])
+def test_arc_tasks_become_documents_whose_answers_can_be_kept_alone(
+    prompt: str, talking: Path, tmp_path: Path
+) -> None:
+    folder = next(path for path in TASKS.iterdir() if path.is_dir())
+    corpus = f'arc:{folder}(prompt="{prompt}", predictions=3, answers=True, encoder="rows+shape")'
+    chat = {"messages": "messages"} if prompt == "chat" else {}
+    out = tmp_path / "out"
+    outcome = extracted(talking, corpus, out, where="assistant", **chat)
+    assert outcome.documents >= 9 and 0 < outcome.rows < outcome.tokens
+    assert run("extract", "--out", out).code == 0, "it is Spile's own: --out alone is enough"
+    dataset = spile.open(str(out))
+    tokenizer = Tokenizer.from_file(str(talking / "tokenizer.json"))
+    answer = tokenizer.decode(dataset.document(0).index["token_id"].tolist())
+    assert all(character in "0123456789x |:\n" for character in answer), answer

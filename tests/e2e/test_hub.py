@@ -1,0 +1,250 @@
+"""A model and a corpus on the Hub give what they give on a disk; so they do when fetched before."""
+
+import json
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hub_server
+import servers
+import spile
+import tiny
+from chaos.harness import Work, check_refused, content, differences, files, launch, run
+from chaos.test_hub import CARD, write_tables
+from e2e.test_disk import small_disk
+from hub_network import Network
+from hub_server import Hub
+from remote import upload
+
+__all__ = ["small_disk"]  # a fixture
+
+OPTIONS: dict[str, Any] = {
+    "taps": "embed,resid_post:0",
+    "seq_len": 64,
+    "unit_tokens": 400,
+    "compute_dtype": "float32",
+    "batch_tokens": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tables") / "local"
+    write_tables(folder, 3, 12)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def local(model: Path, tables: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an extraction from a disk leaves."""
+    out = tmp_path_factory.mktemp("local") / "out"
+    Work(model, tables, OPTIONS).extract(out)
+    return out
+
+
+@pytest.fixture
+def hub(
+    model: Path, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Hub]:
+    server = Hub()
+    server.network = Network(server.large)
+    hub_server.use(server.url, tmp_path / "home", monkeypatch)
+    server.publish("me/texts", {**files(tables), "README.md": CARD})
+    server.publish("models/me/llama", files(model))
+    yield server
+    for each in (server, server.network):
+        each.shutdown()
+        each.server_close()
+
+
+def flags(
+    out: Path | str, model: Path | str = "me/llama", corpus: Path | str = "me/texts:sample"
+) -> list[str]:
+    options = {**OPTIONS, "model": model, "corpus": corpus}
+    return Work(Path(), Path(), options).flags(out)
+
+
+def recipe_of(out: Path) -> dict[str, Any]:
+    return json.loads((out / "units.json").read_text())["recipe"]
+
+
+def test_what_is_extracted_from_the_hub_is_what_is_extracted_from_a_disk(
+    hub: Hub, local: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = run("extract", *flags(out))
+    assert result.code == 0, result.err
+    assert not differences(content(out), content(local))
+    assert spile.open(str(out)).fingerprint == spile.open(str(local)).fingerprint
+    commits = [hub.repositories[name].sha("main") for name in ("models/me/llama", "me/texts")]
+    assert recipe_of(out)["model_source"] == f"hf://me/llama@{commits[0]}"
+    assert recipe_of(out)["corpus_source"] == f"hf://datasets/me/texts@{commits[1]}:sample:train"
+    taps = run("taps", "--model", "me/llama", "--json")
+    assert taps.code == 0 and taps.json
+
+
+def test_a_dataset_stays_with_the_commits_it_began_with(
+    hub: Hub, local: Path, tmp_path: Path
+) -> None:
+    """(In the chaos tests the branches move while it is made.)"""
+    out = tmp_path / "out"
+    assert run("extract", *flags(out)).code == 0
+    other = tiny.write_model(tmp_path / "other", seed=1)
+    hub.publish("models/me/llama", files(other))
+    changed = hub.repositories["me/texts"].branches["main"]["sample/001.parquet"].data
+    hub.publish("me/texts", {"sample/000.parquet": changed})
+    again = run("extract", *flags(out))
+    assert again.code == 0, again.err
+    assert run("extract", "--out", out).code == 0, "the store knows the commits"
+    for now in ({"corpus": "me/texts@main:sample"}, {"model": "me/llama@main"}):
+        check_refused(run("extract", *flags(out, **now)), 2, "was made by another recipe")
+
+
+def test_only_the_layers_that_are_needed_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    assert hub.network
+    deep = tiny.write_model(tmp_path / "deep", num_hidden_layers=8, intermediate_size=4096)
+    weights = (deep / "model.safetensors").stat().st_size
+    hub.publish("models/me/deep", files(deep))
+    result = run(
+        "extract", *flags(tmp_path / "out", "me/deep", tiny.write_corpus(tmp_path / "c.txt"))
+    )
+    assert result.code == 0, result.err
+    fetched = 0
+    for status, headers in hub.network.seen:
+        low, _, high = headers["Range"].removeprefix("bytes=").partition("-")
+        fetched += int(high) - int(low) + 1 if status == 206 else 0
+    # Its first layer, its header (whose reader reads ahead), its identity and the embedding.
+    assert fetched < weights / 8 + (1 << 20) + (1 << 20) + 100_000 < weights / 2
+
+
+def test_what_cannot_be_used_is_one_line(hub: Hub, model: Path, tmp_path: Path) -> None:
+    def refused(*named: object, **given: str) -> None:
+        check_refused(run("extract", *flags(tmp_path / "out", **given)), 2, *named)
+
+    refused("hf://me/none: there is no such model", model="me/none")
+    refused("hf://datasets/me/none: there is no such dataset", corpus="me/none")
+    refused("has several configs, and none was chosen; there are: all, sample", corpus="me/texts")
+    refused("has no split 'test'", corpus="me/texts:sample:test")
+    refused("hf://datasets/me/texts@", "no such file", corpus="hf://datasets/me/texts/none.parquet")
+    rest = files(model)
+    weights = rest.pop("model.safetensors")
+    hub.publish("models/me/pickled", {**rest, "pytorch_model.bin": weights})
+    refused("pickled .bin weights are never read", "save_pretrained", model="me/pickled")
+    hub.publish("models/me/gated", {"model.safetensors": weights}).gated = True
+    refused("ask for access at", model="me/gated")
+    result = run("extract", *flags("hf://datasets/me/texts"))
+    check_refused(result, 2, "hf://datasets/me/texts", "can only be read")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dataset_of_ours_is_read_where_it_was_pushed_to(hub: Hub, local: Path) -> None:
+    hub.publish("me/acts", files(local))
+    here, there = spile.open(str(local)), spile.open("hf://datasets/me/acts")
+    assert there.fingerprint == here.fingerprint
+    assert (there.read("embed", 5, 500) == here.read("embed", 5, 500)).all()
+    audit = run("verify", "hf://datasets/me/acts", "--json")
+    assert audit.code == 0 and audit.json["rows"] == here.num_tokens, audit.err
+
+
+def test_a_corpus_and_a_model_on_a_web_server(model: Path, tables: Path, tmp_path: Path) -> None:
+    """One that knows no ranges, as Python's own."""
+    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    lines = tiny.write_corpus(tmp_path / "texts.jsonl")
+    (tmp_path / "model").symlink_to(model)
+    handler = partial(quiet, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        remote = flags(tmp_path / "remote", f"{url}/model", f"{url}/texts.jsonl?signature=secret")
+        result = run("extract", *remote)
+        assert result.code == 0, result.err
+        missing = run("extract", *flags(tmp_path / "no", f"{url}/none", "demo"))
+        check_refused(missing, 2, f"{url}/none", "lists no folders")
+        globbed = run("extract", *flags(tmp_path / "no", model, f"{url}/*.jsonl"))
+        check_refused(globbed, 2, f"{url}/*.jsonl", "name one file")
+        server.shutdown()
+    Work(model, lines, OPTIONS).extract(tmp_path / "local")
+    assert not differences(content(tmp_path / "remote"), content(tmp_path / "local"))
+    assert "secret" not in (tmp_path / "remote" / "units.json").read_text()
+
+
+# -- fetching --------------------------------------------------------------------------------
+
+
+def fetched(*arguments: object) -> dict[str, Any]:
+    result = run("fetch", *arguments, "--json")
+    assert result.code == 0, result.err
+    return result.json
+
+
+def test_what_is_fetched_needs_no_network(
+    hub: Hub, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = ("--model", "me/llama", "--corpus", "me/texts:sample")
+    hub.publish("me/texts", {"more.parquet": b"of another config"})
+    hub.fail("GET", "/resolve/", 503)
+    made = fetched(*both)
+    assert (made["files"], made["files_there"]) == (8, 0), made
+    assert fetched(*both) == {**made, "files_there": 8, "bytes": 0}
+    hub_server.use(hub.url, tmp_path / "home", monkeypatch, HF_HUB_OFFLINE="1")
+    hub.seen.clear()
+    process = launch({}, "extract", *flags(tmp_path / "out"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert hub.seen == []
+    assert not differences(content(tmp_path / "out"), content(local))
+    other = run("extract", *flags(tmp_path / "other", corpus="me/other"))
+    check_refused(other, 2, "me/other: HF_HUB_OFFLINE is set, and it has not been fetched")
+    more = run("fetch", "--corpus", "me/texts:all")
+    check_refused(more, 2, "more.parquet: HF_HUB_OFFLINE is set; unset it to fetch")
+
+
+def test_what_is_fetched_to_a_directory_is_a_model_and_a_corpus(
+    hub: Hub, local: Path, tmp_path: Path
+) -> None:
+    to = tmp_path / "here"
+    both = ("--model", "me/llama", "--corpus", "me/texts:sample", "--to", to)
+    (to / "corpus" / "sample").mkdir(parents=True)
+    begun = hub.repositories["me/texts"].branches["main"]["sample/001.parquet"].data
+    (to / "corpus" / "sample" / ".001.parquet.part").write_bytes(begun[:700])
+    made = fetched(*both)
+    assert (made["model"], made["corpus"]) == (str(to / "model"), str(to / "corpus"))
+    assert fetched(*both)["bytes"] == 0
+    result = run("extract", *flags(tmp_path / "out", made["model"], made["corpus"]))
+    assert result.code == 0, result.err
+    assert not differences(content(tmp_path / "out"), content(local))
+    (to / "corpus" / "sample" / "001.parquet").write_bytes(begun[:-1] + b"x")
+    assert fetched(*both)["files_there"] == 6, "what is not whole is fetched again"
+    text = run("fetch", *both)
+    assert "7 files (7 were there already)" in text.out
+    assert f"--model {to / 'model'} --corpus {to / 'corpus'}" in text.out
+
+
+def test_what_lies_in_a_bucket_is_fetched_too(tables: Path, tmp_path: Path) -> None:
+    url = upload(tables, servers.new_s3_store())
+    check_refused(run("fetch", "--corpus", url), 2, url, "--to DIR")
+    fetched("--corpus", url, "--to", tmp_path / "to")
+    names = [path.name for path in sorted((tmp_path / "to").rglob("*.parquet"))]
+    assert names == ["000.parquet", "001.parquet", "002.parquet"]
+    check_refused(run("fetch"), 2, "nothing to fetch")
+    assert fetched("--corpus", tables)["files"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:Not enough free disk space")  # the client says so, too
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_disk_that_is_too_small_for_what_is_fetched_is_one_line(
+    checked: bool, hub: Hub, monkeypatch: pytest.MonkeyPatch, small_disk: Path
+) -> None:
+    hub.publish("me/large", {"data.txt": bytes(5 << 20)})
+    if not checked:
+        monkeypatch.setattr("spile.engine.fetch._check_room", lambda *_: None)
+    url = "hf://datasets/me/large/data.txt"
+    said = "are to be fetched" if checked else "disk full while fetching hf://datasets/me/large"
+    check_refused(run("fetch", "--corpus", url, "--to", small_disk), 3, said)
+    hub_server.use(hub.url, small_disk, monkeypatch)
+    check_refused(run("fetch", "--corpus", url), 3, said)
