@@ -52,6 +52,7 @@ FAULTS = set(sys.argv[2:])
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one piece, or each answer waits 40 ms for an ACK
 
     def log_message(self, format: str, *args: object) -> None:
         pass

@@ -37,6 +37,7 @@ class Network(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one piece, or each answer waits 40 ms for an ACK
     server: Network  # type: ignore[assignment]
 
     def log_message(self, format: str, *args: object) -> None:

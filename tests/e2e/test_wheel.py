@@ -74,7 +74,7 @@ def test_the_installed_command_tells_its_version(installed: Path, tmp_path: Path
 
 
 def test_the_installed_package_finds_its_own_demo_corpus(installed: Path, tmp_path: Path) -> None:
-    script = "import spile, spile.data.corpus as c; print(spile.__file__); print(c.DEMO)"
+    script = "import spile, spile.data.corpus_files as c; print(spile.__file__); print(c.DEMO)"
     module, demo = call(installed / "python", "-c", script, cwd=tmp_path).splitlines()
     assert Path(module).is_relative_to(installed.parent)
     assert Path(demo).is_relative_to(installed.parent)
