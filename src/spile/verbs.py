@@ -62,11 +62,10 @@ def extract(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    from spile.engine.budget import price_of
     from spile.engine.estimate import estimate, planned_cuts, refuse_if_too_large
     from spile.engine.resolve import resolve
     from spile.layout import devices_of
-    from spile.objects import check_creates_once, open_objects
+    from spile.objects import check_creates_once, is_bucket, open_objects
     from spile.store.ledger import Ledger
     from spile.terminal import plan_table
 
@@ -78,8 +77,10 @@ def plan(arguments: argparse.Namespace) -> int:
     processes = runtime.num_processes or 1
     cuts = planned_cuts(job, runtime, platform, devices, None, processes)
     objects = ledger.objects
-    if price_of(objects.url):
+    if is_bucket(objects.url):
         check_creates_once(objects)
+    elif runtime.spool:
+        raise ConfigError(f"--spool is for buckets; {objects.url} needs none")
     done = ledger.done_units()
     cost = estimate(
         job, runtime, platform, done=done, free_bytes=objects.free_bytes(), cuts=cuts,

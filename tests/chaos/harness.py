@@ -136,6 +136,16 @@ class Work:
         spile.extract(recipe, str(out), runtime)
 
 
+def extracted(model: Path, corpus: object, out: Path, **options: Any) -> Any:
+    """Of a small corpus, audited; returns the outcome."""
+    given = {"seq_len": 128, "unit_tokens": 700, "taps": "embed", **options}
+    recipe = spile.Recipe(model=str(model), corpus=str(corpus), **given)
+    outcome = spile.extract(recipe, str(out))
+    report = run("verify", out, "--json")
+    assert report.json["faults"] == [], report.out
+    return outcome
+
+
 def content(out: Path | str) -> dict[str, bytes]:
     """All that a dataset says, whatever files say it: rows, index, statistics, counts."""
     dataset = spile.open(str(out))

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 import spile
 import tiny
-from chaos.harness import check_refused, run
+from chaos.harness import check_refused, extracted, run
 from spile.data.chat import read_template
 from spile.index import FLAGS, ROLES
 from texts import token_roles
@@ -42,15 +42,6 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def extracted(model: Path, corpus: object, out: Path, **options: Any) -> Any:
-    given = {"seq_len": 128, "unit_tokens": 700, "taps": "embed", **options}
-    recipe = spile.Recipe(model=str(model), corpus=str(corpus), **given)
-    outcome = spile.extract(recipe, str(out))
-    report = run("verify", out, "--json")
-    assert report.json["faults"] == [], report.out
-    return outcome
 
 
 def said_by(document: Any, role: str, tokenizer: Tokenizer) -> str:

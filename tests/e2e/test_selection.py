@@ -12,7 +12,7 @@ import pytest
 
 import spile
 import tiny
-from chaos.harness import check_refused, run
+from chaos.harness import check_refused, extracted, run
 
 ROWS = [
     {"text": tiny.words(np.random.default_rng(n), 4 + n % 30), "language": "de" if n % 3 else "en",
@@ -36,15 +36,6 @@ def write(folder: Path, kind: str) -> Path:
     return path
 
 
-def extracted(model: Path, corpus: Path, out: Path, **options: Any) -> Any:
-    given = {"seq_len": 64, "unit_tokens": 300, "taps": "embed", **options}
-    recipe = spile.Recipe(model=str(model), corpus=str(corpus), **given)
-    outcome = spile.extract(recipe, str(out))
-    report = run("verify", out, "--json")
-    assert report.json["faults"] == [], report.out
-    return outcome
-
-
 def kept(out: Path) -> list[int]:
     dataset = spile.open(str(out))
     return sorted({int(doc) for doc in dataset.index(0, dataset.num_tokens)["doc"]})
@@ -54,10 +45,10 @@ def kept(out: Path) -> list[int]:
 def test_every_kind_of_file_gives_the_same_documents(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
-    outcome = extracted(model, write(tmp_path, kind), tmp_path / "out")
+    outcome = extracted(model, write(tmp_path, kind), tmp_path / "out", unit_tokens=300)
     assert outcome.documents == len(ROWS) and outcome.units > 3
     reference = tmp_path / "reference"
-    extracted(model, write(tmp_path, "jsonl"), reference)
+    extracted(model, write(tmp_path, "jsonl"), reference, unit_tokens=300)
     assert kept(tmp_path / "out") == list(range(len(ROWS)))
     one, other = (spile.open(str(out)) for out in (tmp_path / "out", reference))
     for number in (0, 57, 119):

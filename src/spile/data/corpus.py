@@ -143,7 +143,7 @@ class CorpusReader:
         with source.open() as stream:
             data = source.read(stream, _SAMPLE_BYTES)
             if source.kind == "json":
-                first = source.elements(iter([data, *_rest(source, stream)]))
+                first = source.elements(chain([data], _rest(source, stream)))
                 some = list(islice(first, _SAMPLE_ROWS))
                 rows = [element.data for element in some]
                 size = some[-1].stop if some else 0
@@ -178,7 +178,7 @@ class CorpusReader:
         keys = sorted({str(key) for record in records for key in record})
         for column in columns:
             if column not in keys:
-                flag = "--text-column" if not self._reading else "another column"
+                flag = self._reading.flag if self._reading else "--text-column"
                 raise InputError(
                     f"{source.path}: no key {column!r} in its first {len(records)} lines; they "
                     f"have {', '.join(keys)}: choose one with {flag}"
@@ -232,7 +232,7 @@ class CorpusReader:
         except UnicodeEncodeError:
             return "not UTF-8"
         except ValueError as error:
-            raise InputError(f"{where}: {error}; choose another column") from None
+            raise InputError(f"{where}: {error}") from None
         return made
 
     def _of_row(self, where: str, row: Mapping[str, Any]) -> Text | str:

@@ -41,6 +41,11 @@ class Reading(Protocol):
     @property
     def columns(self) -> tuple[str, ...]: ...
 
+    @property
+    def flag(self) -> str:
+        """What names the columns."""
+        ...
+
     def document(self, row: Mapping[str, Any]) -> Text:
         """Raises Unusable, or ValueError for what can be no document of this kind."""
         ...
@@ -52,6 +57,7 @@ class Chats:
 
     column: str
     template: ChatTemplate
+    flag: str = "--messages"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -64,7 +70,7 @@ class Chats:
         if not isinstance(value, list) or not all(
             isinstance(message, dict) for message in cast(list[Any], value)
         ):
-            raise ValueError(f"{self.column!r} holds no list of messages")
+            raise ValueError(f"{self.column!r} holds no list of messages; choose with --messages")
         messages = cast(list[dict[str, Any]], value)
         if not messages:
             raise Unusable("empty")
@@ -80,6 +86,7 @@ class Pairs:
     prefix: str
     suffix: str
     template: ChatTemplate | None
+    flag: str = "--prompt-column and --response-column"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -91,7 +98,9 @@ class Pairs:
             raise Unusable("null")
         for column, value in zip(self.columns, values, strict=True):
             if not isinstance(value, str):
-                raise ValueError(f"{column!r} holds {type(value).__name__}, not text")
+                raise ValueError(
+                    f"{column!r} holds {type(value).__name__}, not text; choose others"
+                )
         if not any(str(value).strip() for value in values):
             raise Unusable("empty")
         prompt, response = str(values[0]), str(values[1]) if self.response else ""

@@ -34,13 +34,16 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: lambda left, right: left // right,
     ast.Mod: operator.mod,
 }
-_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+ORDER: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
+}
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    **ORDER,
     ast.In: np.isin,
     ast.NotIn: lambda left, right: ~np.isin(left, right),
 }

@@ -5,7 +5,6 @@ what is left out is counted by reason.
 """
 
 import ast
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,15 @@ from typing import Any
 import xxhash
 
 from spile.config import ResolvedRecipe
+from spile.data.rows import ORDER
 from spile.errors import ConfigError
 
 FILTERED = "left out by --filter"
 _MAX_CHARACTERS = 1000
 _SCALE = 1 << 64
 
-_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    **ORDER,
     ast.In: lambda value, options: value in options,
     ast.NotIn: lambda value, options: value not in options,
 }

@@ -24,7 +24,7 @@ from spile.background import mapped
 from spile.config import Recipe, Runtime, flag_of
 from spile.data.pack import Batch, PackedUnit
 from spile.data.tokens import use_threads
-from spile.engine.budget import Budget, price_of
+from spile.engine.budget import Budget
 from spile.engine.calibrate import channel_scales
 from spile.engine.devices import memory_limit, memory_used, prepared_device
 from spile.engine.estimate import (
@@ -46,7 +46,7 @@ from spile.models.decoder import needs_whole_block
 from spile.models.params import Schedule
 from spile.models.specs import array_axes
 from spile.models.weights import load_params
-from spile.objects import Spool, check_creates_once, open_objects
+from spile.objects import Spool, check_creates_once, is_bucket, open_objects
 from spile.sharding import Shards, make_mesh
 from spile.store.ledger import Ledger, derive_manifest
 from spile.store.presence import Presence
@@ -148,7 +148,7 @@ class _Run:
         if not runtime.ignore_space:
             refuse_if_too_large(cost, ledger.objects.url)
         self._heed()
-        if world.leads and price_of(ledger.objects.url) and ledger.read_table() is None:
+        if world.leads and is_bucket(ledger.objects.url) and ledger.read_table() is None:
             check_creates_once(ledger.objects)
         job = store_table(job, ledger)
         world.share("table", True)

@@ -10,10 +10,14 @@ from spile.objects.protocol import PROBES, Entry, Objects, Stream, check_creates
 from spile.objects.spool import Spool
 
 __all__ = ["PROBES", "Entry", "LocalObjects", "LocalStream", "MemoryObjects", "Objects", "Spool",
-           "Stream", "check_creates_once", "exists", "open_objects"]  # fmt: skip
+           "Stream", "check_creates_once", "exists", "is_bucket", "open_objects"]  # fmt: skip
 
 _BUCKETS = ("gs", "s3")
 _memory: dict[str, MemoryObjects] = {}
+
+
+def is_bucket(url: str) -> bool:
+    return url.partition("://")[0] in _BUCKETS
 
 
 def open_objects(url: str, spool: Spool | None = None) -> Objects:
@@ -23,7 +27,7 @@ def open_objects(url: str, spool: Spool | None = None) -> Objects:
         spool: where what goes to a bucket waits for its upload, instead of in memory.
     """
     scheme, separator, rest = url.partition("://")
-    if spool and scheme not in _BUCKETS:
+    if spool and not is_bucket(url):
         raise ConfigError(f"--spool is for buckets; {url} needs none")
     if not separator:
         return LocalObjects(Path(url))

@@ -33,8 +33,8 @@ class Trying:
         waited = time.monotonic() - self._began
         if waited > (PATIENCE if at_least else self._patience):
             raise StoreError(
-                f"{self.what}: {why} (tried for {waited:.0f} s); what is committed stays valid: "
-                "run the same command again"
+                f"{self.what}: {why} (tried for {waited:.0f} s); check the address and the "
+                "network. What is committed stays valid: run the same command again"
             ) from error
         pause = max(at_least, self._pause) * random.uniform(0.5, 1.0) + at_least / 2
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
