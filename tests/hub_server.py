@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -94,6 +95,12 @@ def use(endpoint: str, home: Path, patch: pytest.MonkeyPatch, **more: str) -> No
            "HF_HUB_OFFLINE": bool(more.get("HF_HUB_OFFLINE"))}  # fmt: skip
     for name, value in now.items():
         patch.setattr(constants, name, value)
+    if "datasets" in sys.modules:
+        for name, value in {
+            "HF_ENDPOINT": endpoint,
+            "HF_HUB_OFFLINE": now["HF_HUB_OFFLINE"],
+        }.items():
+            patch.setattr(f"datasets.config.{name}", value)
 
 
 class Hub(ThreadingHTTPServer):

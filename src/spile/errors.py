@@ -71,6 +71,10 @@ class DataError(SpileError):
     """The run produced or met values it must not keep (a NaN, a changed file)."""
 
 
+class LaunchError(SpileError):
+    """What was to be started, asked or stopped elsewhere was not, or not all of it."""
+
+
 class Interrupted(SpileError):
     """A signal asked the run to stop; everything committed stays valid."""
 

@@ -21,3 +21,6 @@ INDEX_DTYPE = np.dtype(
         ("flags", np.uint16),
     ]
 )
+
+# Of the documents table beside each unit, before those that were chosen from the corpus.
+DOCUMENT_COLUMNS = ("doc", "tokens", "rows", "first_row", "skipped", "preview")

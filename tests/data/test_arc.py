@@ -100,7 +100,7 @@ def test_a_text_that_is_no_grid_is_refused() -> None:
 
 
 @given(TASKS.flatmap(lambda task: st.tuples(st.just(task), augmentations(len(task.train)))))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_an_augmentation_is_undone_by_its_inverse(both: tuple[Task, Augmentation]) -> None:
     task, change = both
     changed = change.apply(task)

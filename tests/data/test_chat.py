@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -219,11 +219,18 @@ def test_character_by_character_as_transformers_whatever_is_said(
     name: str, contents: list[str]
 ) -> None:
     messages = chat(contents)
+    assume(name != "Qwen3" or not any(text.rstrip().endswith("</think>") for text in contents))
     rendered = today(name).render(messages)
     text, wanted = by_transformers(name, marked(name), messages, return_assistant_tokens_mask=True)
     assert rendered.text == text
     found = [(a, b) for a, b, role in rendered.roles if role == "assistant"]
     assert found == [(a, b) for a, b in wanted if a < b]
+
+
+def test_what_a_template_adds_after_a_thought_without_an_answer_is_nobodys() -> None:
+    rendered = today("Qwen3").render(chat(["", "hm</think>"]))
+    assert "<think>\nhm\n</think>" in rendered.text
+    assert said(rendered) == [("assistant", "hm")]
 
 
 def test_a_character_of_several_tokens_is_whole_the_assistants(backend: Tokenizer) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spile.data.json_array import elements
+from spile.data.json_array import pieces
 from spile.errors import InputError
 
 VALUES = st.recursive(
@@ -32,12 +32,17 @@ def test_elements_are_those_of_the_array(
     rows: list[object], indent: int | None, ascii_only: bool, size: int
 ) -> None:
     data = json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "replace")
-    found = list(elements("f", chunks(b"\xef\xbb\xbf\n" + data + b" \n", size)))
     whole = b"\xef\xbb\xbf\n" + data
-    assert [json.loads(element.data) for element in found] == json.loads(data)
-    assert [whole[element.start : element.stop] for element in found] == [e.data for e in found]
+    found = list(pieces("f", chunks(whole + b" \n", size), 1 << 20))
+    assert [json.loads(piece.data) for piece in found] == json.loads(data)
+    assert all(piece.ends and whole[piece.start : piece.stop] == piece.data for piece in found)
     for before, after in zip(found, found[1:], strict=False):
-        assert whole[before.stop : after.start] == after.between
+        assert whole[before.stop : after.start] == b","
+    cut = list(pieces("f", chunks(whole, size), 3))
+    assert b"".join(piece.data + b"," * piece.ends for piece in cut) == b"".join(
+        piece.data + b"," for piece in found
+    )
+    assert all(whole[piece.start : piece.stop] == piece.data for piece in cut)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +52,8 @@ def test_elements_are_those_of_the_array(
         (b"{}", "no JSON array"),
         (b'{"a": [1]}', "no JSON array"),
         (b"x [1]", "no JSON array"),
+        (b"] [1]", "no JSON array"),
+        (b'"[1]"', "no JSON array"),
         (b"[1", "does not end"),
         (b'["a', "does not end"),
         (b"[1,,2]", "element is missing before byte 4"),
@@ -56,10 +63,20 @@ def test_elements_are_those_of_the_array(
 )
 def test_what_is_no_array_is_refused(data: bytes, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        list(elements("f.json", chunks(data, 3)))
+        list(pieces("f.json", chunks(data, 3), 1 << 20))
 
 
 def test_a_large_array_takes_time_in_proportion_to_its_size() -> None:
     """Thousands of elements in a chunk: none of them copies the rest of it."""
     data = json.dumps([{"text": "word " * 20, "n": n} for n in range(60_000)]).encode()
-    assert sum(1 for _ in elements("f", chunks(data, 8 << 20))) == 60_000
+    assert sum(1 for _ in pieces("f", chunks(data, 8 << 20), 8 << 20)) == 60_000
+
+
+def test_an_element_of_any_size_is_passed_by_in_time_and_memory_that_are_bounded() -> None:
+    """A text that goes on for many chunks is not looked through again with each."""
+    chunk, count = b'\\"word ' * (1 << 15), 400
+    data = iter([b'[1, {"text": "', *[chunk] * count, b'"}, 3]'])
+    found = list(pieces("f", data, 1 << 19))
+    assert [piece.ends for piece in found[:1] + found[-2:]] == [True, True, True]
+    assert max(len(piece.data) for piece in found) < (1 << 19) + 2 * len(chunk)
+    assert found[-2].stop - found[1].start == count * len(chunk) + len(b' {"text": ""}')

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import tiny
 from spile.data.pack import PackedUnit, bucket, first_fit_decreasing, pack_unit
-from spile.data.rows import RowFilter
 from spile.data.tokens import TextTokenizer
 from spile.index import END, FIRST, LAST
+from spile.where import RowFilter
 
 DOCUMENTS = st.lists(
     st.lists(st.integers(1, tiny.VOCAB - 1), max_size=45).map(lambda t: np.array(t, np.int32)),

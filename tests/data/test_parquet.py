@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from spile.data.corpus import CorpusReader
@@ -99,3 +100,28 @@ def test_a_span_is_read_from_the_row_groups_that_hold_it(tmp_path: Path) -> None
         found = reader.read((Span(0, first, count),), first)
         assert found.texts == texts[first : first + count]
         assert found.ordinals == list(range(first, first + count))
+
+
+def test_values_over_the_limit_are_counted_one_by_one(tmp_path: Path) -> None:
+    texts = ["a" * 10, "b" * 11, None, "ä" * 5, "ä" * 6, ""]
+    path = write_parquet(tmp_path / "a.parquet", {"text": pa.array(texts)}, rows=3)
+    files = find_files(str(path))
+    reader = CorpusReader(files, None, "line", max_doc_bytes=10)
+    (unit,) = units_of(files)
+    found = reader.read(unit.spans, 0)
+    assert found.texts == ["a" * 10, "ä" * 5]
+    assert found.skipped == Counter({"over --max-doc-bytes": 2, "null": 1, "empty": 1})
+
+
+def test_a_row_group_that_is_one_large_value_is_not_read(tmp_path: Path) -> None:
+    """Its size says enough: damage within it is not noticed."""
+    texts = pa.array(["one", "x" * (8 << 20), "three"])
+    path = write_parquet(tmp_path / "a.parquet", {"text": texts}, rows=1)
+    place = pq.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
+    data = bytearray(path.read_bytes())
+    data[place : place + 200] = bytes(200)
+    path.write_bytes(data)
+    files = find_files(str(path))
+    found = CorpusReader(files, None, "line", max_doc_bytes=100).read((Span(0, 0, 3),), 0)
+    assert (found.texts, found.ordinals) == (["one", "three"], [0, 2])
+    assert found.skipped == Counter({"over --max-doc-bytes": 1})

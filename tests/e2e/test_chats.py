@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 import spile
 import tiny
-from chaos.harness import check_refused, extracted, run
+from chaos.harness import Work, check_refused, content, differences, extracted, run
 from spile.data.chat import read_template
 from spile.index import FLAGS, ROLES
 from texts import token_roles
@@ -232,3 +232,18 @@ def test_arc_tasks_become_documents_whose_answers_can_be_kept_alone(
     tokenizer = Tokenizer.from_file(str(talking / "tokenizer.json"))
     answer = tokenizer.decode(dataset.document(0).index["token_id"].tolist())
     assert all(character in "0123456789x |:\n" for character in answer), answer
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_chats_are_the_same_whoever_renders_them(kind: str, talking: Path, tmp_path: Path) -> None:
+    rows = [{"chat": chat if n % 7 else None} for n, chat in enumerate(CHATS * 4)]
+    path = tmp_path / f"c.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        write(path, rows)
+    for processes in (0, 2):
+        options = {"taps": "embed", "messages": "chat", "seq_len": 128, "unit_tokens": 700}
+        work = Work(talking, path, {**options, "render_processes": processes})
+        work.extract(tmp_path / str(processes))
+    assert not differences(content(tmp_path / "2"), content(tmp_path / "0"))

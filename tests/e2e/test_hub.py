@@ -1,5 +1,6 @@
 """A model and a corpus on the Hub give what they give on a disk; so they do when fetched before."""
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -8,7 +9,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
 import hub_server
 import servers
@@ -17,6 +21,7 @@ import tiny
 from chaos.harness import Work, check_refused, content, differences, files, launch, run
 from chaos.test_hub import CARD, write_tables
 from e2e.test_disk import small_disk
+from e2e.test_drift import write_adapter
 from hub_network import Network
 from hub_server import Hub
 from remote import upload
@@ -248,3 +253,81 @@ def test_a_disk_that_is_too_small_for_what_is_fetched_is_one_line(
     check_refused(run("fetch", "--corpus", url, "--to", small_disk), 3, said)
     hub_server.use(hub.url, small_disk, monkeypatch)
     check_refused(run("fetch", "--corpus", url), 3, said)
+
+
+# -- through the `datasets` library ----------------------------------------------------------
+
+
+def as_csv(tables: Path) -> bytes:
+    whole = pa.concat_tables(pq.read_table(path) for path in sorted(tables.rglob("*.parquet")))
+    out = io.BytesIO()
+    csv.write_csv(whole.select(["text"]), out)
+    return out.getvalue()
+
+
+def test_a_dataset_of_other_files_gives_what_parquet_gives_on_every_machine(
+    hub: Hub, local: Path, tables: Path, tmp_path: Path
+) -> None:
+    hub.publish("me/csv", {"train.csv": as_csv(tables)})
+    out = tmp_path / "out"
+    result = run("extract", *flags(out, corpus="me/csv"), "--cache", tmp_path / "a")
+    assert result.code == 0, result.err
+    name = f"datasets:me/csv@{hub.repositories['me/csv'].sha('main')}:default:train"
+    recipe = recipe_of(out)
+    assert recipe["corpus_source"] == name and recipe["corpus"][0].startswith(f"{name} 36 rows ")
+    there, here = spile.open(str(out)), spile.open(str(local))
+    assert there.num_tokens == here.num_tokens
+    ids = [each.document(35).index["token_id"].tolist() for each in (there, here)]
+    assert ids[0] == ids[1]
+    hub.publish("me/csv", {"train.csv": b"text\nother\n"})
+    for corpus in ("me/csv", "datasets:me/csv", None):  # another machine, when the branch has moved
+        given = flags(out, corpus=corpus) if corpus else ["--out", str(out)]
+        again = run("extract", *given, "--cache", tmp_path / "b")
+        assert again.code == 0, again.err
+    note = next((tmp_path / "b").glob("me*/source.json"))
+    note.write_text(note.read_text().replace('"content": "', '"content": "0'))
+    differing = run("extract", "--out", out, "--cache", tmp_path / "b")
+    check_refused(differing, 2, "was made by another recipe (corpus file", "36 rows 0")
+
+
+def test_what_the_library_reads_is_made_ahead_of_a_run(
+    hub: Hub, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.publish("me/csv", {"train.csv": as_csv(tables)})
+    made = fetched("--model", "me/llama", "--corpus", "me/csv", "--cache", tmp_path / "cache")
+    assert made["corpus"].startswith("datasets:me/csv@") and made["cache"] == str(
+        tmp_path / "cache"
+    )
+    text = run("fetch", "--corpus", "me/csv", "--to", tmp_path / "to").out
+    assert f"--corpus {made['corpus']} --cache {tmp_path / 'to' / 'corpus'}" in text
+    hub_server.use(hub.url, tmp_path / "home", monkeypatch, HF_HUB_OFFLINE="1")
+    hub.seen.clear()
+    corpus = ("--cache", made["cache"])
+    process = launch({}, "extract", *flags(tmp_path / "out", corpus=made["corpus"]), *corpus)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and hub.seen == [], err
+    unnamed = run("extract", *flags(tmp_path / "no", corpus="datasets:me/csv"), *corpus)
+    check_refused(unnamed, 2, "HF_HUB_OFFLINE is set; give the whole name that `spile fetch`")
+
+
+def test_an_adapter_is_fetched_too(
+    hub: Hub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", seed=1)
+    hub.publish("models/me/lora", files(adapter))
+    made = fetched("--model", "me/llama", "--lora", "me/lora")
+    assert made["lora"] == f"hf://me/lora@{hub.repositories['models/me/lora'].sha('main')}"
+    plain = fetched("--lora", "me/lora", "--to", tmp_path / "to")
+    assert files(Path(plain["lora"])) == files(adapter)
+    corpus = tiny.write_corpus(tmp_path / "c.txt")
+    hub_server.use(hub.url, tmp_path / "home", monkeypatch, HF_HUB_OFFLINE="1")
+    hub.seen.clear()
+    remote = launch({}, "extract", *flags(tmp_path / "a", corpus=corpus), "--lora", "me/lora")
+    _, err = remote.communicate(timeout=60)
+    assert remote.returncode == 0 and hub.seen == [], err
+    Work(model, corpus, OPTIONS).extract(tmp_path / "b", lora=str(adapter))
+    assert not differences(content(tmp_path / "a"), content(tmp_path / "b"))
+    hub_server.use(hub.url, tmp_path / "home", monkeypatch)
+    hub.publish("models/me/empty", {"README.md": b""})
+    unfit = run("fetch", "--model", "me/llama", "--lora", "me/empty")
+    check_refused(unfit, 2, "me/empty", "adapter_config.json")

@@ -14,6 +14,7 @@ import servers
 import tiny
 from spile.errors import StoreError
 from spile.objects import Spool, bucket, check_creates_once, open_objects
+from spile.objects.counted import COUNTED
 
 STORES = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}
 
@@ -46,6 +47,21 @@ def test_a_listing_gives_the_etag_that_the_upload_gave(kind: str) -> None:
     etag = stream(url, "a/b", b"rows" * 1000)
     assert len(etag) == 32
     assert [(e.key, e.size, e.etag) for e in open_objects(url).entries()] == [("a/b", 4000, etag)]
+
+
+def test_uploads_and_tries_are_counted() -> None:
+    url, before = servers.new_gcs_store(), COUNTED.snapshot()
+
+    def grown(name: str) -> float:
+        return COUNTED[name] - before.get(name, 0)
+
+    stream(url, "a/b", b"rows" * 1000)
+    assert (grown("uploaded"), grown("uploading"), grown("retries")) == (4000, 0, 0)
+    with servers.failing("gs", 0.6, seed=3):
+        for number in range(8):
+            stream(url, f"c/{number}", b"rows")
+    assert (grown("uploaded"), grown("uploading")) == (4032, 0)
+    assert grown("retries") > 0
 
 
 @pytest.fixture

@@ -366,6 +366,8 @@ def test_a_card_says_which_files_are_which_split(hub: Hub) -> None:
          {"default": {"train": 1, "validation": 1}}),
         (["x/train/0000.parquet", "x/train-part1/0000.parquet", "x/mine/0000.parquet"],
          {"x": {"train": 2, "mine": 1}}),
+        (["train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow",
+          "train/state.json", "dataset_dict.json"], {"default": {"train": 1, "test": 1}}),
         (["script.py", "data.csv", "requirements.txt"], {}),
     ],
 )  # fmt: skip
@@ -379,16 +381,16 @@ def test_without_a_card_the_files_names_say_so(
 
 def test_other_formats_are_read_as_the_hub_has_converted_them(hub: Hub) -> None:
     hub.publish("me/csv", {"train.csv": b"text\nx\n", "notes.txt": b"read me"})
-    assert "the Hub has not converted it; load it with the `datasets` library" in refused("me/csv")
+    assert pinned("me/csv", "dataset") == f"datasets:me/csv@{sha(hub, 'me/csv')}:default:train"
     hub.publish("me/csv", {"default/train/0000.parquet": b"x"}, "refs/convert/parquet")
     converted = sha(hub, "me/csv", "refs/convert/parquet")
     name = pinned("me/csv", "dataset")
     assert name == f"hf://datasets/me/csv@{converted}:default:train"
     assert [file.path.name for file in find_files(name)] == ["0000.parquet"]
-    assert "has not converted" in refused(f"me/csv@{sha(hub, 'me/csv')}")
+    assert pinned(f"me/csv@{sha(hub, 'me/csv')}", "dataset").startswith("datasets:me/csv@")
     hub.publish("me/large", {"train.csv": b"text\nx\n"})
     hub.publish("me/large", {"default/partial-train/0000.parquet": b"x"}, "refs/convert/parquet")
-    assert "converted only the beginning of default" in refused("me/large")
+    assert pinned("me/large", "dataset").startswith("datasets:me/large@"), "only its beginning is"
     for odd in (b"---\nconfigs: [\n---\n", b"---\nconfigs: " + b"[" * 400 + b"\n---\n"):
         hub.publish("me/odd", {"README.md": odd, "a.parquet": b"x"})
         assert "README.md: its metadata is no YAML" in refused("me/odd")

@@ -199,7 +199,7 @@ def test_a_count_that_is_none_is_refused(dataset: Stored, count: Any, place: str
 )  # fmt: skip
 def test_a_tap_of_an_impossible_shape_is_refused(dataset: Stored, shape: Any) -> None:
     with pytest.raises(ValueError, match="not a tap"):
-        TapInfo.from_json({"shape": shape, "dtype": "float32", "aliases": []})
+        TapInfo.from_json({"shape": shape, "dtype": "float32", "aliases": [], "latents": 0})
     body = body_of(dataset.objects.get(fmt.UNITS))
     body["taps"]["logprob"]["shape"] = shape
     objects = MemoryObjects("memory://shape")

@@ -6,28 +6,42 @@ without parsing. Documents that cannot be used (empty, null, not UTF-8) are coun
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import xxhash
 
 from spile.config import MAX_DOC_BYTES
-from spile.data import parquet
+from spile.data import arrow, parquet
+from spile.data.about import About, Names
 from spile.data.corpus_files import CorpusFile, Span
 from spile.data.document import Document
+from spile.data.ids import TokenIds
+from spile.data.kinds import value_at
 from spile.data.program import Program
-from spile.data.reading import Chats, Reading, Roles, Text, Unusable, of_program
-from spile.data.selection import FILTERED, ColumnFilter, Selection
+from spile.data.reading import (
+    Chats,
+    Reading,
+    Roles,
+    Text,
+    decoded,
+    of_program,
+    of_value,
+    usable,
+)
+from spile.data.rendering import RenderPool, Row, can_render, made_at
+from spile.data.selection import FILTERED, TOO_LARGE, ColumnFilter, Selection
 from spile.data.source import Range, Source
+from spile.data.streams import Streams
 from spile.errors import DataError, InputError
 
 _READ_SIZE = 1 << 22
 _SAMPLE_BYTES = 1 << 18
 _SAMPLE_ROWS = 256
-TOO_LARGE = "over --max-doc-bytes"
 DUPLICATE = "duplicate"
 
 
@@ -39,18 +53,23 @@ class Documents:
     texts: list[str]
     skipped: Counter[str]
     roles: list[Roles] = field(default_factory=list[Roles])  # of each text; empty where it is plain
+    about: About = field(default_factory=About, compare=False)  # of every document, usable or not
+    ids: list[np.ndarray] = field(default_factory=list[np.ndarray])  # where they came so: no texts
 
     def digest(self) -> str:
         """A hash of exactly what was read; stored with the unit."""
         digest = xxhash.xxh3_128()
-        for ordinal, text in zip(self.ordinals, self.texts, strict=True):
-            data = text.encode()
+        for ordinal, data in zip(self.ordinals, self.contents(), strict=True):
             digest.update(f"{ordinal} {len(data)}\n".encode() + data)
         return digest.hexdigest()
 
+    def contents(self) -> Iterator[bytes]:
+        """What documents are told apart by: their texts, or their ids."""
+        return (i.tobytes() for i in self.ids) if self.ids else (t.encode() for t in self.texts)
+
 
 class CorpusReader:
-    """Reads spans of a list of files; keeps a stream open where the next span continues it."""
+    """Reads spans of a list of files."""
 
     def __init__(
         self,
@@ -62,39 +81,57 @@ class CorpusReader:
         filter: ColumnFilter | None = None,
         selection: Selection | None = None,
         max_doc_bytes: int = MAX_DOC_BYTES,
+        keep: tuple[str, ...] = (),
+        preview: int = 0,
+        processes: int = 0,
     ) -> None:
-        """`reading`: makes documents of rows that are not plain texts."""
+        """Args:
+        reading: makes documents of rows that are not plain texts, with so many `processes`.
+        keep: columns, and `preview` characters of the text, that are kept of each document.
+        """
         self.files = files
         self._column, self._mode = text_column, text_documents
         self._reading, self._filter = reading, filter
         self._selection = selection or Selection()
         self._max_doc_bytes = max_doc_bytes
-        self._stream: tuple[int, int, BinaryIO] | None = None  # file, offset, stream
+        self._keep, self._preview = keep, preview
+        self._about = About()  # the documents in hand
+        self._streams = Streams(files)
         self._source: Source | None = None  # of a program, of which a corpus has just one
+        self._processes = processes if can_render(reading) else 0
+        self._pool: RenderPool | None = None
         if reading or filter:
-            flag = "--filter" if not reading else "--messages and --prompt-column"
+            flag = "--filter" if filter else reading.flag if reading else ""
             for file in files:
-                if file.kind == "text":
-                    raise InputError(f"{file.path}: plain text has no columns, which {flag} need")
+                if file.kind == "text" or (file.kind == "bin" and filter):
+                    raise InputError(f"{file.path}: such a file has no columns, as {flag} needs")
 
     def close(self) -> None:
-        if self._stream:
-            self._stream[2].close()
+        self._streams.close()
         if self._source:
             self._source.close()
-        self._stream = self._source = None
+        if self._pool:
+            self._pool.close()
+        self._source = self._pool = None
 
     def read(
         self, spans: tuple[Span, ...], first_ordinal: int, skip: Collection[int] = ()
     ) -> Documents:
         """All usable documents of some spans, in order, but those to skip."""
-        found = Documents([], [], Counter())
+        about = self._about = About(self._keep, self._preview)
+        found = Documents([], [], Counter(), about=about)
         ordinal, skipped = first_ordinal, {*skip}
         for span in spans:
+            ordinal = ordinal if span.doc is None else span.doc
             stop = ordinal + span.count
             for document in self._chosen(self._documents(span)):
+                if ordinal == stop:
+                    about.forget()  # the span was cut short; its bytes are still to be compared
+                    continue
                 again = ordinal in skipped and isinstance(document, Text)
-                self._add(found, ordinal, DUPLICATE if again else document)
+                document = DUPLICATE if again else document
+                about.add(ordinal, document if isinstance(document, str) else None)
+                self._add(found, ordinal, document)
                 ordinal += 1
             if ordinal != stop:
                 raise DataError(
@@ -110,19 +147,24 @@ class CorpusReader:
         found.ordinals.append(ordinal)
         found.texts.append(document.text)
         found.roles.append(document.roles)
+        if document.ids is not None:
+            found.ids.append(document.ids)
 
     def _chosen(self, documents: Iterable[Text | str]) -> Iterator[Text | str]:
         """Documents that are asked for; of others, and of what is none, the reason."""
         for document in documents:
             if isinstance(document, Text):
-                if len(document.text) > self._max_doc_bytes // 4 and (
-                    len(document.text.encode()) > self._max_doc_bytes
-                ):
-                    yield TOO_LARGE
-                    continue
-                yield self._selection.refuses_text(document.text) or document
+                self._about.saw_text(document.text)
+                yield self._refusal(document) or document
             else:
                 yield document
+
+    def _refusal(self, document: Text) -> str:
+        size = len(document.text) if document.ids is None else document.ids.nbytes
+        if size > self._max_doc_bytes // 4 and len(document.content) > self._max_doc_bytes:
+            return TOO_LARGE
+        by_hash = self._selection.by_hash
+        return self._selection.refuses_content(document.content) if by_hash else ""
 
     def sample(self, file: int) -> tuple[Documents, int]:
         """Documents from a file's head, and the bytes they took in the file's own measure
@@ -134,29 +176,43 @@ class CorpusReader:
         if source.program:
             documents, size = self.opened(source.program).sample()
             return self._collected([self._of_program(source, d) for d in documents]), size
-        if source.kind == "parquet":
-            rows = size = 0
-            for count, each in parquet.row_groups(source.path, self._column, self._own_columns()):
-                taken = min(count, _SAMPLE_ROWS - rows)
-                rows, size = rows + taken, size + each * taken // max(1, count)
-            return self._collected(list(self._documents(Span(file, 0, rows)))), size
+        if source.is_table:
+            left, size, documents = _SAMPLE_ROWS, 0, list[Text | str]()
+            for group, each in source.groups(file, self._column, self._own_columns()):
+                part = group.part(0, min(group.count, left))
+                documents += self._documents(part)
+                left, size = left - part.count, size + each * part.count // max(1, group.count)
+                if not left:
+                    break
+            return self._collected(documents), size
         with source.open() as stream:
             data = source.read(stream, _SAMPLE_BYTES)
             if source.kind == "json":
-                first = source.elements(chain([data], _rest(source, stream)))
-                some = list(islice(first, _SAMPLE_ROWS))
-                rows = [element.data for element in some]
+                first = source.pieces(chain([data], _rest(source, stream)), _READ_SIZE)
+                # (One that comes in pieces teaches nothing, and may be the rest of the file.)
+                some = list(takewhile(lambda piece: piece.ends, islice(first, _SAMPLE_ROWS)))
+                rows = [piece.data for piece in some]
                 size = some[-1].stop if some else 0
-                return self._collected(list(self._parsed(source, rows, 0))), size
+                return self._collected(self._rendered(self._parsed(source, rows, 0))), size
+        if source.kind == "bin":
+            return self._collected(self._of_array(source, [data], 0, 0)), len(data)
         if len(data) == _SAMPLE_BYTES:
             data = data[: data.rfind(b"\n") + 1]  # a line longer than the sample teaches nothing
         lines = [data] if self._is_whole(source) else data.split(b"\n")[: count_lines(data)]
-        found = self._collected(list(self._parsed(source, lines, 0)))
+        found = self._collected(self._rendered(self._parsed(source, lines, 0)))
         if source.kind == "jsonl" and not found.texts and found.skipped["null"]:
             self._refuse_without_key(source, data)
         return found, len(data)
 
-    def _collected(self, documents: list[Text | str]) -> Documents:
+    def columns_of(self, file: int) -> list[str]:
+        """The columns of a file; where rows have keys, those of its first rows."""
+        if self.files[file].is_table:
+            return self.files[file].schema().names
+        self._about = names = Names()
+        self.sample(file)
+        return [*names.found]
+
+    def _collected(self, documents: Iterable[Text | str]) -> Documents:
         found = Documents([], [], Counter())
         for document in documents:
             self._add(found, len(found.ordinals), document)
@@ -177,7 +233,7 @@ class CorpusReader:
         records = [json.loads(line) for line in lines if line.strip()]
         keys = sorted({str(key) for record in records for key in record})
         for column in columns:
-            if column not in keys:
+            if column not in keys and column.partition(".")[0] not in keys:
                 flag = self._reading.flag if self._reading else "--text-column"
                 raise InputError(
                     f"{source.path}: no key {column!r} in its first {len(records)} lines; they "
@@ -189,27 +245,66 @@ class CorpusReader:
         if source.program:
             wanted = Range(span.first, span.count, span.stop, span.digest)
             documents = self.opened(source.program).read(wanted)
-            return (self._of_program(source, document) for document in documents)
-        if source.kind == "parquet":
-            return self._of_parquet(source, span)
+            return self._about.noted(self._of_program(source, each) for each in documents)
+        if source.is_table:
+            return self._rendered(self._of_table(source, span))
+        if source.kind == "bin":
+            return self._rendered(
+                self._of_array(source, self._streams.read(span), span.start, span.first)
+            )
+        most = self._max_doc_bytes
         if source.kind == "json":
-            return self._parsed(source, self._elements(source, span), span.first)
-        return self._parsed(source, self._lines(source, span), span.first)
+            rows = self._streams.elements(span, most)
+        else:
+            rows = self._streams.lines(span, most, whole=self._is_whole(source))
+        return self._rendered(self._parsed(source, rows, span.first))
 
-    def _of_parquet(self, source: CorpusFile, span: Span) -> Iterator[Text | str]:
-        columns = self._columns()
-        if not columns:
-            for value in parquet.read_texts(source.path, self._column, span.first, span.count):
-                yield "null" if value is None else _decoded(value)
+    def _rendered(self, found: Iterable[Text | str | Row]) -> Iterator[Text | str]:
+        """With the documents of rows that are left to other processes, in the same order."""
+        if self._reading and self._processes and not self._pool:
+            self._pool = RenderPool(self._reading, self._processes)
+        found = self._about.noted(found)
+        if self._pool:
+            return self._pool.documents(found)
+        return (self._made(*item) if isinstance(item, tuple) else item for item in found)
+
+    def _of_table(self, source: CorpusFile, span: Span) -> Iterator[Text | str | Row]:
+        columns, texts = self._columns(), not self._reading
+        ids = self._reading.column if isinstance(self._reading, TokenIds) else None
+        if source.kind == "arrow":
+            batch = arrow.Batch(span.count, 0, span.start, span.stop, span.digest)
+            rows = arrow.read_rows(
+                source.path, self._column, columns, batch, span.before, span.count,
+                texts=texts, ids=ids, keep=self._keep,
+            )  # fmt: skip
+        elif not columns and not self._keep:
+            for value in parquet.read_texts(
+                source.path, self._column, span.first, span.count, self._max_doc_bytes
+            ):
+                yield of_value(value)
             return
-        for number, row in enumerate(
-            parquet.read_rows(
+        else:
+            rows = parquet.read_rows(
                 source.path, self._column, columns, span.first, span.count,
-                filter=self._filter, texts=not self._reading,
-            ),
-            span.first,
-        ):  # fmt: skip
+                filter=self._filter, texts=texts, most=self._max_doc_bytes, ids=ids,
+                keep=self._keep,
+            )  # fmt: skip
+        for number, (row, kept) in enumerate(rows, span.first):
+            self._about.saw_row(kept)
             yield FILTERED if row is None else self._of_row(f"{source.path} row {number}", row)
+
+    def _of_array(
+        self, source: CorpusFile, pieces: Iterable[bytes], start: int, first: int
+    ) -> Iterator[Text | str]:
+        assert isinstance(self._reading, TokenIds) and self._reading.flat
+        whole = self._reading.flat.checked(source.path, pieces)
+        documents = self._reading.flat.documents(whole, start, self._max_doc_bytes)
+        for number, ids in enumerate(documents, first):
+            if ids is None:
+                yield TOO_LARGE
+                continue
+            where = f"{source.path} document {number}"
+            yield made_at(where, partial(self._reading.of_ids, ids))
 
     def opened(self, program: Program) -> Source:
         if self._source is None:
@@ -218,104 +313,40 @@ class CorpusReader:
         return self._source
 
     def _of_program(self, source: CorpusFile, document: Document) -> Text | str:
+        self._about.saw_row(document.metadata)
         if self._filter and not self._filter.matches(document.metadata):
             return FILTERED
-        return self._made(str(source.path), lambda: of_program(document, self._reading))
+        return made_at(str(source.path), lambda: of_program(document, self._reading))
 
-    def _made(self, where: str, make: Callable[[], Text]) -> Text | str:
-        """A text that can be read, or why it cannot."""
-        try:
-            made = make()
-            made.text.encode("utf-8")
-        except Unusable as reason:
-            return str(reason)
-        except UnicodeEncodeError:
-            return "not UTF-8"
-        except ValueError as error:
-            raise InputError(f"{where}: {error}") from None
-        return made
+    def _made(self, where: str, row: Mapping[str, Any]) -> Text | str:
+        assert self._reading
+        return made_at(where, partial(self._reading.document, row))
 
-    def _of_row(self, where: str, row: Mapping[str, Any]) -> Text | str:
+    def _of_row(self, where: str, row: Mapping[str, Any]) -> Text | str | Row:
+        """A row that is to be rendered is left as it is."""
         if self._filter and not self._filter.matches(row):
             return FILTERED
         if self._reading is None:
-            value = row[parquet.TEXT]
-            return "null" if value is None else _decoded(value)
-        return self._made(where, partial(self._reading.document, row))
+            return of_value(row[parquet.TEXT])
+        return where, row
 
     # -- rows of bytes -----------------------------------------------------------------------
 
     def _is_whole(self, source: CorpusFile) -> bool:
         return source.kind == "text" and self._mode == "file"
 
-    def _chunks(self, source: CorpusFile, span: Span) -> Iterator[bytes]:
-        """The bytes of a span, which must be those that were there when the table was made."""
-        if self._stream and self._stream[0] == span.file and self._stream[1] <= span.start:
-            _, offset, stream = self._stream
-        else:
-            self.close()
-            offset, stream = 0, source.open()
-        # Should the reading stop midway, the stream is of no more use, but must be closed.
-        self._stream = (span.file, 1 << 62, stream)
-        if not source.compression:
-            offset = stream.seek(span.start)
-        while offset < span.start and (
-            skipped := source.read(stream, min(_READ_SIZE, span.start - offset))
-        ):
-            offset += len(skipped)
-        digest = xxhash.xxh3_128()
-        while offset < span.stop and (
-            data := source.read(stream, min(_READ_SIZE, span.stop - offset))
-        ):
-            offset += len(data)
-            digest.update(data)
-            yield data
-        self._stream = (span.file, offset, stream)
-        if digest.hexdigest() != span.digest:
-            raise DataError(
-                f"{source.path}: changed since the unit table was made (bytes {span.start} to "
-                f"{span.stop}); restore the file or use another --out"
-            )
-
-    def _lines(self, source: CorpusFile, span: Span) -> Iterator[bytes | None]:
-        """Lines; None for one that is too large, which is never held."""
-        ends = b"" if self._is_whole(source) else b"\n"
-        held, size, made = list[bytes](), 0, 0
-
-        def line() -> bytes | None:
-            nonlocal held, size, made
-            whole = None if size > self._max_doc_bytes else b"".join(held)
-            held, size, made = [], 0, made + 1
-            return whole
-
-        for data in self._chunks(source, span):
-            *lines, rest = data.split(ends) if ends else [data]
-            for piece in lines:
-                held.append(piece)
-                size += len(piece)
-                yield line()
-            size += len(rest)
-            held = [*held, rest] if size <= self._max_doc_bytes else []
-        if made < span.count:
-            yield line()
-
-    def _elements(self, source: CorpusFile, span: Span) -> Iterator[bytes]:
-        # A span begins with an element and ends with one.
-        data = chain([b"["], self._chunks(source, span), [b"]"])
-        return (element.data for element in source.elements(data))
-
     def _parsed(
         self, source: CorpusFile, rows: Iterable[bytes | None], first: int
-    ) -> Iterator[Text | str]:
+    ) -> Iterator[Text | str | Row]:
         for number, row in enumerate(rows, first + 1):
             if row is None or len(row) > self._max_doc_bytes:
                 yield TOO_LARGE
             elif source.kind == "text":
-                yield _decoded(row if self._is_whole(source) else row.removesuffix(b"\r"))
+                yield decoded(row if self._is_whole(source) else row.removesuffix(b"\r"))
             else:
                 yield self._of_json(source, row, number)
 
-    def _of_json(self, source: CorpusFile, row: bytes, number: int) -> Text | str:
+    def _of_json(self, source: CorpusFile, row: bytes, number: int) -> Text | str | Row:
         if not row.strip():
             return "empty"
         where = f"{source.path} {'line' if source.kind == 'jsonl' else 'element'} {number}"
@@ -326,13 +357,14 @@ class CorpusReader:
         except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: not JSON ({error}); fix or remove that line") from None
         if isinstance(record, str) and not self._columns():
-            return _usable(record)
+            return usable(record)
         if not isinstance(record, dict):
             raise InputError(f"{where}: not a JSON object")
         keys = cast(dict[str, Any], record)
+        self._about.saw_row(keys)
         if self._reading is None:
             column = self._column or "text"
-            value = keys.get(column)
+            value = value_at(keys, column)
             if value is not None and not isinstance(value, str):
                 raise InputError(
                     f"{where}: {column!r} holds {type(value).__name__}, not text; "
@@ -340,7 +372,7 @@ class CorpusReader:
                 )
             if self._filter and not self._filter.matches(keys):
                 return FILTERED
-            return _usable(value)
+            return usable(value)
         return self._of_row(where, keys)
 
 
@@ -352,22 +384,3 @@ def count_lines(data: bytes) -> int:
 def _rest(source: CorpusFile, stream: BinaryIO) -> Iterator[bytes]:
     while data := source.read(stream, _READ_SIZE):
         yield data
-
-
-def _decoded(data: bytes) -> Text | str:
-    try:
-        return _usable(data.decode("utf-8").removeprefix("\ufeff"))
-    except UnicodeDecodeError:
-        return "not UTF-8"
-
-
-def _usable(text: str | None) -> Text | str:
-    if text is None:
-        return "null"
-    if not text.strip():
-        return "empty"
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate, as JSON escapes can spell
-        return "not UTF-8"
-    return Text(text)

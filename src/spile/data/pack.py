@@ -8,14 +8,14 @@ A filter chooses which of the tokens become stored rows. It never moves anything
 of all tokens, but rows without a chosen one are left out, since nothing would be kept of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spile.data.rows import RowFilter
 from spile.data.tokens import TextTokenizer
 from spile.index import END, FIRST, INDEX_DTYPE, LAST
+from spile.where import RowFilter
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,13 @@ class PackedUnit:
     columns: np.ndarray | None  # [rows, most]: places of kept tokens, then 0; None: all are kept
     counts: np.ndarray  # kept tokens of each row
     index: np.ndarray  # one entry per kept token, in stored order
-    num_docs: int
+    doc_tokens: Mapping[int, int]  # of each document that was read
     num_contexts: int
     num_tokens: int
+
+    @property
+    def num_docs(self) -> int:
+        return len(self.doc_tokens)
 
     @property
     def num_rows(self) -> int:
@@ -191,7 +195,9 @@ def pack_unit(
             column += count
             done += count
         filled[row] = column
-    used = {ordinal for ordinal, _, _ in contexts}
+    doc_tokens: dict[int, int] = {}
+    for ordinal, _, tokens in contexts:
+        doc_tokens[ordinal] = doc_tokens.get(ordinal, 0) + len(tokens)
     unit = PackedUnit(
         tokens=ids,
         positions=positions,
@@ -200,7 +206,7 @@ def pack_unit(
         columns=None,
         counts=filled,
         index=index,
-        num_docs=len(used),
+        doc_tokens=doc_tokens,
         num_contexts=len(contexts),
         num_tokens=len(index),
     )

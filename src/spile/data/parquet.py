@@ -1,6 +1,6 @@
 """What Arrow reads for us: Parquet footers, the bytes of one column of strings, zstd streams."""
 
-# pyright: standard
+# pyright: standard, reportAttributeAccessIssue=false
 # pyarrow ships no types; what comes out of it is given one at this file's edge.
 
 from collections.abc import Iterator, Sequence
@@ -11,61 +11,69 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spile.data.selection import ColumnFilter
+from spile.data.columns import (
+    check_columns,
+    kept_rows,
+    leaf,
+    refuse_missing,
+    rows_of,
+    text_column,
+    text_values,
+)
+from spile.data.kinds import ColumnKinds
+from spile.data.selection import TOO_LARGE, ColumnFilter
 from spile.errors import InputError
 from spile.objects.files import AnyPath
 
 TEXT = ""  # the text's key, where a row is read by columns
 
-_BATCH = 1024  # rows decoded at a time
-_AHEAD = 4 << 20  # of a column in a bucket: a row group is read as it is decoded, not at once
+# Rows decoded at a time: so few that they take no more memory than this, were each as large as a
+# value can be, which is what the column takes in the row group (a dictionary holds it but once).
+_BATCH_BYTES = 512 << 20
+_BATCH = range(4, 1025)
+_AHEAD = 4 << 20  # of a column: a row group is read as it is decoded, not at once
 
 
 @contextmanager
-def _opened(
-    path: AnyPath, wanted: str | None, columns: Sequence[str] = ()
-) -> Iterator[tuple[pq.ParquetFile, Sequence[str]]]:
-    """The file and the columns, or its text column; whatever goes wrong with it is one line."""
+def _opened(path: AnyPath) -> Iterator[pq.ParquetFile]:
+    """The file; whatever goes wrong with it is one line."""
     try:
-        if isinstance(path, Path):
-            file = pq.ParquetFile(path)
-        else:
-            stream = pa.PythonFile(path.open("rb", buffering=0), mode="r")
-            file = pq.ParquetFile(stream, buffer_size=_AHEAD, pre_buffer=False)
-        with file:
-            yield file, columns or [_text_column(path, file, wanted)]
+        local = isinstance(path, Path)
+        stream = path if local else pa.PythonFile(path.open("rb", buffering=0), mode="r")
+        with pq.ParquetFile(stream, buffer_size=_AHEAD, pre_buffer=False) as file:
+            yield file
     except (pa.ArrowException, OSError) as error:
         line = str(error).splitlines()[0]
         raise InputError(f"{path}: cannot read Parquet ({line}); is it whole?") from error
 
 
-def _text_column(path: AnyPath, file: pq.ParquetFile, wanted: str | None) -> str:
-    """The one asked for, `text`, or the only column of strings."""
-    strings = [f.name for f in file.schema_arrow if _is_text(f.type)]
-    if wanted is None and "text" in strings:
-        return "text"
-    if wanted is None and len(strings) == 1:
-        return strings[0]
-    listed = ", ".join(strings) or "none"
-    if wanted is None:
-        raise InputError(
-            f"{path}: which column is the text? Choose one with --text-column "
-            f"(columns of strings: {listed})"
-        )
-    if wanted not in strings:
-        raise InputError(
-            f"{path}: --text-column {wanted!r} is not a column of strings there "
-            f"(those are: {listed})"
-        )
-    return wanted
+def schema(path: AnyPath) -> Any:
+    """The names and types of its columns."""
+    with _opened(path) as file:
+        return file.schema_arrow
 
 
 def row_groups(
-    path: AnyPath, wanted: str | None, columns: Sequence[str] = ()
+    path: AnyPath,
+    wanted: str | None,
+    columns: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    *,
+    also: Sequence[str] = (),
+    known: ColumnKinds | None = None,
 ) -> list[tuple[int, int]]:
     """(rows, decoded bytes of the text column, or of some others) of each row group, from the
-    footer alone."""
-    with _opened(path, wanted, columns) as (file, names):
+    footer alone.
+
+    Args:
+        keep: columns that must be there, too, for `--keep`;
+        also: and others.
+        known: what those of other files hold, which must be the same.
+    """
+    with _opened(path) as file:
+        found = file.schema_arrow
+        check_columns(path, found, wanted, columns, keep, also=also, known=known)
+        names = columns or [text_column(path, found, wanted)]
         return _row_groups(file, names)
 
 
@@ -75,18 +83,33 @@ def _row_groups(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, i
     for g in range(metadata.num_row_groups):
         group = metadata.row_group(g)
         chunks = [group.column(c) for c in range(group.num_columns)]
-        size = sum(
-            c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in names
-        )
+        size = sum(c.total_uncompressed_size for c in chunks if _is_of(c.path_in_schema, names))
         groups.append((group.num_rows, size))
     return groups
 
 
-def read_texts(path: AnyPath, wanted: str | None, first: int, count: int) -> Iterator[bytes | None]:
-    """Texts of `count` rows from row `first` on; only the row groups that hold them are read."""
-    with _opened(path, wanted) as (file, names):
-        for batch in _batches(file, list(_groups(file, first, count)), [names[0]]):
-            yield from _values(batch.column(0))
+def _is_of(leaf: str, names: Sequence[str]) -> bool:
+    """Whether what lies under a path is of one of these columns, or of fields of them."""
+    return any(leaf == name or leaf.startswith(f"{name}.") for name in names)
+
+
+def read_texts(
+    path: AnyPath, wanted: str | None, first: int, count: int, most: int
+) -> Iterator[bytes | str | None]:
+    """Texts of `count` rows from row `first` on; only the row groups that hold them are read.
+
+    Of one that has more than `most` bytes, the reason why it is left out.
+    """
+    with _opened(path) as file:
+        name = text_column(path, file.schema_arrow, wanted)
+        sizes = _row_groups(file, [name])
+        for group, low, high in _groups(file, first, count):
+            # A column chunk of one value is that value, perhaps twice more as its least and most.
+            if sizes[group][0] == 1 and sizes[group][1] > 3 * most + _AHEAD:
+                yield TOO_LARGE
+                continue
+            for batch in _batches(file, [(group, low, high)], [name]):
+                yield from text_values(leaf(batch, name), most)
 
 
 def read_rows(
@@ -98,30 +121,33 @@ def read_rows(
     *,
     filter: ColumnFilter | None,
     texts: bool,
-) -> Iterator[dict[str, Any] | None]:
-    """Rows as Python values; with `texts`, the text's bytes under `TEXT`.
+    most: int,
+    ids: str | None = None,
+    keep: Sequence[str] = (),
+) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]:
+    """Rows as Python values; with `texts`, the text's bytes under `TEXT`, or as in `read_texts`;
+    `ids` are arrays. And what is kept of each, as far as the file has it.
 
     None stands for a row that the filter leaves out by what the footer says of its row group.
     """
-    with _opened(path, wanted, columns if not texts else ()) as (file, names):
-        text = names[0] if texts else None
-        present = {field.name for field in file.schema_arrow}
-        for name in columns:
-            if name not in present:
-                raise InputError(f"{path}: no column {name!r}; it has {', '.join(sorted(present))}")
-        chosen = [*dict.fromkeys(columns)]
-        if text and text not in chosen:
-            chosen.append(text)
+    with _opened(path) as file:
+        text = text_column(path, file.schema_arrow, wanted) if texts else None
+        refuse_missing(path, file.schema_arrow.names, columns)
+        kept = [name for name in keep if name in file.schema_arrow.names]
+        asked = [*dict.fromkeys(columns)]
+        chosen = [*dict.fromkeys([*asked, *kept])]
+        # (A field of a column that is read anyway comes with it.)
+        extra = [text] if text and text.split(".")[0] not in chosen and text not in chosen else []
         for group, low, high in _groups(file, first, count):
             if filter and not filter.may_match(_bounds(file, group, filter.columns)):
-                yield from [None] * (high - low)
+                yield from [(None, {})] * (high - low)
                 continue
-            for batch in _batches(file, [(group, low, high)], chosen):
-                rows = batch.select([*dict.fromkeys(columns)]).to_pylist()
+            for batch in _batches(file, [(group, low, high)], [*chosen, *extra]):
+                rows = rows_of(batch.select(asked), ids)
                 if text:
-                    values = _values(batch.column(chosen.index(text)))
+                    values = text_values(leaf(batch, text), most)
                     rows = [{**row, TEXT: v} for row, v in zip(rows, values, strict=True)]
-                yield from rows
+                yield from zip(rows, kept_rows(path, batch, kept), strict=True)
 
 
 def _groups(file: pq.ParquetFile, first: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -139,9 +165,11 @@ def _batches(
     file: pq.ParquetFile, groups: Sequence[tuple[int, int, int]], columns: list[str]
 ) -> Iterator[pa.RecordBatch]:
     """The chosen rows of row groups, and no other."""
+    sizes = _row_groups(file, columns)
     for group, low, high in groups:
         position = 0
-        for batch in file.iter_batches(_BATCH, row_groups=[group], columns=columns):
+        rows = min(max(_BATCH_BYTES // max(1, sizes[group][1]), _BATCH[0]), _BATCH[-1])
+        for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
             start, stop = max(low - position, 0), min(high - position, batch.num_rows)
             position += batch.num_rows
             if start < stop:
@@ -166,16 +194,3 @@ def open_zstd(path: AnyPath) -> BinaryIO:
     local = isinstance(path, Path)
     stream = pa.OSFile(str(path)) if local else pa.PythonFile(path.open("rb"), mode="r")
     return pa.CompressedInputStream(stream, "zstd")
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    types = pa.types
-    known = (types.is_string, types.is_large_string, types.is_string_view,
-             types.is_binary, types.is_large_binary)  # fmt: skip
-    return any(is_kind(kind) for is_kind in known)
-
-
-def _values(column: pa.Array) -> list[bytes | None]:
-    # Through binary: Arrow promises that strings are UTF-8, files do not keep that promise.
-    wide = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
-    return column.cast(pa.large_binary() if wide else pa.binary()).to_pylist()

@@ -25,6 +25,7 @@ from typing import Any
 
 import xxhash
 
+from spile.data.built import is_built
 from spile.data.document import clean
 from spile.data.source import Source, guarded, said
 from spile.errors import ConfigError, InputError, SpileError
@@ -120,6 +121,8 @@ class Program:
 def is_program(corpus: str) -> bool:
     """Whether a corpus's name is one of a program: not a file, a URL or a dataset of the Hub."""
     head = corpus.partition("(")[0]
+    if is_built(corpus):
+        return False
     if _ALIAS.fullmatch(corpus) or _MODULE.fullmatch(corpus):
         return True
     return "://" not in head and _FILE.fullmatch(corpus) is not None

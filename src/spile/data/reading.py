@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import numpy as np
 import xxhash
 
 from spile.config import Recipe, canonical_json, flag_of
@@ -29,10 +30,16 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Text:
-    """What the tokenizer will read of a document, and whose words they are."""
+    """What the model will read of a document, and whose words they are."""
 
     text: str
     roles: Roles = ()
+    ids: np.ndarray | None = None  # where it came as token ids, in int32: it has no text then
+
+    @property
+    def content(self) -> bytes:
+        """What documents are told apart by."""
+        return self.text.encode() if self.ids is None else self.ids.tobytes()
 
 
 class Reading(Protocol):
@@ -188,3 +195,30 @@ def read_as(recipe: Recipe, directory: AnyPath) -> tuple[Reading | None, str | N
         recipe.prompt_suffix or "", template,
     )  # fmt: skip
     return pairs, digest
+
+
+def of_value(value: bytes | str | None) -> Text | str:
+    """Of Parquet: bytes, nothing, or why they are not read."""
+    if value is None:
+        return "null"
+    return value if isinstance(value, str) else decoded(value)
+
+
+def decoded(data: bytes) -> Text | str:
+    try:
+        return usable(data.decode("utf-8").removeprefix("\ufeff"))
+    except UnicodeDecodeError:
+        return "not UTF-8"
+
+
+def usable(text: str | None) -> Text | str:
+    """A document of a plain text, or why there is none."""
+    if text is None:
+        return "null"
+    if not text.strip():
+        return "empty"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate, as JSON escapes can spell
+        return "not UTF-8"
+    return Text(text)

@@ -1,4 +1,4 @@
-"""Which documents are read: by their columns, their text's hash, their length. No order matters.
+"""Which documents are read: by their columns, their own hash, their length. No order matters.
 
 Every rule looks at one document alone, so that it is the same wherever and whenever it is read;
 what is left out is counted by reason.
@@ -11,11 +11,12 @@ from typing import Any
 
 import xxhash
 
-from spile.config import ResolvedRecipe
-from spile.data.rows import ORDER
 from spile.errors import ConfigError
+from spile.resolved import ResolvedRecipe
+from spile.where import ORDER
 
 FILTERED = "left out by --filter"
+TOO_LARGE = "over --max-doc-bytes"
 _MAX_CHARACTERS = 1000
 _SCALE = 1 << 64
 
@@ -162,12 +163,17 @@ class Selection:
         rest = held if self.part == "holdout" else 1 - held
         return (self.fraction or 1.0) * rest
 
-    def refuses_text(self, text: str) -> str:
-        """Why a text is left out; empty if it is not."""
-        if self.fraction is not None and _share_of(text, "fraction") >= self.fraction:
+    @property
+    def by_hash(self) -> bool:
+        """Whether what documents hold decides."""
+        return self.fraction is not None or self.holdout is not None
+
+    def refuses_content(self, content: bytes) -> str:
+        """Why a document is left out; empty if it is not."""
+        if self.fraction is not None and _share_of(content, "fraction") >= self.fraction:
             return "beyond --fraction"
         if self.holdout is not None:
-            held_out = _share_of(text, "holdout") < self.holdout
+            held_out = _share_of(content, "holdout") < self.holdout
             if held_out is not (self.part == "holdout"):
                 return "held out" if held_out else "not held out"
         return ""
@@ -188,6 +194,6 @@ def selection_of(recipe: ResolvedRecipe) -> Selection:
     )
 
 
-def _share_of(text: str, rule: str) -> float:
-    """A number from 0 to 1 that is a text's own, and another for each rule."""
-    return xxhash.xxh3_64_intdigest(f"{rule}\0{text}".encode()) / _SCALE
+def _share_of(content: bytes, rule: str) -> float:
+    """A number from 0 to 1 that is a document's own, and another for each rule."""
+    return xxhash.xxh3_64_intdigest(rule.encode() + b"\0" + content) / _SCALE

@@ -6,7 +6,7 @@ What is cut is hashed, and what is read afterwards, in this process or another, 
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import xxhash
@@ -114,9 +114,13 @@ class Source:
         step = max(1, -(-size // each))
         for first in range(0, stop, step):
             heed()
-            count = min(step, stop - first)
-            ends = [self._document(first), self._document(first + count - 1)]
-            yield Range(first, count, count * each, digest_of(ends))
+            part = self.part(first, min(step, stop - first))
+            yield replace(part, size=part.count * each)
+
+    def part(self, first: int, count: int) -> Range:
+        """So many documents of those with numbers; nothing is known of their size."""
+        ends = [self._document(first), self._document(first + count - 1)]
+        return Range(first, count, 0, digest_of(ends))
 
     def read(self, wanted: Range) -> list[Document]:
         """The documents of a range, which must be those that it was made of."""

@@ -13,8 +13,10 @@ from spile.index import BOS, EOS, ROLES, SPECIAL
 from spile.objects.files import AnyPath
 
 
-def use_threads(count: int) -> None:
-    """How many threads the tokenizer may use; must precede the first batch of a process."""
+def use_threads(asked: int | None) -> None:
+    """How many threads the tokenizer may use, else all cores but one; must precede the first batch
+    of a process."""
+    count = asked or max(1, (os.cpu_count() or 1) - 1)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(count)
 

@@ -1,51 +1,35 @@
 """The corpus cut into units: made once, stored, and read by everyone afterwards.
 
-Parquet files are cut from their footers alone. Line files (JSONL, text) take one streaming pass
-that finds line ends and hashes each unit's bytes; the table records both, so that no other
-machine repeats the pass and every later reading can be checked.
+Parquet files are cut from their footers alone, Arrow's from the headers of their record batches.
+Line files (JSONL, text) and flat arrays of token ids take one streaming pass that finds where
+documents end and hashes each unit's bytes; the table records both, so that no other machine
+repeats the pass and every later reading can be checked.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import xxhash
 
-from spile.data import parquet
 from spile.data.corpus import CorpusReader
 from spile.data.corpus_files import CorpusFile, Span
+from spile.data.ids import FlatArray
+from spile.data.kinds import ColumnKinds, json_kind, value_at
+from spile.data.order import first_documents, is_forward, refuse_iterator, shuffled
 from spile.data.source import Source
-from spile.errors import DataError, InputError
+from spile.data.unit import Unit
+from spile.errors import InputError
+
+__all__ = ["Unit", "make_units", "tokens_per_byte", "without_duplicates"]
 
 _CHUNK = 1 << 23
+_HEAD = 1 << 16
 _SAMPLED_FILES = 4
 _TOKENS_PER_BYTE = 0.25  # where a sample teaches nothing
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A fixed range of the corpus: the atom of work. May span several small files."""
-
-    id: int
-    first_doc: int
-    num_docs: int
-    tokens: int  # an estimate; the exact count is settled by tokenizing the unit
-    spans: tuple[Span, ...]
-    skip: tuple[int, ...] = ()  # documents whose text came before
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Unit":
-        try:
-            parts: dict[str, Any] = {**value}
-            parts["spans"] = tuple(Span(**span) for span in parts["spans"])
-            parts["skip"] = tuple(parts.get("skip", ()))
-            return cls(**parts)
-        except (TypeError, KeyError) as error:
-            raise DataError(f"the unit table holds what is no unit ({error})") from error
 
 
 def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], int]) -> float:
@@ -53,11 +37,12 @@ def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], in
     last = len(reader.files) - 1
     chosen = sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
     texts: list[str] = []
-    size = 0
+    size = tokens = 0
     unreadable = 0
     for file in chosen:
         documents, taken = reader.sample(file)
-        texts += documents.texts
+        texts += [] if documents.ids else documents.texts
+        tokens += sum(map(len, documents.ids))
         size += taken
         unreadable += documents.skipped["not UTF-8"]
     if unreadable > 9 * len(texts):
@@ -65,7 +50,7 @@ def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], in
             f"{reader.files[0].path}: the first {unreadable} documents are not UTF-8 text; "
             "is this a text corpus?"
         )
-    tokens = count_tokens(texts) if texts else 0
+    tokens += count_tokens(texts) if texts else 0
     return tokens / size if tokens and size else _TOKENS_PER_BYTE
 
 
@@ -75,36 +60,63 @@ def make_units(
     text_column: str | None,
     text_documents: str,
     columns: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    also: Sequence[str] = (),
     unit_tokens: int,
     density: float,
     max_docs: int | None,
     max_tokens: int | None,
     heed: Callable[[], None] = lambda: None,
     program: Source | None = None,
+    flat: FlatArray | None = None,
+    shuffle: int | None = None,
 ) -> list[Unit]:
     """Cut the corpus; `density` is tokens per byte. Deterministic in its arguments.
 
     `heed` is called for every file and every few megabytes, and may raise to stop the pass.
-    `program`: opened, where the corpus is one.
+    `program`: opened, where the corpus is one. `flat`: how token ids lie in .bin files.
+    `columns`: those of chats; `also`: others that are looked at; `keep`: that must be there.
+    `shuffle`: a seed; what is cut is then the whole corpus, before anything is chosen.
     """
-    builder = _Builder(unit_bytes=max(1, int(unit_tokens / density)), max_docs=max_docs)
+    most = max_docs if shuffle is None else None
+    forward = [shuffle is not None and is_forward(file) for file in files]
+    if shuffle is not None:
+        refuse_iterator(program)
+    builder = _Builder(unit_bytes=max(1, int(unit_tokens / density)), max_docs=most)
+    known = ColumnKinds()
     for number, file in enumerate(files):
         heed()
+        before = builder.closed
         if program:
-            for part in program.ranges(builder.unit_bytes, max_docs, heed):
+            for part in program.ranges(builder.unit_bytes, most, heed):
                 builder.add(
                     Span(number, part.first, part.count, 0, part.size, part.digest), part.size
                 )
-        elif file.kind == "parquet":
-            _cut_parquet(builder, number, file, text_column, columns)
-        elif file.kind == "json":
-            _cut_elements(builder, number, file, heed)
+        elif file.is_table:
+            groups = file.groups(number, text_column, columns, keep, also=also, known=known)
+            _cut_table(builder, groups, heed)
+        elif file.kind == "bin":
+            assert flat
+            docs = builder.docs
+            _cut_bytes(builder, number, flat.checked(file.path, _chunks(file, heed)), flat.ends)
+            flat.refuse_endless(file.path, builder.docs - docs)
+        elif file.kind == "text":
+            ends = _no_ends if text_documents == "file" else _line_ends
+            _cut_bytes(builder, number, _chunks(file, heed), ends)
         else:
-            whole = file.kind == "text" and text_documents == "file"
-            _cut_lines(builder, number, file, heed, whole=whole)
+            _check_head(file, [*(columns or [text_column or "text"]), *also], known)
+            if file.kind == "json":
+                _cut_elements(builder, number, file, heed)
+            else:
+                _cut_bytes(builder, number, _chunks(file, heed), _line_ends)
         if builder.full:
             break
+        if forward[number] and builder.closed > before:
+            builder.close()  # else its last unit would tie the next file to it
     units = builder.finish(density)
+    if shuffle is not None:
+        chosen = first_documents(shuffled(units, shuffle, forward), max_docs, program)
+        units = [replace(unit, id=number) for number, unit in enumerate(chosen)]
     if not units:
         names = ", ".join(str(f.path) for f in files[:3])
         raise InputError(f"the corpus is empty: no document in {len(files)} files ({names})")
@@ -119,30 +131,21 @@ def without_duplicates(
 ) -> list[Unit]:
     """Units that know which of their documents have a text that came before."""
     hashes: list[np.ndarray] = []
-    ordinals: list[np.ndarray] = []
+    ordinals: list[list[int]] = []
     for unit in units:
         heed()
         found = reader.read(unit.spans, unit.first_doc)
-        digests = b"".join(xxhash.xxh3_128_digest(text.encode()) for text in found.texts)
+        digests = b"".join(map(xxhash.xxh3_128_digest, found.contents()))
         hashes.append(np.frombuffer(digests, np.uint64).reshape(-1, 2))
-        ordinals.append(np.array(found.ordinals, np.int64))
-    every, docs = np.concatenate(hashes), np.concatenate(ordinals)
-    order = np.lexsort((docs, every[:, 1], every[:, 0]))
-    again = np.zeros(len(docs), np.bool_)
+        ordinals.append(found.ordinals)
+    every = np.concatenate(hashes)
+    order = np.lexsort((np.arange(len(every)), every[:, 1], every[:, 0]))
+    again = np.zeros(len(every), np.bool_)
     again[order[1:]] = (every[order[1:]] == every[order[:-1]]).all(axis=1)
-    repeated = np.sort(docs[again])
+    of_units = np.split(again, np.cumsum([len(docs) for docs in ordinals])[:-1])
     return [
-        replace(
-            unit,
-            skip=tuple(
-                repeated[
-                    slice(
-                        *np.searchsorted(repeated, [unit.first_doc, unit.first_doc + unit.num_docs])
-                    )
-                ].tolist()
-            ),
-        )
-        for unit in units
+        replace(unit, skip=tuple(itertools.compress(docs, repeated)))
+        for unit, docs, repeated in zip(units, ordinals, of_units, strict=True)
     ]
 
 
@@ -176,77 +179,109 @@ class _Builder:
             self._size += size
             self.docs += span.count
         if self.room <= 0:
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    @property
+    def closed(self) -> int:
+        """Units that are whole."""
+        return len(self._done)
+
+    def close(self) -> None:
         if self._spans:
             count = sum(span.count for span in self._spans)
             self._done.append((self.docs - count, count, self._size, tuple(self._spans)))
         self._spans, self._size = [], 0
 
     def finish(self, density: float) -> list[Unit]:
-        self._close()
+        self.close()
         return [
             Unit(i, first, count, max(1, round(size * density)), spans)
             for i, (first, count, size, spans) in enumerate(self._done)
         ]
 
 
-def _cut_parquet(
-    builder: _Builder, number: int, file: CorpusFile, column: str | None, columns: Sequence[str]
+def _cut_table(
+    builder: _Builder, groups: Iterator[tuple[Span, int]], heed: Callable[[], None]
 ) -> None:
-    row = 0
-    for rows, size in parquet.row_groups(file.path, column, columns):
-        end = row + rows
-        per_row = max(1, size // max(1, rows))
-        while row < end and not builder.full:
+    for group, size in groups:
+        heed()
+        per_row = max(1, size // max(1, group.count))
+        taken = 0
+        while taken < group.count and not builder.full:
             fit = -(-builder.room // per_row)
-            count = min(end - row, fit, builder.docs_left)
-            builder.add(Span(number, row, count), count * per_row)
-            row += count
+            count = min(group.count - taken, fit, builder.docs_left)
+            builder.add(group.part(taken, count), count * per_row)
+            taken += count
+        if builder.full:
+            return
 
 
-def _cut_lines(
-    builder: _Builder, number: int, file: CorpusFile, heed: Callable[[], None], *, whole: bool
+def _check_head(file: CorpusFile, columns: Sequence[str], known: ColumnKinds) -> None:
+    """Compare what the first row of JSON holds with the files before; any fault is found later."""
+    with file.open() as stream:
+        data = file.read(stream, _HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
+    try:
+        if file.kind == "json":
+            row = next(file.pieces(iter([data]), _HEAD)).data
+        else:
+            row = data.partition(b"\n")[0]
+        record = json.loads(row or b"null")
+    except (ValueError, RecursionError, InputError, StopIteration):
+        return
+    if isinstance(record, dict):
+        fields = cast(dict[str, Any], record)
+        known.check(str(file.path), {name: json_kind(value_at(fields, name)) for name in columns})
+
+
+def _line_ends(data: bytes, position: int) -> np.ndarray:
+    return position + 1 + np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
+
+
+def _no_ends(data: bytes, position: int) -> np.ndarray:
+    return np.empty(0, np.int64)
+
+
+def _cut_bytes(
+    builder: _Builder,
+    number: int,
+    chunks: Iterable[bytes],
+    ends_in: Callable[[bytes, int], np.ndarray],
 ) -> None:
-    """One pass over the file. With `whole`, it is a single document."""
+    """One pass over a file, of which pieces and their places tell where documents end."""
     start = position = first = 0  # of the span being collected: byte, byte reached, document
-    lines = 0
+    documents = ended = 0
     digest = xxhash.xxh3_128()
-    last_byte = b""
 
     def close(stop: int, count: int) -> None:
-        nonlocal start, first, lines, digest
+        nonlocal start, first, documents, digest
         builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
-        start, first, lines, digest = stop, first + count, 0, xxhash.xxh3_128()
+        start, first, documents, digest = stop, first + count, 0, xxhash.xxh3_128()
 
-    for data in _chunks(file, heed):
-        last_byte = data[-1:]
-        ends = position + 1 + np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
-        if whole:
-            ends = ends[:0]
-        used, taken = 0, 0  # of this chunk: bytes hashed, line ends passed
+    for data in chunks:
+        ends = ends_in(data, position)
+        ended = int(ends[-1]) if len(ends) else ended
+        used, taken = 0, 0  # of this chunk: bytes hashed, ends passed
         while taken < len(ends) and not builder.full:
             by_size = int(np.searchsorted(ends, start + builder.room, side="left")) + 1
-            by_docs = taken + builder.docs_left - lines
+            by_docs = taken + builder.docs_left - documents
             cut = min(by_size, by_docs)
             if cut > len(ends):
-                lines += len(ends) - taken
+                documents += len(ends) - taken
                 taken = len(ends)
                 break
             cut = max(cut, taken + 1)
             stop = int(ends[cut - 1])
             digest.update(data[used : stop - position])
             used = stop - position
-            lines += cut - taken
+            documents += cut - taken
             taken = cut
-            close(stop, lines)
+            close(stop, documents)
         if builder.full:
             return
         digest.update(data[used:])
         position += len(data)
     if position > start:
-        close(position, 1 if whole else lines + (last_byte != b"\n"))
+        close(position, documents + (position > ended))
 
 
 def _cut_elements(
@@ -254,14 +289,17 @@ def _cut_elements(
 ) -> None:
     """One pass over a JSON array."""
     first = count = start = stop = 0  # of the span being collected
-    digest = xxhash.xxh3_128()
-    for element in file.elements(_chunks(file, heed)):
-        if not count:
-            start, digest = element.start, xxhash.xxh3_128()
-        else:
-            digest.update(element.between)
-        digest.update(element.data)
-        stop, count = element.stop, count + 1
+    digest, begins = xxhash.xxh3_128(), True
+    for piece in file.pieces(_chunks(file, heed), _CHUNK):
+        if begins and not count:
+            start, digest = piece.start, xxhash.xxh3_128()
+        elif begins:
+            digest.update(b",")
+        digest.update(piece.data)
+        begins = piece.ends
+        if not piece.ends:
+            continue
+        stop, count = piece.stop, count + 1
         if stop - start >= builder.room or count >= builder.docs_left:
             builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
             first, count = first + count, 0

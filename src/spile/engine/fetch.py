@@ -1,23 +1,26 @@
-"""Downloading a model and a corpus ahead of a run: `spile fetch`. No jax.
+"""Downloading a model, an adapter and a corpus ahead of a run: `spile fetch`. No jax.
 
 What lies on the Hub goes to the cache that all of its programs share, where later runs find it,
 also without a network; with `--to` it goes, like what lies in a bucket or on a web server, into a
-plain directory. Whatever is there whole is not fetched again.
+plain directory. Whatever is there whole is not fetched again. A corpus that the `datasets` library
+must read is made into Parquet, as a run would do first.
 """
 
 import errno
 import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from spile.data.built import is_built
 from spile.data.corpus_files import find_files
 from spile.errors import ConfigError, InputError, StoreError
 from spile.identity import sampled_digest
 from spile.models.checkpoint import open_checkpoint
-from spile.objects.files import AnyPath, RemotePath
+from spile.models.lora import adapter_files
+from spile.objects.files import AnyPath, RemotePath, path_of
 from spile.objects.hub import HubObjects, endpoint, note_files, offline
 from spile.objects.hub_names import hub_name, pinned
 from spile.objects.retry import PATIENCE, Trying
@@ -36,8 +39,10 @@ _Item = tuple[RemotePath, Path | None]  # a file, and where it is to lie; None: 
 class Fetched:
     """What is here now."""
 
-    model: str | None  # what to give for --model and --corpus
+    model: str | None  # what to give for --model, --lora, --corpus and --cache
+    lora: str | None
     corpus: str | None
+    cache: str | None
     files: int
     files_there: int  # of them, that were there already
     bytes: int
@@ -48,41 +53,70 @@ def fetch(
     corpus: str | None,
     to: str | None = None,
     progress: OnProgress | None = None,
+    *,
+    lora: str | None = None,
+    cache: str | None = None,
 ) -> Fetched:
     """Download what a run will read.
 
     Args:
-        to: a directory, for its folders `model` and `corpus`; else the Hub's cache.
+        to: a directory, for its folders `model`, `lora` and `corpus`; else the Hub's cache.
+        cache: where a corpus is kept that is made into Parquet; else `to`, or as for a run.
     """
-    if not model and not corpus:
-        raise ConfigError("nothing to fetch: give --model, --corpus or both")
+    asked = {"model": model, "lora": lora, "corpus": corpus}
+    if not any(asked.values()):
+        raise ConfigError("nothing to fetch: give --model, --lora, --corpus or several of them")
     dest = Path(to) if to else None
+    names = {name: _pinned(name, source) for name, source in asked.items()}
+    built = bool(names["corpus"] and is_built(names["corpus"]))
+    cache = cache or (str(dest / "corpus") if dest and built else None)
     wanted: list[_Item] = []
-    names: dict[str, str | None] = {"model": None, "corpus": None}
-    if model:
-        names["model"] = found = pinned(model, "model") if model != "demo" else model
-        wanted += _placed("model", model, _model_files(found), dest)
-    if corpus:
-        names["corpus"] = found = pinned(corpus, "dataset") if corpus != "demo" else corpus
-        wanted += _placed("corpus", corpus, _corpus_files(found, with_card=not dest), dest)
+    for name, source in names.items():
+        if source:
+            files = _files(name, names, with_card=not dest, cache=cache)
+            wanted += _placed(name, str(asked[name]), files, dest)
     missing = [item for item in wanted if not _is_there(*item)]
     if missing and offline() and not dest:
         raise ConfigError(
             f"{missing[0][0]}: HF_HUB_OFFLINE is set; unset it to fetch what is missing"
         )
-    _check_room([path for path, _ in missing], dest)
+    if missing:
+        _check_room([path for path, _ in missing], dest)
     _fetch_all(missing, progress or (lambda done, total: None))
-    if not dest:
-        _note({"model": model, "dataset": corpus}, [path for path, _ in wanted])
+    if not dest or built:
+        _note(asked, names)
     for name in names:
         if dest and any(place and place.is_relative_to(dest / name) for _, place in wanted):
             names[name] = str(dest / name)
     return Fetched(
         **names,
-        files=len(wanted),
+        cache=cache if built else None,
+        files=len(wanted) + built,
         files_there=len(wanted) - len(missing),
         bytes=sum(path.size() for path, _ in missing),
     )
+
+
+def _pinned(name: str, source: str | None) -> str | None:
+    if source in (None, "demo"):
+        return source
+    return pinned(source, "dataset" if name == "corpus" else "model")
+
+
+def _files(
+    name: str, sources: Mapping[str, str | None], *, with_card: bool, cache: str | None
+) -> Sequence[AnyPath]:
+    source, model = sources[name], sources["model"]
+    assert source
+    if name == "corpus":
+        return _corpus_files(source, with_card=with_card, cache=cache)
+    if name == "model":
+        return _model_files(source)
+    if model:
+        adapter = open_checkpoint(model, source).adapter  # refuses what does not fit the model
+        assert adapter
+        return adapter.files
+    return adapter_files(path_of(source))
 
 
 def _placed(name: str, source: str, files: Sequence[AnyPath], dest: Path | None) -> list[_Item]:
@@ -92,7 +126,7 @@ def _placed(name: str, source: str, files: Sequence[AnyPath], dest: Path | None)
         if not all(isinstance(path.objects, HubObjects) for path in remote):
             raise ConfigError(f"{source}: is not on the Hub, and needs a place: --to DIR")
         return [(path, None) for path in remote]
-    flat = name == "model"
+    flat = name != "corpus"
     return [(p, dest.joinpath(name, *((p.name,) if flat else p.parts))) for p in remote]
 
 
@@ -109,9 +143,9 @@ def _model_files(source: str) -> Sequence[AnyPath]:
     return [*(path for path in beside if path.name.endswith(_BESIDE)), *checkpoint.files]
 
 
-def _corpus_files(source: str, *, with_card: bool) -> Sequence[AnyPath]:
+def _corpus_files(source: str, *, with_card: bool, cache: str | None) -> Sequence[AnyPath]:
     """Its data, and for the cache the card, which says which files are which split."""
-    files: list[AnyPath] = [file.path for file in find_files(source)]
+    files: list[AnyPath] = [file.path for file in find_files(source, cache)]
     some = next((path for path in files if isinstance(path, RemotePath)), None)
     if some and with_card and isinstance(some.objects, HubObjects):
         card = RemotePath(some.objects, "README.md")
@@ -226,10 +260,11 @@ def _same(path: RemotePath, file: Path) -> bool:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == wanted
 
 
-def _note(asked: dict[str, str | None], paths: Sequence[RemotePath]) -> None:
+def _note(asked: Mapping[str, str | None], found: Mapping[str, str | None]) -> None:
     """What the commits hold, for runs without a network."""
-    for kind, source in asked.items():
-        name = hub_name(source, kind) if source and source != "demo" else None
-        for objects in {path.objects for path in paths}:
-            if name and isinstance(objects, HubObjects) and objects.repository == name.repository:
-                note_files(name.repository, name.revision or "main", objects.commit)
+    for name, source in asked.items():
+        kind = "dataset" if name == "corpus" else "model"
+        named = hub_name(source, kind) if source and source != "demo" else None
+        there = hub_name(found[name] or "", kind) if named else None
+        if named and there and there.revision and not offline():
+            note_files(named.repository, named.revision or "main", there.revision)

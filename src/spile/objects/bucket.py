@@ -24,6 +24,7 @@ from obstore import exceptions
 from obstore.store import GCSStore, S3Store
 
 from spile.errors import ConfigError, StoreError
+from spile.objects.counted import COUNTED
 from spile.objects.protocol import Entry, check_held, check_key
 from spile.objects.retry import PASSING, Trying
 from spile.objects.retry import PATIENCE as _PATIENCE
@@ -235,7 +236,7 @@ class BucketObjects:
         status = int(found[1]) if found else None
         if isinstance(error, FileNotFoundError) or status == 404:
             raise StoreError(f"{self.url}: there is no such bucket") from error
-        if isinstance(error, _REFUSED):
+        if isinstance(error, _REFUSED) or "<Code>ExpiredToken<" in str(error):
             raise StoreError(f"{what}; check the credentials and their rights") from error
         if isinstance(error, _HOPELESS) or (status and status not in PASSING):
             raise StoreError(what) from error
@@ -252,8 +253,13 @@ class BucketStream:
         self._held.write(data)
 
     def close(self) -> str:
-        with self._held.content() as data:
-            etag = self._objects.upload(self._key, data)
+        COUNTED.add(uploading=1)
+        try:
+            with self._held.content() as data:
+                etag = self._objects.upload(self._key, data)
+                COUNTED.add(uploaded=len(data))
+        finally:
+            COUNTED.add(uploading=-1)
         self._held.release()
         return etag
 

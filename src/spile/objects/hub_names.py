@@ -5,6 +5,7 @@
     hf://OWNER/NAME[@REVISION][/PATH]              files of a model's repository
     hf://datasets/OWNER/NAME[@REVISION][/PATH]     files of a dataset's repository
     hf://datasets/OWNER/NAME[@REVISION]:CONFIG:SPLIT
+    datasets:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]   the same, read by the `datasets` library
 
 A name is pinned before it is used, to the form with hf:// and a commit, and that is what a dataset
 of ours remembers: it goes on from the same bytes when the branch has moved.
@@ -18,6 +19,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from spile.errors import ConfigError, InputError
+from spile.objects import hub_built
 from spile.objects.hub import HubObjects, Repository, commit_of, is_commit, open_hub
 from spile.objects.hub_splits import find_splits
 
@@ -28,6 +30,7 @@ _URL = re.compile(
     r"(?:/(.*)|:([^:]*)(?::([^:]*))?)?"
 )
 _FILES = (".parquet", ".jsonl", ".ndjson", ".json", ".txt", ".text", ".gz", ".zst", ".py", ".toml")
+BUILT = "datasets:"
 _CONVERTED = "refs/convert/parquet"  # where the Hub keeps its own Parquet of other formats
 
 _log = logging.getLogger("spile")
@@ -43,11 +46,13 @@ class HubName:
     by_split: bool = False  # the files of a config and a split, instead of a path
     config: str = ""  # empty: the only or the default one
     split: str = ""
+    built: bool = False  # by the `datasets` library, of whatever files there are
 
     def __str__(self) -> str:
         revision = f"@{quote(self.revision, safe='')}" if self.revision else ""
         rest = f":{self.config}:{self.split}" if self.by_split else f"/{self.path}"
-        return f"{self.repository.url}{revision}{rest.removesuffix('/')}"
+        where = f"{BUILT}{self.repository.name}" if self.built else self.repository.url
+        return f"{where}{revision}{rest.removesuffix('/')}"
 
 
 def hub_name(source: str, kind: str) -> HubName | None:
@@ -58,6 +63,8 @@ def hub_name(source: str, kind: str) -> HubName | None:
     """
     if source.startswith("hf://"):
         return _parse_url(source)
+    if kind == "dataset" and source.startswith(BUILT):
+        return _parse_built(source)
     found = _NAME.fullmatch(source)
     if not found or found[1].endswith(_FILES):
         return None
@@ -90,6 +97,18 @@ def _parse_url(url: str) -> HubName:
     )
 
 
+def _parse_built(source: str) -> HubName | None:
+    """None for a folder that was saved to a disk."""
+    found = _NAME.fullmatch(source.removeprefix(BUILT))
+    if not found or (not found[2] and Path(found[1]).exists()):
+        return None
+    name, revision, config, split = found.groups()
+    return HubName(
+        Repository("dataset", name), unquote(revision) if revision else None, by_split=True,
+        config=config or "", split=split or "", built=True,
+    )  # fmt: skip
+
+
 def pinned(source: str, kind: str) -> str:
     """A source that means the same tomorrow, if it is of the Hub; any other is left as it is."""
     name = hub_name(source, kind)
@@ -105,14 +124,13 @@ def pinned(source: str, kind: str) -> str:
 
 def continued(given: str, stored: str, kind: str) -> str:
     """The stored source, if what is given names it without saying which commit."""
-    if not stored.startswith("hf://"):
-        return given
-    now, before = hub_name(given, kind), _parse_url(stored)
-    if now is None or now.revision:
+    now, before = hub_name(given, kind), hub_name(stored, kind)
+    if before is None or now is None or now.revision:
         return given
     same = dataclasses.replace(
         before,
         revision=None,
+        built=now.built,
         config=before.config if now.config else "",
         split=before.split if now.split else "",
     )
@@ -137,25 +155,26 @@ def _at_commit(name: HubName) -> HubName:
     if not name.by_split or settled:
         return name
     assert name.revision
+    if name.built:
+        config, split = hub_built.choose(repository, name.revision, name.config, name.split)
+        return dataclasses.replace(name, config=config, split=split)
     splits = find_splits(open_hub(repository, name.revision))
     if not splits.readable(name.config, name.split):
-        name = dataclasses.replace(name, revision=_converted(repository, asked))
+        commit = _converted(repository, asked)
+        splits = find_splits(open_hub(repository, commit)) if commit else None
+        if not commit or not splits or splits.partial(name.config):
+            _log.info("%s: is read by the `datasets` library, and kept as Parquet", repository.url)
+            return _at_commit(dataclasses.replace(name, built=True))
+        name = dataclasses.replace(name, revision=commit)
         _log.info("%s: is read as the Hub has converted it to Parquet", repository.url)
-        assert name.revision
-        splits = find_splits(open_hub(repository, name.revision))
     config, split = splits.choose(name.config, name.split)
     return dataclasses.replace(name, config=config, split=split)
 
 
-def _converted(repository: Repository, asked: str | None) -> str:
+def _converted(repository: Repository, asked: str | None) -> str | None:
     """The commit of the Hub's own conversion to Parquet, which it makes of the main branch."""
     try:
-        if asked in (None, "main"):
-            return commit_of(repository, _CONVERTED)
+        return commit_of(repository, _CONVERTED) if asked in (None, "main") else None
     except InputError as error:
         _log.debug("%s", error)
-    raise InputError(
-        f"{repository.url}: holds no Parquet or JSONL files, and the Hub has not converted "
-        f"{asked or 'it'}; load it with the `datasets` library, save it with `to_parquet`, and "
-        "give that file"
-    )
+        return None

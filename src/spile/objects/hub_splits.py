@@ -16,9 +16,11 @@ from spile.errors import InputError
 from spile.objects.globs import matches, plain_depth
 from spile.objects.hub import HubObjects
 
-# What `data/corpus.py` reads; datasets of anything else come as the Hub's conversion.
+# What `data/corpus.py` reads; datasets of anything else come as the Hub's conversion, or through
+# the `datasets` library.
 _PARQUET = re.compile(r".*\.parquet", re.IGNORECASE)
 _LINES = re.compile(r".*\.(jsonl|ndjson)(\.gz|\.zst)?", re.IGNORECASE)
+_ARROW = re.compile(r".*\.arrow", re.IGNORECASE)
 _TEXT = re.compile(r".*\.(txt|text)(\.gz|\.zst)?", re.IGNORECASE)
 _KEYWORDS = {"train": "train", "training": "train", "validation": "validation",
              "valid": "validation", "val": "validation", "dev": "validation", "test": "test",
@@ -43,8 +45,8 @@ class Splits:
         """The config and the split that are asked for, or the only ones."""
         if not config and self.default in self.table:
             config = self.default
-        config = self._one("config", config, self.table)
-        return config, self._one("split", split, self.table[config]())
+        config = one_of(self.where, "config", config, self.table)
+        return config, one_of(self.where, "split", split, self.table[config]())
 
     def files(self, config: str, split: str) -> list[str]:
         """Those of the config and the split that are asked for."""
@@ -64,22 +66,30 @@ class Splits:
 
     def readable(self, config: str, split: str) -> bool:
         """Whether there are such files, of a kind that we read."""
-        kinds = (_PARQUET, _LINES, _TEXT)
+        kinds = (_PARQUET, _LINES, _ARROW, _TEXT)
         return bool(self.table) and all(
             any(kind.fullmatch(file) for kind in kinds) for file in self.files(config, split)
         )
 
-    def _one(self, what: str, asked: str, there: Iterable[str]) -> str:
-        names = sorted(there)
-        if asked in names:
-            return asked
-        if not asked and len(names) == 1:
-            return names[0]
-        shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-        fault = f"has no {what} {asked!r}" if asked else f"has several {what}s, and none was chosen"
-        raise InputError(
-            f"{self.where}: {fault}; there are: {shown or 'none'} (OWNER/NAME:CONFIG:SPLIT)"
+    def partial(self, config: str) -> bool:
+        """Whether the Hub has converted no more than the beginning of some split."""
+        given = config or (self.default if self.default in self.table else "")
+        chosen = [given] if given or len(self.table) > 1 else [*self.table]
+        return any(
+            split.startswith(_PARTIAL) for c in chosen for split in self.table.get(c, dict)()
         )
+
+
+def one_of(where: str, what: str, asked: str, there: Iterable[str]) -> str:
+    """The one that is asked for, or the only one."""
+    names = sorted(there)
+    if asked in names:
+        return asked
+    if not asked and len(names) == 1:
+        return names[0]
+    shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    fault = f"has no {what} {asked!r}" if asked else f"has several {what}s, and none was chosen"
+    raise InputError(f"{where}: {fault}; there are: {shown or 'none'} (OWNER/NAME:CONFIG:SPLIT)")
 
 
 def find_splits(objects: HubObjects) -> Splits:
@@ -142,7 +152,7 @@ def _matching(objects: HubObjects, pattern: str) -> list[str]:
 def _data(keys: Iterable[str]) -> list[str]:
     """What of a repository's files is data: beside it there are notes, scripts and licences."""
     shown = [key for key in keys if not any(part[0] in "._" for part in key.split("/"))]
-    for kind in (_PARQUET, _LINES):
+    for kind in (_PARQUET, _LINES, _ARROW):
         if found := [key for key in shown if kind.fullmatch(key)]:
             return found
     return []

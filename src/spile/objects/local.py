@@ -90,7 +90,7 @@ class LocalObjects:
                 if path.exists():
                     return False
                 raise
-            _sync_directory(path.parent)
+            sync(path.parent)
             return True
         except OSError as error:
             if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
@@ -241,7 +241,7 @@ class LocalStream:
                 _write_all(self._file, self._aligned[: self._filled].data)
             os.fsync(self._file.fileno())
             self._file.close()
-            _sync_directory(self._path.parent)
+            sync(self._path.parent)
         except FileNotFoundError:
             pass  # the folder is gone: `gc` saw the unit done by another attempt than this one
         except OSError as error:
@@ -290,11 +290,12 @@ def _make_directories(folder: Path, root: Path) -> None:
     elif not folder.parent.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
-    _sync_directory(folder.parent)
+    sync(folder.parent)
 
 
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """A file's bytes, or a directory's entries, survive a crash from here on."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

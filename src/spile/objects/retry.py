@@ -5,6 +5,7 @@ import random
 import time
 
 from spile.errors import StoreError
+from spile.objects.counted import COUNTED
 
 # How long a request is tried again: a service may be gone for minutes, a wrong address stays wrong.
 PATIENCE, PATIENCE_AT_FIRST = 300.0, 10.0  # seconds
@@ -36,6 +37,7 @@ class Trying:
                 f"{self.what}: {why} (tried for {waited:.0f} s); check the address and the "
                 "network. What is committed stays valid: run the same command again"
             ) from error
+        COUNTED.add(retries=1)
         pause = max(at_least, self._pause) * random.uniform(0.5, 1.0) + at_least / 2
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         _log.debug("%s: %s; again in %.1f s", self.what, why, pause)

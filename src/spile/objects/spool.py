@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spile.errors import ConfigError, StoreError
+from spile.objects.counted import COUNTED
 
 _PREFIX = "spile-spool-"
 _LOCK = "lock"
@@ -62,6 +63,7 @@ class Spool:
     def count(self, change: int) -> None:
         with self._lock:
             self._files += change
+        COUNTED.add(spooled=change)
 
 
 class SpooledFile:

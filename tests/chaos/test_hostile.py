@@ -1,0 +1,106 @@
+"""Documents of any size, and a million of none: memory is bounded, and all of them are counted.
+
+In the suite a document is 96 MB large; with `--chaos-full` a gigabyte.
+"""
+
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+import tiny
+from marks import some
+
+pytestmark = pytest.mark.chaos
+
+MOST = 4 << 20
+PIECE = b"a few words of a document that goes on for very long; " * 4096
+KINDS = ["jsonl", "json", "txt", "jsonl.gz", "jsonl.zst", "parquet"]
+
+
+@pytest.fixture(scope="module")
+def pieces(pytestconfig: pytest.Config) -> int:
+    """Of the large document."""
+    return (1 << 30 if pytestconfig.getoption("--chaos-full") else 96 << 20) // len(PIECE)
+
+
+def measured(corpus: Path) -> dict[str, Any]:
+    script = Path(__file__).with_name("reading.py")
+    process = subprocess.run(
+        [sys.executable, str(script), str(corpus), str(MOST)],
+        env=tiny.environment(), stdout=subprocess.PIPE, text=True, timeout=600, check=True,
+    )  # fmt: skip
+    return json.loads(process.stdout)
+
+
+def digest_of(texts: dict[int, str]) -> str:
+    lines = "".join(f"{ordinal} {text}\n" for ordinal, text in texts.items())
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def raw(kind: str, pieces: int) -> Iterator[bytes]:
+    """Three documents, of which the second is large."""
+    before, open_, close, after = {
+        "jsonl": (b'{"text": "one"}\n', b'{"text": "', b'"}\n', b'{"text": "three"}\n'),
+        "json": (b'[{"text": "one"}, ', b'{"text": "', b'"},', b'{"text": "three"}]'),
+        "txt": (b"one\n", b"", b"\n", b"three\n"),
+    }[kind.split(".")[0]]
+    yield before + open_
+    for _ in range(pieces):
+        yield PIECE
+    yield close + after
+
+
+def write(path: Path, kind: str, pieces: int) -> None:
+    if kind == "parquet":
+        texts = pa.array([b"one", PIECE * pieces, b"three"], pa.large_binary())
+        pq.write_table(pa.table({"text": texts}), path)
+        return
+    how = {".gz": partial(gzip.open, compresslevel=1), ".zst": zstandard.open}
+    with how.get(path.suffix, open)(path, "wb") as file:
+        for data in raw(kind, pieces):
+            file.write(data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_of_any_size_is_passed_over_and_counted(
+    kind: str, pieces: int, tmp_path: Path
+) -> None:
+    path = tmp_path / f"a.{kind}"
+    write(path, kind, pieces)
+    found = measured(path)
+    path.unlink()
+    assert (found["read"], found["skipped"]) == (2, {"over --max-doc-bytes": 1})
+    assert found["digest"] == digest_of({0: "one", 2: "three"})
+    # Of lines a few chunks are held; of Parquet a page, a dictionary, and the value from it.
+    size = pieces * len(PIECE)
+    assert found["took"] < (5 * size if kind == "parquet" else min(80 << 20, size)), found
+
+
+@pytest.mark.parametrize("kind", some(["jsonl", "json", "txt", "parquet"], "jsonl", "parquet"))
+def test_a_million_empty_rows_are_counted(
+    kind: str, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    full = kind == "parquet" or pytestconfig.getoption("--chaos-full")
+    path, rows = tmp_path / f"a.{kind}", 1_000_000 if full else 100_000
+    if kind == "parquet":
+        texts = pa.array([""] * rows + ["last"])
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=100_000)
+    else:
+        row, end = {"jsonl": ('{"text": ""}\n', '{"text": "last"}\n'), "txt": ("\n", "last\n"),
+                    "json": ('{"text": ""},\n', '{"text": "last"}]')}[kind]  # fmt: skip
+        path.write_text("[" * (kind == "json") + row * rows + end)
+    found = measured(path)
+    assert (found["read"], found["skipped"]) == (1, {"empty": rows})
+    assert found["digest"] == digest_of({rows: "last"})
+    assert found["took"] < 250 << 20

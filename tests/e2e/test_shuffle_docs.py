@@ -1,0 +1,106 @@
+"""Units in a drawn order make a dataset like any other: resumed, audited, compacted, checked."""
+
+import json
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spile
+import tiny
+from chaos.harness import check_refused, check_same, extracted, launch, run
+from spile.engine.resolve import resolve
+from spile.objects import open_objects
+from spile.store import format as fmt
+from spile.store.ledger import Ledger
+
+FILES, DOCUMENTS = 6, 15
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shuffled")
+    for number in range(FILES):
+        tiny.write_corpus(folder / f"{number}.jsonl", DOCUMENTS, seed=number)
+    return folder
+
+
+def flags(model: Path, corpus: Path, out: Path, **more: Any) -> list[object]:
+    given = {"model": model, "corpus": corpus, "taps": "resid_post:1", "seq_len": 64,
+             "unit_tokens": 300, "compute_dtype": "float32", "shuffle_docs": 0, **more,
+             "out": out}  # fmt: skip
+    return [part for k, v in given.items() for part in (f"--{k.replace('_', '-')}", v)]
+
+
+def kept(out: Path) -> list[int]:
+    dataset = spile.open(str(out))
+    return np.unique(dataset.index(0, dataset.num_tokens)["doc"]).tolist()
+
+
+def test_a_killed_run_goes_on_and_is_the_same(model: Path, corpus: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run("extract", *flags(model, corpus, whole)).code == 0
+    process = launch({"kill": "commit after", "nth": 3}, "extract", *flags(model, corpus, killed))
+    _, err = process.communicate()
+    assert process.returncode == -signal.SIGKILL, err
+    refused = run("extract", *flags(model, corpus, killed, shuffle_docs=1))
+    check_refused(refused, 2, "shuffle_docs: stored 0, now 1")
+    assert run("extract", "--out", killed).code == 0
+    check_same(killed, whole)
+    assert run("verify", killed, "--json").json["faults"] == []
+    assert kept(killed) == list(range(FILES * DOCUMENTS))
+
+
+def test_limits_are_samples_of_the_whole_corpus(model: Path, corpus: Path, tmp_path: Path) -> None:
+    outcome = extracted(model, corpus, tmp_path / "docs", shuffle_docs=0, max_docs=25,
+                        unit_tokens=100)  # fmt: skip
+    assert outcome.documents == 25
+    assert len({doc // DOCUMENTS for doc in kept(tmp_path / "docs")}) >= 4
+    extracted(model, corpus, tmp_path / "tokens", shuffle_docs=0, max_tokens=1500, unit_tokens=100)
+    assert len({doc // DOCUMENTS for doc in kept(tmp_path / "tokens")}) >= 4
+
+
+def test_merged_units_know_documents_that_do_not_follow_one_another(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    out, dest, again = (tmp_path / name for name in ("out", "dest", "again"))
+    assert run("extract", *flags(model, corpus, out)).code == 0
+    said = run("compact", out, dest, "--json")
+    assert said.code == 0 and said.json["units"] == 1 < said.json["units_before"], said.err
+    assert run("compact", dest, again).code == 0
+    source = spile.open(str(out))
+    for place in (dest, again):
+        assert run("verify", place, "--json").json["faults"] == []
+        (unit,) = Ledger(open_objects(str(place))).table().units
+        runs = fmt.doc_runs(unit)
+        assert len(runs) > 3 and sum(count for _, count in runs) == FILES * DOCUMENTS
+        copy = spile.open(str(place))
+        for doc in (0, 1, 44, FILES * DOCUMENTS - 1):
+            one, other = source.document(doc), copy.document(doc)
+            assert np.array_equal(one.index, other.index)
+            assert np.array_equal(one.read("resid_post.1"), other.read("resid_post.1"))
+    job = resolve(spile.Recipe(), Ledger(open_objects(str(again))), "cpu")
+    with closing(job.reader()) as reader:
+        (unit,) = job.units
+        read = reader.read(unit.spans, unit.first_doc)
+    assert read.ordinals != sorted(read.ordinals) == list(range(FILES * DOCUMENTS))
+    for doc, tokens in zip(read.ordinals, job.tokenizer.encode(read.texts), strict=True):
+        assert np.array_equal(source.document(doc).index["token_id"], tokens)
+
+
+def test_a_document_that_is_in_two_units_or_in_none_is_found(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    extracted(model, corpus, out, shuffle_docs=0)
+    table = Ledger(open_objects(str(out))).table()
+    for change in (1, -1):
+        body = json.loads(json.dumps(table.to_json()))
+        units = sorted(body["units"], key=lambda unit: unit["first_doc"])
+        units[1]["first_doc"] += change
+        (out / fmt.UNITS).write_bytes(fmt.encode_record("units", body))
+        faults = run("verify", out, "--json").json["faults"]
+        assert any("does not follow" in fault for fault in faults), faults
