@@ -1,19 +1,18 @@
-"""Compiled programs are kept for the session, so that a restart costs little."""
+"""No process outlives its test."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from chaos.harness import cached_compilation, end_all
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cached_compilation(tmp_path_factory.mktemp("jax")):
-        yield
+from chaos.harness import end_all
 
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
     yield
     end_all()
+
+
+@pytest.fixture
+def full(pytestconfig: pytest.Config) -> bool:
+    return bool(pytestconfig.getoption("--chaos-full"))

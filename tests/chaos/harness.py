@@ -4,20 +4,16 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import xxhash
-from jax.experimental.compilation_cache import compilation_cache
 
 import spile
 import tiny
@@ -27,30 +23,6 @@ from spile.objects import open_objects
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 _started: list[subprocess.Popen[str]] = []
-
-
-@contextlib.contextmanager
-def cached_compilation(folder: Path) -> Iterator[None]:
-    """Compile each program once for all processes of a test session, this one included."""
-    settings: dict[str, Any] = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    environment = {name.upper(): os.environ.get(name.upper()) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-            os.environ[name.upper()] = str(value)
-        compilation_cache.reset_cache()
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        for name, value in environment.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-        compilation_cache.reset_cache()
 
 
 @dataclass(frozen=True)
@@ -147,7 +119,7 @@ def extracted(model: Path, corpus: object, out: Path, **options: Any) -> Any:
 
 
 def content(out: Path | str) -> dict[str, bytes]:
-    """All that a dataset says, whatever files say it: rows, index, statistics, counts."""
+    """All that a dataset says, whatever files say it: rows, index, statistics, documents."""
     dataset = spile.open(str(out))
     found = {"index": dataset.index(0, dataset.num_tokens).tobytes()}
     for tap in dataset.taps:
@@ -156,7 +128,8 @@ def content(out: Path | str) -> dict[str, bytes]:
         found |= {name: np.asarray(value).tobytes() for name, value in statistics.items()}
     logical = ("unit", "rows", "tokens", "documents", "contexts", "skipped", "text_digest")
     for unit in json.loads(open_objects(str(out)).get("manifest.json"))["units"]:
-        found[f"unit {unit['unit']}"] = json.dumps([unit[name] for name in logical]).encode()
+        told = [unit[name] for name in logical] + [unit["documents_table"]["digest"]]
+        found[f"unit {unit['unit']}"] = json.dumps(told).encode()
     return found
 
 

@@ -6,6 +6,7 @@ hooks:
     {"kill": PLACE, "nth": N}     SIGKILL itself the Nth time it comes to PLACE
     {"terminate": true}           SIGTERM itself while the tokenizer is being read
     {"gate": FOLDER, "crowd": N}  start work only when N processes have come to the gate
+    {"slow": SECONDS}             take so much longer for every step
     {"blind": true}               see nobody else at work: do units that others are doing
     {"peak": FILE}                leave the peak of resident memory, in kB, in a file
     {"until": FILE}               repeat the command until the file exists; print its exit codes
@@ -159,6 +160,18 @@ def meet(folder: Path, crowd: int) -> None:
     Worker.run = patched
 
 
+def slow_down(seconds: float) -> None:
+    from spile.engine.step import Step  # noqa: PLC0415 - imports jax
+
+    call = Step.__call__
+
+    def patched(self: Step, batch: Any) -> Any:
+        time.sleep(seconds)
+        return call(self, batch)
+
+    Step.__call__ = patched
+
+
 def repeat(arguments: list[str], until: Path) -> None:
     codes: list[int] = []
     while not until.exists():
@@ -175,8 +188,10 @@ def main() -> None:
         terminate_in_tokenizer()
     if "gate" in spec:
         meet(Path(spec["gate"]), spec["crowd"])
+    if "slow" in spec:
+        slow_down(spec["slow"])
     if spec.get("blind"):
-        Presence.held_by_others = lambda self: set()
+        Presence._holders = lambda self: iter(())
     if "until" in spec:
         return repeat(arguments, Path(spec["until"]))
     code = cli.run(arguments)

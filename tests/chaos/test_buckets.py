@@ -63,8 +63,8 @@ def test_a_network_that_fails_loses_and_doubles_nothing(
     full = pytestconfig.getoption("--chaos-full")
     if not full and (kind, spooled) != ("gs", False):
         pytest.skip("--chaos-full")
-    reference = made(model, tmp_path, 1200 if full else 70, 300)
-    assert reference.units >= (200 if full else 12)
+    reference = made(model, tmp_path, 1200 if full else 40, 300)
+    assert reference.units >= (200 if full else 6)
     out, spool = STORES[kind](), tmp_path / "spool"
     with servers.failing(kind, SHARE, seed=7) as proxy:
         began = time.monotonic()

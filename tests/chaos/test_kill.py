@@ -21,10 +21,10 @@ pytestmark = pytest.mark.chaos
 
 KILLED = -signal.SIGKILL
 LAST = -1  # unit, and so the number of them
-# Places that the suite leaves to `make chaos`: units.json and model.json are created as every other
-# record is, of which done records and the manifest are tried always.
+# Places that the suite leaves to `make chaos`: all records are created in the same way, and of each
+# moment of that one record is tried always.
 AT_LENGTH = ("units torn", "units linked", "model torn", "model written", "model linked",
-             "manifest written")  # fmt: skip
+             "shard header", "done written", "manifest torn", "manifest written")  # fmt: skip
 # Heads, heads by keys and single numbers; of the rows some are dropped, and then every other one.
 RECIPE = {
     "taps": "q:1,attn_pattern:0,resid_post:2,logprob",
@@ -106,10 +106,10 @@ def test_runs_killed_at_random_moments_end_in_the_same_dataset(
     seed: int, reference: Reference, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     full = pytestconfig.getoption("--chaos-full")
-    if seed > 1 and not full:
+    if seed != 1 and not full:
         pytest.skip("--chaos-full")
     rng = random.Random(seed)
-    wanted = 28 if full else 3
+    wanted = 28 if full else 2
     kills = dataset = 0
     while kills < wanted:
         out = tmp_path / str(dataset)
@@ -164,8 +164,10 @@ def test_a_kill_at_an_exact_place_neither_loses_nor_doubles_a_unit(
     witness.look()
     # It died where it was meant to: so many commits stand, and a temporary file lies about or not.
     assert done is None or len(witness.seen) == from_end(done, reference)
-    left = any(".tmp-" in path.name for path in out.rglob("*"))
-    assert leftover is None or left == leftover
+    left = {path.parent.name for path in out.rglob("*.tmp-*")}
+    if place != "heartbeat":
+        left.discard("workers")  # a heart may have been beating just then
+    assert leftover is None or bool(left) == leftover
     witness.check()
     if (out / "units.json").exists():
         assert run("verify", out, "--partial", "--json").json["faults"] == []
@@ -234,7 +236,7 @@ def test_gc_in_a_loop_beside_killed_racing_writers_loses_no_commit(
     reference: Reference, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     rng = random.Random(7)
-    wanted = 40 if pytestconfig.getoption("--chaos-full") else 4
+    wanted = 40 if pytestconfig.getoption("--chaos-full") else 2
     kills = dataset = 0
     while kills < wanted:
         out, stop = tmp_path / str(dataset), tmp_path / f"stop{dataset}"

@@ -64,11 +64,6 @@ def reference(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactor
     return Reference(work, folder / "out", planted(folder / "plant", SLOW))
 
 
-@pytest.fixture
-def full(pytestconfig: pytest.Config) -> bool:
-    return bool(pytestconfig.getoption("--chaos-full"))
-
-
 def done(out: Path) -> int:
     return len(list(out.glob("done/*.json")))
 

@@ -122,6 +122,7 @@ def test_two_processes_make_what_one_makes_and_only_the_first_reports(
     assert min(rows.values()) > 0.2 * sum(rows.values()), rows
 
 
+@pytest.mark.full
 def test_a_process_that_is_late_to_every_call_changes_nothing(made: Made, tmp_path: Path) -> None:
     out = tmp_path / "out"
     skewed = {1: planted(tmp_path / "plant", SKEWED)}

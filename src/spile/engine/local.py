@@ -3,17 +3,14 @@
 import logging
 import os
 import platform as host_platform
-import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -27,6 +24,7 @@ from spile.data.tokens import use_threads
 from spile.engine.budget import Budget
 from spile.engine.calibrate import channel_scales
 from spile.engine.devices import memory_limit, memory_used, prepared_device
+from spile.engine.encode import truncated_rows
 from spile.engine.estimate import (
     Estimate,
     estimate,
@@ -34,25 +32,34 @@ from spile.engine.estimate import (
     refuse_if_too_large,
     row_quantum,
 )
+from spile.engine.forecast import reporting
+from spile.engine.pick import Picker, StorePicker
 from spile.engine.place import find_place
+from spile.engine.profile import Profile, ProfiledStep
 from spile.engine.resolve import Job, resolve, store_table
+from spile.engine.share import Share, find_share
+from spile.engine.signals import stop_on_signal
 from spile.engine.step import Step
+from spile.engine.telemetry import reporter
 from spile.engine.worker import Worker
 from spile.engine.world import Alone, compare, join
-from spile.errors import ConfigError, InputError, Interrupted
+from spile.errors import ConfigError, InputError, Interrupted, StoreError
 from spile.layout import ONE_DEVICE, Cuts
-from spile.metrics import Counters
+from spile.metrics import Counters, parse_backends
 from spile.models.decoder import needs_whole_block
+from spile.models.latents import device_arrays
 from spile.models.params import Schedule
+from spile.models.sae import Arrays, Encoder
+from spile.models.sae_files import load_arrays
 from spile.models.specs import array_axes
 from spile.models.weights import load_params
 from spile.objects import Spool, check_creates_once, is_bucket, open_objects
 from spile.sharding import Shards, make_mesh
-from spile.store.ledger import Ledger, derive_manifest
+from spile.store.ledger import Ledger, Table, derive_manifest
+from spile.store.prediction import Prediction, read_prediction
 from spile.store.presence import Presence
 
 _log = logging.getLogger("spile")
-_ECHO_SECONDS = 1.0  # within which a signal is the same one again
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ class Outcome:
     units_total: int
     skipped: dict[str, int]
     estimate: Estimate
+    prediction: Prediction | None = None
+    truncated: dict[str, int] = field(default_factory=dict[str, int])  # rows, by encoded tap
 
     @property
     def complete(self) -> bool:
@@ -82,27 +91,35 @@ def extract(
     counters: Counters | None = None,
     on_start: Callable[[Job, Estimate], None] | None = None,
     stop: threading.Event | None = None,
+    pick: Callable[[Job, Presence], Picker] | None = None,
 ) -> Outcome:
     """Make the dataset, or continue it; returns when every unit is done, or `max_bytes` are.
 
     SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
     joined (`engine/place.py`) each of them calls this, and what one fails with all of them raise.
+    `pick`: makes what says which unit is next, instead of the store.
     """
     runtime = runtime or Runtime()
-    place = find_place(runtime, os.environ)
+    parse_backends(runtime.metrics)  # what cannot be is refused before anything is done
+    if runtime.profile:
+        Profile.parse(runtime.profile)
+    place, share = find_place(runtime, os.environ), find_share(runtime, os.environ)
+    runtime = replace(runtime, share=str(share) if share else None)
     with (
-        _stop_on_signal(stop or threading.Event()) as stop,
+        stop_on_signal(stop or threading.Event()) as stop,
         closing(Spool(Path(runtime.spool))) if runtime.spool else nullcontext() as spool,
     ):
         ledger = Ledger(open_objects(str(out), spool))
         presence = Presence(ledger.objects, runtime.stale_after)
+        presence.tell(**{"share": str(share)} if share else {})
         world = Alone()
         if place:
             presence.tell(world={"coordinator": place.coordinator, "process": place.process})
             presence.start()  # before joining: should that fail, it says who had come
             world = join(place, runtime, stop)
         try:
-            run = _Run(ledger, runtime, world, presence, counters or Counters(), stop)
+            counters = counters or Counters()
+            run = Run(ledger, runtime, world, presence, counters, stop, share, pick)
             outcome = run.extract(recipe, on_start)
             world.close()
         except BaseException as error:
@@ -117,22 +134,26 @@ def extract(
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
+    """A slice at work on a dataset."""
+
     ledger: Ledger
     runtime: Runtime
     world: Alone
     presence: Presence
     counters: Counters
     stop: threading.Event
+    share: Share | None
+    pick: Callable[[Job, Presence], Picker] | None
 
     def extract(self, recipe: Recipe, on_start: Callable[[Job, Estimate], None] | None) -> Outcome:
         runtime, world, ledger = self.runtime, self.world, self.ledger
-        use_threads(runtime.threads or max(1, (os.cpu_count() or 1) - 1))
+        use_threads(runtime.threads)
         device = prepared_device()
         compare(world, _started_with(recipe, runtime, ledger, device))
         if not world.leads:
             world.share("table", True)  # what the leader has settled is read from the store
-        job = resolve(recipe, ledger, device.platform, heed=self._heed)
+        job = resolve(recipe, ledger, device.platform, heed=self._heed, cache=runtime.cache)
         cuts = self._cuts(job, device)
         cost = estimate(
             job,
@@ -155,43 +176,58 @@ class _Run:
         if on_start:
             on_start(job, cost)
         if not world.share("complete", ledger.complete(job.table)):
-            self._work(job, cost, cuts, device)
+            if job.table.shuffled:
+                raise StoreError(
+                    f"{ledger.objects.url}: rows of a shuffled dataset are missing; shuffle anew"
+                )
+            self.work(job, cost, cuts, device)
             if world.leads:
                 ledger.complete(job.table)
             world.share("committed", True)
-        return _outcome(ledger, job, cost, self.runtime)
+        return outcome_of(ledger, job.table, cost, self.runtime)
 
-    def _work(self, job: Job, cost: Estimate, cuts: Cuts, device: Any) -> None:
-        batches = partial(
-            PackedUnit.batches,
-            rows=cost.batch_rows,
-            # A unit's last step may be smaller; on a CPU compiling it would take longer.
-            fewest=cost.batch_rows if device.platform == "cpu" else max(1, cost.batch_rows // 8),
-            parts=self.world.processes,
-            quantum=row_quantum(cuts.layout, self.world.processes),
-        )
+    def work(self, job: Job, cost: Estimate, cuts: Cuts, device: Any) -> None:
+        """Load the model, and do units as long as there are any."""
+        batches = steps_of(cost, cuts, device, self.world.processes)
         before = memory_used(device)
-        step = load_step(job, self.ledger, device, batches, cuts, self.world)
+        with self.counters.timed("loading"):
+            step = load_step(job, self.ledger, device, batches, cuts, self.world)
         if jax.device_count() > 1:
             loaded = memory_used(device)
             _log.info("each device: %.2f GB in use before loading, %.2f GB after, of %s",
                       before / 1e9, loaded / 1e9, _gigabytes(memory_limit(device)))  # fmt: skip
         self._heed()
-        self.presence.start()
+        profile = Profile.parse(self.runtime.profile) if self.runtime.profile else None
+        profiled = ProfiledStep(step, profile) if profile and self.world.leads else None
         worker = Worker(
             job,
             self.ledger,
-            step,
+            profiled or step,
             self.runtime,
             batches=batches,
             made_by=_made_by(device, cost),
             presence=self.presence,
             world=self.world,
             counters=self.counters,
-            budget=Budget(job, self.ledger, self.runtime.max_bytes),
+            picker=self.pick(job, self.presence) if self.pick else self._from_store(job),
             stop=self.stop,
         )
-        worker.run()
+        metrics = reporter(
+            job, self.runtime, cost, cuts, device,
+            counters=self.counters, world=self.world, out=self.ledger.objects.url,
+            worker=self.presence.name if self.pick else None,
+        )  # fmt: skip
+        predicts_for = device.device_kind if self.world.leads else None
+        with (
+            reporting(self.presence, self.counters, cost, predicts_for),
+            metrics,
+            closing(profiled) if profiled else nullcontext(),
+        ):
+            worker.run()
+
+    def _from_store(self, job: Job) -> Picker:
+        budget = Budget(job.table, self.ledger, self.runtime.max_bytes)
+        return StorePicker(job, self.ledger, self.presence, budget, self.stop, self.share)
 
     def _cuts(self, job: Job, device: Any) -> Cuts:
         runtime, world = self.runtime, self.world
@@ -204,6 +240,20 @@ class _Run:
     def _heed(self) -> None:
         if self.stop.is_set():
             raise Interrupted
+
+
+def steps_of(
+    cost: Estimate, cuts: Cuts, device: Any, processes: int = 1
+) -> Callable[[PackedUnit], Iterator[Batch]]:
+    """What cuts a packed unit into steps."""
+    return partial(
+        PackedUnit.batches,
+        rows=cost.batch_rows,
+        # A unit's last step may be smaller; on a CPU compiling it would take longer.
+        fewest=cost.batch_rows if device.platform == "cpu" else max(1, cost.batch_rows // 8),
+        parts=processes,
+        quantum=row_quantum(cuts.layout, processes),
+    )
 
 
 def load_step(
@@ -230,6 +280,11 @@ def load_step(
         shards=shards,
         hashed=(world.process, world.processes),
     )
+    encoders: dict[str, tuple[Encoder, Arrays]] = {}
+    for tap, encoder in job.encoders.items():
+        arrays, hashes = load_arrays(encoder.sae)
+        encoders[tap] = encoder, device_arrays(arrays, job.recipe.compute_dtype)
+        digests |= {f"encoder of {tap}: {name}": digest for name, digest in hashes.items()}
     shares = world.gather("weights", digests)
     if shares is not None:
         ledger.check_weights({name: digest for share in shares for name, digest in share.items()})
@@ -237,7 +292,7 @@ def load_step(
     compute_dtype, store_dtype = job.recipe.compute_dtype, job.recipe.store_dtype
     make = partial(
         Step, params, arch, job.taps, schedule,
-        compute_dtype=compute_dtype, device=device, shards=shards,
+        compute_dtype=compute_dtype, device=device, shards=shards, encoders=encoders,
     )  # fmt: skip
     scales = None
     if store_dtype == "int8":
@@ -246,11 +301,12 @@ def load_step(
     return make(store_dtype=store_dtype, scales=scales)
 
 
-def _outcome(ledger: Ledger, job: Job, cost: Estimate, runtime: Runtime) -> Outcome:
+def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:
+    """What is there, once there is nothing left to do."""
     manifest = ledger.read_manifest()
     if manifest is None:  # (the budget is spent)
         found = mapped(ledger.read_done, sorted(ledger.done_units()), ledger.objects.parallel)
-        manifest = derive_manifest(job.table, (done for done in found if done is not None))
+        manifest = derive_manifest(table, (done for done in found if done is not None))
     if not manifest["units"]:
         raise ConfigError(
             f"--max-bytes {runtime.max_bytes}: not one unit is as small as that; choose more, or "
@@ -258,7 +314,7 @@ def _outcome(ledger: Ledger, job: Job, cost: Estimate, runtime: Runtime) -> Outc
         )
     if manifest["tokens"] and not manifest["rows"]:
         raise InputError(
-            f"--where {ledger.table().recipe.where!r} keeps none of the corpus's "
+            f"--where {table.recipe.where!r} keeps none of the corpus's "
             f"{manifest['tokens']:,} tokens; choose another, and another --out"
         )
     if not manifest["rows"]:
@@ -270,15 +326,19 @@ def _outcome(ledger: Ledger, job: Job, cost: Estimate, runtime: Runtime) -> Outc
         documents=manifest["documents"],
         bytes=manifest["bytes"],
         units=len(manifest["units"]),
-        units_total=len(job.units),
+        units_total=len(table.units),
         skipped=manifest["skipped"],
         estimate=cost,
+        prediction=read_prediction(ledger.objects),
+        truncated=truncated_rows(ledger, table, manifest),
     )
 
 
 def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any) -> dict[str, Any]:
     """What must be the same in every process of a world."""
-    own = ("process_id", "bind_address", "threads", "write_threads", "coordinator", "spool")
+    own = ("process_id", "bind_address", "threads", "write_threads", "render_processes",
+           "coordinator", "spool", "cache", "metrics", "metrics_every", "metrics_from", "run_name",
+           "profile")  # fmt: skip
     flags = {**asdict(recipe), **asdict(runtime), "out": ledger.objects.url}
     return {
         # (First: another version may have other flags.)
@@ -315,33 +375,3 @@ def _made_by(device: Any, cost: Estimate) -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": host_platform.machine(),
     }
-
-
-@contextmanager
-def _stop_on_signal(stop: threading.Event) -> Iterator[threading.Event]:
-    """SIGINT and SIGTERM ask the run to stop; a second one no longer waits for units in hand.
-
-    (Not one that comes at once: a launcher may signal this process and its parent, which passes
-    it on.)
-
-    They set a flag and raise nothing: an exception raised by a handler may land in a callback
-    of some library, which swallows it.
-    """
-    previous: dict[int, Any] = {}
-    first: dict[int, float] = {}
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        stop.set()
-        if time.monotonic() - first.setdefault(number, time.monotonic()) < _ECHO_SECONDS:
-            return
-        last = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, last)
-        signal.raise_signal(number)
-
-    if threading.current_thread() is threading.main_thread():
-        previous = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

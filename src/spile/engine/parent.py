@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,26 +30,58 @@ def is_child() -> bool:
     return os.environ.get(CHILD) == str(os.getppid())
 
 
-def supervise(argv: Sequence[str], place: Place, objects: Objects) -> int:
+class Child:
+    """A process that works; it ends with this one."""
+
+    def __init__(self, argv: Sequence[str], place: Place | None, objects: Objects) -> None:
+        self._place, self._objects = place, objects
+        self._before = {n: record.get("counter") for n, record in read_workers(objects).items()}
+        me, libc = os.getpid(), ctypes.CDLL(None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "spile.cli", *argv],
+            env={**os.environ, CHILD: str(me)},
+            preexec_fn=lambda: _die_with(me, libc),
+        )
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit code, as a shell has it: 128 and the signal's number where one ended it."""
+        code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    def signalled(self) -> str | None:
+        """What happened to a process that did not end by itself."""
+        code = self._process.returncode
+        if code >= 0:
+            return None
+        if code == -signal.SIGABRT and self._place:
+            return _why(self._place, self._objects, self._before, self._process.pid)
+        why = f"its process was ended by signal {-code} ({signal.strsignal(-code)})"
+        return why + (_OUT_OF_MEMORY if code == -signal.SIGKILL else "")
+
+    def said(self) -> list[Mapping[str, Any]]:
+        """What it has written into the store, or the one who speaks for its world."""
+        workers = read_workers(self._objects).items()
+        new = [r for name, r in workers if r.get("counter") != self._before.get(name)]
+        if self._place:
+            where = self._place.coordinator
+            return [r for r in new if (r.get("world") or {}).get("coordinator") == where]
+        host = socket.gethostname()
+        return [r for r in new if r.get("pid") == self._process.pid and r.get("host") == host]
+
+
+def accompany(argv: Sequence[str], place: Place, objects: Objects) -> int:
     """Run the same command in a child; returns its exit code, and says why if it was aborted."""
-    before = {name: record.get("counter") for name, record in read_workers(objects).items()}
-    me, libc = os.getpid(), ctypes.CDLL(None)
-    child = subprocess.Popen(
-        [sys.executable, "-m", "spile.cli", *argv],
-        env={**os.environ, CHILD: str(me)},
-        preexec_fn=lambda: _die_with(me, libc),
-    )
+    child = Child(argv, place, objects)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: child.send_signal(number))
+        signal.signal(number, lambda number, _: child.signal(number))
     code = child.wait()
-    if code >= 0:
-        return code
-    if code == -signal.SIGABRT:
-        _log.error("%s", _why(place, objects, before, child.pid))
-    else:
-        _log.error("its process was ended by signal %d (%s)%s; %s", -code, signal.strsignal(-code),
-                   _OUT_OF_MEMORY if code == -signal.SIGKILL else "", RESTART)  # fmt: skip
-    return 128 - code
+    why = child.signalled()
+    if why:
+        _log.error("%s; %s", why, RESTART)
+    return code
 
 
 def free_stdout() -> None:
@@ -78,8 +111,10 @@ def _why(place: Place, objects: Objects, before: Mapping[str, Any], child: int) 
             record.get("counter") != before.get(name)
         ):
             came.setdefault(int(world["process"]), []).append(record)
-    twice = {process: records for process, records in came.items() if len(records) > 1}
-    for process, records in twice.items():
+    for process, records in came.items():
+        # One that `supervise` has started again has two records, too, but of one parent.
+        if len({(record.get("host"), record.get("parent")) for record in records}) < 2:
+            continue
         hosts = " and ".join(sorted(str(record.get("host")) for record in records))
         return f"two processes have the id {process} ({hosts}); give each its own"
     missing = [n for n in range(place.processes) if n not in came]
@@ -87,10 +122,11 @@ def _why(place: Place, objects: Objects, before: Mapping[str, Any], child: int) 
         names = ", ".join(map(str, missing))
         return (
             f"{'processes' if len(missing) > 1 else 'process'} {names} of "
-            f"{place.processes} never came; start every one of them; {RESTART}"
+            f"{place.processes} never came; start every one of them"
         )
-    gone = [n for n, (record,) in came.items() if n != place.process and process_ended(record)]
+    others = {n: records for n, records in came.items() if n != place.process}
+    gone = [n for n, records in others.items() if all(map(process_ended, records))]
     who = f"process {', '.join(map(str, gone))} is gone" if gone else "a process was not heard of"
     if len(gone) > 1:
         who = f"processes {', '.join(map(str, sorted(gone)))} are gone"
-    return f"{who}, and the world ended with it; {RESTART}"
+    return f"{who}, and the world ended with it"

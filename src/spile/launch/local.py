@@ -1,0 +1,41 @@
+"""Processes on this machine: slices beside each other, each of one process or of several."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spile.launch.job import PORT, Seat
+from spile.launch.target import Host, Hosts, check_counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Hosts):
+    """In containers too, if the job has one."""
+
+    slices: int = 1
+    world_size: int = 1
+    port: int = PORT
+    gpus_each: int | None = None  # GPUs that each process sees, no other's
+
+    def __post_init__(self) -> None:
+        check_counts(slices=self.slices, world_size=self.world_size, port=self.port)
+        if self.gpus_each is not None:
+            check_counts(gpus_each=self.gpus_each)
+
+    def hosts(self) -> Sequence[Host]:
+        seats = [
+            Seat(
+                slice=number, slices=self.slices, process=process, processes=self.world_size,
+                coordinator=f"127.0.0.1:{self.port + number}",
+                own=self._own(number * self.world_size + process),
+            )
+            for number in range(self.slices)
+            for process in range(self.world_size)
+        ]  # fmt: skip
+        return [Host(seat, ("sh", "-s"), str(seat)) for seat in seats]
+
+    def _own(self, number: int) -> dict[str, str]:
+        if self.gpus_each is None:
+            return {}
+        first = number * self.gpus_each
+        seen = range(first, first + self.gpus_each)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}

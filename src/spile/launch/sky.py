@@ -1,0 +1,96 @@
+"""SkyPilot: a managed job for each slice, which it brings back when it is preempted."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spile.errors import ConfigError
+from spile.launch.command import FILE, Command
+from spile.launch.job import PORT, Job, Seat
+from spile.launch.target import check_counts
+from spile.launch.yaml import to_yaml
+
+_WORLD = f"""\
+export COORDINATOR_ADDRESS="$(printf '%s\\n' "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"
+export NUM_HOSTS="$SKYPILOT_NUM_NODES" HOST_ID="$SKYPILOT_NODE_RANK"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sky:
+    slices: int = 1
+    world_size: int = 1  # a TPU pod counts as one: its hosts find each other
+    accelerators: str | None = None
+    infra: str | None = None
+    cpus: str | None = None
+    memory: str | None = None
+    spot: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts(slices=self.slices, world_size=self.world_size)
+        if self.world_size > 1 and (self.accelerators or "").startswith("tpu-"):
+            raise ConfigError(
+                f"--world-size {self.world_size}: SkyPilot takes a TPU pod for one node, whatever "
+                "its hosts: leave it out"
+            )
+
+    def render(self, job: Job) -> Sequence[Command]:
+        if job.container is not None or job.credentials is not None:
+            raise ConfigError(
+                "--container and --credentials are not for sky, which has its own way to sign in: "
+                "let --setup install spile"
+            )
+        return [self._launch(job, number) for number in range(self.slices)]
+
+    def task(self, job: Job, number: int) -> dict[str, Any]:
+        """The task's file, as data. No secret is in it, just their names."""
+        wanted = {
+            "infra": self.infra,
+            "accelerators": self.accelerators,
+            "cpus": self.cpus,
+            "memory": self.memory,
+            "use_spot": True if self.spot else None,
+        }
+        seat = Seat(slice=number, slices=self.slices)
+        task: dict[str, Any] = {
+            "name": self._name(job, number),
+            "num_nodes": self.world_size,
+            "resources": {name: value for name, value in wanted.items() if value is not None},
+            "envs": {**job.env, **seat.environment()},
+            "secrets": dict.fromkeys(job.secrets),
+            "setup": job.setup and f"{job.setup}\n",
+            "run": self.script(job),
+        }
+        return {name: value for name, value in task.items() if value or name == "num_nodes"}
+
+    def script(self, job: Job) -> str:
+        """What each node runs."""
+        world = _WORLD if self.world_size > 1 else ""
+        enter = f"cd -- {shlex.quote(job.folder)}\n" if job.folder else ""
+        return f"{world}{enter}exec {shlex.join(job.command)}\n"
+
+    def status(self, job: Job) -> Sequence[Command]:
+        return [Command(argv=("sky", "jobs", "queue"))]
+
+    def logs(self, job: Job, lines: int) -> Sequence[Command]:
+        how = ("--no-follow", f"--tail={lines}")
+        return [self._each(job, number, "logs", *how) for number in range(self.slices)]
+
+    def stop(self, job: Job) -> Sequence[Command]:
+        return [self._each(job, number, "cancel", "--yes") for number in range(self.slices)]
+
+    def _launch(self, job: Job, number: int) -> Command:
+        secrets = [f"--secret={name}" for name in job.secrets]
+        argv = ("sky", "jobs", "launch", "--yes", "--detach-run", *secrets, FILE)
+        return Command(
+            argv=argv, where=f"slice {number}", file=to_yaml(self.task(job, number)),
+            suffix=".yaml", env=job.secrets,
+        )  # fmt: skip
+
+    def _each(self, job: Job, number: int, verb: str, *how: str) -> Command:
+        argv = ("sky", "jobs", verb, f"--name={self._name(job, number)}", *how)
+        return Command(argv=argv, where=f"slice {number}")
+
+    def _name(self, job: Job, number: int) -> str:
+        return f"{job.name}-{number}" if self.slices > 1 else job.name

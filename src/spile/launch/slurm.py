@@ -1,0 +1,84 @@
+"""Slurm: an array of slices, each a job of one node or of several that are joined."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spile.errors import ConfigError
+from spile.launch.command import Command
+from spile.launch.job import Job
+from spile.launch.target import check_counts
+
+_OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?", re.DOTALL)
+_OURS = ("--array", "--nodes", "--ntasks", "--ntasks-per-node", "--job-name", "--output")
+# Each job has a port of its own: several may share a node.
+_PORT = "$((61440 + SLURM_JOB_ID % 4096))"
+_HOST_ID = 'HOST_ID=$SLURM_PROCID; export HOST_ID; exec "$@"'
+_COLUMNS = "%.18i %.12j %.2t %.10M %.6D %R"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    slices: int = 1
+    world_size: int = 1
+    options: tuple[str, ...] = ()  # of sbatch, as the user gives them
+    folder: str = "."  # where logs go, seen by all nodes
+
+    def __post_init__(self) -> None:
+        check_counts(slices=self.slices, world_size=self.world_size)
+        for option in self.options:
+            if not _OPTION.fullmatch(option):
+                raise ConfigError(f"--sbatch must be --OPTION=VALUE, got {option!r}")
+            if option.partition("=")[0] in _OURS:
+                raise ConfigError(
+                    f"--sbatch {option}: that is the launcher's (--slices, --world-size, --name)"
+                )
+        if any(c in self.folder for c in "%\\\n"):
+            raise ConfigError(f"--log-folder: Slurm would read signs in it, got {self.folder!r}")
+
+    def render(self, job: Job) -> Sequence[Command]:
+        """The script is read from standard input; the environment goes with the submission."""
+        numbered = "%A_%a" if self.slices > 1 else "%j"
+        argv = ["sbatch", "--parsable", f"--job-name={job.name}", f"--nodes={self.world_size}"]
+        argv += ["--ntasks-per-node=1", "--requeue", "--open-mode=append", "--export=ALL"]
+        argv += [f"--output={self._log(job, numbered)}"]
+        if self.slices > 1:
+            argv += [f"--array=0-{self.slices - 1}"]
+        if job.folder:
+            argv += [f"--chdir={job.folder}"]
+        env = job.environment()
+        return [Command(argv=(*argv, *self.options), stdin=self.script(job), env=env)]
+
+    def script(self, job: Job) -> str:
+        """What Slurm runs on the first node of each job."""
+        lines = ["#!/bin/sh", "set -e"]
+        names = list(job.environment())
+        if job.setup:
+            lines.append(job.setup)
+        if self.slices > 1:
+            lines.append(f'export MACHINE_ID="$SLURM_ARRAY_TASK_ID" TOTAL_MACHINES={self.slices}')
+            names += ["MACHINE_ID", "TOTAL_MACHINES"]
+        task: list[str] = []
+        if self.world_size > 1:
+            lines.append('first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
+            lines.append(f'export COORDINATOR_ADDRESS="$first:{_PORT}" NUM_HOSTS={self.world_size}')
+            names += ["COORDINATOR_ADDRESS", "NUM_HOSTS", "HOST_ID"]
+            task = ["sh", "-c", _HOST_ID, "sh"]
+        command = job.container_run(names, "--rm") if job.container else job.command
+        # A process that has ended for good takes the others with it, which would wait for it.
+        srun = ("srun", "--kill-on-bad-exit=1", *task, *command)
+        return "\n".join([*lines, f"exec {shlex.join(srun)}"]) + "\n"
+
+    def status(self, job: Job) -> Sequence[Command]:
+        return [Command(argv=("squeue", "--me", f"--name={job.name}", f"--format={_COLUMNS}"))]
+
+    def logs(self, job: Job, lines: int) -> Sequence[Command]:
+        files = f"{shlex.quote(self._log(job, ''))}*"
+        return [Command(argv=("sh", "-s"), stdin=f"tail -n {lines} -- {files}\n")]
+
+    def stop(self, job: Job) -> Sequence[Command]:
+        return [Command(argv=("scancel", "--me", f"--name={job.name}"))]
+
+    def _log(self, job: Job, numbered: str) -> str:
+        return f"{self.folder}/{job.name}.log.{numbered}"

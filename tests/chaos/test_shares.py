@@ -1,0 +1,121 @@
+"""Machines with shares of one output: some are killed, one is slow, the others do the rest.
+
+Five of them in the suite; with `--chaos-full` thirty-two.
+"""
+
+import json
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from chaos.harness import Witness, Work, check_same, launch
+from worlds import ABORTED, Group, check_equal, planted, wait_until
+
+pytestmark = pytest.mark.chaos
+
+SLOW = """
+import time
+from spile.engine import step
+call = step.Step.__call__
+step.Step.__call__ = lambda *given: (time.sleep(0.1), call(*given))[1]
+"""
+
+
+@pytest.fixture
+def full(pytestconfig: pytest.Config) -> bool:
+    return bool(pytestconfig.getoption("--chaos-full"))
+
+
+def work_for(machines: int, model: Path, folder: Path) -> tuple[Work, int]:
+    """Some four units for each machine, done once by one process; and how many they are."""
+    corpus = tiny.write_corpus(folder / "corpus.jsonl", 32 * machines, seed=5)
+    work = Work(model, corpus)
+    work.options["taps"] = "resid_post:0+2"
+    work.extract(folder / "reference")
+    return work, len(list((folder / "reference" / "done").iterdir()))
+
+
+def workers(out: Path) -> dict[str, dict[str, Any]]:
+    """Last words, by share."""
+    records = [json.loads(path.read_bytes()) for path in out.glob("workers/*.json")]
+    return {record["share"]: record for record in records}
+
+
+def said(processes: list[subprocess.Popen[str]]) -> str:
+    """By those that ended before their time."""
+    return "\n".join(p.communicate()[1] for p in processes if p.poll() is not None)
+
+
+def test_shares_of_which_some_are_killed_and_one_is_slow_are_done_once_by_all(
+    model: Path, tmp_path: Path, full: bool
+) -> None:
+    machines, kills = (32, 8) if full else (5, 1)
+    work, units = work_for(machines, model, tmp_path)
+    assert units >= 4 * machines
+    out, gate = tmp_path / "out", tmp_path / "gate"
+    gate.mkdir()
+    rng = random.Random(2)
+    slow, *killed = rng.sample(range(machines), kills + 1)
+    started: list[subprocess.Popen[str]] = []
+    for index in range(machines):
+        spec: dict[str, Any] = {"gate": str(gate), "crowd": machines}
+        spec["slow"] = machines / 16 if index == slow else 0.05
+        flags = work.flags(out, share=f"{index}/{machines}")
+        started.append(launch(spec, "extract", *flags))
+    witness = Witness(out)
+    for index in killed:
+        wait_until(lambda: len(list(out.glob("done/*.json"))) > kills, 300, lambda: said(started))
+        time.sleep(rng.uniform(0, 0.3))
+        started[index].kill()
+    witness.look()
+    lost = 0
+    for index, process in enumerate(started):
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == (-signal.SIGKILL if index in killed else 0), err
+        lost += err.count("was done by another worker first")
+    witness.look()
+    witness.check()
+    check_same(out, tmp_path / "reference")
+    records = workers(out)
+    done = {index: records[f"{index}/{machines}"].get("units_done", 0) for index in range(machines)}
+    own = (slow + 1) * units // machines - slow * units // machines
+    assert done[slow] < own, "nobody helped the slow one"
+    alive = set(range(machines)) - {slow, *killed}
+    assert sum(done[index] for index in alive) > len(alive) * units / machines
+    assert lost <= machines // 3 + 1, "helpers did what others were doing"
+
+
+def test_of_two_slices_with_their_own_coordinators_one_is_killed_and_started_again(
+    model: Path, tmp_path: Path
+) -> None:
+    work, units = work_for(2, model, tmp_path)
+    out, slow = tmp_path / "out", planted(tmp_path / "plant", SLOW)
+
+    def slice_of(index: int) -> Group:
+        flags = work.flags(out, share=f"{index}/2", stale_after=2)
+        return Group(flags, 2, 1, environments=dict.fromkeys(range(2), slow))
+
+    def done() -> int:
+        return len(list(out.glob("done/*.json")))
+
+    witness = Witness(out)
+    with slice_of(0) as first, slice_of(1) as second:
+        second.until(lambda: done() >= 2)
+        for member in second.members:
+            member.send(signal.SIGKILL)
+        codes = second.wait(30)
+        assert set(codes) <= {128 + signal.SIGKILL, ABORTED}, second.said()
+        witness.look()
+        with slice_of(1) as again:
+            again.finish()
+            first.finish()
+    witness.look()
+    witness.check()
+    check_equal(out, tmp_path / "reference")
+    assert done() == units

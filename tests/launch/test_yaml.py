@@ -1,0 +1,31 @@
+"""YAML that says what was meant, whatever the texts."""
+
+from typing import Any
+
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launches import HOSTILE
+from spile.launch.yaml import to_yaml
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(HOSTILE)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(TEXTS, VALUES, max_size=5))
+def test_a_reader_finds_what_was_written(value: dict[str, Any]) -> None:
+    assert yaml.safe_load(to_yaml(value)) == value
+
+
+def test_scripts_stand_as_lines_and_words_that_look_like_others_do_not() -> None:
+    value = {"run": "set -e\n\necho 'a: b'\n", "on": "no", "n": ["1", 1, [], {}, [[2]]]}
+    assert to_yaml(value) == (
+        'run: |\n  set -e\n  \n  echo \'a: b\'\n"on": "no"\n'
+        '"n":\n  - "1"\n  - 1\n  - []\n  - {}\n  - - - 2\n'
+    )
+    assert yaml.safe_load(to_yaml(value)) == value
