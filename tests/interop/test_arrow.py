@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
@@ -164,6 +165,17 @@ def test_arrow_opens_parquet(
     assert about["fingerprint"] == written.table.fingerprint
     assert about["taps"]["q.1"]["shape"] == [2, 3]
     assert "`blocks.0.hook_resid_post`" in (dest / "README.md").read_text()
+
+
+def test_documents_lie_beside_the_rows_in_columns_of_one_type(
+    exported: Run, tmp_path: Path
+) -> None:
+    dest, _ = exported(stored.build(tmp_path / "out", keep=("id", "mixed")), "parquet")
+    table = feather.read_table(dest / "documents.arrow")
+    assert table.column_names == ["doc", "tokens", "rows", "skipped", "preview", "id", "mixed"]
+    assert table["doc"].to_pylist() == list(range(11))
+    assert table["id"].to_pylist() == [f"id-{doc}" for doc in range(11)]
+    assert table["mixed"].to_pylist()[:4] == ["0", "1", "2", "mixed-3"]
 
 
 def test_datasets_opens_parquet(floats: stored.Stored, exported: Run, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Weights on the device are those of the reference's own modules, array by array, exactly."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ import xxhash
 
 import families
 import tiny
+from marks import some
 from remote import Counting
 from spile.models.arch import Arch
 from spile.models.checkpoint import Checkpoint, open_checkpoint
@@ -202,7 +204,9 @@ def assert_same(
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", some(VARIANTS, *(n for n in VARIANTS if "llama" in n or not re.search("-m[hq]a", n)))
+)
 def test_arrays_are_those_of_the_references_modules(name: str, tmp_path: Path) -> None:
     model, checkpoint = saved(VARIANTS[name], tmp_path)
     arch = checkpoint.arch
@@ -232,7 +236,9 @@ def test_parts_of_a_fused_tensor_are_exact_to_the_bit(name: str, tmp_path: Path)
             assert np.array_equal(np.sort(np.concatenate(parts)), np.sort(whole.ravel()))
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3-gqa", "gemma2-gqa", "gpt2"])
+@pytest.mark.parametrize(
+    "name", some(["llama-gqa", "gemma3-gqa", "gemma2-gqa", "gpt2"], "gemma3-gqa")
+)
 def test_only_the_blocks_that_will_run_are_read(name: str, tmp_path: Path) -> None:
     _, checkpoint = saved(VARIANTS[name], tmp_path)
     arch = checkpoint.arch

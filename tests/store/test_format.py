@@ -30,15 +30,25 @@ DONE = Done(
     ),
     index=Shard("index", PREFIX + "index.safetensors", 0, 5, 4206, "cc"),
     statistics=Shard("statistics", PREFIX + "statistics.safetensors", 0, 5, 4148, "dd"),
+    documents_table=Shard("documents", PREFIX + "documents.safetensors", 0, 3, 900, "ff"),
     made_by={"jax": "0.10"},
 )
 LITERAL = b"""{
  "attempt": "a1b2",
- "checksum": "bc00f9af324a8d8a325c0965a51ea222",
+ "checksum": "2e6b274b5ebc2b6353521ee81c0133aa",
  "contexts": 2,
  "documents": 2,
+ "documents_table": {
+  "bytes": 900,
+  "count": 3,
+  "digest": "ff",
+  "etag": "",
+  "first": 0,
+  "key": "attempts/00000003/a1b2/documents.safetensors",
+  "tap": "documents"
+ },
  "fingerprint": "f00d",
- "format": 4,
+ "format": 6,
  "index": {
   "bytes": 4206,
   "count": 5,
@@ -189,14 +199,14 @@ def test_the_same_json_in_another_spelling_is_refused() -> None:
 
 
 def test_another_format_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fmt, "FORMAT", 5)
+    monkeypatch.setattr(fmt, "FORMAT", 7)
     future = encode_record("done", DONE.to_json())
     monkeypatch.undo()
-    with pytest.raises(StoreError, match="format 5.*use the version that wrote it") as caught:
+    with pytest.raises(StoreError, match="format 6.*use the version that wrote it") as caught:
         decode_record("units.json", future, "done")
     assert not isinstance(caught.value, CorruptError)
     with pytest.raises(CorruptError):  # damage is not another format
-        decode_record("units.json", LITERAL.replace(b'"format": 4', b'"format": 5'), "done")
+        decode_record("units.json", LITERAL.replace(b'"format": 6', b'"format": 7'), "done")
 
 
 def test_a_record_of_another_kind_is_refused() -> None:
@@ -252,9 +262,10 @@ def test_hostile_json_is_refused_with_our_own_error(data: bytes) -> None:
 def test_what_a_tap_takes_and_is_scaled_by(
     shape: tuple[int, ...], dtype: str, storage: str, scaled_by: str | None, row_bytes: int
 ) -> None:
-    info = TapInfo(shape, dtype)
+    info = TapInfo(shape, dtype, latents=9 if len(shape) == 1 else 0)
     assert (info.storage.name, info.scaled_by, info.row_bytes) == (storage, scaled_by, row_bytes)
-    assert TapInfo.from_json({"shape": [*shape], "dtype": dtype, "aliases": []}) == info
+    spelled = {"shape": [*shape], "dtype": dtype, "aliases": [], "latents": info.latents}
+    assert TapInfo.from_json(spelled) == info
 
 
 # -- done records ----------------------------------------------------------------------------
@@ -302,14 +313,14 @@ def test_files_outside_the_attempt_are_refused(key: str, place: str) -> None:
         Done.from_json("done/x", changed)
 
 
-@pytest.mark.parametrize("place", ["index", "statistics"])
+@pytest.mark.parametrize("place", ["index", "statistics", "documents_table"])
 def test_only_rows_may_be_compressed(place: str) -> None:
     changed = body()
     for target in changed["shards"]:
         target["key"] += fmt.COMPRESSED
     assert Done.from_json("done/x", changed).shards[1].key.endswith(".safetensors.zst")
     changed[place]["key"] += fmt.COMPRESSED
-    with pytest.raises(CorruptError, match="^done/x: names a compressed index or statistics"):
+    with pytest.raises(CorruptError, match="^done/x: names a compressed index, statistics or"):
         Done.from_json("done/x", changed)
 
 
@@ -372,3 +383,26 @@ def test_a_changed_value_is_refused_or_makes_a_sound_record(
         assert error.key == "done/x"
     else:
         assert well_typed(done)
+
+
+def spans(*parts: tuple[int, int | None]) -> list[dict[str, Any]]:
+    return [{"file": 0, "first": 0, "count": count, "doc": doc} for count, doc in parts]
+
+
+@pytest.mark.parametrize(
+    ("parts", "runs"),
+    [([], [(7, 9)]), ([(4, None), (5, None)], [(7, 9)]), ([(4, None), (5, 90)], [(7, 4), (90, 5)]),
+     ([(4, None), (2, 90), (3, None)], [(7, 4), (90, 5)]), ([(4, 90), (5, 20)], [(90, 4), (20, 5)]),
+     ([(0, 3)], [(7, 0)])],
+)  # fmt: skip
+def test_a_units_documents_follow_one_another_but_where_a_span_says_otherwise(
+    parts: list[tuple[int, int | None]], runs: list[tuple[int, int]]
+) -> None:
+    assert fmt.doc_runs({"first_doc": 7, "num_docs": 9, "spans": spans(*parts)}) == runs
+
+
+@pytest.mark.parametrize("unit", [{"doc": "x", "count": 1}, {"doc": -1, "count": 1},
+                                  {"doc": 3, "count": "1"}, {"doc": 1.5, "count": 2}])  # fmt: skip
+def test_a_span_that_counts_nothing_is_no_span(unit: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not a number"):
+        fmt.doc_runs({"first_doc": 7, "num_docs": 9, "spans": [unit]})

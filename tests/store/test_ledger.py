@@ -96,22 +96,25 @@ def test_a_table_says_what_is_stored_of_each_tap(tmp_path: Path) -> None:
     assert body["taps"] == {
         "expert_ids.1": {
             "aliases": ["blocks.1.mlp.hook_expert_indices"], "dtype": "int16", "shape": [2],
+            "latents": 0,
         },
-        "logprob": {"aliases": [], "dtype": "float32", "shape": []},
+        "logprob": {"aliases": [], "dtype": "float32", "shape": [], "latents": 0},
         "q.1": {
             "aliases": ["blocks.1.attn.hook_q", "blocks.1.attn.q.hook_out"],
             "dtype": "bfloat16",
             "shape": [2, 3],
+            "latents": 0,
         },
         "resid_post.0": {
             "aliases": ["blocks.0.hook_resid_post", "hidden_states[1]"],
             "dtype": "float32",
             "shape": [6],
+            "latents": 0,
         },
     }  # fmt: skip
 
 
-TAP = {"shape": [2, 3], "dtype": "float32", "aliases": ["a"]}
+TAP = {"shape": [2, 3], "dtype": "float32", "aliases": ["a"], "latents": 0}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +131,8 @@ TAP = {"shape": [2, 3], "dtype": "float32", "aliases": ["a"]}
         )),
         *({**TAP, "dtype": d} for d in (None, "", "float12", 32, "F32", ["float32"], {})),
         *({**TAP, "aliases": a} for a in (None, 5, "blocks", [5], [None], [["a"]], {"a": "b"})),
+        *({**TAP, "latents": n} for n in (None, -1, "9", 1.0, True, 1 << 60)),
+        {**TAP, "latents": 9},  # of rows with several axes
     ],
 )  # fmt: skip
 def test_a_tap_that_cannot_be_is_refused(tmp_path: Path, tap: Any) -> None:
@@ -176,7 +181,7 @@ FORMAT_1 = {
 def test_a_store_of_format_1_is_refused_with_the_reason(tmp_path: Path) -> None:
     objects = LocalObjects(tmp_path / "old")
     objects.create(fmt.UNITS, (json.dumps(FORMAT_1, sort_keys=True, indent=1) + "\n").encode())
-    reason = "units.json: written in format 1, but this version of spile reads format 4"
+    reason = "units.json: written in format 1, but this version of spile reads format 6"
     asks: list[Callable[[], object]] = [
         lambda: Ledger(objects).table(),
         lambda: spile.open(str(tmp_path / "old")),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,75 @@ def test_claims_of_others_are_seen_and_ones_own_are_not(objects: LocalObjects) -
     assert second.held_by_others() == {3, 5}
     assert first.held_by_others() == {4}
     assert Presence(objects, 30).held_by_others() == {3, 4, 5}
+
+
+def test_a_unit_that_another_holds_is_not_claimed(objects: LocalObjects) -> None:
+    first, second = Presence(objects, 30), Presence(objects, 30)
+    first.name, second.name = "b", "a"
+    assert first.claim(3)
+    first.hold(4)  # says that 3 is no longer only wanted
+    assert not second.claim(3)
+    assert second.claim(5)
+    assert first.held_by_others() == {5}
+    assert read_workers(objects)["a"]["units"] == [5]
+
+
+def test_of_those_who_claim_at_once_the_first_by_name_waits_for_the_others_to_give_way(
+    objects: LocalObjects,
+) -> None:
+    """One who claimed a unit before the other looked has it, whatever its name."""
+    for keeps in (True, False):
+        early = Presence(objects, 30)
+        early.name = "b" if keeps else "c"
+        early.tell(wants=3)
+        early.hold(3)
+        others: list[bool] = []
+        late = Presence(objects, 30)
+        late.name = "a"
+        thread = threading.Thread(target=lambda p=late, o=others: o.append(p.claim(3)))
+        thread.start()
+        time.sleep(0.5)
+        assert not others, "it must not decide before the other has"
+        early.tell(wants=None)
+        if not keeps:
+            early.release(3)
+        early.hold(7)
+        thread.join(10)
+        assert others == [not keeps]
+        early.release(3)
+        early.release(7)
+        early.hold(9)
+
+
+def test_a_greater_name_gives_way_to_whoever_only_wants_the_unit(objects: LocalObjects) -> None:
+    first, second = Presence(objects, 30), Presence(objects, 30)
+    first.name, second.name = "a", "b"
+    first.tell(wants=3)
+    first.hold(3)
+    assert not second.claim(3)
+
+
+def test_many_who_claim_the_same_units_at_once_never_share_one(objects: LocalObjects) -> None:
+    crowd = [Presence(objects, 30) for _ in range(6)]
+    for me in crowd:
+        me.start()  # a claim that is settled is told by a beat
+    together = threading.Barrier(len(crowd))
+    for unit in range(4):
+        claimed: list[str] = []
+
+        def claim(me: Presence, unit: int = unit, claimed: list[str] = claimed) -> None:
+            together.wait()
+            if me.claim(unit):
+                claimed.append(me.name)
+
+        threads = [threading.Thread(target=claim, args=(me,)) for me in crowd]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(claimed) == 1
+    for me in crowd:
+        me.close("done")
 
 
 def test_a_released_unit_is_free_with_the_next_beat(objects: LocalObjects) -> None:

@@ -18,6 +18,7 @@ from spile.store.shard import ShardWriter, open_tensor, read_shard_header
 from spile.store.writer import UnitWriter
 
 DESCRIBED: dict[str, Any] = {
+    "table": {"doc": np.arange(3)},
     "fingerprint": "f", "tokens": 30, "documents": 1, "contexts": 1, "skipped": {},
     "text_digest": "t", "made_by": {},
 }  # fmt: skip
@@ -167,7 +168,7 @@ def test_only_rows_are_compressed(objects: LocalObjects) -> None:
     for tap, values in rows.items():
         writer.write(tap, values)
     done = writer.finish(**DESCRIBED)
-    assert [s.key.endswith(".zst") for s in done.files()] == [True, True, False, False]
+    assert [s.key.endswith(".zst") for s in done.files()] == [True, True, *[False] * 3]
     for file in done.files():
         data = objects.get(file.key)
         assert (file.bytes, file.digest) == (len(data), xxhash.xxh3_128_hexdigest(data))
@@ -223,10 +224,10 @@ def test_the_index_and_the_statistics_are_stored_as_given(objects: LocalObjects)
     assert np.array_equal(mean, writer.stats["a"].mean)
 
 
-def test_a_unit_without_rows_has_an_index_and_statistics_only(objects: LocalObjects) -> None:
+def test_a_unit_without_rows_has_no_shards(objects: LocalObjects) -> None:
     done = write(objects, {"a": random_rows(0, 4)}, 40)
     assert (done.rows, done.shards) == (0, ())
-    assert set(objects.list()) == {done.index.key, done.statistics.key}
+    assert {*objects.list()} == {done.index.key, done.statistics.key, done.documents_table.key}
 
 
 def test_two_attempts_at_a_unit_share_no_key(objects: LocalObjects) -> None:

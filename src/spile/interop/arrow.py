@@ -11,6 +11,7 @@ from spile.errors import ConfigError
 from spile.index import INDEX_DTYPE
 from spile.interop.format import Format, check_hooks, library, write_json
 from spile.interop.source import Source
+from spile.store.documents import joined
 
 _SHARD_BYTES = 500_000_000  # as HF datasets itself cuts; its readers want less than 2 GB
 _FILE_BYTES = 1 << 30
@@ -134,8 +135,26 @@ def _write_parquet(source: Source, to: Path) -> int:
         with pq.ParquetWriter(path, schema, **options) as file:
             for a, b in source.windows(start, stop, row_bytes):
                 file.write_table(_table(pa, source, schema, a, b), row_group_size=b - a)
+    _write_documents(pa, source, to / "documents.arrow")
     (to / "README.md").write_text(_readme(source))
     return source.rows
+
+
+def _write_documents(pa: Any, source: Source, path: Path) -> None:
+    """Of every document, also of those without rows: unit by unit, in columns of one type.
+
+    (Not as Parquet: `*.parquet` are the rows.)
+    """
+    dataset = source.dataset
+    columns = [name for name in dataset.document_columns if name != "first_row"]  # of its unit
+
+    def tables() -> Iterator[Any]:
+        return (dataset.documents(columns, unit=unit) for unit in dataset.units)
+
+    empty = joined([table.slice(0, 0) for table in tables()])
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, empty.schema) as stream:
+        for table in tables():
+            stream.write_table(joined([empty, table]))
 
 
 def _parquet_fields(pa: Any, source: Source) -> Iterator[Any]:
@@ -166,6 +185,7 @@ def _readme(source: Source) -> str:
         f"Written by spile from `{source.dataset.url}`,",
         f"fingerprint `{source.dataset.fingerprint}`.",
         "The whole recipe is in each file's metadata, key `spile`.",
+        "`documents.arrow` has a row for every document, by the same `doc`.",
         "",
         "| column | type | shape | also called |",
         "|---|---|---|---|",
@@ -200,7 +220,7 @@ SAELENS = Format(
 )
 PARQUET = Format(
     name="parquet",
-    about="Parquet files: the index's columns and a list per tap",
+    about="Parquet files: the index's columns and a list per tap; and one of the documents",
     write=_write_parquet,
     count=_count_parquet,
     integers=True,

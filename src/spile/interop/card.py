@@ -14,7 +14,7 @@ _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 def write_card(repo: str, table: Table, manifest: Mapping[str, Any], download: str) -> str:
     """A README.md: front matter for the Hub, then text for people. The license is left to them."""
     recipe = table.recipe.to_json()
-    taps = {tap: table.taps[tap] for tap in table.recipe.taps}
+    taps = {tap: table.taps[tap] for tap in table.recipe.stored_taps}
     model, corpus = _named(recipe["model_source"]), _named(recipe["corpus_source"])
     skipped = ", ".join(f"{n:,} {reason}" for reason, n in sorted(manifest["skipped"].items()))
     lines = [

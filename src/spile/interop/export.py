@@ -4,7 +4,6 @@ Rows are read window by window, counted again in the files that were written, an
 the directory get its name: whatever lies at DEST is whole.
 """
 
-import os
 import shutil
 import uuid
 from collections.abc import Generator, Sequence
@@ -15,16 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from spile.errors import ConfigError, StoreError
-from spile.interop import activault, arrays, arrow, legacy, openmoss, saev
+from spile.interop import activault, arrays, arrow, delphi, legacy, openmoss, saev
 from spile.interop.format import Format, require
 from spile.interop.source import Source, choose_dtypes, choose_taps
+from spile.objects.local import sync
 from spile.store.reader import Dataset, open_dataset
 
 FORMATS: dict[str, Format] = {
     form.name: form
     for form in (
         arrow.SAELENS, arrow.PARQUET, arrays.NPY, arrays.ZARR, activault.ACTIVAULT,
-        openmoss.OPENMOSS, saev.SAEV, legacy.LEGACY,
+        openmoss.OPENMOSS, saev.SAEV, delphi.DELPHI, legacy.LEGACY,
     )
 }  # fmt: skip
 
@@ -145,19 +145,11 @@ def _staged(target: Path) -> Generator[Path, None, None]:
     try:
         yield stage
         for path in sorted(stage.rglob("*")):
-            _sync(path)
-        _sync(stage)
+            sync(path)
+        sync(stage)
         # (takes the place of an empty directory, and of nothing else)
         stage.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from spile.errors import ConfigError
 from spile.models import moe
 from spile.models.arch import Arch, Layer
 from spile.models.attention import Attend, Attention, Scoring, mixed, pattern
 from spile.models.ops import activate, linear, norm, rotary_angles, rotate, softcap
 from spile.models.parallel import attention_by_heads, mixed_experts
 from spile.models.params import Block, Params, Schedule
+from spile.models.splice import At, Changes, in_block, in_scan
 from spile.models.taps import AFTER_BLOCKS, Tap
 from spile.sharding import Shards
 
@@ -47,6 +49,7 @@ class _Run:
     attend: Attend
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
     shards: Shards | None  # none: one device has everything
+    changes: Changes
 
     def by_rows(self, values: Array) -> Array:
         return self.shards.rows(values) if self.shards else values
@@ -81,10 +84,12 @@ def forward(
     attention: Attention,
     store_dtype: str,
     shards: Shards | None = None,
+    splice: Changes | None = None,
 ) -> dict[str, Array]:
     """Run the model as deep as the deepest tap; every tap's values [rows x kept, ...], by name.
 
-    `columns` are the places within each row to keep (all of them if it is not given).
+    `columns` are the places within each row to keep (all of them if it is not given). Where the
+    model is spliced, it goes on with the changed values, and those are the tap's.
     """
     frequencies = [rope.frequencies(arch.head_dim, arch.rope_positions) for rope in arch.ropes]
     attend = (
@@ -92,17 +97,21 @@ def forward(
         if shards
         else attention(segments, positions)
     )
+    changes = {_computed_as(tap): change for tap, change in (splice or {}).items()}
+    if len(changes) < len(splice or {}):
+        raise ConfigError("splice: resid_pre of a block is resid_post of the one before; name one")
     run = _Run(
         arch, tokens, positions, segments, columns,
         tuple(rotary_angles(positions, *each) for each in frequencies),
-        attend, _layers_by_site(taps), shards,
+        attend, _layers_by_site(taps), shards, changes,
     )  # fmt: skip
     embedded = run.by_rows(params.outer["embed"][tokens])
     if arch.embed_scale != 1.0:
         embedded = embedded * jnp.asarray(arch.embed_scale, embedded.dtype)
-    x = embedded
+    x = embedded = in_block(run.changes)("embed", embedded)
     if "positions" in params.outer:
         x = x + params.outer["positions"][positions]
+    x = in_block(run.changes, 0)("resid_pre", x)
     dtypes = {tap.site: jnp.dtype(tap.dtype(store_dtype)) for tap in taps}
     dtypes["resid_post"] = jnp.dtype(store_dtype)  # where `resid_pre` is met
     outer = {"embed": embedded, "resid_pre": x}
@@ -162,12 +171,14 @@ def _run_blocks(
         }
 
     def cycle(
-        carry: tuple[Hidden, Values], layers: tuple[tuple[Block, ...], dict[str, Array]]
+        carry: tuple[Hidden, Values],
+        layers: tuple[tuple[Block, ...], dict[str, Array], Array | None],
     ) -> tuple[tuple[Hidden, Values], None]:
         stream, buffers = carry
-        blocks, slot = layers
+        blocks, slot, number = layers
         for place, block in enumerate(blocks):
-            stream, values = _block(stream, block, run.arch.layers[place], run)
+            at = in_scan(run.changes, place, schedule, number)
+            stream, values = _block(stream, block, run.arch.layers[place], run, at)
             buffers = put(buffers, values, {site: each[place] for site, each in slot.items()})
         return (stream, buffers), None
 
@@ -175,34 +186,36 @@ def _run_blocks(
     if schedule.depth:
         kind = run.arch.layers[0]
         block = jax.tree.map(lambda a: a[0], params.cycle[0]) if params.cycle else params.tail[0]
-        shapes = jax.eval_shape(lambda: tapped(_block(x, block, kind, run)[1]))
+        shapes = jax.eval_shape(lambda: tapped(_block(x, block, kind, run, in_block({}))[1]))
         most = {s: max(len(sites[s]), int(slots[s].max(initial=0)) + 1) for s in sites}
         buffers = {s: jnp.zeros((most[s], *shapes[s].shape), cast[s]) for s in sites}
         if run.shards:
             buffers = {s: run.shards.runs(buffer, lead=1) for s, buffer in buffers.items()}
     if schedule.cycles:
         by_cycle = {s: jnp.asarray(v.reshape(-1, schedule.period)) for s, v in slots.items()}
-        (x, buffers), _ = jax.lax.scan(cycle, (x, buffers), (params.cycle, by_cycle))
+        numbers = jnp.arange(schedule.cycles) if run.changes else None
+        (x, buffers), _ = jax.lax.scan(cycle, (x, buffers), (params.cycle, by_cycle, numbers))
     for layer, block in enumerate(params.tail, schedule.scanned):
-        x, values = _block(x, block, run.arch.layers[layer], run)
+        at = in_block(run.changes, layer)
+        x, values = _block(x, block, run.arch.layers[layer], run, at)
         for site, value in tapped(values).items():
             if layer in sites[site]:
                 buffers[site] = buffers[site].at[sites[site].index(layer)].set(value)
     return x, buffers
 
 
-def _block(x: Hidden, block: Block, layer: Layer, run: _Run) -> tuple[Hidden, Values]:
+def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
     """One block: the stream that leaves it, and what can be tapped inside."""
     arch, block = run.arch, run.used(block)
     normed = partial(_normed, block=block, arch=arch)
-    attn_in = normed(x, "attn_norm")
-    attended, values = _attend(attn_in, block, layer, run)
-    attn_out = normed(attended, "attn_post_norm")
-    mid = x + attn_out
-    mlp_in = normed(x if arch.parallel else mid, "mlp_norm")
-    mlp, inside = _mlp(mlp_in, block, run)
-    mlp_out = normed(mlp, "mlp_post_norm")
-    post = run.by_rows(mid + mlp_out)
+    attn_in = at("attn_in", normed(x, "attn_norm"))
+    attended, values = _attend(attn_in, block, layer, run, at)
+    attn_out = at("attn_out", normed(attended, "attn_post_norm"))
+    mid = at("resid_mid", x + attn_out)
+    mlp_in = at("mlp_in", normed(x if arch.parallel else mid, "mlp_norm"))
+    mlp, inside = _mlp(mlp_in, block, run, at)
+    mlp_out = at("mlp_out", normed(mlp, "mlp_post_norm"))
+    post = run.by_rows(at("resid_post", mid + mlp_out))
     values |= inside
     values |= {"attn_in": attn_in, "attn_out": attn_out, "resid_mid": mid}
     values |= {"mlp_in": mlp_in, "mlp_out": mlp_out, "resid_post": post}
@@ -218,12 +231,12 @@ def _normed(
     return norm(x, block[name], block.get(f"{name}_bias"), arch.norm, arch.norm_eps)
 
 
-def _attend(x: Hidden, block: Block, layer: Layer, run: _Run) -> tuple[Hidden, Values]:
+def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
     arch = run.arch
 
     def heads(name: str, count: int) -> Heads:
         projected = linear(x, block[f"w{name}"], block.get(f"b{name}"))
-        return projected.reshape(*x.shape[:2], count, arch.head_dim)
+        return at(name, projected.reshape(*x.shape[:2], count, arch.head_dim))
 
     q, k = heads("q", arch.num_heads), heads("k", arch.num_kv_heads)
     v = heads("v", arch.num_kv_heads)
@@ -240,7 +253,7 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run) -> tuple[Hidden, V
         z = mixed(weights, v)
     else:
         z = run.attend(q, k, v, scoring, sinks)
-    values["z"] = z
+    values["z"] = z = at("z", z)
     return linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo")), values
 
 
@@ -263,7 +276,7 @@ def _from_context_start(
     return jnp.where(visible, moved, 0.0).swapaxes(1, 2)
 
 
-def _mlp(x: Hidden, block: Block, run: _Run) -> tuple[Hidden, Values]:
+def _mlp(x: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
     arch = run.arch
     if arch.experts:
         logits, weights, ids = moe.route(x, block, arch.experts)
@@ -273,7 +286,7 @@ def _mlp(x: Hidden, block: Block, run: _Run) -> tuple[Hidden, Values]:
         return moe.mix(x, weights, ids, block, arch), values
     gate = linear(x, block["w_gate"], block.get("b_gate")) if arch.gated else None
     up = linear(x, block["w_up"], block.get("b_up"))
-    hidden = activate(up, gate, arch.activation, arch.glu_limit)
+    hidden = at("mlp_hidden", activate(up, gate, arch.activation, arch.glu_limit))
     return linear(hidden, block["w_down"], block.get("b_down")), {"mlp_hidden": hidden}
 
 

@@ -8,7 +8,6 @@ llama.cpp, which we do not want: the file is taken out of it and the package is 
 import hashlib
 import importlib.util
 import logging
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from spile.errors import InputError
 from spile.models.gguf import convert, require_gguf
+from spile.objects.files import cache_directory
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_LICENSE = "Apache-2.0"
@@ -37,14 +37,18 @@ _BY_HAND = (
 _log = logging.getLogger("spile")
 
 
+def demo_directory() -> Path:
+    """Where the demo model lies, once it is made."""
+    return cache_directory() / f"{DEMO_NAME}-{_SHA256[:12]}"
+
+
 def demo_model() -> Path:
     """The directory of the demo model, in Hugging Face layout; made on the first call.
 
     Raises:
         InputError: if the model is not in the cache and cannot be fetched, read or written.
     """
-    root = cache_directory()
-    dest = root / f"{DEMO_NAME}-{_SHA256[:12]}"
+    root, dest = cache_directory(), demo_directory()
     if dest.is_dir():
         return dest
     require_gguf()  # before a long download, not after
@@ -63,15 +67,6 @@ def demo_model() -> Path:
             "set SPILE_CACHE to a folder with 1 GB to spare"
         ) from error
     return dest
-
-
-def cache_directory() -> Path:
-    """Where Spile keeps what it can make again."""
-    if root := os.environ.get("SPILE_CACHE"):
-        return Path(root).expanduser()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "spile"
-    return Path.home() / ".cache" / "spile"
 
 
 def _installed() -> Path | None:

@@ -202,12 +202,8 @@ def read_adapter(where: str | Path, tensors: Collection[str]) -> Adapter:
         InputError: if the adapter cannot be merged exactly as PEFT would.
     """
     directory = path_of(str(where))
-    if not directory.is_dir():
-        raise InputError(
-            f"{directory}: no such directory; an adapter is one with {_CONFIG} and {_WEIGHTS}"
-        )
-    settings = _read_settings(read_json(directory / _CONFIG), f"{directory / _CONFIG}")
-    weights = directory / _WEIGHTS
+    config, weights = adapter_files(directory)
+    settings = _read_settings(read_json(config), f"{config}")
     header = read_header(weights, directory)
     if not header:
         raise InputError(f"{weights}: holds no tensors")
@@ -216,7 +212,16 @@ def read_adapter(where: str | Path, tensors: Collection[str]) -> Adapter:
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
         raise InputError(f"{weights}: does not fit the base model or its own config: {shown}")
-    return Adapter(directory, (directory / _CONFIG, weights), changes)
+    return Adapter(directory, (config, weights), changes)
+
+
+def adapter_files(directory: AnyPath) -> tuple[AnyPath, AnyPath]:
+    """An adapter's config and weights."""
+    if not directory.is_dir():
+        raise InputError(
+            f"{directory}: no such directory; an adapter is one with {_CONFIG} and {_WEIGHTS}"
+        )
+    return directory / _CONFIG, directory / _WEIGHTS
 
 
 def _match(

@@ -4,7 +4,8 @@ Where files are local they are read through memory maps; elsewhere each is fetch
 it is small enough, and both its bytes and its content are looked at.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +16,12 @@ from spile.errors import CorruptError, SpileError
 from spile.index import INDEX_DTYPE
 from spile.objects import Entry, MemoryObjects, Objects
 from spile.store import format as fmt
+from spile.store.documents import read_documents, rows_of
 from spile.store.format import Done, Shard, TapInfo
 from spile.store.ledger import Table
 from spile.store.shard import open_tensor, read_shard_header, read_tensors
 from spile.store.stats import TapStats
+from spile.store.sums import entries_sum
 
 _CHUNK = 1 << 24
 _HELD = 256 << 20  # of a remote file, at most, in memory
@@ -31,6 +34,10 @@ class Audit:
     bytes: int
     faults: list[str] = field(default_factory=list[str])
     known: bool = False  # from an earlier audit
+    # Of a shuffled dataset's unit: the sum of its index entries, and what only all units together
+    # must add up to nothing in.
+    entries: int = 0
+    off: Counter[str] = field(default_factory=Counter[str])
 
 
 def audit_listed(entries: Mapping[str, Entry], done: Done) -> Audit:
@@ -56,6 +63,7 @@ def audit_unit(objects: Objects, table: Table, unit: Mapping[str, Any], done: Do
     content: list[str] = []
     nonfinite: dict[str, int] = dict.fromkeys(table.taps, 0)
     statistics: dict[str, np.ndarray] | None = None
+    docs: np.ndarray | None = None  # of each row
     for file in done.files():
         try:
             held = _held(objects, file)
@@ -66,10 +74,17 @@ def audit_unit(objects: Objects, table: Table, unit: Mapping[str, Any], done: Do
         if audit.faults:
             continue
         try:
-            if file is done.index:
-                content += _check_index(held, table, done, unit["first_doc"], unit["num_docs"])
+            if file is done.index and table.shuffled:
+                content += _check_shuffled_index(held, done, audit)
+            elif file is done.index:
+                content += _check_index(held, table, done, fmt.doc_runs(unit))
+                docs = None if content else read_tensors(held, file.key)["doc"]
             elif file is done.statistics:
                 statistics = read_tensors(held, file.key)
+            elif file is done.documents_table:
+                documents = read_documents(held, file, table.recipe.keep)
+                content += _check_documents(done, unit, documents, docs)
+                audit.off["documents' rows"] += sum(documents["rows"].to_pylist()) - done.rows
             elif file.tap in table.taps:
                 faults, count = _check_shard(held, file, table.taps[file.tap])
                 content += faults
@@ -79,7 +94,7 @@ def audit_unit(objects: Objects, table: Table, unit: Mapping[str, Any], done: Do
     # What the bytes mean is of no interest if they are not the ones that were written.
     if not audit.faults:
         if statistics is not None:
-            content += _check_statistics(table, done, statistics, nonfinite)
+            content += _check_statistics(table, done, statistics, nonfinite, audit)
         if done.documents + sum(done.skipped.values()) != unit["num_docs"]:
             key = fmt.done_key(done.unit)
             content.append(f"{key}: not every document of the unit is accounted for")
@@ -124,18 +139,42 @@ def _check_bytes(objects: Objects, file: Shard) -> Iterator[str]:
         yield f"{file.key}: checksum does not match (damaged, or another file in its place)"
 
 
-def _check_index(
-    objects: Objects, table: Table, done: Done, first_doc: int, num_docs: int
-) -> Iterator[str]:
+def _index_columns(objects: Objects, done: Done) -> dict[str, np.ndarray] | None:
     header = read_shard_header(objects, done.index.key)
     if {n: (i.dtype, i.shape) for n, i in header.items()} != {
         name: (INDEX_DTYPE[name], (done.rows,)) for name in INDEX_DTYPE.names or ()
     }:
+        return None
+    return read_tensors(objects, done.index.key)
+
+
+def _check_shuffled_index(objects: Objects, done: Done, audit: Audit) -> Iterator[str]:
+    """Of rows of the whole corpus."""
+    columns = _index_columns(objects, done)
+    if columns is None:
         yield f"{done.index.key}: is not an index of {done.rows} rows"
         return
-    columns = read_tensors(objects, done.index.key)
+    order = np.lexsort((columns["offset"], columns["doc"]))
+    doc, offset = columns["doc"][order], columns["offset"][order]
+    if not (np.diff(doc) | np.diff(offset)).all():
+        yield f"{done.index.key}: a token is doubled"
+    index = np.empty(done.rows, INDEX_DTYPE)
+    for name, column in columns.items():
+        index[name] = column
+    audit.entries = entries_sum(index)
+
+
+def _check_index(
+    objects: Objects, table: Table, done: Done, runs: Sequence[tuple[int, int]]
+) -> Iterator[str]:
+    columns = _index_columns(objects, done)
+    if columns is None:
+        yield f"{done.index.key}: is not an index of {done.rows} rows"
+        return
     docs = columns["doc"]
-    if done.rows and (docs.min() < first_doc or docs.max() >= first_doc + num_docs):
+    starts, counts = (np.array(part, np.int64) for part in zip(*sorted(runs), strict=True))
+    place = np.searchsorted(starts, docs, side="right") - 1
+    if (place < 0).any() or (docs >= (starts + counts)[place]).any():
         yield f"{done.index.key}: names documents outside its unit"
         return
     order = np.lexsort((columns["offset"], docs))
@@ -157,6 +196,31 @@ def _check_index(
             yield f"{done.index.key}: names tokens that were not read"
 
 
+def _check_documents(
+    done: Done, unit: Mapping[str, Any], table: Any, docs_of_rows: np.ndarray | None
+) -> Iterator[str]:
+    """`docs_of_rows`: from the index, where that is sound."""
+    key = done.documents_table.key
+    docs, tokens, rows, first = (
+        table[name].fill_null(-1).to_numpy() for name in ("doc", "tokens", "rows", "first_row")
+    )
+    runs = [np.arange(first, first + count) for first, count in fmt.doc_runs(unit)]
+    if len(docs) != unit["num_docs"] or not np.array_equal(docs, np.concatenate(runs)):
+        yield f"{key}: does not name each document of its unit once, in order"
+        return
+    reasons = table["skipped"].to_pylist()
+    skipped = Counter(reason for reason in reasons if reason is not None)
+    if skipped != Counter(done.skipped):
+        yield f"{key}: other documents were left out than the record counts"
+    was_read = np.array([reason is None for reason in reasons])
+    if ((tokens > 0) != was_read).any() or int(tokens.sum(dtype=np.int64)) != done.tokens:
+        yield f"{key}: its documents' tokens do not add up to {done.tokens}"
+    if docs_of_rows is not None:
+        counted, firsts = rows_of(docs, docs_of_rows)
+        if not np.array_equal(rows, counted) or not np.array_equal(first, firsts):
+            yield f"{key}: its documents' rows are not those of the index"
+
+
 def _check_shard(objects: Objects, shard: Shard, spec: TapInfo) -> tuple[list[str], int]:
     """Faults of a shard, and how many of its values are not finite."""
     header = read_shard_header(objects, shard.key)
@@ -170,17 +234,24 @@ def _check_shard(objects: Objects, shard: Shard, spec: TapInfo) -> tuple[list[st
         scale = open_tensor(objects, shard.key, header[fmt.scale_name(shard.tap)])[:]
         if not (np.isfinite(scale) & (scale > 0)).all():
             faults.append(f"{shard.key}: holds scales that are not positive")
-    return faults, _count_nonfinite(open_tensor(objects, shard.key, header[shard.tap]))
+    rows = open_tensor(objects, shard.key, header[shard.tap])
+    ids = _chunks(rows) if spec.latents and spec.storage.kind == "i" else ()
+    if not all((chunk >= 0).all() and (chunk < spec.latents).all() for chunk in ids):
+        faults.append(f"{shard.key}: names latents that are not among {spec.latents}")
+    return faults, sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in _chunks(rows))
 
 
-def _count_nonfinite(rows: Any) -> int:
+def _chunks(rows: Any) -> Iterator[np.ndarray]:
     step = max(1, _CHUNK // max(1, rows[:1].nbytes))
-    chunks = (rows[i : i + step] for i in range(0, len(rows), step))
-    return sum(int(np.count_nonzero(~np.isfinite(chunk))) for chunk in chunks)
+    return (rows[i : i + step] for i in range(0, len(rows), step))
 
 
 def _check_statistics(
-    table: Table, done: Done, tensors: Mapping[str, np.ndarray], nonfinite: Mapping[str, int]
+    table: Table,
+    done: Done,
+    tensors: Mapping[str, np.ndarray],
+    nonfinite: Mapping[str, int],
+    audit: Audit,
 ) -> Iterator[str]:
     key = done.statistics.key
     for tap, spec in table.taps.items():
@@ -191,6 +262,13 @@ def _check_statistics(
             stats = TapStats.from_tensors(tap, dict(tensors))
         except SpileError as error:
             yield str(error)
+            continue
+        if table.shuffled:  # they are of the rows of the unit's documents, wherever those lie
+            audit.off[f"statistics of {tap}"] += stats.count - done.rows
+            if spec.scaled_by != "channel":
+                audit.off[f"values of {tap} that are not finite"] += (
+                    stats.nonfinite - nonfinite[tap]
+                )
             continue
         if stats.count != done.rows:
             yield f"{key}: counts {stats.count} rows of {tap}, not {done.rows}"

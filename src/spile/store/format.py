@@ -4,11 +4,14 @@
     model.json               full hashes of the weights, from the first worker's loading
     scales.json              int8 alone: each channel's scale, measured by the first worker
     attempts/UNIT/ATTEMPT/   TAP.N.safetensors (with .zst: `planes.py`), index.safetensors,
-                             statistics.safetensors; of other processes, TAP.PART.N.safetensors
+                             statistics.safetensors, documents.safetensors (`documents.py`);
+                             of other processes, TAP.PART.N.safetensors
     done/UNIT.json           the done record: the unit exists, and these are its shards
     manifest.json            derived from the done records, once all are there
+    prediction.json          what the first worker expected; beside what came, for people alone
     check.json               the last comparison with HF transformers (`spile check`)
     workers/NAME.json        heartbeats; nothing depends on them
+    scratch/                 rows between two passes of `spile shuffle`, until it is done
 
 A record is JSON in one canonical spelling, with its own checksum: any changed byte is noticed. A
 stranger can compute that too, so what a record says is checked as well: names stay inside the
@@ -28,19 +31,23 @@ import xxhash
 from spile.errors import CorruptError, StoreError
 from spile.tensors import DTYPES_BY_NAME
 
-FORMAT = 4
+FORMAT = 6
 
 UNITS = "units.json"
 MODEL = "model.json"
 SCALES = "scales.json"
 MANIFEST = "manifest.json"
 CHECK = "check.json"
+PREDICTION = "prediction.json"
 ATTEMPTS = "attempts/"
 DONE = "done/"
 WORKERS = "workers/"
+SCRATCH = "scratch/"
 
 COMPRESSED = ".zst"
 SCALE_DTYPE = np.dtype(np.float32)
+MADE_WHEN = ("finished_at", "seconds")  # of `made_by`: the maker's clock, for charts alone
+BESIDE = ("index", "statistics", "documents_table")  # the files of a unit that are not shards
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 _MOST = 1 << 56  # rows, documents or bytes
@@ -107,6 +114,24 @@ def parse_attempt_key(key: str) -> tuple[int, str] | None:
     return (int(match[1]), match[2]) if match else None
 
 
+def doc_runs(unit: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Runs of documents that a unit of the table holds: the first of each, and how many.
+
+    It is one, but for units that were merged where their order was drawn: a span says so that
+    does not follow the one before it.
+    """
+    spans: list[Mapping[str, Any]] = unit["spans"]
+    if all(span.get("doc") is None for span in spans):
+        return [(unit["first_doc"], unit["num_docs"])]
+    runs: list[tuple[int, int]] = [(unit["first_doc"], 0)]
+    for span in spans:
+        first, count = runs.pop() if span.get("doc") is None else (span["doc"], 0)
+        if not is_count(first) or not is_count(span["count"]):
+            raise ValueError("a span has a count that is not a number")
+        runs.append((first, count + span["count"]))
+    return [run for run in runs if run[1]] or runs[:1]
+
+
 @dataclass(frozen=True)
 class TapInfo:
     """What is stored for each row of a tap."""
@@ -114,6 +139,7 @@ class TapInfo:
     shape: tuple[int, ...]  # empty: a single number
     dtype: str
     aliases: tuple[str, ...] = ()  # what other tools call it
+    latents: int = 0  # that the row's are the largest, or the ids, of: see `latents.py`
 
     @property
     def width(self) -> int:
@@ -138,19 +164,22 @@ class TapInfo:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "TapInfo":
         shape, dtype, aliases = value["shape"], value["dtype"], value["aliases"]
+        latents = value["latents"]
         lists = isinstance(shape, list) and isinstance(aliases, list)
         if not lists or type(dtype) is not str or dtype not in DTYPES_BY_NAME:
             raise ValueError(f"not a tap: {value!r}")
         sizes, names = cast(list[Any], shape), cast(list[Any], aliases)
         possible = len(sizes) <= _MAX_AXES and all(n and is_count(n) for n in sizes)
+        possible = possible and is_count(latents) and (not latents or len(sizes) == 1)
         if not possible or math.prod(sizes) >= _MOST or not all(map(is_name, names)):
             raise ValueError(f"not a tap: {value!r}")
-        return cls(tuple(sizes), dtype, tuple(names))
+        return cls(tuple(sizes), dtype, tuple(names), latents)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a unit: a run of rows (first, count) of one tap, of the index, or statistics."""
+    """One file of a unit: a run of rows (first, count) of one tap, of the index, or statistics;
+    or the table of all its documents."""
 
     tap: str
     key: str
@@ -177,10 +206,11 @@ class Done:
     shards: tuple[Shard, ...]
     index: Shard
     statistics: Shard
+    documents_table: Shard
     made_by: Mapping[str, Any]
 
     def files(self) -> tuple[Shard, ...]:
-        return (*self.shards, self.index, self.statistics)
+        return (*self.shards, *(getattr(self, name) for name in BESIDE))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -191,16 +221,16 @@ class Done:
         try:
             parts: dict[str, Any] = {**body}
             parts["shards"] = tuple(Shard(**shard) for shard in parts["shards"])
-            parts["index"] = Shard(**parts["index"])
-            parts["statistics"] = Shard(**parts["statistics"])
+            for name in BESIDE:
+                parts[name] = Shard(**parts[name])
             done = cls(**parts)
             _audit_types(done)
             prefix = attempt_prefix(done.unit, done.attempt)
             for file in done.files():
                 if not file.key.startswith(prefix) or not _NAME.fullmatch(file.key[len(prefix) :]):
                     raise CorruptError(key, f"names {file.key!r}, which is not of its attempt")
-            if any(file.key.endswith(COMPRESSED) for file in (done.index, done.statistics)):
-                raise CorruptError(key, "names a compressed index or statistics")
+            if any(getattr(done, name).key.endswith(COMPRESSED) for name in BESIDE):
+                raise CorruptError(key, "names a compressed index, statistics or documents")
             if len({file.key for file in done.files()}) != len(done.files()):
                 raise CorruptError(key, "names a file twice")
             reached: dict[str, int] = {}
@@ -213,6 +243,11 @@ class Done:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(key, f"is not a done record ({shown(error)})") from error
         return done
+
+
+def listed_files(unit: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The files of a unit, as a manifest has them."""
+    return [*unit["shards"], *(unit[name] for name in BESIDE)]
 
 
 def _audit_types(done: Done) -> None:

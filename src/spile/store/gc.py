@@ -25,11 +25,7 @@ def collect_garbage(
     ledger.table()
     manifest = ledger.read_manifest() or {"units": []}
     # What readers open, even should a unit have been redone since: `verify` tells.
-    listed = {
-        file["key"]
-        for unit in manifest["units"]
-        for file in (*unit["shards"], unit["index"], unit["statistics"])
-    }
+    listed = {file["key"] for unit in manifest["units"] for file in fmt.listed_files(unit)}
     keys = sorted(objects.list())
     attempts = {key: found[0] for key in keys if (found := fmt.parse_attempt_key(key))}
     units = sorted({*attempts.values()})
@@ -40,12 +36,14 @@ def collect_garbage(
 
     def doomed(key: str) -> bool:
         target = objects.leftover_of(key)
-        if target is not None:
+        if target is not None and not key.startswith(fmt.SCRATCH):
             # A heartbeat's leftover is never missed: the next beat writes anew.
             return abandoned or key.startswith(fmt.WORKERS) or exists(objects, target)
         if key in attempts:
             files = winners.get(attempts[key])  # None while unfinished
             return key not in listed and (abandoned if files is None else key not in files)
+        if key.startswith(fmt.SCRATCH):
+            return True  # `shuffle` makes the table last, which we have read
         if fmt.parse_worker_key(key) is not None:
             return not _readable(objects, key)
         return abandoned and key.startswith(PROBES)

@@ -13,9 +13,9 @@ from typing import Any, cast
 import numpy as np
 
 from spile.background import mapped
-from spile.config import ResolvedRecipe
 from spile.errors import CorruptError, DriftError, StoreError
 from spile.objects import Objects, exists
+from spile.resolved import ResolvedRecipe
 from spile.store import format as fmt
 from spile.store.format import Done, TapInfo
 from spile.store.quant import scales_from_json, scales_to_json
@@ -31,9 +31,12 @@ class Table:
     files: tuple[Mapping[str, Any], ...]
     units: tuple[Mapping[str, Any], ...]
     kept: float  # the share of tokens that become rows, estimated from a sample
+    # Where rows lie in a drawn order (`shuffle.py`), and units are no more those of their
+    # documents: the seed, and the sum of all index entries (`sums.py`).
+    shuffled: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        body = {
             "recipe": self.recipe.to_json(),
             "fingerprint": self.fingerprint,
             "taps": {name: asdict(info) for name, info in self.taps.items()},
@@ -41,6 +44,14 @@ class Table:
             "units": list(self.units),
             "kept": self.kept,
         }
+        return {**body, "shuffled": dict(self.shuffled)} if self.shuffled else body
+
+    @property
+    def order(self) -> str:
+        """What the order of the rows follows from."""
+        if not self.shuffled:
+            return self.fingerprint
+        return f"{self.fingerprint}, shuffled {self.shuffled['seed']} {self.shuffled['drawn']}"
 
 
 class Ledger:
@@ -61,6 +72,7 @@ class Ledger:
                 files=tuple(body["files"]),
                 units=tuple(body["units"]),
                 kept=float(body["kept"]),
+                shuffled=body.get("shuffled"),
             )
             _audit_table(table)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -188,10 +200,17 @@ def _audit_table(table: Table) -> None:
     for unit in table.units:
         if not all(fmt.is_count(unit[name]) for name in ("id", "first_doc", "num_docs", "tokens")):
             raise ValueError("a unit has a count that is not a number")
+        fmt.doc_runs(unit)
     if not all(isinstance(part, dict) for part in (*table.units, *table.files)):
         raise ValueError("a unit or a file is not an object")
     if not all(map(fmt.is_name, (table.fingerprint, *table.taps))):
         raise ValueError("a name is not a text")
+    if table.shuffled is not None:
+        told: dict[str, Any] = {**table.shuffled}
+        if not fmt.is_count(told["seed"]) or not all(
+            map(fmt.is_name, (told["entries"], told["drawn"]))
+        ):
+            raise ValueError("the order of its rows is none")
 
 
 def _audit_manifest(manifest: Mapping[str, Any]) -> None:
@@ -199,8 +218,7 @@ def _audit_manifest(manifest: Mapping[str, Any]) -> None:
         counts = [manifest[name] for name in ("rows", "tokens", "documents", "bytes")]
         counts += manifest["skipped"].values()
         units: list[Any] = list(manifest["units"])
-        files = [f for unit in units for f in (*unit["shards"], unit["index"], unit["statistics"])]
-        keys = [file["key"] for file in files]
+        keys = [file["key"] for unit in units for file in fmt.listed_files(unit)]
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptError(fmt.MANIFEST, f"is not a manifest ({fmt.shown(error)})") from error
     named = all(map(fmt.is_name, (*keys, *manifest["skipped"])))
@@ -227,9 +245,7 @@ def derive_manifest(table: Table, records: Iterable[Done]) -> dict[str, Any]:
         "rows": sum(unit["rows"] for unit in units),
         "tokens": sum(unit["tokens"] for unit in units),
         "documents": sum(unit["documents"] for unit in units),
-        "bytes": sum(
-            f["bytes"] for u in units for f in (*u["shards"], u["index"], u["statistics"])
-        ),
+        "bytes": sum(file["bytes"] for unit in units for file in fmt.listed_files(unit)),
         "skipped": skipped,
         "units": units,
     }

@@ -12,15 +12,18 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from spile.background import mapped
 from spile.errors import CorruptError, StoreError
 from spile.objects import Objects
 from spile.store import format as fmt
 
 _BEAT_SECONDS = 2.0
+_SETTLING_SECONDS = 0.2
+_LAST_WORDS = ("done", "failed", "stopped")
 
 
 class Presence:
@@ -28,11 +31,13 @@ class Presence:
 
     def __init__(self, objects: Objects, stale_after: float) -> None:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self._objects, self._stale_after = objects, stale_after
+        self.objects, self._stale_after = objects, stale_after
         self._seen: dict[str, tuple[int, float]] = {}  # worker -> counter, when it last moved
+        self._left: set[str] = set()  # workers that have said their last word
         self._lock = threading.Lock()
         self._state: dict[str, Any] = {"state": "starting", "units": []}
         self._counter = 0
+        self._progress: Callable[[], Mapping[str, Any]] = dict
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -46,11 +51,37 @@ class Presence:
         with self._lock:
             self._state |= fields
 
+    def report(self, progress: Callable[[], Mapping[str, Any]]) -> None:
+        """What every beat is to ask, and to say as `progress`: for whoever looks."""
+        with self._lock:
+            self._progress = progress
+
     def hold(self, unit: int) -> None:
         """Claim a unit, at once."""
         with self._lock:
             self._state["units"] = [*self._state["units"], unit]
         self._try_write()
+
+    def claim(self, unit: int) -> bool:
+        """Hold a unit, unless another does; of several who claim it at once the first by name."""
+        self.tell(wants=unit)
+        self.hold(unit)
+        kept = self._prevails(unit)
+        self.tell(wants=None)  # said with the next beat, which who comes later waits for
+        if not kept:
+            self.release(unit)
+            self._try_write()
+        return kept
+
+    def _prevails(self, unit: int) -> bool:
+        limit = time.monotonic() + 2 * _BEAT_SECONDS
+        while True:
+            rivals = {n: r.get("wants") == unit for n, r in self._holders() if unit in r["units"]}
+            if any(not only_wants or name < self.name for name, only_wants in rivals.items()):
+                return False
+            # Who claims it, too, either looked before us and keeps it, or will give way.
+            if not rivals or time.monotonic() > limit or self._stop.wait(_SETTLING_SECONDS):
+                return True
 
     def release(self, unit: int) -> None:
         with self._lock:
@@ -68,10 +99,17 @@ class Presence:
     def held_by_others(self) -> set[int]:
         """Units that a worker which seems alive is working on."""
         held: set[int] = set()
-        for name, record in read_workers(self._objects).items():
-            if name != self.name and record.get("units") and self._alive(name, record):
-                held.update(record["units"])
+        for _, record in self._holders():
+            held.update(record["units"])
         return held
+
+    def _holders(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The others who seem alive and hold something."""
+        for name, record in read_workers(self.objects, without=self._left).items():
+            if record.get("state") in _LAST_WORDS:
+                self._left.add(name)
+            elif name != self.name and record["units"] and self._alive(name, record):
+                yield name, record
 
     def _alive(self, name: str, record: Mapping[str, Any]) -> bool:
         if process_ended(record):
@@ -96,23 +134,25 @@ class Presence:
         with self._lock:
             self._counter += 1
             body = {**self._state, "counter": self._counter, **_process()}
-            self._objects.replace(fmt.worker_key(self.name), fmt.encode_record("worker", body))
+            if progress := self._progress():
+                body["progress"] = dict(progress)
+            self.objects.replace(fmt.worker_key(self.name), fmt.encode_record("worker", body))
 
 
-def read_workers(objects: Objects) -> dict[str, dict[str, Any]]:
+def read_workers(objects: Objects, *, without: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """Every worker's last word; a record being replaced right now may be left out."""
-    workers: dict[str, dict[str, Any]] = {}
-    for key in list(objects.list(fmt.WORKERS)):
-        name = fmt.parse_worker_key(key)
-        if name is None:
-            continue
+
+    def read(key: str) -> dict[str, Any] | None:
         try:
             record = fmt.decode_record(key, objects.get(key), "worker")
         except (FileNotFoundError, CorruptError):
-            continue
-        if _sound(record):
-            workers[name] = record
-    return workers
+            return None
+        return record if _sound(record) else None
+
+    named = ((fmt.parse_worker_key(key), key) for key in objects.list(fmt.WORKERS))
+    keys = {name: key for name, key in named if name is not None and name not in without}
+    records = mapped(read, keys.values(), objects.parallel)
+    return {name: record for name, record in zip(keys, records, strict=True) if record is not None}
 
 
 def _sound(record: Mapping[str, Any]) -> bool:
@@ -122,7 +162,8 @@ def _sound(record: Mapping[str, Any]) -> bool:
     if not isinstance(units, list) or not isinstance(world, dict):
         return False
     counts = [record.get("counter"), record.get("pid"), *cast(list[Any], units)]
-    return all(map(fmt.is_count, [*counts, cast(dict[str, Any], world).get("process")]))
+    counts += [cast(dict[str, Any], world).get("process"), record.get("wants") or 0]
+    return all(map(fmt.is_count, counts))
 
 
 def process_ended(record: Mapping[str, Any]) -> bool:
@@ -145,6 +186,7 @@ def _process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "boot": boot.read_text().strip() if boot.exists() else "",
         "pid": os.getpid(),
+        "parent": os.getppid(),
         "started": _start_time(os.getpid()),
     }
 

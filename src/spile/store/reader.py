@@ -3,29 +3,36 @@
 Row numbers count the dataset's rows in stored order: unit by unit, and within a unit as packed.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.background import mapped
-from spile.config import ResolvedRecipe
 from spile.errors import ConfigError, CorruptError, StoreError
-from spile.index import INDEX_DTYPE
+from spile.index import DOCUMENT_COLUMNS, INDEX_DTYPE
 from spile.objects import Objects, open_objects
+from spile.objects.cached import CachedObjects, cached
+from spile.options import parse_count
+from spile.resolved import ResolvedRecipe
 from spile.store import format as fmt
+from spile.store.batches import Batches
+from spile.store.documents import joined, read_documents
 from spile.store.format import Done, Shard
+from spile.store.latents import Latents, read_latents
 from spile.store.ledger import Ledger, Table
-from spile.store.quant import DECODED, decode, encode
-from spile.store.shard import open_tensor, read_shard_header, read_tensors
-from spile.store.shuffle import Batches
+from spile.store.order import Order, Share, Shuffle, parse_window
+from spile.store.quant import DECODED, encode
+from spile.store.rows import StoredRows, runs
+from spile.store.shard import read_tensors
 from spile.store.stats import TapStats, merged
+from spile.store.view import Normalize, View
 
-_COLUMNS = 4  # of indexes, kept whole
-_OPEN_SHARDS = 512  # memory maps kept; each holds a file descriptor's worth of address space
+_TABLES = 2  # of documents, for those who ask for one after another
 
 
 @dataclass(frozen=True)
@@ -34,21 +41,27 @@ class Document:
 
     index: np.ndarray
     _dataset: "Dataset"
-    _rows: np.ndarray
+    rows: np.ndarray  # their numbers among the dataset's
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What is known of it: its columns of the corpus, a preview, counts."""
+        return self._dataset.about(int(self.index["doc"][0]))
 
     def read(self, tap: str) -> np.ndarray:
         """The document's rows of a tap, in reading order."""
         shape, dtype = self._dataset.shape(tap), self._dataset.dtype(tap)
-        out = np.empty((len(self._rows), *shape), dtype)
-        for start, stop in _runs(self._rows):
-            first = int(self._rows[start])
+        out = np.empty((len(self.rows), *shape), dtype)
+        bounds = runs(self.rows)
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            first = int(self.rows[start])
             out[start:stop] = self._dataset.read(tap, first, first + stop - start)
         return out
 
     __getitem__ = read
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
 
 class Dataset:
@@ -61,31 +74,39 @@ class Dataset:
         units: Sequence[Done],
         scales: Mapping[str, np.ndarray],
     ) -> None:
-        self._objects, self._table, self._units = objects, table, list(units)
-        self._scales = scales  # of each channel, for taps that are stored with them
-        self._starts = [0]
-        for unit in self._units:
-            self._starts.append(self._starts[-1] + unit.rows)
-        self._shards: dict[tuple[int, str], list[Shard]] = {}
-        for position, unit in enumerate(self._units):
-            for shard in unit.shards:
-                self._shards.setdefault((position, shard.tap), []).append(shard)
-        self._tensor = lru_cache(_OPEN_SHARDS)(self._open)
-        self._column = lru_cache(_COLUMNS)(self._read_column)
+        # `scales`: of each channel, for taps that are stored with them
+        self._stored = StoredRows(objects, table, units, scales)
+        self._objects, self._table, self._units = objects, table, self._stored.units
+        self._table_of = lru_cache(_TABLES)(self._read_table)
         self._aliases = {alias: tap for tap, info in table.taps.items() for alias in info.aliases}
+
+    def __reduce__(self) -> Any:
+        """As another process opens it: the same units, whatever has been done since."""
+        kept = self._objects
+        cache = (kept.folder, kept.most) if isinstance(kept, CachedObjects) else None
+        return _again, (self.url, cache, self._table, self._units, dict(self._stored.scales))
 
     @property
     def taps(self) -> list[str]:
-        return list(self.recipe.taps)
+        return list(self.recipe.stored_taps)
 
     @property
     def num_tokens(self) -> int:
         """Rows of every tap: one for each token that was kept."""
-        return self._starts[-1]
+        return self._stored.count
 
     @property
     def num_documents(self) -> int:
         return sum(unit.documents for unit in self._units)
+
+    @property
+    def units(self) -> list[int]:
+        return [unit.unit for unit in self._units]
+
+    @property
+    def unit_starts(self) -> list[int]:
+        """The first row of each of `units`, and the number of rows."""
+        return list(self._stored.starts)
 
     @property
     def recipe(self) -> ResolvedRecipe:
@@ -120,7 +141,7 @@ class Dataset:
     def as_stored(self, tap: str, values: np.ndarray) -> np.ndarray:
         """Values as they would read back, had they been stored."""
         tap = self.name(tap)
-        scale = self._scales.get(tap)
+        scale = self._stored.scales.get(tap)
         if scale is not None:  # of attention patterns only as wide as their context
             scale = scale[tuple(map(slice, values.shape[1:]))]
         return encode(values, self._table.taps[tap], scale)
@@ -137,15 +158,23 @@ class Dataset:
         """Rows start..stop of a tap; a view of the file if one shard holds them as they are."""
         tap = self.name(tap)
         start, stop, _ = slice(start, stop).indices(self.num_tokens)
-        pieces = list(self._pieces(tap, start, stop))
+        pieces = list(self._stored.pieces(tap, start, stop))
         for shard, _, _ in pieces:
-            self._rows(shard)  # so that no more is allocated than there is
+            self._stored.tensor(shard)  # so that no more is allocated than there is
         if len(pieces) == 1 and not self._table.taps[tap].scaled_by:
             shard, a, b = pieces[0]
-            return self._rows(shard)[a:b]
+            return self._stored.tensor(shard)[a:b]
         out = np.empty((max(0, stop - start), *self.shape(tap)), self.dtype(tap))
-        self._fill(tap, pieces, out)
+        self._stored.fill(tap, pieces, out)
         return out
+
+    def num_latents(self, tap: str) -> int:
+        """That the encoder of a tap has; 0 if a tap's rows are no latents."""
+        return self._table.taps[self.name(tap)].latents
+
+    def latents(self, tap: str, start: int, stop: int) -> Latents:
+        """Active latents of rows start..stop of an encoded tap, sparse: see `Latents`."""
+        return read_latents(self, tap, start, stop)
 
     def read_into(self, tap: str, start: int, out: np.ndarray) -> None:
         """Copy rows from `start` on into a buffer, without a temporary."""
@@ -154,34 +183,12 @@ class Dataset:
             raise ConfigError(
                 f"rows {start} to {start + len(out)} of {self.num_tokens} do not exist"
             )
-        self._fill(tap, self._pieces(tap, start, start + len(out)), out)
-
-    def _fill(self, tap: str, pieces: Iterable[tuple[Shard, int, int]], out: np.ndarray) -> None:
-        scaled_by = self._table.taps[tap].scaled_by
-        filled = 0
-        for shard, a, b in pieces:
-            stored, target = self._rows(shard)[a:b], out[filled : filled + b - a]
-            if scaled_by is None:
-                target[...] = stored
-            elif scaled_by == "row":
-                decode(stored, self._scale(shard)[a:b], target)
-            else:
-                decode(stored, self._scales[tap], target)
-            filled += b - a
+        self._stored.fill(tap, self._stored.pieces(tap, start, start + len(out)), out)
 
     def index(self, start: int, stop: int) -> np.ndarray:
         """Index entries of rows start..stop: token_id, doc, offset, pos, flags."""
         start, stop, _ = slice(start, stop).indices(self.num_tokens)
-        ranges = list(self._unit_ranges(start, stop))
-        for position, *_ in ranges:
-            for name in INDEX_DTYPE.names or ():
-                self._entries(self._units[position], name)
-        out = np.empty(max(0, stop - start), INDEX_DTYPE)
-        for position, low, high, at in ranges:
-            for name in INDEX_DTYPE.names or ():
-                column = self._entries(self._units[position], name)
-                out[name][at : at + high - low] = column[low:high]
-        return out
+        return self._stored.index(start, stop)
 
     @property
     def url(self) -> str:
@@ -189,25 +196,50 @@ class Dataset:
 
     def has_document(self, doc: int) -> bool:
         """Whether any row of a document is stored."""
-        return any(
-            (self._column(unit.index.key, "doc") == doc).any() for _, unit in self._units_with(doc)
-        )
+        return any(len(rows) for rows in self._rows_of(doc))
 
     def document(self, doc: int) -> Document:
-        """One document by its ordinal in the corpus."""
-        for position, unit in self._units_with(doc):
-            docs = self._column(unit.index.key, "doc")
-            rows = np.flatnonzero(docs == doc)
-            if len(rows):
-                order = np.argsort(self._column(unit.index.key, "offset")[rows], kind="stable")
-                rows = rows[order] + self._starts[position]
-                first = int(rows.min())
-                entries = self.index(first, int(rows.max()) + 1)[rows - first]
-                return Document(entries, self, rows)
+        """One document by its ordinal in the corpus; in a shuffled dataset it is searched for."""
+        rows = np.concatenate([np.empty(0, np.int64), *self._rows_of(doc)])
+        if len(rows):
+            entries = np.empty(len(rows), INDEX_DTYPE)
+            for job in self._stored.index_jobs(rows, entries):
+                job()
+            order = np.argsort(entries["offset"], kind="stable")
+            return Document(entries[order], self, rows[order])
         raise StoreError(
             f"{self._objects.url}: document {doc} is not in the dataset (out of range, skipped as "
-            "unusable, none of it kept by --where, or its unit is not done)"
+            "unusable, none of it kept by --where, or its unit is not done; see `about`)"
         )
+
+    def about(self, doc: int) -> dict[str, Any]:
+        """What is known of a document of the corpus, read or skipped (and why)."""
+        for _, unit, place in self._units_with(doc):
+            row = self._documents(unit).slice(place, 1).to_pylist()
+            if not row or row[0]["doc"] != doc:
+                raise CorruptError(unit.documents_table.key, f"does not name document {doc}")
+            return row[0]
+        raise StoreError(f"{self._objects.url}: no unit that is done has a document {doc}")
+
+    def documents(self, columns: Sequence[str] | None = None, *, unit: int | None = None) -> Any:
+        """Every document of the corpus, or of one unit, read or skipped, as a pyarrow.Table.
+
+        Args:
+            columns: some of `document_columns`, all if not given.
+        """
+        chosen = self.document_columns if columns is None else list(columns)
+        for name in chosen:
+            if name not in self.document_columns:
+                known = ", ".join(self.document_columns)
+                raise ConfigError(f"no column {name!r} of documents; there are {known}")
+        units = [done for done in self._units if unit is None or done.unit == unit]
+        if not units:
+            raise ConfigError(f"{self._objects.url}: unit {unit} does not exist, or is not done")
+        return joined([self._documents(done).select(chosen) for done in units])
+
+    @property
+    def document_columns(self) -> list[str]:
+        return [*DOCUMENT_COLUMNS, *self.recipe.keep]
 
     def statistics(self, tap: str) -> TapStats:
         """Count, mean, variance, norms and extremes of a tap over the whole dataset."""
@@ -225,87 +257,104 @@ class Dataset:
         taps: str | Sequence[str],
         batch_size: int,
         *,
+        index: bool = True,
         seed: int = 0,
-        shuffle: bool = True,
-        window: int = 1 << 16,
+        shuffle: Shuffle = "window",
+        window: int | str = 1 << 16,
+        block: int | None = None,
+        epochs: int | None = 1,
+        where: str | None = None,
+        normalize: Normalize = None,
+        dtype: npt.DTypeLike | None = None,
+        encoded: bool = False,
+        rank: int = 0,
+        world: int = 1,
         drop_last: bool = False,
     ) -> Batches:
-        """One shuffled epoch of `{tap: rows, "index": entries}`; resumable (`state_dict`)."""
-        taps = [taps] if isinstance(taps, str) else list(taps)
-        for tap in taps:
-            self.name(tap)
-        return Batches(
-            self, taps, batch_size, seed=seed, shuffle=shuffle, window=window, drop_last=drop_last
+        """Shuffled `{tap: rows, "index": entries}`: each epoch every row once; resumable.
+
+        Args:
+            taps: by any of their names, which are the keys of what is given.
+            batch_size: rows of all ranks together.
+            index: whether entries of the index go with the rows.
+            shuffle: "window": blocks of rows in a drawn order, and rows within a window of them;
+                "full": all rows, at eight bytes of memory for each; None: as stored.
+            window: rows held (and as many read ahead), or bytes of them, as in "512MiB".
+            block: consecutive rows that are read together; 256 of a disk, of buckets 8 MiB's worth.
+            epochs: each in an order of its own; None: without end.
+            where: rows to give, as in "not special and pos >= 1" (see `extract --where`).
+            normalize: by the stored statistics: "mean" is subtracted; "std": and channels divided
+                by their deviation; "norm": rows are multiplied so that they are sqrt(width) long
+                on average. Gives float32 unless `dtype` is given.
+            encoded: of taps in eight bits, give `Encoded` codes and scales.
+            rank: of `world`, whose share of every batch to give.
+            drop_last: of each epoch, the batch that is short.
+        """
+        names = [taps] if isinstance(taps, str) else list(taps)
+        view = View(self._stored, {name: self.name(name) for name in names}, index=index,
+                    normalize=normalize, dtype=dtype, encoded=encoded,
+                    statistics=self.statistics)  # fmt: skip
+        rows = parse_window(window, view.row_bytes)
+        order = Order(
+            self._stored, seed=seed, shuffle=shuffle, window=rows, block=block, where=where
         )
+        share = Share(batch_size, rank=rank, world=world)
+        return Batches(view, order, share, epochs=epochs, drop_last=drop_last)
 
-    def _open(self, key: str, name: str) -> np.ndarray:
-        header = read_shard_header(self._objects, key)
-        if name not in header:
-            raise CorruptError(key, f"holds no tensor {name!r}")
-        return open_tensor(self._objects, key, header[name])
+    def _documents(self, unit: Done) -> Any:
+        return self._table_of(unit.documents_table)
 
-    def _read_column(self, key: str, name: str) -> np.ndarray:
-        return self._tensor(key, name)[:]
+    def _read_table(self, file: Shard) -> Any:
+        return read_documents(self._objects, file, self.recipe.keep)
 
-    def _rows(self, shard: Shard) -> Any:
-        info = self._table.taps[shard.tap]
-        return self._checked(shard, shard.tap, info.storage, info.shape)
+    def _rows_of(self, doc: int) -> Iterator[np.ndarray]:
+        """Rows of a document, ascending, unit by unit."""
+        places = range(len(self._units))
+        if not self._table.shuffled:
+            places = [position for position, _, _ in self._units_with(doc)]
+        for position in places:
+            docs = self._stored.column(self._units[position].index.key, "doc")
+            yield np.flatnonzero(docs == doc) + self._stored.starts[position]
 
-    def _scale(self, shard: Shard) -> Any:
-        return self._checked(shard, fmt.scale_name(shard.tap), fmt.SCALE_DTYPE, ())
-
-    def _entries(self, unit: Done, name: str) -> Any:
-        return self._checked(unit.index, name, INDEX_DTYPE[name], ())
-
-    def _checked(self, file: Shard, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
-        """A tensor that is what the record and the table say of it."""
-        tensor = self._tensor(file.key, name)
-        if tensor.dtype != dtype or tensor.shape != (file.count, *shape):
-            raise CorruptError(file.key, f"does not hold {file.count} rows of {name}")
-        return tensor
-
-    def _unit_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """(unit position, first and last row within it, offset from `start`) covering a range."""
-        position = bisect_right(self._starts, start) - 1
-        while start < stop and position < len(self._units):
-            base = self._starts[position]
-            high = min(stop - base, self._units[position].rows)
-            low = max(start - base, 0)
-            if high > low:
-                yield position, low, high, base + low - start
-            position += 1
-            if self._starts[position] >= stop:
-                return
-
-    def _pieces(self, tap: str, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
-        for position, low, high, _ in self._unit_ranges(start, stop):
-            shards = self._shards.get((position, tap))
-            if shards is None:
-                unit = self._units[position].unit
-                raise CorruptError(fmt.done_key(unit), f"names no rows of {tap}")
-            at = bisect_right(shards, low, key=lambda s: s.first) - 1
-            while at < len(shards) and shards[at].first < high:
-                shard = shards[at]
-                yield shard, max(low - shard.first, 0), min(high - shard.first, shard.count)
-                at += 1
-
-    def _units_with(self, doc: int) -> Iterator[tuple[int, Done]]:
-        ranges = {
-            u["id"]: (u["first_doc"], u["first_doc"] + u["num_docs"]) for u in self._table.units
-        }
+    def _units_with(self, doc: int) -> Iterator[tuple[int, Done, int]]:
+        """Position and record of the unit that a document is of, and its place among the unit's."""
         for position, unit in enumerate(self._units):
-            first, last = ranges[unit.unit]
-            if first <= doc < last and unit.rows:
-                yield position, unit
+            before = 0
+            for first, count in self._runs[unit.unit]:
+                if 0 <= doc - first < count:
+                    yield position, unit, before + doc - first
+                before += count
+
+    @cached_property
+    def _runs(self) -> dict[int, list[tuple[int, int]]]:
+        """Of each unit, the documents that are its."""
+        return {unit["id"]: fmt.doc_runs(unit) for unit in self._table.units}
 
 
-def open_dataset(url: str, *, partial: bool = False) -> Dataset:
+def open_dataset(
+    url: str,
+    *,
+    partial: bool = False,
+    cache: str | Path | None = None,
+    cache_bytes: int | str = "10GiB",
+) -> Dataset:
     """Open a finished dataset; with `partial`, whatever units are done so far.
+
+    Args:
+        cache: of a bucket, a local folder in which what was read is kept.
+        cache_bytes: how much, at most.
 
     Raises:
         StoreError: if there is no dataset, or it is unfinished and `partial` is not given.
     """
-    objects = open_objects(str(url))
+    kept = None
+    if cache is not None:
+        try:
+            most = parse_count(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes
+        except ValueError:
+            raise ConfigError(f"cache_bytes is a size such as 10GiB, not {cache_bytes!r}") from None
+        kept = Path(cache), most
+    objects = _open_objects(str(url), kept)
     ledger = Ledger(objects)
     table = ledger.table()
     manifest = ledger.read_manifest()
@@ -330,6 +379,15 @@ def open_dataset(url: str, *, partial: bool = False) -> Dataset:
     return Dataset(objects, table, records, _needed(scales) if records else {})
 
 
+def _open_objects(url: str, cache: tuple[Path, int] | None) -> Objects:
+    objects = open_objects(url)
+    return cached(objects, *cache) if cache else objects
+
+
+def _again(url: str, cache: tuple[Path, int] | None, *parts: Any) -> Dataset:
+    return Dataset(_open_objects(url, cache), *parts)
+
+
 def _needed(scales: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
     if scales is None:
         raise CorruptError(fmt.SCALES, "is missing, and without it int8 rows cannot be read")
@@ -339,10 +397,3 @@ def _needed(scales: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
 def _done_from_manifest(table: Table, unit: Mapping[str, Any]) -> Done:
     body: dict[str, Any] = {**unit, "made_by": {}, "fingerprint": table.fingerprint}
     return Done.from_json(fmt.MANIFEST, body)
-
-
-def _runs(rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Maximal stretches of consecutive row numbers."""
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    bounds = [0, *breaks.tolist(), len(rows)]
-    yield from zip(bounds, bounds[1:], strict=False)

@@ -24,6 +24,7 @@ class TapStats:
     max_abs: float  # of what is finite
     nonfinite: int
     clipped: int = 0  # values larger than their channel's scale can hold
+    truncated: int = 0  # rows in which more latents were active than are kept
 
     @classmethod
     def empty(cls, width: int) -> "TapStats":
@@ -55,6 +56,7 @@ class TapStats:
         self.max_abs = max(self.max_abs, other.max_abs)
         self.nonfinite += other.nonfinite
         self.clipped += other.clipped
+        self.truncated += other.truncated
 
     def to_tensors(self, tap: str) -> dict[str, np.ndarray]:
         return {
@@ -65,6 +67,7 @@ class TapStats:
             f"{tap}/max_abs": np.array([self.max_abs]),
             f"{tap}/nonfinite": np.array([self.nonfinite], np.int64),
             f"{tap}/clipped": np.array([self.clipped], np.int64),
+            f"{tap}/truncated": np.array([self.truncated], np.int64),
         }
 
     @classmethod
@@ -98,6 +101,7 @@ class TapStats:
             moments("max_abs", (1,)).item(),
             count("nonfinite"),
             count("clipped"),
+            count("truncated"),
         )
 
 

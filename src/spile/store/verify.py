@@ -17,6 +17,7 @@ from spile.store.audit import Audit, audit_listed, audit_unit
 from spile.store.format import Done
 from spile.store.journal import Journal
 from spile.store.ledger import Ledger, Table, derive_manifest
+from spile.store.prediction import Prediction
 from spile.store.quant import scales_from_json
 
 _RECORDS = {
@@ -24,6 +25,7 @@ _RECORDS = {
     fmt.SCALES: "scales",
     fmt.MANIFEST: "manifest",
     fmt.CHECK: "check",
+    fmt.PREDICTION: "prediction",
 }
 Progress = Callable[[int, int], None]
 
@@ -79,23 +81,28 @@ def verify(
     def audit(done: Done) -> Audit:
         if quick:
             return audit_listed(entries, done)
-        if journal and journal.knows(done):
+        if journal and journal.knows(done) and not table.shuffled:  # all of it, or nothing adds up
             return Audit(sum(file.bytes for file in done.files()), known=True)
         return audit_unit(objects, table, units[done.unit], done)
 
     audits = mapped(audit, records, objects.parallel)
+    total = Audit(0)
     for number, (done, found) in enumerate(zip(records, audits, strict=True)):
         if progress:
             progress(number, len(records))
         report.bytes += found.bytes
         report.resumed += found.known
         report.faults += found.faults
+        total.entries += found.entries
+        total.off.update(found.off)
         if journal and not (found.faults or found.known):
             journal.note(done)
     report.units_done = len(records)
     report.rows = sum(done.rows for done in records)
     if report.absent and not partial:
         report.faults.append(f"{report.absent} of {report.units} units are not done")
+    elif table.shuffled and not quick and report.ok:
+        _check_sums(table, total, report)
     _check_records(ledger, table, records, report, partial)
     named = {file.key for done in records for file in done.files()}
     report.orphans = [key for key in sorted(objects.list()) if not _accounted(key, named, report)]
@@ -107,11 +114,31 @@ def verify(
 def _check_table(table: Table, report: Report) -> None:
     if table.fingerprint != table.recipe.fingerprint():
         report.faults.append(f"{fmt.UNITS}: fingerprint does not match its recipe")
-    next_doc = 0
+    runs: list[tuple[int, int]] = []
     for number, unit in enumerate(table.units):
-        if unit["id"] != number or unit["first_doc"] != next_doc:
-            report.faults.append(f"{fmt.UNITS}: unit {number} does not follow the one before it")
-        next_doc = unit["first_doc"] + unit["num_docs"]
+        mine = fmt.doc_runs(unit)
+        if unit["id"] != number or sum(count for _, count in mine) != unit["num_docs"]:
+            report.faults.append(f"{fmt.UNITS}: unit {number} is not what its place says")
+        runs += mine
+    # In a drawn order units of everywhere come first, and with a limit not all of them come.
+    recipe = table.recipe
+    drawn = recipe.shuffle_docs is not None
+    gaps = drawn and (recipe.max_docs, recipe.max_tokens) != (None, None)
+    next_doc = 0
+    for first, count in sorted(runs) if drawn else runs:
+        if first < next_doc or (first > next_doc and not gaps):
+            report.faults.append(f"{fmt.UNITS}: document {first} does not follow the one before it")
+        next_doc = first + count
+
+
+def _check_sums(table: Table, total: Audit, report: Report) -> None:
+    """What is true of a shuffled dataset's units only when they are taken together."""
+    assert table.shuffled
+    if f"{total.entries % (1 << 64):016x}" != table.shuffled["entries"]:
+        report.faults.append(f"{fmt.UNITS}: its rows are not those that were shuffled")
+    for what, difference in sorted(total.off.items()):
+        if difference:
+            report.faults.append(f"{fmt.UNITS}: {what}: {difference:+} where all units are added")
 
 
 def _read_records(ledger: Ledger, table: Table, report: Report) -> Iterator[Done]:
@@ -154,11 +181,13 @@ def _check_records(
         except SpileError as error:
             report.faults.append(str(error))
             continue
-        if kind == "scales":
-            try:
+        try:
+            if kind == "scales":
                 scales_from_json(body, table.taps)
-            except SpileError as error:
-                report.faults.append(str(error))
+            elif kind == "prediction":
+                Prediction.from_json(body)
+        except SpileError as error:
+            report.faults.append(str(error))
         if kind == "manifest":
             if len(records) < len(table.units):
                 report.faults.append(

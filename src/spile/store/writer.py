@@ -6,7 +6,7 @@ record from what it returns. An attempt that fails or loses leaves only files no
 
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,10 +19,10 @@ from spile.store.format import (
     Shard,
     TapInfo,
     attempt_prefix,
-    scale_name,
     shard_key,
 )
-from spile.store.shard import ShardWriter, TensorSpec, read_tensors
+from spile.store.shard import ShardWriter, read_tensors
+from spile.store.sizes import shard_specs
 from spile.store.stats import TapStats
 
 _STATISTICS = "statistics"
@@ -43,17 +43,19 @@ class UnitWriter:
         attempt: str | None = None,
         part: int = 0,
         run: tuple[int, int] | None = None,
+        durable: Callable[[int], None] = lambda size: None,
     ) -> None:
         """Args:
         attempt: that other processes write their parts under, too.
         run: where this part's rows begin within the unit, and how many there are.
+        durable: told of the bytes of every file that is.
         """
         self.unit = unit
         self.attempt = attempt or secrets.token_hex(8)
         self.first, self.rows = run or (0, len(index))
         self.stats = {tap: TapStats.empty(info.width) for tap, info in taps.items()}
         self._objects, self._index, self._compress = objects, index, compress
-        self._part = part
+        self._part, self._durable = part, durable
         self._open: set[ShardWriter] = set()
         self._closing = ThreadPoolExecutor(objects.parallel, "close")
         self._room = threading.Semaphore(objects.most_closing)
@@ -77,16 +79,25 @@ class UnitWriter:
         statistics = self._write_statistics(f"{_STATISTICS}.{self._part}.safetensors")
         return [*self._finish_shards(), statistics]
 
-    def finish(self, parts: Sequence[Sequence[Shard]] = (), **described: Any) -> Done:
+    def finish(
+        self,
+        parts: Sequence[Sequence[Shard]] = (),
+        *,
+        table: Mapping[str, np.ndarray],
+        **described: Any,
+    ) -> Done:
         """Make every file durable; returns the record that would commit them.
 
         Args:
             parts: what `finish_part` gave the other processes, in order.
+            table: of the unit's documents, as `encode_documents` makes it.
         """
         prefix = attempt_prefix(self.unit, self.attempt)
         columns = {name: self._index[name] for name in self._index.dtype.names or ()}
         whole = 0, len(self._index)
         index = self._write_file("index", prefix + "index.safetensors", columns, whole)
+        of_all = 0, len(table["doc"])
+        documents = self._write_file("documents", prefix + "documents.safetensors", table, of_all)
         merged = [file for part in parts for file in part if file.tap == _STATISTICS]
         for file in merged:
             self._merge(file.key)
@@ -104,6 +115,7 @@ class UnitWriter:
             shards=tuple(sorted([*shards, *others], key=lambda s: (order[s.tap], s.first))),
             index=index,
             statistics=statistics,
+            documents_table=documents,
             **described,
         )
 
@@ -136,10 +148,7 @@ class UnitWriter:
         key = shard_key(
             self.unit, self.attempt, tap, number, part=self._part, compressed=self._compress
         )
-        specs: list[TensorSpec] = [(tap, info.storage, (rows, *info.shape))]
-        if info.scaled_by == "row":
-            specs.append((scale_name(tap), SCALE_DTYPE, (rows,)))
-        writer = ShardWriter(self._objects, key, specs)
+        writer = ShardWriter(self._objects, key, shard_specs(tap, rows, info))
         self._open.add(writer)
         return writer
 
@@ -158,6 +167,7 @@ class UnitWriter:
                 self._failed = self._failed or error
                 if error is None:
                     self._open.discard(writer)
+                    self._durable(closed.result()[0])
             self._room.release()
 
         closed.add_done_callback(note)

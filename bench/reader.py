@@ -1,0 +1,300 @@
+"""How fast rows come shuffled out of a dataset, against bare numpy and other readers:
+`python bench/reader.py`.
+
+Everything lies in the page cache and is read by one process. The bare reader has all rows in one
+memory map and takes those of each batch, in Spile's own order, into one buffer: nothing that
+shuffles can do less. Readers take turns, since the machine may have other work; ratios are of the
+same turn, and medians are shown.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import stored
+from spile.index import FIRST, INDEX_DTYPE
+from spile.interop.connect import connect
+from spile.interop.export import export
+from spile.objects import LocalObjects
+from spile.store.format import TapInfo
+from spile.store.ledger import Ledger
+from spile.store.reader import Dataset, open_dataset
+from spile.store.writer import UnitWriter
+
+TAP, HOOK = "resid_post.0", "blocks.0.hook_resid_post"
+WIDTH, CONTEXT, BATCH, EPOCHS = 4096, 128, 4096, 4
+UNIT_ROWS = 1 << 15
+Reader = Callable[[], float]  # reads for a while; bytes a second
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bytes", type=float, default=2e9, help="of the dataset")
+    parser.add_argument("--window", type=int, default=1 << 14, help="rows")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--only", default="", help="readers whose names hold this, and the first")
+    parser.add_argument(
+        "--remote-bytes", type=float, default=1e9, help="read from a bucket; 0: none"
+    )
+    arguments = parser.parse_args()
+    rows = int(arguments.bytes) // (2 * WIDTH) // UNIT_ROWS * UNIT_ROWS
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = made(Path(folder) / "out", rows)
+        size = rows * WIDTH * 2
+        print(f"{os.cpu_count()} cores ({os.uname().machine}); {rows:,} rows of {WIDTH} float16,")
+        print(f"{size / 1e9:.1f} GB; batches of {BATCH}, window {arguments.window:,} rows")
+        readers = local(dataset, Path(folder), arguments.window, not arguments.only)
+        chosen = [name for name in readers if arguments.only in name or "bare" in name]
+        compare({name: readers[name] for name in chosen}, arguments.turns)
+    if arguments.remote_bytes:
+        compare(remote(int(arguments.remote_bytes)), arguments.turns)
+
+
+def compare(readers: dict[str, Reader], turns: int) -> None:
+    """Ratios to the first reader, turn by turn."""
+    rates: dict[str, list[float]] = {name: [] for name in readers}
+    for _ in range(turns):
+        for name, read in readers.items():
+            rates[name].append(read())
+    bare = next(iter(rates.values()))
+    print(f"\n{'reader':44} {'GB/s':>8} {'ratio to the first':>20} (medians of {turns} turns)")
+    for name, found in rates.items():
+        ratio = statistics.median(rate / first for rate, first in zip(found, bare, strict=True))
+        print(f"{name:44} {statistics.median(found) / 1e9:8.3f} {ratio:20.3f}")
+
+
+def made(path: Path, rows: int, shard_bytes: int = 1 << 28) -> Dataset:
+    """A dataset of one tap; its contexts are all alike."""
+    taps = {TAP: TapInfo((WIDTH,), "float16", (HOOK,))}
+    units = [[CONTEXT] * (UNIT_ROWS // CONTEXT)] * (rows // UNIT_ROWS)
+    table = stored.make_table(units, taps, "float16", seq_len=CONTEXT)
+    objects = LocalObjects(path)
+    ledger = Ledger(objects)
+    ledger.create_table(table)
+    ledger.check_weights({"embed": "aa"})
+    rng = np.random.default_rng(0)
+    step = rng.standard_normal((4096, WIDTH), np.float32).astype(np.float16)
+    for unit in range(len(units)):
+        place = np.arange(UNIT_ROWS)
+        index = np.zeros(UNIT_ROWS, INDEX_DTYPE)
+        index["doc"] = table.units[unit]["first_doc"] + place // CONTEXT
+        index["offset"] = index["pos"] = place % CONTEXT
+        index["flags"] = np.where(place % CONTEXT == 0, FIRST, 0)
+        writer = UnitWriter(objects, unit, index, taps, shard_bytes)
+        for first in range(0, UNIT_ROWS, len(step)):
+            writer.write(TAP, np.roll(step, unit + first, axis=0))
+        described = stored.describe_documents(table, unit, index)
+        ledger.commit(
+            writer.finish(
+                table=described,
+                fingerprint=table.fingerprint,
+                tokens=UNIT_ROWS,
+                documents=len(units[unit]),
+                contexts=len(units[unit]),
+                skipped={},
+                text_digest="0",
+                made_by={},
+            )  # fmt: skip
+        )
+    ledger.complete(table)
+    return open_dataset(str(path))
+
+
+# -- on this machine -------------------------------------------------------------------------
+
+
+def local(dataset: Dataset, folder: Path, window: int, others: bool) -> dict[str, Reader]:
+    whole = np.lib.format.open_memmap(
+        folder / "rows.npy", "w+", np.float16, (dataset.num_tokens, WIDTH)
+    )
+    dataset.read_into(TAP, 0, whole)
+    order = np.concatenate(
+        [numbers(batch["index"]) for batch in dataset.batches([], BATCH, window=window)]
+    )
+    buffer = np.empty((BATCH, WIDTH), np.float16)
+
+    def bare() -> float:
+        began = time.perf_counter()
+        for _ in range(EPOCHS):
+            for at in range(0, len(order), BATCH):
+                np.take(whole, order[at : at + BATCH], axis=0, out=buffer, mode="clip")
+        return EPOCHS * whole.nbytes / (time.perf_counter() - began)
+
+    def ours(**options: object) -> Reader:
+        def read() -> float:
+            began = time.perf_counter()
+            for batch in dataset.batches([TAP], BATCH, window=window, epochs=EPOCHS, **options):  # type: ignore
+                assert len(batch[TAP])
+            return EPOCHS * whole.nbytes / (time.perf_counter() - began)
+
+        return read
+
+    readers: dict[str, Reader] = {
+        "bare np.take(out=)": bare,
+        "spile, window": ours(),
+        "spile, window, no index": ours(index=False),
+        "spile, full": ours(shuffle="full"),
+        "spile, as stored": ours(shuffle=None),
+        "spile, window, serve-rows to one trainer": lambda: served(dataset, window),
+    }
+    return readers | (peers(dataset, folder, order) if others else {})
+
+
+def served(dataset: Dataset, window: int) -> float:
+    """By another process, over loopback; from the first batch on."""
+    command = [sys.executable, "-m", "spile.cli", "serve-rows", dataset.url, "--json", "--port",
+               "0", "--batch-size", str(BATCH), "--window", str(window)]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        batches = connect(json.loads(server.stdout.readline())["url"])
+        _, read, began = next(batches), 0, time.perf_counter()
+        for batch in batches:
+            read += batch[TAP].nbytes
+        return read / (time.perf_counter() - began)
+
+
+def numbers(index: np.ndarray) -> np.ndarray:
+    """Rows by their index: contexts lie in order."""
+    return index["doc"] * CONTEXT + index["offset"]
+
+
+def peers(dataset: Dataset, folder: Path, order: np.ndarray) -> dict[str, Reader]:
+    """What can be run here."""
+    found: dict[str, Reader] = {}
+    python = os.environ.get("SPILE_SAELENS_PYTHON")
+    if python:
+        export(dataset, folder / "saelens", to="saelens", taps=[TAP])
+        found["SAELens, cached activations"] = lambda: saelens(python, folder / "saelens")
+    else:
+        print("SAELens: SPILE_SAELENS_PYTHON names no interpreter that has it", file=sys.stderr)
+    try:
+        import tensorstore
+
+        found["tensorstore (zarr3), the same rows"] = random_rows(tensorstore, folder, order)
+    except ImportError:
+        print("tensorstore is not installed", file=sys.stderr)
+    import zarr
+
+    array = zarr.create_array(
+        folder / "rows.zarr", shape=(dataset.num_tokens, WIDTH), chunks=(CONTEXT, WIDTH),
+        dtype="float16", compressors=None, filters=None,
+    )  # fmt: skip
+    for first in range(0, dataset.num_tokens, UNIT_ROWS):
+        array[first : first + UNIT_ROWS] = dataset.read(TAP, first, first + UNIT_ROWS)
+
+    def zarr_rows() -> float:
+        began = time.perf_counter()
+        rows = array.oindex[order[:BATCH]]
+        return rows.nbytes / (time.perf_counter() - began)
+
+    found["zarr-python, the same rows (one batch)"] = zarr_rows
+    return found
+
+
+def random_rows(tensorstore: object, folder: Path, order: np.ndarray) -> Reader:
+    """Of the Zarr that is written beside, opened by another library."""
+
+    def read() -> float:
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(folder / "rows.zarr")}}
+        rows = tensorstore.open(spec).result()  # type: ignore[attr-defined]
+        began = time.perf_counter()
+        taken = sum(rows[order[at : at + BATCH]].read().result().nbytes for at in (0, BATCH))
+        return taken / (time.perf_counter() - began)
+
+    return read
+
+
+# -- from a bucket ---------------------------------------------------------------------------
+
+
+def remote(size: int) -> dict[str, Reader]:
+    """A server on this machine, which shares its cores."""
+    import obstore
+
+    import remote as files
+    import servers
+    from spile.objects import open_objects
+
+    url = servers.new_s3_store()
+    objects = open_objects(url)
+    rows = max(1, size // (2 * WIDTH) // UNIT_ROWS) * UNIT_ROWS
+    with tempfile.TemporaryDirectory() as folder:
+        made(Path(folder), rows, objects.most_streamed or 1 << 26)
+        files.upload(Path(folder), url)
+    dataset = open_dataset(url)
+    shards = [entry for entry in objects.entries() if entry.size > 1 << 24]
+    pieces = [
+        (entry.key, at, min(at + _PIECE, entry.size))
+        for entry in sorted(shards, key=lambda entry: entry.key)
+        for at in range(0, entry.size, _PIECE)
+    ]
+    print(f"\n{rows:,} rows from moto's S3 in {len(shards)} objects")
+    store = objects._store  # type: ignore[attr-defined]
+
+    def bare() -> float:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(objects.parallel) as pool:
+            read = pool.map(
+                lambda p: len(obstore.get_range(store, p[0], start=p[1], end=p[2])), pieces
+            )
+            return sum(read) / (time.perf_counter() - began)
+
+    def ours(**options: object) -> Reader:
+        def read() -> float:
+            began, read = time.perf_counter(), 0
+            for batch in dataset.batches([TAP], BATCH, window=1 << 14, **options):  # type: ignore
+                read += batch[TAP].nbytes
+            return read / (time.perf_counter() - began)
+
+        return read
+
+    return {
+        f"bare client, in order, {_PIECE >> 20} MiB x {objects.parallel} at once": bare,
+        "spile, window": ours(),
+        "spile, window, no index": ours(index=False),
+        "spile, as stored": ours(shuffle=None),
+    }
+
+
+_PIECE = 8 << 20
+_SAELENS = """
+import sys, time, torch
+from sae_lens.training.activations_store import ActivationsStore
+path, hook, context, width, batch = *sys.argv[1:3], *map(int, sys.argv[3:])
+store = ActivationsStore(
+    model=None, dataset=None, streaming=False, hook_name=hook, hook_head_index=None,
+    context_size=context, d_in=width, n_batches_in_buffer=128, total_training_tokens=1 << 20,
+    store_batch_size_prompts=8, train_batch_size_tokens=batch, prepend_bos=True,
+    normalize_activations="none", device=torch.device("cpu"), dtype="float16",
+    cached_activations_path=path,
+)
+next(store)
+began = time.perf_counter()
+size = sum((rows := next(store)).numel() * rows.element_size() for _ in range(12))
+print(size / (time.perf_counter() - began))
+"""
+
+
+def saelens(python: str, path: Path) -> float:
+    """By its own reader, mixing buffer and all, in its own environment."""
+    command = [python, "-c", _SAELENS, str(path), HOOK, *map(str, (CONTEXT, WIDTH, BATCH))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    return float(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What halving the bytes costs: the example's SAE on rows in bfloat16, float8 and int8.
+
+    python bench/sae_dtypes.py --out /tmp/sae_dtypes
+
+The same corpus is extracted once for each dtype, and an SAE trained on each, from three seeds.
+All are judged by the same held-out rows, those in bfloat16, and by the loss of the model itself.
+What is done is kept in --out: the command may be stopped and run again, or run several times at
+once for some of the dtypes or seeds each.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import spile
+import train_sae
+
+DTYPES = ("bfloat16", "float8_e4m3", "int8")
+TAP = "resid_post.4"
+RECIPE: dict[str, Any] = {
+    "model": "demo", "corpus": "demo", "taps": TAP, "seq_len": 512, "max_tokens": 96_000,
+    "unit_tokens": 32_000,
+}  # fmt: skip
+SHOWN = ("explained variance", "loss recovered", "L0")
+
+
+def extracted(out: Path, dtype: str) -> spile.Dataset:
+    where = str(out / dtype)
+    spile.extract(spile.Recipe(**RECIPE, store_dtype=dtype), where)
+    return spile.open(where)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=150)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    exact = extracted(given.out, DTYPES[0])
+    model, baseline = None, given.out / "baseline.json"  # the model's own losses: the same for all
+    for dtype in given.dtypes.split(","):
+        rows = extracted(given.out, dtype)
+        for seed in given.seeds.split(","):
+            folder = given.out / f"sae-{dtype}-{seed}"
+            result = folder / "evaluation.json"
+            if result.exists():
+                continue
+            folder.mkdir(exist_ok=True)
+            options = [rows.url, "--tap", TAP, "--out", str(folder), "--seed", seed]
+            options += ["--steps", str(given.steps), "--latents", "1024", "--batch", "256"]
+            options += ["--eval-tokens", "512", "--eval-rows", "2048"]
+            args = train_sae.arguments(options)
+            sae = train_sae.folded(train_sae.train(rows, folder, args))
+            model = model or spile.model("demo")
+            known = json.loads(baseline.read_text()) if baseline.exists() else {}
+            found = train_sae.evaluate(exact, sae, model, args, known)
+            baseline.write_text(json.dumps({name: found[name] for name in ("clean", "ablated")}))
+            result.write_text(json.dumps(found, indent=1))
+    print(table(given.out))
+
+
+def table(out: Path) -> str:
+    """Means over the seeds, and the furthest from it."""
+    lines = [f"| rows | bytes a row | {' | '.join(SHOWN)} |", "|---" * (2 + len(SHOWN)) + "|"]
+    for dtype in DTYPES:
+        found = [
+            json.loads(p.read_text()) for p in sorted(out.glob(f"sae-{dtype}-*/evaluation.json"))
+        ]
+        if not found:
+            continue
+        width = spile.open(str(out / dtype)).width(TAP)
+        size = {"bfloat16": 2 * width, "float8_e4m3": width + 4, "int8": width}[dtype]
+        cells = [_cell([each[name] for each in found]) for name in SHOWN]
+        lines.append(f"| {dtype} | {size:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(values: list[float]) -> str:
+    middle = mean(values)
+    return f"{middle:.4f} ± {max(abs(value - middle) for value in values):.4f}"
+
+
+if __name__ == "__main__":
+    main()

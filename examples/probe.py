@@ -1,0 +1,82 @@
+"""A linear probe: what can be read off a tap's rows about the document they are of.
+
+    spile extract --model demo --corpus demo --keep year --taps resid_post:9 --out acts/demo
+    python examples/probe.py acts/demo --tap resid_post.9 --label 'year >= 1900'
+
+The label is a column kept from the corpus, compared with a number or a word. Logistic regression
+on single rows, by Newton's method; every fifth document is held out, with all its rows.
+"""
+
+import argparse
+import operator
+import re
+
+import numpy as np
+
+import spile
+
+COMPARED = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le,
+            ">": operator.gt, "<": operator.lt}  # fmt: skip
+HELD_OUT = 5  # every so many documents
+
+
+def labels(ds: spile.Dataset, label: str) -> np.ndarray:
+    """Of every document of the corpus: 1 or 0."""
+    match = re.fullmatch(r"\s*(\w+)\s*([=!]=|[<>]=?)\s*(.+?)\s*", label)
+    if not match:
+        raise SystemExit(f"--label {label!r}: write it as 'year >= 1900' or 'lang == en'")
+    name, compare, given = match.groups()
+    documents = ds.documents(["doc", name])
+    found = np.zeros(max(documents["doc"].to_pylist()) + 1, np.float32)
+    for doc, value in zip(documents["doc"].to_pylist(), documents[name].to_pylist(), strict=True):
+        found[doc] = value is not None and COMPARED[compare](value, type(value)(given))
+    return found
+
+
+def rows(
+    ds: spile.Dataset, tap: str, where: str, most: int, of: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows, with a column of ones, and the label of each."""
+    batch = next(ds.batches([tap], most, where=where, shuffle="full", normalize="std"))
+    flat = batch[tap].reshape(len(batch["index"]), -1)
+    return np.pad(flat, ((0, 0), (0, 1)), constant_values=1.0), of[batch["index"]["doc"]]
+
+
+def fitted(x: np.ndarray, y: np.ndarray, ridge: float, turns: int = 12) -> np.ndarray:
+    """Weights of the most likely logistic model, kept small by `ridge`."""
+    weights = np.zeros(x.shape[1], np.float64)
+    for _ in range(turns):
+        chance = _chance(x, weights)
+        slope = x.T @ (chance - y) + ridge * weights
+        bend = (x * (chance * (1 - chance))[:, None]).T @ x + ridge * np.eye(x.shape[1])
+        weights -= np.linalg.solve(bend, slope)
+    return weights
+
+
+def _chance(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-np.clip(x @ weights, -30, 30)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("dataset")
+    parser.add_argument("--tap", required=True)
+    parser.add_argument("--label", required=True)
+    parser.add_argument("--rows", type=int, default=20_000, help="trained on, at most")
+    parser.add_argument("--ridge", type=float, default=100.0)
+    args = parser.parse_args()
+    ds = spile.open(args.dataset)
+    of = labels(ds, args.label)
+    held = f"pos >= 1 and doc % {HELD_OUT} == 0"
+    x, y = rows(ds, args.tap, f"pos >= 1 and doc % {HELD_OUT} != 0", args.rows, of)
+    tested, truth = rows(ds, args.tap, held, args.rows // HELD_OUT, of)
+    weights = fitted(x, y, args.ridge)
+    accuracy = np.mean((_chance(tested, weights) > 0.5) == truth)
+    usual = max(truth.mean(), 1 - truth.mean())
+    print(
+        f"{accuracy:.3f} of {len(truth):,} held-out rows are right; always one answer: {usual:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Rows for others' trainers: one tap's, shuffled, as tensors without end.
+
+    rows = Rows(spile.open("acts/demo"), "resid_post.9", 4096, device="cuda", where="pos >= 1")
+    SAETrainer(cfg=cfg, sae=sae, data_provider=rows).fit()  # SAELens
+    trainSAE(data=rows, trainer_configs=[...], steps=10_000)  # dictionary_learning
+
+Both take an iterator of tensors [batch, width], and ask it for as many as they need.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from spile.interop.torch import Loader
+from spile.store.reader import Dataset
+
+
+class Rows:
+    """An iterator that can go on where it stood; options are those of `Loader`."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tap: str,
+        batch_size: int,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        epochs: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Args:
+        dtype: of the tensors, as torch spells it.
+        epochs: after which it ends; None: never.
+        """
+        self._tap, self._device = tap, device
+        self._dtype = getattr(importlib.import_module("torch"), dtype)
+        self._loader = Loader(
+            dataset, tap, batch_size, epochs=epochs, index=False, drop_last=True, **options
+        )
+        self._given: Iterator[dict[str, Any]] | None = None
+        # (dictionary_learning writes this beside what it trains.)
+        self.config = {"dataset": dataset.url, "fingerprint": dataset.fingerprint, "tap": tap}
+        self.config |= {"batch_size": batch_size, **options}
+
+    def __iter__(self) -> "Rows":
+        return self
+
+    def __next__(self) -> Any:
+        self._given = self._given or iter(self._loader)
+        rows = next(self._given)[self._tap]
+        flat = rows.reshape(len(rows), -1)  # heads lie one after another
+        return flat.to(self._device, self._dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands: the same as that of `Dataset.batches`."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+        self._given = None

@@ -1,0 +1,153 @@
+"""Sparse latents from end to end: what is stored is what the encoder makes of the model's rows."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import saes
+import spile
+import tiny
+from spile.config import Recipe
+from spile.engine import recheck
+from spile.engine.recheck import check
+from spile.engine.sparse import SparseTap, Top
+from spile.errors import DriftError
+from spile.monitor.status import read_status
+from spile.objects import LocalObjects
+from spile.store.latents import top_rows
+from spile.store.verify import verify
+
+VALUES, IDS = "resid_post_latents.1", "resid_post_latent_ids.1"
+KEPT = 12
+OPTIONS = {"seq_len": 64, "unit_tokens": 900, "compute_dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saes.write_sae(tmp_path_factory.mktemp("sae") / "sae", hook="blocks.1.hook_resid_post")
+
+
+@pytest.fixture(scope="module")
+def recipe(model: Path, corpus: Path, sae: Path) -> Recipe:
+    return Recipe(
+        model=str(model), corpus=str(corpus), taps="resid_post:1,mlp_out:0", encode=str(sae),
+        latents=KEPT, **OPTIONS,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def out(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("made") / "out"
+    spile.extract(recipe, str(path))
+    return path
+
+
+def test_the_rows_are_the_encoders_largest_latents_of_the_models_rows(
+    recipe: Recipe, out: Path, tmp_path: Path
+) -> None:
+    plain = Recipe(model=recipe.model, corpus=recipe.corpus, taps=recipe.taps, **OPTIONS)
+    spile.extract(plain, str(tmp_path / "plain"))
+    dense, ds = spile.open(str(tmp_path / "plain")), spile.open(str(out))
+    count = ds.num_tokens
+    assert np.array_equal(ds.read("mlp_out.0", 0, count), dense.read("mlp_out.0", 0, count))
+    wanted = saes.plain_encode(
+        dense.read("resid_post.1", 0, count), saes.random_tensors("jumprelu"), "jumprelu"
+    )
+    least = -np.sort(-wanted, axis=1)[:, KEPT - 1 : KEPT]
+    found = ds.latents("resid_post.1", 0, count)
+    assert found.width == 80
+    np.testing.assert_allclose(found.dense(), np.where(wanted >= least, wanted, 0), atol=1e-4)
+    more = np.count_nonzero(wanted, axis=1) > KEPT
+    assert 0 < more.sum() == ds.statistics(VALUES).truncated
+    # Where a latent is largest, with its document.
+    best = top_rows(ds, "resid_post.1", int(found.ids[0]), 5)
+    assert np.array_equal(ds.index(0, count)[best.rows], best.index)
+    assert ds.about(int(best.index["doc"][0]))["doc"] == best.index["doc"][0]
+
+
+def test_the_dataset_is_sound_and_agrees_with_the_reference(out: Path) -> None:
+    report = verify(LocalObjects(out))
+    assert report.ok and report.rows
+    checked = check(str(out), samples=2)
+    assert {*checked.taps} == {VALUES, "mlp_out.0"}
+    assert checked.ok and checked.taps[VALUES].error < 1e-5
+
+
+def test_check_finds_latents_that_are_others(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Turned(SparseTap):
+        def encode(self, rows: np.ndarray) -> Top:
+            top = super().encode(rows)
+            return Top(top.values, top.ids[:, ::-1])
+
+    monkeypatch.setattr(recheck, "SparseTap", Turned)
+    checked = check(str(out), samples=1)
+    assert not checked.taps[VALUES].ok and checked.taps["mlp_out.0"].ok
+
+
+def test_out_alone_resumes_and_another_encoder_is_refused(
+    out: Path, recipe: Recipe, tmp_path: Path
+) -> None:
+    outcome = spile.extract(Recipe(), str(out))
+    assert outcome.complete and {*outcome.truncated} == {VALUES}
+    moved = saes.write_sae(tmp_path / "moved", hook="blocks.1.hook_resid_post")
+    assert spile.extract(Recipe(encode=str(moved)), str(out)).complete
+    other = saes.write_sae(tmp_path / "other", seed=1, hook="blocks.1.hook_resid_post")
+    for change, named in (
+        (Recipe(encode=str(other)), "encode resid_post.1"),
+        (Recipe(latents=KEPT + 1), "latents"),
+    ):
+        with pytest.raises(DriftError, match=named):
+            spile.extract(change, str(out))
+
+
+def test_the_command_plans_runs_and_says_what_was_cut_off(
+    model: Path, corpus: Path, sae: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", str(model), "--corpus", str(corpus), "--taps", "resid_post:1", "--encode",
+             str(sae), "--latents", "5", "--seq-len", "64", "--max-docs", "9"]  # fmt: skip
+    plan = json.loads(tiny.spile("plan", *flags, "--json").stdout)
+    assert {*plan["bytes_per_tap"]} == {VALUES, IDS}
+    assert plan["bytes_per_tap"][IDS] == plan["rows"] * 5 * 2
+    by_dtype = plan["bytes_by_dtype"]
+    assert by_dtype["float32"] - by_dtype["bfloat16"] == plan["rows"] * 5 * 2
+    said = tiny.spile("extract", *flags, "--out", str(tmp_path / "out")).stdout
+    assert f"{VALUES}: of " in said and "more latents were active than were kept" in said
+    assert read_status(LocalObjects(tmp_path / "out")).taps == {VALUES: [5], IDS: [5]}
+
+
+def test_an_encoder_that_does_not_fit_is_refused_in_one_line(
+    model: Path, corpus: Path, sae: Path, tmp_path: Path
+) -> None:
+    result = tiny.spile(
+        "extract", "--model", str(model), "--corpus", str(corpus), "--taps", "mlp_hidden:1",
+        "--encode", f"mlp_hidden.1={sae}", "--out", str(tmp_path / "out"), check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert "reads rows of 32 values, mlp_hidden.1 has 48" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out" / "units.json").exists()
+
+
+def test_weights_that_change_while_nobody_looks_are_noticed_when_they_are_loaded(
+    recipe: Recipe, sae: Path, tmp_path: Path
+) -> None:
+    """Of a large file only some blocks are looked at before; all of it is, once."""
+    large = saes.write_sae(tmp_path / "large", latents=9000, hook="blocks.1.hook_resid_post")
+    changed = Recipe(
+        model=recipe.model, corpus=recipe.corpus, taps="resid_post:1", encode=str(large),
+        latents=4, max_docs=2, **OPTIONS,
+    )  # fmt: skip
+    spile.extract(changed, str(tmp_path / "out"))
+    file = large / "sae_weights.safetensors"
+    with file.open("r+b") as stream:
+        stream.seek(4096 + (70 << 10))  # in W_enc, between the first two blocks
+        byte = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte[0] ^ 1]))
+    for record in (tmp_path / "out" / "done").iterdir():
+        record.unlink()
+    (tmp_path / "out" / "manifest.json").unlink()
+    with pytest.raises(DriftError, match="encoder of resid_post.1: W_enc"):
+        spile.extract(changed, str(tmp_path / "out"))

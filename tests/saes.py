@@ -1,0 +1,87 @@
+"""Sparse autoencoders of random weights, laid out as SAELens and Gemma Scope publish theirs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spile.tensors import write_tensors
+
+ARCHITECTURES = ("standard", "gated", "jumprelu", "topk")
+WIDTH = 32  # of `tiny`'s model
+
+
+def random_tensors(
+    architecture: str, width: int = WIDTH, latents: int = 80, seed: int = 0
+) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = {"W_enc": (width, latents), "W_dec": (latents, width), "b_dec": (width,)}
+    more = {"gated": ("b_gate", "b_mag", "r_mag"), "jumprelu": ("b_enc", "threshold")}
+    shapes |= dict.fromkeys(more.get(architecture, ("b_enc",)), (latents,))
+    tensors = {n: rng.standard_normal(s).astype(np.float32) * 0.5 for n, s in shapes.items()}
+    if "threshold" in tensors:
+        tensors["threshold"] = np.abs(tensors["threshold"])
+    return tensors
+
+
+def write_sae(
+    folder: Path,
+    kind: str = "jumprelu",
+    *,
+    hook: str | None = None,
+    latents: int = 80,
+    width: int = WIDTH,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """As SAELens 6 saves one; `changes` go into its cfg.json, None removes a key."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = random_tensors(kind, width, latents, seed)
+    write_tensors(folder / "sae_weights.safetensors", tensors)
+    config = {
+        "d_in": width,
+        "d_sae": latents,
+        "dtype": "float32",
+        "device": "cpu",
+        "apply_b_dec_to_input": True,
+        "normalize_activations": "none",
+        "reshape_activations": "none",
+        "metadata": {"sae_lens_version": "6.54.12", **({"hook_name": hook} if hook else {})},
+        "architecture": kind,
+        **({"k": 9, "rescale_acts_by_decoder_norm": False} if kind == "topk" else {}),
+        **changes,
+    }
+    kept = {name: value for name, value in config.items() if value is not None}
+    (folder / "cfg.json").write_text(json.dumps(kept))
+    return folder
+
+
+def plain_encode(
+    rows: np.ndarray,
+    tensors: dict[str, np.ndarray],
+    architecture: str,
+    *,
+    k: int = 9,
+    subtract: bool = True,
+    rescale: bool = False,
+) -> np.ndarray:
+    """All latents of rows, in float64, each formula written out for one row."""
+    wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    found = np.zeros((len(rows), wide["W_enc"].shape[1]))
+    for number, row in enumerate(rows.astype(np.float64)):
+        inside = (row - wide["b_dec"] if subtract else row) @ wide["W_enc"]
+        if architecture == "gated":
+            size = inside * np.exp(wide["r_mag"]) + wide["b_mag"]
+            found[number] = np.where(inside + wide["b_gate"] > 0, size.clip(0), 0)
+            continue
+        inside = inside + wide["b_enc"]
+        if architecture == "jumprelu":
+            found[number] = np.where(inside > wide["threshold"], inside.clip(0), 0)
+        elif architecture == "topk":
+            inside = inside * (np.sqrt((wide["W_dec"] ** 2).sum(axis=1)) if rescale else 1)
+            chosen = sorted(range(len(inside)), key=lambda i: -inside[i])[:k]
+            found[number, chosen] = inside[chosen].clip(0)
+        else:
+            found[number] = inside.clip(0)
+    return found
