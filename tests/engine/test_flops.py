@@ -173,5 +173,6 @@ def test_stored_rows_have_the_bytes_of_their_dtype(dtype: str, row: int) -> None
 def test_what_takes_longest_is_the_limit() -> None:
     roofline = Roofline(0.2, 0.1, 0.5, 0.3)
     assert (roofline.limit, roofline.seconds) == ("interconnect", 0.5)
+    assert roofline.one_by_one == 0.5 and Roofline(0.4, 0.3, 0.5, 0).one_by_one == 0.7
     many = workload(arch_of("Qwen2.5-0.5B"), "resid_post:all,mlp_hidden:all")
     assert Roofline.of(many, 0, CHIPS["v5e"]).limit == "host_link"

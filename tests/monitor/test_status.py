@@ -10,7 +10,7 @@ import stored
 from spile.errors import StoreError
 from spile.monitor.status import read_status
 from spile.store.presence import Presence
-from spile.terminal import status_text
+from spile.terminal.look import status_text
 
 UNITS = ((5, 9, 0), (9,), (0, 3))
 

@@ -10,7 +10,8 @@ from spile.metrics import Counters
 
 
 class DeviceClock:
-    """Adds to the counters `device_busy` and `device_idle`, in seconds, and `computed`, in tokens.
+    """Adds to the counters `device_busy` and `device_idle`, in seconds, and `computed`, in tokens;
+    `clocked` are those of them that were computed in that time.
 
     A step runs from when it was started, or the one before it finished, to when it finishes. The
     first one, before which there is nothing to wait for, only starts the clock.
@@ -27,6 +28,11 @@ class DeviceClock:
         """A step was started."""
         self._watcher.put((step.started, step.finished, step.tokens))
 
+    @property
+    def waiting(self) -> int:
+        """Steps that were started and not seen to finish."""
+        return self._watcher.waiting
+
     def _watch(self, started: tuple[float, jax.Array, int]) -> None:
         begin, finished, tokens = started
         finished.block_until_ready()
@@ -34,7 +40,9 @@ class DeviceClock:
         self._counters.add(computed=tokens)
         if self._last is not None:
             idle = max(0.0, begin - self._last)
-            self._counters.add(device_idle=idle, device_busy=end - self._last - idle)
+            self._counters.add(
+                device_idle=idle, device_busy=end - self._last - idle, clocked=tokens, steps=1
+            )
         self._last = end
 
     def close(self) -> None:

@@ -68,7 +68,8 @@ class Compiled:
     traffic: int
     collectives: dict[str, Collective]
     seconds: Roofline | None  # none: nothing is known about the chip, or about float32 on it
-    tokens_per_second: float | None
+    tokens_per_second: float | None  # at most
+    tokens_one_by_one: float | None  # a second, if kernels run one by one, as on a GPU they do
     dollars: float | None  # per billion tokens, on demand
     dollars_spot: float | None
     compiling: float  # seconds
@@ -247,6 +248,7 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
         collectives=collectives,
         seconds=speed.get("seconds"),
         tokens_per_second=speed.get("tokens_per_second"),
+        tokens_one_by_one=speed.get("tokens_one_by_one"),
         dollars=speed.get("dollars"),
         dollars_spot=speed.get("dollars_spot"),
         compiling=seconds,
@@ -282,6 +284,7 @@ def _speed(work: Workload, target: Target, found: dict[str, Collective]) -> dict
     return {
         "seconds": seconds,
         "tokens_per_second": rate,
+        "tokens_one_by_one": work.tokens / seconds.one_by_one,
         "dollars": None if chip.on_demand is None else hours * chip.on_demand,
         "dollars_spot": None if chip.spot is None else hours * chip.spot,
     }

@@ -2,14 +2,17 @@
 
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from spile.config import STORE_DTYPES, Runtime
+from spile.data.units import Unit
 from spile.engine.budget import price_of, row_bytes, unit_overhead
+from spile.engine.encode import stored_taps
 from spile.engine.flops import MEMORY_SHARE, Workload, sweet_spot
 from spile.engine.resolve import Job
+from spile.engine.survey import Counted, Survey
 from spile.errors import ConfigError
 from spile.index import INDEX_DTYPE
 from spile.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
@@ -23,7 +26,8 @@ _log = logging.getLogger("spile")
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes are bytes; tokens and what follows from them are estimated from a sample."""
+    """Sizes are bytes; tokens and what follows from them are estimated from a sample, unless
+    `exact`: then every unit was counted."""
 
     documents: int
     tokens: int
@@ -45,6 +49,11 @@ class Estimate:
     monthly_dollars: float | None = None  # of keeping the whole, where it goes to a cloud
     priced_as: str | None = None
     warnings: tuple[str, ...] = ()
+    remaining_tokens: int = 0
+    tokens_error: int | None = None  # they are within this in 95 of 100 cases
+    packing: float | None = None  # share of the model's places that hold tokens
+    flops: float = 0.0  # of the tokens, whatever runs beside them
+    exact: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -67,9 +76,7 @@ def batch_rows(
     share = -(-largest // job.recipe.seq_len // cuts.layout.groups)
     rows = max(1, min(tokens // job.recipe.seq_len, share))
     if memory and not runtime.batch_tokens:
-        while (
-            rows > 1 and _workload(job, rows, platform, cuts).device_bytes > MEMORY_SHARE * memory
-        ):
+        while rows > 1 and step_of(job, rows, platform, cuts).device_bytes > MEMORY_SHARE * memory:
             rows //= 2
     return rows
 
@@ -81,7 +88,7 @@ def fits(job: Job, runtime: Runtime, platform: str, memory: int | None, layout: 
     except ConfigError:
         return False
     rows = batch_rows(job, runtime, platform, memory, cuts)
-    return not memory or _workload(job, rows, platform, cuts).device_bytes <= MEMORY_SHARE * memory
+    return not memory or step_of(job, rows, platform, cuts).device_bytes <= MEMORY_SHARE * memory
 
 
 def planned_cuts(
@@ -97,7 +104,7 @@ def planned_cuts(
     return Cuts.of(layout, axis_sizes(job.checkpoint.arch))
 
 
-def _workload(job: Job, rows: int, platform: str, cuts: Cuts) -> Workload:
+def step_of(job: Job, rows: int, platform: str, cuts: Cuts) -> Workload:
     """A step in which each group of devices reads so many rows."""
     recipe, arch = job.recipe, job.checkpoint.arch
     unfused = why_unfused(platform, arch, recipe.compute_dtype, recipe.seq_len)
@@ -111,6 +118,7 @@ def _workload(job: Job, rows: int, platform: str, cuts: Cuts) -> Workload:
         store_dtype=recipe.store_dtype,
         whole=True,
         every_pair=unfused is not None,
+        encoders=job.encoders,
     )
 
 
@@ -130,18 +138,19 @@ def estimate(
     cuts: Cuts = ONE_DEVICE,
     processes: int = 1,
     out: Objects | None = None,
+    found: Survey | None = None,
 ) -> Estimate:
     """Add up a job.
 
     Args:
         memory: of each device, where that is known.
         out: where the dataset goes, for its price and what waits in memory to go there.
+        found: what was counted of the corpus; without it the unit table's estimate must do.
     """
-    recipe = job.recipe
-    tokens = sum(unit.tokens for unit in job.units)
-    kept, table = job.table.kept, job.table.taps
+    recipe, table = job.recipe, job.table.taps
     per_row = sum(info.row_bytes for info in table.values())
-    remaining = sum(unit.tokens for unit in job.units if unit.id not in done) * kept
+    total, left = (found.total, found.left) if found else _by_table(job, done)
+    tokens, kept_rows, overhead = round(total.tokens), int(total.rows), round(total.beside)
     rows = batch_rows(job, runtime, platform, memory, cuts)
     quantum = row_quantum(cuts.layout, processes)
     together = -(-rows * cuts.layout.groups // quantum) * quantum
@@ -153,25 +162,25 @@ def estimate(
             f"{quantum // cuts.layout.groups * recipe.seq_len}"
         )
     taps = together * recipe.seq_len * per_row // processes
-    overhead = unit_overhead(job)
-    left = int(remaining * row_bytes(job)) + overhead * sum(u.id not in done for u in job.units)
-    total = int(tokens * kept) * row_bytes(job) + len(job.units) * overhead
+    each = row_bytes(job.table)
+    unwritten = int(left.rows * each + left.beside)
+    whole = kept_rows * each + overhead
     price = price_of(out.url) if out else None
     waiting = 0
     if out and out.most_streamed and not runtime.spool:
         waiting = min(out.most_streamed, runtime.shard_bytes) * (len(table) + out.most_closing)
     in_flight = 2 * runtime.queue_depth + 1
-    work = _workload(job, rows, platform, cuts)
+    work = step_of(job, rows, platform, cuts)
     return Estimate(
         documents=sum(unit.num_docs for unit in job.units),
         tokens=tokens,
-        rows=int(tokens * kept),
+        rows=kept_rows,
         units=len(job.units),
         units_done=len(done),
-        bytes_per_tap={tap: int(tokens * kept) * info.row_bytes for tap, info in table.items()},
-        index_bytes=int(tokens * kept) * INDEX_DTYPE.itemsize,
-        overhead_bytes=len(job.units) * overhead,
-        remaining_bytes=min(left, runtime.max_bytes or left),
+        bytes_per_tap={tap: kept_rows * info.row_bytes for tap, info in table.items()},
+        index_bytes=kept_rows * INDEX_DTYPE.itemsize,
+        overhead_bytes=overhead,
+        remaining_bytes=min(unwritten, runtime.max_bytes or unwritten),
         free_bytes=free_bytes,
         batch_rows=together,
         mesh=str(cuts.layout),
@@ -181,20 +190,37 @@ def estimate(
         # Three units at once: one is packed, one computes, one is committed.
         host_bytes=in_flight * taps + 3 * 64 * max(u.tokens for u in job.units) + waiting,
         bytes_by_dtype={
-            dtype: int(tokens * kept) * (_row_bytes(job, dtype) + INDEX_DTYPE.itemsize)
-            + len(job.units) * overhead
+            dtype: kept_rows * (_row_bytes(job, dtype) + INDEX_DTYPE.itemsize) + overhead
             for dtype in STORE_DTYPES
         },
-        monthly_dollars=price and price.monthly(min(total, runtime.max_bytes or total)),
+        monthly_dollars=price and price.monthly(min(whole, runtime.max_bytes or whole)),
         priced_as=price and f"{price.where} ({price.source})",
         warnings=tuple(_warnings(job)),
+        remaining_tokens=round(left.tokens),
+        tokens_error=found.tokens_error if found else None,
+        packing=found.packing if found else None,
+        flops=tokens / recipe.seq_len * step_of(job, 1, platform, ONE_DEVICE).flops,
+        exact=found is not None and found.exact and not runtime.compress,
     )
+
+
+def _by_table(job: Job, done: set[int]) -> tuple[Counted, Counted]:
+    """The whole and what is left of it, by the unit table alone."""
+
+    def added(units: Iterable[Unit]) -> Counted:
+        chosen = {unit.id: unit.tokens for unit in units}
+        beside = (unit_overhead(job.table, u) for u in job.table.units if u["id"] in chosen)
+        tokens = sum(chosen.values())
+        return Counted(tokens, tokens * job.table.kept, sum(beside))
+
+    return added(job.units), added(unit for unit in job.units if unit.id not in done)
 
 
 def _row_bytes(job: Job, store_dtype: str) -> int:
     """Of all taps, were they stored in this form."""
-    infos = zip(job.taps, job.table.taps.values(), strict=True)
-    return sum(replace(info, dtype=tap.dtype(store_dtype)).row_bytes for tap, info in infos)
+    arch, seq_len = job.checkpoint.arch, job.recipe.seq_len
+    infos = stored_taps(job.taps, job.encoders, arch, seq_len, store_dtype)
+    return sum(info.row_bytes for info in infos.values())
 
 
 def _warnings(job: Job) -> Iterator[str]:
@@ -205,7 +231,7 @@ def _warnings(job: Job) -> Iterator[str]:
         "logits": "logprob and entropy, or --where, may be enough",
     }
     for site, instead in advice.items():
-        named = [tap.name for tap in job.taps if tap.site == site]
+        named = [tap.name for tap in job.taps if tap.site == site and tap.name in job.table.taps]
         if named:
             each = job.table.taps[named[0]].row_bytes
             yield (

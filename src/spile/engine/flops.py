@@ -5,13 +5,14 @@ and sees nothing inside a kernel. Rows are taken to be full, each a single docum
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from spile.engine.chips import Chip
 from spile.layout import Cuts
 from spile.models.arch import Arch, Layer
+from spile.models.sae import AT_ONCE, Encoder
 from spile.models.specs import ParamSpec, block_specs, head_specs, outer_specs
 from spile.models.taps import AFTER_BLOCKS, Tap
 from spile.store.quant import QUANTIZED
@@ -55,6 +56,7 @@ class Workload:
     store_dtype: str
     whole: bool  # whether the deepest block runs to its end
     every_pair: bool = False  # whether attention scores what it then hides
+    encoders: Mapping[str, Encoder] = field(default_factory=dict[str, Encoder])  # by tap
 
     @property
     def depth(self) -> int:
@@ -88,6 +90,7 @@ class Workload:
         values += self.depth * sum(
             math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in blocks
         )
+        values += self._encoding  # whole on every device
         return values * self._item
 
     @cached_property
@@ -101,8 +104,9 @@ class Workload:
 
         Whatever is filtered, they are as wide as the row of which most is kept.
         """
-        met = self.compute_dtype if self.store_dtype in QUANTIZED else self.store_dtype
-        return self.stored + self._held(sum(self._row_bytes(tap, met) for tap in self.taps))
+        late = self.store_dtype in QUANTIZED or self.encoders
+        met = self.compute_dtype if late else self.store_dtype
+        return self.stored + self._held(sum(self._met_bytes(tap, met) for tap in self.taps))
 
     @cached_property
     def temporaries(self) -> int:
@@ -113,6 +117,9 @@ class Workload:
         values += 3 * inner // max(self._ways("mlp"), self._ways("experts"))
         scores = 2 * _SCORE * self.seq_len * arch.num_heads // self._ways("heads")
         held = self._own * (values * self._item + scores * self._scores_all)
+        latents = max((each.sae.latents for each in self.encoders.values()), default=0)
+        # An encoder runs when the last block has, so the larger of the two counts.
+        held = max(held, 2 * _SCORE * min(AT_ONCE, self._held(latents)))
         if self.cuts.layout.fsdp == 1:
             return held
         # The block that runs is gathered, and the next one meanwhile.
@@ -136,7 +143,7 @@ class Workload:
             total += int(parts * each) // self._ways("heads")
         if any(tap.site in ("logits", "logprob", "entropy") for tap in self.taps):
             total += 2 * self.arch.vocab_size * self.arch.width // self._ways("vocab")
-        return total * self._own
+        return total * self._own + self._held(2 * self._encoding)
 
     @cached_property
     def traffic(self) -> int:
@@ -208,7 +215,19 @@ class Workload:
         """Bytes of a device's share of rows of so many bytes."""
         return self.tokens * row // self.cuts.layout.size
 
+    @property
+    def _encoding(self) -> int:
+        """Values of the encoders' matrices."""
+        return sum(each.sae.width * each.sae.latents for each in self.encoders.values())
+
     def _row_bytes(self, tap: Tap, dtype: str) -> int:
+        encoder = self.encoders.get(tap.name)
+        if encoder is None:
+            return self._met_bytes(tap, dtype)
+        each = DTYPES_BY_NAME[dtype].itemsize + DTYPES_BY_NAME[encoder.id_dtype].itemsize
+        return encoder.kept * each + (_SCALE if dtype == "float8_e4m3" else 0)
+
+    def _met_bytes(self, tap: Tap, dtype: str) -> int:
         stored = tap.dtype(dtype)
         scale = _SCALE if stored == "float8_e4m3" else 0
         return tap.width(self.arch, self.seq_len) * DTYPES_BY_NAME[stored].itemsize + scale
@@ -235,7 +254,13 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
+        """If all but the longest hide behind it."""
         return max(vars(self).values())
+
+    @property
+    def one_by_one(self) -> float:
+        """If kernels run one by one: what memory moves between products hides behind nothing."""
+        return max(self.compute + self.memory, self.interconnect, self.host_link)
 
     @property
     def limit(self) -> str:

@@ -1,13 +1,16 @@
 """Where a dataset stands, from its store alone: nothing is asked of the workers themselves."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spile.background import mapped
+from spile.monitor.workers import ALIVE, Observer, describe_workers, rate_of
 from spile.objects import Objects
-from spile.store import format as fmt
-from spile.store.ledger import Ledger
-from spile.store.presence import process_ended, read_workers, rebooted
+from spile.store.format import Done
+from spile.store.ledger import Ledger, Table
+from spile.store.prediction import is_amount, read_prediction
+from spile.store.presence import read_workers
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,22 @@ class Status:
     tokens_estimated: int
     bytes: int
     skipped: dict[str, int]
+    seconds: float  # that slices spent on the units that are done
+    prediction: dict[str, Any] | None
+    rate: float | None  # tokens a second of all who are at work now
+    eta_seconds: float | None
+    slowest: str | None  # of several who are at work
     workers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def read_status(objects: Objects) -> Status:
-    """Add up what is done, and who is at work."""
+def read_status(objects: Objects, observer: Observer | None = None) -> Status:
+    """Add up what is done, and who is at work.
+
+    `observer`: has looked before, and so can tell who has not moved since.
+    """
     ledger = Ledger(objects)
     table = ledger.table()
     records = mapped(ledger.read_done, sorted(ledger.done_units()), objects.parallel)
@@ -43,9 +54,11 @@ def read_status(objects: Objects) -> Status:
     for record in done:
         for reason, count in record.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count
-    workers = [_describe(name, record) for name, record in sorted(read_workers(objects).items())]
-    running = any(worker["state"] in ("running", "starting") for worker in workers)
+    workers = describe_workers(read_workers(objects), observer)
+    running = any(worker["state"] in ALIVE for worker in workers)
     complete = len(done) == len(table.units)
+    rate, slowest = rate_of(workers)
+    prediction = read_prediction(objects)
     return Status(
         state="complete" if complete else "running" if running else "unfinished",
         recipe=table.recipe.to_json(),
@@ -60,18 +73,23 @@ def read_status(objects: Objects) -> Status:
         tokens_estimated=sum(unit["tokens"] for unit in table.units),
         bytes=sum(file.bytes for record in done for file in record.files()),
         skipped=skipped,
+        seconds=sum(map(_seconds, done)),
+        prediction=prediction and asdict(prediction),
+        rate=rate,
+        eta_seconds=_left(table, done) / rate if rate and not complete else None,
+        slowest=slowest,
         workers=workers,
     )
 
 
-def _describe(name: str, record: dict[str, Any]) -> dict[str, Any]:
-    state = record.get("state", "unknown")
-    if state in ("running", "starting") and (process_ended(record) or rebooted(record)):
-        state = "dead"
-    kept = ("units", "units_done", "tokens", "error", "host", "pid", "counter", "world")
-    told = {k: record[k] for k in kept if k in record}
-    # It is shown in terminals, and these obey control characters.
-    return {
-        k: fmt.shown(v) if isinstance(v, str) else v
-        for k, v in {"name": name, "state": state, **told}.items()
-    }
+def _seconds(done: Done) -> float:
+    spent: Any = done.made_by.get("seconds")
+    return float(spent) if is_amount(spent) else 0.0
+
+
+def _left(table: Table, done: Sequence[Done]) -> float:
+    """Tokens still to be read: by the estimate, put right by how it turned out so far."""
+    guess = {int(unit["id"]): int(unit["tokens"]) for unit in table.units}
+    guessed = sum(guess.get(record.unit, 0) for record in done)
+    ratio = sum(record.tokens for record in done) / guessed if guessed else 1.0
+    return (sum(guess.values()) - guessed) * ratio

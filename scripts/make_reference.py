@@ -1,0 +1,225 @@
+"""Writes the site's reference pages from the code: `python scripts/make_reference.py DEST`.
+
+cli.md       every verb and flag, from the parser itself
+options.md   every option of recipe, runtime and engine, with its kind and bounds
+python.md    every public name, from its signature and docstring
+"""
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import pprint
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+import spile
+from spile import cli
+from spile.config import Recipe, Runtime, flag_of
+from spile.options import Options
+from spile.ray_options import RayOptions
+
+# Beside what `spile` itself gives: what that returns, and the bridges to frameworks.
+_ALSO = (
+    "spile.store.reader.Document",
+    "spile.store.batches.Batches",
+    "spile.store.view.Encoded",
+    "spile.store.stats.TapStats",
+    "spile.engine.local.Outcome",
+    "spile.interop.export.Exported",
+    "spile.interop.torch.Loader",
+    "spile.interop.torch.as_iterable",
+    "spile.interop.jax.on_devices",
+)
+_MADE = ("spile.Dataset", "spile.store.batches.Batches")  # by `open` and `batches` alone
+_SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
+_ENTRY = re.compile(r"(\*{0,2}[\w.]+)(?: \([^)]*\))?: (.*)")
+
+
+def cli_page() -> str:
+    parser = cli._parser()
+    lines = ["# Command line", "", *_verb(parser, "spile")]
+    return "\n".join(lines) + "\n"
+
+
+def _verb(parser: argparse.ArgumentParser, name: str) -> Iterator[str]:
+    """A command's page, and then those under it."""
+    if name != "spile":
+        yield from (f"{'#' * min(4, name.count(' ') + 1)} `{name}`", "")
+    yield from _prose(parser.description)
+    for group in parser._action_groups:
+        shown = [a for a in group._group_actions if not _is_common(a)]
+        if shown:
+            yield from (f"| {group.title} | |", "|---|---|")
+            yield from (f"| {_spelled(action)} | {_cell(action.help)} |" for action in shown)
+            yield ""
+    yield from _prose(parser.epilog)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, sub in action.choices.items():
+                yield from _verb(sub, f"{name} {word}")
+
+
+def _is_common(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
+
+
+def _spelled(action: argparse.Action) -> str:
+    value = action.metavar if isinstance(action.metavar, str) else None
+    if action.choices:
+        value = value or "|".join(map(str, action.choices))
+    if not action.option_strings:
+        return _code(value or action.dest)
+    takes = "" if action.nargs == 0 else " " + (value or action.dest.upper())
+    return ", ".join(_code(flag + takes) for flag in action.option_strings)
+
+
+def options_page() -> str:
+    lines = [
+        "# Options",
+        "",
+        "As flags of `spile extract` and `spile plan`, as keys of a TOML file (`--config`), and as "
+        "fields of the Python classes; those two without the dashes before, and with `_` for `-`.",
+        "",
+    ]
+    for options in (Recipe, Runtime, RayOptions):
+        lines += [f"## {options.__name__}", "", inspect.getdoc(options) or "", ""]
+        lines += ["| option | kind | default | |", "|---|---|---|---|"]
+        for field in dataclasses.fields(options):
+            meta = field.metadata
+            kind = " \\| ".join(meta["choices"]) or meta["kind"]
+            least = meta["minimum"]
+            kind += "" if least is None else f", at least {least}"
+            default = "" if field.default in (None, "") else _code(str(field.default))
+            flag = _code(flag_of(field.name))
+            lines.append(f"| {flag} | {kind} | {default} | {_cell(meta['help'])} |")
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def python_page() -> str:
+    about, _, example = (spile.__doc__ or "").partition("\n")
+    lines = ["# Python", "", *_prose(about), *_prose(example, "python")]
+    for name in spile.__all__:
+        if not name.startswith("__"):
+            lines += _documented(f"spile.{name}", getattr(spile, name))
+    lines += ["## What these give, and bridges to frameworks", ""]
+    for path in _ALSO:
+        module, _, name = path.rpartition(".")
+        lines += _documented(path, getattr(importlib.import_module(module), name), 3)
+    return "\n".join(lines) + "\n"
+
+
+def _documented(path: str, value: Any, level: int = 2) -> Iterator[str]:
+    yield from (f"{'#' * level} `{path}`", "")
+    if not callable(value):
+        yield from ("```python", pprint.pformat(value, sort_dicts=False), "```", "")
+        return
+    if inspect.isclass(value) and issubclass(value, Options):
+        yield from (f"{inspect.getdoc(value)} Its fields: [options](options.md).", "")
+        return
+    if path not in _MADE:
+        yield from _signature(path.rpartition(".")[2], value)
+    yield from _docstring(inspect.getdoc(value) if value.__doc__ else None)
+    if inspect.isclass(value):
+        for name, member in vars(value).items():
+            if name.startswith("_"):
+                continue
+            if isinstance(member, property):
+                returns = inspect.signature(member.fget).return_annotation if member.fget else ""
+                about = " ".join((inspect.getdoc(member) or "").split())
+                yield from (f"**`{name}`** · `{_annotation(returns)}` {about}", "")
+            elif inspect.isfunction(member) or isinstance(member, classmethod):
+                plain = member.__func__ if isinstance(member, classmethod) else member
+                yield from _signature(name, plain)
+                yield from _docstring(inspect.getdoc(plain))
+
+
+def _signature(name: str, value: Any) -> Iterator[str]:
+    signature = inspect.signature(value)
+    given = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+    given = [p for p in given if not p.name.startswith("_")]
+    words = [_parameter(p) for p in given]
+    star = next((n for n, p in enumerate(given) if p.kind is p.KEYWORD_ONLY), None)
+    if star is not None and not any(p.kind is p.VAR_POSITIONAL for p in given):
+        words.insert(star, "*")
+    line = f"{name}({', '.join(words)})"
+    returns = signature.empty if inspect.isclass(value) else signature.return_annotation
+    after = "" if returns is signature.empty else f" -> {_annotation(returns)}"
+    if len(line + after) > 96:
+        line = f"{name}(\n" + "".join(f"    {word},\n" for word in words) + ")"
+    yield from ("```python", line + after, "```", "")
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+    return f"{stars}{parameter.name}: {_annotation(parameter.annotation)}{default}"
+
+
+def _annotation(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    found = (
+        value.__name__ if inspect.isclass(value) and not hasattr(value, "__args__") else str(value)
+    )
+    if value == npt.DTypeLike | None:
+        return "DTypeLike | None"  # spelled out it is a paragraph
+    found = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Za-z])", "", found)
+    return re.sub(r"\bOptional\[(Literal\[[^]]*\])\]", r"\1 | None", found)
+
+
+def _docstring(text: str | None) -> Iterator[str]:
+    """Prose, and lists for what Google's style calls sections."""
+    inside = False
+    for line in (text or "").splitlines():
+        section, entry = _SECTION.fullmatch(line.strip()), _ENTRY.fullmatch(line.strip())
+        if section:
+            inside = True
+            yield from ("", f"*{section[1]}*", "")
+        elif inside and entry and not line.startswith(" " * 8):
+            yield f"* `{entry[1]}`: {_escaped(entry[2])}"
+        else:
+            yield ("    " if inside and line else "") + _escaped(line.strip())
+    yield ""
+
+
+def _prose(text: str | None, language: str = "") -> Iterator[str]:
+    """One line is a sentence; what has lines of its own keeps them."""
+    lines = (text or "").strip("\n").splitlines()
+    if len(lines) == 1:
+        sentence = lines[0][:1].upper() + lines[0][1:].removesuffix(".")
+        yield from (_escaped(sentence) + ".", "")
+    elif lines:
+        yield from (f"```{language}", *lines, "```", "")
+
+
+def _cell(text: str | None) -> str:
+    return _escaped(" ".join((text or "").replace("%%", "%").split())).replace("|", "\\|")
+
+
+def _escaped(text: str) -> str:
+    """Outside of backticks nothing is markup."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(p if p.startswith("`") else re.sub(r"([*<\[\]_])", r"\\\1", p) for p in parts)
+
+
+def _code(text: str) -> str:
+    return "`" + text.replace("|", "\\|") + "`"
+
+
+def main(arguments: Sequence[str]) -> None:
+    (dest,) = arguments
+    folder = Path(dest)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in (("cli", cli_page), ("options", options_page), ("python", python_page)):
+        (folder / f"{name}.md").write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,7 @@
+"""What a run counts, and where that goes: TensorBoard, Weights & Biases, Prometheus, others."""
+
+from spile.metrics.backend import Backend, Run, open_backends, parse_backends
+from spile.metrics.counters import Counters
+from spile.metrics.reporter import Reporter
+
+__all__ = ["Backend", "Counters", "Reporter", "Run", "open_backends", "parse_backends"]

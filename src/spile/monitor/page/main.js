@@ -1,0 +1,139 @@
+// The page: which view is shown, what is chosen in it, and the keys.
+
+import { Moot, ask } from './api.js';
+import { h } from './dom.js';
+import { count } from './words.js';
+import { view as run } from './view_run.js';
+import { view as documents } from './view_documents.js';
+import { view as layers } from './view_layers.js';
+import { view as channels } from './view_channels.js';
+import { view as similarity } from './view_similarity.js';
+import { view as projection } from './view_projection.js';
+
+const VIEWS = { run, documents, layers, channels, similarity, projection };
+const NAMES = Object.keys(VIEWS);
+const POLL = 2000;
+
+const main = document.getElementById('main');
+const strip = document.getElementById('strip');
+const keys = document.getElementById('keys');
+let current = null;
+let name = null;
+let fault = null;
+
+/** What views know of the page. */
+const page = {
+  state: {},
+  dataset: null,
+  get tap() { return page.dataset.taps.some((each) => each.name === page.state.tap) ? page.state.tap : page.dataset.taps[0].name; },
+  width: (tap) => (page.dataset.taps.find((each) => each.name === tap) ?? page.dataset.taps[0]).width,
+  link(view, state) {
+    const kept = Object.entries(state).filter(([, value]) => value !== null && value !== undefined && value !== '');
+    return `#${view}${kept.length ? `?${new URLSearchParams(kept)}` : ''}`;
+  },
+  go(view, state) { location.hash = page.link(view, state); },
+  set(changes) {
+    // At once: keys may come faster than the browser says that the address has changed.
+    page.state = { ...page.state, ...changes };
+    page.go(name, page.state);
+  },
+  fault(error) {
+    if (error instanceof Moot) return;
+    fault = error.message;
+    drawStrip();
+  },
+};
+
+function drawStrip() {
+  const read = page.dataset?.read;
+  const parts = [];
+  if (fault) parts.push(h('span', { className: 'fault', role: 'alert' }, fault));
+  if (page.dataset) {
+    parts.push(h('span', { className: 'where', title: page.dataset.url }, page.dataset.url));
+    parts.push(h('span', {}, `${count(page.dataset.rows)} rows`));
+    if (read.at_work) {
+      const share = read.wanted ? read.rows / read.wanted : 0;
+      parts.push(h('span', { className: 'reading' }, h('span', { className: 'meter' }, h('i', { style: { width: `${100 * share}%` } })), `${Math.floor(100 * share)} % read for plots`));
+    } else if (read.rows < read.all) parts.push(h('span', {}, `plots are of ${count(read.rows)} of them`));
+    if (read.error) parts.push(h('span', { className: 'fault' }, read.error));
+    if (page.dataset.no_text) parts.push(h('span', { className: 'warning' }, `token ids only: ${page.dataset.no_text}`));
+    if (page.dataset.note) parts.push(h('span', { className: 'warning' }, page.dataset.note));
+  }
+  strip.replaceChildren(...parts);
+}
+
+async function poll() {
+  try {
+    const before = page.dataset;
+    page.dataset = await ask('dataset');
+    if (fault === 'the server does not answer') fault = null;
+    drawStrip();
+    if (before && before.rows !== page.dataset.rows) current?.grown?.();
+    if (before && before.read.rows !== page.dataset.read.rows) current?.read?.();
+  } catch (error) {
+    if (!(error instanceof Moot)) page.fault(new Error(error instanceof TypeError ? 'the server does not answer' : error.message));
+  }
+  setTimeout(poll, POLL);
+}
+
+async function route() {
+  const [wanted, query] = location.hash.slice(1).split('?');
+  const next = NAMES.includes(wanted) ? wanted : 'run';
+  fault = null;
+  const before = page.state;
+  page.state = Object.fromEntries(new URLSearchParams(query ?? ''));
+  if (next === name) {
+    current.changed?.();
+  } else {
+    // A tap that was chosen stays chosen.
+    if (name && !page.state.tap && before.tap) page.state.tap = before.tap;
+    current?.close?.();
+    name = next;
+    current = VIEWS[name](page);
+    main.replaceChildren(current.element);
+    document.title = `${name[0].toUpperCase()}${name.slice(1)} · Spile`;
+    for (const link of document.querySelectorAll('#views a')) {
+      if (link.dataset.view === name) link.setAttribute('aria-current', 'page');
+      else link.removeAttribute('aria-current');
+    }
+    try { await current.update(); } catch (error) { page.fault(error); }
+  }
+  drawStrip();
+}
+
+function themed() {
+  const dark = matchMedia('(prefers-color-scheme: dark)').matches;
+  const shown = document.documentElement.dataset.theme ?? (dark ? 'dark' : 'light');
+  const next = shown === 'dark' ? 'light' : 'dark';
+  document.documentElement.dataset.theme = next;
+  localStorage.setItem('theme', next);
+  current?.themed?.();
+}
+
+function pressed(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const field = event.target.closest('input, select, textarea');
+  if (event.key === 'Escape' && field) { field.blur(); return; }
+  if (field || keys.open) return;
+  const taps = page.dataset?.taps.map((each) => each.name) ?? [];
+  const shift = (step) => page.set({ tap: taps[(taps.indexOf(page.tap) + step + taps.length) % taps.length] });
+  const known = {
+    ...Object.fromEntries(NAMES.map((each, at) => [String(at + 1), () => page.go(each, {})])),
+    t: themed, '?': () => keys.showModal(), '[': () => shift(-1), ']': () => shift(1),
+    '/': () => { page.go('documents', {}); setTimeout(() => current.keys?.['/']?.(), 50); }, ...current?.keys,
+  };
+  if (known[event.key]) { event.preventDefault(); known[event.key](); }
+}
+
+const chosen = localStorage.getItem('theme');
+if (chosen === 'light' || chosen === 'dark') document.documentElement.dataset.theme = chosen;
+document.getElementById('views').append(...NAMES.map((each, at) =>
+  h('a', { href: `#${each}`, 'data-view': each, accessKey: String(at + 1) }, h('kbd', { ariaHidden: 'true' }, at + 1), `${each[0].toUpperCase()}${each.slice(1)}`)));
+document.getElementById('theme').addEventListener('click', themed);
+document.getElementById('help').addEventListener('click', () => keys.showModal());
+document.addEventListener('keydown', pressed);
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => current?.themed?.());
+addEventListener('hashchange', route);
+
+await poll();
+await route();

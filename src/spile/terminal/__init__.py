@@ -1,0 +1,1 @@
+"""What a person sees. Text only; the verbs print it."""

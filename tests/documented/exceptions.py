@@ -1,0 +1,178 @@
+"""The one table of what pages say and no test here runs: why not, and what is checked instead.
+
+A line is found by its page and how it begins; `*` is any page. A command that is neither run nor
+here fails its page's test: give it what it needs in `scratch.py`, or an entry below. An entry that
+its page needs no more fails, too. What is printed, and no command, stands in a block called `text`.
+"""
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos.harness import run
+from documented.pages import ROOT, Block, Command
+from documented.scratch import Scratch
+from spile import cli
+from spile.errors import ConfigError
+
+Check = Callable[[Command, Scratch], None]
+
+
+# -- what can be checked of a command ----------------------------------------------------------
+
+
+def parses(command: Command, scratch: Scratch) -> None:
+    """The parser itself takes it."""
+    parser = cli._parser()  # pyright: ignore[reportPrivateUsage]
+    words = scratch.filled(command.words)[1:]
+    try:
+        arguments = parser.parse_args(words)
+        if words[0] == "supervise":
+            parser.parse_args([word for word in arguments.command if word != "--"])
+    except ConfigError as error:
+        raise AssertionError(f"{command.page}: {command.text}: {error}") from error
+
+
+def shows_what_it_would_run(command: Command, scratch: Scratch) -> None:
+    """`--dry-run` of the whole command: all but the other machines."""
+    words = scratch.filled(command.words)[1:]
+    at = words.index("--") if "--" in words else len(words)
+    result = run(*words[:at], "--dry-run", *words[at:])
+    assert result.code == 0, result.err
+    assert result.out.strip(), command.text
+
+
+def has_that_target(command: Command, scratch: Scratch) -> None:
+    """make knows it, and every `spile` in it parses."""
+    shown = subprocess.run(
+        ["make", "--dry-run", "--directory", str(ROOT), *command.words[1:]],
+        capture_output=True, text=True, check=True,
+    ).stdout.replace("\\\n", " ")  # fmt: skip
+    for line in shown.splitlines():
+        _, found, rest = line.partition("/spile ")
+        if found:
+            parses(Command(command.page, command.line, f"spile {rest}"), scratch)
+
+
+def can_be_installed(command: Command, scratch: Scratch) -> None:
+    """Its extras are there; that the wheel installs is tests/e2e/test_wheel.py's."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in command.words[2:]:
+        name, *rest = re.split(r"[\[\],]+", requirement)
+        assert name in (".", "spile"), requirement
+        assert {word for word in rest if word} <= {*extras["optional-dependencies"]}, requirement
+
+
+def is_a_script_with_those_flags(command: Command, scratch: Scratch) -> None:
+    _, script, *words = command.words
+    text = (ROOT / script).read_text()
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        assert f'"{flag}"' in text, f"{script} has no {flag}"
+
+
+def takes_those_flags(command: Command, scratch: Scratch) -> None:
+    """By what the script says of itself."""
+    _, script, *words = command.words
+    shown = subprocess.run(
+        [sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        assert flag in shown.split(), f"{script} has no {flag}"
+
+
+def is_of_our_dockerfile(command: Command, scratch: Scratch) -> None:
+    """Targets exist; what a container is given parses."""
+    words = command.words
+    if "--target" in words:
+        stages = re.findall(r"^FROM .* AS (\w+)", (ROOT / "Dockerfile").read_text(), re.M | re.I)
+        assert words[words.index("--target") + 1] in stages
+    if words[1] == "run":
+        rest = words[words.index("IMAGE@sha256:DIGEST") + 1 :]
+        parses(Command(command.page, command.line, " ".join(["spile", *rest])), scratch)
+
+
+def are_the_clients_flags(command: Command, scratch: Scratch) -> None:
+    program = Path(sys.executable).with_name(command.words[0])
+    verbs = [word for word in command.words[1:3] if word.islower()]
+    shown = subprocess.run(
+        [program, *verbs, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert all(word in shown for word in command.words if word.startswith("--"))
+
+
+# -- the table ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Instead:
+    page: str
+    start: str
+    why: str
+    check: Check
+
+    def covers(self, command: Command) -> bool:
+        return self.page in ("*", command.page) and command.text.startswith(self.start)
+
+
+COMMANDS = (
+    Instead("*", "pip install", "the wheel is installed in tests/e2e/test_wheel.py",
+            can_be_installed),
+    Instead("*", "make ", "is what runs this", has_that_target),
+    Instead("*", "spile launch", "machines, clusters and clouds: tests/launch, tests/chaos",
+            shows_what_it_would_run),
+    Instead("*", "docker ", "no engine here: tests/e2e/test_container.py does what it can",
+            is_of_our_dockerfile),
+    Instead("*", "hf ", "the Hub's own client; tests/interop/test_push.py downloads with it",
+            are_the_clients_flags),
+    Instead("*", "python bench/gpu.py", "needs a GPU; on a CPU in tests/e2e/test_bench.py",
+            is_a_script_with_those_flags),
+    Instead("*", "python examples/", "takes minutes; tests of its own run it small",
+            takes_those_flags),
+    Instead("*", "spile serve", "answers until it is stopped: tests of its own ask it", parses),
+    Instead("docs/worlds.md", "spile extract", "sixteen hosts: tests/e2e/test_world.py has three",
+            parses),
+    Instead("docs/fleets.md", "spile extract … --out gs://B/acts --engine ray",
+            "a cluster: tests/chaos/test_ray.py starts one", parses),
+    Instead("docs/fleets.md", "spile supervise", "starts processes: tests/chaos/test_supervised.py",
+            parses),
+    Instead("docs/tpu.md", "spile compile --model DIR", "every option at once, of which some "
+            "exclude others; the example below it runs", parses),
+    Instead("docs/tpu.md", "spile compile --model Qwen2.5-7B", "as many virtual devices as that "
+            "need a process of its own: held against what it prints, beside this", parses),
+)  # fmt: skip
+
+# Blocks that are no commands: page, how the first line begins, and what they are.
+NO_COMMANDS = {
+    ("docs/architecture.md", "corpus ─►"): "a drawing",
+    ("docs/architecture.md", "src/spile/"): "the tree",
+    ("docs/architecture.md", "cli"): "the order of dependencies",
+    ("docs/architecture.md", "spile extract --model M"): "the verbs, a line each",
+    ("docs/deploy.md", "spile launch TARGET"): "the shape of all that follow",
+    ("docs/models.md", "    Family("): "a row of models/families.py: test_commands.py",
+}
+
+# Statements of Python blocks that are not run: page, how they begin, and why not.
+_SERVED = "needs a server: tests/interop/test_serve_rows.py starts one"
+_SPLICED = "docs/sae.md calls a model of its own"
+_TRAINED = "others' trainers have environments of their own: tests/interop/test_trainers.py"
+STATEMENTS = {
+    ("docs/architecture.md", "some = ds.latents"): "docs/latents.md has a dataset of latents",
+    ("docs/architecture.md", "for batch in spile.connect"): _SERVED,
+    ("docs/architecture.md", "m = spile.model"): _SPLICED,
+    ("docs/architecture.md", "loss = m.loss"): _SPLICED,
+    ("docs/reading.md", "for batch in spile.connect"): _SERVED,
+    ("docs/sae.md", "SAETrainer"): _TRAINED,
+    ("docs/sae.md", "trainSAE"): _TRAINED,
+    ("docs/export.md", "LanguageModelSAERunnerConfig"): "SAELens has an environment of its own: "
+    "tests/interop/test_export.py reads and trains with it",
+}
+
+
+def is_no_command(block: Block) -> bool:
+    if re.match(r"spile( \[[^]]*\])?: ", block.first):  # what it prints
+        return True
+    return any(page == block.page and block.first.startswith(start) for page, start in NO_COMMANDS)

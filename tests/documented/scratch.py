@@ -1,0 +1,147 @@
+"""A folder in which documented commands run as they stand: small things of the same names."""
+
+import functools
+import json
+import re
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import saes
+import servers
+import spile
+import tiny
+from chaos.harness import Result, run
+from launches import IMAGE
+from spile.objects import open_objects
+
+EXTRACT = ["--model", "M", "--corpus", "C", "--taps", "T"]
+FEW = ["--max-docs", "6", "--seq-len", "256"]
+TAPS = "resid_post:9+20,mlp_out:12"  # of the datasets that are there; one a layer
+# What stands for something of the reader's own, where no file of that name can.
+_PLACEHOLDERS = {
+    "T": "resid_post:9", "N": "64", "X": "float32", "SECONDS": "1", "FORMAT": "saelens",
+    "REPO": "me/acts", "BRANCH": "next", "IMAGE@sha256:…": IMAGE, "$ID": "0",
+    "arc:DIR": "arc:arc/training",
+}  # fmt: skip
+_BUCKET = re.compile(r"(?:s3|gs)://(?:BUCKET|B)(?=/|$)")
+_READY = ("acts", "acts/demo", "OUT", "acts/latents")  # datasets that pages read, and do not make
+_SAE = "layer_20/width_16k/average_l0_71"
+_ZONE = "us-west4-a"
+
+
+def write_deep_model(folder: Path) -> Path:
+    """A small model with all the layers that pages tap, and a chat template."""
+    model = tiny.write_model(
+        folder, num_hidden_layers=24, intermediate_size=32, max_position_embeddings=2048
+    )
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    )
+    return model
+
+
+def write_datasets(model: Path, folder: Path) -> Path:
+    corpus = tiny.write_corpus(folder / "texts.jsonl", 24)
+    recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps=TAPS, seq_len=256)
+    spile.extract(recipe, str(folder / "acts"))
+    saes.write_sae(folder / _SAE, latents=2048)
+    encoded = replace(recipe, taps="resid_post:20", encode=str(folder / _SAE), latents=128)
+    spile.extract(encoded, str(folder / "latents"))
+    return folder
+
+
+def arc_tasks() -> dict[str, dict[str, object]]:
+    grids = [{"input": [[n, 1], [2, 3]], "output": [[3, 2], [1, n]]} for n in range(4)]
+    return {f"task{n}": {"train": grids[:3], "test": grids[3:]} for n in range(3)}
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where a page's commands run, in order."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+
+    @classmethod
+    def make(cls, folder: Path, model: Path, made: Path, patch: pytest.MonkeyPatch) -> "Scratch":
+        """Every name that pages use for what a reader has; `made`: by `write_datasets`."""
+        for name in ("M", "DIR", "Qwen2.5-0.5B", "gemma-2-2b"):
+            (folder / name).symlink_to(model)
+        config = Path(__file__).parents[1] / "fixtures/configs/Qwen2.5-7B.json"
+        (folder / "Qwen2.5-7B").mkdir()
+        shutil.copy(config, folder / "Qwen2.5-7B/config.json")
+        for name in _READY:
+            shutil.copytree(made / ("latents" if name == "acts/latents" else "acts"), folder / name)
+        shutil.copytree(made / _SAE, folder / _SAE)
+        (folder / "hosts").write_text("host-0\nhost-1\nhost-2\nhost-3\n")
+        texts = [tiny.words(np.random.default_rng(n), 12) for n in range(8)]
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        columns = {"text": texts, "language": ["en"] * 8, "score": [4.0] * 8}
+        for name, table in {
+            "texts/0.parquet": pa.table({**columns, "conversations": chats}),
+            "tokenized/0.parquet": pa.table({"input_ids": [[256, *range(30)]] * 8}),
+        }.items():
+            (folder / name).parent.mkdir()
+            pq.write_table(table, folder / name)
+        rows = pq.read_table(folder / "texts/0.parquet").to_pylist()
+        (folder / "C").mkdir()
+        (folder / "C/docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        ids = np.array([*range(20), tiny.EOS] * 8, np.uint16)
+        for name in ("tokens.bin", "train.bin"):
+            (folder / name).write_bytes(ids.tobytes())
+        (folder / "mine.py").write_text(
+            'def documents():\n    for n in range(6):\n        yield f"text number {n}"\n'
+        )
+        (folder / "arc/training").mkdir(parents=True)
+        for name, task in arc_tasks().items():
+            (folder / f"arc/training/{name}.json").write_text(json.dumps(task))
+        return cls(folder, patch)
+
+    @functools.cached_property
+    def bucket(self) -> str:
+        """What pages call a bucket, with what they read from it."""
+        store = servers.new_gcs_store()
+        objects = open_objects(store)
+        lines = [json.dumps({"id": name, **task}) + "\n" for name, task in arc_tasks().items()]
+        objects.create("tasks.jsonl", "".join(lines).encode())
+        objects.create("texts/docs.jsonl", (self.folder / "C" / "docs.jsonl").read_bytes())
+        return store
+
+    def filled(self, words: list[str]) -> list[str]:
+        """The words of a command with small things in place of the reader's own."""
+        found: list[str] = []
+        for number, word in enumerate(words):
+            word = word.removeprefix("[")
+            if "[" not in word and word.endswith(
+                "]"
+            ):  # a synopsis's option: given, as it first says
+                word = word.removesuffix("]").partition("|")[0]
+            if word in ("…", "..."):
+                found += [_ZONE] if words[number - 1] == "--zone" else self._extract(words)
+            else:
+                found.append(word)
+        named = [_PLACEHOLDERS.get(word, word) for word in found]
+        return [_BUCKET.sub(lambda _: self.bucket, w) if "://" in w else w for w in named]
+
+    def _extract(self, words: list[str]) -> list[str]:
+        """What is left out of a command: all it needs that it does not say itself."""
+        new = f"acts/new-{len([*self.folder.glob('acts/new-*')])}"
+        out = "gs://bucket/acts" if "launch" in words else new
+        needed = zip(EXTRACT[::2], EXTRACT[1::2], strict=True)
+        pairs = [pair for pair in (*needed, ("--out", out)) if pair[0] not in words]
+        return [word for pair in pairs for word in pair]
+
+    def spile(self, words: list[str]) -> Result:
+        """Run it here; of extractions a few documents alone."""
+        shutil.rmtree(self.folder / "DEST", ignore_errors=True)  # each makes its own
+        if words[0] == "extract" and "--model" in words:  # so does a page that says how
+            out = words[words.index("--out") + 1]
+            if out in _READY:
+                shutil.rmtree(self.folder / out, ignore_errors=True)
+        return run(*words, *(FEW if words[0] in ("extract", "plan") else ()))

@@ -1,0 +1,82 @@
+"""`make docs`: the site builds without a warning, and its reference is the code's."""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import spile
+import tiny
+from documented.pages import ROOT
+from documented.test_commands import verbs_of
+from spile import cli
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `make docs` does, from a copy."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("reference"))
+    lines = re.findall(r"^\t\$\(BIN\)/(.*)$", _recipe("docs"), re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        program, *words = line.replace("scripts/", f"{ROOT}/scripts/").split()
+        result = subprocess.run(
+            [Path(sys.executable).with_name(program), *words],
+            cwd=folder, env=tiny.environment(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def _recipe(target: str) -> str:
+    return (ROOT / "Makefile").read_text().split(f"\n{target}:")[1].split("\n\n")[0] + "\n"
+
+
+def test_every_page_is_in_the_navigation_and_is_built(site: Path) -> None:
+    named = re.findall(r": ([\w/]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    written = {str(page.relative_to(site / "docs"))[:-3] for page in (site / "docs").rglob("*.md")}
+    assert {*named} == written
+    for page in named:
+        assert (site / "site" / f"{page}.html").stat().st_size > 1000
+    assert yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_dir"] == "site"
+
+
+def test_the_reference_has_every_verb_and_flag(site: Path) -> None:
+    page = (site / "docs/reference/cli.md").read_text()
+
+    def check(parser: argparse.ArgumentParser, name: str) -> None:
+        section = page.split(f"`{name}`\n" if name != "spile" else "# Command line\n")[1]
+        section = re.split(r"^#+ `", section, maxsplit=1, flags=re.MULTILINE)[0]
+        for action in parser._actions:
+            for flag in action.option_strings:
+                assert f"`{flag}" in section or flag in ("-h", "--help"), (name, flag)
+        for word, sub in verbs_of(parser).items():
+            check(sub, f"{name} {word}")
+
+    check(cli._parser(), "spile")  # pyright: ignore[reportPrivateUsage]
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    page = (site / "docs/reference/python.md").read_text()
+    for name in spile.__all__:
+        assert name.startswith("__") or f"## `spile.{name}`" in page
+    for method in (name for name in vars(spile.Dataset) if not name.startswith("_")):
+        assert re.search(rf"^{method}\(|\*\*`{method}`\*\*", page, re.MULTILINE), method
+
+
+def test_a_broken_link_fails_the_build(site: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(site, tmp_path / "broken")
+    with (broken / "docs" / "index.md").open("a") as page:
+        page.write("\n[nowhere](nowhere.md)\n")
+    program = Path(sys.executable).with_name("zensical")
+    result = subprocess.run(
+        [program, "build", "--strict"], cwd=broken, capture_output=True, check=False
+    )
+    assert result.returncode != 0

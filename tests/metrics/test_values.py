@@ -1,0 +1,64 @@
+"""What is reported of two moments: sums, rates between them, and nothing that is not known."""
+
+import math
+
+import pytest
+
+from spile.metrics.names import NAMES, described
+from spile.metrics.values import tap_counts, values_between
+
+
+def test_a_run_of_which_nothing_is_known_reports_its_sums_alone() -> None:
+    assert values_between({}, {}, 1.0) == {
+        "progress/tokens": 0, "progress/documents": 0, "progress/units": 0, "progress/bytes": 0,
+        "store/retries": 0,
+    }  # fmt: skip
+
+
+def test_rates_are_of_the_time_between() -> None:
+    before = {"computed": 1000, "bytes": 10**9, "waited_for_text": 1.0, "uploaded": 0}
+    now = {"computed": 3000, "bytes": 4 * 10**9, "waited_for_text": 2.0, "uploaded": 10**9}
+    found = values_between(before, now, 2.0)
+    assert (found["rate/tokens"], found["rate/write"]) == (1000, 1.5)
+    assert (found["rate/upload"], found["wait/text_share"]) == (0.5, 0.5)
+    assert found["progress/bytes"] == 4 * 10**9
+    assert "rate/d2h" not in found, "where the host is the device nothing is copied"
+
+
+def test_utilization_is_arithmetic_against_the_peak() -> None:
+    now = {"computed": 2000, "flops_per_token": 3e9, "peak_flops": 6e12}
+    assert values_between({}, now, 2.0)["device/mfu"] == pytest.approx(0.5)
+    assert "device/mfu" not in values_between({}, {"computed": 2000}, 2.0)
+
+
+def test_shares_and_efficiency_are_of_what_grew() -> None:
+    before = {"device_busy": 5.0, "device_idle": 5.0, "stepped": 50, "positions": 100}
+    now = {"device_busy": 8.0, "device_idle": 6.0, "stepped": 140, "positions": 200}
+    found = values_between(before, now, 4.0)
+    assert (found["device/busy_share"], found["device/idle_share"]) == (0.75, 0.25)
+    assert found["packing/efficiency"] == 0.9
+    assert "packing/efficiency" not in values_between(now, now, 4.0)
+
+
+def test_norms_are_of_the_time_between_and_nonfinite_values_of_all_time() -> None:
+    before = tap_counts("embed", 10, 100.0, 2)
+    now = tap_counts("embed", 30, 200.0, 3)
+    found = values_between(before, now, 1.0)
+    assert (found["tap/mean_norm/embed"], found["tap/nonfinite/embed"]) == (5.0, 3)
+    assert "tap/mean_norm/embed" not in values_between(now, now, 1.0)
+
+
+def test_a_norm_that_is_no_number_is_not_reported() -> None:
+    found = values_between({}, tap_counts("embed", 10, math.nan, 3), 1.0)
+    assert "tap/mean_norm/embed" not in found and found["tap/nonfinite/embed"] == 3
+
+
+def test_every_value_has_a_name_in_the_table() -> None:
+    counted = (
+        "computed copied bytes uploaded waited_for_text waited_for_writing memory_used "
+        "queue_write memory_limit peak_flops flops_per_token uploading spooled reading "
+        "preparing prepared device_busy device_idle positions stepped"
+    )
+    now = {**dict.fromkeys(counted.split(), 1.0), **tap_counts("embed", 1, 1.0, 1)}
+    found = {described(name)[0] for name in values_between({}, now, 1.0)}
+    assert found == set(NAMES) - {"tap/max_abs"}, "which the counters themselves name"
