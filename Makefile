@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= acts/demo
 
-.PHONY: demo test lint chaos bench wheel clean
+.PHONY: demo test lint chaos bench docs wheel clean
 
 demo: $(VENV)/.spile
 	$(BIN)/spile extract --model demo --corpus demo --taps resid_post:9,mlp_out:9 \
@@ -12,7 +12,7 @@ demo: $(VENV)/.spile
 
 test: lint $(VENV)/.saelens
 	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
-	  $(BIN)/pytest -n 2 --dist worksteal
+	  $(BIN)/pytest -n 3 --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -22,9 +22,15 @@ lint: $(VENV)/.dev
 
 chaos: $(VENV)/.dev
 	$(BIN)/pytest -n 2 --dist worksteal tests/chaos --chaos-full
+	$(BIN)/pytest -n 2 --dist worksteal -m full tests --ignore tests/chaos --chaos-full
+	$(BIN)/pytest tests/engine/test_mesh.py --chaos-full
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/cpu.py
+
+docs: $(VENV)/.dev
+	$(BIN)/python scripts/make_reference.py docs/reference
+	$(BIN)/zensical build --strict --clean
 
 wheel: $(VENV)/.dev
 	$(BIN)/pip wheel -q --no-deps -w dist .
@@ -44,4 +50,4 @@ $(VENV)/.saelens: Makefile | $(VENV)/.spile
 	-$(VENV)/saelens/bin/pip install -q torch==2.13.0 sae-lens==6.54.12 && touch $@
 
 clean:
-	rm -rf $(VENV) dist acts .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist site docs/reference .cache acts .pytest_cache .ruff_cache

@@ -1,7 +1,11 @@
 """Tests run hostile: strict dtype promotion, no implicit rank promotion, warnings are errors."""
 
+import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import jax
 import pytest
 
@@ -13,6 +17,42 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-full", action="store_true", help="run the full number of kills")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The suite tries the same examples every time; `make chaos` others."""
+    hypothesis.settings.register_profile("suite", derandomize=True, database=None)
+    if not config.getoption("--chaos-full"):
+        hypothesis.settings.load_profile("suite")
+        # LLVM's would be a good part of the suite's time; `make chaos` runs what users run.
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes start
+    _compile_once(config)
+
+
+def _compile_once(config: pytest.Config) -> None:
+    """Each program is compiled once for all processes of a session: tests repeat themselves."""
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if not folder:
+        made = tempfile.TemporaryDirectory(prefix="spile-xla-", ignore_cleanup_errors=True)
+        config.add_cleanup(made.cleanup)
+        folder = made.name
+    settings: dict[str, Any] = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--chaos-full"):
+        return
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason="one more of its kind: --chaos-full"))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,16 +16,17 @@ import numpy as np
 import xxhash
 
 import tiny
-from spile.config import ResolvedRecipe
-from spile.data.rows import RowFilter
 from spile.index import END, FIRST, INDEX_DTYPE, LAST
 from spile.objects import LocalObjects
+from spile.resolved import ResolvedRecipe
 from spile.store import format as fmt
+from spile.store.documents import encode_documents
 from spile.store.format import Done, Shard, TapInfo
 from spile.store.ledger import Ledger, Table
 from spile.store.stats import TapStats, merged
 from spile.store.writer import UnitWriter
 from spile.tensors import DTYPES_BY_NAME
+from spile.where import RowFilter
 
 Taps = Mapping[str, int | TapInfo]  # an integer: so many values of the recipe's dtype
 
@@ -143,7 +145,7 @@ def make_table(
             "corpus_source": "/corpora/tiny.jsonl",
             "model": {"config": "c0ffee", "weights": "f00d"},
             "corpus": ("12-ab",),
-            "taps": tuple(taps),
+            "taps": tuple(dict.fromkeys(re.sub("_latents|_latent_ids", "", tap) for tap in taps)),
             "where": None,
             "every": None,
             "seq_len": 8,
@@ -212,7 +214,22 @@ def kept(table: Table, read: np.ndarray) -> np.ndarray:
     return read[RowFilter(table.recipe.where, table.recipe.every).mask(read)]
 
 
+# An encoded tap of forty latents, four of which are kept of each row.
+LATENTS: Taps = {
+    "mlp_out_latents.1": TapInfo((4,), "float32", latents=40),
+    "mlp_out_latent_ids.1": TapInfo((4,), "int16", latents=40),
+    "resid_post.0": TapInfo((6,), "float32", ("blocks.0.hook_resid_post",)),
+}
+ENCODED: dict[str, Any] = {"encode": {"mlp_out.1": "topk 40 1-ab"}}
+
+
 def random_rows(rng: np.random.Generator, count: int, info: TapInfo) -> np.ndarray:
+    if info.latents and info.dtype == "int16":
+        ids = [rng.permutation(info.latents)[: info.width] for _ in range(count)]
+        return np.array(ids, np.int16).reshape(count, info.width)
+    if info.latents:  # of some rows, fewer are active
+        found = np.maximum(rng.integers(-7, 9, (count, info.width)), 0)
+        return -np.sort(-found, axis=1).astype(DTYPES_BY_NAME[info.dtype])
     values = rng.standard_normal((count, *info.shape)) * 3 + 1
     return (values * 100 if info.dtype == "int16" else values).astype(DTYPES_BY_NAME[info.dtype])
 
@@ -235,6 +252,25 @@ def describe(rows: np.ndarray) -> TapStats:
         norm_sum=float(np.sqrt((wide**2).sum(axis=1)).sum()),
         max_abs=float(np.abs(wide).max()),
         nonfinite=int(np.count_nonzero(~np.isfinite(wide))),
+    )
+
+
+def describe_documents(table: Table, unit: int, read: np.ndarray) -> dict[str, np.ndarray]:
+    """The documents table of a unit, with made-up values of whatever columns are kept: texts, but
+    in `mixed` of every other unit numbers."""
+    entry = table.units[unit]
+    docs = range(entry["first_doc"], entry["first_doc"] + entry["num_docs"])
+    tokens = [int(np.count_nonzero(read["doc"] == doc)) for doc in docs]
+    return encode_documents(
+        docs=docs,
+        tokens=tokens,
+        skipped=[None if count else "no tokens" for count in tokens],
+        previews=[f"text of {doc}"[: table.recipe.preview] for doc in docs],
+        kept={
+            name: [doc if name == "mixed" and not unit % 2 else f"{name}-{doc}" for doc in docs]
+            for name in table.recipe.keep
+        },
+        index=kept(table, read),
     )
 
 
@@ -270,6 +306,7 @@ def write_unit(
     missing = table.units[unit]["num_docs"] - documents
     done = writer.finish(
         **{
+            "table": describe_documents(table, unit, read),
             "fingerprint": table.fingerprint,
             "tokens": len(read),
             "documents": documents,
@@ -366,6 +403,7 @@ def reseal(stored: Stored, unit: int, **changes: Any) -> None:
         "shards": tuple(refreshed(shard) for shard in done.shards),
         "index": refreshed(done.index),
         "statistics": refreshed(done.statistics),
+        "documents_table": refreshed(done.documents_table),
     }
     forged = dataclasses.replace(done, **{**parts, **changes})
     objects.delete(fmt.done_key(unit))

@@ -9,7 +9,6 @@ import pytest
 
 from spile.config import (
     Recipe,
-    ResolvedRecipe,
     Runtime,
     build,
     canonical_json,
@@ -18,6 +17,7 @@ from spile.config import (
     parse_count,
 )
 from spile.errors import ConfigError
+from spile.resolved import ResolvedRecipe
 
 RESOLVED = ResolvedRecipe(
     model_source="models/a",
@@ -55,7 +55,13 @@ OTHER: dict[str, Any] = {
     "special_tokens": "bos",
     "text_column": "text",
     "text_documents": "file",
+    "tokens_column": "input_ids",
+    "tokens_dtype": "uint32",
+    "doc_separator": "none",
     "template_source": "b.jinja",
+    "encode_source": "saes/b",
+    "encode": {"embed": "topk 16 2-cd"},
+    "latents": 8,
     "messages": "chats",
     "prompt_column": "question",
     "response_column": "answer",
@@ -65,6 +71,7 @@ OTHER: dict[str, Any] = {
     "template": "b2",
     "generation_prompt": True,
     "filter": "score > 1",
+    "shuffle_docs": 0,
     "fraction": 0.5,
     "holdout": 0.5,
     "part": "holdout",
@@ -72,6 +79,8 @@ OTHER: dict[str, Any] = {
     "min_tokens": 1,
     "max_doc_tokens": 1,
     "max_doc_bytes": 1,
+    "keep": ("id", "url"),
+    "preview": 0,
     "max_docs": 1,
     "max_tokens": 1,
     "unit_tokens": 64_001,

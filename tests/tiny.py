@@ -129,8 +129,12 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def environment() -> dict[str, str]:
-    """Processes under test run on the CPU and warn about nothing."""
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "default"}
+    """Processes under test run on the CPU and warn about nothing.
+
+    (But jax may: of a program that another process is just adding to the tests' cache.)
+    """
+    warnings = "default,ignore:Error reading persistent compilation cache"
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": warnings}
 
 
 def free_port() -> int:

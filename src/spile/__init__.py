@@ -10,13 +10,17 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from spile.config import Recipe, Runtime
+    from spile.engine.feed import stream
     from spile.engine.local import extract
+    from spile.engine.model import Model as model
     from spile.index import FLAGS
+    from spile.interop.connect import connect
     from spile.interop.export import export
     from spile.store.reader import Dataset
     from spile.store.reader import open_dataset as open
 
-__all__ = ["FLAGS", "Dataset", "Recipe", "Runtime", "__version__", "export", "extract", "open"]
+__all__ = ["FLAGS", "Dataset", "Recipe", "Runtime", "__version__", "connect", "export", "extract",
+           "model", "open", "stream"]  # fmt: skip
 
 # Resolved on first use: reading needs no jax, and `import spile` should cost nothing.
 _HOMES = {
@@ -24,9 +28,12 @@ _HOMES = {
     "FLAGS": ("spile.index", "FLAGS"),
     "Recipe": ("spile.config", "Recipe"),
     "Runtime": ("spile.config", "Runtime"),
+    "connect": ("spile.interop.connect", "connect"),
     "export": ("spile.interop.export", "export"),
     "extract": ("spile.engine.local", "extract"),
+    "model": ("spile.engine.model", "Model"),
     "open": ("spile.store.reader", "open_dataset"),
+    "stream": ("spile.engine.feed", "stream"),
 }
 
 

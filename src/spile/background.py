@@ -87,6 +87,11 @@ class Producer(Generic[T]):
                 raise item
             yield item[0]
 
+    @property
+    def waiting(self) -> int:
+        """Items that are made and not taken."""
+        return self._queue.qsize()
+
     def close(self) -> None:
         """Stop the thread; items not taken are dropped."""
         self._stop.set()
@@ -119,6 +124,11 @@ class Consumer(Generic[T]):
     def put(self, item: T) -> None:
         self.check()
         self._queue.put((item,))
+
+    @property
+    def waiting(self) -> int:
+        """Items that were put and not taken."""
+        return self._queue.qsize()
 
     def check(self) -> None:
         """Raise the handler's error, if it has failed."""

@@ -4,25 +4,23 @@ In a `Recipe` a field left at None means "not given": it is taken from the store
 settled by `engine/resolve.py` otherwise.
 """
 
-import dataclasses
 import difflib
-import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from spile.errors import ConfigError
-from spile.options import LIMIT, Options, flag_of, option, parse_count, shown
+from spile.options import Options, flag_of, option, parse_count, shown
 
-__all__ = ["Recipe", "ResolvedRecipe", "Runtime", "build", "canonical_json", "flag_of", "load_toml",
-           "parse_count"]  # fmt: skip
+__all__ = ["Recipe", "Runtime", "build", "canonical_json", "flag_of", "load_toml", "parse_count"]
 
 STORE_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3", "int8")
 COMPUTE_DTYPES = ("bfloat16", "float32")
 MAX_DOC_BYTES = 64 << 20
+PREVIEW = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +37,23 @@ class Recipe(Options):
     )
     corpus: str | None = option(
         None,
-        "'demo'; a file, directory or glob of Parquet, JSONL, JSON or text (.gz and .zst too), or "
-        "its URL; a dataset of the Hub, OWNER/NAME[:CONFIG[:SPLIT]]; a program, FILE.py:FUNCTION; "
-        "ARC tasks, arc:PATH",
+        "'demo'; a file, directory or glob of Parquet, Arrow, JSONL, JSON or text (.gz and .zst "
+        "too), of token ids in Parquet, Arrow or .bin, or its URL; a dataset of the Hub, "
+        "OWNER/NAME[:CONFIG[:SPLIT]], or of any kind of files, datasets:OWNER/NAME…; a program, "
+        "FILE.py:FUNCTION; ARC tasks, arc:PATH",
     )
     taps: str | None = option(
         None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
     )
+    encode: str | None = option(
+        None,
+        "store sparse latents in place of a tap's rows: directory or URL of a sparse autoencoder "
+        "(SAELens, Gemma Scope), of one for each tap, or TAP=DIR, comma separated",
+    )
+    latents: int | None = option(
+        None, "latents to store of each row, the largest [the encoder's own k, or 64]",
+        kind="count", minimum=1,
+    )  # fmt: skip
     where: str | None = option(
         None,
         "keep only these rows, e.g. 'not bos and pos >= 1', or 'end' for the last token of each "
@@ -99,10 +107,25 @@ class Recipe(Options):
         None, "in plain text files a document is a line or the whole file [line]",
         choices=("line", "file"),
     )  # fmt: skip
+    tokens_column: str | None = option(
+        None, "column of token ids, which are read as they are [input_ids or tokens, where no "
+        "column is of strings]",
+    )  # fmt: skip
+    tokens_dtype: str | None = option(
+        None, "of .bin files [uint16 where the vocabulary fits]", choices=("uint16", "uint32")
+    )
+    doc_separator: str | None = option(
+        None, "in .bin files: eos or an id ends a document, bos begins one; none: each is "
+        "--seq-len tokens [eos]",
+    )  # fmt: skip
     filter: str | None = option(
         None,
         "only documents whose columns are so, e.g. \"language == 'en' and score >= 3\"",
     )
+    shuffle_docs: int | None = option(
+        None, "seed: units in an order drawn from the whole corpus, not that of its files, so that "
+        "--max-docs and --max-tokens are a sample of it", kind="count", minimum=0,
+    )  # fmt: skip
     fraction: float | None = option(
         None, "only this share of the documents, chosen by a hash of the text", kind="share"
     )
@@ -125,6 +148,14 @@ class Recipe(Options):
     )
     max_doc_bytes: int | None = option(
         None, "only documents of at most so many bytes [64MiB]", kind="size", minimum=1
+    )
+    keep: str | None = option(
+        None,
+        "columns or keys to keep of each document, comma separated, or none [id and url, where "
+        "they are; all that a program says of its documents]",
+    )
+    preview: int | None = option(
+        None, "characters of each document's text to keep [200]", kind="count", minimum=0
     )
     max_docs: int | None = option(
         None, "only the first N documents of the corpus", kind="count", minimum=1
@@ -174,6 +205,14 @@ class Runtime(Options):
     threads: int | None = option(
         None, "threads that tokenize [all cores but one]", kind="count", minimum=1, auto=True
     )
+    render_processes: int | None = option(
+        None,
+        "processes that render chats, beside the threads that tokenize [1 for each 4 cores, to 8; "
+        "none with fewer than 8]",
+        kind="count",
+        minimum=0,
+        auto=True,
+    )
     write_threads: int = option(4, "taps written side by side [4]", kind="count", minimum=1)
     queue_depth: int = option(
         2, "batches waiting between two stages; bounds memory [2]", kind="count", minimum=1
@@ -183,11 +222,21 @@ class Runtime(Options):
         "local directory where what goes to a bucket waits for its upload, so that a slow network "
         "does not stop the device [memory]",
     )
+    cache: str | None = option(
+        None,
+        "directory where corpora are kept that the `datasets` library reads, made into Parquet "
+        "[SPILE_CACHE/datasets]",
+    )
     max_bytes: int | None = option(
         None,
         "end, at a unit's end, before the whole dataset is larger than this, e.g. 2TB",
         kind="size",
         minimum=1,
+    )
+    share: str | None = option(
+        None,
+        "I/N, from 0: this machine does the I-th of N shares of the units first, then helps with "
+        "what is unfinished [MACHINE_ID/TOTAL_MACHINES]",
     )
     stale_after: int = option(
         30,
@@ -242,94 +291,20 @@ class Runtime(Options):
     allow_nonfinite: bool = option(
         False, "keep rows with NaN or infinity instead of stopping", kind="switch"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedRecipe:
-    """A recipe with nothing left open: what is stored, fingerprinted and compared on resume.
-
-    `model_source`, `lora_source` and `corpus_source` say where things were found; paths are not
-    identity, so they are kept but not fingerprinted.
-    """
-
-    model_source: str
-    lora_source: str | None
-    corpus_source: str
-    template_source: str | None = None
-    model: Mapping[str, str]
-    corpus: tuple[str, ...]
-    taps: tuple[str, ...]
-    where: str | None
-    every: int | None
-    seq_len: int
-    pack: str
-    long_docs: str
-    special_tokens: str
-    text_column: str | None
-    text_documents: str
-    messages: str | None = None
-    prompt_column: str | None = None
-    response_column: str | None = None
-    prompt_prefix: str | None = None
-    prompt_suffix: str | None = None
-    system: str | None = None
-    template: str | None = None  # its hash
-    generation_prompt: bool = False
-    filter: str | None = None
-    fraction: float | None = None
-    holdout: float | None = None
-    part: str = "rest"
-    dedupe: bool = False
-    min_tokens: int | None = None
-    max_doc_tokens: int | None = None
-    max_doc_bytes: int = MAX_DOC_BYTES
-    max_docs: int | None
-    max_tokens: int | None
-    unit_tokens: int
-    compute_dtype: str
-    store_dtype: str
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether every token the model reads is stored."""
-        return self.where is None and self.every in (None, 1)
-
-    def identity(self) -> dict[str, Any]:
-        """The fields that define the dataset, as JSON values."""
-        everything = self.to_json()
-        return {k: v for k, v in everything.items() if not k.endswith("_source")}
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(canonical_json(self.identity())).hexdigest()
-
-    def to_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "ResolvedRecipe":
-        known = {f.name for f in fields(cls)}
-        if set(value) != known:
-            odd = sorted(set(value) ^ known)
-            raise ConfigError(f"stored recipe has missing or unknown fields: {', '.join(odd)}")
-        parts = dict(value)
-        parts["taps"], parts["corpus"] = tuple(parts["taps"]), tuple(parts["corpus"])
-        recipe = cls(**parts)
-        for f in fields(cls):
-            if not _fits(parts[f.name], f.type):
-                raise ConfigError(f"stored recipe has no usable {f.name}: {shown(parts[f.name])}")
-        return recipe
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of a field's type; a number is above zero."""
-    if kind == tuple[str, ...]:
-        return all(type(part) is str for part in value)
-    if kind == Mapping[str, str]:
-        values = cast(dict[str, Any], value).values() if isinstance(value, dict) else [None]
-        return all(type(part) is str for part in values)
-    if type(value) is int and not 0 < value < LIMIT:
-        return False
-    return isinstance(value, kind) and (type(value) is not bool or kind is bool)
+    metrics: str | None = option(
+        None,
+        "where the run's metrics go, comma separated: tensorboard:DIR, wandb[:PROJECT], "
+        "prometheus:[HOST:]PORT, or another backend that is installed",
+    )
+    metrics_every: int = option(10, "seconds between metrics [10]", kind="count", minimum=1)
+    metrics_from: str = option(
+        "leader", "of joined processes, which report metrics [leader]", choices=("leader", "all")
+    )
+    run_name: str | None = option(None, "what metrics call this run [the last part of --out]")
+    profile: str | None = option(
+        None, "steps=FIRST:END[,dir=DIR]: trace these steps of the device, from 0, END excluded "
+        "[dir: spile-profile]",
+    )  # fmt: skip
 
 
 def canonical_json(value: Any) -> bytes:
@@ -337,7 +312,7 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def load_toml(path: Path) -> dict[str, Any]:
+def load_toml(path: Path, more: Collection[str] = ()) -> dict[str, Any]:
     """The options of a TOML file, keys spelled as the flags are (dashes or underscores)."""
     try:
         raw = tomllib.loads(path.read_text("utf-8"))
@@ -347,7 +322,7 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: is nested too deeply") from None
     except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
         raise ConfigError(f"--config {path}: {error}") from None
-    known = {*Recipe.names(), *Runtime.names(), "out"}
+    known = {*Recipe.names(), *Runtime.names(), "out", *more}
     options: dict[str, Any] = {}
     for key, value in raw.items():
         name = key.replace("-", "_")

@@ -34,6 +34,7 @@ def test_the_cpu_benchmark_prints_a_ratio_for_every_setting() -> None:
         assert all(float(ratio) > 0 for ratio in rates.values())
 
 
+@pytest.mark.full
 def test_the_gpu_benchmark_prints_rates_and_ratios_on_a_cpu_too(tmp_path: Path) -> None:
     small = ["--shape", "tiny", "--seconds", "0.1", "--taps", "1", "--batch-tokens", "1024"]
     few = ["--peers", "", "--profile", "0", "--sink-bytes", "1e6"]

@@ -226,17 +226,24 @@ def test_a_plan_prices_what_a_bucket_keeps(extracted: Any) -> None:
     flags = ["--model", recipe.model, "--corpus", recipe.corpus, "--taps", TAPS]
     for kind, price in (("s3", 0.023), ("gs", 0.020)):
         out = STORES[kind]()
-        plan = run("plan", *flags, "--out", out, "--json")
+        plan = run("plan", "--calibrate", "off", *flags, "--out", out, "--json")
         assert plan.code == 0, plan.err
         cost = plan.json
         assert cost["monthly_dollars"] == pytest.approx(price * cost["total_bytes"] / 2**30)
         assert "http" in cost["priced_as"]
         assert cost["host_bytes"] > 16 * (64 << 20), "what waits to be uploaded"
-        spooled = run("plan", *flags, "--out", out, "--spool", "/nowhere", "--json").json
+        spooled = run(
+            "plan", "--calibrate", "off", *flags, "--out", out, "--spool", "/nowhere", "--json"
+        ).json
         assert spooled["host_bytes"] < 16 * (64 << 20)
         assert list(open_objects(out).list()) == [], "nothing is left there"
-        assert "a month" in run("plan", *flags, "--out", out).out
-    assert run("plan", *flags, "--out", "memory://x", "--json").json["monthly_dollars"] is None
+        assert "a month" in run("plan", "--calibrate", "off", *flags, "--out", out).out
+    assert (
+        run("plan", "--calibrate", "off", *flags, "--out", "memory://x", "--json").json[
+            "monthly_dollars"
+        ]
+        is None
+    )
 
 
 @pytest.mark.parametrize("verb", ["plan", "extract"])

@@ -44,12 +44,15 @@ OTHER: dict[str, tuple[Any, str, str]] = {
     "text_column": ("body", "text", "body"),
     "text_documents": ("file", "line", "file"),
     "filter": ("body != ''", "None", "body"),
+    "shuffle_docs": (7, "None", "7"),
     "fraction": (0.9, "None", "0.9"),
     "holdout": (0.1, "None", "0.1"),
     "dedupe": (True, "False", "True"),
     "min_tokens": (2, "None", "2"),
     "max_doc_tokens": (500, "None", "500"),
     "max_doc_bytes": (1000, "67108864", "1000"),
+    "keep": ("url", "[]", "['url']"),
+    "preview": (0, "200", "0"),
     "max_docs": (11, "12", "11"),
     "max_tokens": (700, "600", "700"),
     "unit_tokens": (201, "200", "201"),
@@ -105,7 +108,11 @@ def refused(work: Work, out: Path, *named: object, code: int = 2, **changes: Any
 def test_every_field_of_the_recipe_is_tried() -> None:
     chats = {"messages", "prompt_column", "response_column", "prompt_prefix", "prompt_suffix",
              "system", "template", "generation_prompt"}  # fmt: skip
-    assert {*OTHER, *chats, "part", "model", "lora", "corpus"} == set(Recipe.names())
+    ids = {"tokens_column", "tokens_dtype", "doc_separator"}  # of no text: test_token_ids.py
+    encoders = {"encode", "latents"}  # test_encode.py
+    assert {*OTHER, *chats, *ids, *encoders, "part", "model", "lora", "corpus"} == set(
+        Recipe.names()
+    )
 
 
 def test_the_other_part_of_a_corpus_is_another_dataset(

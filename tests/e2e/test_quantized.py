@@ -14,6 +14,7 @@ import pytest
 import spile
 import tiny
 from chaos.harness import Work, check_refused, check_same, check_sound, files, launch, run
+from marks import some
 from spile.config import STORE_DTYPES
 from spile.objects import LocalObjects
 from spile.store.format import COMPRESSED, SCALES
@@ -129,7 +130,7 @@ def test_compressed_rows_are_bit_for_bit_those_of_an_uncompressed_run(
     check_same(made.forms["compressed"], tmp_path / "out")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some(FORMS, "int8"))
 def test_a_killed_run_goes_on_to_the_same_dataset(
     form: str, made: Made, begun: Callable[[str, Path], None], tmp_path: Path
 ) -> None:
@@ -144,7 +145,7 @@ def test_a_killed_run_goes_on_to_the_same_dataset(
     check_same(out, made.forms[form])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", some(FORMS, "float8"))
 def test_the_other_compression_may_go_on_and_rows_stay_the_same(
     form: str, made: Made, begun: Callable[[str, Path], None], tmp_path: Path
 ) -> None:
@@ -157,7 +158,7 @@ def test_the_other_compression_may_go_on_and_rows_stay_the_same(
     check_same(out, made.forms[form])
 
 
-@pytest.mark.parametrize("place", ["heartbeat", "commit before"])
+@pytest.mark.parametrize("place", some(["heartbeat", "commit before"], "commit before"))
 def test_scales_that_a_killed_run_measured_are_the_next_ones(
     place: str, made: Made, tmp_path: Path
 ) -> None:
@@ -231,8 +232,8 @@ def test_plan_prices_every_form_about_as_it_is_then_stored(tmp_path: Path) -> No
     options = {"taps": "embed", "seq_len": 128, "compute_dtype": "float32"}
     work = Work(model, corpus, options)
     flags = work.flags(tmp_path / "planned", store_dtype="bfloat16")
-    printed = run("plan", *flags).out
-    prices = run("plan", *flags, "--json").json["bytes_by_dtype"]
+    printed = run("plan", "--calibrate", "off", *flags).out
+    prices = run("plan", "--calibrate", "off", *flags, "--json").json["bytes_by_dtype"]
     assert set(prices) == set(STORE_DTYPES)
     lines = [line.split() for line in printed.splitlines()]
     for dtype in STORE_DTYPES:

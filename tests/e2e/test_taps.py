@@ -126,6 +126,7 @@ def test_names_of_other_tools_are_stored_and_understood(made: tuple[Work, Path])
         "shape": [4, 12],
         "dtype": "float32",
         "aliases": ["blocks.1.attn.hook_q", "blocks.1.attn.q.hook_out"],
+        "latents": 0,
     }
     assert stored["resid_post.0"]["aliases"] == [
         "blocks.0.hook_resid_post", "blocks.0.hook_out", "hidden_states[1]", "aux_hidden_states[1]",

@@ -160,16 +160,16 @@ def test_plan_notes_taps_that_are_easily_overlooked(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     flags = Work(model, corpus, LARGE).flags(tmp_path / "out")
-    shown = one_line(tiny.spile("plan", *flags).stdout)
+    shown = one_line(tiny.spile("plan", "--calibrate", "off", *flags).stdout)
     for note in NOTES:
         assert note in shown
-    cost = run("plan", *flags, "--json").json
+    cost = run("plan", "--calibrate", "off", *flags, "--json").json
     assert len(cost["warnings"]) == 2
     for note, warning in zip(NOTES, cost["warnings"], strict=True):
         assert f"note: {warning}".startswith(note)
     quiet = Work(model, corpus, {**LARGE, "taps": "resid_post:all,logprob"})
     for arguments in (["--json"], []):
-        result = run("plan", *quiet.flags(tmp_path / "out"), *arguments)
+        result = run("plan", "--calibrate", "off", *quiet.flags(tmp_path / "out"), *arguments)
         assert result.code == 0 and "note:" not in result.out
         assert not arguments or result.json["warnings"] == []
 
@@ -182,10 +182,10 @@ def test_plan_counts_the_rows_that_are_kept(
     flags: dict[str, Any], share: float | None, model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     work = Work(model, corpus, {"taps": "resid_post:1,q:0", "seq_len": 64, **flags})
-    cost = run("plan", *work.flags(tmp_path / "out"), "--json").json
-    shown = one_line(run("plan", *work.flags(tmp_path / "out")).out)
+    cost = run("plan", "--calibrate", "off", *work.flags(tmp_path / "out"), "--json").json
+    shown = one_line(run("plan", "--calibrate", "off", *work.flags(tmp_path / "out")).out)
     assert f"rows to keep {cost['rows']:,} " in shown
-    assert f"tokens (estimated) {cost['tokens']:,} " in shown
+    assert f"tokens {cost['tokens']:,} " in shown
     assert cost["documents"] == 40
     per_row = {"resid_post.1": 64, "q.0": 64}
     assert cost["bytes_per_tap"] == {tap: cost["rows"] * size for tap, size in per_row.items()}
@@ -238,6 +238,7 @@ def test_check_says_how_far_each_tap_is_and_where_things_may_be(
     check_sound(checked)
 
 
+@pytest.mark.full
 def test_check_of_a_faulty_dataset_names_the_tap_and_fails(checked: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(checked, tmp_path / "out"))
     stored = Stored(out, Ledger(LocalObjects(out)).table(), [], np.zeros(0), {}, [])
@@ -330,7 +331,7 @@ def test_convert_makes_a_model_that_the_other_verbs_take(corpus: Path, tmp_path:
     vocab = {**{c: i for i, c in enumerate(alphabet)}, "in": 258, "th": 259}
     assert ids.tolist() == [vocab[piece] for piece in pieces]
     work, out = Work(dest, corpus, {"taps": "resid_post:1", "max_docs": 5}), tmp_path / "out"
-    assert run("plan", *work.flags(out), "--json").json["documents"] == 5
+    assert run("plan", "--calibrate", "off", *work.flags(out), "--json").json["documents"] == 5
     work.extract(out, compute_dtype="float32")
     agreed = run("check", out, "--json", "--samples", 2)
     assert (agreed.code, agreed.json["ok"]) == (0, True)

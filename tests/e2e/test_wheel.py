@@ -1,11 +1,8 @@
 """What people install: a wheel that is whole, and a reader that needs no jax."""
 
 import json
-import os
-import subprocess
 import sys
 import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
@@ -13,51 +10,16 @@ import pytest
 
 import spile
 from chaos.harness import Work
+from installing import ROOT, call, make_environment
 
-ROOT = Path(__file__).parents[2]
 ABSENT = ("jax", "jaxlib", "torch", "transformers")
-
-
-def clean_environment() -> dict[str, str]:
-    left_out = ("PYTHONPATH", "VIRTUAL_ENV")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**kept, "JAX_PLATFORMS": "cpu"}
-
-
-def call(*command: object, cwd: Path) -> str:
-    result = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT)
-    call(*pip, cwd=folder)
-    (made,) = folder.glob("*.whl")
-    return made
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` of a fresh environment with the wheel in it and our dependencies within sight."""
     folder = tmp_path_factory.mktemp("fresh") / "venv"
-    venv.create(folder, with_pip=False, symlinks=True)
-    binaries = folder / "bin"
-    pip = (sys.executable, "-m", "pip", "--python", binaries / "python", "install", "--quiet")
-    call(*pip, "--no-deps", "--no-index", wheel, cwd=folder)
-    (site,) = folder.glob("lib/python3*/site-packages")
-    # A path in a .pth file is not searched for further .pth files: our own, editable install of
-    # spile stays out of sight.
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return binaries
+    return make_environment(folder, wheel, Path(sysconfig.get_path("purelib")))
 
 
 def test_the_wheel_holds_the_demo_corpus_and_no_tests(wheel: Path) -> None:
@@ -67,6 +29,8 @@ def test_the_wheel_holds_the_demo_corpus_and_no_tests(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     sources = {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/spile/**/*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
+    page = {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/spile/monitor/page/*")}
+    assert page <= {*names}
 
 
 def test_the_installed_command_tells_its_version(installed: Path, tmp_path: Path) -> None:

@@ -11,10 +11,13 @@ FILES = sorted((Path(__file__).parent.parent / "mesh").glob("test_*.py"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_what_is_in_tests_mesh_passes_on_eight_devices(file: Path) -> None:
+def test_what_is_in_tests_mesh_passes_on_eight_devices(
+    file: Path, pytestconfig: pytest.Config
+) -> None:
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    more = ["--chaos-full"] if pytestconfig.getoption("--chaos-full") else []
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), *more],
         capture_output=True,
         text=True,
         env={**os.environ, "XLA_FLAGS": flags},

@@ -18,6 +18,7 @@ import torch
 import spile
 import tiny
 from families import FAMILIES, randomised
+from marks import some
 from spile.config import Recipe
 from spile.engine.recheck import CheckReport, check
 from spile.engine.resolve import resolve, store_table
@@ -33,7 +34,7 @@ from spile.store.gc import collect_garbage
 from spile.store.ledger import Ledger
 from spile.store.verify import verify
 from spile.tensors import read_header
-from spile.terminal import check_text
+from spile.terminal.model import check_text
 from stored import Stored, flip, reseal
 
 SEQ_LEN = 48
@@ -166,7 +167,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", some(OPTIONS, "few rows", "stored in half the bits"))
 def test_whatever_was_asked_for_a_healthy_dataset_agrees(
     case: str, texts: Path, tmp_path: Path
 ) -> None:
@@ -191,7 +192,7 @@ def rough(request: pytest.FixtureRequest, texts: Path, folder: Folder) -> Path:
     return extract(folder("out") / "rough", model, texts, taps, compute_dtype="bfloat16")
 
 
-@pytest.mark.parametrize("rough", ROUGH, indirect=True)
+@pytest.mark.parametrize("rough", some(ROUGH, "gemma2-gqa"), indirect=True)
 def test_a_healthy_dataset_computed_in_bfloat16_agrees(rough: Path) -> None:
     for report in (check(str(rough)), check_all(rough)):
         assert_healthy(report)
@@ -199,7 +200,7 @@ def test_a_healthy_dataset_computed_in_bfloat16_agrees(rough: Path) -> None:
             assert 1e-4 < tap.floor <= tap.allowed / 2, "the reference has one, in bfloat16"
 
 
-@pytest.mark.parametrize("rough", ROUGH, indirect=True)
+@pytest.mark.parametrize("rough", some(ROUGH, "gemma2-gqa"), indirect=True)
 def test_a_fault_is_caught_in_bfloat16_too(rough: Path, tmp_path: Path) -> None:
     for plant in (
         scaled("attn_in.1", 1.05),
@@ -360,9 +361,13 @@ FAULTS: dict[str, Plant] = {
     "a number that is none": not_numbers(np.nan),
     "infinity": not_numbers(-np.inf),
 }
+FEW_FAULTS = (
+    "another layer's rows", "two heads swapped", "a scale off by a thousandth", "one logit off",
+    "rows shifted by a token", "weights beyond the context", "infinity",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FAULTS)
+@pytest.mark.parametrize("case", some(FAULTS, *FEW_FAULTS))
 def test_a_planted_fault_is_caught_by_the_name_of_its_tap(case: str, dataset: Path) -> None:
     with forged(dataset) as values:
         named = FAULTS[case](values)
@@ -431,7 +436,7 @@ ENGINE_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ENGINE_FAULTS)
+@pytest.mark.parametrize("case", some(ENGINE_FAULTS, "layers miscounted"))
 def test_a_fault_of_the_engine_is_caught_where_it_begins_and_after(
     case: str, llama: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -517,7 +522,7 @@ def test_eight_bits_agree_and_cost_what_they_should(eight_bits: Path) -> None:
             assert 0.02 < loss.typical_channel < 0.04
 
 
-@pytest.mark.parametrize("eight_bits", EIGHT, indirect=True)
+@pytest.mark.parametrize("eight_bits", some(EIGHT, "float8_e4m3"), indirect=True)
 def test_swapped_heads_are_caught_in_eight_bits(eight_bits: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(eight_bits, tmp_path / "out", ignore=lambda *_: [fmt.CHECK]))
     with forged(out) as values:
@@ -529,7 +534,7 @@ def test_swapped_heads_are_caught_in_eight_bits(eight_bits: Path, tmp_path: Path
     assert min(cosines, key=lambda name: cosines[name]) == "z.0"
 
 
-@pytest.mark.parametrize("dtype", EIGHT)
+@pytest.mark.parametrize("dtype", some(EIGHT, "int8"))
 def test_a_wrong_layer_is_caught_in_eight_bits(
     dtype: str, llama: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -664,7 +669,7 @@ def adapter(folder: Folder) -> Path:
 LORA_TAPS = "embed,q:0,v:0,attn_out:1,mlp_hidden:2,resid_post:all"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", some(["float32", "bfloat16"], "float32"))
 def test_an_adapters_dataset_agrees_with_peft(
     dtype: str, llama: Path, adapter: Path, texts: Path, tmp_path: Path
 ) -> None:

@@ -164,12 +164,21 @@ def test_a_unit_that_was_ended_is_committed_though_a_faster_lane_fails_in_the_ne
 def test_an_error_while_a_shard_is_made_durable_is_raised(
     model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
+    out, next_one = tmp_path / "out", threading.Event()
+
+    def written(key: str) -> None:
+        if "/attn_in.0.00001" in key:
+            next_one.set()
+
+    def closing(key: str) -> None:
+        if "/attn_in.0.00000" in key:
+            assert next_one.wait(30), "it is written on meanwhile"
+
     with monkeypatch.context() as patch:
-        closed = fails_on(patch, "close", "/attn_in.0.00000")
+        fails_on(patch, "write", "no such shard", before=written)
+        fails_on(patch, "close", "/attn_in.0.00000", before=closing)
         with pytest.raises(StoreError, match="on fire"):
             spile.extract(recipe(model, corpus), str(out), SHARDS)
-    assert any("/attn_in.0.00001" in key for key in closed), "it was written on meanwhile"
     assert units_on_disk(out) == (set(), set())
     spile.extract(recipe(model, corpus), str(out), SHARDS)
     assert verify(open_objects(str(out))).ok

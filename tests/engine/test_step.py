@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import saes
 import tiny
 from spile.data.pack import Batch
 from spile.engine.step import Step, StepOutput
 from spile.models.checkpoint import open_checkpoint
 from spile.models.decoder import needs_whole_block
 from spile.models.params import Params, Schedule
+from spile.models.sae import Encoder
+from spile.models.sae_files import load_arrays, open_sae
 from spile.models.taps import AFTER_BLOCKS, parse_taps
 from spile.models.weights import load_params
 from spile.store.quant import decode
@@ -32,6 +35,7 @@ def make_step(
     taps: str,
     store_dtype: str = "float32",
     scales: dict[str, np.ndarray] | None = None,
+    **given: Any,
 ) -> Step:
     checkpoint = open_checkpoint(str(model))
     chosen = parse_taps(taps, checkpoint.arch)
@@ -46,6 +50,7 @@ def make_step(
     return Step(
         params, checkpoint.arch, chosen, schedule,
         compute_dtype="float32", store_dtype=store_dtype, device=jax.devices()[0], scales=scales,
+        **given,
     )  # fmt: skip
 
 
@@ -255,6 +260,24 @@ def test_what_is_not_finite_is_counted_as_it_was_computed(infinite: Path, store_
     some = make_batch(0, keep=[[1, 39], [2], [0]], most=6)  # what pads a row is its first token
     some.tokens[:] = batch.tokens
     assert [s.nonfinite for s in step(some).stats_of("embed")] == [3, 0, 3]
+
+
+@pytest.mark.parametrize("store_dtype", ["bfloat16", "float8_e4m3"])
+def test_latents_of_what_is_not_finite_are_not_finite_either(
+    infinite: Path, tmp_path: Path, store_dtype: str
+) -> None:
+    encoder = Encoder.of(open_sae(str(saes.write_sae(tmp_path))), 5)
+    encoders = {"embed": (encoder, load_arrays(encoder.sae)[0])}
+    batch = make_batch(0)
+    batch.tokens[batch.segments > 0] = 1 + batch.tokens[batch.segments > 0] % 6
+    batch.tokens[0, [0, 39]] = 0
+    output = make_step(infinite, "embed", store_dtype, encoders=encoders)(batch)
+    rows = output.rows_of("embed_latents").astype(np.float32)
+    spoiled = ~np.isfinite(rows).all(axis=1)
+    assert np.flatnonzero(spoiled).tolist() == [0, 39]
+    stats = output.stats_of("embed_latents")
+    assert [each.nonfinite for each in stats] == [int((~np.isfinite(rows)).sum()), 0]
+    assert [each.nonfinite for each in output.stats_of("embed_latent_ids")] == [0, 0]
 
 
 COUNTS = [

@@ -30,7 +30,7 @@ def test_a_commit_whose_sync_fails_keeps_the_files_its_record_names(
     model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    real = objects._sync_directory  # pyright: ignore[reportPrivateUsage]
+    real = objects.sync
 
     def failing(folder: Path) -> None:
         if folder.name == "done" and any(folder.glob("*.json")):
@@ -38,7 +38,7 @@ def test_a_commit_whose_sync_fails_keeps_the_files_its_record_names(
         real(folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(objects, "_sync_directory", failing)
+        patch.setattr(objects, "sync", failing)
         with pytest.raises(StoreError, match="Too many open files"):
             spile.extract(recipe(model, corpus), str(out))
     report = verify(open_objects(str(out)), partial=True)

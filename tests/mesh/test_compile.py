@@ -36,7 +36,14 @@ def instructions(program: Any) -> str:
     return re.sub(r"stack_frame_id=\d+", "", text[text.index("\n%") :])
 
 
-@pytest.mark.parametrize("layout", [Layout(8), Layout(1, 8), Layout(2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, 2, 2),
+        *(pytest.param(each, marks=pytest.mark.full) for each in (Layout(8), Layout(1, 8))),
+    ],
+    ids=str,
+)
 def test_the_program_without_weights_is_that_of_extraction(model: Path, layout: Layout) -> None:
     asked = question(model)
     work = asked.workload(layout)

@@ -32,12 +32,19 @@ def compare(make: Callable[[], Any], layout: Layout, directory: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+FEW = ("mixtral-gqa",)
+
+
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(n, marks=pytest.mark.full) for n in CHOSEN if n not in FEW)]
+)
 def test_a_family_on_a_mesh_is_the_same_model(name: str, tmp_path: Path) -> None:
     compare(families.FAMILIES[name], CHOSEN[name], tmp_path)
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 1, 4), Layout(2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 1, 4), pytest.param(Layout(2, 1, 2), marks=pytest.mark.full)], ids=str
+)
 def test_experts_that_cannot_be_shared_out_are_cut_themselves(
     layout: Layout, tmp_path: Path
 ) -> None:

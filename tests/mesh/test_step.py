@@ -6,13 +6,17 @@ import jax
 import numpy as np
 import pytest
 
+import saes
 import tiny
+from marks import some
 from meshes import make_batch, make_step
 from spile.layout import Layout
+from spile.models.sae import Encoder
+from spile.models.sae_files import load_arrays, open_sae
 from spile.store.stats import TapStats
 
-ALL = [Layout(8), Layout(1, 8), Layout(1, 1, 8), Layout(4, 1, 2), Layout(2, 2, 2)]
-SOME = [Layout(8), Layout(2, 2, 2), Layout(1, 1, 3)]
+FEW = [Layout(2, 2, 2)]
+MORE = [Layout(8), Layout(1, 1, 8), Layout(1, 8), Layout(4, 1, 2)]
 TAPS = "embed,q:1,k:0,attn_pattern:0,z:all,mlp_hidden:1,resid_post:all,final_norm,logits,entropy"
 
 
@@ -25,7 +29,12 @@ def together(stats: list[TapStats], width: int) -> TapStats:
 
 @pytest.mark.parametrize(
     ("layout", "keep"),
-    [*((each, False) for each in ALL), *((each, True) for each in SOME)],
+    [
+        *((each, False) for each in FEW),
+        (Layout(1, 1, 3), True),
+        *(pytest.param(each, False, marks=pytest.mark.full) for each in MORE),
+        *(pytest.param(each, True, marks=pytest.mark.full) for each in (Layout(8), *FEW)),
+    ],
     ids=str,
 )
 def test_rows_and_statistics_are_those_of_one_device(
@@ -45,6 +54,25 @@ def test_rows_and_statistics_are_those_of_one_device(
         np.testing.assert_allclose(cut.variance, exact.variance, atol=1e-4)
 
 
+@pytest.mark.parametrize("layout", some([Layout(8), Layout(2, 2, 2)], Layout(2, 2, 2)), ids=str)
+def test_latents_are_those_of_one_device(model: Path, tmp_path: Path, layout: Layout) -> None:
+    encoder = Encoder.of(open_sae(str(saes.write_sae(tmp_path))), 7)
+    encoders = {"resid_post.1": (encoder, load_arrays(encoder.sae)[0])}
+    batch = make_batch(24, keep=True)
+    one, mesh = (
+        make_step(model, "resid_post:1,mlp_out:0", each, encoders=encoders)(batch)
+        for each in (None, layout)
+    )
+    names = {"resid_post_latents.1", "resid_post_latent_ids.1", "mlp_out.0"}
+    assert {*mesh.rows} == {*one.rows} == names
+    for name in sorted(names):
+        np.testing.assert_allclose(mesh.rows_of(name), one.rows_of(name), atol=1e-4)
+    counts = [
+        sum(s.truncated for s in each.stats_of("resid_post_latents.1")) for each in (one, mesh)
+    ]
+    assert counts[0] == counts[1] > 0
+
+
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 64}
 KINDS = {
     "all heads": EIGHT_HEADS,
@@ -52,9 +80,13 @@ KINDS = {
     "odd heads": {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
     "odd inner width": {**EIGHT_HEADS, "intermediate_size": 50},
 }
+MORE_KINDS = ("all heads", "few keys", "odd inner width")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["odd heads", *(pytest.param(k, marks=pytest.mark.full) for k in MORE_KINDS)],
+)
 def test_what_cannot_be_cut_is_whole_on_every_device(kind: str, tmp_path: Path) -> None:
     directory = tiny.write_model(tmp_path / "m", **KINDS[kind])
     batch = make_batch(8)
@@ -65,7 +97,9 @@ def test_what_cannot_be_cut_is_whole_on_every_device(kind: str, tmp_path: Path) 
         np.testing.assert_allclose(mesh.rows_of(tap), one.rows_of(tap), atol=2e-5)
 
 
-@pytest.mark.parametrize("store_dtype", ["float8_e4m3", "int8"])
+@pytest.mark.parametrize(
+    "store_dtype", ["float8_e4m3", pytest.param("int8", marks=pytest.mark.full)]
+)
 def test_eight_bits_are_those_of_one_device(model: Path, store_dtype: str) -> None:
     scales = {"resid_post.1": np.full(32, 0.05, np.float32)} if store_dtype == "int8" else None
     batch = make_batch(8)

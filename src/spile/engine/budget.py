@@ -1,14 +1,18 @@
 """How much may be stored: `--max-bytes`, and what it costs a month. No jax."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from spile.background import mapped
-from spile.data.units import Unit
-from spile.engine.resolve import Job
 from spile.index import INDEX_DTYPE
-from spile.store.ledger import Ledger
+from spile.store.ledger import Ledger, Table
 from spile.tensors import HEADER_ALIGN
+
+# Bytes, roughly: of a token's text; of a document's entry in the table, and of each column kept.
+_CHARACTERS = 4
+_DOCUMENT = 32
+_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -34,15 +38,17 @@ def price_of(url: str) -> Price | None:
     return PRICES.get(url.partition("://")[0])
 
 
-def row_bytes(job: Job) -> int:
+def row_bytes(table: Table) -> int:
     """Of every tap and the index together."""
-    return sum(info.row_bytes for info in job.table.taps.values()) + INDEX_DTYPE.itemsize
+    return sum(info.row_bytes for info in table.taps.values()) + INDEX_DTYPE.itemsize
 
 
-def unit_overhead(job: Job) -> int:
-    """Beside its rows a unit has statistics, and each of its files a header."""
-    taps = job.table.taps.values()
-    return sum(HEADER_ALIGN + 16 * info.width for info in taps) + 2 * HEADER_ALIGN
+def unit_overhead(table: Table, unit: Mapping[str, Any]) -> int:
+    """Beside its rows a unit has statistics, and each of its files a header; and its documents."""
+    taps, recipe = table.taps.values(), table.recipe
+    headers = sum(HEADER_ALIGN + 16 * info.width for info in taps) + 3 * HEADER_ALIGN
+    characters = min(unit["num_docs"] * recipe.preview, _CHARACTERS * unit["tokens"])
+    return headers + characters + unit["num_docs"] * (_DOCUMENT + _KEPT * len(recipe.keep))
 
 
 class Budget:
@@ -52,16 +58,17 @@ class Budget:
     right by how the estimates of the done ones turned out.
     """
 
-    def __init__(self, job: Job, ledger: Ledger, limit: int | None) -> None:
+    def __init__(self, table: Table, ledger: Ledger, limit: int | None) -> None:
         self._ledger, self._limit = ledger, limit
-        each, overhead = row_bytes(job), unit_overhead(job)
+        each = row_bytes(table)
         self._estimated = {
-            unit.id: int(unit.tokens * job.table.kept) * each + overhead for unit in job.units
+            int(unit["id"]): int(unit["tokens"] * table.kept) * each + unit_overhead(table, unit)
+            for unit in table.units
         }
         self._stored: dict[int, int] = {}  # by unit, of those that are done
         self.spent = False  # whether a unit was refused
 
-    def allows(self, unit: Unit, done: Collection[int], in_hand: Collection[int]) -> bool:
+    def allows(self, unit: int, done: Collection[int], in_hand: Collection[int]) -> bool:
         """Args:
         in_hand: units that anybody is at work on.
         """
@@ -73,7 +80,7 @@ class Budget:
                 self._stored[record.unit] = sum(file.bytes for file in record.files())
         stored = sum(self._stored.values())
         guessed = sum(self._estimated[unit] for unit in self._stored)
-        coming = sum(self._estimated[u] for u in {*in_hand, unit.id} - {*self._stored})
+        coming = sum(self._estimated[u] for u in {*in_hand, unit} - {*self._stored})
         expected = stored + coming * (stored / guessed if guessed else 1.0)
         self.spent = self.spent or expected > self._limit
         return not self.spent

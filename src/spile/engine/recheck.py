@@ -3,7 +3,8 @@
 For each tap: how far the stored rows are from the reference in float32 (`error`), how far the
 reference itself moves when it computes and rounds as the recipe does (`floor`), and how far the
 reference's neighbouring layer (or token) is (`control`): a check that could not tell those apart
-would prove nothing. The result is kept in the store beside the manifest.
+would prove nothing. Of an encoded tap all of that is of the latents, and its encoder is computed
+from what the reference has. The result is kept in the store beside the manifest.
 """
 
 import importlib
@@ -19,6 +20,7 @@ import numpy as np
 from spile.config import Recipe
 from spile.engine.loss import Loss, LossCounter
 from spile.engine.resolve import Job, resolve
+from spile.engine.sparse import SparseTap, Top
 from spile.errors import InputError, StoreError
 from spile.objects import open_objects
 from spile.objects.files import local_copy
@@ -131,11 +133,12 @@ def _sampled(dataset: Dataset, job: Job, samples: int) -> Iterator[tuple[Documen
     with closing(job.reader()) as reader:
         for unit in chosen:
             read = reader.read(unit.spans, unit.first_doc, unit.skip)
-            for number in rng.permutation(len(read.texts)):
+            for number in rng.permutation(len(read.ordinals)):
                 ordinal = read.ordinals[number]
                 if ordinal not in seen and dataset.has_document(ordinal):
                     seen.add(ordinal)
-                    (tokens,) = job.tokenizer.encode([read.texts[number]])
+                    given = read.ids[number : number + 1]
+                    (tokens,) = given or job.tokenizer.encode([read.texts[number]])
                     yield dataset.document(ordinal), tokens
                     break
 
@@ -151,8 +154,10 @@ class _Comparison:
         # In float32 the reference has no floor but rounding.
         rough = job.recipe.compute_dtype != "float32"
         self._rough = _reference(job, job.recipe.compute_dtype) if rough else self._exact
-        self._distances: dict[str, dict[str, list[np.ndarray]]] = {tap: {} for tap in dataset.taps}
-        self._losses = {tap: LossCounter(dataset.shape(tap)) for tap in dataset.taps}
+        self._sparse = {tap: SparseTap(tap, each) for tap, each in job.encoders.items()}
+        names = [self._name(tap) for tap in job.recipe.taps]
+        self._distances: dict[str, dict[str, list[np.ndarray]]] = {name: {} for name in names}
+        self._losses = {name: LossCounter(dataset.shape(name)) for name in names}
         self.tokens = self.rows = 0
 
     @property
@@ -177,30 +182,43 @@ class _Comparison:
     def _add_context(
         self, document: Document, context: np.ndarray, rows: np.ndarray, places: np.ndarray
     ) -> None:
-        wanted = self._dataset.taps
+        wanted = self._recipe.taps
         neighbours = {tap: _neighbour(tap, self._layers) for tap in wanted}
         exact = self._exact.taps(context, {*wanted, *filter(None, neighbours.values())})
         rough = exact if self._rough is self._exact else self._rough.taps(context, wanted)
+        everywhere = np.arange(len(context))
         for tap in wanted:
-            truth = exact[tap]
-            beside = neighbours[tap]
+            beside, name, sparse = neighbours[tap], self._name(tap), self._sparse.get(tap)
+            truth, rounded = exact[tap], rough[tap]
             other = np.roll(truth, 1, axis=0) if beside is None else exact[beside]
-            stored = np.asarray(document.read(tap)[rows])
-            rounded = self._dataset.as_stored(tap, rough[tap])
-            everywhere = np.arange(len(truth))
-            alone = self._dataset.as_stored(tap, truth[places])
-            self._losses[tap].add(truth[places], alone, _like(stored, truth))
-            for name, values, where in (
-                ("error", _like(stored, truth), places),
+            if sparse:
+                truth, rounded, other = map(sparse.encode, (truth, rounded, other))
+                stored = sparse.stored(document, rows)
+                rounded = sparse.as_stored(self._dataset, rounded)
+                alone = sparse.as_stored(self._dataset, truth[places]).values
+                self._losses[name].add(truth[places].values, alone, stored.values)
+                zeros = truth.nothing()
+            else:
+                stored = _like(np.asarray(document.read(tap)[rows]), truth)
+                rounded = self._dataset.as_stored(tap, rounded)
+                alone = self._dataset.as_stored(tap, truth[places])
+                self._losses[name].add(truth[places], alone, stored)
+                zeros = np.zeros_like(truth)
+            for kind, values, where in (
+                ("error", stored, places),
                 ("floor", rounded[places], places),
                 ("control", other[places], places),
-                ("length", np.zeros_like(truth[places]), places),
+                ("length", zeros[places], places),
                 # Few rows, or a single number in each, may have a low floor by chance.
                 ("floor of all", rounded, everywhere),
-                ("length of all", np.zeros_like(truth), everywhere),
+                ("length of all", zeros, everywhere),
             ):
                 squares = _squares(values, truth[where], exact=tap.startswith("expert_ids"))
-                self._distances[tap].setdefault(name, []).append(squares)
+                self._distances[name].setdefault(kind, []).append(squares)
+
+    def _name(self, tap: str) -> str:
+        """What is checked of a tap is called that."""
+        return self._sparse[tap].name if tap in self._sparse else tap
 
     def results(self) -> dict[str, TapCheck]:
         return {tap: self._result(tap) for tap in self._distances}
@@ -209,28 +227,31 @@ class _Comparison:
         rows = {name: np.concatenate(parts) for name, parts in self._distances[tap].items()}
         typical = float(np.sqrt(rows["length"].mean())) or 1.0
         of_all = float(np.sqrt(rows["length of all"].mean())) or 1.0
+        # At its threshold a latent is there or not: in any dtype some rows may differ by one.
+        chosen = any(tap == sparse.name for sparse in self._sparse.values())
         floors = (
-            self._overall(rows["floor"], _SPARED_FLOOR) / typical,
-            self._overall(rows["floor of all"], _SPARED_FLOOR) / of_all,
+            self._overall(rows["floor"], _SPARED_FLOOR, chosen) / typical,
+            self._overall(rows["floor of all"], _SPARED_FLOOR, chosen) / of_all,
         )
         return TapCheck(
-            error=self._overall(rows["error"], _SPARED) / typical,
+            error=self._overall(rows["error"], _SPARED, chosen) / typical,
             floor=max(floors),
             control=float(np.sqrt(rows["control"].mean())) / typical,
             loss=self._losses[tap].result(),
         )
 
-    def _overall(self, squares: np.ndarray, spared: float) -> float:
+    def _overall(self, squares: np.ndarray, spared: float, chosen: bool) -> float:
         """In float32 one wrong row must show; below it, a single row says nothing."""
-        if self._recipe.compute_dtype == "float32":
-            return float(np.sqrt(squares.max()))
-        if self._experts:
+        wide = self._recipe.compute_dtype == "float32"
+        if chosen or (self._experts and not wide):
             squares = np.sort(squares)[: max(1, int((1 - spared) * len(squares)))]
-        return float(np.sqrt(squares.mean()))
+        return float(np.sqrt(squares.max() if wide else squares.mean()))
 
 
-def _squares(values: np.ndarray, truth: np.ndarray, *, exact: bool) -> np.ndarray:
+def _squares(values: Any, truth: Any, *, exact: bool) -> np.ndarray:
     """Squared distance of each row; of choices, the share that differs."""
+    if isinstance(truth, Top):
+        return np.nan_to_num(truth.squares(values), nan=_NOWHERE, posinf=_NOWHERE)
     flat = (len(truth), -1)
     if exact:
         same = values.reshape(flat) == truth.reshape(flat)

@@ -6,32 +6,35 @@ was must agree with it.
 
 import dataclasses
 import logging
-import os
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from spile.config import MAX_DOC_BYTES, Recipe, ResolvedRecipe, flag_of
+from spile.config import MAX_DOC_BYTES, PREVIEW, Recipe, flag_of
 from spile.data.corpus import CorpusReader, Documents
-from spile.data.corpus_files import CorpusFile, find_files
+from spile.data.corpus_files import CorpusFile, find_files, lasting
+from spile.data.ids import TokenIds, read_ids, settle_ids
+from spile.data.keep import refuse_missing, settled_columns, spelled
 from spile.data.pack import PackedUnit, pack_unit
 from spile.data.program import Program, is_program
 from spile.data.reading import Reading, read_as
-from spile.data.rows import RowFilter
 from spile.data.selection import ColumnFilter, selection_of
 from spile.data.tokens import TextTokenizer
 from spile.data.units import Unit, make_units, tokens_per_byte, without_duplicates
+from spile.engine.encode import each_source, find_encoders, stored_taps
 from spile.errors import ConfigError, DriftError, InputError
 from spile.identity import sampled_digests
 from spile.models.checkpoint import Checkpoint, open_checkpoint
+from spile.models.sae import Encoder
+from spile.models.sae_files import identity
 from spile.models.taps import AFTER_BLOCKS, Tap, parse_taps
 from spile.objects.hub_names import continued, pinned
-from spile.store.format import TapInfo
+from spile.resolved import ResolvedRecipe
 from spile.store.ledger import Ledger, Table
+from spile.where import RowFilter
 
 _log = logging.getLogger("spile")
 
@@ -53,6 +56,7 @@ class Job:
     taps: tuple[Tap, ...]
     units: list[Unit]
     reading: Reading | None = None  # of rows that are not plain texts
+    encoders: Mapping[str, Encoder] = field(default_factory=dict[str, Encoder])  # by tap
 
     @property
     def layers(self) -> int:
@@ -67,17 +71,19 @@ class Job:
     def row_filter(self) -> RowFilter:
         return RowFilter(self.recipe.where, self.recipe.every)
 
-    def reader(self) -> CorpusReader:
-        return _reader(self.recipe, self.files, self.reading)
+    def reader(self, processes: int = 0) -> CorpusReader:
+        """`processes`: that render chats, beside this one."""
+        return _reader(self.recipe, self.files, self.reading, processes)
 
-    def pack(self, documents: Documents) -> tuple[PackedUnit, Counter[str]]:
-        """A unit's documents as the model will read them, and how many are left out, and why."""
+    def pack(self, documents: Documents) -> tuple[PackedUnit, dict[int, str]]:
+        """A unit's documents as the model will read them, and which are left out now, and why."""
         encoded, roles = _encoded(self.tokenizer, documents)
-        selection, skipped = selection_of(self.recipe), documents.skipped.copy()
+        selection = selection_of(self.recipe)
         chosen: list[int] = []
+        refused: dict[int, str] = {}
         for number, tokens in enumerate(encoded):
             if reason := selection.refuses_length(len(tokens)):
-                skipped[reason] += 1
+                refused[documents.ordinals[number]] = reason
             else:
                 chosen.append(number)
         recipe = self.recipe
@@ -91,11 +97,11 @@ class Job:
             rows=self.row_filter,
             roles=[roles[number] for number in chosen] if roles else (),
         )
-        return packed, skipped
+        return packed, refused
 
 
 def _reader(
-    recipe: ResolvedRecipe, files: list[CorpusFile], reading: Reading | None
+    recipe: ResolvedRecipe, files: list[CorpusFile], reading: Reading | None, processes: int = 0
 ) -> CorpusReader:
     return CorpusReader(
         files,
@@ -105,6 +111,9 @@ def _reader(
         filter=ColumnFilter(recipe.filter) if recipe.filter else None,
         selection=selection_of(recipe),
         max_doc_bytes=recipe.max_doc_bytes,
+        keep=recipe.keep,
+        preview=recipe.preview,
+        processes=processes,
     )
 
 
@@ -112,17 +121,25 @@ def _encoded(
     tokenizer: TextTokenizer, documents: Documents
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Token ids of each document; and the flags of each, where it matters who speaks."""
+    if documents.ids:
+        return documents.ids, []
     if any(documents.roles):
         return tokenizer.encode_roles(documents.texts, documents.roles)
     return tokenizer.encode(documents.texts), []
 
 
 def resolve(
-    recipe: Recipe, ledger: Ledger, platform: str, *, heed: Callable[[], None] = lambda: None
+    recipe: Recipe,
+    ledger: Ledger,
+    platform: str,
+    *,
+    heed: Callable[[], None] = lambda: None,
+    cache: str | None = None,
 ) -> Job:
-    """Settle a recipe against a store, which may be empty. Writes nothing.
+    """Settle a recipe against a store, which may be empty, and to which nothing is written.
 
     `heed` is called now and then while the corpus is indexed, and may raise to stop that.
+    `cache` is where corpora are kept that are made into Parquet first.
     """
     stored = ledger.read_table()
     if stored:
@@ -135,22 +152,30 @@ def resolve(
 
     checkpoint = open_checkpoint(recipe.model, recipe.lora)
     taps = parse_taps(recipe.taps, checkpoint.arch)
-    files = find_files(recipe.corpus)
+    encoders = find_encoders(recipe, taps, checkpoint.arch)
+    files = find_files(recipe.corpus, cache, heed)
     if recipe.part == "holdout" and not recipe.holdout:
         raise ConfigError("--part holdout needs --holdout, the share that is held out")
+    recipe = settle_ids(recipe, files, checkpoint.arch.vocab_size)
     reading, template = read_as(recipe, checkpoint.directory)
-    resolved = _settled(recipe, checkpoint, taps, files, platform, template, reading)
+    resolved = _settled(recipe, checkpoint, taps, encoders, files, platform, template, reading)
     tokenizer = TextTokenizer(checkpoint.directory, resolved.special_tokens)
     if tokenizer.max_id >= checkpoint.arch.vocab_size:
         raise InputError(
             f"{checkpoint.directory}: the tokenizer makes ids up to {tokenizer.max_id}, the model "
             f"has {checkpoint.arch.vocab_size} embeddings; they do not belong together"
         )
+    reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
+    keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
+    resolved = dataclasses.replace(resolved, keep=keep)
     if stored:
         _refuse_drift(ledger.objects.url, stored, resolved, files)
-    table = stored or _make_table(resolved, checkpoint, tokenizer, taps, files, reading, heed)
+    table = stored or _make_table(
+        resolved, checkpoint, tokenizer, taps, encoders, files, reading, heed,
+        named=resolved.keep if recipe.keep else (),
+    )  # fmt: skip
     units = [Unit.from_json(unit) for unit in table.units]
-    return Job(table.recipe, table, checkpoint, tokenizer, files, taps, units, reading)
+    return Job(table.recipe, table, checkpoint, tokenizer, files, taps, units, reading, encoders)
 
 
 def store_table(job: Job, ledger: Ledger) -> Job:
@@ -169,7 +194,9 @@ def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
         "lora": stored.lora_source,
         "corpus": stored.corpus_source,
         "template": stored.template_source,
+        "encode": stored.encode_source,
         "taps": ",".join(stored.taps),
+        "keep": spelled(stored.keep),
     }
     missing = {name for name in Recipe.names() if getattr(recipe, name) is None}
     source = stored.corpus_source
@@ -190,6 +217,8 @@ def _pinned(recipe: Recipe) -> Recipe:
     """With the commits of what lies on the Hub: a branch may move while a run lasts."""
     given = {name: getattr(recipe, name) for name in _SOURCES}
     named = {n: pinned(v, _SOURCES[n]) for n, v in given.items() if v not in (None, "demo")}
+    if recipe.encode is not None:
+        named["encode"] = each_source(recipe.encode, lambda source: pinned(source, "model"))
     return dataclasses.replace(recipe, **named)
 
 
@@ -197,6 +226,7 @@ def _settled(
     recipe: Recipe,
     checkpoint: Checkpoint,
     taps: tuple[Tap, ...],
+    encoders: Mapping[str, Encoder],
     files: list[CorpusFile],
     platform: str,
     template: str | None,
@@ -213,13 +243,16 @@ def _settled(
     assert recipe.model and recipe.corpus
     rows = RowFilter.parse(recipe.where, recipe.every)
     return ResolvedRecipe(
-        model_source=_absolute(recipe.model),
-        lora_source=_absolute(recipe.lora) if recipe.lora else None,
-        corpus_source=_absolute(recipe.corpus),
-        template_source=_absolute(recipe.template) if recipe.template else None,
+        model_source=lasting(recipe.model),
+        lora_source=lasting(recipe.lora) if recipe.lora else None,
+        corpus_source=lasting(recipe.corpus),
+        template_source=lasting(recipe.template) if recipe.template else None,
+        encode_source=each_source(recipe.encode, lasting) if recipe.encode else None,
         model=checkpoint.identity(),
         corpus=_identity(recipe, files, reading),
         taps=tuple(tap.name for tap in taps),
+        encode={tap: identity(encoder.sae) for tap, encoder in encoders.items()},
+        latents=recipe.latents,
         where=rows.where,
         every=rows.every,
         seq_len=seq_len,
@@ -229,6 +262,9 @@ def _settled(
         or ("none" if template not in (None, "none") else "tokenizer"),
         text_column=recipe.text_column,
         text_documents=recipe.text_documents or "line",
+        tokens_column=recipe.tokens_column,
+        tokens_dtype=recipe.tokens_dtype,
+        doc_separator=recipe.doc_separator,
         messages=recipe.messages,
         prompt_column=recipe.prompt_column,
         response_column=recipe.response_column,
@@ -238,6 +274,7 @@ def _settled(
         template=template,
         generation_prompt=bool(recipe.generation_prompt),
         filter=recipe.filter,
+        shuffle_docs=recipe.shuffle_docs,
         fraction=recipe.fraction,
         holdout=recipe.holdout,
         part=recipe.part or "rest",
@@ -245,6 +282,7 @@ def _settled(
         min_tokens=recipe.min_tokens,
         max_doc_tokens=recipe.max_doc_tokens,
         max_doc_bytes=recipe.max_doc_bytes or MAX_DOC_BYTES,
+        preview=PREVIEW if recipe.preview is None else recipe.preview,
         max_docs=recipe.max_docs,
         max_tokens=recipe.max_tokens,
         unit_tokens=recipe.unit_tokens or _UNIT_TOKENS.get(platform, _UNIT_TOKENS_ACCELERATOR),
@@ -253,21 +291,13 @@ def _settled(
     )
 
 
-def _absolute(source: str) -> str:
-    """Kept so that --out alone resumes from any directory."""
-    if source.startswith(("https://", "http://")):
-        return source.partition("?")[0]  # what follows may be a signature, which is not for others
-    if is_program(source):
-        return str(Program.parse(source))
-    named = source in ("demo", "none") or "://" in source
-    return source if named else os.path.abspath(source)
-
-
 def _identity(recipe: Recipe, files: list[CorpusFile], reading: Reading | None) -> tuple[str, ...]:
     """What the corpus is: its files, or the program that gives it."""
     program = files[0].program
     if program is None:
-        return tuple(sampled_digests(file.path for file in files))
+        return tuple(f.identity for f in files if f.identity) or tuple(
+            sampled_digests(file.path for file in files)
+        )
     with closing(CorpusReader(files, recipe.text_column, "line", reading=reading)) as reader:
         return ("; ".join(reader.opened(program).identity()),)
 
@@ -277,22 +307,31 @@ def _make_table(
     checkpoint: Checkpoint,
     tokenizer: TextTokenizer,
     taps: tuple[Tap, ...],
+    encoders: Mapping[str, Encoder],
     files: list[CorpusFile],
     reading: Reading | None,
     heed: Callable[[], None],
+    *,
+    named: tuple[str, ...],
 ) -> Table:
+    """`named`: columns to keep that were asked for, and so must be there."""
     with closing(_reader(resolved, files, reading)) as reader:
+        refuse_missing(reader, named)
         units = make_units(
             files,
             text_column=resolved.text_column,
             text_documents=resolved.text_documents,
             columns=reading.columns if reading else (),
+            keep=named,
+            also=ColumnFilter(resolved.filter).columns if resolved.filter else (),
             unit_tokens=resolved.unit_tokens,
             density=tokens_per_byte(reader, tokenizer.count) * selection_of(resolved).share,
             max_docs=resolved.max_docs,
             max_tokens=resolved.max_tokens,
             heed=heed,
             program=reader.opened(files[0].program) if files[0].program else None,
+            flat=reading.flat if isinstance(reading, TokenIds) else None,
+            shuffle=resolved.shuffle_docs,
         )
         if resolved.dedupe:
             units = without_duplicates(units, reader, heed)
@@ -306,7 +345,7 @@ def _make_table(
     return Table(
         recipe=resolved,
         fingerprint=resolved.fingerprint(),
-        taps={tap.name: _tap_info(tap, checkpoint, resolved) for tap in taps},
+        taps=stored_taps(taps, encoders, checkpoint.arch, resolved.seq_len, resolved.store_dtype),
         files=tuple(
             {"path": str(f.path), "identity": identity}
             for f, identity in zip(files, resolved.corpus, strict=True)
@@ -314,12 +353,6 @@ def _make_table(
         units=tuple(unit.to_json() for unit in units),
         kept=kept,
     )
-
-
-def _tap_info(tap: Tap, checkpoint: Checkpoint, resolved: ResolvedRecipe) -> TapInfo:
-    arch = checkpoint.arch
-    shape = tap.shape(arch, resolved.seq_len)
-    return TapInfo(shape, tap.dtype(resolved.store_dtype), tap.aliases(arch))
 
 
 def _kept(resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer) -> float:
@@ -350,11 +383,11 @@ def _refuse_drift(where: str, stored: Table, now: ResolvedRecipe, files: list[Co
                     differences[f"corpus file {file.path}"] = (was, is_now)
         elif name == "corpus":
             differences["corpus"] = (f"{len(old[name])} files", f"{len(new[name])} files")
-        elif name == "model":
+        elif name in ("model", "encode"):
             for part in sorted({*old[name], *new[name]}):
                 was, is_now = old[name].get(part), new[name].get(part)
                 if was != is_now:
-                    differences[f"model {part}"] = (was, is_now)
+                    differences[f"{name} {part}"] = (was, is_now)
         else:
             differences[name] = (old[name], new[name])
     if differences:

@@ -6,25 +6,31 @@ and committed by another, while the next one's rows arrive.
 
 import itertools
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from spile.background import Consumer
 from spile.config import Runtime
 from spile.data.pack import PackedUnit
 from spile.data.units import Unit
+from spile.engine.nonfinite import by_stored_name, nonfinite_error
 from spile.engine.resolve import Job
 from spile.engine.step import StepOutput
 from spile.engine.world import Alone
 from spile.errors import DataError, StoreError
 from spile.metrics import Counters
+from spile.metrics.values import tap_counts
 from spile.store.format import Shard
 from spile.store.ledger import Ledger
 from spile.store.presence import Presence
+from spile.store.stats import TapStats
 from spile.store.writer import UnitWriter
 
 _log = logging.getLogger("spile")
@@ -39,6 +45,7 @@ class Prepared:
     packed: PackedUnit
     skipped: Counter[str]
     text_digest: str
+    table: Mapping[str, np.ndarray]  # of its documents; where another process leads, nothing
 
 
 @dataclass
@@ -48,6 +55,8 @@ class _Writing:
     prepared: Prepared
     writer: UnitWriter
     number: int  # in the order in which they were begun
+    rows: int = 0  # of this process's part, that have come
+    seconds: float = 0.0  # that it took to compute
 
 
 class _Shared:
@@ -55,10 +64,34 @@ class _Shared:
 
     def __init__(self, unit: _Writing, output: StepOutput | None, lanes: int) -> None:
         self.unit, self.output = unit, output  # no output: the unit's end
+        self.first = unit.writer.first + unit.rows  # of its rows, within the unit
         self._left = itertools.count(lanes - 1, -1)
 
     def last(self) -> bool:
         return next(self._left) == 0
+
+
+class Taker(Protocol):
+    """Where a worker's rows go: a unit's beginning, its steps in order, its end."""
+
+    def begin(self, prepared: Prepared) -> None: ...
+
+    def put(self, output: StepOutput) -> None: ...
+
+    def end(self, seconds: float) -> None: ...
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Steps to be taken, and units to be committed."""
+        ...
+
+    def check(self) -> None:
+        """Raise what has failed, if anything has."""
+        ...
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
 
 
 class Sink:
@@ -76,10 +109,12 @@ class Sink:
         counters: Counters,
         made_by: Mapping[str, Any],
         world: Alone,
+        done: Callable[[int], None],
     ) -> None:
+        """`done`: told of every unit that is committed."""
         self._job, self._ledger, self._presence = job, ledger, presence
         self._runtime, self._counters, self._made_by = runtime, counters, made_by
-        self._world = world
+        self._world, self._done = world, done
         self._uncommitted: set[UnitWriter] = set()
         self._current: _Writing | None = None
         self._begun = itertools.count()
@@ -94,7 +129,7 @@ class Sink:
             )
             for lane in range(count)
         ]
-        self._commits: Consumer[_Writing] = Consumer(self._commit, 1, "commit")
+        self._commits: Consumer[_Writing] = Consumer(self._timed_commit, 1, "commit")
 
     def begin(self, prepared: Prepared) -> None:
         objects = self._ledger.objects
@@ -108,6 +143,7 @@ class Sink:
             attempt=prepared.attempt,
             part=self._world.process,
             run=prepared.packed.run_of(self._world.process, self._world.processes),
+            durable=lambda size: self._counters.add(durable=size),
         )
         self._uncommitted.add(writer)
         self._current = _Writing(prepared, writer, next(self._begun))
@@ -115,14 +151,24 @@ class Sink:
     def put(self, output: StepOutput) -> None:
         self._share(output)
 
-    def end(self) -> None:
+    def end(self, seconds: float) -> None:
+        """`seconds`: that the unit took."""
+        assert self._current
+        self._current.seconds = seconds
         self._share(None)
         self._current = None
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Steps that the slowest lane has still to write, and units to commit."""
+        return max(lane.waiting for lane in self._lanes), self._commits.waiting
 
     def _share(self, output: StepOutput | None) -> None:
         assert self._current
         self.check()
         shared = _Shared(self._current, output, len(self._lanes))
+        if output is not None:
+            self._current.rows += int(output.runs.counts.sum())
         for lane in self._lanes:
             lane.put(shared)
 
@@ -185,30 +231,51 @@ class Sink:
                 self._commits.put(item.unit)
             return
         for tap in taps:
-            unfit = self._job.table.taps[tap].dtype == "int8"  # it has no NaN
-            for stats in output.stats_of(tap):
-                if stats.nonfinite and (unfit or not self._runtime.allow_nonfinite):
-                    raise DataError(self._nonfinite(tap, stats.nonfinite, item.unit.prepared.unit))
+            found = output.stats_of(tap)
+            self._watch(tap, found)
+            if any(stats.nonfinite for stats in found) and not self._may_keep(tap):
+                raise self._nonfinite(item, output)
+            for stats in found:
                 writer.stats[tap].merge(stats)
             for rows, scales in output.pieces_of(tap):
-                writer.write(tap, rows, scales)
+                with self._counters.timed("writing"):
+                    writer.write(tap, rows, scales)
                 self._counters.add(bytes=len(rows) * self._job.table.taps[tap].row_bytes)
+            if copied := output.copied_of(tap):
+                self._counters.add(copied=copied)
         if item.last():
             self._counters.add(tokens=output.tokens)
             self._tell()
 
-    def _nonfinite(self, tap: str, count: int, unit: Unit) -> str:
-        dtype = self._job.table.taps[tap].dtype
-        keep = (
-            "which int8 cannot hold" if dtype == "int8" else "or keep them with --allow-nonfinite"
-        )
-        return (
-            f"{tap}: NaN or infinity in unit {unit.id} (documents {unit.first_doc} to "
-            f"{unit.first_doc + unit.num_docs - 1}, {count} values of a packed row); check the "
-            f"weights and the dtypes, {keep}"
+    def _watch(self, tap: str, found: list[TapStats]) -> None:
+        """A tap's health, while the run lasts."""
+        if not found:
+            return
+        rows, norms = sum(s.count for s in found), sum(s.norm_sum for s in found)
+        self._counters.add(**tap_counts(tap, rows, norms, sum(s.nonfinite for s in found)))
+        self._counters.met(**{f"tap/max_abs/{tap}": max(s.max_abs for s in found)})
+
+    def _may_keep(self, tap: str) -> bool:
+        """NaN and infinity. (int8 has neither.)"""
+        return self._runtime.allow_nonfinite and self._job.table.taps[tap].dtype != "int8"
+
+    def _nonfinite(self, item: _Shared, output: StepOutput) -> DataError:
+        prepared, stored = item.unit.prepared, self._job.table.taps
+        return nonfinite_error(
+            output,
+            {n: tap for n, tap in by_stored_name(self._job).items() if not self._may_keep(n)},
+            unit=prepared.unit.id,
+            packed=prepared.packed,
+            table=prepared.table,
+            first=item.first,
+            int8={tap for tap, info in stored.items() if info.dtype == "int8"},
         )
 
     # -- the committing thread ---------------------------------------------------------------
+
+    def _timed_commit(self, written: _Writing) -> None:
+        with self._counters.timed("committing"):
+            self._commit(written)
 
     def _commit(self, written: _Writing) -> None:
         prepared, writer = written.prepared, written.writer
@@ -221,8 +288,10 @@ class Sink:
             self._world.gather(f"part/{written.number}", files)
         # Packed rows of which nothing is kept are read, and never run.
         unrun = packed.num_tokens - int(packed.lengths.sum())
-        self._counters.add(units=1, tokens=unrun)
-        self._presence.release(prepared.unit.id)
+        self._counters.add(
+            units=1, tokens=unrun, documents=packed.num_docs, unit_seconds=written.seconds
+        )
+        self._done(prepared.unit.id)
         self._tell()
 
     def _tell(self) -> None:
@@ -237,13 +306,19 @@ class Sink:
         parts = self._world.gather(f"part/{written.number}", []) or []
         done = writer.finish(
             [[Shard(**file) for file in part] for part in parts[1:]],
+            table=prepared.table,
             fingerprint=self._job.table.fingerprint,
             tokens=packed.num_tokens,
             documents=packed.num_docs,
             contexts=packed.num_contexts,
             skipped=dict(sorted(prepared.skipped.items())),
             text_digest=prepared.text_digest,
-            made_by=self._made_by,
+            made_by={
+                **self._made_by,
+                # (For people and charts: no clock is ever compared with another.)
+                "finished_at": round(time.time(), 3),
+                "seconds": round(written.seconds, 3),
+            },
         )
         # From here on a record may name these files, even if `commit` itself raises.
         self._uncommitted.discard(writer)

@@ -26,8 +26,11 @@ from spile.layout import AXES
 from spile.models.arch import Arch
 from spile.models.decoder import forward
 from spile.models.kernels import for_platform
+from spile.models.latents import top_latents
 from spile.models.params import Params, Schedule
+from spile.models.sae import Arrays, Encoder
 from spile.models.taps import Tap
+from spile.resolved import latent_names
 from spile.sharding import P, Shards, local_runs, put
 from spile.store.format import scale_name
 from spile.store.quant import QUANTIZED
@@ -38,6 +41,7 @@ _log = logging.getLogger("spile")
 # Per part of a run and channel, or per part: see `_reduce`.
 Reduced = dict[str, Array]
 
+_PINNED = "pinned_host"
 _LENGTHS = 8  # different numbers of rows that may leave the device; a program for each
 
 
@@ -95,6 +99,13 @@ class StepOutput:
         for count, rows, by_row in zip(self.runs.counts, runs, scales, strict=True):
             yield rows[:count], None if by_row is None else by_row[:count]
 
+    def copied_of(self, tap: str) -> int:
+        """Bytes of a tap that left this process's devices; none where the host is the device."""
+        rows = self.rows[tap]
+        if rows.sharding.memory_kind != _PINNED:
+            return 0
+        return sum(shard.data.nbytes for shard in rows.addressable_shards)
+
     def rows_of(self, tap: str) -> np.ndarray:
         pieces = [rows for rows, _ in self.pieces_of(tap)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -111,6 +122,7 @@ class StepOutput:
                 float(host["max_abs"][part]),
                 int(host["nonfinite"][part]),
                 int(host["clipped"][part]) if "clipped" in host else 0,
+                int(host["truncated"][part]) if "truncated" in host else 0,
             )
             for part, count in enumerate(self.runs.parts.reshape(-1))
             if count
@@ -132,10 +144,12 @@ class Step:
         device: Any,
         shards: Shards | None = None,
         scales: Mapping[str, Any] | None = None,
+        encoders: Mapping[str, tuple[Encoder, Arrays]] | None = None,
     ) -> None:
         """Args:
         device: one of those it runs on; the only one, if there are no `shards`.
         scales: of each channel, for taps that are stored with them.
+        encoders: of taps that are stored as latents, each with its arrays.
         """
         self.params, self._shards, self._device = params, shards, device
         place = shards.whole if shards else None
@@ -144,15 +158,21 @@ class Step:
             tap: jax.device_put(scale, place) if isinstance(scale, np.ndarray) else scale
             for tap, scale in (scales or {}).items()
         }
+        encoders = encoders or {}
+        self._encoders = {
+            tap: {n: jax.device_put(a, place) for n, a in arrays.items()}
+            for tap, (_, arrays) in encoders.items()
+        }
         self._packs = device.platform == "gpu"  # its kernel is compiled for a number of contexts
         # float32 means float32: on accelerators the default would be a faster, coarser product.
         precision = "highest" if compute_dtype == "float32" else "default"
-        # Eight bits are made of what the model computed, once the last block has run.
-        carried = compute_dtype if store_dtype in QUANTIZED else store_dtype
+        # Eight bits and latents are made of what the model computed, once the last block has run.
+        carried = compute_dtype if store_dtype in QUANTIZED or encoders else store_dtype
 
         def run(
             params: Params,
             scales: Mapping[str, Array],
+            arrays: Mapping[str, Arrays],
             tokens: Array,
             positions: Array,
             segments: Array,
@@ -179,24 +199,38 @@ class Step:
                     store_dtype=carried,
                     shards=shards,
                 )
+                tops = {
+                    tap: _encode(shards, encoder)(arrays[tap], values[tap])
+                    for tap, (encoder, _) in encoders.items()
+                }
             width = seq_len if columns is None else columns.shape[1]
             real = (jnp.arange(width)[None, :] < counts[:, None]).reshape(-1)
             reduce = _on_each(shards, partial(_reduce, part=part), 3)
             rows: dict[str, Array] = {}
             reduced: dict[str, Reduced] = {}
-            for tap in taps:
-                found = values[tap.name]
-                encoded = encode(found, tap.dtype(store_dtype), scales.get(tap.name))
-                rows[tap.name] = encoded.stored
+
+            def keep(name: str, found: Array, dtype: str, **counted: Array) -> None:
+                if dtype not in QUANTIZED:
+                    found = found.astype(dtype)
+                encoded = encode(found, dtype, scales.get(name))
+                rows[name] = encoded.stored
                 if encoded.scale is not None:
-                    rows[scale_name(tap.name)] = encoded.scale
-                counted = {"nonfinite": _per_token(~jnp.isfinite(found))}
+                    rows[scale_name(name)] = encoded.scale
+                counted["nonfinite"] = _per_token(~jnp.isfinite(found))
                 if encoded.clipped is not None:
                     counted["clipped"] = encoded.clipped
-                reduced[tap.name] = reduce(encoded.decoded, real, counted)
+                reduced[name] = reduce(encoded.decoded, real, counted)
+
+            for tap in taps:
+                if tap.name not in tops:
+                    keep(tap.name, values[tap.name], tap.dtype(store_dtype))
+                    continue
+                top, (latents, ids) = tops[tap.name], latent_names(tap.name)
+                keep(latents, top.values, store_dtype, truncated=top.beyond.astype(jnp.int32))
+                keep(ids, top.ids, encoders[tap.name][0].id_dtype)
             return rows, reduced
 
-        self._run = jax.jit(run, static_argnums=(7, 8))
+        self._run = jax.jit(run, static_argnums=(8, 9))
         self._compact = jax.jit(_on_each(shards, _compact, 2))
         self._programs: dict[Any, Any] = {}
         self._compiling = threading.Lock()
@@ -217,7 +251,7 @@ class Step:
         runs = Runs.of(batch, self._devices)
         run, compact = self._programs_for(batch, runs)
         kept, inputs = self._put(runs.places, _inputs(batch))
-        rows, reduced = run(self.params, self._scales, *inputs)
+        rows, reduced = run(self.params, self._scales, self._encoders, *inputs)
         return compact(rows, kept), reduced
 
     def compile(self, batch: Batch) -> tuple[Any, Any]:
@@ -235,8 +269,8 @@ class Step:
         if self._device.platform == "cpu":
             return None
         if self._shards:
-            return self._shards.by_runs("pinned_host")
-        return SingleDeviceSharding(self._device, memory_kind="pinned_host")
+            return self._shards.by_runs(_PINNED)
+        return SingleDeviceSharding(self._device, memory_kind=_PINNED)
 
     @property
     def _devices(self) -> int:
@@ -285,7 +319,7 @@ class Step:
             (shapes, contexts),
             self._run,
             lambda: (
-                self.params, self._scales,
+                self.params, self._scales, self._encoders,
                 *[None if a is None else like(a, by_rows) for a in inputs], contexts, runs.size,
             ),
         )  # fmt: skip
@@ -312,6 +346,12 @@ class Step:
 
 def _inputs(batch: Batch) -> tuple[np.ndarray | None, ...]:
     return (batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns)
+
+
+def _encode(shards: Shards | None, encoder: Encoder) -> Any:
+    """Latents of runs of tokens: every device has all of the encoder."""
+    function = partial(top_latents, encoder=encoder)
+    return shards.each(function, [P(), P(AXES)], P(AXES)) if shards else function
 
 
 def _on_each(shards: Shards | None, function: Callable[..., Any], arguments: int) -> Any:

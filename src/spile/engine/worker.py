@@ -1,13 +1,15 @@
 """One process at work: read-tokenize-pack, the device, and encode-hash-write, overlapped.
 
 Units flow through three stages joined by bounded queues: while one computes, the next is read and
-packed and the last one's shards become durable. A unit is taken when nobody who seems alive holds
-it; should two workers do the same one, the first commit wins and the other's files are removed.
+packed and the last one's shards become durable. Which unit comes next a picker says (`pick.py`);
+should two workers do the same one, the first commit wins and the other's files are removed.
 In a world of several processes the leader takes units, and all of them do each one together.
 """
 
 import logging
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Any
@@ -15,12 +17,16 @@ from typing import Any
 from spile.background import Producer
 from spile.config import Runtime
 from spile.data.pack import Batch, PackedUnit
+from spile.data.rendering import processes_for
 from spile.data.units import Unit
-from spile.engine.budget import Budget
 from spile.engine.clock import DeviceClock
+from spile.engine.nonfinite import NonfiniteError
+from spile.engine.pick import Picker
+from spile.engine.profile import ProfiledStep
 from spile.engine.resolve import Job
-from spile.engine.sink import Prepared, Sink
+from spile.engine.sink import Prepared, Sink, Taker
 from spile.engine.step import Step
+from spile.engine.survey import documents_table
 from spile.engine.world import Alone
 from spile.errors import Interrupted
 from spile.metrics import Counters
@@ -28,7 +34,7 @@ from spile.store.ledger import Ledger
 from spile.store.presence import Presence
 
 _log = logging.getLogger("spile")
-_RETRY_SECONDS = 0.5  # between looks for a unit that others hold
+_POLL_SECONDS = 0.5
 # The one that computes and the one after it. More would only be kept from other workers.
 _UNITS_HELD = 2
 
@@ -40,7 +46,7 @@ class Worker:
         self,
         job: Job,
         ledger: Ledger,
-        step: Step,
+        step: Step | ProfiledStep,
         runtime: Runtime,
         *,
         batches: Callable[[PackedUnit], Iterator[Batch]],
@@ -48,19 +54,25 @@ class Worker:
         presence: Presence,
         world: Alone,
         counters: Counters,
-        budget: Budget,
+        picker: Picker,
         stop: threading.Event,
+        sink: Taker | None = None,
     ) -> None:
-        """`batches`: cuts a packed unit into steps."""
+        """Args:
+        batches: cuts a packed unit into steps.
+        sink: takes the rows, instead of the store.
+        """
         self._job, self._ledger, self._step, self._runtime = job, ledger, step, runtime
         self._batches, self._made_by = batches, made_by
         self._presence, self._world = presence, world
-        self._counters, self._budget, self._stop = counters, budget, stop
-        self._mine: set[int] = set()
+        self._counters, self._picker, self._stop = counters, picker, stop
+        self._sink = sink
+        self._ending = threading.Event()  # for whatever reason: no unit is waited for any more
         self._room = threading.Semaphore(_UNITS_HELD)
+        self._since: float | None = None  # when the last unit was computed
 
     def run(self) -> None:
-        """Work until every unit is done, or the budget is spent.
+        """Work until there is nothing left to pick.
 
         Raises:
             Interrupted: if told to stop first; units fully computed are committed, the one in
@@ -70,19 +82,20 @@ class Worker:
         self._run_stages()
 
     def _run_stages(self) -> None:
-        sink = Sink(
+        sink = self._sink or Sink(
             self._job, self._ledger, self._presence, self._runtime, self._counters, self._made_by,
-            self._world,
+            self._world, self._picker.done,
         )  # fmt: skip
         feed = Producer(self._prepare(sink), 1, "read-tokenize-pack")
         clock = DeviceClock(self._counters, self._runtime.queue_depth)
         try:
             for prepared in self._timed(feed):
-                self._compute(prepared, sink, clock)
+                self._compute(prepared, sink, clock, feed)
                 if self._stop.is_set():
                     break
                 self._room.release()
             sink.close()  # commits what is fully computed
+            self._counters.set(queue_text=0, queue_device=0, queue_write=0, queue_commit=0)
             if self._stop.is_set():
                 raise Interrupted
         except Exception as error:
@@ -91,76 +104,77 @@ class Worker:
             except Exception as second:
                 if second is not error:
                     _log.error("and while ending: %s", second)
+            if isinstance(error, NonfiniteError) and self._world.processes == 1:
+                raise error.traced(self._step, self._batches(error.found.packed)) from error
             raise
         except BaseException:
             sink.abandon()
             raise
         finally:
+            self._ending.set()
             feed.close()
             clock.close()
 
     def _timed(self, feed: Producer[Prepared]) -> Iterator[Prepared]:
         units = iter(feed)
+        waiting = "waited_at_first"  # when there is nothing to compute beside
         while True:
-            with self._counters.timed("waited_for_text"):
+            with self._counters.timed(waiting):
                 prepared = next(units, None)
             if prepared is None:
                 return
+            waiting = "waited_for_text"
             yield prepared
 
-    def _compute(self, prepared: Prepared, sink: Sink, clock: DeviceClock) -> None:
+    def _compute(
+        self, prepared: Prepared, sink: Taker, clock: DeviceClock, feed: Producer[Prepared]
+    ) -> None:
+        began = self._since or time.perf_counter()
         sink.begin(prepared)
         for batch in self._batches(prepared.packed):
             if self._stop.is_set():
                 return
             output = self._step(batch)
+            self._counters.add(stepped=output.tokens, positions=batch.tokens.size)
             clock.started(output)
             with self._counters.timed("waited_for_writing"):
                 sink.put(output)
-        sink.end()
+            to_write, to_commit = sink.waiting
+            self._counters.set(
+                queue_text=feed.waiting, queue_device=clock.waiting, queue_write=to_write,
+                queue_commit=to_commit,
+            )  # fmt: skip
+        self._since = time.perf_counter()
+        sink.end(self._since - began)
 
     # -- first stage: text to packed units ---------------------------------------------------
 
-    def _prepare(self, sink: Sink) -> Generator[Prepared, None, None]:
-        with closing(self._job.reader()) as reader:
+    def _prepare(self, sink: Taker) -> Generator[Prepared, None, None]:
+        with closing(self._job.reader(processes_for(self._runtime.render_processes))) as reader:
             known = {unit.id: unit for unit in self._job.units}
             for unit, attempt in self._world.units(self._units(sink), known):
-                documents = reader.read(unit.spans, unit.first_doc, unit.skip)
+                with self._counters.timed("reading"):
+                    documents = reader.read(unit.spans, unit.first_doc, unit.skip)
                 with self._counters.timed("preparing"):
-                    packed, skipped = self._job.pack(documents)
-                for batch in self._batches(packed):
-                    self._step.compile(batch)  # beside the unit that computes, not in its way
-                yield Prepared(unit, attempt, packed, skipped, documents.digest())
+                    packed, refused = self._job.pack(documents)
+                    table = documents_table(documents, packed, refused) if self._world.leads else {}
+                self._counters.add(prepared=packed.num_tokens)
+                with self._counters.timed("compiling"):
+                    for batch in self._batches(packed):
+                        self._step.compile(batch)  # beside the unit that computes, not in its way
+                skipped = documents.skipped + Counter(refused.values())
+                yield Prepared(unit, attempt, packed, skipped, documents.digest(), table)
 
-    def _units(self, sink: Sink) -> Iterator[Unit]:
-        """Units to do, in order, as long as there are any that nobody else is doing."""
-        waiting = False
-        while not self._stop.is_set():
+    def _units(self, sink: Taker) -> Iterator[Unit]:
+        """Units to do, as long as the picker has any."""
+        while not self._stop.is_set() and not self._ending.is_set():
             sink.check()  # a writer that failed ends the waiting for others, too
-            if not self._room.acquire(timeout=_RETRY_SECONDS):
+            if not self._room.acquire(timeout=_POLL_SECONDS):
                 continue
-            unit, left = self._next_unit()
+            unit, more = self._picker.take()
             if unit is not None:
-                waiting = False
                 yield unit
                 continue
             self._room.release()
-            if not left or self._budget.spent:
+            if not more:
                 return
-            if not waiting:
-                _log.info("waiting for %d units that other workers hold", left)
-            waiting = True
-            self._stop.wait(_RETRY_SECONDS)
-
-    def _next_unit(self) -> tuple[Unit | None, int]:
-        """A unit that is nobody's, taken; and how many there are left."""
-        done = self._ledger.done_units()
-        left = [u for u in self._job.units if u.id not in done and u.id not in self._mine]
-        held = self._presence.held_by_others() if left else set[int]()
-        unit = next((u for u in left if u.id not in held), None)
-        if unit and not self._budget.allows(unit, done, held | self._mine):
-            unit = None
-        if unit is not None:
-            self._mine.add(unit.id)
-            self._presence.hold(unit.id)
-        return unit, len(left)
