@@ -152,6 +152,10 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
 def spile(options: argparse.Namespace) -> dict[str, Any]:
     """`spile.extract`; timed from the first rows written to the last durable file.
 
+    What is computed and not yet written when the clock starts, some steps where the sink is the
+    slower one, is the device's work before it and the sink's work after it: so tokens are counted
+    as they are computed, and bytes as they are written.
+
     With a profile the time is not for comparison; and another run comes first, since to begin a
     trace before a device's first work, or beside its work, gave none, crashed or hung.
     """
@@ -161,7 +165,7 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
     counters, processor = Counters(), time.process_time
     seen: list[tuple[float, float, dict[str, float]]] = []
     spans = ("device_busy", "device_idle", "waited_for_text", "waited_for_writing")
-    names = ("tokens", "computed", *spans)
+    names = ("tokens", "computed", "bytes", *spans)
 
     warm = WARM_UP * options.step_tokens
     runtime = package.Runtime(batch_tokens=options.batch_tokens)
@@ -182,8 +186,8 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
     start, used, before = next(each for each in seen if each[2]["tokens"] >= warm)
     spent = {name: counters[name] - before[name] for name in names}
     shares = {name: round(spent[name] / (end - start), 4) for name in spans}
-    # What had been computed before is not counted, though it was written since.
     result: dict[str, Any] = {"tok/s": spent["computed"] / (end - start), "shares": shares}
+    result["GB/s"] = spent["bytes"] / (end - start) / 1e9
     result["cores"] = round((processor() - used) / (end - start), 2)  # used, on average
     if profile:
         result["profile"] = read_profile(profile, options.profile)

@@ -6,8 +6,8 @@ Everyone reads the same documents (log-normal lengths, mean about 1,000 tokens, 
 the same random bfloat16 weights and stores the same residual streams. Each contestant has a
 process of its own, is warmed up, and is timed until its last file is whole (Spile's: durable and
 committed). The limit is the model's own matrix products, chained, on the same card in the same
-run; a sink's is what it takes from a few threads that do nothing but write. Peers that are not
-installed are left out, and said so.
+run; a sink's is what it takes from a few threads that do nothing but write. Whichever of the two is
+lower, Spile should reach. Peers that are not installed are left out, and said so.
 """
 
 import argparse
@@ -81,7 +81,8 @@ class Bench:
             everything = {"options": vars(self.options), "results": self.results}
             Path(self.options.results).write_text(json.dumps(everything, indent=1))
         share = rate / self.results["matrix products"]["tok/s"]
-        print(f"{title:<46} {rate:>10,.0f} tok/s {share:>8.1%}", flush=True)
+        written = f" {result['GB/s']:>8.2f} GB/s" if "GB/s" in result else ""
+        print(f"{title:<46} {rate:>10,.0f} tok/s {share:>8.1%}{written}", flush=True)
         for kind in ("shares", "profile"):
             parts = [f"{name} {value:.3g}" for name, value in result.get(kind, {}).items()]
             print(f"  {kind}: {', '.join(parts)}", flush=True) if parts else None
@@ -165,11 +166,13 @@ def measure(bench: Bench) -> None:
                 title = f"spile, taps: {count}, {dtype}, {place}"
                 rate = bench.run(title, "spile", **given)
                 full = rate if count == 1 else full
-                bench.ratio("of what device and sink allow", rate, reachable)
+                bench.ratio("of the step", rate, computed[count])
+                written = bench.results.get(title, {}).get("GB/s")
+                bench.ratio(f"of {place}, by bytes", written, taken)
                 if reachable < (computed[count] or limit):  # a disk's rate drifts: once more
                     given = {"out": out, "sink_bytes": most_bytes}
                     again = bench.run(f"{place} alone, afterwards", "sink", **given)
-                    bench.ratio("of that", rate, again and again * 1e9 / row_bytes)
+                    bench.ratio("of that", written, again)
     if full:
         given = {"out": out, **tapped([layers // 2 - 1]), **sized(2 * limit)}
         early = bench.run(f"spile, one tap at half depth, {place}", "spile", **given)

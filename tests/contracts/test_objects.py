@@ -1,15 +1,14 @@
 """What every store of objects must do, whatever it is made of."""
 
 import errno
-import fcntl
-import mmap
 import os
+import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ import servers
 import tiny
 from spile.errors import ConfigError, StoreError
 from spile.objects import LocalObjects, MemoryObjects, Objects, open_objects
-from spile.objects import local as objects_module
 
 BACKENDS: dict[str, Callable[[Path], Objects]] = {
     "local": lambda folder: LocalObjects(folder / "store"),
@@ -28,13 +26,12 @@ BACKENDS: dict[str, Callable[[Path], Objects]] = {
 }
 OUTSIDE = ("/x", "../x", "..", "a/../../x", "a//b", "", "a/", "/", ".", "./a", "a/./b", "a\0b")
 MIB = 1 << 20
-# Sizes of the pieces of a large object: a local stream writes them past the page cache, in
-# 32 MiB at a time, from the first piece on that is as large and begins at a page.
+# Sizes of the pieces of a large object: a local stream makes them durable every 64 MiB.
 PIECES = {
-    "one piece": [33 * MIB],
-    "exactly full": [4096, 32 * MIB, 12 * MIB, 20 * MIB],
+    "one piece": [65 * MIB],
+    "exactly as many": [4096, 32 * MIB - 4096, 12 * MIB, 20 * MIB],
     "odd sizes": [4096, 32 * MIB + 1, 7, 0, 4095, 33 * MIB - 13, 1],
-    "from the middle of a page": [4097, 33 * MIB, 3],
+    "most of it first": [4097, 63 * MIB, 3, MIB],
     "small ones first": [1000, 0, 3000, 96, 31 * MIB, 32 * MIB + 5, 4096],
 }
 
@@ -175,31 +172,6 @@ def check_bytes(found: bytes, wanted: memoryview) -> None:
     assert not len(different), f"{len(different)} bytes differ, the first is {different[0]}"
 
 
-def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fcntl.fcntl
-
-    def refusing(file: Any, command: int, argument: int = 0) -> Any:
-        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(file, command, argument)
-
-    monkeypatch.setattr(fcntl, "fcntl", refusing)
-
-
-def refuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*size: int) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    monkeypatch.setattr(mmap, "mmap", refuse)
-
-
-WITHOUT: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "a file system that refuses": refuse_direct,
-    "a system that has none": lambda patch: patch.delattr(os, "O_DIRECT"),
-    "no memory for a buffer": refuse_memory,
-}
-
-
 @pytest.mark.parametrize("sizes", PIECES)
 def test_a_large_stream_arrives_byte_for_byte(
     objects: Objects, noise: memoryview, sizes: str
@@ -210,15 +182,14 @@ def test_a_large_stream_arrives_byte_for_byte(
     check_bytes(objects.get("a/large"), whole)
 
 
-@pytest.mark.parametrize("where", WITHOUT)
-def test_a_large_stream_arrives_where_the_page_cache_cannot_be_passed_by(
-    objects: Objects, noise: memoryview, where: str, monkeypatch: pytest.MonkeyPatch
+def test_a_large_stream_arrives_on_a_system_that_knows_neither_fdatasync_nor_fadvise(
+    local: LocalObjects, noise: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, pieces = cut(noise, PIECES["odd sizes"])
-    WITHOUT[where](monkeypatch)
-    put(objects, "a/large", *pieces)
-    monkeypatch.undo()
-    check_bytes(objects.get("a/large"), whole)
+    for name in ("fdatasync", "posix_fadvise"):
+        monkeypatch.delattr(os, name)
+    put(local, "a/large", *pieces)
+    check_bytes(local.get("a/large"), whole)
 
 
 def test_pieces_may_be_changed_once_they_are_written(objects: Objects, noise: memoryview) -> None:
@@ -232,7 +203,7 @@ def test_pieces_may_be_changed_once_they_are_written(objects: Objects, noise: me
     check_bytes(objects.get("a/large"), whole)
 
 
-@pytest.mark.parametrize("sizes", [[33 * MIB], [4096, 32 * MIB, 5], [1, 33 * MIB]])
+@pytest.mark.parametrize("sizes", [[65 * MIB], [33 * MIB, 32 * MIB, 5], [1, 33 * MIB]])
 def test_an_abandoned_large_stream_is_gone(
     objects: Objects, noise: memoryview, sizes: list[int]
 ) -> None:
@@ -415,48 +386,91 @@ def test_a_stream_is_durable_when_closed_and_not_before(
     assert events[1][:2] == ("sync", str(local.root / "a/b"))
 
 
-def open_flags(path: Path) -> int | None:
-    """The flags under which this process has a file open; None: it has not."""
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            if os.readlink(link) != str(path):
-                continue
-        except FileNotFoundError:  # the listing's own descriptor
-            continue
-        info = Path(f"/proc/self/fdinfo/{link.name}").read_text()
-        return int(info.partition("flags:")[2].split()[0], 8)
-    return None
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[tuple[str, int]]":
+    """Every file whose data is made durable before it is closed, and its size at that moment."""
+    found: queue.Queue[tuple[str, int]] = queue.Queue()
+    fdatasync = os.fdatasync
+
+    def record(descriptor: int) -> None:
+        fdatasync(descriptor)
+        found.put((os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fdatasync", record)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("sizes", "direct"),
-    [
-        ([32 * MIB], True),
-        ([4096, 32 * MIB], True),
-        ([4096, 32 * MIB, 1], True),
-        ([31 * MIB, MIB], False),
-        ([4097, 32 * MIB], False),
-    ],
-)
-def test_large_pieces_that_begin_at_a_page_pass_by_the_page_cache(
-    local: LocalObjects, noise: memoryview, sizes: list[int], direct: bool
+def test_a_large_file_goes_to_the_disk_while_it_is_written(
+    local: LocalObjects, noise: memoryview, flushed: "queue.Queue[tuple[str, int]]"
 ) -> None:
-    path = local.root / "shard"
     stream = local.stream("shard")
-    flags = open_flags(path)
-    assert flags is not None and not flags & os.O_DIRECT
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_DIRECT))
-    except OSError:
-        pytest.skip("this file system takes no direct writes")
-    whole, pieces = cut(noise, sizes)
-    for piece in pieces:
-        stream.write(piece)
-    flags = open_flags(path)
-    assert flags is not None and bool(flags & os.O_DIRECT) is direct
+    stream.write(noise[: 40 * MIB])
+    assert flushed.empty()
+    stream.write(noise[: 25 * MIB])
+    assert flushed.get(timeout=30) == (str(local.root / "shard"), 65 * MIB)
+    stream.write(noise[:MIB])
     stream.close()
-    assert open_flags(path) is None
-    check_bytes(local.get("shard"), whole)
+    assert flushed.empty(), "what is left is for the last sync"
+
+
+def in_memory(path: Path) -> bool:
+    """Whether a file's first page is in the page cache."""
+    with path.open("rb", buffering=0) as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(4096)], 0, os.RWF_NOWAIT) > 0
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            pytest.skip(f"this file system does not say: {error.strerror}")
+
+
+def test_what_is_on_the_disk_does_not_stay_in_memory(
+    local: LocalObjects, noise: memoryview
+) -> None:
+    put(local, "small", noise[:MIB])
+    small = local.root / "small"
+    assert in_memory(small)
+    with small.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if in_memory(small):
+        pytest.skip("there is no disk behind this file system")
+    put(local, "large", noise[: 65 * MIB], noise[:MIB])
+    assert not in_memory(local.root / "large")
+
+
+@pytest.mark.parametrize("moment", ["write", "close"])
+def test_what_a_disk_reports_late_is_raised_and_never_forgotten(
+    local: LocalObjects, noise: memoryview, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    stream = local.stream("attempts/1/shard")
+    stream.write(noise[: 64 * MIB])
+    if moment == "write":
+        with pytest.raises(StoreError, match="writing .*attempts/1/shard: Input/output error"):
+            stream.write(noise[: 64 * MIB])
+    with pytest.raises(StoreError, match="writing .*attempts/1/shard: Input/output error"):
+        stream.close()
+    stream.abandon()
+    assert list(local.list()) == []
+
+
+def test_a_stream_abandoned_while_it_goes_to_the_disk_closes_its_file_afterwards(
+    local: LocalObjects, noise: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    still_open: list[str] = []
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.3)
+        still_open.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    stream = local.stream("shard")
+    stream.write(noise[: 64 * MIB])
+    stream.abandon()
+    assert still_open == [str(local.root / "shard")]
 
 
 def test_a_record_is_whole_on_disk_before_it_has_its_name(
@@ -556,7 +570,7 @@ def test_a_large_piece_that_fills_the_disk_says_so_in_one_line(
 
 @pytest.fixture
 def middling_disk(tmp_path: Path) -> Iterator[LocalObjects]:
-    """A store on a disk that takes direct writes, with room for one of 32 MiB but not for two."""
+    """A store on a real file system with room for 33 MiB, but not for twice as many."""
     folder, image = tmp_path / "middling", tmp_path / "image"
     folder.mkdir()
     with image.open("wb") as file:
@@ -576,38 +590,16 @@ def middling_disk(tmp_path: Path) -> Iterator[LocalObjects]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("moment", ["write", "close"])
-def test_a_disk_that_is_full_after_the_first_direct_write_says_so_in_one_line(
-    middling_disk: LocalObjects, noise: memoryview, moment: str
+def test_a_disk_that_is_full_after_the_first_piece_says_so_in_one_line(
+    middling_disk: LocalObjects, noise: memoryview
 ) -> None:
     stream = middling_disk.stream("attempts/1/shard")
     stream.write(noise[: 33 * MIB])
-    stream.write(noise[: 30 * MIB])  # nearly as much as is written at once
     with pytest.raises(StoreError, match="disk full while writing") as caught:
-        stream.write(noise[: 2 * MIB]) if moment == "write" else stream.close()
+        stream.write(noise[: 30 * MIB])
+        stream.close()
     assert "shard" in str(caught.value) and "\n" not in str(caught.value)
     stream.abandon()
     assert list(middling_disk.list()) == []
     put(middling_disk, "attempts/2/shard", noise[: 33 * MIB])
     check_bytes(middling_disk.get("attempts/2/shard"), noise[: 33 * MIB])  # there is room again
-
-
-def test_a_file_system_that_takes_the_flag_but_not_what_follows_gets_ordinary_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, refused = objects_module._write_all, []  # pyright: ignore[reportPrivateUsage]
-
-    def refusing(file: Any, data: Any) -> None:
-        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
-            real(file, memoryview(data)[:4096])  # some of it is taken
-            refused.append(file)
-            raise OSError(errno.EINVAL, "Invalid argument")
-        real(file, data)
-
-    monkeypatch.setattr(objects_module, "_write_all", refusing)
-    store, data = LocalObjects(tmp_path), os.urandom((70 << 20) + 123)
-    stream = store.stream("a")
-    stream.write(data)
-    stream.close()
-    assert store.get("a") == data
-    assert len(refused) <= 1, "asked once"

@@ -97,17 +97,22 @@ def test_busy_and_idle_add_up_to_the_span_between_the_first_and_the_last_finish(
 
 
 def test_a_pause_between_steps_is_idle(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[float] = []
     with watched(monkeypatch) as seen:
-        for _ in range(3):
+        for number in range(3):
             step = start()
+            began.append(step.started)
             seen.clock.started(step)
-            step.finished.block_until_ready()
+            seen.reach(number + 1)
             time.sleep(PAUSE)
         seen.wait(3)
-    idle = seen.counters["device_idle"]
-    assert idle > 2 * PAUSE * 0.9, "but not the one after the last"
-    assert idle <= seen.finished[-1] - seen.finished[0]
-    assert seen.counters["device_busy"] < PAUSE
+    pauses = [begin - end for begin, end in zip(began[1:], seen.finished, strict=False)]
+    assert min(pauses) >= PAUSE
+    assert seen.counters["device_idle"] == pytest.approx(sum(pauses), abs=1e-9), (
+        "not the one after the last"
+    )
+    steps = [end - begin for begin, end in zip(began[1:], seen.finished[1:], strict=True)]
+    assert seen.counters["device_busy"] == pytest.approx(sum(steps), abs=1e-9), "but the first"
 
 
 def test_steps_started_ahead_leave_nothing_idle(

@@ -2,23 +2,21 @@
 
 import contextlib
 import errno
-import fcntl
-import mmap
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
-
-import numpy as np
 
 from spile.errors import CorruptError, StoreError
 from spile.objects.protocol import Entry, check_held, check_key
 
 _TEMPORARY = ".tmp-"
-_PAGE = 4096
-_DIRECT_BYTES = 32 << 20  # written at once past the page cache: smaller ones were slower
+_SYNC_BYTES = 64 << 20  # of a file, after which they are made durable
+_SYNCS = 8  # files at once, of which that is done: one for each tap that is being written
 
 
 def _explain(action: str, path: Path, error: OSError) -> StoreError:
@@ -44,6 +42,10 @@ class LocalObjects:
         self.root = root.absolute()
         self._inside: set[Path] = set()  # folders that are known to lie in it
         self.url = str(root)
+
+    @cached_property
+    def _syncs(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_SYNCS, "sync")
 
     def _path(self, key: str) -> Path:
         path = self.root.joinpath(*check_key(self.url, key))
@@ -120,7 +122,7 @@ class LocalObjects:
     def stream(self, key: str) -> "LocalStream":
         path = self._path(key)
         try:
-            return LocalStream(path, self._open_new(path))
+            return LocalStream(path, self._open_new(path), self._syncs)
         except OSError as error:
             raise _explain("creating", path, error) from error
 
@@ -175,70 +177,37 @@ class LocalObjects:
 
 
 class LocalStream:
-    """A file being written, in large pieces.
+    """A file being written, and on its way to the disk meanwhile.
 
-    Those pass by the page cache where the file system allows it: a disk takes them as fast, at a
-    tenth of the processor time, and what others keep in memory stays there.
+    Every so many bytes a thread beside makes them durable and drops them from memory: so the disk
+    always has something to write, closing has little to wait for, and what others keep in the page
+    cache stays there.
     """
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
-        self._written = 0
-        self._aligned: np.ndarray | None = None  # the buffer that direct writes need
-        self._filled = 0
-        self._may_bypass = hasattr(os, "O_DIRECT")
+    def __init__(self, path: Path, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
+        self._path, self._file, self._pool = path, file, pool
+        self._since = 0  # bytes written since the last of them were handed over
+        self._syncing: Future[None] | None = None
 
     def write(self, data: bytes | memoryview) -> None:
         try:
-            if self._may_bypass and self._aligned is None and len(data) >= _DIRECT_BYTES:
-                self._bypass_cache()
-            if self._aligned is None:
-                _write_all(self._file, data)
-                self._written += len(data)
-            else:
-                self._write_aligned(self._aligned, np.frombuffer(data, np.uint8))
+            _write_all(self._file, data)
+            self._since += len(data)
+            if self._since >= _SYNC_BYTES:
+                self._settle()
+                self._syncing = self._pool.submit(_make_durable, self._file.fileno())
+                self._since = 0
         except OSError as error:
             raise _explain("writing", self._path, error) from error
 
-    def _bypass_cache(self) -> None:
-        self._may_bypass = self._written % _PAGE == 0 and not _in_memory(self._file)
-        if self._may_bypass:
-            try:
-                buffer = np.frombuffer(mmap.mmap(-1, _DIRECT_BYTES), np.uint8)
-                self._set_direct(True)
-                self._aligned = buffer  # (only now: without it no write may be direct)
-            except OSError:
-                self._may_bypass = False  # some file systems cannot
-
-    def _set_direct(self, direct: bool) -> None:
-        flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT
-        fcntl.fcntl(self._file, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
-
-    def _write_aligned(self, buffer: np.ndarray, data: np.ndarray) -> None:
-        while len(data):
-            taken = data[: len(buffer) - self._filled]
-            buffer[self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-            data = data[len(taken) :]
-            if self._filled == len(buffer):
-                self._filled = 0
-                self._flush(buffer.data)
-
-    def _flush(self, data: memoryview) -> None:
-        start = self._file.tell()
-        try:
-            _write_all(self._file, data)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._set_direct(False)  # the flag was accepted, but not what follows from it
-            _write_all(self._file, data[self._file.tell() - start :])
+    def _settle(self) -> None:
+        """(An error that the disk reports late it reports once: it is raised again and again.)"""
+        if self._syncing is not None:
+            self._syncing.result()
 
     def close(self) -> str:
         try:
-            if self._aligned is not None and self._filled:
-                self._set_direct(False)  # the last piece may have any length
-                _write_all(self._file, self._aligned[: self._filled].data)
+            self._settle()
             os.fsync(self._file.fileno())
             self._file.close()
             sync(self._path.parent)
@@ -249,20 +218,17 @@ class LocalStream:
         return ""
 
     def abandon(self) -> None:
+        with contextlib.suppress(OSError):
+            self._settle()  # its descriptor may be another file's once it is closed
         self._file.close()
         self._path.unlink(missing_ok=True)
 
 
-def _in_memory(file: BinaryIO) -> bool:
-    """Whether there is no disk behind a file, so that there is no cache to pass by either."""
-    device = os.fstat(file.fileno()).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return False
-    kinds = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number]
-    return "tmpfs" in kinds
+def _make_durable(descriptor: int) -> None:
+    """What was written so far; it is not kept in memory then. (macOS has neither call.)"""
+    getattr(os, "fdatasync", os.fsync)(descriptor)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager
