@@ -24,7 +24,7 @@ from spile.errors import CorruptError
 
 MAX_HEADER_BYTES = 100 << 20  # the official limit
 MAX_TENSORS = 1 << 20  # a tiny entry takes twenty times its bytes in memory
-# Rows begin on a page boundary, so that a memory map of them is aligned and O_DIRECT can be used.
+# Rows begin on a page boundary, so that a memory map of them is aligned.
 HEADER_ALIGN = 4096
 
 DTYPES: dict[str, np.dtype[Any]] = {
