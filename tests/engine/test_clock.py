@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,12 @@ PAUSE = 0.25
 RUNS = Runs(np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros((1, 1), np.int64), 1)
 
 
-Start = Callable[..., StepOutput]
+Start = Callable[[], StepOutput]
 
 
 @pytest.fixture(scope="module")
 def start() -> Start:
-    """Starts a step that takes the device some hundredths of a second, or `times` that."""
+    """Starts a step that takes the device some hundredths of a second."""
     matrix = jnp.eye(256, dtype=jnp.float32)
 
     def work(matrix: jax.Array, products: jax.Array) -> jax.Array:
@@ -35,12 +36,28 @@ def start() -> Start:
 
     compiled = jax.jit(work).lower(matrix, jnp.int32(1)).compile()
 
-    def start(times: int = 1) -> StepOutput:
+    def start() -> StepOutput:
         begin = time.perf_counter()
-        return StepOutput(TOKENS, RUNS, {}, {}, begin, compiled(matrix, jnp.int32(60 * times)))
+        return StepOutput(TOKENS, RUNS, {}, {}, begin, compiled(matrix, jnp.int32(60)))
 
     start().finished.block_until_ready()
     return start
+
+
+class Held:
+    """A step's end that does not come before it is let go."""
+
+    def __init__(self, step: StepOutput) -> None:
+        self._finished, self._gone = step.finished, threading.Event()
+        seen = SimpleNamespace(started=step.started, finished=self, tokens=step.tokens)
+        self.step = cast(StepOutput, seen)  # (its own fields are checked to be arrays)
+
+    def let_go(self) -> None:
+        self._gone.set()
+
+    def block_until_ready(self) -> None:
+        assert self._gone.wait(60)
+        self._finished.block_until_ready()
 
 
 @dataclasses.dataclass
@@ -119,8 +136,11 @@ def test_steps_started_ahead_leave_nothing_idle(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with watched(monkeypatch) as seen:
-        for times in (12, 1, 1, 1, 1):  # the first leaves time enough to start the others
-            seen.clock.started(start(times))
+        first = Held(start())
+        seen.clock.started(first.step)
+        for _ in range(4):
+            seen.clock.started(start())
+        first.let_go()
         seen.wait(5)
     assert seen.counters["device_idle"] == 0
     busy = seen.counters["device_busy"]
@@ -132,8 +152,9 @@ def test_a_step_counts_from_when_the_device_had_it_not_from_when_the_clock_heard
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with watched(monkeypatch) as seen:
-        first, second = start(4), start()
-        seen.clock.started(first)
+        first, second = Held(start()), start()
+        seen.clock.started(first.step)
+        first.let_go()
         second.finished.block_until_ready()
         time.sleep(PAUSE)
         seen.clock.started(second)
