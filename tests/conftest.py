@@ -9,6 +9,7 @@ import hypothesis
 import jax
 import pytest
 
+import quick
 import tiny
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -24,8 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("suite", derandomize=True, database=None)
     if not config.getoption("--chaos-full"):
         hypothesis.settings.load_profile("suite")
-        # LLVM's would be a good part of the suite's time; `make chaos` runs what users run.
-        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        # Compiling well would be a good part of the suite's time; `make chaos` runs what users run.
+        os.environ.setdefault("XLA_FLAGS", quick.FLAGS)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes start
     _compile_once(config)
 

@@ -104,12 +104,9 @@ def write_corpus(path: Path, documents: int = 40, *, seed: int = 0, mean: float 
 
 def spile(*arguments: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
+    options = {"env": environment(), **options}
     result = subprocess.run(
-        [sys.executable, "-m", "spile.cli", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        **options,
+        [sys.executable, "-m", "spile.cli", *arguments], capture_output=True, text=True, **options
     )
     if check and result.returncode:
         raise AssertionError(f"exit {result.returncode}\n{result.stdout}\n{result.stderr}")

@@ -12,6 +12,7 @@ from typing import IO
 
 import numpy as np
 
+import quick
 import spile
 import tiny
 from chaos.harness import check_sound, content
@@ -169,8 +170,7 @@ class Group:
 
 def on_devices(count: int) -> dict[str, str]:
     """So many virtual ones; compiled in a hurry."""
-    flags = f"--xla_force_host_platform_device_count={count} --xla_backend_optimization_level=0"
-    return {"XLA_FLAGS": flags}
+    return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {quick.FLAGS}"}
 
 
 def planted(folder: Path, code: str) -> dict[str, str]:

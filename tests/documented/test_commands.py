@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hub_server
+import quick
 import spile
 import tiny
 from chaos.harness import files
@@ -104,7 +105,7 @@ def compiled(words: list[str], where: str) -> str:
     result = subprocess.run(
         [sys.executable, "-m", "spile.cli", *words[1:], "--on", "cpu"],
         capture_output=True, text=True, check=False,
-        env={**tiny.environment(), "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        env={**tiny.environment(), "XLA_FLAGS": quick.FLAGS},
     )  # fmt: skip
     assert result.returncode == 0, f"{where}\n{result.stderr}"
     return result.stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import quick
 import tiny
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -44,12 +45,11 @@ def test_the_gpu_benchmark_prints_rates_and_ratios_on_a_cpu_too(tmp_path: Path) 
         [sys.executable, str(BENCH / "gpu.py"), *small, *few, *places, "--results", str(kept)],
         capture_output=True,
         text=True,
-        # What is compiled runs for a moment only: nothing is gained by optimizing it.
-        env={**tiny.environment(), "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        env={**tiny.environment(), "XLA_FLAGS": quick.FLAGS},
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    rate = r"^(\S.*?)\s{2,}([\d,.]+) (?:tok/s +[\d.]+%|GB/s)$"
+    rate = r"^(\S.*?)\s{2,}([\d,.]+) (?:tok/s +[\d.]+%(?: +[\d.]+ GB/s)?|GB/s)$"
     rates = dict(re.findall(rate, result.stdout, re.MULTILINE))
     full = f"spile, taps: 1, bfloat16, {tmp_path}"
     half = f"spile, one tap at half depth, {tmp_path}"
@@ -64,7 +64,8 @@ def test_the_gpu_benchmark_prints_rates_and_ratios_on_a_cpu_too(tmp_path: Path) 
     ratios = dict(re.findall(r"^  (\S.*?)\s{2,}(\d+\.\d+)$", result.stdout, re.MULTILINE))
     assert set(ratios) == {
         "of the matrix products",
-        "of what device and sink allow",
+        "of the step",
+        f"of {tmp_path}, by bytes",
         "over full depth",
     }, result.stdout
     measured = json.loads(kept.read_text())["results"]

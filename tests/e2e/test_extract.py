@@ -69,6 +69,19 @@ def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return Made(work, out)
 
 
+def test_what_the_compiler_optimizes_is_the_reference_still(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """(The suite compiles in a hurry: `quick.py`. This is what users run.)"""
+    taps = "embed,resid_post:all,attn_out:1,mlp_hidden:1,logprob"
+    work = Work(model, corpus, {"taps": taps, "seq_len": 64, "compute_dtype": "float32"})
+    env = tiny.environment()
+    env.pop("XLA_FLAGS", None)
+    tiny.spile("extract", *work.flags(tmp_path / "out", store_dtype="float32"), env=env)
+    checked = run("check", tmp_path / "out", "--samples", 4, "--json")
+    assert checked.code == 0 and checked.json["ok"], checked.out
+
+
 @pytest.fixture
 def begun(made: Made, tmp_path: Path) -> Path:
     """The same dataset, begun by a process that was killed after three units."""

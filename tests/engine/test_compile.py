@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 
+import quick
 import tiny
 from spile.config import Recipe, Runtime
 from spile.engine.chips import parse_topology
@@ -37,12 +38,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    flags = "--xla_backend_optimization_level=0"
     return subprocess.run(
         [sys.executable, "-m", "spile.cli", "compile", *map(str, arguments)],
         capture_output=True,
         text=True,
-        env={**tiny.environment(), "XLA_FLAGS": flags},
+        env={**tiny.environment(), "XLA_FLAGS": quick.FLAGS},
         check=False,
         **options,
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import quick
+
 FILES = sorted((Path(__file__).parent.parent / "mesh").glob("test_*.py"))
 
 
@@ -14,7 +16,7 @@ FILES = sorted((Path(__file__).parent.parent / "mesh").glob("test_*.py"))
 def test_what_is_in_tests_mesh_passes_on_eight_devices(
     file: Path, pytestconfig: pytest.Config
 ) -> None:
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=8 {quick.FLAGS}"
     more = ["--chaos-full"] if pytestconfig.getoption("--chaos-full") else []
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), *more],

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import quick
 from marks import some
 from spile.models.attention import Attention, Scoring, blocked, masked, pattern
 
@@ -21,15 +22,13 @@ IMPLEMENTATIONS: dict[str, Attention] = {
     "blocked": blocked,
     **{f"blocked-{size}": partial(blocked, block=size) for size in (5, 16, 256)},
 }
-# A quarter of the time to compile; what the defaults make is tested in test_decoder.py.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 def compiled(attention: Attention) -> Any:
     def attend(q: Any, k: Any, v: Any, segments: Any, positions: Any, *how: Any) -> Any:
         return attention(segments, positions)(q, k, v, *how)
 
-    return jax.jit(attend, static_argnums=5, compiler_options=QUICK)
+    return jax.jit(attend, static_argnums=5, compiler_options=quick.OPTIONS)
 
 
 COMPILED = {name: compiled(each) for name, each in IMPLEMENTATIONS.items()}

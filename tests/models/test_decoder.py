@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import quick
 import spile
 import tiny
 from families import FAMILIES, WINDOW, gemma3_multimodal, randomised
@@ -54,9 +55,8 @@ LENGTHS = ((33, 9, 14), (64,))
 ROWS, SEQ = 2, 64
 assert WINDOW < 33
 BLOCKED = partial(blocked, block=24)  # blocks lie across contexts and rows; several look back
-# A quarter of the time to compile; what the defaults make is tested through `spile.extract`.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-QUICK = QUICK if jax.default_backend() == "cpu" else {}
+# What the defaults make is tested through `spile check`.
+QUICK = quick.OPTIONS if jax.default_backend() == "cpu" else {}
 
 
 FULL = pytest.mark.full

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import quick
 from spile.models.arch import Arch, Experts, Layer
 from spile.models.moe import mix, route
 from spile.models.params import Block
@@ -17,10 +18,8 @@ from spile.models.specs import block_specs
 
 ROWS, SEQ, WIDTH, INNER = 2, 7, 12, 20
 COUNT = 5
-# A quarter of the time to compile; what the defaults make is tested in test_decoder.py.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-ROUTE = jax.jit(route, static_argnums=2, compiler_options=QUICK)
-MIX = jax.jit(mix, static_argnums=4, compiler_options=QUICK)
+ROUTE = jax.jit(route, static_argnums=2, compiler_options=quick.OPTIONS)
+MIX = jax.jit(mix, static_argnums=4, compiler_options=quick.OPTIONS)
 KINDS: dict[str, dict[str, Any]] = {
     "gated": {},
     "plain": {"gated": False, "activation": "relu"},

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import quick
 import tiny
 from families import FAMILIES, randomised
 from spile.errors import ConfigError
@@ -71,8 +72,7 @@ class Ours:
         )  # fmt: skip
 
     def run(self, taps: str, changes: dict[Tap, Change] | None = None) -> dict[str, np.ndarray]:
-        quick = {"xla_backend_optimization_level": 0}
-        step = jax.jit(self.step(taps, changes), compiler_options=quick)
+        step = jax.jit(self.step(taps, changes), compiler_options=quick.OPTIONS)
         found = step(self.params, *map(jnp.asarray, (TOKENS, POSITIONS, SEGMENTS)))
         return {tap: np.asarray(values) for tap, values in found.items()}
 
