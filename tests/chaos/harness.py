@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from spile.config import build
 from spile.objects import open_objects
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
+_PROGRESS = re.compile(r" *\d+%  .*  q [\d·]+|loading and compiling$")
 _started: list[subprocess.Popen[str]] = []
 
 
@@ -162,10 +164,15 @@ def check_same(out: Path | str, reference: Path) -> None:
     assert not different, different
 
 
+def said(err: str) -> list[str]:
+    """The lines of what a command wrote, but progress: every ten seconds, on a slow machine."""
+    return [line for line in err.splitlines() if not _PROGRESS.match(line)]
+
+
 def check_refused(result: Result, code: int, *named: object) -> None:
     """One line, which names the culprit; no traceback, and the promised exit code."""
     assert result.code == code, result.err or result.out
-    lines = result.err.splitlines()
+    lines = said(result.err)
     assert len(lines) == 1, result.err
     assert lines[0].startswith("spile: "), result.err
     for name in named:
