@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--fsdp", metavar="N", help="as for extract")
     sub.add_argument("--search", action="store_true", help="try every mesh that may do")
     sub.add_argument("--on", metavar="libtpu|cpu|here", help="whose compiler [libtpu, else cpu]")
-    for name in ("seq-len", "batch-tokens", "compute-dtype", "store-dtype"):
+    for name in ("seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode", "latents"):
         sub.add_argument(f"--{name}", metavar="X", help="as for extract")
     sub = verb("convert", model.convert, "make a model directory from a GGUF file")
     sub.add_argument("source", metavar="SRC.gguf")

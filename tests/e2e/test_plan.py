@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import saes
 import spile
 import tiny
 from chaos.harness import Work, check_refused, run
@@ -55,6 +56,9 @@ def test_other_chips_are_computed(corpus: Path, tmp_path: Path) -> None:
     assert (time["on"], time["measured"], time["starting"]) == ("h200", False, None)
     assert time["rate"] > 0 and time["seconds"] > 0 and time["dollars"] > 0
     assert "time on h200" in run("plan", *flags).out
+    sae = saes.write_sae(tmp_path / "sae", width=256, latents=1 << 16)
+    encoded = run("plan", *flags, "--encode", sae, "--json").json["time"]
+    assert encoded["seconds"] > 2 * time["seconds"], "most of it is the encoder's"
     check_refused(run("plan", *flags[:-1], "h2000"), 2, "--topology h2000")
 
 

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 import quick
+import saes
 import tiny
 from spile.config import Recipe, Runtime
 from spile.engine.chips import parse_topology
@@ -65,6 +66,22 @@ def test_a_config_is_enough_for_a_pod_of_virtual_devices(config: Path) -> None:
     assert found["tokens_per_second"] > found["tokens_one_by_one"] > 0
     assert found["dollars"] > found["dollars_spot"] > 0
     assert found["limit"] in found["seconds"]
+
+
+def test_an_encoder_is_compiled_with_the_step_and_counted(config: Path, tmp_path: Path) -> None:
+    sae = saes.write_sae(tmp_path / "sae", "topk", width=64, latents=4096)
+    given = ("--model", config, "--taps", "resid_post:2", "--topology", "v5e-4", "--on", "cpu",
+             "--mesh", "data=4", "--batch-tokens", "128", "--seq-len", "64", "--json")  # fmt: skip
+    dense = json.loads(run(*given).stdout)
+    result = run(*given, "--encode", sae, "--latents", "5")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    # Its matrix is bfloat16, and every device has it; five values of two bytes and their ids leave.
+    assert found["weights"] - dense["weights"] >= 64 * 4096 * 2
+    assert found["flops"] - dense["flops"] >= 2 * 64 * 4096 * 128
+    assert found["taps"] < dense["taps"], "twenty bytes of a row instead of 128"
+    refused = run(*given, "--encode", tmp_path / "nowhere")
+    assert refused.returncode == 2 and "nowhere" in refused.stderr
 
 
 def test_the_text_says_what_is_not_the_chips(config: Path) -> None:

@@ -7,8 +7,8 @@ what follows from formulas (arithmetic, traffic) make an estimate of tokens a se
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -27,7 +27,10 @@ from spile.layout import Cuts, Layout, fitting_layout, parse_layout
 from spile.models.arch import Arch
 from spile.models.decoder import needs_whole_block
 from spile.models.fused import why_unfused
+from spile.models.latents import device_arrays
 from spile.models.params import Params, Schedule
+from spile.models.sae import Encoder
+from spile.models.sae_files import load_arrays
 from spile.models.specs import (
     ParamSpec,
     array_axes,
@@ -88,6 +91,7 @@ class Question:
     recipe: Recipe
     runtime: Runtime
     target: Target
+    encoders: Mapping[str, Encoder] = field(default_factory=dict[str, Encoder])  # by tap
 
     def __post_init__(self) -> None:
         if self.seq_len > self.arch.max_positions:
@@ -134,6 +138,7 @@ class Question:
             store_dtype=self.store_dtype,
             whole=needs_whole_block(taps, depth),
             every_pair=reason is not None,
+            encoders=self.encoders,
         )
         platform = target.platform if target.chip is None else "accelerator"
         tokens = self.runtime.batch_tokens or sweet_spot(arch, platform)
@@ -309,9 +314,9 @@ def _abstract_step(work: Workload, target: Target) -> Step:
     if work.cuts.layout.size > 1:
         mesh = make_mesh(work.cuts.layout, target.devices)
         shards = Shards(mesh, work.cuts, array_axes(work.arch))
+    place = shards.whole if shards else None
     scales = None
     if work.store_dtype == "int8":
-        place = shards.whole if shards else None
         scales = {
             tap.name: jax.ShapeDtypeStruct(
                 tap.shape(work.arch, work.seq_len), jnp.dtype("float32"), sharding=place
@@ -319,6 +324,13 @@ def _abstract_step(work: Workload, target: Target) -> Step:
             for tap in work.taps
             if tap.dtype("int8") == "int8"
         }
+
+    def shapes(encoder: Encoder) -> dict[str, Any]:
+        arrays = device_arrays(load_arrays(encoder.sae)[0], work.compute_dtype)
+        return {
+            n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for n, a in arrays.items()
+        }
+
     return Step(
         abstract_params(work, shards),
         work.arch,
@@ -329,6 +341,7 @@ def _abstract_step(work: Workload, target: Target) -> Step:
         device=target.devices[0],
         shards=shards,
         scales=scales,
+        encoders={tap: (encoder, shapes(encoder)) for tap, encoder in work.encoders.items()},
     )
 
 

@@ -153,15 +153,15 @@ class Step:
         """
         self.params, self._shards, self._device = params, shards, device
         place = shards.whole if shards else None
-        # (What is only compiled has shapes in their place.)
-        self._scales = {
-            tap: jax.device_put(scale, place) if isinstance(scale, np.ndarray) else scale
-            for tap, scale in (scales or {}).items()
-        }
         encoders = encoders or {}
+
+        def put(given: Any) -> Any:  # (what is only compiled has shapes in their place)
+            abstract = isinstance(given, jax.ShapeDtypeStruct)
+            return given if abstract else jax.device_put(given, place)
+
+        self._scales = {tap: put(scale) for tap, scale in (scales or {}).items()}
         self._encoders = {
-            tap: {n: jax.device_put(a, place) for n, a in arrays.items()}
-            for tap, (_, arrays) in encoders.items()
+            tap: {n: put(a) for n, a in arrays.items()} for tap, (_, arrays) in encoders.items()
         }
         self._packs = device.platform == "gpu"  # its kernel is compiled for a number of contexts
         # float32 means float32: on accelerators the default would be a faster, coarser product.

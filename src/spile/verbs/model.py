@@ -29,16 +29,20 @@ def taps(arguments: argparse.Namespace) -> int:
 
 def compile(arguments: argparse.Namespace) -> int:
     from spile.engine.compile import Question, compile_step, search
+    from spile.engine.encode import find_encoders
     from spile.engine.targets import find_target
     from spile.models.checkpoint import read_arch
+    from spile.models.taps import parse_taps
     from spile.terminal.model import compile_text
 
-    names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype")
+    names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents")
     recipe = Recipe(**{name: getattr(arguments, name) for name in names})
     names = ("batch_tokens", "mesh", "fsdp")
     runtime = Runtime(**{name: getattr(arguments, name) for name in names})
     arch = read_arch(arguments.model)
-    question = Question(arch, recipe, runtime, find_target(arguments.topology, arguments.on))
+    encoders = find_encoders(recipe, parse_taps(arguments.taps, arch), arch)
+    target = find_target(arguments.topology, arguments.on)
+    question = Question(arch, recipe, runtime, target, encoders)
     found = search(question) if arguments.search else [compile_step(question, question.layout())]
     if not arguments.json:
         print(compile_text(found))

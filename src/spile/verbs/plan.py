@@ -122,7 +122,7 @@ def _elsewhere(job: "Job", runtime: Runtime, target: "Target", cost: "Estimate")
         model=asked.model_source, taps=",".join(asked.taps), seq_len=asked.seq_len,
         compute_dtype=asked.compute_dtype, store_dtype=asked.store_dtype,
     )  # fmt: skip
-    question = Question(job.checkpoint.arch, recipe, runtime, target)
+    question = Question(job.checkpoint.arch, recipe, runtime, target, job.encoders)
     return elsewhere(compile_step(question, question.layout()), cost)
 
 
