@@ -20,6 +20,7 @@ class Cluster:
     """Head and nodes; the head has no room for slices."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self._nodes: set[int] = set()
         self.process = subprocess.Popen(
             [sys.executable, str(_PROGRAM)],
             stdin=subprocess.PIPE,
@@ -35,11 +36,18 @@ class Cluster:
 
     def add(self, **options: Any) -> int:
         """Another node; returns its number."""
-        return self._ask("add", **options)["node"]
+        node = self._ask("add", **options)["node"]
+        self._nodes.add(node)
+        return node
 
     def kill(self, node: int) -> None:
         """kill -9 of a node's raylet, and so of all that ran there."""
         self._ask("kill", node=node)
+        self._nodes.discard(node)
+
+    def kill_all(self) -> None:
+        for node in [*self._nodes]:
+            self.kill(node)
 
     def close(self) -> None:
         try:
