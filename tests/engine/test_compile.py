@@ -80,6 +80,9 @@ def test_an_encoder_is_compiled_with_the_step_and_counted(config: Path, tmp_path
     assert found["weights"] - dense["weights"] >= 64 * 4096 * 2
     assert found["flops"] - dense["flops"] >= 2 * 64 * 4096 * 128
     assert found["taps"] < dense["taps"], "twenty bytes of a row instead of 128"
+    scaled = run(*given, "--encode", sae, "--latents", "5", "--store-dtype", "int8")
+    assert scaled.returncode == 0, scaled.stderr
+    assert json.loads(scaled.stdout)["taps"] < found["taps"]
     refused = run(*given, "--encode", tmp_path / "nowhere")
     assert refused.returncode == 2 and "nowhere" in refused.stderr
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 from spile.config import Recipe, Runtime
 from spile.data.pack import Batch
 from spile.engine.collectives import Collective, read_collectives, sent_by_all
+from spile.engine.encode import stored_taps
 from spile.engine.estimate import row_quantum
 from spile.engine.flops import MEMORY_SHARE, Roofline, Workload, sweet_spot
 from spile.engine.step import Step
@@ -314,22 +316,12 @@ def _abstract_step(work: Workload, target: Target) -> Step:
     if work.cuts.layout.size > 1:
         mesh = make_mesh(work.cuts.layout, target.devices)
         shards = Shards(mesh, work.cuts, array_axes(work.arch))
-    place = shards.whole if shards else None
-    scales = None
-    if work.store_dtype == "int8":
-        scales = {
-            tap.name: jax.ShapeDtypeStruct(
-                tap.shape(work.arch, work.seq_len), jnp.dtype("float32"), sharding=place
-            )
-            for tap in work.taps
-            if tap.dtype("int8") == "int8"
-        }
+    shaped = partial(jax.ShapeDtypeStruct, sharding=shards.whole if shards else None)
+    stored = stored_taps(work.taps, work.encoders, work.arch, work.seq_len, work.store_dtype)
 
     def shapes(encoder: Encoder) -> dict[str, Any]:
         arrays = device_arrays(load_arrays(encoder.sae)[0], work.compute_dtype)
-        return {
-            n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for n, a in arrays.items()
-        }
+        return {name: shaped(array.shape, array.dtype) for name, array in arrays.items()}
 
     return Step(
         abstract_params(work, shards),
@@ -340,7 +332,11 @@ def _abstract_step(work: Workload, target: Target) -> Step:
         store_dtype=work.store_dtype,
         device=target.devices[0],
         shards=shards,
-        scales=scales,
+        scales={
+            name: shaped(info.shape, jnp.dtype("float32"))
+            for name, info in stored.items()
+            if info.dtype == "int8"
+        },
         encoders={tap: (encoder, shapes(encoder)) for tap, encoder in work.encoders.items()},
     )
 
