@@ -23,7 +23,7 @@ lint: $(VENV)/.dev
 chaos: $(VENV)/.dev
 	$(BIN)/pytest -n 2 --dist worksteal tests/chaos --chaos-full
 	$(BIN)/pytest -n 2 --dist worksteal -m full tests --ignore tests/chaos --chaos-full
-	$(BIN)/pytest tests/engine/test_mesh.py --chaos-full
+	$(BIN)/pytest tests/run/test_mesh.py --chaos-full
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/cpu.py

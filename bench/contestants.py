@@ -103,14 +103,14 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
     """Spile's own step on the corpus's own batches; nothing leaves the device."""
     import jax
 
-    from spile.config import Runtime
-    from spile.data.pack import PackedUnit
-    from spile.engine import local
-    from spile.engine.devices import prepared_device
-    from spile.engine.estimate import batch_rows
-    from spile.engine.resolve import resolve
+    from spile.core.config import Runtime
+    from spile.corpus.pack import PackedUnit
+    from spile.dataset.ledger import Ledger
     from spile.objects import open_objects
-    from spile.store.ledger import Ledger
+    from spile.plan.estimate import batch_rows
+    from spile.plan.resolve import resolve
+    from spile.run import extract as local
+    from spile.run.devices import prepared_device
 
     device = prepared_device()
     ledger = Ledger(open_objects(options.out))

@@ -24,10 +24,10 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import spile
-from spile.data.corpus_files import find_files
-from spile.models.checkpoint import open_checkpoint
-from spile.models.demo import demo_model
-from spile.tensors import map_tensor, write_tensors
+from spile.core.tensors import map_tensor, write_tensors
+from spile.corpus.files import find_files
+from spile.models.files.checkpoint import open_checkpoint
+from spile.models.files.demo import demo_model
 
 SEQ_LEN = 1024
 EQUAL = 256

@@ -36,9 +36,9 @@ def make_model(directory: Path, shape: str) -> None:
     from tokenizers.models import BPE
     from tokenizers.trainers import BpeTrainer
 
-    from spile.models.checkpoint import Checkpoint
-    from spile.models.hf_config import read_config
-    from spile.tensors import build_header
+    from spile.core.tensors import build_header
+    from spile.models.config.hf_config import read_config
+    from spile.models.files.checkpoint import Checkpoint
 
     directory.mkdir(parents=True)
     config = config_of(shape)
@@ -68,7 +68,7 @@ def make_model(directory: Path, shape: str) -> None:
 
 
 def demo_texts() -> list[str]:
-    from spile.data.corpus_files import find_files
+    from spile.corpus.files import find_files
 
     with find_files("demo")[0].open() as stream:
         return [json.loads(line)["text"] for line in stream.read().decode().splitlines()]

@@ -24,14 +24,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import stored
-from spile.index import FIRST, INDEX_DTYPE
-from spile.interop.connect import connect
+from spile.core.index import FIRST, INDEX_DTYPE
+from spile.dataset.format import TapInfo
+from spile.dataset.ledger import Ledger
+from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.dataset.write.unit_writer import UnitWriter
 from spile.interop.export import export
+from spile.interop.flight.client import connect
 from spile.objects import LocalObjects
-from spile.store.format import TapInfo
-from spile.store.ledger import Ledger
-from spile.store.reader import Dataset, open_dataset
-from spile.store.writer import UnitWriter
 
 TAP, HOOK = "resid_post.0", "blocks.0.hook_resid_post"
 WIDTH, CONTEXT, BATCH, EPOCHS = 4096, 128, 4096, 4

@@ -65,7 +65,7 @@ def written(folder: Path, kind: str, size: int) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from spile.data.corpus_files import DEMO
+    from spile.corpus.files import DEMO
 
     with gzip.open(DEMO, "rt") as file:
         speeches = [json.loads(line)["text"] for line in file]
@@ -110,11 +110,11 @@ def chat(text: str, size: int) -> list[dict[str, str]]:
 def measured(
     model: str, corpus: str, threads: int, processes: int, unit_tokens: int, messages: str | None
 ) -> dict[str, float]:
-    from spile.config import Recipe
-    from spile.data.tokens import use_threads
-    from spile.engine.resolve import resolve
+    from spile.core.config import Recipe
+    from spile.corpus.tokenize import use_threads
+    from spile.dataset.ledger import Ledger
     from spile.objects import MemoryObjects
-    from spile.store.ledger import Ledger
+    from spile.plan.resolve import resolve
 
     use_threads(threads)
     recipe = Recipe(

@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spile.config import Recipe, Runtime
-from spile.engine.chips import parse_topology
-from spile.engine.compile import Compiled, Question, compile_step, search
-from spile.engine.targets import find_target, virtual_cpus
-from spile.errors import ConfigError
-from spile.models.arch import Arch
-from spile.models.hf_config import read_config
+from spile.compile.step import Compiled, Question, compile_step, search
+from spile.compile.targets import find_target, virtual_cpus
+from spile.core.config import Recipe, Runtime
+from spile.core.errors import ConfigError
+from spile.models.config.arch import Arch
+from spile.models.config.hf_config import read_config
+from spile.plan.chips import parse_topology
 
 CONFIGS = Path(__file__).parent.parent / "tests/fixtures/configs"
 

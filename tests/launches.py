@@ -25,7 +25,7 @@ HOSTILE = (
 # A step takes a while, so that whatever happens to a run comes between two units.
 SLOW = """
 import time
-from spile.engine import step
+from spile.run import step
 call = step.Step.__call__
 step.Step.__call__ = lambda *given: (time.sleep(0.3), call(*given))[1]
 """

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spile.data.pack import Batch
-from spile.engine.step import Step
-from spile.layout import Cuts, Layout
-from spile.models.checkpoint import Checkpoint, open_checkpoint
-from spile.models.decoder import needs_whole_block
-from spile.models.params import Schedule
-from spile.models.specs import array_axes, axis_sizes
+from spile.corpus.pack import Batch
+from spile.models.config.specs import array_axes, axis_sizes
+from spile.models.files.checkpoint import Checkpoint, open_checkpoint
+from spile.models.forward.decoder import needs_whole_block
+from spile.models.forward.params import Schedule
+from spile.models.forward.sharding import Shards, make_mesh
+from spile.models.forward.weights import load_params
+from spile.models.layout import Cuts, Layout
 from spile.models.taps import AFTER_BLOCKS, parse_taps
-from spile.models.weights import load_params
-from spile.sharding import Shards, make_mesh
+from spile.run.step import Step
 
 
 def shards_of(checkpoint: Checkpoint, layout: Layout) -> Shards:

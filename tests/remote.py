@@ -5,7 +5,7 @@ from pathlib import Path
 
 import servers
 from spile.objects import MemoryObjects, open_objects
-from spile.objects.files import RemotePath
+from spile.objects.paths import RemotePath
 
 BUCKETS: dict[str, Callable[[], str]] = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spile.tensors import write_tensors
+from spile.core.tensors import write_tensors
 
 ARCHITECTURES = ("standard", "gated", "jumprelu", "topk")
 WIDTH = 32  # of `tiny`'s model

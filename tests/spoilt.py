@@ -7,7 +7,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import tiny
-from spile.tensors import write_tensors
+from spile.core.tensors import write_tensors
 
 DOCUMENTS, AT = 40, 29  # the 30th document holds the letter
 BEFORE = "a tune "  # what comes before it, after BOS

@@ -16,17 +16,17 @@ import numpy as np
 import xxhash
 
 import tiny
-from spile.index import END, FIRST, INDEX_DTYPE, LAST
+from spile.core.expressions import RowFilter
+from spile.core.index import END, FIRST, INDEX_DTYPE, LAST
+from spile.core.recipe import ResolvedRecipe
+from spile.core.tensors import DTYPES_BY_NAME
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, Shard, TapInfo
+from spile.dataset.ledger import Ledger, Table
+from spile.dataset.write.documents import encode_documents
+from spile.dataset.write.statistics import TapStats, merged
+from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import LocalObjects
-from spile.resolved import ResolvedRecipe
-from spile.store import format as fmt
-from spile.store.documents import encode_documents
-from spile.store.format import Done, Shard, TapInfo
-from spile.store.ledger import Ledger, Table
-from spile.store.stats import TapStats, merged
-from spile.store.writer import UnitWriter
-from spile.tensors import DTYPES_BY_NAME
-from spile.where import RowFilter
 
 Taps = Mapping[str, int | TapInfo]  # an integer: so many values of the recipe's dtype
 
@@ -416,7 +416,7 @@ _WORKER = """
 import sys
 from pathlib import Path
 from spile.objects import LocalObjects
-from spile.store.presence import Presence
+from spile.dataset.heartbeat import Presence
 presence = Presence(LocalObjects(Path(sys.argv[1])), 30)
 presence.start()
 presence.tell(state="running", tokens=12)

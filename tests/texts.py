@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spile.data.chat import Rendered
-from spile.data.corpus import CorpusReader, Documents
-from spile.data.corpus_files import CorpusFile, find_files
-from spile.data.units import Unit, make_units
+from spile.corpus.chats.template import Rendered
+from spile.corpus.files import CorpusFile, find_files
+from spile.corpus.reader import CorpusReader, Documents
+from spile.corpus.units import Unit, make_units
 
 NOT_UTF8 = b"caf\xe9"
 

@@ -16,9 +16,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from spile.models.checkpoint import Checkpoint
-from spile.models.hf_config import read_config
-from spile.tensors import write_tensors
+from spile.core.tensors import write_tensors
+from spile.models.config.hf_config import read_config
+from spile.models.files.checkpoint import Checkpoint
 
 BOS, EOS = 256, 257
 VOCAB = 260

@@ -20,11 +20,11 @@ import numpy as np
 
 import stored
 import tiny
-from spile.index import BOS, END, FIRST, INDEX_DTYPE, LAST
+from spile.core.index import BOS, END, FIRST, INDEX_DTYPE, LAST
+from spile.dataset.ledger import Ledger, Table
+from spile.dataset.write.documents import encode_documents
+from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import LocalObjects
-from spile.store.documents import encode_documents
-from spile.store.ledger import Ledger, Table
-from spile.store.writer import UnitWriter
 
 TAPS = {"resid_post.0": 12, "resid_post.1": 12, "mlp_out.1": 5}
 SINK = 40.0  # what rows of position 0 are multiplied by

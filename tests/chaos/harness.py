@@ -19,7 +19,7 @@ import xxhash
 import spile
 import tiny
 from spile import cli
-from spile.config import build
+from spile.core.config import build
 from spile.objects import open_objects
 
 LAUNCHER = Path(__file__).with_name("launcher.py")

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from spile import cli
-from spile.data import tokens
+from spile.corpus import tokenize as tokens
+from spile.dataset.heartbeat import Presence
+from spile.dataset.ledger import Ledger
+from spile.dataset.write.shard import ShardWriter
 from spile.objects import LocalObjects
-from spile.store.ledger import Ledger
-from spile.store.presence import Presence
-from spile.store.shard import ShardWriter
 
 # Files that `create` makes, by the name it links them to.
 RECORDS = {
@@ -147,7 +147,7 @@ def terminate_in_tokenizer() -> None:
 
 
 def meet(folder: Path, crowd: int) -> None:
-    from spile.engine.worker import Worker  # noqa: PLC0415 - imports jax; only workers meet
+    from spile.run.pipeline import Worker  # noqa: PLC0415 - imports jax; only workers meet
 
     run = Worker.run
 
@@ -161,7 +161,7 @@ def meet(folder: Path, crowd: int) -> None:
 
 
 def slow_down(seconds: float) -> None:
-    from spile.engine.step import Step  # noqa: PLC0415 - imports jax
+    from spile.run.step import Step  # noqa: PLC0415 - imports jax
 
     call = Step.__call__
 

@@ -9,9 +9,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from spile.data.corpus import CorpusReader
-from spile.data.corpus_files import find_files
-from spile.data.units import make_units, tokens_per_byte
+from spile.corpus.files import find_files
+from spile.corpus.reader import CorpusReader
+from spile.corpus.units import make_units, tokens_per_byte
 
 
 def status(field: str) -> int:

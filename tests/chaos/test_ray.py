@@ -19,7 +19,7 @@ import pytest
 import tiny
 from chaos.harness import Witness, Work, check_same
 from ray_cluster import Cluster
-from spile.tensors import write_tensors
+from spile.core.tensors import write_tensors
 from worlds import Member, check_equal, runs, wait_until
 
 pytestmark = [
@@ -34,7 +34,7 @@ import importlib.abc, importlib.util, os, sys, time
 
 class Late(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "spile.engine.step":
+        if name != "spile.run.step":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.chaos
 
 SLOW = """
 import time
-from spile.engine import step
+from spile.run import step
 call = step.Step.__call__
 step.Step.__call__ = lambda *given: (time.sleep(0.1), call(*given))[1]
 """

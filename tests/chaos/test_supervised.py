@@ -17,7 +17,7 @@ pytestmark = pytest.mark.chaos
 
 SLOW = """
 import time
-from spile.engine import step
+from spile.run import step
 call = step.Step.__call__
 step.Step.__call__ = lambda *given: (time.sleep(0.1), call(*given))[1]
 """
@@ -80,7 +80,7 @@ def test_a_run_that_is_stopped_drains_and_the_same_command_goes_on(
     work: tuple[Work, Path], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     if not pytestconfig.getoption("--chaos-full"):
-        pytest.skip("--chaos-full: tests/engine/test_supervise.py stops processes, too")
+        pytest.skip("--chaos-full: tests/fleet/test_supervise.py stops processes, too")
     out = tmp_path / "out"
     for code in (130, 0):
         member = supervised(work[0], out, tmp_path)

@@ -30,7 +30,7 @@ AGAIN = "start all processes again"
 # A step takes a while, so that units are done one by one and a kill falls between two of them.
 SLOW = """
 import time
-from spile.engine import step
+from spile.run import step
 call = step.Step.__call__
 step.Step.__call__ = lambda *given: (time.sleep(0.1), call(*given))[1]
 """

@@ -15,7 +15,7 @@ import pytest
 
 import servers
 import tiny
-from spile.errors import ConfigError, StoreError
+from spile.core.errors import ConfigError, StoreError
 from spile.objects import LocalObjects, MemoryObjects, Objects, open_objects
 
 BACKENDS: dict[str, Callable[[Path], Objects]] = {

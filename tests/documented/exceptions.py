@@ -17,7 +17,7 @@ from chaos.harness import run
 from documented.pages import ROOT, Block, Command
 from documented.scratch import Scratch
 from spile import cli
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 
 Check = Callable[[Command, Scratch], None]
 
@@ -27,7 +27,7 @@ Check = Callable[[Command, Scratch], None]
 
 def parses(command: Command, scratch: Scratch) -> None:
     """The parser itself takes it."""
-    parser = cli._parser()  # pyright: ignore[reportPrivateUsage]
+    parser = cli.make_parser()  # pyright: ignore[reportPrivateUsage]
     words = scratch.filled(command.words)[1:]
     try:
         arguments = parser.parse_args(words)
@@ -126,7 +126,7 @@ COMMANDS = (
             shows_what_it_would_run),
     Instead("*", "docker ", "no engine here: tests/e2e/test_container.py does what it can",
             is_of_our_dockerfile),
-    Instead("*", "hf ", "the Hub's own client; tests/interop/test_push.py downloads with it",
+    Instead("*", "hf ", "the Hub's own client; tests/interop/hub/test_push.py downloads with it",
             are_the_clients_flags),
     Instead("*", "python bench/gpu.py", "needs a GPU; on a CPU in tests/e2e/test_bench.py",
             is_a_script_with_those_flags),
@@ -152,11 +152,11 @@ NO_COMMANDS = {
     ("docs/architecture.md", "cli"): "the order of dependencies",
     ("docs/architecture.md", "spile extract --model M"): "the verbs, a line each",
     ("docs/deploy.md", "spile launch TARGET"): "the shape of all that follow",
-    ("docs/models.md", "    Family("): "a row of models/families.py: test_commands.py",
+    ("docs/models.md", "    Family("): "a row of models/config/families.py: test_commands.py",
 }
 
 # Statements of Python blocks that are not run: page, how they begin, and why not.
-_SERVED = "needs a server: tests/interop/test_serve_rows.py starts one"
+_SERVED = "needs a server: tests/interop/flight/test_server.py starts one"
 _SPLICED = "docs/sae.md calls a model of its own"
 _TRAINED = "others' trainers have environments of their own: tests/interop/test_trainers.py"
 STATEMENTS = {
@@ -168,7 +168,7 @@ STATEMENTS = {
     ("docs/sae.md", "SAETrainer"): _TRAINED,
     ("docs/sae.md", "trainSAE"): _TRAINED,
     ("docs/export.md", "LanguageModelSAERunnerConfig"): "SAELens has an environment of its own: "
-    "tests/interop/test_export.py reads and trains with it",
+    "tests/interop/export/test_export.py reads and trains with it",
 }
 
 

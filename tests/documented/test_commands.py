@@ -143,7 +143,7 @@ def test_commands_in_prose_have_their_verbs_flags_and_files(page: str, scratch: 
 
 
 def _check_flags(command: Command, verb: str) -> None:
-    verbs = verbs_of(cli._parser())  # pyright: ignore[reportPrivateUsage]
+    verbs = verbs_of(cli.make_parser())  # pyright: ignore[reportPrivateUsage]
     assert verb in verbs, f"{command.page}: `{command.text}`"
     if verb == "legacy":  # its flags are other programs'
         return
@@ -166,7 +166,7 @@ def _flags(parser: argparse.ArgumentParser) -> set[str]:
 def test_the_example_of_a_family_is_the_one_in_the_source() -> None:
     (block,) = (b for b in pages.shell_blocks("docs/models.md") if "Family(" in b.first)
     shown = ast.parse(block.text.strip().rstrip(","), mode="eval").body
-    source = ast.parse((pages.ROOT / "src/spile/models/families.py").read_text())
+    source = ast.parse((pages.ROOT / "src/spile/models/config/families.py").read_text())
     rows = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
     assert ast.dump(shown) in {ast.dump(row) for row in rows}
 

@@ -60,7 +60,7 @@ def test_the_reference_has_every_verb_and_flag(site: Path) -> None:
         for word, sub in verbs_of(parser).items():
             check(sub, f"{name} {word}")
 
-    check(cli._parser(), "spile")  # pyright: ignore[reportPrivateUsage]
+    check(cli.make_parser(), "spile")  # pyright: ignore[reportPrivateUsage]
 
 
 def test_the_reference_has_every_public_name(site: Path) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from spile.layout import Cuts, Layout
-from spile.models.checkpoint import open_checkpoint
-from spile.models.params import Schedule
-from spile.models.specs import array_axes, axis_sizes
-from spile.models.weights import load_params
-from spile.sharding import Shards, make_mesh
+from spile.models.config.specs import array_axes, axis_sizes
+from spile.models.files.checkpoint import open_checkpoint
+from spile.models.forward.params import Schedule
+from spile.models.forward.sharding import Shards, make_mesh
+from spile.models.forward.weights import load_params
+from spile.models.layout import Cuts, Layout
 
 
 def status(field: str) -> int:

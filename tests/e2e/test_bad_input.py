@@ -12,7 +12,7 @@ import pytest
 
 import tiny
 from chaos.harness import Work, check_refused, check_sound, run
-from spile.tensors import write_tensors
+from spile.core.tensors import write_tensors
 
 OPTIONS = {"taps": "embed,resid_post:1", "seq_len": 64, "compute_dtype": "float32"}
 GARBAGE = np.random.default_rng(5).bytes(1 << 16)

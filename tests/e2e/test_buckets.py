@@ -11,13 +11,13 @@ import servers
 import spile
 import tiny
 from chaos.harness import check_refused, run
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
+from spile.dataset.ledger import Ledger
+from spile.dataset.maintain.gc import collect_garbage
+from spile.dataset.maintain.journal import Journal
+from spile.dataset.maintain.verify import verify
 from spile.objects import open_objects
 from spile.objects.bucket import BucketObjects
-from spile.store.gc import collect_garbage
-from spile.store.journal import Journal
-from spile.store.ledger import Ledger
-from spile.store.verify import verify
 
 TAPS = "embed,resid_post:1"
 

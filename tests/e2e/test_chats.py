@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 import spile
 import tiny
 from chaos.harness import Work, check_refused, content, differences, extracted, run
-from spile.data.chat import read_template
-from spile.index import FLAGS, ROLES
+from spile.core.index import FLAGS, ROLES
+from spile.corpus.chats.template import read_template
 from texts import token_roles
 
 TEMPLATE = (

@@ -12,9 +12,9 @@ import pytest
 import spile
 import tiny
 from chaos.harness import Work, check_refused, check_same, files, launch, run
-from spile.config import Recipe
-from spile.identity import sampled_digest
-from spile.tensors import read_header, write_tensors
+from spile.core.config import Recipe
+from spile.core.identity import sampled_digest
+from spile.core.tensors import read_header, write_tensors
 
 BASE: dict[str, Any] = {
     "taps": "resid_post:0",

@@ -9,15 +9,15 @@ import pytest
 import saes
 import spile
 import tiny
-from spile.config import Recipe
-from spile.engine import recheck
-from spile.engine.recheck import check
-from spile.engine.sparse import SparseTap, Top
-from spile.errors import DriftError
-from spile.monitor.status import read_status
+from spile.check import compare as recheck
+from spile.check.compare import check
+from spile.check.sparse import SparseTap, Top
+from spile.core.config import Recipe
+from spile.core.errors import DriftError
+from spile.dataset.maintain.verify import verify
+from spile.dataset.read.latents import top_rows
 from spile.objects import LocalObjects
-from spile.store.latents import top_rows
-from spile.store.verify import verify
+from spile.status.status import read_status
 
 VALUES, IDS = "resid_post_latents.1", "resid_post_latent_ids.1"
 KEPT = 12

@@ -33,7 +33,7 @@ from chaos.harness import (
     wait_for,
 )
 from marks import some
-from spile.config import Recipe, Runtime, flag_of
+from spile.core.config import Recipe, Runtime, flag_of
 
 VERBS = (
     "extract",
@@ -268,7 +268,7 @@ def test_an_unfinished_dataset_says_so(begun: Path) -> None:
     assert audit.code == 3
     assert "not done" in audit.out
     assert run("verify", begun, "--partial").code == 0
-    with pytest.raises(spile.errors.StoreError, match=r"3 of \d+ units are done"):
+    with pytest.raises(spile.core.errors.StoreError, match=r"3 of \d+ units are done"):
         spile.open(str(begun))
     assert spile.open(str(begun), partial=True).num_tokens == status["rows"] > 0
 

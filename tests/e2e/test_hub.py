@@ -247,7 +247,7 @@ def test_a_disk_that_is_too_small_for_what_is_fetched_is_one_line(
 ) -> None:
     hub.publish("me/large", {"data.txt": bytes(5 << 20)})
     if not checked:
-        monkeypatch.setattr("spile.engine.fetch._check_room", lambda *_: None)
+        monkeypatch.setattr("spile.plan.fetch._check_room", lambda *_: None)
     url = "hf://datasets/me/large/data.txt"
     said = "are to be fetched" if checked else "disk full while fetching hf://datasets/me/large"
     check_refused(run("fetch", "--corpus", url, "--to", small_disk), 3, said)

@@ -11,9 +11,9 @@ import pytest
 
 import tiny
 from chaos.harness import Work, launch
-from spile.models.checkpoint import Checkpoint
-from spile.models.hf_config import read_config
-from spile.tensors import build_header
+from spile.core.tensors import build_header
+from spile.models.config.hf_config import read_config
+from spile.models.files.checkpoint import Checkpoint
 
 TEXT = "the same few words for every document, so that units are alike; "
 DOCUMENTS = 1200

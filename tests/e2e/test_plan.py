@@ -8,7 +8,7 @@ import saes
 import spile
 import tiny
 from chaos.harness import Work, check_refused, run
-from spile.engine import survey
+from spile.plan import survey
 
 
 def test_bytes_are_exact_once_all_is_counted_and_the_run_says_how_it_compares(

@@ -15,11 +15,11 @@ import spile
 import tiny
 from chaos.harness import Work, check_refused, check_same, check_sound, files, launch, run
 from marks import some
-from spile.config import STORE_DTYPES
+from spile.core.config import STORE_DTYPES
+from spile.core.tensors import write_tensors
+from spile.dataset.format import COMPRESSED, SCALES
+from spile.dataset.ledger import Ledger
 from spile.objects import LocalObjects
-from spile.store.format import COMPRESSED, SCALES
-from spile.store.ledger import Ledger
-from spile.tensors import write_tensors
 
 FORMS: dict[str, dict[str, Any]] = {
     "float8": {"store_dtype": "float8_e4m3"},

@@ -19,9 +19,9 @@ import tiny
 from chaos.harness import check_refused, check_same, content, differences, launch, run
 from marks import some
 from remote import BUCKETS, upload
-from spile.identity import sampled_digest
+from spile.core.identity import sampled_digest
+from spile.core.tensors import map_tensor, read_header, write_tensors
 from spile.objects import open_objects
-from spile.tensors import map_tensor, read_header, write_tensors
 
 OPTIONS: dict[str, Any] = {
     "taps": "embed,resid_post:0+2,logprob",

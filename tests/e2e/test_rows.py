@@ -13,8 +13,8 @@ import spile
 import tiny
 from chaos.harness import Work, check_refused, check_same, check_sound, files, launch, run
 from marks import some
-from spile.errors import StoreError
-from spile.index import BOS, END, FIRST
+from spile.core.errors import StoreError
+from spile.core.index import BOS, END, FIRST
 
 OPTIONS: dict[str, Any] = {
     "taps": "embed,q:1,resid_post:2,logprob",

@@ -12,10 +12,10 @@ import pytest
 import spile
 import tiny
 from chaos.harness import check_refused, check_same, extracted, launch, run
-from spile.engine.resolve import resolve
+from spile.dataset import format as fmt
+from spile.dataset.ledger import Ledger
 from spile.objects import open_objects
-from spile.store import format as fmt
-from spile.store.ledger import Ledger
+from spile.plan.resolve import resolve
 
 FILES, DOCUMENTS = 6, 15
 

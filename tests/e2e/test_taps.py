@@ -12,8 +12,8 @@ import spile
 import tiny
 from chaos.harness import Work, check_sound, run
 from families import FAMILIES, randomised
-from spile.engine.reference import Reference
-from spile.index import LAST
+from spile.check.reference import Reference
+from spile.core.index import LAST
 
 SEQ_LEN = 64
 TAPS = (

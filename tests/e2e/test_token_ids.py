@@ -14,7 +14,7 @@ import spile
 import tiny
 from chaos.harness import check_refused, extracted, run
 from remote import upload
-from spile.data.tokens import TextTokenizer
+from spile.corpus.tokenize import TextTokenizer
 
 TEXTS = [tiny.words(np.random.default_rng(n), 3 + n % 14) for n in range(40)]
 OPTIONS: dict[str, Any] = {"taps": "embed,resid_post:1", "compute_dtype": "float32"}

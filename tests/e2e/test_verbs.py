@@ -15,12 +15,12 @@ from tokenizers import pre_tokenizers
 
 import tiny
 from chaos.harness import Work, check_refused, check_sound, run
-from spile.data.tokens import TextTokenizer
-from spile.models.checkpoint import open_checkpoint, read_arch
+from spile.core.tensors import map_tensor, read_header
+from spile.corpus.tokenize import TextTokenizer
+from spile.dataset.ledger import Ledger
+from spile.models.files.checkpoint import open_checkpoint, read_arch
 from spile.models.taps import SITES, all_taps
 from spile.objects import LocalObjects
-from spile.store.ledger import Ledger
-from spile.tensors import map_tensor, read_header
 from stored import Stored, reseal
 
 CONFIGS = Path(__file__).parent.parent / "fixtures" / "configs"

@@ -24,12 +24,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_demo_corpus_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert "spile/data/demo/sotu.jsonl.gz" in names
-    assert "spile/data/demo/README.md" in names  # its origin and licence
+    assert "spile/corpus/demo/sotu.jsonl.gz" in names
+    assert "spile/corpus/demo/README.md" in names  # its origin and licence
     assert any(name.endswith("licenses/LICENSE") for name in names)
     sources = {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/spile/**/*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
-    page = {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/spile/monitor/page/*")}
+    page = {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/spile/serve/page/*")}
     assert page <= {*names}
 
 
@@ -38,7 +38,7 @@ def test_the_installed_command_tells_its_version(installed: Path, tmp_path: Path
 
 
 def test_the_installed_package_finds_its_own_demo_corpus(installed: Path, tmp_path: Path) -> None:
-    script = "import spile, spile.data.corpus_files as c; print(spile.__file__); print(c.DEMO)"
+    script = "import spile, spile.corpus.files as c; print(spile.__file__); print(c.DEMO)"
     module, demo = call(installed / "python", "-c", script, cwd=tmp_path).splitlines()
     assert Path(module).is_relative_to(installed.parent)
     assert Path(demo).is_relative_to(installed.parent)

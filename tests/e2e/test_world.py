@@ -28,7 +28,8 @@ RECIPE = {
 # Each process comes late to every call, by a time of its own.
 SKEWED = """
 import random, time
-from spile.engine import step, world
+from spile.run import step
+from spile.run import world
 
 def late(call):
     def patched(*given):
@@ -45,7 +46,7 @@ world.World._get, world.World._set = late(world.World._get), late(world.World._s
 """
 SLOW = """
 import time
-from spile.engine import step
+from spile.run import step
 call = step.Step.__call__
 step.Step.__call__ = lambda *given: (time.sleep(0.3), call(*given))[1]
 """
@@ -211,7 +212,7 @@ def test_a_batch_that_processes_cannot_share_is_refused_by_all(made: Made, tmp_p
 
 
 def test_a_model_that_no_mesh_holds_is_refused_by_all(made: Made, tmp_path: Path) -> None:
-    code = "import spile.engine.local as local\nlocal.memory_limit = lambda device: 10_000"
+    code = "import spile.run.extract as local\nlocal.memory_limit = lambda device: 10_000"
     small = planted(tmp_path / "plant", code)
     named = "the weights take", "more devices"
     refused_alike(made, tmp_path, 2, *named, environments={0: small, 1: small})

@@ -16,7 +16,7 @@ import pytest
 
 import spile
 import tiny
-from spile.tensors import map_tensor, read_header
+from spile.core.tensors import map_tensor, read_header
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TAP = "resid_post.1"

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 import stored
-from spile.interop import source
-from spile.interop.export import Exported, export
-from spile.store.format import TapInfo
+from spile.dataset.format import TapInfo
+from spile.interop.export import Exported, export, source
 
 
 def taps(dtype: str) -> stored.Taps:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from launches import HOSTILE
-from spile.errors import LaunchError
+from spile.core.errors import LaunchError
 from spile.launch.command import FILE, Command, check_all, run, run_all, shown
 
 

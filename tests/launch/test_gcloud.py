@@ -3,7 +3,7 @@
 import pytest
 
 from launches import contained, job
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.command import FILE, shown
 from spile.launch.gcloud import Gcloud, Node
 

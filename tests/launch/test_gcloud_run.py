@@ -11,7 +11,7 @@ import pytest
 import tiny
 from fake_gcloud import HOSTS, Cloud
 from launches import calls, job, path_with, recorder
-from spile.errors import LaunchError
+from spile.core.errors import LaunchError
 from spile.launch.command import Command, Result, run
 from spile.launch.gcloud import Gcloud
 from spile.launch.gcloud_run import Keeper, backoff

@@ -3,7 +3,7 @@
 import pytest
 
 from launches import DIGEST, EXTRACT, IMAGE, SECRET, contained, job
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.command import shown
 from spile.launch.job import Container, Seat
 from spile.launch.local import Local

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from launches import EXTRACT, HOSTILE, IMAGE, contained, hostile_job, job
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.job import Job
 from spile.launch.kubernetes import Kubernetes, Tpu, parse_tpu
 

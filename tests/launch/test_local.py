@@ -3,7 +3,7 @@
 import pytest
 
 from launches import job
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.local import Local
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from launches import HOSTILE, calls, contained, hostile_job, job, path_with, recorder
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.command import FILE, run_all, shown
 from spile.launch.sky import Sky
 

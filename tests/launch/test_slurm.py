@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launches import HOSTILE, IMAGE, calls, contained, hostile_job, job, path_with, recorder
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.command import shown
 from spile.launch.slurm import Slurm
 

@@ -3,7 +3,7 @@
 import pytest
 
 from launches import EXTRACT, job
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.ssh import Line, Ssh, parse_hosts
 
 OPTIONS = (

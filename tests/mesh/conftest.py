@@ -1,4 +1,4 @@
-"""These need eight devices: `tests/engine/test_mesh.py` starts them where there are."""
+"""These need eight devices: `tests/run/test_mesh.py` starts them where there are."""
 
 import jax
 

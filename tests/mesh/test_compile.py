@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from meshes import make_step
-from spile.config import Recipe, Runtime
-from spile.data.pack import Batch
-from spile.engine.compile import Question, abstract_params, compile_step, search
-from spile.engine.step import Step
-from spile.engine.targets import Target
-from spile.layout import Layout
-from spile.models.checkpoint import read_arch
-from spile.models.params import Schedule
-from spile.models.specs import array_axes
-from spile.sharding import Shards, make_mesh
+from spile.compile.step import Question, abstract_params, compile_step, search
+from spile.compile.targets import Target
+from spile.core.config import Recipe, Runtime
+from spile.corpus.pack import Batch
+from spile.models.config.specs import array_axes
+from spile.models.files.checkpoint import read_arch
+from spile.models.forward.params import Schedule
+from spile.models.forward.sharding import Shards, make_mesh
+from spile.models.layout import Layout
+from spile.run.step import Step
 
 TAPS = "resid_post:all,z:1"
 LAYERS, WIDTH, SEQ = 3, 32, 24

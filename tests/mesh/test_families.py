@@ -11,7 +11,7 @@ import pytest
 import families
 import tiny
 from meshes import make_batch, make_step
-from spile.layout import Layout
+from spile.models.layout import Layout
 
 TAPS = "resid_post:all,z:0,final_norm"
 CHOSEN = {

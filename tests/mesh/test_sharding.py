@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from meshes import make_step, shards_of
-from spile import sharding
-from spile.layout import Layout
-from spile.models.checkpoint import open_checkpoint
-from spile.models.weights import moved_params
-from spile.sharding import P, local_runs, make_mesh, moved, put
+from spile.models.files.checkpoint import open_checkpoint
+from spile.models.forward import sharding
+from spile.models.forward.sharding import P, local_runs, make_mesh, moved, put
+from spile.models.forward.weights import moved_params
+from spile.models.layout import Layout
 
 VALUES = np.arange(48 * 6, dtype=np.float32).reshape(48, 6)
 

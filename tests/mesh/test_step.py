@@ -10,10 +10,10 @@ import saes
 import tiny
 from marks import some
 from meshes import make_batch, make_step
-from spile.layout import Layout
-from spile.models.sae import Encoder
-from spile.models.sae_files import load_arrays, open_sae
-from spile.store.stats import TapStats
+from spile.dataset.write.statistics import TapStats
+from spile.models.files.sae import Encoder
+from spile.models.files.sae_files import load_arrays, open_sae
+from spile.models.layout import Layout
 
 FEW = [Layout(2, 2, 2)]
 MORE = [Layout(8), Layout(1, 1, 8), Layout(1, 8), Layout(4, 1, 2)]

@@ -13,7 +13,7 @@ import xllamacpp
 from safetensors.numpy import load_file
 
 import spile
-from spile.models.demo import demo_model
+from spile.models.files.demo import demo_model
 
 TOLERANCE = 1e-3  # in nats; 4e-4 was measured
 CANDIDATES = 1000  # most likely tokens compared at each place

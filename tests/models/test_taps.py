@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tiny
-from spile.errors import ConfigError
-from spile.models.arch import Arch
-from spile.models.families import FAMILIES
-from spile.models.hf_config import read_config
+from spile.core.errors import ConfigError
+from spile.models.config.arch import Arch
+from spile.models.config.families import FAMILIES
+from spile.models.config.hf_config import read_config
 from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, describe_taps, parse_taps
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"

@@ -12,7 +12,7 @@ import pytest
 
 import servers
 import tiny
-from spile.errors import StoreError
+from spile.core.errors import StoreError
 from spile.objects import Spool, bucket, check_creates_once, open_objects
 from spile.objects.counted import COUNTED
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import servers
-from spile.errors import ConfigError, StoreError
+from spile.core.errors import ConfigError, StoreError
 from spile.objects import Spool, open_objects
 from spile.objects.spool import SpooledFile
 

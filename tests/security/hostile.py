@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from spile.errors import SpileError
-from spile.store import format as fmt
+from spile.core.errors import SpileError
+from spile.dataset import format as fmt
 
 DEEP = 100_000
 # Spelled as JSON has them; Python's own limit on digits, its infinity and its NaN are among them.

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from security.hostile import damaged, fuzz, only_our_errors
-from spile.index import INDEX_DTYPE
+from spile.core.index import INDEX_DTYPE
+from spile.dataset.format import Shard
+from spile.dataset.write.documents import encode_documents, read_documents
+from spile.dataset.write.shard import ShardWriter
 from spile.objects import MemoryObjects
-from spile.store.documents import encode_documents, read_documents
-from spile.store.format import Shard
-from spile.store.shard import ShardWriter
 
 COUNT = 40
 _pools: list[pa.MemoryPool] = []  # never freed: what was allocated in one may outlive the test

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from security.hostile import DEEP, JSON, NUMBERS, damaged, fuzz, only_our_errors, refused
-from spile.data.corpus import CorpusReader
-from spile.data.corpus_files import find_files
-from spile.data.units import make_units
-from spile.models.gguf import convert
+from spile.corpus.files import find_files
+from spile.corpus.reader import CorpusReader
+from spile.corpus.units import make_units
+from spile.models.files.gguf import convert
 
 UINT8, UINT64, STRING, ARRAY = 0, 10, 8, 9
 

@@ -22,16 +22,16 @@ from security.hostile import (
     only_our_errors,
     refused,
 )  # fmt: skip
-from spile.config import Recipe, Runtime, build, load_toml, parse_count
-from spile.index import INDEX_DTYPE
-from spile.models.checkpoint import open_checkpoint
-from spile.models.hf_config import read_config
-from spile.models.json_file import read_json
-from spile.models.lora import read_adapter
+from spile.core.config import Recipe, Runtime, build, load_toml, parse_count
+from spile.core.expressions import RowFilter
+from spile.core.index import INDEX_DTYPE
+from spile.core.recipe import ResolvedRecipe
+from spile.core.tensors import write_tensors
+from spile.models.config.hf_config import read_config
+from spile.models.files.checkpoint import open_checkpoint
+from spile.models.files.json_file import read_json
+from spile.models.files.lora import read_adapter
 from spile.models.taps import parse_taps
-from spile.resolved import ResolvedRecipe
-from spile.tensors import write_tensors
-from spile.where import RowFilter
 
 TOML = """
 model = "demo"

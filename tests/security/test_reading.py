@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import stored
 from security.hostile import body_of, changed, fuzz, only_our_errors, refused, sealed
-from spile.errors import CorruptError
+from spile.core.errors import CorruptError
+from spile.dataset import format as fmt
+from spile.dataset.format import encode_record
+from spile.dataset.maintain.verify import verify
+from spile.dataset.read.dataset import open_dataset
 from spile.objects import LocalObjects
-from spile.store import format as fmt
-from spile.store.format import encode_record
-from spile.store.reader import open_dataset
-from spile.store.verify import verify
 from stored import Stored
 
 KINDS = {fmt.UNITS: "units", fmt.done_key(0): "done", fmt.MANIFEST: "manifest",

@@ -26,15 +26,15 @@ from security.hostile import (
     refused,
     sealed,
 )  # fmt: skip
-from spile.errors import CorruptError
-from spile.monitor.status import read_status
+from spile.core.errors import CorruptError
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, TapInfo, decode_record, encode_record
+from spile.dataset.heartbeat import Presence, read_workers
+from spile.dataset.ledger import Ledger
+from spile.dataset.write.quantization import scales_from_json, scales_to_json
+from spile.dataset.write.statistics import TapStats, merged
 from spile.objects import MemoryObjects
-from spile.store import format as fmt
-from spile.store.format import Done, TapInfo, decode_record, encode_record
-from spile.store.ledger import Ledger
-from spile.store.presence import Presence, read_workers
-from spile.store.quant import scales_from_json, scales_to_json
-from spile.store.stats import TapStats, merged
+from spile.status.status import read_status
 from stored import Stored
 
 KINDS = {

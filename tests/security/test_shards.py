@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from security.hostile import DEEP, JSON, NUMBERS, changed, damaged, fuzz, only_our_errors, refused
-from spile.errors import CorruptError
-from spile.models.checkpoint import open_checkpoint
+from spile.core.errors import CorruptError
+from spile.core.tensors import MAX_HEADER_BYTES, map_tensor, parse_header, read_header
+from spile.dataset.write.compression import MAX_FRAME_BYTES, PlaneReader
+from spile.dataset.write.shard import ShardWriter, open_tensor, read_shard_header
+from spile.models.files.checkpoint import open_checkpoint
 from spile.objects import MemoryObjects
-from spile.store.planes import MAX_FRAME_BYTES, PlaneReader
-from spile.store.shard import ShardWriter, open_tensor, read_shard_header
-from spile.tensors import MAX_HEADER_BYTES, map_tensor, parse_header, read_header
 
 KEYS = ("plain.safetensors", "packed.safetensors.zst")
 SPECS: list[tuple[str, Any, tuple[int, ...]]] = [("a", "f4", (5, 3)), ("a/scale", "f4", (5,))]

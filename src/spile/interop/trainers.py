@@ -11,8 +11,8 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spile.interop.torch import Loader
-from spile.store.reader import Dataset
+from spile.dataset.read.dataset import Dataset
+from spile.interop.torch_loader import Loader
 
 
 class Rows:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.gcloud import Gcloud
 from spile.launch.job import Container, Job
 from spile.launch.kubernetes import Kubernetes, parse_tpu

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from spile.errors import LaunchError, printable
+from spile.core.errors import LaunchError, printable
 
 FILE = "{file}"  # in a command's words: the path of its file
 _AT_ONCE = 32

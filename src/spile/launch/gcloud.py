@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch import script
 from spile.launch.command import FILE, Command
 from spile.launch.job import Job, Seat, check_name

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from spile.errors import Interrupted, LaunchError, printable
+from spile.core.errors import Interrupted, LaunchError, printable
 from spile.launch.command import NOT_FOUND, Command, Result, run
 from spile.launch.gcloud import Gcloud, Node
 from spile.launch.job import Job

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 
 PORT = 8476  # where the processes of a slice meet
 MASK = "***"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.command import Command
 from spile.launch.job import GOOGLE_KEY, GRACE, PORT, Job
 from spile.launch.target import check_counts

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from spile.errors import printable
+from spile.core.errors import printable
 from spile.launch.command import Command, Result, check_all, run_all
 from spile.launch.gcloud import Gcloud, Node
 from spile.launch.gcloud_run import Keeper

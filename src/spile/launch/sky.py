@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.command import FILE, Command
 from spile.launch.job import PORT, Job, Seat
 from spile.launch.target import check_counts

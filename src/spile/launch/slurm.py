@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.command import Command
 from spile.launch.job import Job
 from spile.launch.target import check_counts

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch.job import PORT, Seat
 from spile.launch.target import Host, Hosts, check_counts
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.launch import script
 from spile.launch.command import Command
 from spile.launch.job import Job, Seat

@@ -1,6 +1,6 @@
 """What a run counts, and where that goes: TensorBoard, Weights & Biases, Prometheus, others."""
 
-from spile.metrics.backend import Backend, Run, open_backends, parse_backends
+from spile.metrics.backends import Backend, Run, open_backends, parse_backends
 from spile.metrics.counters import Counters
 from spile.metrics.reporter import Reporter
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
-from spile.metrics.backend import Backend, line
+from spile.metrics.backends import Backend, line
 from spile.metrics.counters import Counters
 from spile.metrics.values import values_between
 

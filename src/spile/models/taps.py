@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from spile.errors import ConfigError
-from spile.models.arch import Arch
-from spile.tensors import DTYPES_BY_NAME
+from spile.core.errors import ConfigError
+from spile.core.tensors import DTYPES_BY_NAME
+from spile.models.config.arch import Arch
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import importlib
 from pathlib import Path
 
-from spile.errors import ConfigError
+from spile.core.errors import ConfigError
 from spile.objects.local import LocalObjects, LocalStream
 from spile.objects.memory import MemoryObjects
 from spile.objects.protocol import PROBES, Entry, Objects, Stream, check_creates_once, exists
@@ -42,9 +42,9 @@ def open_objects(url: str, spool: Spool | None = None) -> Objects:
             raise ConfigError(f"{url}: buckets need obstore: pip install 'spile[cloud]'") from None
         return bucket.open_bucket(url, spool)
     if scheme in ("http", "https"):
-        return importlib.import_module("spile.objects.web").WebObjects(url)
+        return importlib.import_module("spile.objects.http").WebObjects(url)
     if scheme == "hf":
-        objects, key = importlib.import_module("spile.objects.hub_names").open_named(url)
+        objects, key = importlib.import_module("spile.objects.hub.names").open_named(url)
         if key:
             raise ConfigError(f"{url}: give the whole repository, without {key}")
         return objects

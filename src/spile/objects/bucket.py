@@ -23,7 +23,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import GCSStore, S3Store
 
-from spile.errors import ConfigError, StoreError
+from spile.core.errors import ConfigError, StoreError
 from spile.objects.counted import COUNTED
 from spile.objects.protocol import Entry, check_held, check_key
 from spile.objects.retry import PASSING, Trying

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
-from spile.errors import CorruptError, StoreError
+from spile.core.errors import CorruptError, StoreError
 from spile.objects.protocol import Entry, check_held, check_key
 
 _TEMPORARY = ".tmp-"

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from spile.errors import StoreError
+from spile.core.errors import StoreError
 from spile.objects.protocol import Entry, check_key
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from spile.errors import StoreError
+from spile.core.errors import StoreError
 
 PROBES = "probes/"
 MOST_HELD = 4 << 30  # bytes of an object that is read whole: no record of ours is as large

@@ -4,7 +4,7 @@ import logging
 import random
 import time
 
-from spile.errors import StoreError
+from spile.core.errors import StoreError
 from spile.objects.counted import COUNTED
 
 # How long a request is tried again: a service may be gone for minutes, a wrong address stays wrong.

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spile.errors import ConfigError, StoreError
+from spile.core.errors import ConfigError, StoreError
 from spile.objects.counted import COUNTED
 
 _PREFIX = "spile-spool-"

@@ -1,0 +1,341 @@
+"""The command lines of the tools that came before, in Spile's words: one table, and what reads it.
+
+    spile legacy fineweb|arc|multihost|launch|monitor [--dry-run] FLAGS OF OLD [-- FLAGS OF TODAY]
+
+A flag of old becomes one of today, alone or together with others, or nothing, and then the table
+says why. `docs/fleets.md` shows the table; a test holds the two together.
+"""
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from spile.core.errors import ConfigError
+
+HOSTS_FILE = "spile-hosts.txt"
+_LAYERS = "10-23"
+_SEQ_LEN = 2048
+
+
+@dataclass(frozen=True)
+class Old:
+    """A flag of old."""
+
+    name: str
+    new: str  # what it becomes; empty: nothing
+    how: str = ""  # in words; where it becomes nothing, the reason
+    takes: str = "value"  # value | values | nothing
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script of old."""
+
+    script: str
+    verb: str  # of Spile's
+    flags: tuple[Old, ...]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What to run instead."""
+
+    argv: tuple[str, ...]
+    notes: tuple[str, ...]  # flags that become nothing, and why
+    files: Mapping[str, str]  # to be written first
+
+    def __str__(self) -> str:
+        return shlex.join(("spile", *self.argv))
+
+
+_RAN = (
+    Old("model_path", "--model"),
+    Old("max_seq_length", "--seq-len", "with --long-docs truncate: longer texts were cut"),
+    Old("layers_to_extract", "--taps", f"resid_post:LAYERS [{_LAYERS}]", "values"),
+    Old("max_samples", "--max-docs", "was per machine: times --total_machines"),
+    Old("batch_size", "--batch-tokens", "sequences times their length"),
+    Old("coordinator_address", "--coordinator"),
+    Old("host_id", "--process-id"),
+    Old("num_hosts", "--num-processes"),
+    Old("mesh_type", "--mesh", choices=("1d", "2d", "3d", "auto")),
+    Old("output_dir", "--out", "unless it went to a bucket"),
+    Old("upload_to_gcs", "--out", "gs://BUCKET/PREFIX: written there, not copied there", "nothing"),
+    Old("gcs_bucket", "--out", "gs://BUCKET/PREFIX"),
+    Old("gcs_prefix", "--out", "gs://BUCKET/PREFIX"),
+    Old("shard_size_gb", "--shard-bytes", "GiB; of a bucket at most 64 MiB"),
+    Old("compress_shards", "--compress", "zstd, lossless; no pickle", "nothing"),
+    Old("no_compress_shards", "", "so it is unless --compress is given", "nothing"),
+    Old("delete_local_after_upload", "", "what goes to a bucket is never on the local disk",
+        "nothing"),
+    Old("multihost", "", "hosts are joined where --coordinator says where they meet", "nothing"),
+    Old("verbose", "", "progress is shown unless --quiet is given", "nothing"),
+)  # fmt: skip
+_SHARED_OUT = (
+    Old("machine_id", "--share", "I/N, from 0"),
+    Old("total_machines", "--share", "I/N, from 0"),
+    Old("no_data_parallel", "--mesh", "1d, unless --mesh_type says otherwise", "nothing"),
+)
+PROGRAMS = {
+    "fineweb": Program("extract_activations_fineweb[_multihost].py", "extract", (
+        Old("dataset_name", "--corpus", "NAME:CONFIG:SPLIT [HuggingFaceFW/fineweb-edu]"),
+        Old("dataset_config", "--corpus", "NAME:CONFIG:SPLIT [sample-10BT]"),
+        Old("dataset_split", "--corpus", "NAME:CONFIG:SPLIT [train]"),
+        *_SHARED_OUT, *_RAN,
+    )),
+    "arc": Program("extract_activations_arc_v5e64.py", "extract", (
+        Old("dataset_path", "--corpus", 'arc:PATH(prompt="chat"), with --messages messages'),
+        *_SHARED_OUT, *_RAN,
+    )),
+    "multihost": Program("multihost_extract.py", "extract", (
+        Old("dataset_path", "--corpus", 'arc:PATH(prompt="chat"), with --messages messages'),
+        Old("grid_encoder", "--corpus", 'arc:PATH(encoder="rows+shape"), by the encoders named'),
+        Old("predictions_per_task", "--corpus", "arc:PATH(predictions=N)"),
+        Old("prompt_version", "", 'prompts are plain, chat or turns: --corpus \'arc:PATH(prompt='
+            '"chat")\''),
+        Old("activation_type", "--taps", "resid_post, mlp_out or attn_out",
+            choices=("residual", "mlp", "attn")),
+        Old("fsdp_size", "--fsdp", "with --mesh 3d"),
+        Old("topology", "", "the devices are seen; `spile compile --topology` asks beforehand"),
+        Old("checkpoint_dir", "", "a run goes on from --out itself, by the same command"),
+        Old("enable_barrier_sync", "", "hosts meet through jax, at --coordinator", "nothing"),
+        Old("barrier_port", "", "hosts meet through jax, at --coordinator"),
+        Old("is_barrier_server", "", "process 0 is the one they meet at", "nothing"),
+        *_SHARED_OUT, *_RAN,
+    )),
+    "launch": Program("launch_distributed_extraction.py", "launch", (
+        Old("deployment", "launch", "gcloud, ssh or local", choices=("gcp_tpu", "ssh", "local")),
+        Old("tpu_names", "--tpu", "one for each", "values"),
+        Old("zone", "--zone"),
+        Old("hosts", "--hosts", f"a file of them, {HOSTS_FILE}", "values"),
+        Old("total_machines", "--slices", "local; else as many as there are names"),
+        Old("gcs_bucket", "--out", "gs://BUCKET/activations_fineweb"),
+        Old("batch_size", "--batch-tokens", "sequences times their length"),
+        Old("max_samples", "--max-docs", "was per machine: times their number"),
+    )),
+    "monitor": Program("monitor_extraction.py", "status", (
+        Old("gcs_bucket", "OUT", "gs://BUCKET/PREFIX"),
+        Old("gcs_prefix", "OUT", "gs://BUCKET/PREFIX"),
+        Old("aggregate", "--json", "the sums; the dataset's own are in its manifest.json",
+            "nothing"),
+        Old("list_shards", "", "`spile ls OUT` lists every shard", "nothing"),
+        Old("total_machines", "", "workers are listed as the store knows them"),
+    )),
+}  # fmt: skip
+
+_SITES = {"residual": "resid_post", "mlp": "mlp_out", "attn": "attn_out"}
+_ENCODERS = {"Minimal": "plain", "RowNumber": "rows", "GridShape": "shape"}
+_TARGETS = {"gcp_tpu": "gcloud", "ssh": "ssh", "local": "local"}
+_PREFIXES = {"fineweb": "activations_fineweb", "arc": "activations_arc",
+             "multihost": "activations_arc", "launch": "activations_fineweb",
+             "monitor": "activations_fineweb"}  # fmt: skip
+
+Given = Mapping[str, Any]
+
+
+def translate(program: str, arguments: Sequence[str]) -> Translation:
+    """The command of today for one of old.
+
+    Raises:
+        ConfigError: if the old one would not have been taken, or means nothing today.
+    """
+    known = PROGRAMS[program]
+    at = list(arguments).index("--") if "--" in arguments else len(arguments)
+    old, today = arguments[:at], arguments[at + 1 :]
+    given = vars(_parser(program).parse_args(old))
+    notes = [f"--{f.name}: {f.how}" for f in known.flags if not f.new and given[f.name]]
+    if program == "monitor":
+        if not given["gcs_bucket"]:
+            raise ConfigError("--gcs_bucket is missing: whose progress?")
+        json = ["--json"] if given["aggregate"] else []
+        return Translation(("status", _bucket(program, given), *json, *today), tuple(notes), {})
+    if program == "launch":
+        where, files = _launch(given)
+        words = (*where, "--", *_extract(program, given), *today)
+        return Translation(("launch", *words), tuple(notes), files)
+    return Translation(("extract", *_extract(program, given), *today), tuple(notes), {})
+
+
+def _extract(program: str, given: Given) -> list[str]:
+    words: list[str] = []
+    for flag, make in _MADE.items():
+        value = make(program, given)
+        if value is True:
+            words.append(flag)
+        elif value is not None:
+            words += [flag, str(value)]
+    return words
+
+
+def _corpus(program: str, given: Given) -> str | None:
+    if program in ("fineweb", "launch"):
+        name = given.get("dataset_name") or "HuggingFaceFW/fineweb-edu"
+        config = given.get("dataset_config") or "sample-10BT"
+        return f"{name}:{config}:{given.get('dataset_split') or 'train'}"
+    if not given["dataset_path"]:
+        return None
+    settings = ['prompt="chat"']
+    if encoder := given.get("grid_encoder"):
+        settings.append(f'encoder="{_encoder(encoder)}"')
+    if predictions := given.get("predictions_per_task"):
+        settings.append(f"predictions={_number('predictions_per_task', predictions)}")
+    return f"arc:{given['dataset_path']}({', '.join(settings)})"
+
+
+def _encoder(text: str) -> str:
+    """`GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))` -> `rows+shape`."""
+    named = re.findall(r"(\w+?)(?:Grid)?Encoder", text)
+    found = [new for name in named for old, new in _ENCODERS.items() if old in name]
+    if len(found) != len(named) or not found:
+        known = ", ".join(_ENCODERS)
+        raise ConfigError(f"--grid_encoder {text!r}: of encoders there are {known}")
+    words = [new for new in _ENCODERS.values() if new in found and new != "plain"]
+    return "+".join(words) or "plain"
+
+
+def _taps(program: str, given: Given) -> str:
+    site = _SITES[given.get("activation_type") or "residual"]
+    layers = given.get("layers_to_extract")
+    numbers = [_number("layers_to_extract", layer) for layer in layers] if layers else []
+    return f"{site}:{'+'.join(map(str, numbers)) or _LAYERS}"
+
+
+def _out(program: str, given: Given) -> str | None:
+    if program == "launch" or given.get("upload_to_gcs"):
+        if not given["gcs_bucket"]:
+            raise ConfigError("--gcs_bucket is missing: where should the dataset go?")
+        return _bucket(program, given)
+    return given["output_dir"]
+
+
+def _bucket(program: str, given: Given) -> str:
+    bucket = str(given["gcs_bucket"]).removeprefix("gs://").strip("/")
+    prefix = str(given.get("gcs_prefix") or _PREFIXES[program]).strip("/")
+    return f"gs://{bucket}/{prefix}"
+
+
+def _share(program: str, given: Given) -> str | None:
+    machines = _count("total_machines", given)
+    if program == "launch" or machines in (None, 1):
+        return None
+    machine = given["machine_id"]
+    if machine is None:
+        raise ConfigError(f"--total_machines {machines} is given, but not --machine_id")
+    return f"{machine}/{machines}"
+
+
+def _docs(program: str, given: Given) -> int | None:
+    each = _count("max_samples", given)
+    machines = _machines(given) if program == "launch" else _count("total_machines", given) or 1
+    return None if each is None else each * machines
+
+
+def _batch(program: str, given: Given) -> int | None:
+    rows = _count("batch_size", given)
+    if rows is None:
+        return None
+    if program == "multihost":  # there it was of all hosts together
+        rows = max(1, rows // (_count("num_hosts", given) or 1))
+    return rows * (_count("max_seq_length", given) or _SEQ_LEN)
+
+
+def _mesh(program: str, given: Given) -> str | None:
+    if given.get("mesh_type"):
+        return given["mesh_type"]
+    if given.get("fsdp_size"):
+        return "3d"
+    return "1d" if given.get("no_data_parallel") else None
+
+
+def _messages(program: str, given: Given) -> str | None:
+    return "messages" if given.get("dataset_path") else None
+
+
+def _shard_bytes(program: str, given: Given) -> str | None:
+    text = given.get("shard_size_gb")
+    if text is not None and not re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
+        raise ConfigError(f"--shard_size_gb must be a number, got {text!r}")
+    return None if text is None else f"{text}GiB"
+
+
+def _as_given(name: str) -> Callable[[str, Given], Any]:
+    return lambda program, given: given.get(name) or None
+
+
+# Flags of today, in the order in which they are printed.
+_MADE: dict[str, Callable[[str, Given], Any]] = {
+    "--model": _as_given("model_path"),
+    "--corpus": _corpus,
+    "--messages": _messages,
+    "--taps": _taps,
+    "--seq-len": _as_given("max_seq_length"),
+    "--long-docs": lambda program, given: "truncate",
+    "--max-docs": _docs,
+    "--out": _out,
+    "--share": _share,
+    "--batch-tokens": _batch,
+    "--shard-bytes": _shard_bytes,
+    "--compress": _as_given("compress_shards"),
+    "--mesh": _mesh,
+    "--fsdp": _as_given("fsdp_size"),
+    "--coordinator": _as_given("coordinator_address"),
+    "--num-processes": _as_given("num_hosts"),
+    "--process-id": _as_given("host_id"),
+}
+
+
+def _launch(given: Given) -> tuple[list[str], dict[str, str]]:
+    """The target and its flags; and the files that it reads."""
+    deployment = given["deployment"]
+    if deployment is None:
+        raise ConfigError("--deployment is missing: gcp_tpu, ssh or local?")
+    names = {"gcp_tpu": given["tpu_names"], "ssh": given["hosts"]}.get(deployment)
+    machines = _machines(given)
+    if deployment != "local" and not names:
+        raise ConfigError(f"--deployment {deployment} needs --tpu_names or --hosts")
+    if names and len(names) != machines:
+        raise ConfigError(f"--total_machines is {machines}, but {len(names)} are named")
+    words = [_TARGETS[deployment]]
+    if deployment == "local":
+        return [*words, "--slices", str(machines)], {}
+    if deployment == "ssh":
+        hosts = "".join(f"{name}\n" for name in names or ())
+        return [*words, "--hosts", HOSTS_FILE], {HOSTS_FILE: hosts}
+    for name in names or ():
+        words += ["--tpu", name]
+    return [*words, *(["--zone", given["zone"]] if given["zone"] else [])], {}
+
+
+def _machines(given: Given) -> int:
+    named = given["tpu_names"] if given["deployment"] == "gcp_tpu" else given["hosts"]
+    return _count("total_machines", given) or len(named or ()) or 1
+
+
+def _count(name: str, given: Given) -> int | None:
+    return None if given.get(name) is None else _number(name, given[name])
+
+
+def _number(name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        raise ConfigError(f"--{name} must be a whole number, got {text!r}")
+    return int(text)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}")
+
+
+def _parser(program: str) -> _Parser:
+    parser = _Parser(prog=f"spile legacy {program}", add_help=False)
+    for flag in PROGRAMS[program].flags:
+        more: dict[str, Any] = {"choices": flag.choices or None}
+        if flag.takes == "nothing":
+            more = {"action": "store_true"}
+        elif flag.takes == "values":
+            more = {"nargs": "+"}
+        parser.add_argument(f"--{flag.name}", **more)
+    return parser

@@ -1,0 +1,52 @@
+"""The verb that shows a dataset in a browser."""
+
+import argparse
+import json
+import re
+import threading
+
+from spile.core.config import parse_count
+from spile.core.errors import ConfigError
+
+# A wait without an end may sleep through a signal that comes as it begins, or to another thread.
+_LOOK_SECONDS = 0.5
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    from spile.dataset.read.dataset import open_dataset
+    from spile.objects import open_objects
+    from spile.serve.routes import Answers
+    from spile.serve.server import Server
+
+    try:
+        most_bytes = parse_count(arguments.read)
+    except ValueError:
+        raise ConfigError(f"--read must be a size such as 16GiB, got {arguments.read}") from None
+    if not 0 <= arguments.port < 1 << 16:
+        raise ConfigError(f"--port must be from 0 to 65535, got {arguments.port}")
+    if arguments.token is not None and not re.fullmatch(r"[A-Za-z0-9_-]{16,}", arguments.token):
+        raise ConfigError(
+            "--token must be 16 letters, digits, - or _, or more; without it one is made"
+        )
+    answers = Answers(
+        open_objects(arguments.out),
+        lambda: open_dataset(arguments.out, partial=True, cache=arguments.cache),
+        tokenizer=arguments.tokenizer,
+        most_bytes=most_bytes,
+    )
+    server = Server(arguments.host, arguments.port, answers, arguments.token)
+    answers.start()
+    thread = threading.Thread(target=server.serve_forever, name="serving", daemon=True)
+    thread.start()
+    print(json.dumps({"url": server.url}) if arguments.json else f"{arguments.out}: {server.url}",
+          flush=True)  # fmt: skip
+    try:
+        while not arguments.stop.wait(_LOOK_SECONDS):
+            continue
+    except KeyboardInterrupt:
+        pass  # the way to end it
+    finally:
+        server.shutdown()
+        server.server_close()
+        answers.close()
+    return 0

@@ -1,0 +1,372 @@
+"""The step that extraction runs, compiled ahead of time, for devices that need not be here.
+
+Only a model's config.json is needed. What the compiled program says (memory, collectives) and
+what follows from formulas (arithmetic, traffic) make an estimate of tokens a second, and of cost.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spile.compile.collectives import Collective, read_collectives, sent_by_all
+from spile.compile.targets import Target
+from spile.core.config import Recipe, Runtime
+from spile.core.errors import ConfigError
+from spile.corpus.pack import Batch
+from spile.models.config.arch import Arch
+from spile.models.config.kernel_choice import why_unfused
+from spile.models.config.specs import (
+    ParamSpec,
+    array_axes,
+    axis_sizes,
+    block_specs,
+    head_specs,
+    outer_specs,
+)
+from spile.models.files.sae import Encoder
+from spile.models.files.sae_files import load_arrays
+from spile.models.forward.decoder import needs_whole_block
+from spile.models.forward.params import Params, Schedule
+from spile.models.forward.sharding import Shards, make_mesh
+from spile.models.forward.sparse_latents import device_arrays
+from spile.models.layout import Cuts, Layout, fitting_layout, parse_layout
+from spile.models.taps import parse_taps
+from spile.plan.encode import stored_taps
+from spile.plan.estimate import row_quantum
+from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
+from spile.run.step import Step
+
+_log = logging.getLogger("spile")
+
+_CONTEXTS = 16  # in a row, at most: cuDNN's kernel is compiled for a number
+_TOO_LARGE = ("RESOURCE_EXHAUSTED", "HbmOom", "exceeds available", "out of memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What is known about a step; sizes are bytes, all of one device."""
+
+    topology: str
+    on: str  # the compiler's devices
+    devices: int
+    hosts: int
+    mesh: str
+    seq_len: int
+    tokens: int  # that all devices read in a step
+    compute_dtype: str
+    store_dtype: str
+    weights: int
+    taps: int
+    temporaries: int | None  # none: the compiler found that they do not fit
+    estimated_temporaries: int
+    memory: int | None
+    fits: bool | None
+    flops: int
+    traffic: int
+    collectives: dict[str, Collective]
+    seconds: Roofline | None  # none: nothing is known about the chip, or about float32 on it
+    tokens_per_second: float | None  # at most
+    tokens_one_by_one: float | None  # a second, if kernels run one by one, as on a GPU they do
+    dollars: float | None  # per billion tokens, on demand
+    dollars_spot: float | None
+    compiling: float  # seconds
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        limit = self.seconds.limit if self.seconds else None
+        return {**dataclasses.asdict(self), "limit": limit}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model and what is asked of it, before a mesh is chosen."""
+
+    arch: Arch
+    recipe: Recipe
+    runtime: Runtime
+    target: Target
+    encoders: Mapping[str, Encoder] = field(default_factory=dict[str, Encoder])  # by tap
+
+    def __post_init__(self) -> None:
+        if self.seq_len > self.arch.max_positions:
+            raise ConfigError(
+                f"--seq-len must be at most {self.arch.max_positions} for this model, got "
+                f"{self.seq_len}"
+            )
+        if not self.recipe.taps:
+            raise ConfigError("--taps is missing: where should the model be tapped?")
+        parse_taps(self.recipe.taps, self.arch)
+
+    @property
+    def seq_len(self) -> int:
+        return self.recipe.seq_len or min(2048, self.arch.max_positions)
+
+    @property
+    def compute_dtype(self) -> str:
+        unknown = self.target.chip is None and self.target.platform == "cpu"
+        return self.recipe.compute_dtype or ("float32" if unknown else "bfloat16")
+
+    @property
+    def store_dtype(self) -> str:
+        wide = self.recipe.compute_dtype == "float32"
+        return self.recipe.store_dtype or ("float32" if wide else "bfloat16")
+
+    def workload(self, layout: Layout) -> Workload:
+        """The step on this layout, with as many rows as fit unless a number is asked for.
+
+        Raises:
+            ConfigError: if the model cannot be cut so.
+        """
+        arch, target, seq_len = self.arch, self.target, self.seq_len
+        taps = parse_taps(self.recipe.taps or "", arch)
+        depth = max(tap.layers_needed(arch) for tap in taps)
+        reason = why_unfused(target.platform, arch, self.compute_dtype, seq_len)
+        quantum = row_quantum(layout, target.hosts)
+        work = Workload(
+            arch=arch,
+            taps=taps,
+            cuts=Cuts.of(layout, axis_sizes(arch), quiet=True),
+            seq_len=seq_len,
+            rows=quantum,
+            compute_dtype=self.compute_dtype,
+            store_dtype=self.store_dtype,
+            whole=needs_whole_block(taps, depth),
+            every_pair=reason is not None,
+            encoders=self.encoders,
+        )
+        platform = target.platform if target.chip is None else "accelerator"
+        tokens = self.runtime.batch_tokens or sweet_spot(arch, platform)
+        rows = max(1, tokens // seq_len)
+        while True:
+            together = -(-rows * layout.groups // quantum) * quantum
+            work = dataclasses.replace(work, rows=together)
+            if self.runtime.batch_tokens or rows == 1 or self.holds(work):
+                return work
+            rows //= 2
+
+    def holds(self, work: Workload) -> bool:
+        """Whether a device has room for it, by our estimate."""
+        memory = self.target.memory
+        return memory is None or work.device_bytes <= MEMORY_SHARE * memory
+
+    def layout(self) -> Layout:
+        """The one that is asked for, or the fastest that fits."""
+        devices, hosts = len(self.target.devices), self.target.hosts
+        asked = parse_layout(self.runtime.mesh, devices, hosts, self.runtime.fsdp)
+        if asked:
+            return asked
+
+        def fits(layout: Layout) -> bool:
+            work = self._possible(layout)
+            return work is not None and self.holds(work)
+
+        layout, found = fitting_layout(devices, devices // hosts, fits)
+        if not found:
+            _log.warning("by our estimate no mesh of %d devices holds the model", devices)
+        return layout
+
+    def layouts(self) -> list[Layout]:
+        """Those worth trying: powers of two, and ways in which the heads can be cut."""
+        devices = len(self.target.devices)
+        twos = {1 << n for n in range(devices.bit_length())}
+        heads = {n for n in range(1, devices + 1) if self.arch.num_heads % n == 0}
+        tried: list[Layout] = []
+        for model in sorted(n for n in twos | heads if devices % n == 0):
+            for fsdp in sorted(n for n in twos if devices // model % n == 0):
+                layout = Layout(devices // model // fsdp, fsdp, model)
+                work = self._possible(layout)
+                if work is None:
+                    continue
+                # Gathering weights that fit anyway gains nothing.
+                memory = self.target.memory
+                roomy = memory is None or work.weights * fsdp <= memory / 2
+                if (fsdp == 1 or not roomy) and self.holds(work):
+                    tried.append(layout)
+        return tried
+
+    def _possible(self, layout: Layout) -> Workload | None:
+        try:
+            return self.workload(layout)
+        except ConfigError:
+            return None
+
+
+def compile_step(question: Question, layout: Layout) -> Compiled:
+    """Compile the step for one layout."""
+    target, work = question.target, question.workload(layout)
+    step = _abstract_step(work, target)
+    batch = _full_batch(work)
+    begin = time.perf_counter()
+    refused: tuple[str, ...] = ()
+    try:
+        run, compact = step.compile(batch)
+    except jax.errors.JaxRuntimeError as error:
+        if not any(sign in str(error) for sign in _TOO_LARGE):
+            raise
+        run = compact = None
+        refused = (f"the compiler: {str(error).splitlines()[0][:300]}",)
+    seconds = time.perf_counter() - begin
+    taps, temporaries, collectives = work.taps_bytes, None, {}
+    fits = False
+    if run is not None and compact is not None:
+        made, moved = run.memory_analysis(), compact.memory_analysis()
+        temporaries = made.temp_size_in_bytes
+        held = made.argument_size_in_bytes + made.output_size_in_bytes + temporaries
+        # While a step runs, the rows of the one before are on their way to the host.
+        held += moved.output_size_in_bytes - made.alias_size_in_bytes
+        taps = made.output_size_in_bytes + moved.output_size_in_bytes
+        fits = target.memory is None or held <= target.memory
+        if target.on == "cpu":
+            fits = question.holds(work)
+        collectives = read_collectives(
+            run.as_text(),
+            len(target.devices),
+            trips=_schedule(work).cycles,
+            # A CPU widens what it sends.
+            narrow=target.on == "cpu" and work.compute_dtype == "bfloat16",
+        )
+    speed = _speed(work, target, collectives) if run is not None else {}
+    return Compiled(
+        topology=target.name,
+        on=target.on,
+        devices=len(target.devices),
+        hosts=target.hosts,
+        mesh=str(layout),
+        seq_len=work.seq_len,
+        tokens=work.tokens,
+        compute_dtype=work.compute_dtype,
+        store_dtype=work.store_dtype,
+        weights=work.weights,
+        taps=taps,
+        temporaries=temporaries,
+        estimated_temporaries=work.temporaries,
+        memory=target.memory,
+        fits=None if target.memory is None else fits,
+        flops=work.flops,
+        traffic=work.traffic,
+        collectives=collectives,
+        seconds=speed.get("seconds"),
+        tokens_per_second=speed.get("tokens_per_second"),
+        tokens_one_by_one=speed.get("tokens_one_by_one"),
+        dollars=speed.get("dollars"),
+        dollars_spot=speed.get("dollars_spot"),
+        compiling=seconds,
+        notes=(*target.notes, *refused, *_said(work, target)),
+    )
+
+
+def search(question: Question) -> list[Compiled]:
+    """Every mesh worth trying, the fastest that fits first."""
+    found = [compile_step(question, layout) for layout in question.layouts()]
+    if not found:
+        raise ConfigError(
+            f"--search: by our estimate no mesh of {len(question.target.devices)} devices holds "
+            "this step; choose fewer --batch-tokens, or more devices"
+        )
+
+    def order(each: Compiled) -> tuple[bool, float, float]:
+        # Of equals, the one that has less to do beside what limits it.
+        beside = sum(vars(each.seconds).values()) if each.seconds else 0.0
+        return not each.fits, -(each.tokens_per_second or 0.0), beside
+
+    return sorted(found, key=order)
+
+
+def _speed(work: Workload, target: Target, found: dict[str, Collective]) -> dict[str, Any]:
+    """The roofline, and what follows from it."""
+    chip = target.chip
+    if chip is None or work.compute_dtype != "bfloat16":
+        return {}
+    seconds = Roofline.of(work, sent_by_all(found), chip)
+    rate = work.tokens / seconds.seconds
+    hours = 1e9 / rate / 3600 * len(target.devices)
+    return {
+        "seconds": seconds,
+        "tokens_per_second": rate,
+        "tokens_one_by_one": work.tokens / seconds.one_by_one,
+        "dollars": None if chip.on_demand is None else hours * chip.on_demand,
+        "dollars_spot": None if chip.spot is None else hours * chip.spot,
+    }
+
+
+def _said(work: Workload, target: Target) -> list[str]:
+    if target.chip is None:
+        return ["nothing is known about this device: no estimate of its speed"]
+    if work.compute_dtype != "bfloat16":
+        return [f"no estimate of the speed of {work.compute_dtype}"]
+    reached = f"{target.chip.reached:.0%} of the {target.chip.name}'s peak"
+    return [f"speed is a limit, at {reached} ({target.chip.why})"]
+
+
+def _schedule(work: Workload) -> Schedule:
+    return Schedule.of(work.arch, work.depth, whole=work.whole)
+
+
+def _abstract_step(work: Workload, target: Target) -> Step:
+    """The step with shapes in place of weights."""
+    shards = None
+    if work.cuts.layout.size > 1:
+        mesh = make_mesh(work.cuts.layout, target.devices)
+        shards = Shards(mesh, work.cuts, array_axes(work.arch))
+    shaped = partial(jax.ShapeDtypeStruct, sharding=shards.whole if shards else None)
+    stored = stored_taps(work.taps, work.encoders, work.arch, work.seq_len, work.store_dtype)
+
+    def shapes(encoder: Encoder) -> dict[str, Any]:
+        arrays = device_arrays(load_arrays(encoder.sae)[0], work.compute_dtype)
+        return {name: shaped(array.shape, array.dtype) for name, array in arrays.items()}
+
+    return Step(
+        abstract_params(work, shards),
+        work.arch,
+        work.taps,
+        _schedule(work),
+        compute_dtype=work.compute_dtype,
+        store_dtype=work.store_dtype,
+        device=target.devices[0],
+        shards=shards,
+        scales={
+            name: shaped(info.shape, jnp.dtype("float32"))
+            for name, info in stored.items()
+            if info.dtype == "int8"
+        },
+        encoders={tap: (encoder, shapes(encoder)) for tap, encoder in work.encoders.items()},
+    )
+
+
+def abstract_params(work: Workload, shards: Shards | None) -> Params:
+    """The arrays that would be loaded: shapes, and where each lies."""
+    schedule, dtype = _schedule(work), jnp.dtype(work.compute_dtype)
+
+    def shapes(specs: Sequence[ParamSpec], stack: tuple[int, ...] = ()) -> dict[str, Any]:
+        return {
+            spec.name: jax.ShapeDtypeStruct(
+                (*stack, *spec.shape),
+                dtype,
+                sharding=shards.kept(spec.name, stacked=bool(stack)) if shards else None,
+            )
+            for spec in specs
+        }
+
+    late = set() if work.head else {spec.name for spec in head_specs(work.arch)}
+    blocks = block_specs(work.arch)
+    places = range(schedule.period if schedule.cycles else 0)
+    return Params(
+        outer=shapes([spec for spec in outer_specs(work.arch) if spec.name not in late]),
+        cycle=tuple(shapes(blocks, (schedule.cycles,)) for _ in places),
+        tail=tuple(shapes(blocks) for _ in range(schedule.scanned, schedule.depth)),
+    )
+
+
+def _full_batch(work: Workload) -> Batch:
+    """Rows without padding, of which everything is kept."""
+    zeros = np.zeros((work.rows, work.seq_len), np.int32)
+    full = np.full(work.rows, work.seq_len, np.int32)
+    return Batch(zeros, zeros, zeros, full, None, full, contexts=_CONTEXTS)

@@ -1,0 +1,137 @@
+"""The devices a step is compiled for: of this machine, or of one that is not here.
+
+A compiler for TPUs, `libtpu`, needs none of them. Where it cannot be had (it exists for x86-64
+alone) as many virtual CPU devices take their place: the model is cut alike and the same
+collectives appear, but the rest of the program is a CPU's.
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from spile.core.errors import ConfigError
+from spile.plan.chips import Chip, Topology, chip_of, parse_topology
+
+COMPILERS = ("libtpu", "cpu", "here")
+_GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+_LIBTPU_HINT = "it is a package for x86-64 Linux alone"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices, what they stand for, and which compiler they belong to."""
+
+    name: str
+    chip: Chip | None  # none: nothing is known about such a device
+    devices: Sequence[Any]
+    hosts: int
+    on: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def platform(self) -> str:
+        """Of the chip, whatever stands in for it."""
+        return self.chip.platform if self.chip else self.devices[0].platform
+
+    @property
+    def memory(self) -> int | None:
+        if self.chip:
+            return self.chip.memory
+        return (self.devices[0].memory_stats() or {}).get("bytes_limit")
+
+
+def find_target(topology: str | None, on: str | None) -> Target:
+    """What to compile for; must come before jax looks for devices.
+
+    Raises:
+        ConfigError: if that cannot be done here.
+    """
+    if on not in (None, *COMPILERS):
+        raise ConfigError(f"--on must be one of {', '.join(COMPILERS)}; got {on!r}")
+    if topology is None:
+        if on in ("libtpu", "cpu"):
+            raise ConfigError(f"--on {on} needs a --topology, e.g. v5e-64")
+        return _here(None)
+    wanted = parse_topology(topology)
+    notes: tuple[str, ...] = ()
+    if on is None:
+        on, notes = _default(wanted)
+    if on == "here":
+        return _here(wanted)
+    if on == "libtpu":
+        return Target(topology, wanted.chip, _compile_only(wanted), wanted.hosts, on)
+    notes += (
+        "compiled for virtual CPU devices: the collectives are the same (a CPU widens bfloat16 to "
+        "send it; it is counted as it is), the temporaries are not, so what fits is estimated",
+    )
+    return Target(topology, wanted.chip, virtual_cpus(wanted.chips), wanted.hosts, on, notes)
+
+
+def _default(wanted: Topology) -> tuple[str, tuple[str, ...]]:
+    if wanted.chip.platform == "gpu":
+        found = any(importlib.util.find_spec(plugin) for plugin in _GPU_PLUGINS)
+        return ("here", ()) if found else ("cpu", ("there is no GPU here",))
+    if importlib.util.find_spec("libtpu"):
+        return "libtpu", ()
+    return "cpu", (f"libtpu cannot be imported here: {_LIBTPU_HINT}",)
+
+
+def _here(wanted: Topology | None) -> Target:
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    if wanted and (len(devices) != wanted.chips or chip_of(kind) != wanted.chip):
+        raise ConfigError(
+            f"--on here: this machine has {len(devices)} x {kind}, not {wanted.name}; choose "
+            "--on cpu"
+        )
+    name = wanted.name if wanted else f"{len(devices)} x {kind}"
+    return Target(name, chip_of(kind), devices, jax.process_count(), "here")
+
+
+def virtual_cpus(count: int) -> Sequence[Any]:
+    """CPU devices, as many as asked for."""
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # jax has started; there may be enough of them
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ConfigError(
+            f"{count} virtual CPU devices are needed, and jax has started with {len(devices)}; set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        )
+    return devices[:count]
+
+
+def _compile_only(wanted: Topology) -> Sequence[Any]:
+    """Devices that programs can be compiled for, and no more."""
+    if wanted.libtpu_name is None:
+        raise ConfigError(f"--on libtpu is for TPUs, not for {wanted.name}; choose --on cpu")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            f"--on libtpu: libtpu is not installed ({_LIBTPU_HINT}); `pip install libtpu`, or "
+            "choose --on cpu"
+        )
+    # It must neither ask the cloud where it is, nor keep others from compiling meanwhile.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    jax.config.update("jax_platforms", "cpu")
+    # Some kinds show the two cores of a chip as two devices, unless told that they are one.
+    found = 0
+    for config in ({}, {"chip_config_name": "megacore"}):
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=wanted.libtpu_name, **config
+        )
+        found = len(described.devices)
+        if found == wanted.chips:
+            return described.devices
+    raise ConfigError(
+        f"--topology {wanted.name}: libtpu makes {found} devices of {wanted.libtpu_name}, not "
+        f"{wanted.chips}"
+    )

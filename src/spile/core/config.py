@@ -1,0 +1,342 @@
+"""What is asked for: `Recipe` (what the dataset is) and `Runtime` (how it is made).
+
+In a `Recipe` a field left at None means "not given": it is taken from the store when resuming, and
+settled by `plan/resolve.py` otherwise.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spile.core.errors import ConfigError
+from spile.core.options import Options, flag_of, option, parse_count, shown
+
+__all__ = ["Recipe", "Runtime", "build", "canonical_json", "flag_of", "load_toml", "parse_count"]
+
+STORE_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3", "int8")
+COMPUTE_DTYPES = ("bfloat16", "float32")
+MAX_DOC_BYTES = 64 << 20
+PREVIEW = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Options):
+    """What the dataset is. Two runs of one recipe make the same dataset."""
+
+    model: str | None = option(
+        None,
+        "'demo'; a directory or URL with config.json, tokenizer.json and *.safetensors; or a model "
+        "of the Hugging Face Hub, OWNER/NAME[@REVISION]",
+    )
+    lora: str | None = option(
+        None, "directory, URL or Hub name of a PEFT LoRA adapter, merged at load"
+    )
+    corpus: str | None = option(
+        None,
+        "'demo'; a file, directory or glob of Parquet, Arrow, JSONL, JSON or text (.gz and .zst "
+        "too), of token ids in Parquet, Arrow or .bin, or its URL; a dataset of the Hub, "
+        "OWNER/NAME[:CONFIG[:SPLIT]], or of any kind of files, datasets:OWNER/NAME…; a program, "
+        "FILE.py:FUNCTION; ARC tasks, arc:PATH",
+    )
+    taps: str | None = option(
+        None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
+    )
+    encode: str | None = option(
+        None,
+        "store sparse latents in place of a tap's rows: directory or URL of a sparse autoencoder "
+        "(SAELens, Gemma Scope), of one for each tap, or TAP=DIR, comma separated",
+    )
+    latents: int | None = option(
+        None, "latents to store of each row, the largest [the encoder's own k, or 64]",
+        kind="count", minimum=1,
+    )  # fmt: skip
+    where: str | None = option(
+        None,
+        "keep only these rows, e.g. 'not bos and pos >= 1', or 'end' for the last token of each "
+        "document; over bos eos special first last end pos offset doc token_id",
+    )
+    every: int | None = option(
+        None, "keep every N-th of a context's rows (that --where keeps)", kind="count", minimum=1
+    )
+    seq_len: int | None = option(
+        None,
+        "tokens in a context [2048, or the model's maximum]",
+        kind="count",
+        minimum=8,
+        auto=True,
+    )
+    pack: str | None = option(
+        None,
+        "ffd packs several documents into a row, isolated; none: one context a row [ffd]",
+        choices=("ffd", "none"),
+    )
+    long_docs: str | None = option(
+        None,
+        "documents longer than --seq-len: split into contexts, or truncate [split]",
+        choices=("split", "truncate"),
+    )
+    special_tokens: str | None = option(
+        None,
+        "added as the tokenizer does by default, only a leading BOS, or none [tokenizer]",
+        choices=("tokenizer", "bos", "none"),
+    )
+    text_column: str | None = option(
+        None, "column or key that holds the text [text, or the only column of strings]"
+    )
+    messages: str | None = option(
+        None, "column or key that holds chats: lists of messages with role and content"
+    )
+    prompt_column: str | None = option(
+        None, "column or key of what the user asks; with --response-column"
+    )
+    response_column: str | None = option(None, "column or key of what the assistant answers")
+    prompt_prefix: str | None = option(None, "put before each prompt")
+    prompt_suffix: str | None = option(None, "put after each prompt")
+    system: str | None = option(None, "what the system says, in chats that do not begin so")
+    template: str | None = option(
+        None, "Jinja file of a chat template, or none: prompt and response alone [the model's own]"
+    )
+    generation_prompt: bool | None = option(
+        None, "end each chat as the model is asked to go on", kind="switch"
+    )
+    text_documents: str | None = option(
+        None, "in plain text files a document is a line or the whole file [line]",
+        choices=("line", "file"),
+    )  # fmt: skip
+    tokens_column: str | None = option(
+        None, "column of token ids, which are read as they are [input_ids or tokens, where no "
+        "column is of strings]",
+    )  # fmt: skip
+    tokens_dtype: str | None = option(
+        None, "of .bin files [uint16 where the vocabulary fits]", choices=("uint16", "uint32")
+    )
+    doc_separator: str | None = option(
+        None, "in .bin files: eos or an id ends a document, bos begins one; none: each is "
+        "--seq-len tokens [eos]",
+    )  # fmt: skip
+    filter: str | None = option(
+        None,
+        "only documents whose columns are so, e.g. \"language == 'en' and score >= 3\"",
+    )
+    shuffle_docs: int | None = option(
+        None, "seed: units in an order drawn from the whole corpus, not that of its files, so that "
+        "--max-docs and --max-tokens are a sample of it", kind="count", minimum=0,
+    )  # fmt: skip
+    fraction: float | None = option(
+        None, "only this share of the documents, chosen by a hash of the text", kind="share"
+    )
+    holdout: float | None = option(
+        None, "leave out this share of the documents, by another hash", kind="share"
+    )
+    part: str | None = option(
+        None, "rest, or holdout: just the documents that --holdout leaves out [rest]",
+        choices=("rest", "holdout"),
+    )  # fmt: skip
+    dedupe: bool | None = option(
+        None, "leave out documents whose text came before, exactly so; reads the corpus once more "
+        "when it is cut", kind="switch",
+    )  # fmt: skip
+    min_tokens: int | None = option(
+        None, "only documents of at least N tokens", kind="count", minimum=1
+    )
+    max_doc_tokens: int | None = option(
+        None, "only documents of at most N tokens", kind="count", minimum=1
+    )
+    max_doc_bytes: int | None = option(
+        None, "only documents of at most so many bytes [64MiB]", kind="size", minimum=1
+    )
+    keep: str | None = option(
+        None,
+        "columns or keys to keep of each document, comma separated, or none [id and url, where "
+        "they are; all that a program says of its documents]",
+    )
+    preview: int | None = option(
+        None, "characters of each document's text to keep [200]", kind="count", minimum=0
+    )
+    max_docs: int | None = option(
+        None, "only the first N documents of the corpus", kind="count", minimum=1
+    )
+    max_tokens: int | None = option(
+        None, "only the first units estimated to hold N tokens", kind="count", minimum=1
+    )
+    unit_tokens: int | None = option(
+        None,
+        "tokens in a unit, the atom of work and of loss, or auto [4M on accelerators, 64k on CPU]",
+        kind="count",
+        minimum=1,
+        auto=True,
+    )
+    compute_dtype: str | None = option(
+        None, "[bfloat16 on accelerators, float32 on CPU]", choices=COMPUTE_DTYPES
+    )
+    store_dtype: str | None = option(
+        None,
+        "float8_e4m3 is scaled by row, int8 by channel "
+        "[bfloat16; float32 where --compute-dtype float32 is given]",
+        choices=STORE_DTYPES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime(Options):
+    """How the dataset is made. Nothing here changes what is in it."""
+
+    batch_tokens: int | None = option(
+        None,
+        "tokens in a device step, or auto [1k on CPU; elsewhere 16k, 32k for small models, "
+        "or what fits]",
+        kind="count",
+        minimum=1,
+        auto=True,
+    )
+    shard_bytes: int = option(
+        1 << 30, "largest shard file, e.g. 1GiB [1GiB]", kind="size", minimum=4096
+    )
+    compress: bool = option(
+        False,
+        "for cold storage: byte planes and zstd, lossless, about 0.7 of the size in bfloat16; "
+        "slower to write and to read",
+        kind="switch",
+    )
+    threads: int | None = option(
+        None, "threads that tokenize [all cores but one]", kind="count", minimum=1, auto=True
+    )
+    render_processes: int | None = option(
+        None,
+        "processes that render chats, beside the threads that tokenize [1 for each 4 cores, to 8; "
+        "none with fewer than 8]",
+        kind="count",
+        minimum=0,
+        auto=True,
+    )
+    write_threads: int = option(4, "taps written side by side [4]", kind="count", minimum=1)
+    queue_depth: int = option(
+        2, "batches waiting between two stages; bounds memory [2]", kind="count", minimum=1
+    )
+    spool: str | None = option(
+        None,
+        "local directory where what goes to a bucket waits for its upload, so that a slow network "
+        "does not stop the device [memory]",
+    )
+    cache: str | None = option(
+        None,
+        "directory where corpora are kept that the `datasets` library reads, made into Parquet "
+        "[SPILE_CACHE/datasets]",
+    )
+    max_bytes: int | None = option(
+        None,
+        "end, at a unit's end, before the whole dataset is larger than this, e.g. 2TB",
+        kind="size",
+        minimum=1,
+    )
+    share: str | None = option(
+        None,
+        "I/N, from 0: this machine does the I-th of N shares of the units first, then helps with "
+        "what is unfinished [MACHINE_ID/TOTAL_MACHINES]",
+    )
+    stale_after: int = option(
+        30,
+        "seconds without a sign of life after which another worker's unit may be redone [30]",
+        kind="count",
+        minimum=1,
+    )
+    mesh: str = option(
+        "auto",
+        "devices by axis: auto, 1d (all on model), 2d (hosts x chips), 3d, or e.g. "
+        "data=16,fsdp=2,model=2 [auto: the fastest that fits]",
+    )
+    fsdp: int | None = option(
+        None, "size of the fsdp axis, for --mesh 3d [2]", kind="count", minimum=1
+    )
+    world: str = option(
+        "slice",
+        "slice: all processes that are joined do a unit together; host: each one alone, where the "
+        "model fits [slice]",
+        choices=("slice", "host"),
+    )
+    coordinator: str | None = option(
+        None, "HOST:PORT of process 0, where processes are joined [COORDINATOR_ADDRESS]"
+    )
+    num_processes: int | None = option(
+        None,
+        "processes to be joined [NUM_HOSTS, or what the cluster says]",
+        kind="count",
+        minimum=1,
+    )
+    process_id: int | None = option(
+        None,
+        "this process's number, from 0 [HOST_ID, CLOUD_TPU_TASK_ID, TPU_WORKER_ID]",
+        kind="count",
+        minimum=0,
+    )
+    bind_address: str | None = option(
+        None, "HOST:PORT that process 0 listens on [all addresses, the coordinator's port]"
+    )
+    start_timeout: int = option(
+        300, "seconds to wait for all processes to come [300]", kind="count", minimum=1
+    )
+    heartbeat_timeout: int = option(
+        100,
+        "seconds after which a process that is not heard of ends the world [100]",
+        kind="count",
+        minimum=1,
+    )
+    ignore_space: bool = option(
+        False, "run even when the disk looks too small for the estimate", kind="switch"
+    )
+    allow_nonfinite: bool = option(
+        False, "keep rows with NaN or infinity instead of stopping", kind="switch"
+    )
+    metrics: str | None = option(
+        None,
+        "where the run's metrics go, comma separated: tensorboard:DIR, wandb[:PROJECT], "
+        "prometheus:[HOST:]PORT, or another backend that is installed",
+    )
+    metrics_every: int = option(10, "seconds between metrics [10]", kind="count", minimum=1)
+    metrics_from: str = option(
+        "leader", "of joined processes, which report metrics [leader]", choices=("leader", "all")
+    )
+    run_name: str | None = option(None, "what metrics call this run [the last part of --out]")
+    profile: str | None = option(
+        None, "steps=FIRST:END[,dir=DIR]: trace these steps of the device, from 0, END excluded "
+        "[dir: spile-profile]",
+    )  # fmt: skip
+
+
+def canonical_json(value: Any) -> bytes:
+    """One byte string per JSON value: what digests are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def load_toml(path: Path, more: Collection[str] = ()) -> dict[str, Any]:
+    """The options of a TOML file, keys spelled as the flags are (dashes or underscores)."""
+    try:
+        raw = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path}: is nested too deeply") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
+        raise ConfigError(f"--config {path}: {error}") from None
+    known = {*Recipe.names(), *Runtime.names(), "out", *more}
+    options: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"--config {path}: unknown key {shown(key)}{hint}")
+        options[name] = value
+    return options
+
+
+def build(options: Mapping[str, Any]) -> tuple[Recipe, Runtime]:
+    """Split a flat mapping of options (None: not given) into the two."""
+    given = {k: v for k, v in options.items() if v is not None}
+    recipe = Recipe(**{k: v for k, v in given.items() if k in Recipe.names()})
+    runtime = Runtime(**{k: v for k, v in given.items() if k in Runtime.names()})
+    return recipe, runtime

@@ -1,0 +1,119 @@
+"""Options: each is declared once, with its kind, bounds and help.
+
+Flags, TOML keys, validation and `--help` all derive from that declaration.
+"""
+
+import dataclasses
+import re
+from dataclasses import field, fields
+from fractions import Fraction
+from typing import Any
+
+from spile.core.errors import ConfigError
+
+_SUFFIXES = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+
+LIMIT = 1 << 63  # every number is smaller than this
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    kind: str = "text",
+    choices: tuple[str, ...] = (),
+    minimum: int | None = None,
+    auto: bool = False,
+) -> Any:
+    """Declare one option.
+
+    Kinds: text, count (an integer, `64k` allowed), size (bytes), share (above 0, to 1), switch.
+
+    With `auto` that word may be given, and means the default.
+    """
+    meta = {"help": help, "kind": kind, "choices": choices, "minimum": minimum, "auto": auto}
+    return field(default=default, metadata=meta)
+
+
+def flag_of(name: str) -> str:
+    """`seq_len` -> `--seq-len`."""
+    return "--" + name.replace("_", "-")
+
+
+def parse_count(text: str) -> int:
+    """`4096`, `64k`, `1.5M`, `1GiB` -> an integer."""
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
+    if not match or match[2].lower() not in _SUFFIXES:
+        raise ValueError(text)
+    suffix = match[2].lower()
+    value = Fraction(match[1].replace("_", "")) * _SUFFIXES[suffix]
+    if value.denominator != 1 and not suffix.endswith("ib"):  # 1.3GiB is no whole number either
+        raise ValueError(text)
+    return int(value)
+
+
+class Options:
+    """Validation shared by Recipe and Runtime: from each field's declaration."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if value is not None:
+                object.__setattr__(self, f.name, _checked(f, value))
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls))  # type: ignore[arg-type]
+
+
+def _checked(f: dataclasses.Field[Any], value: Any) -> Any:
+    flag, meta = flag_of(f.name), f.metadata
+    kind = meta["kind"]
+    if value == "auto" and meta["auto"]:
+        return None
+    if kind in ("count", "size"):
+        wanted = "a whole number such as 4096, 64k or 4M" if kind == "count" else "1GiB or 500MB"
+        try:
+            value = parse_count(value) if isinstance(value, str) else value
+        except ValueError:
+            raise ConfigError(f"{flag} must be {wanted}, got {shown(value)}") from None
+        if type(value) is not int or not -LIMIT < value < LIMIT:
+            raise ConfigError(f"{flag} must be {wanted}, got {shown(value)}")
+        if meta["minimum"] is not None and value < meta["minimum"]:
+            raise ConfigError(f"{flag} must be at least {meta['minimum']}, got {value}")
+        return value
+    if kind == "share":
+        return _share(flag, value)
+    if kind == "switch":
+        if type(value) is not bool:
+            raise ConfigError(f"{flag} must be true or false, got {shown(value)}")
+        return value
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{flag} must be a non-empty text, got {shown(value)}")
+    if meta["choices"] and value not in meta["choices"]:
+        chosen = ", ".join(meta["choices"])
+        raise ConfigError(f"{flag} must be one of {chosen}; got {shown(value)}")
+    return value
+
+
+def _share(flag: str, value: Any) -> float:
+    try:
+        share = float(value) if type(value) in (str, int, float) else 0.0
+    except (ValueError, OverflowError):
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"{flag} must be a share such as 0.01, to 1, got {shown(value)}")
+    return share
+
+
+def shown(value: Any) -> str:
+    """A value that may be of any size, in a part of a line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # too many digits for Python, or too deep
+        return f"a {type(value).__name__} beyond all measure"
+    return text if len(text) <= 200 else text[:199] + "…"

@@ -1,0 +1,125 @@
+"""A recipe as a store keeps it."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+from spile.core.config import MAX_DOC_BYTES, PREVIEW, canonical_json
+from spile.core.errors import ConfigError
+from spile.core.options import LIMIT, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRecipe:
+    """A recipe with nothing left open: what is stored, fingerprinted and compared on resume.
+
+    `model_source`, `lora_source` and the like say where things were found; paths are not identity,
+    so they are kept but not fingerprinted.
+    """
+
+    model_source: str
+    lora_source: str | None
+    corpus_source: str
+    template_source: str | None = None
+    encode_source: str | None = None
+    model: Mapping[str, str]
+    corpus: tuple[str, ...]
+    taps: tuple[str, ...]
+    encode: Mapping[str, str] = field(default_factory=dict[str, str])  # identities, by tap
+    latents: int | None = None  # of a row that are kept, if that was asked for
+    where: str | None
+    every: int | None
+    seq_len: int
+    pack: str
+    long_docs: str
+    special_tokens: str
+    text_column: str | None
+    text_documents: str
+    tokens_column: str | None = None
+    tokens_dtype: str | None = None
+    doc_separator: str | None = None
+    messages: str | None = None
+    prompt_column: str | None = None
+    response_column: str | None = None
+    prompt_prefix: str | None = None
+    prompt_suffix: str | None = None
+    system: str | None = None
+    template: str | None = None  # its hash
+    generation_prompt: bool = False
+    filter: str | None = None
+    shuffle_docs: int | None = field(default=None, metadata={"least": 0})
+    fraction: float | None = None
+    holdout: float | None = None
+    part: str = "rest"
+    dedupe: bool = False
+    min_tokens: int | None = None
+    max_doc_tokens: int | None = None
+    max_doc_bytes: int = MAX_DOC_BYTES
+    keep: tuple[str, ...] = ()
+    preview: int = field(default=PREVIEW, metadata={"least": 0})
+    max_docs: int | None
+    max_tokens: int | None
+    unit_tokens: int
+    compute_dtype: str
+    store_dtype: str
+
+    @property
+    def stored_taps(self) -> tuple[str, ...]:
+        """What is stored of the taps, in their order: itself, or its latents and their ids."""
+        return tuple(
+            name
+            for tap in self.taps
+            for name in (latent_names(tap) if tap in self.encode else (tap,))
+        )
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every token the model reads is stored."""
+        return self.where is None and self.every in (None, 1)
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that define the dataset, as JSON values."""
+        everything = self.to_json()
+        return {k: v for k, v in everything.items() if not k.endswith("_source")}
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(canonical_json(self.identity())).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "ResolvedRecipe":
+        known = {f.name for f in fields(cls)}
+        if set(value) != known:
+            odd = sorted(set(value) ^ known)
+            raise ConfigError(f"stored recipe has missing or unknown fields: {', '.join(odd)}")
+        parts = dict(value)
+        for name in ("taps", "corpus", "keep"):
+            parts[name] = tuple(parts[name])
+        recipe = cls(**parts)
+        for f in fields(cls):
+            if not _fits(parts[f.name], f.type, f.metadata.get("least", 1)):
+                raise ConfigError(f"stored recipe has no usable {f.name}: {shown(parts[f.name])}")
+        return recipe
+
+
+def latent_names(tap: str) -> tuple[str, str]:
+    """What an encoded tap's latents are called, and their ids: sites of the same layer."""
+    site, dot, layer = tap.partition(".")
+    return f"{site}_latents{dot}{layer}", f"{site}_latent_ids{dot}{layer}"
+
+
+def _fits(value: Any, kind: Any, least: int) -> bool:
+    """Whether a value from JSON is of a field's type; no number is under `least`."""
+    if kind == tuple[str, ...]:
+        return all(type(part) is str for part in value)
+    if kind == Mapping[str, str]:
+        values = cast(dict[str, Any], value).values() if isinstance(value, dict) else [None]
+        return all(type(part) is str for part in values)
+    if type(value) is int and not least <= value < LIMIT:
+        return False
+    return isinstance(value, kind) and (type(value) is not bool or kind is bool)

@@ -1,0 +1,178 @@
+"""The safetensors container, byte for byte: headers parsed and built, tensors located.
+
+Both sides of Spile need it (weights come in, shards go out) and both need byte ranges, which the
+official package does not give. Its own API has two traps we avoid by never calling it: it writes
+a non-contiguous array in the wrong element order, and `load(bytes)` fails on BF16.
+
+A header from a stranger is data: sizes, counts, shapes and offsets are checked before anything is
+allocated.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from spile.core.errors import CorruptError
+
+MAX_HEADER_BYTES = 100 << 20  # the official limit
+MAX_TENSORS = 1 << 20  # a tiny entry takes twenty times its bytes in memory
+# Rows begin on a page boundary, so that a memory map of them is aligned.
+HEADER_ALIGN = 4096
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# As numpy and recipes spell them. (numpy tells the two kinds of e4m3 apart by `fn`; safetensors,
+# torch's users and we mean this one.)
+DTYPES_BY_NAME = {dtype.name.removesuffix("fn"): dtype for dtype in DTYPES.values()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file: what it is and where its bytes lie (offsets from the file's start)."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def build_header(
+    tensors: Iterable[tuple[str, npt.DTypeLike, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """The bytes that precede the tensors, which follow in the given order without gaps."""
+    entries: dict[str, Any] = {}
+    if metadata:
+        entries["__metadata__"] = dict(metadata)
+    offset = 0
+    for name, dtype_like, shape in tensors:
+        dtype = np.dtype(dtype_like)
+        size = dtype.itemsize * math.prod(shape)
+        entries[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    body = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
+    total = -(-(8 + len(body)) // HEADER_ALIGN) * HEADER_ALIGN
+    return struct.pack("<Q", total - 8) + body.ljust(total - 8, b" ")
+
+
+def parse_header(where: str, head: bytes, file_size: int) -> dict[str, TensorInfo]:
+    """Check and decode a file's first bytes (8 + header length of them, or more).
+
+    Raises:
+        CorruptError: if anything about the header cannot be true of this file.
+    """
+    body_size = header_size(where, head[:8], file_size) - 8
+    if len(head) < 8 + body_size:
+        raise CorruptError(where, "the safetensors header is cut short")
+    body = head[8 : 8 + body_size]
+    # An entry is an object with two lists.
+    if body.count(b"{") + body.count(b"[") > 3 * MAX_TENSORS:
+        raise CorruptError(where, f"the safetensors header holds more than {MAX_TENSORS} tensors")
+    try:
+        entries = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(where, "the safetensors header is not JSON") from error
+    if not isinstance(entries, dict):
+        raise CorruptError(where, "the safetensors header is not an object")
+    table = cast(dict[str, Any], entries)
+    table.pop("__metadata__", None)
+    data_start = 8 + body_size
+    found = [_tensor_info(where, name, entry, data_start) for name, entry in table.items()]
+    expected = data_start
+    for info in sorted(found, key=lambda t: (t.start, t.stop)):
+        if info.start != expected:
+            raise CorruptError(where, f"tensor {info.name!r} leaves a gap or overlaps another")
+        expected = info.stop
+    if expected != file_size:
+        raise CorruptError(
+            where, f"holds {file_size} bytes where its header promises {expected} (truncated?)"
+        )
+    return {info.name: info for info in found}
+
+
+def header_size(where: str, first8: bytes, file_size: int) -> int:
+    """Bytes before the first tensor, from a file's first eight."""
+    if len(first8) < 8:
+        raise CorruptError(where, "too short to be a safetensors file")
+    (size,) = struct.unpack("<Q", first8)
+    if size > min(MAX_HEADER_BYTES, file_size - 8):
+        raise CorruptError(where, "not a safetensors file, or truncated (impossible header size)")
+    return 8 + size
+
+
+def read_header(path: Path, where: str | None = None) -> dict[str, TensorInfo]:
+    """The tensors of a local file."""
+    name = where or str(path)
+    file_size = path.stat().st_size
+    with path.open("rb") as file:
+        first8 = file.read(8)
+        rest = file.read(header_size(name, first8, file_size) - 8)
+    return parse_header(name, first8 + rest, file_size)
+
+
+def map_tensor(path: Path, info: TensorInfo) -> np.ndarray:
+    """A read-only memory map of one tensor: no bytes are read until they are touched."""
+    if info.start == info.stop:
+        return np.empty(info.shape, info.dtype)
+    return np.memmap(path, info.dtype, mode="r", offset=info.start, shape=info.shape)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write a whole file at once (for what is small or made once; shards are streamed)."""
+    with path.open("xb") as file:
+        file.write(build_header((name, a.dtype, a.shape) for name, a in tensors.items()))
+        for array in tensors.values():
+            file.write(as_bytes(array))
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The array's bytes in C order, without a copy where it is contiguous already."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8).data
+
+
+def _tensor_info(where: str, name: str, entry: Any, data_start: int) -> TensorInfo:
+    try:
+        dtype = DTYPES[entry["dtype"]]
+        shape = tuple(entry["shape"])
+        start, stop = entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(where, f"tensor {name!r} has an unreadable header entry") from error
+    numbers = (*shape, start, stop)
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or len(shape) > 8:
+        raise CorruptError(where, f"tensor {name!r} has an impossible shape or offset")
+    # numpy cannot have more than that along the other axes of an empty array either.
+    if dtype.itemsize * math.prod(n or 1 for n in shape) >= 1 << 62:
+        raise CorruptError(where, f"tensor {name!r} has an impossible shape or offset")
+    if stop - start != dtype.itemsize * math.prod(shape):
+        raise CorruptError(where, f"tensor {name!r} has a size that does not fit its shape")
+    return TensorInfo(name, dtype, shape, data_start + start, data_start + stop)

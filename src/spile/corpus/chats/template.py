@@ -1,0 +1,310 @@
+"""Chats: the model's own chat template, and who said what in the text it makes.
+
+A template is rendered twice: as it is, which gives the text, and with messages whose texts are
+followed through it, which gives the roles. The two must agree. Nothing is searched for, so it does
+not matter what a message says, or how often.
+
+The same chat gives the same text on every day: a template that asks for today's date is told the
+one the user chose, or that there is none (Llama's then falls back on a date of its own).
+"""
+
+import datetime
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from spile.core.errors import ConfigError, InputError, SpileError, printable
+from spile.corpus.chats.provenance import OwnedText, Owner, Runs, owned, owned_whole
+from spile.objects.paths import AnyPath, path_of, size_of
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "ipython": "tool",
+}
+_UNOWNED = frozenset({"role", "name", "tool_call_id"})  # of a message: about it, not said in it
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing
+_MAX_BYTES = 16 << 20  # of a template's file
+_MAX_DEPTH = 32  # of a message
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A chat as text.
+
+    Attributes:
+        text: what the model reads; the template has put in the special tokens.
+        roles: ranges of characters (start, stop, role), in order, none empty, none overlapping;
+            what no range covers came from the template.
+    """
+
+    text: str
+    roles: tuple[tuple[int, int, str], ...]
+
+
+class ChatTemplate:
+    """A template and the special tokens it may name.
+
+    Attributes:
+        text: the template itself.
+        tokens: special tokens by their names, e.g. `bos_token`.
+        system: a message put before chats that have none of that role; None for none.
+        generation_prompt: whether the text ends where the assistant would begin to speak.
+        date: what the template is told when it asks for today's.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        where: str = "the chat template",
+        *,
+        tokens: Mapping[str, str] | None = None,
+        system: str | None = None,
+        generation_prompt: bool = False,
+        date: datetime.date | None = None,
+    ) -> None:
+        self.text, self.tokens, self.date = text, dict(tokens or {}), date
+        self.system, self.generation_prompt = system, generation_prompt
+        self._where = where
+        try:
+            sandbox = importlib.import_module("spile.corpus.chats.sandbox")
+        except ImportError:
+            raise ConfigError(
+                "chats need jinja2, 3.1.6 or newer: pip install 'spile[chat]'"
+            ) from None
+        self._generated = sandbox.GENERATED
+        try:
+            self._program = sandbox.Program(text, date)
+        except Exception as error:  # a stranger's program: it may raise anything
+            raise self._failure(error) from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Rendered:
+        """The text `transformers` makes of it, and whose each character is.
+
+        What stands between two pieces of one message of the assistant's (the end of its reasoning,
+        the syntax of its tool calls) is the assistant's, too. A template that says itself what the
+        assistant wrote, by `{% generation %}`, is believed.
+
+        Raises:
+            InputError: if the messages are none, the template refuses them, or does what cannot be
+                followed.
+        """
+        chat = [_message(message, f"message {i}") for i, message in enumerate(messages)]
+        added = self.system is not None and (not chat or _role(chat[0]) != "system")
+        if added:
+            chat.insert(0, {"role": "system", "content": self.system})
+        if not chat:
+            raise InputError("a chat without messages")
+        roles = [_role(message) for message in chat]
+        variables = self.tokens | {
+            "messages": chat,
+            "tools": _plain(tools, "the tools"),
+            "documents": _plain(documents, "the documents"),
+            "add_generation_prompt": self.generation_prompt,
+        }
+        size = len(str(variables))
+        try:
+            text = self._program.render(variables, size, following=False)
+            variables["messages"] = _owned(chat)
+            followed = self._program.render(variables, size, following=True)
+        except Exception as error:  # as above
+            raise self._failure(error) from None
+        if followed != text:
+            raise InputError(f"{self._where}: it cannot be followed whose text is whose")
+        runs = followed.runs if isinstance(followed, OwnedText) else ()
+        ranges = self._ranges(runs, roles)
+        if (
+            added
+            and chat[0]["content"].strip()
+            and not any(role == "system" for *_, role in ranges)
+        ):
+            raise InputError(f"{self._where}: it does not show the system message of --system")
+        return Rendered(text, ranges)
+
+    def _ranges(self, runs: Runs, roles: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
+        ranges: list[tuple[int, int, str]] = []
+        last: int | None = None  # the message of the last range
+        named: set[Owner] = set()  # calls whose name has been written: a second time is a quotation
+        for start, stop, owner in runs:
+            message, part = owner
+            if owner == self._generated:
+                ranges.append((start, stop, "assistant"))
+            elif roles[message] != "assistant":
+                ranges.append((start, stop, roles[message]))
+            elif self._program.marks_assistant or owner in named:
+                continue
+            else:
+                ranges.append((ranges.pop()[0] if message == last else start, stop, "assistant"))
+                named |= {owner} if part else set()
+            last = message
+        return tuple(ranges)
+
+    def _failure(self, error: Exception) -> InputError:
+        if isinstance(error, SpileError):
+            reason = str(error)
+        elif isinstance(error, RecursionError):
+            reason = "it is nested too deeply"
+        else:
+            reason = " ".join(str(error).split()) or type(error).__name__
+        return InputError(printable(f"{self._where}: {reason[:500]}"))
+
+
+def read_template(
+    directory: AnyPath,
+    file: str | None,
+    *,
+    system: str | None = None,
+    generation_prompt: bool = False,
+    date: datetime.date | None = None,
+) -> ChatTemplate:
+    """A model's chat template, or that of a file.
+
+    As in `transformers`, `chat_template.jinja` comes before what `tokenizer_config.json` holds; of
+    several named templates the default is taken.
+
+    Raises:
+        InputError: if there is none, or it is not one.
+    """
+    settings = _read_object(directory / "tokenizer_config.json")
+    where, text = _find_template(directory, file, settings)
+    if "added_tokens_decoder" not in settings:  # an old form, in which this file had its say
+        settings = settings | _read_object(directory / "special_tokens_map.json")
+    return ChatTemplate(
+        text,
+        str(where),
+        tokens=_special_tokens(settings),
+        system=system,
+        generation_prompt=generation_prompt,
+        date=date,
+    )
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """A message as templates expect it: of JSON's types only, without what is null."""
+    if not isinstance(message, Mapping):
+        raise InputError(f"{where}: not an object with role and content, but {message!r:.80}")
+    plain = _plain(message, where)
+    # A struct of Parquet has every field of every message; templates ask whether there is one.
+    plain = {key: plain[key] for key in plain if plain[key] is not None or key == "content"}
+    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
+    role = plain.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InputError(f"{where}: its role is {role!r:.80}, which is none of {', '.join(_ROLES)}")
+    return plain
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    return _ROLES[message["role"]]
+
+
+def _owned(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for i, message in enumerate(chat):
+        said = {key: value for key, value in message.items() if key not in _UNOWNED}
+        said = dict(message) | {key: owned(value, (i, 0)) for key, value in said.items()}
+        calls: Any = said.get("tool_calls")
+        for number, call in enumerate(cast(list[Any], calls) if isinstance(calls, list) else (), 1):
+            _number_name(call, (i, number))
+        messages.append(said)
+    return messages
+
+
+def _number_name(call: Any, owner: Owner) -> None:
+    """Templates write a call's name again, before its result: it must be known by its number."""
+    if isinstance(call, dict):
+        fields = cast(dict[str, Any], call)
+        if isinstance(fields.get("name"), str):
+            fields["name"] = owned_whole(fields["name"], owner)
+        _number_name(fields.get("function"), owner)
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    if depth > _MAX_DEPTH:
+        raise InputError(f"{where}: nested too deeply: {_MAX_DEPTH} levels at most")
+    if isinstance(value, Mapping):
+        items = cast(Mapping[Any, Any], value).items()
+        if not all(type(key) is str for key, _ in items):
+            raise InputError(f"{where}: has a field whose name is not a text")
+        return {key: _plain(item, where, depth + 1) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where, depth + 1) for item in cast(Sequence[Any], value)]
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    raise InputError(f"{where}: holds a {type(value).__name__}, which is no type of JSON's")
+
+
+def _find_template(
+    directory: AnyPath, file: str | None, settings: Mapping[str, Any]
+) -> tuple[AnyPath, str]:
+    if file is not None:
+        if (text := _read_text(path_of(file))) is None:
+            raise InputError(f"--template: {file}: no such file")
+        return path_of(file), text
+    path = directory / "chat_template.jinja"
+    if (text := _read_text(path)) is not None:
+        return path, text
+    path = directory / "tokenizer_config.json"
+    template = settings.get("chat_template")
+    if template is None:
+        path = directory / "chat_template.json"
+        template = _read_object(path).get("chat_template")
+    if isinstance(template, list):
+        named = [cast(Any, each) for each in cast(list[Any], template) if isinstance(each, dict)]
+        template = {each.get("name"): each.get("template") for each in named}
+    if isinstance(template, dict):
+        template = cast(dict[Any, Any], template).get("default")
+    if template is None:
+        raise InputError(f"{directory}: this model has no chat template; give one with --template")
+    if not isinstance(template, str):
+        raise InputError(f"{path}: its chat_template is not a text")
+    return path, template
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    named = settings.get("extra_special_tokens")
+    extra = cast(dict[str, Any], named) if isinstance(named, dict) else {}
+    tokens: dict[str, str] = {}
+    for name, token in {**settings, **extra}.items():
+        if name.endswith("_token") or name in extra:
+            text = cast(dict[str, Any], token).get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                tokens[name] = text
+    return tokens
+
+
+def _read_object(path: AnyPath) -> dict[str, Any]:
+    text = _read_text(path)
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return cast(dict[str, Any], value)
+
+
+def _read_text(path: AnyPath) -> str | None:
+    """What a file holds; None if there is no such file."""
+    try:
+        if size_of(path) > _MAX_BYTES:
+            raise InputError(f"{path}: larger than {_MAX_BYTES} bytes")
+        return path.read_bytes().decode()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 ({error})") from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None

@@ -1,0 +1,205 @@
+"""Which files a corpus is, and how each is opened."""
+
+import gzip
+import logging
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from spile.core.errors import InputError
+from spile.corpus.formats import arrow, parquet
+from spile.corpus.formats.built import build, is_built
+from spile.corpus.formats.json import Piece, pieces
+from spile.corpus.formats.kinds import ColumnKinds
+from spile.corpus.programs.program import Program, is_program
+from spile.objects.hub.names import BUILT, hub_name
+from spile.objects.paths import AnyPath, files_below, files_matching, path_of
+
+_log = logging.getLogger("spile")
+
+_KINDS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".txt": "text",
+    ".text": "text",
+    ".bin": "bin",
+}
+_LINES = ("jsonl", "json", "text")  # which alone are read through gzip and zstd
+_ASIDE = (".json", ".bin")  # in a directory of other kinds
+_COMPUTED = r"cache-.*\.arrow"
+DEMO = Path(__file__).parent / "demo" / "sotu.jsonl.gz"
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """One file; `kind` is parquet, arrow, jsonl, json, text, bin (a flat array of token ids) or
+    program, `compression` gz, zst or empty."""
+
+    path: AnyPath
+    kind: str
+    compression: str = ""
+    program: Program | None = None  # where that takes the place of a file
+    identity: str = ""  # where it is known by something else than its bytes
+
+    @property
+    def is_table(self) -> bool:
+        return self.kind in ("parquet", "arrow")
+
+    def schema(self) -> Any:
+        """Of a table: the names and types of its columns."""
+        return (arrow if self.kind == "arrow" else parquet).schema(self.path)
+
+    def groups(
+        self,
+        number: int,
+        column: str | None,
+        columns: Sequence[str],
+        keep: Sequence[str] = (),
+        *,
+        also: Sequence[str] = (),
+        known: ColumnKinds | None = None,
+    ) -> "Iterator[tuple[Span, int]]":
+        """Row groups of Parquet and record batches of Arrow, each a span, and the bytes of each:
+        in Parquet those of the text column, or of some others.
+
+        Columns to `keep`, and `also` others, must be there; `known`: what those of other files
+        hold, which must be the same.
+        """
+        row = 0
+        if self.kind == "arrow":
+            for b in arrow.batches(self.path, column, columns, keep, also=also, known=known):
+                yield Span(number, row, b.rows, b.start, b.stop, b.digest), b.size
+                row += b.rows
+            return
+        groups = parquet.row_groups(self.path, column, columns, keep, also=also, known=known)
+        for rows, size in groups:
+            yield Span(number, row, rows), size
+            row += rows
+
+    def open(self) -> BinaryIO:
+        """The decompressed bytes, as a stream."""
+        try:
+            if self.compression == "gz":
+                source = self.path if isinstance(self.path, Path) else self.path.open("rb")
+                return cast(BinaryIO, gzip.open(source, "rb"))
+            if self.compression == "zst":
+                return parquet.open_zstd(self.path)
+            return self.path.open("rb")
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot open ({error.strerror or error})") from error
+
+    def read(self, stream: BinaryIO, size: int) -> bytes:
+        """Read from a stream of `open`; a damaged file is one clear line."""
+        try:
+            return stream.read(size)
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(f"{self.path}: cannot decompress ({error}); is it whole?") from error
+
+    def pieces(self, chunks: Iterator[bytes], whole: int) -> Iterator[Piece]:
+        """Of a JSON array: its elements, those of more than `whole` bytes cut."""
+        return pieces(str(self.path), chunks, whole)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive documents of one file.
+
+    For line files `start` and `stop` are offsets into the decompressed bytes, and `digest` is
+    their hash, taken when the unit table was made and checked at every reading. For Arrow they
+    are where the record batch lies, and its header's hash.
+
+    Attributes:
+        before: rows of its row group or record batch that come before the first.
+        doc: the ordinal of its first document, where that does not follow the span before.
+    """
+
+    file: int
+    first: int
+    count: int
+    start: int = 0
+    stop: int = 0
+    digest: str = ""
+    before: int = 0
+    doc: int | None = None
+
+    def part(self, taken: int, count: int) -> "Span":
+        """Some rows of a row group or record batch."""
+        return replace(self, first=self.first + taken, count=count, before=self.before + taken)
+
+
+def find_files(
+    corpus: str, cache: str | None = None, heed: Callable[[], None] = lambda: None
+) -> list[CorpusFile]:
+    """The files a corpus name stands for, sorted by path; `cache` and `heed` as in `built.py`."""
+    if corpus == "demo":
+        return [CorpusFile(DEMO, "jsonl", "gz")]
+    if is_built(corpus):
+        found = build(corpus, cache, heed)
+        return [CorpusFile(found.path, "parquet", identity=found.identity)]
+    if is_program(corpus):
+        program = Program.parse(corpus)
+        return [CorpusFile(Path(program.name), "program", program=program)]
+    path = path_of(corpus)
+    if path.is_file():
+        return [_classify(path)]
+    if path.is_dir():
+        candidates = files_below(path)
+    else:
+        candidates = files_matching(corpus)
+        if not candidates:
+            raise InputError(f"--corpus {corpus}: no such file, directory, or match for a glob")
+    known = [p for p in candidates if _suffixes(p)[0] in _KINDS]
+    if path.is_dir():
+        # Beside other kinds, JSON files say something about the corpus, and .bin is anything.
+        for suffix in _ASIDE:
+            known = [p for p in known if _suffixes(p)[0] != suffix] or known
+        # What `datasets` computed from a corpus lies beside it, and would double it.
+        known = [p for p in known if not re.fullmatch(_COMPUTED, p.name)] or known
+    if not known:
+        raise InputError(f"--corpus {corpus}: holds no {', '.join(_KINDS)} file (or .gz, .zst)")
+    if len(known) < len(candidates):
+        _log.warning(
+            "--corpus %s: %d other files left aside (first: %s)",
+            corpus,
+            len(candidates) - len(known),
+            next(p for p in candidates if p not in known),
+        )
+    return [_classify(p) for p in known]
+
+
+def _suffixes(path: AnyPath) -> tuple[str, str]:
+    suffixes = [s.lower() for s in path.suffixes]
+    compression = suffixes.pop()[1:] if suffixes and suffixes[-1] in (".gz", ".zst") else ""
+    return (suffixes[-1] if suffixes else ""), compression
+
+
+def _classify(path: AnyPath) -> CorpusFile:
+    suffix, compression = _suffixes(path)
+    kind = _KINDS.get(suffix)
+    if kind is None or (kind not in _LINES and compression):
+        raise InputError(
+            f"--corpus {path}: its name does not say what it holds; use {', '.join(_KINDS)} "
+            "(JSON and text may end in .gz or .zst)"
+        )
+    return CorpusFile(path, kind, compression)
+
+
+def lasting(source: str) -> str:
+    """What a corpus or a model is called from any directory, so that --out alone resumes."""
+    if source.startswith(("https://", "http://")):
+        return source.partition("?")[0]  # what follows may be a signature, which is not for others
+    if is_program(source):
+        return str(Program.parse(source))
+    if is_built(source):
+        return (
+            source if hub_name(source, "dataset") else BUILT + os.path.abspath(source[len(BUILT) :])
+        )
+    named = source in ("demo", "none") or "://" in source
+    return source if named else os.path.abspath(source)

@@ -1,0 +1,232 @@
+"""Corpora that the `datasets` library reads for us: made into one Parquet file, once, and kept.
+
+    datasets:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]    a dataset of the Hub, of any kind of files
+    datasets:FOLDER[:SPLIT]                            what `save_to_disk` has written
+
+The file lies in a cache, beside a note of what it was made of and a hash of its rows. That hash,
+not the path nor the file's bytes, is what the corpus is: another machine, or another version of
+Arrow, makes the same of it, or is found out.
+"""
+
+# pyright: standard, reportAttributeAccessIssue=false
+# Neither library has types.
+
+import contextlib
+import errno
+import fcntl
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from spile.core.errors import DataError, InputError, StoreError
+from spile.core.identity import sampled_digest, sampled_digests
+from spile.objects.hub.datasets_library import (
+    address,
+    datasets_library,
+    is_full,
+    reading,
+    refuse_script,
+)
+from spile.objects.hub.names import BUILT, HubName, hub_name
+from spile.objects.local import sync
+from spile.objects.paths import cache_directory
+
+_ROWS, _BYTES = 8192, 64 << 20  # of a row group, at most
+_WRITTEN = {
+    "compression": "zstd", "compression_level": 1, "use_dictionary": False, "version": "2.6",
+    "data_page_version": "1.0", "data_page_size": 1 << 20, "write_statistics": True,
+}  # fmt: skip
+_BATCH = 256  # rows taken from the library at a time
+_POLL = 0.5  # seconds between looks whether another process has finished
+_DATA, _NOTE = "data.parquet", "source.json"
+
+Heed = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class BuiltFile:
+    """Where the rows lie, and what they are."""
+
+    path: Path
+    identity: str
+
+
+@dataclass(frozen=True)
+class _Source:
+    where: str  # for messages
+    identity: str  # of what it is made of, as far as that is known before
+    key: str  # of its folder in the cache
+    load: Callable[[Path], Any]  # with a folder for the library's own files
+
+
+def is_built(corpus: str) -> bool:
+    return corpus.startswith(BUILT)
+
+
+def build(corpus: str, cache: str | None = None, heed: Heed = lambda: None) -> BuiltFile:
+    """The corpus as Parquet: the one in the cache, or made now, by one process at a time.
+
+    Args:
+        cache: the folder of such corpora [SPILE_CACHE/datasets].
+        heed: is called now and then, and may raise to stop it.
+    """
+    name = hub_name(corpus, "dataset")
+    source = _of_hub(name) if name else _of_disk(corpus.removeprefix(BUILT))
+    top = Path(cache) if cache else cache_directory() / "datasets"
+    folder = top / source.key
+    try:
+        if not folder.exists():
+            top.mkdir(parents=True, exist_ok=True)
+            with _alone(top / f".{source.key}.lock", heed):
+                if not folder.exists():
+                    _make(source, folder, heed)
+    except OSError as error:
+        if is_full(error):
+            with reading(source.where):
+                raise
+        raise StoreError(f"--cache {top}: {error.strerror or error}") from error
+    return _checked(source, folder)
+
+
+def _of_hub(name: HubName) -> _Source:
+    assert name.revision and name.config and name.split, name
+    where = f"{name.repository.url}@{name.revision}:{name.config}:{name.split}"
+
+    def load(scratch: Path) -> Any:
+        refuse_script(name.repository, name.revision or "")
+        return datasets_library(where).load_dataset(
+            address(name.repository), name.config, split=name.split, revision=name.revision,
+            cache_dir=str(scratch),
+        )  # fmt: skip
+
+    return _Source(where, str(name), quote(str(name).removeprefix(BUILT), safe="@:"), load)
+
+
+def _of_disk(given: str) -> _Source:
+    folder, split = Path(given), ""
+    if not folder.is_dir():
+        folder, split = Path(given.rpartition(":")[0]), given.rpartition(":")[2]
+    splits = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
+    saved = folder / split if split else folder
+    if not (saved / "state.json").is_file():
+        there = (
+            f"; there are: {', '.join(sorted(splits))} (datasets:FOLDER:SPLIT)" if splits else ""
+        )
+        raise InputError(
+            f"--corpus {BUILT}{given}: neither OWNER/NAME on the Hub nor a folder that the "
+            f"`datasets` library saved{there}"
+        )
+    names = json.loads((saved / "state.json").read_bytes()).get("_data_files", [])
+    parts = [saved / "state.json", *(saved / str(file["filename"]) for file in names)]
+    digest = xxhash.xxh3_128_hexdigest(" ".join(sampled_digests(parts)).encode())
+    where = f"{BUILT}{saved}"
+    # (What is on a disk is known by its rows alone.)
+    return _Source(
+        where, f"{BUILT}saved", digest,
+        lambda scratch: datasets_library(where).load_from_disk(str(saved)),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, heed: Heed) -> Iterator[None]:
+    """While another process makes the same, wait; the lock of one that was killed is free."""
+    with lock.open("ab") as file:
+        while True:
+            heed()
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                    break  # no locks there: both make it, and the first to be done wins
+            time.sleep(_POLL)
+        yield
+
+
+def _make(source: _Source, folder: Path, heed: Heed) -> None:
+    begun = f".{folder.name}.tmp-"
+    for leftover in folder.parent.glob(f"{begun.replace('[', '[[]')}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    making = folder.with_name(begun + uuid.uuid4().hex[:12])
+    making.mkdir()
+    try:
+        with reading(source.where):
+            note = _write(source, making, heed)
+        shutil.rmtree(making / "scratch")
+        (making / _NOTE).write_text(json.dumps(note))
+        for path in (making / _DATA, making / _NOTE, making):
+            sync(path)
+        try:
+            making.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another was first
+                raise
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _write(source: _Source, making: Path, heed: Heed) -> dict[str, Any]:
+    """All rows, in order; groups are cut by rows and bytes, so the same rows make the same file."""
+    (making / "scratch").mkdir()
+    dataset = source.load(making / "scratch")
+    if not hasattr(dataset, "features"):
+        splits = ", ".join(dataset)
+        raise InputError(f"{source.where}: has several splits; there are: {splits}")
+    schema = dataset.features.arrow_schema.remove_metadata()
+    digest, rows = xxhash.xxh3_128(), 0
+    digest.update(str(schema).encode())
+    waiting: list[pa.Table] = []
+    with pq.ParquetWriter(making / _DATA, schema, **_WRITTEN) as writer:
+
+        def flush() -> None:
+            if waiting:
+                group = pa.concat_tables(waiting)
+                writer.write_table(group, row_group_size=group.num_rows)
+                waiting.clear()
+
+        for batch in dataset.with_format("arrow").iter(_BATCH):
+            heed()
+            table = batch.cast(schema)
+            rows += table.num_rows
+            digest.update(repr(table.to_pylist()).encode("utf-8", "surrogatepass"))
+            for start in range(0, table.num_rows, _step(table)):
+                waiting.append(table.slice(start, _step(table)))
+                if (
+                    sum(t.num_rows for t in waiting) >= _ROWS
+                    or sum(t.nbytes for t in waiting) >= _BYTES
+                ):
+                    flush()
+        flush()
+    file = sampled_digest(making / _DATA)
+    return {
+        "identity": source.identity, "rows": rows, "content": digest.hexdigest(), "file": file
+    }  # fmt: skip
+
+
+def _step(table: pa.Table) -> int:
+    """Rows after which it is asked whether a group is large enough."""
+    return max(1, table.num_rows * _BYTES // max(_BYTES, 4 * table.nbytes))
+
+
+def _checked(source: _Source, folder: Path) -> BuiltFile:
+    again = f"remove {folder} and run the same command again"
+    try:
+        note = json.loads((folder / _NOTE).read_bytes())
+        same = note["file"] == sampled_digest(folder / _DATA)
+        identity = f"{source.identity} {note['rows']} rows {note['content']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"{folder}: is no corpus that was made whole; {again}") from None
+    if not same:
+        raise DataError(f"{folder / _DATA}: was changed since it was made; {again}")
+    return BuiltFile(folder / _DATA, identity)

@@ -1,0 +1,204 @@
+"""Rows of Arrow's tables as Python values, in which token ids stay arrays."""
+
+# pyright: standard, reportAttributeAccessIssue=false
+# pyarrow ships no types; what comes out of it is given one at this file's edge.
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spile.core.errors import InputError
+from spile.corpus.formats.kinds import NULL, ColumnKinds
+from spile.corpus.select import TOO_LARGE
+from spile.objects.paths import AnyPath
+
+
+def is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    if types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    known = (types.is_string, types.is_large_string, types.is_string_view,
+             types.is_binary, types.is_large_binary)  # fmt: skip
+    return any(is_kind(kind) for is_kind in known)
+
+
+def is_ids(kind: pa.DataType) -> bool:
+    """Whether a column holds lists of integers."""
+    types = pa.types
+    known = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return any(is_kind(kind) for is_kind in known) and types.is_integer(kind.value_type)
+
+
+def kinds_of(schema: Any) -> tuple[list[str], list[str]]:
+    """The columns of strings, and those of lists of integers."""
+    texts = [field.name for field in schema if is_text(field.type)]
+    return texts, [field.name for field in schema if is_ids(field.type)]
+
+
+def rows_of(batch: pa.RecordBatch, ids: str | None) -> list[dict[str, Any]]:
+    """Each row by its columns; of the column that holds token ids, an array."""
+    plain = [name for name in batch.schema.names if name != ids]
+    rows: list[dict[str, Any]] = (
+        batch.select(plain).to_pylist() if plain else [{} for _ in range(batch.num_rows)]
+    )
+    if ids in batch.schema.names:
+        for row, value in zip(rows, _ids(batch.column(ids)), strict=True):
+            row[str(ids)] = value
+    return rows
+
+
+def _ids(column: pa.Array) -> Iterator[Any]:
+    """Arrays, without a Python number for each id; what is none of them, as it is."""
+    if not is_ids(column.type) or column.flatten().null_count:
+        yield from column.to_pylist()
+        return
+    flat = column.flatten().to_numpy(zero_copy_only=False)
+    lengths = (
+        pc.call_function("list_value_length", [column]).fill_null(0).to_numpy(zero_copy_only=False)
+    )
+    stops = np.cumsum(lengths, dtype=np.int64)
+    for stop, length, valid in zip(stops, lengths, column.is_valid().to_pylist(), strict=True):
+        yield flat[stop - length : stop] if valid else None
+
+
+def column_of(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """The first of that name: there may be several."""
+    return batch.column(batch.schema.names.index(name))
+
+
+def leaf(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """A column, or the field of one."""
+    if name in batch.schema.names:
+        return column_of(batch, name)
+    head, *path = name.split(".")
+    return pc.struct_field(column_of(batch, head), path)
+
+
+def text_values(column: pa.Array, most: int) -> list[bytes | str | None]:
+    """Texts as they are stored; of one that has more than `most` bytes, why it is left out."""
+    if pa.types.is_dictionary(column.type):  # equal values stay one
+        values = text_values(column.dictionary, most)
+        return [None if i is None else values[i] for i in column.indices.to_pylist()]
+    # Through binary: Arrow promises that strings are UTF-8, files do not keep that promise.
+    wide = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
+    data = column.cast(pa.large_binary() if wide else pa.binary())
+    sizes = pc.binary_length(data)
+    if (pc.max(sizes).as_py() or 0) <= most:
+        return data.to_pylist()
+    small = [size is None or size <= most for size in sizes.to_pylist()]
+    kept = pc.if_else(pa.array(small), data, None).to_pylist()
+    return [value if ok else TOO_LARGE for value, ok in zip(kept, small, strict=True)]
+
+
+def refuse_missing(
+    path: AnyPath, present: Collection[str], columns: Sequence[str], why: str = ""
+) -> None:
+    for name in columns:
+        if name not in present:
+            has = ", ".join(sorted({*present}))
+            raise InputError(f"{path}: no column {name!r}{why}; it has {has}")
+
+
+def kept_rows(path: AnyPath, batch: pa.RecordBatch, names: Sequence[str]) -> list[dict[str, Any]]:
+    """What is kept of each row."""
+    columns = [_kept_values(path, name, column_of(batch, name)) for name in names]
+    values = zip(*columns, strict=True) if names else [()] * batch.num_rows
+    return [dict(zip(names, row, strict=True)) for row in values]
+
+
+def _kept_values(path: AnyPath, name: str, column: pa.Array) -> list[Any]:
+    """Values of any column, of which some have no counterpart in Python: those as text."""
+    types = pa.types
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if is_text(column.type) and not types.is_string_view(column.type):
+        values = column.cast(pa.large_binary()).to_pylist()
+        return [v if v is None else v.decode("utf-8", "backslashreplace") for v in values]
+    try:
+        if types.is_temporal(column.type) or types.is_decimal(column.type):
+            column = column.cast(pa.string())
+        return column.to_pylist()
+    except (pa.ArrowException, ValueError) as error:
+        raise InputError(
+            f"{path}: column {name!r} cannot be kept ({str(error).splitlines()[0]}); leave it out "
+            "of --keep"
+        ) from error
+
+
+def text_column(path: AnyPath, schema: pa.Schema, wanted: str | None) -> str:
+    """The one asked for, `text`, or the only column of strings."""
+    kinds = _kinds(schema)
+    strings = [name for name, kind in kinds.items() if is_text(kind)]
+    # (Where all of a column is null, whoever wrote the file could not tell what it would be.)
+    for name in [wanted] if wanted else ["text"]:
+        if name in strings or (name in kinds and pa.types.is_null(kinds[name])):
+            return name
+    top = [name for name in strings if name in schema.names]
+    if wanted is None and len(top) == 1:
+        return top[0]
+    listed = ", ".join(strings) or "none"
+    if wanted is None:
+        raise InputError(
+            f"{path}: which column is the text? Choose one with --text-column "
+            f"(columns of strings: {listed})"
+        )
+    found = f" but {kinds[wanted]}" if wanted in kinds else ""
+    chats = "; a list of messages is read with --messages" if found.startswith(" but list") else ""
+    raise InputError(
+        f"{path}: --text-column {wanted!r} is not a column of strings there{found} "
+        f"(those are: {listed}){chats}"
+    )
+
+
+def _kinds(schema: pa.Schema) -> dict[str, pa.DataType]:
+    """Columns and what they hold; of structs also their fields, as `column.field`."""
+    found: dict[str, pa.DataType] = {}
+
+    def add(name: str, kind: pa.DataType) -> None:
+        found.setdefault(name, kind)
+        for field in kind if pa.types.is_struct(kind) else ():
+            add(f"{name}.{field.name}", field.type)
+
+    for field in schema:  # (first: a column may have a dot in its name)
+        found[field.name] = field.type
+    for field in schema:
+        add(field.name, field.type)
+    return found
+
+
+def check_columns(
+    path: AnyPath,
+    schema: pa.Schema,
+    wanted: str | None,
+    columns: Sequence[str],
+    keep: Sequence[str],
+    *,
+    also: Sequence[str] = (),
+    known: ColumnKinds | None = None,
+) -> None:
+    """Refuse a file without some columns, or where they hold something else than in others."""
+    kinds = _kinds(schema)
+    if known:
+        named = [*(columns or [wanted or "text"]), *also]
+        found = {name: kinds[name] for name in named if name in kinds}
+        known.check(str(path), {name: (_word(k), str(k)) for name, k in found.items()})
+    if not columns:
+        text_column(path, schema, wanted)
+    refuse_missing(path, schema.names, [*columns, *also])
+    refuse_missing(path, schema.names, keep, ", which --keep names")
+
+
+def _word(kind: pa.DataType) -> str:
+    """What a column holds, whichever of several forms it has."""
+    types = pa.types
+    if is_text(kind):
+        return "text"
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        return "number"
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return "list"
+    words = {types.is_null: NULL, types.is_boolean: "boolean", types.is_struct: "struct"}
+    return next((word for is_kind, word in words.items() if is_kind(kind)), str(kind))

@@ -1,0 +1,196 @@
+"""What Arrow reads for us: Parquet footers, the bytes of one column of strings, zstd streams."""
+
+# pyright: standard, reportAttributeAccessIssue=false
+# pyarrow ships no types; what comes out of it is given one at this file's edge.
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spile.core.errors import InputError
+from spile.corpus.formats.columns import (
+    check_columns,
+    kept_rows,
+    leaf,
+    refuse_missing,
+    rows_of,
+    text_column,
+    text_values,
+)
+from spile.corpus.formats.kinds import ColumnKinds
+from spile.corpus.select import TOO_LARGE, ColumnFilter
+from spile.objects.paths import AnyPath
+
+TEXT = ""  # the text's key, where a row is read by columns
+
+# Rows decoded at a time: so few that they take no more memory than this, were each as large as a
+# value can be, which is what the column takes in the row group (a dictionary holds it but once).
+_BATCH_BYTES = 512 << 20
+_BATCH = range(4, 1025)
+_AHEAD = 4 << 20  # of a column: a row group is read as it is decoded, not at once
+
+
+@contextmanager
+def _opened(path: AnyPath) -> Iterator[pq.ParquetFile]:
+    """The file; whatever goes wrong with it is one line."""
+    try:
+        local = isinstance(path, Path)
+        stream = path if local else pa.PythonFile(path.open("rb", buffering=0), mode="r")
+        with pq.ParquetFile(stream, buffer_size=_AHEAD, pre_buffer=False) as file:
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        line = str(error).splitlines()[0]
+        raise InputError(f"{path}: cannot read Parquet ({line}); is it whole?") from error
+
+
+def schema(path: AnyPath) -> Any:
+    """The names and types of its columns."""
+    with _opened(path) as file:
+        return file.schema_arrow
+
+
+def row_groups(
+    path: AnyPath,
+    wanted: str | None,
+    columns: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    *,
+    also: Sequence[str] = (),
+    known: ColumnKinds | None = None,
+) -> list[tuple[int, int]]:
+    """(rows, decoded bytes of the text column, or of some others) of each row group, from the
+    footer alone.
+
+    Args:
+        keep: columns that must be there, too, for `--keep`;
+        also: and others.
+        known: what those of other files hold, which must be the same.
+    """
+    with _opened(path) as file:
+        found = file.schema_arrow
+        check_columns(path, found, wanted, columns, keep, also=also, known=known)
+        names = columns or [text_column(path, found, wanted)]
+        return _row_groups(file, names)
+
+
+def _row_groups(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, int]]:
+    metadata = file.metadata
+    groups: list[tuple[int, int]] = []
+    for g in range(metadata.num_row_groups):
+        group = metadata.row_group(g)
+        chunks = [group.column(c) for c in range(group.num_columns)]
+        size = sum(c.total_uncompressed_size for c in chunks if _is_of(c.path_in_schema, names))
+        groups.append((group.num_rows, size))
+    return groups
+
+
+def _is_of(leaf: str, names: Sequence[str]) -> bool:
+    """Whether what lies under a path is of one of these columns, or of fields of them."""
+    return any(leaf == name or leaf.startswith(f"{name}.") for name in names)
+
+
+def read_texts(
+    path: AnyPath, wanted: str | None, first: int, count: int, most: int
+) -> Iterator[bytes | str | None]:
+    """Texts of `count` rows from row `first` on; only the row groups that hold them are read.
+
+    Of one that has more than `most` bytes, the reason why it is left out.
+    """
+    with _opened(path) as file:
+        name = text_column(path, file.schema_arrow, wanted)
+        sizes = _row_groups(file, [name])
+        for group, low, high in _groups(file, first, count):
+            # A column chunk of one value is that value, perhaps twice more as its least and most.
+            if sizes[group][0] == 1 and sizes[group][1] > 3 * most + _AHEAD:
+                yield TOO_LARGE
+                continue
+            for batch in _batches(file, [(group, low, high)], [name]):
+                yield from text_values(leaf(batch, name), most)
+
+
+def read_rows(
+    path: AnyPath,
+    wanted: str | None,
+    columns: Sequence[str],
+    first: int,
+    count: int,
+    *,
+    filter: ColumnFilter | None,
+    texts: bool,
+    most: int,
+    ids: str | None = None,
+    keep: Sequence[str] = (),
+) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]:
+    """Rows as Python values; with `texts`, the text's bytes under `TEXT`, or as in `read_texts`;
+    `ids` are arrays. And what is kept of each, as far as the file has it.
+
+    None stands for a row that the filter leaves out by what the footer says of its row group.
+    """
+    with _opened(path) as file:
+        text = text_column(path, file.schema_arrow, wanted) if texts else None
+        refuse_missing(path, file.schema_arrow.names, columns)
+        kept = [name for name in keep if name in file.schema_arrow.names]
+        asked = [*dict.fromkeys(columns)]
+        chosen = [*dict.fromkeys([*asked, *kept])]
+        # (A field of a column that is read anyway comes with it.)
+        extra = [text] if text and text.split(".")[0] not in chosen and text not in chosen else []
+        for group, low, high in _groups(file, first, count):
+            if filter and not filter.may_match(_bounds(file, group, filter.columns)):
+                yield from [(None, {})] * (high - low)
+                continue
+            for batch in _batches(file, [(group, low, high)], [*chosen, *extra]):
+                rows = rows_of(batch.select(asked), ids)
+                if text:
+                    values = text_values(leaf(batch, text), most)
+                    rows = [{**row, TEXT: v} for row, v in zip(rows, values, strict=True)]
+                yield from zip(rows, kept_rows(path, batch, kept), strict=True)
+
+
+def _groups(file: pq.ParquetFile, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Row groups that hold some of the rows, and which of each."""
+    row = 0
+    for group in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        low, high = max(first - row, 0), min(first + count - row, rows)
+        if low < high:
+            yield group, low, high
+        row += rows
+
+
+def _batches(
+    file: pq.ParquetFile, groups: Sequence[tuple[int, int, int]], columns: list[str]
+) -> Iterator[pa.RecordBatch]:
+    """The chosen rows of row groups, and no other."""
+    sizes = _row_groups(file, columns)
+    for group, low, high in groups:
+        position = 0
+        rows = min(max(_BATCH_BYTES // max(1, sizes[group][1]), _BATCH[0]), _BATCH[-1])
+        for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
+            start, stop = max(low - position, 0), min(high - position, batch.num_rows)
+            position += batch.num_rows
+            if start < stop:
+                yield batch.slice(start, stop - start)
+            if position >= high:
+                break
+
+
+def _bounds(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """The least and the greatest value of columns in a row group, where the footer says so."""
+    found: dict[str, tuple[Any, Any]] = {}
+    chunks = file.metadata.row_group(group)
+    for number in range(chunks.num_columns):
+        chunk = chunks.column(number)
+        if chunk.path_in_schema in columns and chunk.statistics and chunk.statistics.has_min_max:
+            found[chunk.path_in_schema] = (chunk.statistics.min, chunk.statistics.max)
+    return found
+
+
+def open_zstd(path: AnyPath) -> BinaryIO:
+    """Decompressed bytes; unlike zstandard's reader, a file cut short is an error, not an end."""
+    local = isinstance(path, Path)
+    stream = pa.OSFile(str(path)) if local else pa.PythonFile(path.open("rb"), mode="r")
+    return pa.CompressedInputStream(stream, "zstd")

@@ -1,0 +1,88 @@
+"""The bytes of spans, read forward: a compressed file is decompressed once, span after span."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import BinaryIO
+
+import xxhash
+
+from spile.core.errors import DataError
+from spile.corpus.files import CorpusFile, Span
+
+_READ_SIZE = 1 << 22
+_NEVER = 1 << 62
+
+
+class Streams:
+    """Keeps a stream open where the next span continues it."""
+
+    def __init__(self, files: list[CorpusFile]) -> None:
+        self._files = files
+        self._open: tuple[int, int, BinaryIO] | None = None  # file, offset, stream
+
+    def close(self) -> None:
+        if self._open:
+            self._open[2].close()
+        self._open = None
+
+    def read(self, span: Span) -> Iterator[bytes]:
+        """The bytes of a span, which must be those that were there when the table was made."""
+        source = self._files[span.file]
+        if self._open and self._open[0] == span.file and self._open[1] <= span.start:
+            _, offset, stream = self._open
+        else:
+            self.close()
+            offset, stream = 0, source.open()
+        # Should the reading stop midway, the stream is of no more use, but must be closed.
+        self._open = (span.file, _NEVER, stream)
+        if not source.compression:
+            offset = stream.seek(span.start)
+        while offset < span.start and (
+            skipped := source.read(stream, min(_READ_SIZE, span.start - offset))
+        ):
+            offset += len(skipped)
+        digest = xxhash.xxh3_128()
+        while offset < span.stop and (
+            data := source.read(stream, min(_READ_SIZE, span.stop - offset))
+        ):
+            offset += len(data)
+            digest.update(data)
+            yield data
+        self._open = (span.file, offset, stream)
+        if digest.hexdigest() != span.digest:
+            raise DataError(
+                f"{source.path}: changed since the unit table was made (bytes {span.start} to "
+                f"{span.stop}); restore the file or use another --out"
+            )
+
+    def lines(self, span: Span, most: int, *, whole: bool) -> Iterator[bytes | None]:
+        """Lines, or all of it as one; None for one of more than `most` bytes: it is not held."""
+        ends = b"" if whole else b"\n"
+        held, size, made = list[bytes](), 0, 0
+
+        def line() -> bytes | None:
+            nonlocal held, size, made
+            found = None if size > most else b"".join(held)
+            held, size, made = [], 0, made + 1
+            return found
+
+        for data in self.read(span):
+            *lines, rest = data.split(ends) if ends else [data]
+            for piece in lines:
+                held.append(piece)
+                size += len(piece)
+                yield line()
+            size += len(rest)
+            held = [*held, rest] if size <= most else []
+        if made < span.count:
+            yield line()
+
+    def elements(self, span: Span, most: int) -> Iterator[bytes | None]:
+        """Of a JSON array; None for one of more than `most` bytes: it is not held."""
+        # A span begins with an element and ends with one.
+        data = chain([b"["], self.read(span), [b"]"])
+        begins = True
+        for piece in self._files[span.file].pieces(data, most):
+            if piece.ends:
+                yield piece.data if begins else None
+            begins = piece.ends

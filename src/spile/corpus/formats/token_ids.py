@@ -1,0 +1,231 @@
+"""Corpora that are token ids already: columns of lists, and flat arrays of them.
+
+Ids are read as they are: nothing is added, nothing is left out, and each must be of the model's
+vocabulary. Whose ids they are the files do not say: the model's tokenizer must have made them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from spile.core.config import MAX_DOC_BYTES, Recipe, flag_of
+from spile.core.errors import ConfigError, InputError
+from spile.core.recipe import ResolvedRecipe
+from spile.corpus.chats.rows import Text, Unusable
+from spile.corpus.files import CorpusFile
+from spile.corpus.formats.columns import kinds_of
+from spile.corpus.tokenize import TextTokenizer
+from spile.objects.paths import AnyPath, size_of
+
+_COLUMNS = ("input_ids", "tokens")  # where none is named
+_WIDTHS = {"uint16": "<u2", "uint32": "<u4"}
+_HEAD = 1 << 16
+_FEWEST = 32  # numbers, to tell widths apart by
+
+
+@dataclass(frozen=True)
+class FlatArray:
+    """How ids lie in a file of nothing else.
+
+    Attributes:
+        dtype: of each, little-endian.
+        separator: the id that ends a document, or begins one; None: there is none, and every
+            `window` ids are a document.
+        leads: whether the separator begins a document.
+    """
+
+    dtype: np.dtype[Any]
+    separator: int | None
+    leads: bool
+    window: int
+
+    def ends(self, data: bytes, position: int) -> np.ndarray:
+        """Where documents end: the bytes of the file, by a piece that begins at one of them."""
+        each = self.dtype.itemsize
+        if self.separator is None:
+            step = self.window * each
+            return np.arange((position // step + 1) * step, position + len(data) + 1, step)
+        places = np.flatnonzero(np.frombuffer(data, self.dtype) == self.separator)
+        ends = position + (places if self.leads else places + 1) * each
+        return ends[ends > 0]
+
+    def checked(self, path: AnyPath, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        """Pieces of whole numbers, as files are read in; a file that ends within one is refused."""
+        for data in pieces:
+            if len(data) % self.dtype.itemsize:
+                raise InputError(
+                    f"{path}: its size is no multiple of {self.dtype.itemsize}, as that of an "
+                    f"array of {self.dtype.name} is; say --tokens-dtype"
+                )
+            yield data
+
+    def refuse_endless(self, path: AnyPath, documents: int) -> None:
+        """A large array of which nothing ends a document was not cut by this separator."""
+        if self.separator is not None and documents == 1 and size_of(path) > MAX_DOC_BYTES:
+            raise InputError(
+                f"{path}: is all one document, since token {self.separator} is not in it; say what "
+                "separates them with --doc-separator, or none"
+            )
+
+    def documents(
+        self, pieces: Iterable[bytes], start: int, most: int
+    ) -> Iterator[np.ndarray | None]:
+        """Those of a run of bytes that begins with one; None for what is over `most` bytes,
+        which is never held."""
+        held, size, position = list[bytes](), 0, start
+
+        def whole() -> np.ndarray | None:
+            nonlocal held, size
+            ids = None if size > most else np.frombuffer(b"".join(held), self.dtype)
+            held, size = [], 0
+            return ids
+
+        for data in pieces:
+            ends = self.ends(data, position)
+            bounds = [0, *(ends[ends > start] - position).tolist(), len(data)]
+            for number, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
+                if number:
+                    yield whole()
+                size += high - low
+                held = [*held, data[low:high]] if size <= most else []
+            position += len(data)
+        if size:
+            yield whole()
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Makes documents of ids."""
+
+    vocabulary: int
+    column: str | None = None
+    flat: FlatArray | None = None
+    flag: str = "--tokens-column"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,) if self.column else ()
+
+    def document(self, row: Mapping[str, Any]) -> Text:
+        value = row.get(self.column or "")
+        if value is None:
+            raise Unusable("null")
+        ids = np.asarray(value)
+        if ids.ndim == 1 and not len(ids):
+            raise Unusable("empty")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"{self.column!r} holds no list of token ids; choose with --tokens-column"
+            )
+        return self.of_ids(ids)
+
+    def of_ids(self, ids: np.ndarray) -> Text:
+        """Raises ValueError for an id that the model does not know."""
+        if ids.min() < 0 or ids.max() >= self.vocabulary:
+            place = int(np.flatnonzero((ids < 0) | (ids >= self.vocabulary))[0])
+            width = f", or are not {self.flat.dtype.name}: --tokens-dtype" if self.flat else ""
+            raise ValueError(
+                f"token {place} is {ids[place]}, and the model's ids go from 0 to "
+                f"{self.vocabulary - 1}; these are of another tokenizer{width}"
+            )
+        return Text("", ids=ids.astype("<i4"))
+
+
+def settle_ids(recipe: Recipe, files: list[CorpusFile], vocabulary: int) -> Recipe:
+    """With all that is to be known of the ids; as it was, where the corpus is of texts."""
+    flat = [file for file in files if file.kind == "bin"]
+    if flat and len(flat) < len(files):
+        other = next(file.path for file in files if file.kind != "bin")
+        raise InputError(f"{flat[0].path} holds token ids, {other} does not; name those of a kind")
+    if not flat:
+        for name in ("tokens_dtype", "doc_separator"):
+            if getattr(recipe, name):
+                raise ConfigError(f"{flag_of(name)} is for .bin files; {files[0].path} is none")
+        recipe = replace(recipe, tokens_column=recipe.tokens_column or _found(recipe, files))
+        if recipe.tokens_column is None:
+            return recipe
+        if files[0].program:
+            raise ConfigError("--tokens-column is for files; a program gives texts")
+    elif recipe.tokens_column:
+        raise ConfigError(f"--tokens-column: {flat[0].path} is an array and has no columns")
+    for name in ("text_column", "messages", "prompt_column"):
+        if getattr(recipe, name):
+            raise ConfigError(f"{flag_of(name)} is for texts, and the corpus is of token ids")
+    if recipe.text_documents == "file":
+        raise ConfigError("--text-documents file is for texts, and the corpus is of token ids")
+    if recipe.special_tokens not in (None, "none"):
+        raise ConfigError(
+            f"--special-tokens {recipe.special_tokens}: token ids are read as they are, and none "
+            "are added; leave it out"
+        )
+    recipe = replace(recipe, special_tokens="none")
+    if not flat:
+        return recipe
+    width = "uint16" if vocabulary <= 1 << 16 else "uint32"
+    if not recipe.tokens_dtype and width == "uint16":
+        _refuse_wider(flat[0])
+    return replace(
+        recipe,
+        tokens_dtype=recipe.tokens_dtype or width,
+        doc_separator=recipe.doc_separator or "eos",
+    )
+
+
+def read_ids(recipe: ResolvedRecipe, tokenizer: TextTokenizer, vocabulary: int) -> TokenIds | None:
+    """How a settled recipe's ids become documents; None, if it is of texts."""
+    if recipe.tokens_column:
+        return TokenIds(vocabulary, recipe.tokens_column)
+    if not (recipe.tokens_dtype and recipe.doc_separator):
+        return None
+    separator = _separator(recipe.doc_separator, tokenizer, vocabulary)
+    leads = recipe.doc_separator == "bos"
+    dtype = np.dtype(_WIDTHS[recipe.tokens_dtype])
+    flat = FlatArray(dtype, separator, leads, recipe.seq_len)
+    return TokenIds(vocabulary, flat=flat, flag="--tokens-dtype")
+
+
+def _separator(given: str, tokenizer: TextTokenizer, vocabulary: int) -> int | None:
+    if given == "none":
+        return None
+    if given in ("eos", "bos"):
+        found = tokenizer.eos if given == "eos" else tokenizer.bos
+        if found is None:
+            raise ConfigError(
+                f"--doc-separator {given}: this model's tokenizer has no {given.upper()} token; "
+                "give an id, or none"
+            )
+        return found
+    if not (given.isascii() and given.isdigit()) or int(given) >= vocabulary:
+        raise ConfigError(
+            f"--doc-separator must be eos, bos, none or an id below {vocabulary}, got {given!r}"
+        )
+    return int(given)
+
+
+def _found(recipe: Recipe, files: list[CorpusFile]) -> str | None:
+    """A column of ids in the first table, if it can be nothing but the corpus."""
+    table = next((file for file in files if file.is_table), None)
+    if table is None or recipe.text_column or recipe.messages or recipe.prompt_column:
+        return None
+    strings, lists = kinds_of(table.schema())
+    lists = [name for name in lists if name in _COLUMNS]
+    if not lists or "text" in strings:
+        return None
+    if strings or len(lists) > 1:
+        raise InputError(
+            f"{table.path}: which column is the corpus? Choose token ids with --tokens-column "
+            f"({', '.join(lists)}) or a text with --text-column ({', '.join(strings) or 'none'})"
+        )
+    return lists[0]
+
+
+def _refuse_wider(file: CorpusFile) -> None:
+    with file.open() as stream:
+        head = file.read(stream, _HEAD)
+    ids = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
+    if len(ids) >= _FEWEST and not ids[1::2].any():
+        raise InputError(
+            f"{file.path}: every other number is 0, as if it were uint32; say --tokens-dtype"
+        )

@@ -1,0 +1,242 @@
+"""Documents into rows of fixed length: a function of the recipe and the unit alone.
+
+A document longer than a row becomes several contexts (or loses its tail, by choice). Contexts are
+placed first-fit by decreasing length, so that short ones fill the gaps; each row then holds whole
+contexts, one after another, and padding only at its end. Tokens are stored in this order.
+
+A filter chooses which of the tokens become stored rows. It never moves anything: packing is that
+of all tokens, but rows without a chosen one are left out, since nothing would be kept of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from spile.core.expressions import RowFilter
+from spile.core.index import END, FIRST, INDEX_DTYPE, LAST
+from spile.corpus.tokenize import TextTokenizer
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Fixed-shape input of one device step; fields as in `PackedUnit`."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+    lengths: np.ndarray
+    columns: np.ndarray | None
+    counts: np.ndarray
+    contexts: int  # at least as many as any of its rows holds
+
+
+@dataclass(frozen=True)
+class PackedUnit:
+    """A unit ready for the device. Arrays are [rows, seq_len]; segment 0 is padding.
+
+    Documents, contexts and tokens are counted as they were read, kept or not.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+    lengths: np.ndarray  # real tokens of each row
+    columns: np.ndarray | None  # [rows, most]: places of kept tokens, then 0; None: all are kept
+    counts: np.ndarray  # kept tokens of each row
+    index: np.ndarray  # one entry per kept token, in stored order
+    doc_tokens: Mapping[int, int]  # of each document that was read
+    num_contexts: int
+    num_tokens: int
+
+    @property
+    def num_docs(self) -> int:
+        return len(self.doc_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Stored rows: kept tokens."""
+        return len(self.index)
+
+    def first(self, rows: int) -> "PackedUnit":
+        """The first packed rows alone."""
+        cut = replace(
+            self,
+            tokens=self.tokens[:rows],
+            positions=self.positions[:rows],
+            segments=self.segments[:rows],
+            lengths=self.lengths[:rows],
+            columns=None if self.columns is None else self.columns[:rows],
+            counts=self.counts[:rows],
+        )
+        return replace(cut, index=self.index[: int(cut.counts.sum())])
+
+    def run_of(self, part: int, parts: int) -> tuple[int, int]:
+        """Where the stored rows of one of several equal parts begin, and how many there are."""
+        share = -(-len(self.counts) // parts)
+        before = int(self.counts[: part * share].sum())
+        return before, int(self.counts[part * share : (part + 1) * share].sum())
+
+    def batches(
+        self, rows: int, fewest: int | None = None, *, parts: int = 1, quantum: int = 1
+    ) -> Iterator[Batch]:
+        """Groups of rows; the last is padded with empty ones.
+
+        It is halved first as long as it holds what is left, but not below `fewest` rows (`rows`,
+        if not given), and to multiples of `quantum`: each size must be compiled. Of several
+        `parts` of the unit each has its share of every batch: consecutive rows of its own.
+        """
+        share, each = -(-len(self.lengths) // parts), rows // parts
+        for first in range(0, share, each):
+            while each // 2 * parts >= max(fewest or rows, (share - first) * parts) and (
+                each // 2 * parts % quantum == 0
+            ):
+                each //= 2
+            chosen = [
+                slice(part * share + first, min(part * share + first + each, (part + 1) * share))
+                for part in range(parts)
+            ]
+            segments = _group(self.segments, chosen, each)
+            yield Batch(
+                tokens=_group(self.tokens, chosen, each),
+                positions=_group(self.positions, chosen, each),
+                segments=segments,
+                lengths=_group(self.lengths, chosen, each),
+                columns=None if self.columns is None else _group(self.columns, chosen, each),
+                counts=_group(self.counts, chosen, each),
+                contexts=_rounded_up(int(segments.max(initial=0))),
+            )
+
+
+def _rounded_up(contexts: int) -> int:
+    """16, 64, 256, ...: kernels are compiled for a number of contexts, and these are few."""
+    return 4 ** max(2, -(-max(1, contexts - 1).bit_length() // 2))
+
+
+def _group(array: np.ndarray, chosen: list[slice], each: int) -> np.ndarray:
+    """The chosen rows, every slice padded to `each` of them."""
+    parts = [array[rows] for rows in chosen]
+    shape = array.shape[1:]
+    empty = [np.zeros((each - len(part), *shape), array.dtype) for part in parts]
+    return np.concatenate([piece for both in zip(parts, empty, strict=True) for piece in both])
+
+
+def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Bins of item numbers; the result depends on the lengths and their order alone."""
+    room = np.empty(len(lengths), np.int64)
+    bins: list[list[int]] = []
+    for item in np.argsort(-lengths, kind="stable"):
+        open_room = room[: len(bins)]
+        fits = open_room >= lengths[item]
+        chosen = int(fits.argmax()) if len(bins) else 0
+        if not len(bins) or not fits[chosen]:
+            chosen = len(bins)
+            bins.append([])
+            room[chosen] = capacity
+        bins[chosen].append(int(item))
+        room[chosen] -= lengths[item]
+    return bins
+
+
+def pack_unit(
+    ordinals: list[int],
+    documents: list[np.ndarray],
+    tokenizer: TextTokenizer,
+    *,
+    seq_len: int,
+    long_docs: str,
+    pack: str,
+    rows: RowFilter | None = None,
+    roles: Sequence[np.ndarray] = (),
+) -> PackedUnit:
+    """Cut documents into contexts, place those in rows, and index every token that is kept.
+
+    Args:
+        roles: flags of each document's tokens; none at all where nobody in particular speaks.
+    """
+    contexts: list[tuple[int, int, np.ndarray]] = []  # document, offset of its first token, tokens
+    ends: list[int] = []  # flags of each context's last token
+    said: list[np.ndarray | int] = []  # flags of each context's tokens
+    for number, (ordinal, tokens) in enumerate(zip(ordinals, documents, strict=True)):
+        stop = min(len(tokens), seq_len) if long_docs == "truncate" else len(tokens)
+        for offset in range(0, stop, seq_len):
+            contexts.append((ordinal, offset, tokens[offset : min(offset + seq_len, stop)]))
+            ends.append(LAST if offset + seq_len < stop else LAST | END)
+            said.append(roles[number][offset : min(offset + seq_len, stop)] if roles else 0)
+
+    lengths = np.array([len(tokens) for _, _, tokens in contexts], np.int64)
+    if pack == "none":
+        bins = [[item] for item in range(len(contexts))]
+    else:
+        bins = first_fit_decreasing(lengths, seq_len)
+
+    shape = (len(bins), seq_len)
+    ids, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
+    filled = np.zeros(len(bins), np.int32)
+    index = np.zeros(int(lengths.sum()), INDEX_DTYPE)
+    done = 0
+    for row, items in enumerate(bins):
+        column = 0
+        for segment, item in enumerate(items, 1):
+            ordinal, offset, tokens = contexts[item]
+            count = len(tokens)
+            place = slice(column, column + count)
+            ids[row, place] = tokens
+            positions[row, place] = np.arange(count)
+            segments[row, place] = segment
+            entry = index[done : done + count]
+            entry["token_id"] = tokens
+            entry["doc"] = ordinal
+            entry["offset"] = np.arange(offset, offset + count)
+            entry["pos"] = positions[row, place]
+            entry["flags"] = tokenizer.flags(tokens) | said[item]
+            entry["flags"][0] |= FIRST
+            entry["flags"][-1] |= ends[item]
+            column += count
+            done += count
+        filled[row] = column
+    doc_tokens: dict[int, int] = {}
+    for ordinal, _, tokens in contexts:
+        doc_tokens[ordinal] = doc_tokens.get(ordinal, 0) + len(tokens)
+    unit = PackedUnit(
+        tokens=ids,
+        positions=positions,
+        segments=segments,
+        lengths=filled,
+        columns=None,
+        counts=filled,
+        index=index,
+        doc_tokens=doc_tokens,
+        num_contexts=len(contexts),
+        num_tokens=len(index),
+    )
+    return unit if rows is None or rows.keeps_all else _filtered(unit, rows.mask(index))
+
+
+def bucket(n: int, seq_len: int) -> int:
+    """`n` rounded up, by less than a quarter, so that few shapes are ever compiled."""
+    step = 1 << max(0, n.bit_length() - 3)
+    return max(1, min(-(-n // step) * step, seq_len))
+
+
+def _filtered(unit: PackedUnit, mask: np.ndarray) -> PackedUnit:
+    """What is left of an unfiltered unit when entries of its index are dropped."""
+    if mask.all():
+        return unit
+    kept = np.zeros(unit.tokens.shape, np.bool_)
+    kept[unit.segments > 0] = mask  # both are in the order of rows, then of places within a row
+    counts = kept.sum(axis=1, dtype=np.int32)
+    full = counts > 0
+    kept, counts = kept[full], counts[full]
+    columns = np.zeros((len(counts), bucket(int(counts.max(initial=0)), kept.shape[1])), np.int32)
+    columns[np.arange(columns.shape[1]) < counts[:, None]] = np.nonzero(kept)[1]
+    return replace(
+        unit,
+        tokens=unit.tokens[full],
+        positions=unit.positions[full],
+        segments=unit.segments[full],
+        lengths=unit.lengths[full],
+        columns=columns,
+        counts=counts,
+        index=unit.index[mask],
+    )

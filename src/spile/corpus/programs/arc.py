@@ -1,0 +1,324 @@
+"""ARC-AGI as a corpus: grids spelled out, tasks augmented, and prompts made of them.
+
+    arc:path/to/tasks(encoder="rows+shape", prompt="chat", predictions=8, augment="rotate,colors")
+
+A document is one test input, asked once for each of `predictions`: the first time as it stands,
+then each time under another augmentation, if any is asked for. Everything drawn follows from the
+seed, the task's id and the prediction's number, so that any part of the corpus is what it would
+be within the whole; the augmentation is kept with the document, and can be undone.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import xxhash
+
+from spile.core.config import canonical_json
+from spile.core.errors import ConfigError, InputError
+from spile.corpus.programs.arc_files import (
+    COLORS,
+    SOLUTIONS,
+    Grid,
+    Pair,
+    Task,
+    checked_grid,
+    read_tasks,
+)
+
+AUGMENTATIONS = ("rotate", "flip", "colors", "order")
+_VERSION = 1  # of all that makes a text of a task: another text is another dataset
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Grids as text: a line of digits for each row, and what else is asked for."""
+
+    spaces: bool = False  # between cells, for tokenizers that join digits
+    rows: bool = False  # each begins with its number, from 1
+    shape: bool = False  # a line before them, as in 3x4: rows, then columns
+
+    @classmethod
+    def parse(cls, name: str) -> "Encoder":
+        """`plain`, `spaces`, `rows`, `shape`, or several of them joined by `+`."""
+        words = _words("encoder", name, "+", ("plain", *asdict(cls())))
+        return cls(**{word: True for word in words if word != "plain"})
+
+    def encode(self, grid: Grid) -> str:
+        between = " " if self.spaces else ""
+        lines = [between.join(map(str, row)) for row in grid]
+        if self.rows:
+            lines = [f"{number} {line}" for number, line in enumerate(lines, 1)]
+        if self.shape:
+            lines.insert(0, f"{len(grid)}x{len(grid[0])}")
+        return "\n".join(lines)
+
+    def decode(self, text: str) -> Grid:
+        """The grid of which `encode` makes exactly this text."""
+        lines = text.split("\n")[self.shape :]
+        if self.rows:
+            lines = [line.partition(" ")[2] for line in lines]
+        cells = [[ord(cell) - ord("0") for cell in line if cell != " "] for line in lines]
+        grid = checked_grid("the text", cells)
+        if self.encode(grid) != text:
+            raise InputError("the text is not one that this encoder makes of a grid")
+        return grid
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """A change of a task that leaves it the same puzzle.
+
+    Attributes:
+        turns: quarter turns, clockwise.
+        flip: left and right are exchanged, after turning.
+        colors: what each colour becomes.
+        order: which of the examples comes first, second and so on; empty: as they come.
+    """
+
+    turns: int = 0
+    flip: bool = False
+    colors: tuple[int, ...] = tuple(range(COLORS))
+    order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, items in (("colors", range(COLORS)), ("order", range(len(self.order)))):
+            if sorted(getattr(self, name)) != list(items):
+                raise ConfigError(f"augmentation: {name} is no permutation of {list(items)}")
+        if self.turns not in range(4):
+            raise ConfigError(f"augmentation: turns must be 0, 1, 2 or 3, got {self.turns}")
+
+    @classmethod
+    def drawn(
+        cls, kinds: Iterable[str], task: Task, seed: int, prediction: int, *, keep_zero: bool
+    ) -> "Augmentation":
+        """By hashes alone: the same for every version of Python and of its random numbers."""
+
+        def number(*what: str | int) -> int:
+            drawn_from = canonical_json([seed, task.id, prediction, *what])
+            return xxhash.xxh3_128_intdigest(drawn_from)
+
+        def shuffled(what: str, items: Iterable[int]) -> tuple[int, ...]:
+            return tuple(sorted(items, key=lambda item: number(what, item)))
+
+        kept = (0,) if keep_zero else ()
+        parts: dict[str, Any] = {
+            "rotate": ("turns", number("rotate") % 4),
+            "flip": ("flip", number("flip") % 2 == 1),
+            "colors": ("colors", (*kept, *shuffled("colors", range(len(kept), COLORS)))),
+            "order": ("order", shuffled("order", range(len(task.train)))),
+        }
+        return cls(**dict(parts[kind] for kind in kinds))
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Augmentation":
+        """As it is kept with a document."""
+        return cls(value["turns"], value["flip"], tuple(value["colors"]), tuple(value["order"]))
+
+    def inverse(self) -> "Augmentation":
+        """What undoes it."""
+        # Mirrored, a turn goes the other way: to turn and flip once more undoes both.
+        turns = self.turns if self.flip else -self.turns % 4
+        return Augmentation(turns, self.flip, _inverse(self.colors), _inverse(self.order))
+
+    def apply(self, task: Task) -> Task:
+        order = self.order or range(len(task.train))
+        train = tuple(self._pair(task.train[place]) for place in order)
+        return Task(task.id, train, tuple(map(self._pair, task.test)))
+
+    def apply_grid(self, grid: Grid) -> Grid:
+        for _ in range(self.turns):
+            grid = tuple(zip(*grid[::-1], strict=True))
+        step = -1 if self.flip else 1
+        return tuple(tuple(map(self.colors.__getitem__, row[::step])) for row in grid)
+
+    def _pair(self, pair: Pair) -> Pair:
+        output = None if pair.output is None else self.apply_grid(pair.output)
+        return Pair(self.apply_grid(pair.input), output)
+
+
+def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """How a task is put. Pieces are roles and texts with {number}, {input} and {output} in them."""
+
+    before: tuple[tuple[str, str], ...]
+    example: tuple[tuple[str, str], ...]
+    question: tuple[tuple[str, str], ...]
+    answer: tuple[tuple[str, str], ...] = (("assistant", "{output}"),)
+    chat: bool = True  # messages for the model's template; else a text in segments
+
+    def pieces(self, task: Task, test: int, encoder: Encoder, answer: bool) -> list[list[str]]:
+        """Roles and texts; each role differs from the one before."""
+        asked = task.test[test]
+        parts = [
+            (self.before, 0, asked),
+            *((self.example, *each) for each in enumerate(task.train, 1)),
+        ]
+        parts += [(self.question, len(task.train) + 1, asked)]
+        parts += [(self.answer, 0, asked)] if answer else []
+        pieces: list[list[str]] = []
+        for templates, number, pair in parts:
+            output = "" if pair.output is None else encoder.encode(pair.output)
+            values = {"number": number, "input": encoder.encode(pair.input), "output": output}
+            for role, template in templates:
+                if not pieces or pieces[-1][0] != role:
+                    pieces.append([role, ""])
+                pieces[-1][1] += template.format_map(values)
+        return pieces
+
+
+_RULE = (
+    "The grids below hold digits from 0 to 9, each standing for a colour. One rule turns every "
+    "input into its output. Find it, and answer with the output of the last input alone, written "
+    "as the others are."
+)
+PROMPTS = {
+    "plain": Prompt(
+        before=(),
+        example=(("user", "Input:\n{input}\nOutput:\n{output}\n\n"),),
+        question=(("user", "Input:\n{input}\nOutput:\n"),),
+        chat=False,
+    ),
+    "chat": Prompt(
+        before=(("system", _RULE),),
+        example=(("user", "Input {number}:\n{input}\nOutput {number}:\n{output}\n\n"),),
+        question=(("user", "Input {number}:\n{input}\nOutput {number}:"),),
+    ),
+    # For templates that know no system, and answers in the form that was shown.
+    "turns": Prompt(
+        before=(),
+        example=(("user", "{input}"), ("assistant", "{output}")),
+        question=(("user", "{input}"),),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How tasks become documents."""
+
+    encoder: str = "plain"
+    prompt: str = "plain"
+    predictions: int = 1
+    augment: str = ""
+    seed: int = 0
+    keep_zero: bool = False  # colour 0 stays what it is: it is the background more often than not
+    plain_first: bool = True  # the first prediction is asked for without augmentation
+    answers: bool = False  # each document ends with the output; else where that would begin
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if type(value) is not type(f.default):
+                wanted = type(f.default).__name__
+                raise ConfigError(f"arc: {f.name} must be of type {wanted}, got {value!r}")
+        if self.predictions < 1:
+            raise ConfigError(f"arc: predictions must be at least 1, got {self.predictions}")
+        if self.prompt not in PROMPTS:
+            known = ", ".join(PROMPTS)
+            raise ConfigError(f"arc: prompt must be one of {known}; got {self.prompt!r}")
+
+
+class Questions:
+    """The documents, by number: all predictions of the first test input, then of the next."""
+
+    def __init__(self, tasks: list[Task], settings: Settings) -> None:
+        self._tasks, self._settings = tasks, settings
+        self._encoder = Encoder.parse(settings.encoder)
+        self._augment = _words("augment", settings.augment, ",", AUGMENTATIONS)
+        self._asked = [(task, test) for task in tasks for test in range(len(task.test))]
+        for task, test in self._asked if settings.answers else ():
+            if task.test[test].output is None:
+                raise InputError(
+                    f"arc: task {task.id!r}, test {test + 1}: its output is not known; leave "
+                    f"answers out, or put the file of solutions (*{SOLUTIONS}) beside the tasks"
+                )
+
+    def __len__(self) -> int:
+        return len(self._asked) * self._settings.predictions
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        question, prediction = divmod(number, self._settings.predictions)
+        if not 0 <= question < len(self._asked):
+            raise IndexError(number)
+        task, test = self._asked[question]
+        augmentation = self._augmentation(task, prediction)
+        prompt = PROMPTS[self._settings.prompt]
+        pieces = prompt.pieces(
+            augmentation.apply(task), test, self._encoder, answer=self._settings.answers
+        )
+        messages = [{"role": role, "content": text} for role, text in pieces]
+        return {
+            **({"messages": messages} if prompt.chat else {"segments": pieces}),
+            "task_id": task.id,
+            "test": test,
+            "prediction": prediction,
+            "augmentation": asdict(augmentation),
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """What the documents follow from, wherever and in whichever layout the tasks lie."""
+        tasks = canonical_json(
+            [
+                [
+                    task.id,
+                    *([[p.input, p.output] for p in part] for part in (task.train, task.test)),
+                ]
+                for task in self._tasks
+            ]
+        )
+        return {
+            **asdict(self._settings),
+            "encoder": asdict(self._encoder),
+            "augment": self._augment,
+            "tasks": xxhash.xxh3_128_hexdigest(tasks),
+            "version": _VERSION,
+        }
+
+    def _augmentation(self, task: Task, prediction: int) -> Augmentation:
+        if prediction == 0 and self._settings.plain_first:
+            return Augmentation()
+        settings = self._settings
+        return Augmentation.drawn(
+            self._augment, task, settings.seed, prediction, keep_zero=settings.keep_zero
+        )
+
+
+def tasks(
+    path: str,
+    *,
+    encoder: str = "plain",
+    prompt: str = "plain",
+    predictions: int = 1,
+    augment: str = "",
+    seed: int = 0,
+    keep_zero: bool = False,
+    plain_first: bool = True,
+    answers: bool = False,
+) -> Questions:
+    """The program: tasks from a path or URL (see `read_tasks`), under `Settings`."""
+    settings = Settings(
+        encoder=encoder,
+        prompt=prompt,
+        predictions=predictions,
+        augment=augment,
+        seed=seed,
+        keep_zero=keep_zero,
+        plain_first=plain_first,
+        answers=answers,
+    )
+    return Questions(read_tasks(path), settings)
+
+
+def _words(name: str, given: str, separator: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Those of the known words that are given, in the order in which they are known."""
+    words = [word.strip() for word in given.split(separator)] if given.strip() else []
+    order = tuple(known)
+    for word in words:
+        if word not in order:
+            raise ConfigError(f"arc: {name} knows {', '.join(order)}; got {word[:80]!r}")
+    return tuple(word for word in order if word in words)

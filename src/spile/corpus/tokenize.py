@@ -1,0 +1,129 @@
+"""Text to token ids, by the model's own tokenizer (the Rust library, batched)."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from spile.core.errors import ConfigError, InputError, SpileError
+from spile.core.index import BOS, EOS, ROLES, SPECIAL
+from spile.objects.paths import AnyPath
+
+
+def use_threads(asked: int | None) -> None:
+    """How many threads the tokenizer may use, else all cores but one; must precede the first batch
+    of a process."""
+    count = asked or max(1, (os.cpu_count() or 1) - 1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(count)
+
+
+class TextTokenizer:
+    """A model's tokenizer under one policy of special tokens."""
+
+    def __init__(self, directory: AnyPath, special_tokens: str) -> None:
+        path = directory / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
+        except SpileError:
+            raise
+        except Exception as error:  # the Rust library raises bare Exception
+            raise InputError(f"{path}: not a usable tokenizer ({error})") from error
+        # A saved tokenizer may carry the length limits of whoever saved it.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _read(directory / "tokenizer_config.json")
+        config = _read(directory / "config.json")
+        self.bos = self._special("bos", settings, config)
+        self.eos = self._special("eos", settings, config)
+        self._policy = special_tokens
+        if special_tokens == "bos" and self.bos is None:
+            raise ConfigError("--special-tokens bos: this model's tokenizer has no BOS token")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._size = self.max_id + 1  # any id beyond the vocabulary has the flags of this one: none
+        self._flags = np.zeros(self._size + 1, np.uint16)
+        for token, content in added.items():
+            if content.special:
+                self._flags[token] = SPECIAL
+        for token, flag in ((self.bos, BOS), (self.eos, EOS)):
+            if token is not None and token < len(self._flags):
+                self._flags[token] = (self._flags[token] & ~np.uint16(SPECIAL)) | flag
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids of each text, as int32."""
+        encodings = self._tokenizer.encode_batch_fast(
+            texts, add_special_tokens=self._policy == "tokenizer"
+        )
+        ids = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        if self._policy == "bos":
+            head = np.asarray([self.bos], np.int32)
+            ids = [np.concatenate([head, tokens]) for tokens in ids]
+        return ids
+
+    def encode_roles(
+        self, texts: list[str], roles: Sequence[Sequence[tuple[int, int, int]]]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Token ids of each text, and the flags of whoever said them.
+
+        A token is of whom its characters are: one that the assistant and others share is the
+        assistant's (so HF transformers has it), any other of whom its first character is that is
+        anyone's. The ranges follow one another without gaps.
+        """
+        ids: list[np.ndarray] = []
+        flags: list[np.ndarray] = []
+        encodings = self._tokenizer.encode_batch(
+            texts, add_special_tokens=self._policy == "tokenizer"
+        )
+        for encoding, said in zip(encodings, roles, strict=True):
+            spans = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+            starts = np.array([start for start, _, _ in said], np.int64)
+            flag = np.array([0, *(flag for _, _, flag in said)], np.uint16)
+            first = np.searchsorted(starts, spans[:, 0], side="right")
+            last = np.searchsorted(starts, spans[:, 1] - 1, side="right")
+            found = flag[first]
+            for token in np.flatnonzero(first < last):
+                owners = flag[first[token] : last[token] + 1]
+                someones = owners[owners != ROLES["template"]]
+                shared = ROLES["assistant"] in owners
+                found[token] = ROLES["assistant"] if shared else [*someones, found[token]][0]
+            found[spans[:, 0] == spans[:, 1]] = ROLES["template"]
+            head = [self.bos] if self._policy == "bos" else []
+            ids.append(np.asarray([*head, *encoding.ids], np.int32))
+            flags.append(np.concatenate([np.full(len(head), ROLES["template"], np.uint16), found]))
+        return ids, flags
+
+    def count(self, texts: list[str]) -> int:
+        return sum(len(tokens) for tokens in self.encode(texts))
+
+    def flags(self, token_ids: np.ndarray) -> np.ndarray:
+        """bos, eos and special bits of each token."""
+        return self._flags[np.minimum(token_ids, self._size)]
+
+    @property
+    def max_id(self) -> int:
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+
+    def _special(self, name: str, settings: dict[str, Any], config: dict[str, Any]) -> int | None:
+        token = settings.get(f"{name}_token")
+        content = cast(dict[str, Any], token).get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found = self._tokenizer.token_to_id(content)
+            if found is not None:
+                return found
+        listed: Any = config.get(f"{name}_token_id")
+        if isinstance(listed, list) and listed:
+            listed = cast(list[Any], listed)[0]
+        return listed if isinstance(listed, int) else None
+
+
+def _read(path: AnyPath) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}

@@ -1,0 +1,316 @@
+"""The corpus cut into units: made once, stored, and read by everyone afterwards.
+
+Parquet files are cut from their footers alone, Arrow's from the headers of their record batches.
+Line files (JSONL, text) and flat arrays of token ids take one streaming pass that finds where
+documents end and hashes each unit's bytes; the table records both, so that no other machine
+repeats the pass and every later reading can be checked.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import xxhash
+
+from spile.core.errors import InputError
+from spile.corpus.files import CorpusFile, Span
+from spile.corpus.formats.kinds import ColumnKinds, json_kind, value_at
+from spile.corpus.formats.token_ids import FlatArray
+from spile.corpus.order import first_documents, is_forward, refuse_iterator, shuffled
+from spile.corpus.programs.source import Source
+from spile.corpus.reader import CorpusReader
+from spile.corpus.unit import Unit
+
+__all__ = ["Unit", "make_units", "tokens_per_byte", "without_duplicates"]
+
+_CHUNK = 1 << 23
+_HEAD = 1 << 16
+_SAMPLED_FILES = 4
+_TOKENS_PER_BYTE = 0.25  # where a sample teaches nothing
+
+
+def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], int]) -> float:
+    """Estimated from the heads of a few files, spread evenly over the corpus."""
+    last = len(reader.files) - 1
+    chosen = sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
+    texts: list[str] = []
+    size = tokens = 0
+    unreadable = 0
+    for file in chosen:
+        documents, taken = reader.sample(file)
+        texts += [] if documents.ids else documents.texts
+        tokens += sum(map(len, documents.ids))
+        size += taken
+        unreadable += documents.skipped["not UTF-8"]
+    if unreadable > 9 * len(texts):
+        raise InputError(
+            f"{reader.files[0].path}: the first {unreadable} documents are not UTF-8 text; "
+            "is this a text corpus?"
+        )
+    tokens += count_tokens(texts) if texts else 0
+    return tokens / size if tokens and size else _TOKENS_PER_BYTE
+
+
+def make_units(
+    files: list[CorpusFile],
+    *,
+    text_column: str | None,
+    text_documents: str,
+    columns: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    also: Sequence[str] = (),
+    unit_tokens: int,
+    density: float,
+    max_docs: int | None,
+    max_tokens: int | None,
+    heed: Callable[[], None] = lambda: None,
+    program: Source | None = None,
+    flat: FlatArray | None = None,
+    shuffle: int | None = None,
+) -> list[Unit]:
+    """Cut the corpus; `density` is tokens per byte. Deterministic in its arguments.
+
+    `heed` is called for every file and every few megabytes, and may raise to stop the pass.
+    `program`: opened, where the corpus is one. `flat`: how token ids lie in .bin files.
+    `columns`: those of chats; `also`: others that are looked at; `keep`: that must be there.
+    `shuffle`: a seed; what is cut is then the whole corpus, before anything is chosen.
+    """
+    most = max_docs if shuffle is None else None
+    forward = [shuffle is not None and is_forward(file) for file in files]
+    if shuffle is not None:
+        refuse_iterator(program)
+    builder = _Builder(unit_bytes=max(1, int(unit_tokens / density)), max_docs=most)
+    known = ColumnKinds()
+    for number, file in enumerate(files):
+        heed()
+        before = builder.closed
+        if program:
+            for part in program.ranges(builder.unit_bytes, most, heed):
+                builder.add(
+                    Span(number, part.first, part.count, 0, part.size, part.digest), part.size
+                )
+        elif file.is_table:
+            groups = file.groups(number, text_column, columns, keep, also=also, known=known)
+            _cut_table(builder, groups, heed)
+        elif file.kind == "bin":
+            assert flat
+            docs = builder.docs
+            _cut_bytes(builder, number, flat.checked(file.path, _chunks(file, heed)), flat.ends)
+            flat.refuse_endless(file.path, builder.docs - docs)
+        elif file.kind == "text":
+            ends = _no_ends if text_documents == "file" else _line_ends
+            _cut_bytes(builder, number, _chunks(file, heed), ends)
+        else:
+            _check_head(file, [*(columns or [text_column or "text"]), *also], known)
+            if file.kind == "json":
+                _cut_elements(builder, number, file, heed)
+            else:
+                _cut_bytes(builder, number, _chunks(file, heed), _line_ends)
+        if builder.full:
+            break
+        if forward[number] and builder.closed > before:
+            builder.close()  # else its last unit would tie the next file to it
+    units = builder.finish(density)
+    if shuffle is not None:
+        chosen = first_documents(shuffled(units, shuffle, forward), max_docs, program)
+        units = [replace(unit, id=number) for number, unit in enumerate(chosen)]
+    if not units:
+        names = ", ".join(str(f.path) for f in files[:3])
+        raise InputError(f"the corpus is empty: no document in {len(files)} files ({names})")
+    if max_tokens is not None:
+        totals = np.cumsum([unit.tokens for unit in units])
+        units = units[: int(np.searchsorted(totals, max_tokens)) + 1]
+    return units
+
+
+def without_duplicates(
+    units: list[Unit], reader: CorpusReader, heed: Callable[[], None] = lambda: None
+) -> list[Unit]:
+    """Units that know which of their documents have a text that came before."""
+    hashes: list[np.ndarray] = []
+    ordinals: list[list[int]] = []
+    for unit in units:
+        heed()
+        found = reader.read(unit.spans, unit.first_doc)
+        digests = b"".join(map(xxhash.xxh3_128_digest, found.contents()))
+        hashes.append(np.frombuffer(digests, np.uint64).reshape(-1, 2))
+        ordinals.append(found.ordinals)
+    every = np.concatenate(hashes)
+    order = np.lexsort((np.arange(len(every)), every[:, 1], every[:, 0]))
+    again = np.zeros(len(every), np.bool_)
+    again[order[1:]] = (every[order[1:]] == every[order[:-1]]).all(axis=1)
+    of_units = np.split(again, np.cumsum([len(docs) for docs in ordinals])[:-1])
+    return [
+        replace(unit, skip=tuple(itertools.compress(docs, repeated)))
+        for unit, docs, repeated in zip(units, ordinals, of_units, strict=True)
+    ]
+
+
+class _Builder:
+    """Collects spans until a unit's bytes are reached."""
+
+    def __init__(self, unit_bytes: int, max_docs: int | None) -> None:
+        self.unit_bytes, self.max_docs = unit_bytes, max_docs
+        self.docs = 0
+        self._spans: list[Span] = []
+        self._size = 0
+        self._done: list[tuple[int, int, int, tuple[Span, ...]]] = []
+
+    @property
+    def room(self) -> int:
+        """Bytes until the current unit is full."""
+        return self.unit_bytes - self._size
+
+    @property
+    def docs_left(self) -> int:
+        """Documents until --max-docs is reached."""
+        return 1 << 62 if self.max_docs is None else self.max_docs - self.docs
+
+    @property
+    def full(self) -> bool:
+        return self.docs_left <= 0
+
+    def add(self, span: Span, size: int) -> None:
+        if span.count:
+            self._spans.append(span)
+            self._size += size
+            self.docs += span.count
+        if self.room <= 0:
+            self.close()
+
+    @property
+    def closed(self) -> int:
+        """Units that are whole."""
+        return len(self._done)
+
+    def close(self) -> None:
+        if self._spans:
+            count = sum(span.count for span in self._spans)
+            self._done.append((self.docs - count, count, self._size, tuple(self._spans)))
+        self._spans, self._size = [], 0
+
+    def finish(self, density: float) -> list[Unit]:
+        self.close()
+        return [
+            Unit(i, first, count, max(1, round(size * density)), spans)
+            for i, (first, count, size, spans) in enumerate(self._done)
+        ]
+
+
+def _cut_table(
+    builder: _Builder, groups: Iterator[tuple[Span, int]], heed: Callable[[], None]
+) -> None:
+    for group, size in groups:
+        heed()
+        per_row = max(1, size // max(1, group.count))
+        taken = 0
+        while taken < group.count and not builder.full:
+            fit = -(-builder.room // per_row)
+            count = min(group.count - taken, fit, builder.docs_left)
+            builder.add(group.part(taken, count), count * per_row)
+            taken += count
+        if builder.full:
+            return
+
+
+def _check_head(file: CorpusFile, columns: Sequence[str], known: ColumnKinds) -> None:
+    """Compare what the first row of JSON holds with the files before; any fault is found later."""
+    with file.open() as stream:
+        data = file.read(stream, _HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
+    try:
+        if file.kind == "json":
+            row = next(file.pieces(iter([data]), _HEAD)).data
+        else:
+            row = data.partition(b"\n")[0]
+        record = json.loads(row or b"null")
+    except (ValueError, RecursionError, InputError, StopIteration):
+        return
+    if isinstance(record, dict):
+        fields = cast(dict[str, Any], record)
+        known.check(str(file.path), {name: json_kind(value_at(fields, name)) for name in columns})
+
+
+def _line_ends(data: bytes, position: int) -> np.ndarray:
+    return position + 1 + np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
+
+
+def _no_ends(data: bytes, position: int) -> np.ndarray:
+    return np.empty(0, np.int64)
+
+
+def _cut_bytes(
+    builder: _Builder,
+    number: int,
+    chunks: Iterable[bytes],
+    ends_in: Callable[[bytes, int], np.ndarray],
+) -> None:
+    """One pass over a file, of which pieces and their places tell where documents end."""
+    start = position = first = 0  # of the span being collected: byte, byte reached, document
+    documents = ended = 0
+    digest = xxhash.xxh3_128()
+
+    def close(stop: int, count: int) -> None:
+        nonlocal start, first, documents, digest
+        builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
+        start, first, documents, digest = stop, first + count, 0, xxhash.xxh3_128()
+
+    for data in chunks:
+        ends = ends_in(data, position)
+        ended = int(ends[-1]) if len(ends) else ended
+        used, taken = 0, 0  # of this chunk: bytes hashed, ends passed
+        while taken < len(ends) and not builder.full:
+            by_size = int(np.searchsorted(ends, start + builder.room, side="left")) + 1
+            by_docs = taken + builder.docs_left - documents
+            cut = min(by_size, by_docs)
+            if cut > len(ends):
+                documents += len(ends) - taken
+                taken = len(ends)
+                break
+            cut = max(cut, taken + 1)
+            stop = int(ends[cut - 1])
+            digest.update(data[used : stop - position])
+            used = stop - position
+            documents += cut - taken
+            taken = cut
+            close(stop, documents)
+        if builder.full:
+            return
+        digest.update(data[used:])
+        position += len(data)
+    if position > start:
+        close(position, documents + (position > ended))
+
+
+def _cut_elements(
+    builder: _Builder, number: int, file: CorpusFile, heed: Callable[[], None]
+) -> None:
+    """One pass over a JSON array."""
+    first = count = start = stop = 0  # of the span being collected
+    digest, begins = xxhash.xxh3_128(), True
+    for piece in file.pieces(_chunks(file, heed), _CHUNK):
+        if begins and not count:
+            start, digest = piece.start, xxhash.xxh3_128()
+        elif begins:
+            digest.update(b",")
+        digest.update(piece.data)
+        begins = piece.ends
+        if not piece.ends:
+            continue
+        stop, count = piece.stop, count + 1
+        if stop - start >= builder.room or count >= builder.docs_left:
+            builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
+            first, count = first + count, 0
+            if builder.full:
+                return
+    if count:
+        builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
+
+
+def _chunks(file: CorpusFile, heed: Callable[[], None]) -> Iterator[bytes]:
+    with file.open() as stream:
+        while data := file.read(stream, _CHUNK):
+            heed()
+            yield data

@@ -1,0 +1,318 @@
+"""The layout of a dataset: every key, every record, and the format's version.
+
+    units.json               the unit table: resolved recipe, taps, files, units
+    model.json               full hashes of the weights, from the first worker's loading
+    scales.json              int8 alone: each channel's scale, measured by the first worker
+    attempts/UNIT/ATTEMPT/   TAP.N.safetensors (with .zst: `planes.py`), index.safetensors,
+                             statistics.safetensors, documents.safetensors (`documents.py`);
+                             of other processes, TAP.PART.N.safetensors
+    done/UNIT.json           the done record: the unit exists, and these are its shards
+    manifest.json            derived from the done records, once all are there
+    prediction.json          what the first worker expected; beside what came, for people alone
+    check.json               the last comparison with HF transformers (`spile check`)
+    workers/NAME.json        heartbeats; nothing depends on them
+    scratch/                 rows between two passes of `spile shuffle`, until it is done
+
+A record is JSON in one canonical spelling, with its own checksum: any changed byte is noticed. A
+stranger can compute that too, so what a record says is checked as well: names stay inside the
+store, no number is beyond what could be stored, and nothing is nested deeply.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import xxhash
+
+from spile.core.errors import CorruptError, StoreError
+from spile.core.tensors import DTYPES_BY_NAME
+
+FORMAT = 6
+
+UNITS = "units.json"
+MODEL = "model.json"
+SCALES = "scales.json"
+MANIFEST = "manifest.json"
+CHECK = "check.json"
+PREDICTION = "prediction.json"
+ATTEMPTS = "attempts/"
+DONE = "done/"
+WORKERS = "workers/"
+SCRATCH = "scratch/"
+
+COMPRESSED = ".zst"
+SCALE_DTYPE = np.dtype(np.float32)
+MADE_WHEN = ("finished_at", "seconds")  # of `made_by`: the maker's clock, for charts alone
+BESIDE = ("index", "statistics", "documents_table")  # the files of a unit that are not shards
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
+_MOST = 1 << 56  # rows, documents or bytes
+_MAX_AXES = 8
+_MAX_DEPTH = 32  # of our own records 5
+
+
+def done_key(unit: int) -> str:
+    return f"{DONE}{unit:08d}.json"
+
+
+def attempt_prefix(unit: int, attempt: str) -> str:
+    return f"{ATTEMPTS}{unit:08d}/{attempt}/"
+
+
+def shard_key(
+    unit: int, attempt: str, tap: str, number: int, *, part: int = 0, compressed: bool = False
+) -> str:
+    """`part`: of the unit, where several processes write it."""
+    label = f"{part}.{number:05d}" if part else f"{number:05d}"
+    name = f"{attempt_prefix(unit, attempt)}{tap}.{label}.safetensors"
+    return name + COMPRESSED if compressed else name
+
+
+def scale_name(tap: str) -> str:
+    """The tensor beside a tap's rows that holds the scale of each."""
+    return f"{tap}/scale"
+
+
+def worker_key(name: str) -> str:
+    return f"{WORKERS}{name}.json"
+
+
+def parse_worker_key(key: str) -> str | None:
+    """The name of the worker whose heartbeat this is."""
+    match = re.fullmatch(rf"workers/({_NAME.pattern})\.json", key)
+    return match[1] if match else None
+
+
+def is_count(value: object) -> bool:
+    """Whether a value from JSON can be a number of rows, bytes or the like."""
+    return type(value) is int and 0 <= value < _MOST
+
+
+def is_name(value: object) -> bool:
+    """Whether a value from JSON is a text that can be shown: it holds no line or terminal codes."""
+    return type(value) is str and value.isprintable()
+
+
+def shown(value: object) -> str:
+    """A stranger's words, or an error's about them, in a part of a line."""
+    text = str(value)
+    return (text if text.isprintable() else ascii(text)[1:-1])[:200]
+
+
+def parse_done_key(key: str) -> int | None:
+    match = re.fullmatch(r"done/(\d{8})\.json", key)
+    return int(match[1]) if match else None
+
+
+def parse_attempt_key(key: str) -> tuple[int, str] | None:
+    """The unit and attempt an object under `attempts/` belongs to."""
+    match = re.fullmatch(r"attempts/(\d{8})/([^/]+)/[^/]+", key)
+    return (int(match[1]), match[2]) if match else None
+
+
+def doc_runs(unit: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Runs of documents that a unit of the table holds: the first of each, and how many.
+
+    It is one, but for units that were merged where their order was drawn: a span says so that
+    does not follow the one before it.
+    """
+    spans: list[Mapping[str, Any]] = unit["spans"]
+    if all(span.get("doc") is None for span in spans):
+        return [(unit["first_doc"], unit["num_docs"])]
+    runs: list[tuple[int, int]] = [(unit["first_doc"], 0)]
+    for span in spans:
+        first, count = runs.pop() if span.get("doc") is None else (span["doc"], 0)
+        if not is_count(first) or not is_count(span["count"]):
+            raise ValueError("a span has a count that is not a number")
+        runs.append((first, count + span["count"]))
+    return [run for run in runs if run[1]] or runs[:1]
+
+
+@dataclass(frozen=True)
+class TapInfo:
+    """What is stored for each row of a tap."""
+
+    shape: tuple[int, ...]  # empty: a single number
+    dtype: str
+    aliases: tuple[str, ...] = ()  # what other tools call it
+    latents: int = 0  # that the row's are the largest, or the ids, of: see `latents.py`
+
+    @property
+    def width(self) -> int:
+        """Values per row."""
+        return math.prod(self.shape)
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """Of the values as they lie in a shard."""
+        return DTYPES_BY_NAME[self.dtype]
+
+    @property
+    def scaled_by(self) -> Literal["row", "channel"] | None:
+        """What a stored value must be multiplied by: its row's scale, its channel's, nothing."""
+        return {"float8_e4m3": "row", "int8": "channel"}.get(self.dtype)  # type: ignore[return-value]
+
+    @property
+    def row_bytes(self) -> int:
+        scale = SCALE_DTYPE.itemsize if self.scaled_by == "row" else 0
+        return self.width * self.storage.itemsize + scale
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "TapInfo":
+        shape, dtype, aliases = value["shape"], value["dtype"], value["aliases"]
+        latents = value["latents"]
+        lists = isinstance(shape, list) and isinstance(aliases, list)
+        if not lists or type(dtype) is not str or dtype not in DTYPES_BY_NAME:
+            raise ValueError(f"not a tap: {value!r}")
+        sizes, names = cast(list[Any], shape), cast(list[Any], aliases)
+        possible = len(sizes) <= _MAX_AXES and all(n and is_count(n) for n in sizes)
+        possible = possible and is_count(latents) and (not latents or len(sizes) == 1)
+        if not possible or math.prod(sizes) >= _MOST or not all(map(is_name, names)):
+            raise ValueError(f"not a tap: {value!r}")
+        return cls(tuple(sizes), dtype, tuple(names), latents)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a unit: a run of rows (first, count) of one tap, of the index, or statistics;
+    or the table of all its documents."""
+
+    tap: str
+    key: str
+    first: int
+    count: int
+    bytes: int
+    digest: str
+    etag: str = ""  # that a bucket gave it: a listing tells whether it is still the same object
+
+
+@dataclass(frozen=True)
+class Done:
+    """A done record: everything a reader needs to know of one unit."""
+
+    unit: int
+    attempt: str
+    fingerprint: str
+    rows: int
+    tokens: int  # that the model read; rows are those of them that were asked for
+    documents: int
+    contexts: int
+    skipped: Mapping[str, int]
+    text_digest: str
+    shards: tuple[Shard, ...]
+    index: Shard
+    statistics: Shard
+    documents_table: Shard
+    made_by: Mapping[str, Any]
+
+    def files(self) -> tuple[Shard, ...]:
+        return (*self.shards, *(getattr(self, name) for name in BESIDE))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, key: str, body: Mapping[str, Any]) -> "Done":
+        """Rebuild and audit: names stay inside the attempt, runs tile each tap's rows."""
+        try:
+            parts: dict[str, Any] = {**body}
+            parts["shards"] = tuple(Shard(**shard) for shard in parts["shards"])
+            for name in BESIDE:
+                parts[name] = Shard(**parts[name])
+            done = cls(**parts)
+            _audit_types(done)
+            prefix = attempt_prefix(done.unit, done.attempt)
+            for file in done.files():
+                if not file.key.startswith(prefix) or not _NAME.fullmatch(file.key[len(prefix) :]):
+                    raise CorruptError(key, f"names {file.key!r}, which is not of its attempt")
+            if any(getattr(done, name).key.endswith(COMPRESSED) for name in BESIDE):
+                raise CorruptError(key, "names a compressed index, statistics or documents")
+            if len({file.key for file in done.files()}) != len(done.files()):
+                raise CorruptError(key, "names a file twice")
+            reached: dict[str, int] = {}
+            for shard in done.shards:
+                if shard.first != reached.get(shard.tap, 0) or shard.count < 1:
+                    raise CorruptError(key, f"rows of {shard.tap} overlap or leave a gap")
+                reached[shard.tap] = shard.first + shard.count
+            if any(stop != done.rows for stop in reached.values()) or done.index.count != done.rows:
+                raise CorruptError(key, "its shards do not add up to its rows")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(key, f"is not a done record ({shown(error)})") from error
+        return done
+
+
+def listed_files(unit: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The files of a unit, as a manifest has them."""
+    return [*unit["shards"], *(unit[name] for name in BESIDE)]
+
+
+def _audit_types(done: Done) -> None:
+    counts: list[Any] = [done.unit, done.rows, done.tokens, done.documents, done.contexts]
+    counts += done.skipped.values()
+    texts: list[Any] = [done.attempt, done.fingerprint, done.text_digest, *done.made_by.keys()]
+    texts += done.skipped.keys()
+    for file in done.files():
+        counts += [file.first, file.count, file.bytes]
+        texts += [file.tap, file.digest, file.etag]
+    if not all(map(is_count, counts)):
+        raise ValueError("a count is not a number")
+    if not all(map(is_name, texts)) or not _NAME.fullmatch(done.attempt):
+        raise ValueError("a name is not a text")
+
+
+def encode_record(kind: str, body: Mapping[str, Any]) -> bytes:
+    """A record's bytes: canonical JSON that carries its own checksum."""
+    record = {"format": FORMAT, "kind": kind, **body}
+    record["checksum"] = _checksum(record)
+    data = _canonical(record)
+    if not data:
+        raise ValueError(f"a {kind} record holds what JSON cannot: {record!r}")
+    return data
+
+
+def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:
+    """The body of a record.
+
+    Raises:
+        StoreError: if it was written in a format this version does not know.
+        CorruptError: if any byte differs from what was written.
+    """
+    # In the canonical spelling, and no other is accepted, each level is indented by a space.
+    if b"\n" + b" " * (_MAX_DEPTH + 1) in data:
+        raise CorruptError(key, "is nested too deeply for a record")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(key, "is not JSON (damaged or truncated)") from error
+    if not isinstance(value, dict):
+        raise CorruptError(key, "is not a record")
+    record = cast(dict[str, Any], value)
+    version = record.get("format")
+    if type(version) is int and version != FORMAT and record.get("checksum") == _checksum(record):
+        raise StoreError(
+            f"{key}: written in format {shown(version)}, but this version of spile reads format "
+            f"{FORMAT}; use the version that wrote it, or another --out"
+        )
+    if record.get("checksum") != _checksum(record) or _canonical(record) != data:
+        raise CorruptError(key, "checksum does not match (damaged or edited)")
+    if record.get("kind") != kind:
+        found = shown(repr(record.get("kind")))
+        raise CorruptError(key, f"holds a {found} record, expected {kind!r}")
+    return {k: v for k, v in record.items() if k not in ("format", "kind", "checksum")}
+
+
+def _canonical(record: Mapping[str, Any]) -> bytes:
+    try:
+        return (json.dumps(record, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+    except (ValueError, RecursionError):
+        return b""
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(
+        _canonical({k: v for k, v in record.items() if k != "checksum"})
+    )

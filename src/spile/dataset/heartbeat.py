@@ -1,0 +1,200 @@
+"""Signs of life: which worker holds which unit. They save work; correctness needs none of this.
+
+A worker replaces its record every few seconds, with a counter that grows. An observer that has
+not seen the counter move for a while *by its own clock* takes the worker for gone; clocks of
+different machines are never compared. A worker of this very machine whose process has ended is
+known to be gone at once.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from spile.core.errors import CorruptError, StoreError
+from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.objects import Objects
+
+_BEAT_SECONDS = 2.0
+_SETTLING_SECONDS = 0.2
+_LAST_WORDS = ("done", "failed", "stopped")
+
+
+class Presence:
+    """This worker's record, and what it sees of the others."""
+
+    def __init__(self, objects: Objects, stale_after: float) -> None:
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.objects, self._stale_after = objects, stale_after
+        self._seen: dict[str, tuple[int, float]] = {}  # worker -> counter, when it last moved
+        self._left: set[str] = set()  # workers that have said their last word
+        self._lock = threading.Lock()
+        self._state: dict[str, Any] = {"state": "starting", "units": []}
+        self._counter = 0
+        self._progress: Callable[[], Mapping[str, Any]] = dict
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        if not self._thread.is_alive():
+            self._write()
+            self._thread.start()
+
+    def tell(self, **fields: Any) -> None:
+        """Change what the next beat says."""
+        with self._lock:
+            self._state |= fields
+
+    def report(self, progress: Callable[[], Mapping[str, Any]]) -> None:
+        """What every beat is to ask, and to say as `progress`: for whoever looks."""
+        with self._lock:
+            self._progress = progress
+
+    def hold(self, unit: int) -> None:
+        """Claim a unit, at once."""
+        with self._lock:
+            self._state["units"] = [*self._state["units"], unit]
+        self._try_write()
+
+    def claim(self, unit: int) -> bool:
+        """Hold a unit, unless another does; of several who claim it at once the first by name."""
+        self.tell(wants=unit)
+        self.hold(unit)
+        kept = self._prevails(unit)
+        self.tell(wants=None)  # said with the next beat, which who comes later waits for
+        if not kept:
+            self.release(unit)
+            self._try_write()
+        return kept
+
+    def _prevails(self, unit: int) -> bool:
+        limit = time.monotonic() + 2 * _BEAT_SECONDS
+        while True:
+            rivals = {n: r.get("wants") == unit for n, r in self._holders() if unit in r["units"]}
+            if any(not only_wants or name < self.name for name, only_wants in rivals.items()):
+                return False
+            # Who claims it, too, either looked before us and keeps it, or will give way.
+            if not rivals or time.monotonic() > limit or self._stop.wait(_SETTLING_SECONDS):
+                return True
+
+    def release(self, unit: int) -> None:
+        with self._lock:
+            self._state["units"] = [u for u in self._state["units"] if u != unit]
+
+    def close(self, state: str, **fields: Any) -> None:
+        """Say the last word, if there was a first one."""
+        self._stop.set()
+        if not self._thread.is_alive():
+            return
+        self._thread.join()
+        self.tell(state=state, units=[], **fields)
+        self._try_write()
+
+    def held_by_others(self) -> set[int]:
+        """Units that a worker which seems alive is working on."""
+        held: set[int] = set()
+        for _, record in self._holders():
+            held.update(record["units"])
+        return held
+
+    def _holders(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The others who seem alive and hold something."""
+        for name, record in read_workers(self.objects, without=self._left).items():
+            if record.get("state") in _LAST_WORDS:
+                self._left.add(name)
+            elif name != self.name and record["units"] and self._alive(name, record):
+                yield name, record
+
+    def _alive(self, name: str, record: Mapping[str, Any]) -> bool:
+        if process_ended(record):
+            return False
+        counter, now = record["counter"], time.monotonic()
+        known = self._seen.get(name)
+        if known is None or known[0] != counter:
+            self._seen[name] = (counter, now)
+            return True
+        return now - known[1] < self._stale_after
+
+    def _beat(self) -> None:
+        while not self._stop.wait(_BEAT_SECONDS):
+            self._try_write()
+
+    def _try_write(self) -> None:
+        """Nothing depends on a beat: a full or absent disk is reported by whoever writes rows."""
+        with contextlib.suppress(StoreError):
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            self._counter += 1
+            body = {**self._state, "counter": self._counter, **_process()}
+            if progress := self._progress():
+                body["progress"] = dict(progress)
+            self.objects.replace(fmt.worker_key(self.name), fmt.encode_record("worker", body))
+
+
+def read_workers(objects: Objects, *, without: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Every worker's last word; a record being replaced right now may be left out."""
+
+    def read(key: str) -> dict[str, Any] | None:
+        try:
+            record = fmt.decode_record(key, objects.get(key), "worker")
+        except (FileNotFoundError, CorruptError):
+            return None
+        return record if _sound(record) else None
+
+    named = ((fmt.parse_worker_key(key), key) for key in objects.list(fmt.WORKERS))
+    keys = {name: key for name, key in named if name is not None and name not in without}
+    records = mapped(read, keys.values(), objects.parallel)
+    return {name: record for name, record in zip(keys, records, strict=True) if record is not None}
+
+
+def _sound(record: Mapping[str, Any]) -> bool:
+    """Whether a record says what ours say; one that does not is nobody's sign of life."""
+    units: Any = record.get("units")
+    world: Any = record.get("world") or {"process": 0}
+    if not isinstance(units, list) or not isinstance(world, dict):
+        return False
+    counts = [record.get("counter"), record.get("pid"), *cast(list[Any], units)]
+    counts += [cast(dict[str, Any], world).get("process"), record.get("wants") or 0]
+    return all(map(fmt.is_count, counts))
+
+
+def process_ended(record: Mapping[str, Any]) -> bool:
+    """Whether the worker ran on this machine, as now booted, and its process is no more."""
+    mine = _process()
+    if record.get("host") != mine["host"] or record.get("boot") != mine["boot"]:
+        return False
+    return _start_time(record["pid"]) != record.get("started")
+
+
+def rebooted(record: Mapping[str, Any]) -> bool:
+    """Whether this machine, by its name, has been started anew since the worker's last word."""
+    mine = _process()
+    return record.get("host") == mine["host"] and record.get("boot") != mine["boot"]
+
+
+def _process() -> dict[str, Any]:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {
+        "host": socket.gethostname(),
+        "boot": boot.read_text().strip() if boot.exists() else "",
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "started": _start_time(os.getpid()),
+    }
+
+
+def _start_time(pid: int) -> int | None:
+    """A process's start, in clock ticks since boot; tells a process from a later one of its id."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None

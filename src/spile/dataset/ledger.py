@@ -1,0 +1,252 @@
+"""What exists: the unit table, the done records, the manifest. Every commit goes through here.
+
+A unit exists when its done record does. Records are created exclusively; whoever is told that
+one exists already reads it back, because the answer to one's own lost request is the same.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+
+from spile.core.errors import CorruptError, DriftError, StoreError
+from spile.core.recipe import ResolvedRecipe
+from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, TapInfo
+from spile.dataset.write.quantization import scales_from_json, scales_to_json
+from spile.objects import Objects, exists
+
+
+@dataclass(frozen=True)
+class Table:
+    """The unit table, as stored. `units` and `files` are JSON; data/ knows what they mean."""
+
+    recipe: ResolvedRecipe
+    fingerprint: str
+    taps: Mapping[str, TapInfo]
+    files: tuple[Mapping[str, Any], ...]
+    units: tuple[Mapping[str, Any], ...]
+    kept: float  # the share of tokens that become rows, estimated from a sample
+    # Where rows lie in a drawn order (`shuffle.py`), and units are no more those of their
+    # documents: the seed, and the sum of all index entries (`sums.py`).
+    shuffled: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        body = {
+            "recipe": self.recipe.to_json(),
+            "fingerprint": self.fingerprint,
+            "taps": {name: asdict(info) for name, info in self.taps.items()},
+            "files": list(self.files),
+            "units": list(self.units),
+            "kept": self.kept,
+        }
+        return {**body, "shuffled": dict(self.shuffled)} if self.shuffled else body
+
+    @property
+    def order(self) -> str:
+        """What the order of the rows follows from."""
+        if not self.shuffled:
+            return self.fingerprint
+        return f"{self.fingerprint}, shuffled {self.shuffled['seed']} {self.shuffled['drawn']}"
+
+
+class Ledger:
+    """The records of one dataset."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+
+    def read_table(self) -> Table | None:
+        body = self._read(fmt.UNITS, "units")
+        if body is None:
+            return None
+        try:
+            table = Table(
+                recipe=ResolvedRecipe.from_json(body["recipe"]),
+                fingerprint=body["fingerprint"],
+                taps={n: TapInfo.from_json(info) for n, info in body["taps"].items()},
+                files=tuple(body["files"]),
+                units=tuple(body["units"]),
+                kept=float(body["kept"]),
+                shuffled=body.get("shuffled"),
+            )
+            _audit_table(table)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CorruptError(fmt.UNITS, f"is not a unit table ({fmt.shown(error)})") from error
+        return table
+
+    def table(self) -> Table:
+        """The unit table of a dataset that must exist."""
+        table = self.read_table()
+        if table is None:
+            raise StoreError(f"{self.objects.url}: no dataset there (no {fmt.UNITS})")
+        return table
+
+    def create_table(self, table: Table) -> Table:
+        """Store the table, or return the one that came first."""
+        self.objects.create(fmt.UNITS, fmt.encode_record("units", table.to_json()))
+        return self.table()
+
+    def check_weights(self, digests: Mapping[str, str]) -> None:
+        """Record the weights' full hashes, or compare with those recorded before."""
+        body = {"tensors": dict(sorted(digests.items()))}
+        if self.objects.create(fmt.MODEL, fmt.encode_record("model", body)):
+            return
+        record: Any = (self._read(fmt.MODEL, "model") or {}).get("tensors", {})
+        if not isinstance(record, dict):
+            raise CorruptError(fmt.MODEL, "holds no hashes")
+        stored = cast(dict[str, Any], record)
+        changed = {
+            f"weights of {name}": (stored.get(name), digests.get(name))
+            for name in sorted({*stored, *digests})
+            if stored.get(name) != digests.get(name)
+        }
+        if changed:
+            raise DriftError(self.objects.url, dict(list(changed.items())[:3]))
+
+    def read_scales(self, table: Table) -> dict[str, np.ndarray] | None:
+        """The scale of each channel, for taps stored with one; None if not measured yet."""
+        if all(info.scaled_by != "channel" for info in table.taps.values()):
+            return {}
+        body = self._read(fmt.SCALES, "scales")
+        return None if body is None else scales_from_json(body, table.taps)
+
+    def create_scales(self, table: Table, measured: Mapping[str, np.ndarray]) -> None:
+        """Store the scales, unless others came first: those are everyone's."""
+        body = scales_to_json(measured)
+        scales_from_json(body, table.taps)  # one that cannot be read would stop everyone for good
+        self.objects.create(fmt.SCALES, fmt.encode_record("scales", body))
+
+    def done_units(self) -> set[int]:
+        """The units that exist, from a listing alone."""
+        found = (fmt.parse_done_key(key) for key in self.objects.list(fmt.DONE))
+        return {unit for unit in found if unit is not None}
+
+    def read_done(self, unit: int) -> Done | None:
+        key = fmt.done_key(unit)
+        body = self._read(key, "done")
+        if body is None:
+            return None
+        done = Done.from_json(key, body)
+        if done.unit != unit:
+            raise CorruptError(key, f"is the record of unit {done.unit}")
+        return done
+
+    def commit(self, done: Done) -> bool:
+        """Create the done record; False if another attempt came first.
+
+        Raises:
+            StoreError: if a file it would name has vanished; nothing is created then.
+        """
+        key = fmt.done_key(done.unit)
+        prefix = fmt.attempt_prefix(done.unit, done.attempt)
+        sizes = {entry.key: entry.size for entry in self.objects.entries(prefix)}
+        gone = [file.key for file in done.files() if sizes.get(file.key) != file.bytes]
+        if gone:
+            # `gc` takes the files of an attempt that lost; anything else had no right to.
+            if self.read_done(done.unit) is not None:
+                return False
+            raise StoreError(
+                f"{self.objects.url}/{gone[0]}: vanished before unit {done.unit} was committed; "
+                "nothing but spile may delete there (`gc --abandoned` only when nothing runs): "
+                "run the same command again"
+            )
+        if self.objects.create(key, fmt.encode_record("done", done.to_json())):
+            return True
+        stored = self.read_done(done.unit)
+        return stored is not None and stored.attempt == done.attempt
+
+    def complete(self, table: Table) -> bool:
+        """Create the manifest if every unit is done; says whether they are."""
+        if not self.done_units().issuperset(_unit_ids(table)):
+            return False
+        if not exists(self.objects, fmt.MANIFEST):
+            must_be_done = partial(self._must_be_done, table)
+            records = mapped(must_be_done, _unit_ids(table), self.objects.parallel)
+            manifest = derive_manifest(table, records)
+            self.objects.create(fmt.MANIFEST, fmt.encode_record("manifest", manifest))
+        return True
+
+    def read_manifest(self) -> dict[str, Any] | None:
+        """The manifest; its units are those of `Done`, and to be audited as such."""
+        manifest = self._read(fmt.MANIFEST, "manifest")
+        if manifest is not None:
+            _audit_manifest(manifest)
+        return manifest
+
+    def _must_be_done(self, table: Table, unit: int) -> Done:
+        done = self.read_done(unit)
+        if done is not None and done.fingerprint != table.fingerprint:
+            raise CorruptError(fmt.done_key(unit), "belongs to another recipe")
+        if done is None:
+            raise CorruptError(fmt.done_key(unit), "is missing")
+        return done
+
+    def _read(self, key: str, kind: str) -> dict[str, Any] | None:
+        try:
+            data = self.objects.get(key)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"{self.objects.url}/{key}: {error.strerror or error}") from error
+        return fmt.decode_record(key, data, kind)
+
+
+def _audit_table(table: Table) -> None:
+    for unit in table.units:
+        if not all(fmt.is_count(unit[name]) for name in ("id", "first_doc", "num_docs", "tokens")):
+            raise ValueError("a unit has a count that is not a number")
+        fmt.doc_runs(unit)
+    if not all(isinstance(part, dict) for part in (*table.units, *table.files)):
+        raise ValueError("a unit or a file is not an object")
+    if not all(map(fmt.is_name, (table.fingerprint, *table.taps))):
+        raise ValueError("a name is not a text")
+    if table.shuffled is not None:
+        told: dict[str, Any] = {**table.shuffled}
+        if not fmt.is_count(told["seed"]) or not all(
+            map(fmt.is_name, (told["entries"], told["drawn"]))
+        ):
+            raise ValueError("the order of its rows is none")
+
+
+def _audit_manifest(manifest: Mapping[str, Any]) -> None:
+    try:
+        counts = [manifest[name] for name in ("rows", "tokens", "documents", "bytes")]
+        counts += manifest["skipped"].values()
+        units: list[Any] = list(manifest["units"])
+        keys = [file["key"] for unit in units for file in fmt.listed_files(unit)]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(fmt.MANIFEST, f"is not a manifest ({fmt.shown(error)})") from error
+    named = all(map(fmt.is_name, (*keys, *manifest["skipped"])))
+    if not named or not all(map(fmt.is_count, counts)) or not all(type(u) is dict for u in units):
+        raise CorruptError(fmt.MANIFEST, "is not a manifest (a count or a name is none)")
+
+
+def _unit_ids(table: Table) -> list[int]:
+    return [int(unit["id"]) for unit in table.units]
+
+
+def derive_manifest(table: Table, records: Iterable[Done]) -> dict[str, Any]:
+    """The manifest's content: determined by the table and the done records alone."""
+    units: list[dict[str, Any]] = []
+    skipped: dict[str, int] = {}
+    for done in records:
+        units.append(
+            {k: v for k, v in done.to_json().items() if k not in ("made_by", "fingerprint")}
+        )
+        for reason, count in done.skipped.items():
+            skipped[reason] = skipped.get(reason, 0) + count
+    manifest = {
+        "fingerprint": table.fingerprint,
+        "rows": sum(unit["rows"] for unit in units),
+        "tokens": sum(unit["tokens"] for unit in units),
+        "documents": sum(unit["documents"] for unit in units),
+        "bytes": sum(file["bytes"] for unit in units for file in fmt.listed_files(unit)),
+        "skipped": skipped,
+        "units": units,
+    }
+    return json.loads(json.dumps(manifest))  # as it reads back: lists, not tuples

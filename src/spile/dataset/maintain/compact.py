@@ -1,0 +1,258 @@
+"""Compaction: the same rows in the same order, in few large shards, as a new dataset.
+
+Consecutive units become one, up to a size; shards are cut anew. What a done record was made from
+is in its `made_by`: by that, the same command continues after a kill, and any other is refused.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from spile.core.errors import ConfigError
+from spile.core.index import INDEX_DTYPE
+from spile.dataset import format as fmt
+from spile.dataset.format import Done
+from spile.dataset.ledger import Ledger, Table
+from spile.dataset.maintain import rewrite
+from spile.dataset.maintain.copy import CheckedFile, read_finished
+from spile.dataset.write.documents import merge_documents, read_documents
+from spile.dataset.write.unit_writer import UnitWriter
+from spile.objects import Objects, check_creates_once
+
+UNIT_BYTES = 64 << 30
+
+# Of a merged unit: its index and its documents are held whole, as extract holds them.
+_INDEX_BYTES = 128 << 20
+_DOCUMENTS_BYTES = 128 << 20
+_COMPACTED = "compacted"
+
+_log = logging.getLogger("spile")
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """What was made of what."""
+
+    dest: str
+    rows: int  # of each tap
+    units: int
+    units_before: int
+    shards: int
+    shards_before: int
+    bytes: int
+    bytes_before: int
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Consecutive units that become one."""
+
+    unit: Mapping[str, Any]  # its entry in the new table
+    records: tuple[Done, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(done.rows for done in self.records)
+
+    def origin(self) -> dict[str, Any]:
+        """What the new unit is made from: the same for the same source and cut alone."""
+        return {
+            "units": [self.records[0].unit, self.records[-1].unit],
+            "records": rewrite.records_digest(self.records),
+        }
+
+
+def compact(
+    source: Objects,
+    dest: Objects,
+    *,
+    unit_bytes: int = UNIT_BYTES,
+    shard_bytes: int = rewrite.SHARD_BYTES,
+    compress: bool = False,
+) -> Compacted:
+    """Write a finished dataset anew, or continue to.
+
+    Args:
+        unit_bytes: of stored files, that merged units may reach.
+        shard_bytes: of a shard; where the store holds a stream in memory, less.
+        compress: byte planes and zstd, whatever the source has.
+    """
+    rewrite.refuse_nested(source, dest)
+    table, records = read_finished(source)
+    groups = list(_groups(table, records, unit_bytes))
+    merged = replace(table, units=tuple(group.unit for group in groups))
+    ledger = Ledger(dest)
+    made = _resumed(ledger, merged, groups)
+    if not compress:
+        missing = sum(group.rows for group in groups if group.unit["id"] not in made)
+        rewrite.refuse_if_too_large(dest, table.taps, missing)
+    if len(made) < len(groups):
+        check_creates_once(dest)
+    if not rewrite.copy_records(source, dest):
+        raise _other(dest)
+    shard_bytes = min(shard_bytes, dest.most_streamed or shard_bytes)
+    for number, group in enumerate(groups):
+        if number not in made:
+            made[number] = _write(source, ledger, table, group, shard_bytes, compress)
+            _log.info("unit %d of %d: %d rows", number + 1, len(groups), group.rows)
+    ledger.complete(merged)
+    if rewrite.as_stored(ledger.create_table(merged)) != rewrite.as_stored(merged):
+        raise _other(dest)
+    done = list(made.values())
+    return Compacted(
+        dest=dest.url,
+        rows=sum(each.rows for each in done),
+        units=len(done),
+        units_before=len(records),
+        shards=sum(len(each.shards) for each in done),
+        shards_before=sum(len(each.shards) for each in records),
+        bytes=rewrite.stored_bytes(done),
+        bytes_before=rewrite.stored_bytes(records),
+    )
+
+
+# -- the source ------------------------------------------------------------------------------
+
+
+def _groups(table: Table, records: Sequence[Done], unit_bytes: int) -> Iterator[_Group]:
+    """Cut between units only: what was one stays together, however large."""
+    held: list[int] = []
+    size = rows = about = made = 0
+    for number, record in enumerate(records):
+        more = rewrite.stored_bytes([record])
+        too_many = (rows + record.rows) * INDEX_DTYPE.itemsize > _INDEX_BYTES
+        too_many |= about + record.documents_table.bytes > _DOCUMENTS_BYTES
+        if held and (size + more > unit_bytes or too_many):
+            yield _group(made, table, records, held)
+            held, size, rows, about, made = [], 0, 0, 0, made + 1
+        held.append(number)
+        size, rows = size + more, rows + record.rows
+        about += record.documents_table.bytes
+    if held:
+        yield _group(made, table, records, held)
+
+
+def _group(unit: int, table: Table, records: Sequence[Done], numbers: Sequence[int]) -> _Group:
+    units = [table.units[number] for number in numbers]
+    reached = units[0]["first_doc"]
+    spans: list[dict[str, Any]] = []
+    for each in units:
+        mine = [dict(span) for span in each["spans"]]
+        if mine and each["first_doc"] != reached:  # in a drawn order
+            mine[0]["doc"] = each["first_doc"]
+        spans += mine
+        ((first, count), *_) = reversed(fmt.doc_runs(each))
+        reached = first + count
+    merged = {
+        **units[0],
+        "id": unit,
+        "num_docs": sum(unit["num_docs"] for unit in units),
+        "tokens": sum(unit["tokens"] for unit in units),
+        "spans": spans,
+        "skip": [doc for unit in units for doc in unit.get("skip", ())],
+    }
+    return _Group(merged, tuple(records[number] for number in numbers))
+
+
+def _read_index(source: Objects, group: _Group) -> np.ndarray:
+    index = np.empty(group.rows, INDEX_DTYPE)
+    reached = 0
+    for done in group.records:
+        index[reached : reached + done.rows] = rewrite.read_index(source, done)
+        reached += done.rows
+    return index
+
+
+def _read_documents(
+    source: Objects, table: Table, group: _Group, index: np.ndarray
+) -> dict[str, np.ndarray]:
+    tables: list[Any] = []
+    for done in group.records:
+        CheckedFile(source, done.documents_table).check()
+        tables.append(read_documents(source, done.documents_table, table.recipe.keep))
+    return merge_documents(tables, None if table.shuffled else index)
+
+
+# -- the destination -------------------------------------------------------------------------
+
+
+def _other(dest: Objects) -> ConfigError:
+    return ConfigError(
+        f"{dest.url} holds another dataset, or this one compacted with another --unit-bytes; "
+        "choose an empty place"
+    )
+
+
+def _resumed(ledger: Ledger, table: Table, groups: Sequence[_Group]) -> dict[int, Done]:
+    """The units that are done already. Whatever else is there is not ours to add to."""
+    found = ledger.read_table()
+    if found is not None and rewrite.as_stored(found) != rewrite.as_stored(table):
+        raise _other(ledger.objects)
+    rewrite.refuse_strangers(ledger.objects)
+    units = sorted(ledger.done_units())
+    if units and units[-1] >= len(groups):
+        raise _other(ledger.objects)
+    return {unit: _ours(ledger, unit, groups[unit]) for unit in units}
+
+
+def _ours(ledger: Ledger, unit: int, group: _Group) -> Done:
+    done = ledger.read_done(unit)
+    if done is None or done.made_by.get(_COMPACTED) != group.origin():
+        raise _other(ledger.objects)
+    return done
+
+
+def _write(
+    source: Objects, ledger: Ledger, table: Table, group: _Group, shard_bytes: int, compress: bool
+) -> Done:
+    """One merged unit, a window of rows at a time."""
+    number, index = int(group.unit["id"]), _read_index(source, group)
+    writer = UnitWriter(ledger.objects, number, index, table.taps, shard_bytes, compress=compress)
+    try:
+        for tap, info in table.taps.items():
+            for done in group.records:
+                for shard in done.shards:
+                    if shard.tap == tap:
+                        for rows, scales in rewrite.read_rows(source, shard, info):
+                            writer.write(tap, rows, scales)
+        for done in group.records:
+            for tap, stats in rewrite.read_statistics(source, done, table.taps).items():
+                writer.stats[tap].merge(stats)
+        documents = _read_documents(source, table, group, index)
+        made = writer.finish(table=documents, **_described(table, group))
+        committed = ledger.commit(made)
+    except BaseException:
+        writer.discard()
+        raise
+    if not committed:
+        writer.discard()
+        return _ours(ledger, number, group)
+    return made
+
+
+def _described(table: Table, group: _Group) -> dict[str, Any]:
+    """The record's counts, summed; and who made the rows in the first place."""
+    skipped: dict[str, int] = {}
+    text = xxhash.xxh3_128()
+    for done in group.records:
+        for reason, count in done.skipped.items():
+            skipped[reason] = skipped.get(reason, 0) + count
+        text.update(done.text_digest.encode())
+    return {
+        "fingerprint": table.fingerprint,
+        "tokens": sum(done.tokens for done in group.records),
+        "documents": sum(done.documents for done in group.records),
+        "contexts": sum(done.contexts for done in group.records),
+        "skipped": skipped,
+        "text_digest": text.hexdigest(),
+        "made_by": {
+            "spile": version("spile"),
+            _COMPACTED: group.origin(),
+            "rows_by": rewrite.makers_of(group.records),
+        },
+    }

@@ -1,0 +1,367 @@
+"""Shuffling: the same rows in a drawn order, as a new dataset. Memory is bounded, passes are few.
+
+Rows are scattered (`scatter.py`) into parts that fit into memory; each part is then put in a drawn
+order and written. Units keep their numbers, their documents and the statistics of their documents'
+rows, so that all of those add up to what they were; which rows lie in a unit is chance.
+
+Nothing opens as a dataset before the sums of all rows (`sums.py`) have been found to be those of
+the source. What was made from what is in `made_by`: by that, the same command continues after a
+kill, and any other is refused.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from spile.core.config import canonical_json
+from spile.core.errors import ConfigError
+from spile.dataset import format as fmt
+from spile.dataset.format import Done
+from spile.dataset.ledger import Ledger, Table
+from spile.dataset.maintain import rewrite
+from spile.dataset.maintain.copy import CheckedFile, read_finished
+from spile.dataset.maintain.scatter import (
+    SHUFFLED,
+    Level,
+    Part,
+    Pass,
+    Piece,
+    Room,
+    Source,
+    lost,
+    other,
+)
+from spile.dataset.maintain.sums import Sums, entry_hashes
+from spile.dataset.read.order import drawn, drawn_digest
+from spile.dataset.write.shard import read_tensors
+from spile.dataset.write.unit_writer import UnitWriter
+from spile.objects import Objects, check_creates_once, open_objects
+
+MEMORY = 4 << 30
+
+_BESIDE_ROW = 160  # bytes of memory for a row besides its widest tap: its entry, its place, hashes
+_SEGMENT_BYTES = 128 << 10  # of a part in a run, at least: shorter ones are slow to read
+
+_log = logging.getLogger("spile")
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """What was made."""
+
+    dest: str
+    rows: int  # of each tap
+    units: int
+    shards: int
+    bytes: int
+    passes: int  # over all rows: those that scatter, and the last
+
+
+def shuffle(
+    source: Objects,
+    dest: Objects,
+    *,
+    seed: int = 0,
+    memory: int = MEMORY,
+    scratch: str | None = None,
+    shard_bytes: int = rewrite.SHARD_BYTES,
+    compress: bool = False,
+) -> Shuffled:
+    """Write a finished dataset anew with its rows in a drawn order, or continue to.
+
+    Args:
+        memory: bytes for rows; the order depends on it.
+        scratch: where rows lie between passes, as many bytes as the dataset has (for a while twice
+            as many, if there are more than two passes) [in `dest`, until it is done].
+    """
+    if seed < 0:
+        raise ConfigError(f"--seed must be 0 or more, got {seed}")
+    rewrite.refuse_nested(source, dest)
+    table, records = read_finished(source)
+    work = _Shuffle(
+        source, dest, table, records, seed, memory, scratch or f"{dest.url.rstrip('/')}/scratch",
+        shard_bytes, compress,
+    )  # fmt: skip
+    return work.run()
+
+
+@dataclass(frozen=True)
+class _Shuffle:
+    source: Objects
+    dest: Objects
+    table: Table
+    records: Sequence[Done]
+    seed: int
+    memory: int
+    scratch: str
+    shard_bytes: int
+    compress: bool
+
+    @property
+    def capacity(self) -> int:
+        """Rows that are held at a time."""
+        widest = max(info.row_bytes for info in self.table.taps.values())
+        # A part gets some more rows than its share, or fewer: an eighth is left for that.
+        return max(1, self.memory * 7 // 8 // (widest + _BESIDE_ROW))
+
+    @property
+    def fan_out(self) -> int:
+        """Nodes that a run may be sorted by."""
+        widest = max(info.row_bytes for info in self.table.taps.values())
+        return max(2, self.capacity * widest // _SEGMENT_BYTES)
+
+    @cached_property
+    def makers(self) -> list[Mapping[str, object]]:
+        return rewrite.makers_of(self.records)
+
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        """What the order follows from: the same for the same source and the same way alone."""
+        return {
+            "records": rewrite.records_digest(self.records),
+            "seed": self.seed,
+            "capacity": self.capacity,
+            "fan_out": self.fan_out,
+            "drawn": drawn_digest(self.seed),
+        }
+
+    def run(self) -> Shuffled:
+        ledger = Ledger(self.dest)
+        parts = Source(self.source, self.table, self.records).parts(self.capacity)
+        passes = self._passes(parts)
+        there = self._resumed(ledger)
+        if len(there) < len(self.records):
+            check_creates_once(self.dest)
+            if not there and not self.compress:
+                rows = sum(done.rows for done in self.records)
+                inside = self.scratch.startswith(self.dest.url)
+                rewrite.refuse_if_too_large(self.dest, self.table.taps, rows * (1 + inside))
+        if ledger.read_table() is None:
+            if not rewrite.copy_records(self.source, self.dest):
+                raise other(self.dest)
+            level = self._scattered(passes)
+            made = self._gathered(ledger, level, parts, there)
+            self._commit(ledger, level, made)
+        else:
+            made = list(there.values())
+        for number in range(1, len(passes) + 1):
+            _clear(self._store(number))
+        return Shuffled(
+            dest=self.dest.url,
+            rows=sum(done.rows for done in made),
+            units=len(made),
+            shards=sum(len(done.shards) for done in made),
+            bytes=rewrite.stored_bytes(made),
+            passes=len(passes) + 1,
+        )
+
+    def _resumed(self, ledger: Ledger) -> dict[int, Done]:
+        """The units that are done already."""
+        found = ledger.read_table()
+        wanted = replace(self.table, shuffled=None)
+        if found is not None and (
+            rewrite.as_stored(replace(found, shuffled=None)) != rewrite.as_stored(wanted)
+            or found.shuffled is None
+            or found.shuffled["drawn"] != self._drawn()
+        ):
+            raise other(self.dest)
+        rewrite.refuse_strangers(self.dest, [fmt.SCRATCH])
+        units = sorted(ledger.done_units())
+        if units and units[-1] >= len(self.records):
+            raise other(self.dest)
+        return {unit: self.ours(ledger, unit) for unit in units}
+
+    def ours(self, ledger: Ledger, unit: int) -> Done:
+        done = ledger.read_done(unit)
+        if done is None or done.made_by.get(SHUFFLED, {}).get("origin") != self.origin:
+            raise other(self.dest)
+        return done
+
+    def _drawn(self) -> str:
+        return xxhash.xxh3_64_hexdigest(canonical_json(self.origin))
+
+    # -- rows into parts -----------------------------------------------------------------------
+
+    def _passes(self, parts: Sequence[Part]) -> list[Pass]:
+        """As few as make parts of the whole, when each makes so many nodes of one."""
+        widths = [1]  # parts in a node, from the last pass to the first
+        while widths[-1] * self.fan_out < len(parts):
+            widths.append(widths[-1] * self.fan_out)
+        above = len(parts)
+        passes: list[Pass] = []
+        for number, width in enumerate(reversed(widths), 1):
+            firsts = range(0, len(parts), width)
+            bounds = [*(parts[first].first for first in firsts), parts[-1].last]
+            nodes = len(range(0, len(parts), above))
+            children = [min(node * (above // width), len(firsts)) for node in range(nodes)]
+            passes.append(
+                Pass(number, self.seed, self.origin, self.table, bounds, [*children, len(firsts)],
+                     self._shard_bytes(self._store(number)))
+            )  # fmt: skip
+            above = width
+        return passes
+
+    def _store(self, number: int) -> Objects:
+        return open_objects(f"{self.scratch}/{number}")
+
+    def _shard_bytes(self, objects: Objects) -> int:
+        return min(self.shard_bytes, objects.most_streamed or self.shard_bytes)
+
+    def _scattered(self, passes: Sequence[Pass]) -> Level:
+        """What the last of the passes has made; those before it are not needed any more."""
+        level: Source | Level = Source(self.source, self.table, self.records)
+        begin = 0
+        for number in range(len(passes), 0, -1):
+            found = passes[number - 1].found(self._store(number))
+            if found is not None:
+                level, begin = found, number
+                break
+        for each in passes[begin:]:
+            _log.info("pass %d of %d: rows are scattered", each.number, len(passes) + 1)
+            level = each.run(level, self._store(each.number), self.capacity)
+            if each.number > 1:
+                _clear(self._store(each.number - 1))
+        assert isinstance(level, Level)
+        return level
+
+    # -- parts into units ----------------------------------------------------------------------
+
+    def _gathered(
+        self, ledger: Ledger, level: Level, parts: Sequence[Part], there: Mapping[int, Done]
+    ) -> list[Done]:
+        made = dict(there)
+        numbered = enumerate(parts)
+        for (first, stop), group in groupby(numbered, key=lambda item: item[1].units):
+            missing = [unit for unit in range(first, stop) if unit not in made]
+            if missing:
+                nodes = [node for node, _ in group]
+                for done in self._write(ledger, level, range(first, stop), missing, nodes):
+                    made[done.unit] = done
+                _log.info("unit %d of %d", stop, len(self.records))
+        return [made[unit] for unit in range(len(self.records))]
+
+    def _write(
+        self, ledger: Ledger, level: Level, units: range, missing: Sequence[int],
+        nodes: Sequence[int],
+    ) -> list[Done]:  # fmt: skip
+        """The units that are made of some parts: several of one, or one of several."""
+        pieces = [Piece(node, 0, level.count(node)) for node in nodes]
+        orders = [drawn(piece.last, self.seed, 0, piece.node) for piece in pieces]
+        index = np.concatenate(
+            [level.index(piece)[order] for piece, order in zip(pieces, orders, strict=True)]
+        )
+        ends = _shares(len(index), [self.records[unit].rows for unit in units])
+        writers = {
+            unit: _Writer(self, units[place], index[ends[place] : ends[place + 1]])
+            for place, unit in enumerate(units)
+            if unit in missing
+        }
+        try:
+            for tap, info in self.table.taps.items():
+                at = 0
+                for piece, order in zip(pieces, orders, strict=True):
+                    room = Room(info, piece.last)
+                    level.fill(tap, piece, room.rows, room.scales)
+                    for _, rows, scales in room.taken(order):
+                        for place, unit in enumerate(units):
+                            low = max(ends[place] - at, 0)
+                            high = min(ends[place + 1] - at, len(rows))
+                            if low < high and unit in writers:
+                                beside = None if scales is None else scales[low:high]
+                                writers[unit].write(tap, room, rows[low:high], beside)
+                        at += len(rows)
+            return [writers.pop(unit).commit(ledger) for unit in missing]
+        except BaseException:
+            for writer in writers.values():
+                writer.discard()
+            raise
+
+    def _commit(self, ledger: Ledger, level: Level, made: Sequence[Done]) -> None:
+        """The table makes it a dataset, once the rows are found to be the same."""
+        sums = Sums()
+        for done in made:
+            sums.merge(Sums.from_json(done.made_by[SHUFFLED]["sums"]))
+        if sums != level.sums:
+            raise lost(self.dest)
+        told = {"seed": self.seed, "entries": f"{sums.entries:016x}", "drawn": self._drawn()}
+        table = replace(self.table, shuffled=told)
+        ledger.complete(table)
+        if rewrite.as_stored(ledger.create_table(table)) != rewrite.as_stored(table):
+            raise other(self.dest)
+
+
+class _Writer:
+    """A unit of the new dataset."""
+
+    def __init__(self, work: _Shuffle, unit: int, index: np.ndarray) -> None:
+        self._work, self._source = work, work.records[unit]
+        shard_bytes = min(work.shard_bytes, work.dest.most_streamed or work.shard_bytes)
+        self._writer = UnitWriter(
+            work.dest, unit, index, work.table.taps, shard_bytes, compress=work.compress
+        )
+        self._sums = Sums()
+        self._sums.add_entries(index)
+        self._entries: list[int] = entry_hashes(index).tolist()
+        self._written = dict.fromkeys(work.table.taps, 0)
+
+    def write(self, tap: str, room: Room, rows: np.ndarray, scales: np.ndarray | None) -> None:
+        at = self._written[tap]
+        self._sums.add_rows(tap, rows, scales, self._entries[at : at + len(rows)])
+        self._written[tap] += len(rows)
+        self._writer.write(tap, room.values(rows), scales)
+
+    def commit(self, ledger: Ledger) -> Done:
+        work, done = self._work, self._source
+        try:
+            statistics = rewrite.read_statistics(work.source, done, work.table.taps)
+            for tap, stats in statistics.items():
+                self._writer.stats[tap].merge(stats)
+            origin = {"origin": work.origin, "sums": self._sums.to_json()}
+            made = self._writer.finish(
+                table=self._documents(),
+                **{name: getattr(done, name) for name in _KEPT},
+                made_by={
+                    "spile": version("spile"),
+                    SHUFFLED: origin,
+                    "rows_by": work.makers
+                },
+            )  # fmt: skip
+            committed = ledger.commit(made)
+        except BaseException:
+            self.discard()
+            raise
+        if not committed:
+            self.discard()
+            return work.ours(ledger, done.unit)
+        return made
+
+    def _documents(self) -> dict[str, np.ndarray]:
+        """As they were, but for where their rows lie."""
+        source, file = self._work.source, self._source.documents_table
+        CheckedFile(source, file).check()
+        tensors = read_tensors(source, file.key)
+        return {**tensors, "first_row": np.full(file.count, -1, np.int64)}
+
+    def discard(self) -> None:
+        self._writer.discard()
+
+
+_KEPT = ("fingerprint", "tokens", "documents", "contexts", "skipped", "text_digest")
+
+
+def _shares(rows: int, wanted: Sequence[int]) -> list[int]:
+    """Where each of some units ends, that share rows as they shared those of the source."""
+    before = np.cumsum([0, *wanted]).tolist()
+    return [rows * at // max(1, before[-1]) for at in before]
+
+
+def _clear(objects: Objects) -> None:
+    for key in list(objects.list()):
+        objects.delete(key)

@@ -1,0 +1,225 @@
+"""The audit: every byte of every object, and that together they are one whole dataset.
+
+Nothing is assumed from names or from the manifest: records are checked against their own
+checksums, shards against the records, rows against the index (`audit.py`), the manifest against a
+fresh derivation. What no record names is listed as an orphan (`gc.py` removes those).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spile.core.errors import SpileError
+from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.format import Done
+from spile.dataset.ledger import Ledger, Table, derive_manifest
+from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
+from spile.dataset.maintain.journal import Journal
+from spile.dataset.prediction import Prediction
+from spile.dataset.write.quantization import scales_from_json
+from spile.objects import Objects
+
+_RECORDS = {
+    fmt.MODEL: "model",
+    fmt.SCALES: "scales",
+    fmt.MANIFEST: "manifest",
+    fmt.CHECK: "check",
+    fmt.PREDICTION: "prediction",
+}
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Report:
+    """What an audit found."""
+
+    units: int = 0
+    units_done: int = 0
+    absent: int = 0
+    rows: int = 0
+    bytes: int = 0
+    quick: bool = False  # by sizes and etags alone
+    resumed: int = 0  # units that an interrupted audit had found sound
+    faults: list[str] = field(default_factory=list[str])
+    orphans: list[str] = field(default_factory=list[str])
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+
+def verify(
+    objects: Objects,
+    *,
+    partial: bool = False,
+    quick: bool = False,
+    journal: Journal | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Audit a dataset, several units at once.
+
+    Args:
+        partial: units that are not done yet are no fault.
+        quick: by sizes and etags, from a listing; nothing but records is read.
+        journal: where it is noted which units were found sound; what it knows is not read again.
+        progress: called with the units looked at so far, and their number.
+    """
+    report = Report(quick=quick)
+    ledger = Ledger(objects)
+    try:
+        table = ledger.table()
+    except SpileError as error:
+        report.faults.append(str(error))
+        return report
+    report.units = len(table.units)
+    _check_table(table, report)
+    records = list(_read_records(ledger, table, report))
+    units = {int(unit["id"]): unit for unit in table.units}
+    entries = {entry.key: entry for entry in objects.entries()} if quick else {}
+
+    def audit(done: Done) -> Audit:
+        if quick:
+            return audit_listed(entries, done)
+        if journal and journal.knows(done) and not table.shuffled:  # all of it, or nothing adds up
+            return Audit(sum(file.bytes for file in done.files()), known=True)
+        return audit_unit(objects, table, units[done.unit], done)
+
+    audits = mapped(audit, records, objects.parallel)
+    total = Audit(0)
+    for number, (done, found) in enumerate(zip(records, audits, strict=True)):
+        if progress:
+            progress(number, len(records))
+        report.bytes += found.bytes
+        report.resumed += found.known
+        report.faults += found.faults
+        total.entries += found.entries
+        total.off.update(found.off)
+        if journal and not (found.faults or found.known):
+            journal.note(done)
+    report.units_done = len(records)
+    report.rows = sum(done.rows for done in records)
+    if report.absent and not partial:
+        report.faults.append(f"{report.absent} of {report.units} units are not done")
+    elif table.shuffled and not quick and report.ok:
+        _check_sums(table, total, report)
+    _check_records(ledger, table, records, report, partial)
+    named = {file.key for done in records for file in done.files()}
+    report.orphans = [key for key in sorted(objects.list()) if not _accounted(key, named, report)]
+    if journal:
+        journal.end()
+    return report
+
+
+def _check_table(table: Table, report: Report) -> None:
+    if table.fingerprint != table.recipe.fingerprint():
+        report.faults.append(f"{fmt.UNITS}: fingerprint does not match its recipe")
+    runs: list[tuple[int, int]] = []
+    for number, unit in enumerate(table.units):
+        mine = fmt.doc_runs(unit)
+        if unit["id"] != number or sum(count for _, count in mine) != unit["num_docs"]:
+            report.faults.append(f"{fmt.UNITS}: unit {number} is not what its place says")
+        runs += mine
+    # In a drawn order units of everywhere come first, and with a limit not all of them come.
+    recipe = table.recipe
+    drawn = recipe.shuffle_docs is not None
+    gaps = drawn and (recipe.max_docs, recipe.max_tokens) != (None, None)
+    next_doc = 0
+    for first, count in sorted(runs) if drawn else runs:
+        if first < next_doc or (first > next_doc and not gaps):
+            report.faults.append(f"{fmt.UNITS}: document {first} does not follow the one before it")
+        next_doc = first + count
+
+
+def _check_sums(table: Table, total: Audit, report: Report) -> None:
+    """What is true of a shuffled dataset's units only when they are taken together."""
+    assert table.shuffled
+    if f"{total.entries % (1 << 64):016x}" != table.shuffled["entries"]:
+        report.faults.append(f"{fmt.UNITS}: its rows are not those that were shuffled")
+    for what, difference in sorted(total.off.items()):
+        if difference:
+            report.faults.append(f"{fmt.UNITS}: {what}: {difference:+} where all units are added")
+
+
+def _read_records(ledger: Ledger, table: Table, report: Report) -> Iterator[Done]:
+    """The done records that can be read; the others are faults."""
+
+    def read(unit: Mapping[str, Any]) -> Done | SpileError | None:
+        try:
+            return ledger.read_done(int(unit["id"]))
+        except SpileError as error:
+            return error
+
+    for done in mapped(read, table.units, ledger.objects.parallel):
+        if done is None:
+            report.absent += 1
+        elif isinstance(done, SpileError):
+            report.faults.append(str(done))
+        else:
+            key = fmt.done_key(done.unit)
+            if done.fingerprint != table.fingerprint:
+                report.faults.append(f"{key}: belongs to another recipe")
+            if done.rows and {s.tap for s in done.shards} != set(table.taps):
+                report.faults.append(f"{key}: does not hold exactly the taps of the recipe")
+            yield done
+
+
+def _check_records(
+    ledger: Ledger, table: Table, records: list[Done], report: Report, partial: bool
+) -> None:
+    """The records beside the units: weights' hashes, heartbeats, the derived manifest."""
+    for key in sorted(ledger.objects.list()):
+        kind = _RECORDS.get(key)
+        if fmt.parse_worker_key(key):
+            kind = "worker"
+        if kind is None:
+            continue
+        try:
+            body = fmt.decode_record(key, ledger.objects.get(key), kind)
+        except FileNotFoundError:
+            continue
+        except SpileError as error:
+            report.faults.append(str(error))
+            continue
+        try:
+            if kind == "scales":
+                scales_from_json(body, table.taps)
+            elif kind == "prediction":
+                Prediction.from_json(body)
+        except SpileError as error:
+            report.faults.append(str(error))
+        if kind == "manifest":
+            if len(records) < len(table.units):
+                report.faults.append(
+                    f"{key}: says the dataset is whole, but done records are missing: "
+                    + _missing(table, records)
+                )
+            elif body != derive_manifest(table, records):
+                report.faults.append(
+                    f"{key}: does not follow from the done records; delete it, and the same "
+                    "`spile extract` makes it anew"
+                )
+    present = set(ledger.objects.list())
+    if len(records) == len(table.units) and fmt.MANIFEST not in present and not partial:
+        report.faults.append(f"{fmt.MANIFEST}: is missing; the same `spile extract` makes it")
+    by_channel = any(info.scaled_by == "channel" for info in table.taps.values())
+    for key in (fmt.MODEL, *([fmt.SCALES] if by_channel else [])):
+        if records and key not in present:
+            report.faults.append(f"{key}: is missing")
+
+
+def _missing(table: Table, records: list[Done]) -> str:
+    present = {done.unit for done in records}
+    keys = [fmt.done_key(u["id"]) for u in table.units if u["id"] not in present]
+    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+
+
+def _accounted(key: str, named: set[str], report: Report) -> bool:
+    if key in named or key == fmt.UNITS or key in _RECORDS:
+        return True
+    unit = fmt.parse_done_key(key)
+    if unit is not None:
+        if unit >= report.units:
+            report.faults.append(f"{key}: is the record of a unit that does not exist")
+        return True
+    return fmt.parse_worker_key(key) is not None

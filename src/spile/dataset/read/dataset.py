@@ -1,0 +1,399 @@
+"""Reading a dataset: numpy in, numpy out, memory maps where the store is a local disk. No jax.
+
+Row numbers count the dataset's rows in stored order: unit by unit, and within a unit as packed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
+from spile.core.options import parse_count
+from spile.core.recipe import ResolvedRecipe
+from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, Shard
+from spile.dataset.ledger import Ledger, Table
+from spile.dataset.read.batches import Batches
+from spile.dataset.read.latents import Latents, read_latents
+from spile.dataset.read.order import Order, Share, Shuffle, parse_window
+from spile.dataset.read.rows import StoredRows, runs
+from spile.dataset.read.view import Normalize, View
+from spile.dataset.write.documents import joined, read_documents
+from spile.dataset.write.quantization import DECODED, encode
+from spile.dataset.write.shard import read_tensors
+from spile.dataset.write.statistics import TapStats, merged
+from spile.objects import Objects, open_objects
+from spile.objects.cache import CachedObjects, cached
+
+_TABLES = 2  # of documents, for those who ask for one after another
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document in reading order: its index, and its rows of any tap."""
+
+    index: np.ndarray
+    _dataset: "Dataset"
+    rows: np.ndarray  # their numbers among the dataset's
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What is known of it: its columns of the corpus, a preview, counts."""
+        return self._dataset.about(int(self.index["doc"][0]))
+
+    def read(self, tap: str) -> np.ndarray:
+        """The document's rows of a tap, in reading order."""
+        shape, dtype = self._dataset.shape(tap), self._dataset.dtype(tap)
+        out = np.empty((len(self.rows), *shape), dtype)
+        bounds = runs(self.rows)
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            first = int(self.rows[start])
+            out[start:stop] = self._dataset.read(tap, first, first + stop - start)
+        return out
+
+    __getitem__ = read
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Dataset:
+    """A stored dataset, open for reading."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        table: Table,
+        units: Sequence[Done],
+        scales: Mapping[str, np.ndarray],
+    ) -> None:
+        # `scales`: of each channel, for taps that are stored with them
+        self._stored = StoredRows(objects, table, units, scales)
+        self._objects, self._table, self._units = objects, table, self._stored.units
+        self._table_of = lru_cache(_TABLES)(self._read_table)
+        self._aliases = {alias: tap for tap, info in table.taps.items() for alias in info.aliases}
+
+    def __reduce__(self) -> Any:
+        """As another process opens it: the same units, whatever has been done since."""
+        kept = self._objects
+        cache = (kept.folder, kept.most) if isinstance(kept, CachedObjects) else None
+        return _again, (self.url, cache, self._table, self._units, dict(self._stored.scales))
+
+    @property
+    def taps(self) -> list[str]:
+        return list(self.recipe.stored_taps)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of every tap: one for each token that was kept."""
+        return self._stored.count
+
+    @property
+    def num_documents(self) -> int:
+        return sum(unit.documents for unit in self._units)
+
+    @property
+    def units(self) -> list[int]:
+        return [unit.unit for unit in self._units]
+
+    @property
+    def unit_starts(self) -> list[int]:
+        """The first row of each of `units`, and the number of rows."""
+        return list(self._stored.starts)
+
+    @property
+    def recipe(self) -> ResolvedRecipe:
+        return self._table.recipe
+
+    @property
+    def fingerprint(self) -> str:
+        return self._table.fingerprint
+
+    def name(self, tap: str) -> str:
+        """The canonical name of a tap, which may be given by another tool's name for it."""
+        tap = self._aliases.get(tap, tap)
+        if tap not in self._table.taps:
+            raise ConfigError(
+                f"no tap {tap!r} in {self._objects.url}; it has {', '.join(self.taps)}"
+            )
+        return tap
+
+    def aliases(self, tap: str) -> tuple[str, ...]:
+        """What other tools call a tap."""
+        return self._table.taps[self.name(tap)].aliases
+
+    def dtype(self, tap: str) -> np.dtype[Any]:
+        """Of what `read` gives: as stored, but float32 where values are stored with scales."""
+        info = self._table.taps[self.name(tap)]
+        return DECODED if info.scaled_by else info.storage
+
+    def stored_dtype(self, tap: str) -> str:
+        """As `--store-dtype` names it."""
+        return self._table.taps[self.name(tap)].dtype
+
+    def as_stored(self, tap: str, values: np.ndarray) -> np.ndarray:
+        """Values as they would read back, had they been stored."""
+        tap = self.name(tap)
+        scale = self._stored.scales.get(tap)
+        if scale is not None:  # of attention patterns only as wide as their context
+            scale = scale[tuple(map(slice, values.shape[1:]))]
+        return encode(values, self._table.taps[tap], scale)
+
+    def shape(self, tap: str) -> tuple[int, ...]:
+        """Of one row: (width,), with an axis of heads (heads, dim), or () for a single number."""
+        return self._table.taps[self.name(tap)].shape
+
+    def width(self, tap: str) -> int:
+        """Values in one row."""
+        return self._table.taps[self.name(tap)].width
+
+    def read(self, tap: str, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop of a tap; a view of the file if one shard holds them as they are."""
+        tap = self.name(tap)
+        start, stop, _ = slice(start, stop).indices(self.num_tokens)
+        pieces = list(self._stored.pieces(tap, start, stop))
+        for shard, _, _ in pieces:
+            self._stored.tensor(shard)  # so that no more is allocated than there is
+        if len(pieces) == 1 and not self._table.taps[tap].scaled_by:
+            shard, a, b = pieces[0]
+            return self._stored.tensor(shard)[a:b]
+        out = np.empty((max(0, stop - start), *self.shape(tap)), self.dtype(tap))
+        self._stored.fill(tap, pieces, out)
+        return out
+
+    def num_latents(self, tap: str) -> int:
+        """That the encoder of a tap has; 0 if a tap's rows are no latents."""
+        return self._table.taps[self.name(tap)].latents
+
+    def latents(self, tap: str, start: int, stop: int) -> Latents:
+        """Active latents of rows start..stop of an encoded tap, sparse: see `Latents`."""
+        return read_latents(self, tap, start, stop)
+
+    def read_into(self, tap: str, start: int, out: np.ndarray) -> None:
+        """Copy rows from `start` on into a buffer, without a temporary."""
+        tap = self.name(tap)
+        if not 0 <= start <= self.num_tokens - len(out):
+            raise ConfigError(
+                f"rows {start} to {start + len(out)} of {self.num_tokens} do not exist"
+            )
+        self._stored.fill(tap, self._stored.pieces(tap, start, start + len(out)), out)
+
+    def index(self, start: int, stop: int) -> np.ndarray:
+        """Index entries of rows start..stop: token_id, doc, offset, pos, flags."""
+        start, stop, _ = slice(start, stop).indices(self.num_tokens)
+        return self._stored.index(start, stop)
+
+    @property
+    def url(self) -> str:
+        return self._objects.url
+
+    def has_document(self, doc: int) -> bool:
+        """Whether any row of a document is stored."""
+        return any(len(rows) for rows in self._rows_of(doc))
+
+    def document(self, doc: int) -> Document:
+        """One document by its ordinal in the corpus; in a shuffled dataset it is searched for."""
+        rows = np.concatenate([np.empty(0, np.int64), *self._rows_of(doc)])
+        if len(rows):
+            entries = np.empty(len(rows), INDEX_DTYPE)
+            for job in self._stored.index_jobs(rows, entries):
+                job()
+            order = np.argsort(entries["offset"], kind="stable")
+            return Document(entries[order], self, rows[order])
+        raise StoreError(
+            f"{self._objects.url}: document {doc} is not in the dataset (out of range, skipped as "
+            "unusable, none of it kept by --where, or its unit is not done; see `about`)"
+        )
+
+    def about(self, doc: int) -> dict[str, Any]:
+        """What is known of a document of the corpus, read or skipped (and why)."""
+        for _, unit, place in self._units_with(doc):
+            row = self._documents(unit).slice(place, 1).to_pylist()
+            if not row or row[0]["doc"] != doc:
+                raise CorruptError(unit.documents_table.key, f"does not name document {doc}")
+            return row[0]
+        raise StoreError(f"{self._objects.url}: no unit that is done has a document {doc}")
+
+    def documents(self, columns: Sequence[str] | None = None, *, unit: int | None = None) -> Any:
+        """Every document of the corpus, or of one unit, read or skipped, as a pyarrow.Table.
+
+        Args:
+            columns: some of `document_columns`, all if not given.
+        """
+        chosen = self.document_columns if columns is None else list(columns)
+        for name in chosen:
+            if name not in self.document_columns:
+                known = ", ".join(self.document_columns)
+                raise ConfigError(f"no column {name!r} of documents; there are {known}")
+        units = [done for done in self._units if unit is None or done.unit == unit]
+        if not units:
+            raise ConfigError(f"{self._objects.url}: unit {unit} does not exist, or is not done")
+        return joined([self._documents(done).select(chosen) for done in units])
+
+    @property
+    def document_columns(self) -> list[str]:
+        return [*DOCUMENT_COLUMNS, *self.recipe.keep]
+
+    def statistics(self, tap: str) -> TapStats:
+        """Count, mean, variance, norms and extremes of a tap over the whole dataset."""
+        tap = self.name(tap)
+
+        def parts() -> Iterator[TapStats]:
+            for unit in self._units:
+                tensors = read_tensors(self._objects, unit.statistics.key)
+                yield TapStats.from_tensors(tap, tensors)
+
+        return merged(parts(), self.width(tap))
+
+    def batches(
+        self,
+        taps: str | Sequence[str],
+        batch_size: int,
+        *,
+        index: bool = True,
+        seed: int = 0,
+        shuffle: Shuffle = "window",
+        window: int | str = 1 << 16,
+        block: int | None = None,
+        epochs: int | None = 1,
+        where: str | None = None,
+        normalize: Normalize = None,
+        dtype: npt.DTypeLike | None = None,
+        encoded: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        drop_last: bool = False,
+    ) -> Batches:
+        """Shuffled `{tap: rows, "index": entries}`: each epoch every row once; resumable.
+
+        Args:
+            taps: by any of their names, which are the keys of what is given.
+            batch_size: rows of all ranks together.
+            index: whether entries of the index go with the rows.
+            shuffle: "window": blocks of rows in a drawn order, and rows within a window of them;
+                "full": all rows, at eight bytes of memory for each; None: as stored.
+            window: rows held (and as many read ahead), or bytes of them, as in "512MiB".
+            block: consecutive rows that are read together; 256 of a disk, of buckets 8 MiB's worth.
+            epochs: each in an order of its own; None: without end.
+            where: rows to give, as in "not special and pos >= 1" (see `extract --where`).
+            normalize: by the stored statistics: "mean" is subtracted; "std": and channels divided
+                by their deviation; "norm": rows are multiplied so that they are sqrt(width) long
+                on average. Gives float32 unless `dtype` is given.
+            encoded: of taps in eight bits, give `Encoded` codes and scales.
+            rank: of `world`, whose share of every batch to give.
+            drop_last: of each epoch, the batch that is short.
+        """
+        names = [taps] if isinstance(taps, str) else list(taps)
+        view = View(self._stored, {name: self.name(name) for name in names}, index=index,
+                    normalize=normalize, dtype=dtype, encoded=encoded,
+                    statistics=self.statistics)  # fmt: skip
+        rows = parse_window(window, view.row_bytes)
+        order = Order(
+            self._stored, seed=seed, shuffle=shuffle, window=rows, block=block, where=where
+        )
+        share = Share(batch_size, rank=rank, world=world)
+        return Batches(view, order, share, epochs=epochs, drop_last=drop_last)
+
+    def _documents(self, unit: Done) -> Any:
+        return self._table_of(unit.documents_table)
+
+    def _read_table(self, file: Shard) -> Any:
+        return read_documents(self._objects, file, self.recipe.keep)
+
+    def _rows_of(self, doc: int) -> Iterator[np.ndarray]:
+        """Rows of a document, ascending, unit by unit."""
+        places = range(len(self._units))
+        if not self._table.shuffled:
+            places = [position for position, _, _ in self._units_with(doc)]
+        for position in places:
+            docs = self._stored.column(self._units[position].index.key, "doc")
+            yield np.flatnonzero(docs == doc) + self._stored.starts[position]
+
+    def _units_with(self, doc: int) -> Iterator[tuple[int, Done, int]]:
+        """Position and record of the unit that a document is of, and its place among the unit's."""
+        for position, unit in enumerate(self._units):
+            before = 0
+            for first, count in self._runs[unit.unit]:
+                if 0 <= doc - first < count:
+                    yield position, unit, before + doc - first
+                before += count
+
+    @cached_property
+    def _runs(self) -> dict[int, list[tuple[int, int]]]:
+        """Of each unit, the documents that are its."""
+        return {unit["id"]: fmt.doc_runs(unit) for unit in self._table.units}
+
+
+def open_dataset(
+    url: str,
+    *,
+    partial: bool = False,
+    cache: str | Path | None = None,
+    cache_bytes: int | str = "10GiB",
+) -> Dataset:
+    """Open a finished dataset; with `partial`, whatever units are done so far.
+
+    Args:
+        cache: of a bucket, a local folder in which what was read is kept.
+        cache_bytes: how much, at most.
+
+    Raises:
+        StoreError: if there is no dataset, or it is unfinished and `partial` is not given.
+    """
+    kept = None
+    if cache is not None:
+        try:
+            most = parse_count(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes
+        except ValueError:
+            raise ConfigError(f"cache_bytes is a size such as 10GiB, not {cache_bytes!r}") from None
+        kept = Path(cache), most
+    objects = _open_objects(str(url), kept)
+    ledger = Ledger(objects)
+    table = ledger.table()
+    manifest = ledger.read_manifest()
+    scales = ledger.read_scales(table)
+    if manifest is not None:
+        units = [_done_from_manifest(table, unit) for unit in manifest["units"]]
+        known = [unit["id"] for unit in table.units]
+        if [unit.unit for unit in units] != known or len({*known}) != len(known):
+            raise CorruptError(fmt.MANIFEST, f"names other units than {fmt.UNITS}")
+        return Dataset(objects, table, units, _needed(scales))
+    done = sorted(ledger.done_units() & {int(unit["id"]) for unit in table.units})
+    if not partial and len(done) < len(table.units):
+        raise StoreError(
+            f"{objects.url}: {len(done)} of {len(table.units)} units are done; finish with the "
+            "same `spile extract`, or open with partial=True"
+        )
+    found = mapped(ledger.read_done, done, objects.parallel)
+    records = [record for record in found if record is not None]
+    for record in records:
+        if record.fingerprint != table.fingerprint:
+            raise CorruptError(fmt.done_key(record.unit), "belongs to another recipe")
+    return Dataset(objects, table, records, _needed(scales) if records else {})
+
+
+def _open_objects(url: str, cache: tuple[Path, int] | None) -> Objects:
+    objects = open_objects(url)
+    return cached(objects, *cache) if cache else objects
+
+
+def _again(url: str, cache: tuple[Path, int] | None, *parts: Any) -> Dataset:
+    return Dataset(_open_objects(url, cache), *parts)
+
+
+def _needed(scales: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+    if scales is None:
+        raise CorruptError(fmt.SCALES, "is missing, and without it int8 rows cannot be read")
+    return scales
+
+
+def _done_from_manifest(table: Table, unit: Mapping[str, Any]) -> Done:
+    body: dict[str, Any] = {**unit, "made_by": {}, "fingerprint": table.fingerprint}
+    return Done.from_json(fmt.MANIFEST, body)

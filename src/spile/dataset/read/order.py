@@ -1,0 +1,273 @@
+"""Which rows come when, and whose they are: a function of the seed, the epoch and a few numbers.
+
+Blocks of consecutive rows are put in a drawn order, consecutive blocks of that order fill a
+window, and the window's rows are drawn from it one by one. Reads are therefore long and forward,
+and memory is a window, whatever the dataset's size. Ranks take parts of the same batches, so the
+order is one, however many there are.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from spile.core.errors import ConfigError
+from spile.core.expressions import RowFilter
+from spile.core.index import INDEX_DTYPE
+from spile.core.options import parse_count
+from spile.dataset.read.rows import Rows, StoredRows
+
+_BLOCK = 256  # rows read together: long enough for a disk, short enough to mix
+_BLOCK_BYTES = 8 << 20  # of a bucket, whose requests cost more than mixing less well
+_SCANNED = 1 << 20  # rows whose index is looked at together
+
+Shuffle = Literal["window", "full"] | None
+Place = tuple[int, int]  # an epoch, and the number of a window in it
+
+
+def parse_window(window: int | str, row_bytes: int) -> int:
+    """Rows of a window that is given in rows, or in bytes of the rows asked for."""
+    try:
+        rows = parse_count(window) // max(1, row_bytes) if isinstance(window, str) else window
+    except ValueError:
+        rows = 0
+    if rows < 1:
+        raise ConfigError(
+            f"window must be a number of rows, or bytes of them, as in '512MiB'; got {window!r}"
+        )
+    return rows
+
+
+def default_block(stored: StoredRows) -> int:
+    """Rows of a block, by where they lie and how wide they are."""
+    if stored.is_local:
+        return _BLOCK
+    return max(_BLOCK, _BLOCK_BYTES // max(info.row_bytes for info in stored.table.taps.values()))
+
+
+class Order:
+    """The order of every epoch's rows, cut into windows.
+
+    Attributes:
+        rows: given in an epoch.
+        capacity: rows of the largest window, at most.
+        ends: of an epoch, how many rows have come when each window ends.
+    """
+
+    def __init__(
+        self,
+        stored: StoredRows,
+        *,
+        seed: int = 0,
+        shuffle: Shuffle = "window",
+        window: int,
+        block: int | None = None,
+        where: str | None = None,
+    ) -> None:
+        if shuffle not in ("window", "full", None):
+            raise ConfigError(f"shuffle is 'window', 'full' or None, not {shuffle!r}")
+        if type(seed) is not int or seed < 0:
+            raise ConfigError(f"seed must be a whole number, 0 or more; got {seed!r}")
+        if block is not None and block < 1:
+            raise ConfigError(f"block must be at least one row, got {block}")
+        self._stored, self._seed, self._shuffle, self._window = stored, seed, shuffle, window
+        self._block = default_block(stored) if block is None else block
+        self._filter = None if where is None else RowFilter(where, None)
+        self._counts, self._kept = self._scan()
+        self.rows = int(self._counts.sum())
+        self.capacity = min(self.rows, window + self._block - 1)
+        self._blocks = lru_cache(2)(self._draw_blocks)  # the epoch in hand, and the one read ahead
+        self._all = lru_cache(2)(self._draw_all)
+        self.ends = lru_cache(2)(self._ends)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the order follows from, as JSON."""
+        return {
+            "dataset": self._stored.table.order,
+            "seed": self._seed,
+            "rows": self.rows,
+            "shuffle": self._shuffle,
+            "window": self._window if self._shuffle == "window" else None,
+            "block": self._block if self._shuffle == "window" else None,
+            "where": self._filter.where if self._filter else None,
+            # Another version of numpy may draw otherwise: then it must not be continued there.
+            "drawn": drawn_digest(self._seed),
+        }
+
+    def _ends(self, epoch: int) -> Rows:
+        if self._shuffle == "full":
+            return np.minimum(np.arange(0, self.rows, self._window) + self._window, self.rows)
+        order, firsts = self._blocks(epoch)
+        return np.cumsum(np.add.reduceat(self._counts[order], firsts)) if len(firsts) else firsts
+
+    def window(self, place: Place) -> tuple[Rows, Rows]:
+        """The rows of a window, ascending, and their places in the order they are to be given."""
+        epoch, number = place
+        if self._shuffle == "full":
+            chosen = self._all(epoch)[number * self._window : (number + 1) * self._window]
+            by_row = np.argsort(chosen)
+            places = np.empty_like(by_row)
+            places[by_row] = np.arange(len(by_row))
+            return chosen[by_row], places
+        order, firsts = self._blocks(epoch)
+        stop = firsts[number + 1] if number + 1 < len(firsts) else len(order)
+        blocks = np.sort(order[firsts[number] : stop])
+        rows = (blocks[:, None] * self._block + np.arange(self._block)).reshape(-1)
+        rows = rows[: np.searchsorted(rows, self._stored.count)]
+        if self._filter:
+            entries = np.empty(len(rows), INDEX_DTYPE)
+            for job in self._stored.index_jobs(rows, entries):
+                job()
+            rows = rows[self._filter.mask(entries)]
+        if self._shuffle is None:
+            return rows, np.arange(len(rows))
+        return rows, drawn(len(rows), self._seed, epoch, 1, number)
+
+    def _scan(self) -> tuple[Rows, Rows | None]:
+        """How many rows each block gives; and for a full shuffle of some rows, which."""
+        count, block = self._stored.count, self._block
+        counts = np.full(-(-count // block), block, np.int64)
+        if not self._filter:
+            counts[-1:] = count - block * (len(counts) - 1)
+            return counts, None
+        kept = [np.empty(0, np.int64)]
+        scanned = max(1, _SCANNED // block) * block
+        for start in range(0, count, scanned):
+            mask = self._filter.mask(self._stored.index(start, min(start + scanned, count)))
+            firsts = np.arange(0, len(mask), block)
+            at = start // block
+            counts[at : at + len(firsts)] = np.add.reduceat(mask, firsts, dtype=np.int64)
+            if self._shuffle == "full":
+                kept.append(np.flatnonzero(mask) + start)
+        return counts, np.concatenate(kept) if self._shuffle == "full" else None
+
+    def _draw_blocks(self, epoch: int) -> tuple[Rows, Rows]:
+        """The blocks in their order, and with which of them each window begins."""
+        order = np.flatnonzero(self._counts)
+        if self._shuffle == "window":
+            order = order[drawn(len(order), self._seed, epoch, 0)]
+        before = np.cumsum(self._counts[order]) - self._counts[order]
+        return order, np.flatnonzero(np.diff(before // self._window, prepend=-1))
+
+    def _draw_all(self, epoch: int) -> Rows:
+        order = drawn(self.rows, self._seed, epoch, 0)
+        return order if self._kept is None else self._kept[order]
+
+
+def drawn(count: int, *key: int) -> Rows:
+    """A permutation that follows from a key."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key))).permutation(count)
+
+
+def drawn_digest(seed: int) -> str:
+    """How numbers are drawn here."""
+    return xxhash.xxh3_64_hexdigest(drawn(1000, seed).astype("<i8").tobytes())
+
+
+def refuse_other(state: Mapping[str, Any], mine: Mapping[str, Any], what: str) -> None:
+    """A state is continued only where the order follows from the same."""
+    changed = [key for key in mine if key not in state or state[key] != mine[key]]
+    if changed:
+        told = ", ".join(f"{k} {state.get(k)!r} there, {mine[k]!r} here" for k in changed)
+        raise ConfigError(f"this state is of another {what}: {told}")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Whose rows of each batch are given, and of which batches.
+
+    The parts of a batch differ by one row at most, and so do their sums: who gets one more goes
+    round. Workers, which are one rank's, take whole batches in turn.
+    """
+
+    batch_size: int
+    rank: int = 0
+    world: int = 1
+    worker: int = 0
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
+        if not 0 <= self.rank < self.world:
+            raise ConfigError(
+                f"rank must be 0 to world - 1, got rank {self.rank} of world {self.world}"
+            )
+
+    def part(self, position: int, size: int, before: int = 0) -> tuple[int, int]:
+        """Of a batch that begins at a position of its epoch, the rows that are this rank's.
+
+        Args:
+            before: rows that earlier epochs gave.
+        """
+        each, extra = divmod(size, self.world)
+        # As many ranks have one more as there are extra rows, beginning where it last ended.
+        first = (before + position) % self.world
+        before = each * self.rank + sum(
+            1 for rank in range(self.rank) if (rank - first) % self.world < extra
+        )
+        mine = each + ((self.rank - first) % self.world < extra)
+        return position + before, position + before + mine
+
+    def parts(
+        self, begin: int, low: int, high: int, total: int, turn: int, before: int
+    ) -> Iterator[tuple[int, int]]:
+        """Of rows low..high of an epoch, the stretches that this rank and worker gives.
+
+        Args:
+            begin: where the epoch's batches begin to be counted.
+            turn: the number of the batch that begins there, for workers.
+        """
+        number = max(0, low - begin) // self.batch_size
+        while (position := begin + number * self.batch_size) < high:
+            if (turn + number) % self.workers == self.worker:
+                size = min(self.batch_size, total - position)
+                first, last = self.part(position, size, before)
+                if max(first, low) < min(last, high):
+                    yield max(first, low), min(last, high)
+            number += 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which batches there are, counted from `begin`: an epoch, and a row of it."""
+
+    order: Order
+    share: Share
+    epochs: int | None
+    drop_last: bool
+    begin: tuple[int, int] = (0, 0)
+
+    def batches_from(self, position: int) -> int:
+        """Batches of an epoch, from one of its rows on."""
+        whole, rest = divmod(max(0, self.order.rows - position), self.share.batch_size)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    def parts(self, place: Place) -> Iterator[tuple[int, int]]:
+        """The stretches of a window that are ours."""
+        epoch, number = place
+        first, position = self.begin
+        turn = 0
+        if epoch > first:
+            turn = self.batches_from(position) + (epoch - first - 1) * self.batches_from(0)
+            position = 0
+        ends = self.order.ends(epoch)
+        low = int(ends[number - 1]) if number else 0
+        high, rows = int(ends[number]), self.order.rows
+        return self.share.parts(position, low, high, rows, turn, self.given_before(epoch))
+
+    def given_before(self, epoch: int) -> int:
+        """Rows of earlier epochs, of all ranks."""
+        rows, size = self.order.rows, self.share.batch_size
+        return epoch * (rows // size * size if self.drop_last else rows)
+
+    def following(self, place: Place) -> Place | None:
+        """The next window, maybe of the next epoch."""
+        epoch, number = place
+        if number + 1 < len(self.order.ends(epoch)):
+            return epoch, number + 1
+        return (epoch + 1, 0) if self.epochs is None or epoch + 1 < self.epochs else None

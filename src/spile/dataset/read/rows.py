@@ -1,0 +1,279 @@
+"""Every row of a dataset by its number, wherever its bytes lie: maps of files, ranges of objects.
+
+Rows that are asked for in ascending order are read as few, long stretches, several at a time.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.core.errors import CorruptError
+from spile.core.index import INDEX_DTYPE
+from spile.core.tensors import TensorInfo
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, Shard
+from spile.dataset.ledger import Table
+from spile.dataset.read.mapped import MappedRows, Part, map_rows
+from spile.dataset.write.quantization import decode
+from spile.dataset.write.shard import open_tensor, read_shard_header
+from spile.objects import Objects
+
+_COLUMNS = 4  # of indexes, kept whole
+_OPEN_SHARDS = 512  # memory maps kept; each holds a file descriptor's worth of address space
+_HEADERS = 1 << 16  # kept, so that reading at random asks for rows alone
+_STRETCH_BYTES = 8 << 20  # at most, of one read: long for a disk or a request, and several fit
+_GAP_BYTES = 256 << 10  # that are fetched and thrown away rather than asked around
+_LONG_RUN = 4  # rows on average, from which on runs are copied faster than their rows are taken
+
+Rows = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+Job = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor to be read from: opened by whoever reads, as that may take a request."""
+
+    opened: Callable[[], Any]  # a memory map, or what gives an array when it is sliced
+    row_bytes: int
+    mapped: bool
+
+
+class StoredRows:
+    """The rows of the units that are done, in stored order."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        table: Table,
+        units: Sequence[Done],
+        scales: Mapping[str, np.ndarray],
+    ) -> None:
+        self.objects, self.table, self.units, self.scales = objects, table, list(units), scales
+        self.starts = [0]
+        for unit in self.units:
+            self.starts.append(self.starts[-1] + unit.rows)
+        self._shards: dict[tuple[int, str], list[Shard]] = {}
+        for position, unit in enumerate(self.units):
+            for shard in unit.shards:
+                self._shards.setdefault((position, shard.tap), []).append(shard)
+        # Of any key: no store keeps some of its objects in files, and others not.
+        self.is_local = objects.local_path(fmt.MANIFEST) is not None
+        self._header = lru_cache(_HEADERS)(self._read_header)
+        self._tensor = lru_cache(_OPEN_SHARDS)(self._open)
+        self._located = lru_cache(None)(self._locate)
+        self.mapped = lru_cache(None)(self._map)
+        self.column = lru_cache(_COLUMNS)(self._read_column)
+
+    @property
+    def count(self) -> int:
+        return self.starts[-1]
+
+    # -- ranges ------------------------------------------------------------------------------
+
+    def pieces(self, tap: str, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
+        """The shards that hold a range of rows, and which of their rows."""
+        for position, low, high, _ in self._unit_ranges(start, stop):
+            shards = self._shards_of(position, tap)
+            at = bisect_right(shards, low, key=lambda s: s.first) - 1
+            while at < len(shards) and shards[at].first < high:
+                shard = shards[at]
+                yield shard, max(low - shard.first, 0), min(high - shard.first, shard.count)
+                at += 1
+
+    def fill(self, tap: str, pieces: Iterable[tuple[Shard, int, int]], out: np.ndarray) -> None:
+        """Copy pieces into a buffer, as values."""
+        scaled_by = self.table.taps[tap].scaled_by
+        filled = 0
+        for shard, a, b in pieces:
+            stored, target = self.tensor(shard)[a:b], out[filled : filled + b - a]
+            if scaled_by is None:
+                target[...] = stored
+            elif scaled_by == "row":
+                decode(stored, self.scale(shard)[a:b], target)
+            else:
+                decode(stored, self.scales[tap], target)
+            filled += b - a
+
+    def index(self, start: int, stop: int) -> np.ndarray:
+        """Index entries of a range of rows."""
+        ranges = list(self._unit_ranges(start, stop))
+        for position, *_ in ranges:
+            for name in INDEX_DTYPE.names or ():
+                self._entries(self.units[position], name)
+        out = np.empty(max(0, stop - start), INDEX_DTYPE)
+        for position, low, high, at in ranges:
+            for name in INDEX_DTYPE.names or ():
+                column = self._entries(self.units[position], name)
+                out[name][at : at + high - low] = column[low:high]
+        return out
+
+    # -- chosen rows -------------------------------------------------------------------------
+
+    def jobs(self, tap: str, rows: Rows, out: Bytes) -> Iterator[Job]:
+        """What must be done, in any order, to copy a tap's bytes of ascending rows."""
+        for shard, chosen, at in self._parts(tap, rows):
+            source = _Source(partial(self.tensor, shard), out.shape[1], self._is_mapped(shard))
+            yield from _reads(source, chosen, out[at : at + len(chosen)])
+
+    def scale_jobs(self, tap: str, rows: Rows, out: np.ndarray) -> Iterator[Job]:
+        """The same of their scales, where each row has one."""
+        for shard, chosen, at in self._parts(tap, rows):
+            source = _Source(partial(self.scale, shard), out.itemsize, self._is_mapped(shard))
+            yield from _reads(source, chosen, out[at : at + len(chosen)])
+
+    def index_jobs(self, rows: Rows, out: np.ndarray) -> Iterator[Job]:
+        """The same of the index."""
+        cuts = np.searchsorted(rows, self.starts)
+        for position in np.flatnonzero(np.diff(cuts)).tolist():
+            part, unit = slice(int(cuts[position]), int(cuts[position + 1])), self.units[position]
+            chosen = rows[part] - self.starts[position]
+            if self._is_mapped(unit.index):
+                yield partial(self._copy_entries, unit, chosen, out[part])
+                continue
+            for name in INDEX_DTYPE.names or ():
+                opened = partial(self._entries, unit, name)
+                source = _Source(opened, INDEX_DTYPE[name].itemsize, False)
+                yield from _reads(source, chosen, out[name][part])
+
+    def _copy_entries(self, unit: Done, rows: Rows, out: np.ndarray) -> None:
+        for name in INDEX_DTYPE.names or ():
+            # (slices of np.memmap cost several times those of an array)
+            out[name] = np.take(np.asarray(self._entries(unit, name)), rows)
+
+    def _parts(self, tap: str, rows: Rows) -> Iterator[tuple[Shard, Rows, int]]:
+        """Of ascending rows, those of each shard, counted from its first; and how many before."""
+        firsts, shards = self._located(tap)
+        cuts = np.searchsorted(rows, [*firsts, self.count])
+        for number in np.flatnonzero(np.diff(cuts)).tolist():
+            shard = shards[number]
+            chosen = rows[cuts[number] : cuts[number + 1]] - firsts[number]
+            if chosen[-1] >= shard.count:
+                raise CorruptError(shard.key, f"does not hold {int(chosen[-1]) + 1} rows of {tap}")
+            yield shard, chosen, int(cuts[number])
+
+    def _locate(self, tap: str) -> tuple[list[int], list[Shard]]:
+        """All shards of a tap, and the dataset's row that each begins with."""
+        firsts: list[int] = []
+        shards: list[Shard] = []
+        for position, unit in enumerate(self.units):
+            for shard in self._shards_of(position, tap) if unit.rows else ():
+                firsts.append(self.starts[position] + shard.first)
+                shards.append(shard)
+        return firsts, shards
+
+    def _map(self, tap: str) -> MappedRows | None:
+        """All rows of a tap as one array, where they lie in plain files."""
+        firsts, shards = self._located(tap)
+        parts: list[Part] = []
+        for first, shard in zip(firsts, shards, strict=True):
+            path = self.objects.local_path(shard.key)
+            if path is None or not self._is_mapped(shard):
+                return None
+            self.tensor(shard)  # is what the record says
+            parts.append((path, self._header(shard.key)[tap], first))
+        info = self.table.taps[tap]
+        return map_rows(parts, info.width * info.storage.itemsize)
+
+    # -- files -------------------------------------------------------------------------------
+
+    def tensor(self, shard: Shard) -> Any:
+        """A shard's rows, to be sliced."""
+        info = self.table.taps[shard.tap]
+        return self._checked(shard, shard.tap, info.storage, info.shape)
+
+    def scale(self, shard: Shard) -> Any:
+        """The scale of each of a shard's rows."""
+        return self._checked(shard, fmt.scale_name(shard.tap), fmt.SCALE_DTYPE, ())
+
+    def _entries(self, unit: Done, name: str) -> Any:
+        return self._checked(unit.index, name, INDEX_DTYPE[name], ())
+
+    def _is_mapped(self, file: Shard) -> bool:
+        return not file.key.endswith(fmt.COMPRESSED) and self.is_local
+
+    def _checked(self, file: Shard, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+        """A tensor that is what the record and the table say of it."""
+        tensor = self._tensor(file.key, name)
+        if tensor.dtype != dtype or tensor.shape != (file.count, *shape):
+            raise CorruptError(file.key, f"does not hold {file.count} rows of {name}")
+        return tensor
+
+    def _open(self, key: str, name: str) -> Any:
+        header = self._header(key)
+        if name not in header:
+            raise CorruptError(key, f"holds no tensor {name!r}")
+        return open_tensor(self.objects, key, header[name])
+
+    def _read_header(self, key: str) -> Mapping[str, TensorInfo]:
+        return read_shard_header(self.objects, key)
+
+    def _read_column(self, key: str, name: str) -> np.ndarray:
+        return self._tensor(key, name)[:]
+
+    def _shards_of(self, position: int, tap: str) -> list[Shard]:
+        shards = self._shards.get((position, tap))
+        if shards is None:
+            unit = self.units[position].unit
+            raise CorruptError(fmt.done_key(unit), f"names no rows of {tap}")
+        return shards
+
+    def _unit_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """(unit position, first and last row within it, offset from `start`) covering a range."""
+        position = bisect_right(self.starts, start) - 1
+        while start < stop and position < len(self.units):
+            base = self.starts[position]
+            high = min(stop - base, self.units[position].rows)
+            low = max(start - base, 0)
+            if high > low:
+                yield position, low, high, base + low - start
+            position += 1
+            if self.starts[position] >= stop:
+                return
+
+
+def runs(rows: np.ndarray) -> list[int]:
+    """Where stretches of consecutive row numbers begin, and where the last one ends."""
+    return [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+
+
+def _reads(source: "_Source", rows: Rows, out: np.ndarray) -> Iterator[Job]:
+    """Ascending rows of one tensor, cut where a stretch is long enough, or a gap too wide.
+
+    Of a memory map a gap is not read, and only what is taken counts.
+    """
+    most = max(1, _STRETCH_BYTES // source.row_bytes)
+    if source.mapped:
+        for low in range(0, len(rows), most):
+            yield partial(_read, source, rows[low : low + most], out[low : low + most])
+        return
+    breaks = np.flatnonzero(np.diff(rows) > 1 + _GAP_BYTES // source.row_bytes) + 1
+    for low, high in zip([0, *breaks.tolist()], [*breaks.tolist(), len(rows)], strict=True):
+        while low < high:
+            cut = min(high, int(np.searchsorted(rows, int(rows[low]) + most)))
+            yield partial(_read, source, rows[low:cut], out[low:cut])
+            low = cut
+
+
+def _read(source: "_Source", rows: Rows, out: np.ndarray) -> None:
+    first, last = int(rows[0]), int(rows[-1]) + 1
+    opened = source.opened()
+    if source.mapped:
+        opened = cast(Any, np.asarray(opened))
+    stored = cast(np.ndarray, opened[first:last])
+    if out.ndim == 1:  # a column: of the index it does not lie together
+        out[...] = stored[rows - first]
+        return
+    stored = stored.reshape(last - first, -1).view(np.uint8)
+    bounds = runs(rows)
+    if len(rows) < _LONG_RUN * (len(bounds) - 1):
+        np.take(stored, rows - first, axis=0, out=out, mode="clip")
+        return
+    for low, high in zip(bounds, bounds[1:], strict=False):
+        begin = int(rows[low]) - first
+        out[low:high] = stored[begin : begin + high - low]

@@ -1,0 +1,164 @@
+"""Shards: safetensors files whose header is written first and whose rows stream after it.
+
+That is possible because the number of rows is known before the forward pass runs. The file is
+hashed as it is written; nothing is held back but the bytes in hand. A key that ends in `.zst`
+holds the same file compressed in blocks, and is read like any other.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from spile.core.errors import CorruptError
+from spile.core.tensors import (
+    TensorInfo,
+    as_bytes,
+    build_header,
+    header_size,
+    map_tensor,
+    parse_header,
+)
+from spile.dataset.format import COMPRESSED
+from spile.dataset.write.compression import PlaneReader, PlaneWriter
+from spile.objects import Objects
+
+TensorSpec = tuple[str, npt.DTypeLike, tuple[int, ...]]
+
+
+class ShardWriter:
+    """One file being written. Tensors follow in the order declared, in as many pieces as come."""
+
+    def __init__(self, objects: Objects, key: str, tensors: Sequence[TensorSpec]) -> None:
+        self.key = key
+        self._stream = objects.stream(key)
+        self._digest = xxhash.xxh3_128()
+        self._size = 0
+        self._planes = PlaneWriter(self._write) if key.endswith(COMPRESSED) else None
+        header = build_header(tensors)
+        self._missing = len(header) + sum(
+            np.dtype(dtype).itemsize * math.prod(shape) for _, dtype, shape in tensors
+        )
+        try:
+            self._put(header, 1)
+        except BaseException:
+            self._stream.abandon()  # nobody else knows of it yet
+            raise
+
+    def write(self, array: np.ndarray) -> None:
+        self._put(as_bytes(array), array.itemsize)
+
+    def _put(self, data: bytes | memoryview, itemsize: int) -> None:
+        self._missing -= len(data)
+        if self._planes:
+            self._planes.write(data, itemsize)
+        else:
+            self._write(data)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._stream.write(data)
+        self._digest.update(data)
+        self._size += len(data)
+
+    def close(self) -> tuple[int, str, str]:
+        """Make the file durable; returns its size, its hash, and its etag if it has one."""
+        if self._missing:
+            raise AssertionError(f"{self.key}: {self._missing} bytes were not written")
+        if self._planes:
+            self._planes.close()
+        etag = self._stream.close()
+        return self._size, self._digest.hexdigest(), etag
+
+    def abandon(self) -> None:
+        self._stream.abandon()
+
+
+def read_shard_header(objects: Objects, key: str) -> dict[str, TensorInfo]:
+    """The tensors of a stored shard."""
+    try:
+        if key.endswith(COMPRESSED):
+            planes = _planes(objects, key)
+            size, read = planes.size, partial(planes.read, itemsize=1)
+            head = read(0, min(size, 8))
+        else:
+            size, read = objects.size(key), partial(objects.get_range, key)
+            head = read(0, min(size, 1 << 16))
+        needed = header_size(key, bytes(head[:8]), size)
+        if needed > len(head):
+            head = read(0, needed)
+    except FileNotFoundError:
+        raise CorruptError(key, "is missing") from None
+    return parse_header(key, bytes(head), size)
+
+
+class RangedRows:
+    """A tensor of a remote object, fetched as it is sliced."""
+
+    def __init__(self, objects: Objects, key: str, info: TensorInfo) -> None:
+        self.dtype, self.shape = info.dtype, info.shape
+        self._objects, self._key, self._start = objects, key, info.start
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        start, stop = _byte_range(self, rows)
+        data = self._objects.get_range(self._key, self._start + start, self._start + stop)
+        if len(data) != stop - start:
+            raise CorruptError(self._key, "is shorter than its header says")
+        return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+
+
+class CompressedRows:
+    """A tensor that is decompressed as it is sliced."""
+
+    def __init__(self, planes: PlaneReader, info: TensorInfo) -> None:
+        self.dtype, self.shape = info.dtype, info.shape
+        self._planes, self._start = planes, info.start
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        start, stop = _byte_range(self, rows)
+        data = self._planes.read(self._start + start, self._start + stop, self.dtype.itemsize)
+        return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+
+
+def _byte_range(tensor: RangedRows | CompressedRows, rows: slice) -> tuple[int, int]:
+    first, last, _ = rows.indices(len(tensor))
+    each = tensor.dtype.itemsize * math.prod(tensor.shape[1:])
+    return first * each, max(first, last) * each
+
+
+def open_tensor(objects: Objects, key: str, info: TensorInfo) -> Any:
+    """One tensor of a shard, to be sliced: a memory map where the object is a local file."""
+    if key.endswith(COMPRESSED):
+        return CompressedRows(_planes(objects, key), info)
+    path = objects.local_path(key)
+    if path is not None:
+        return map_tensor(path, info)
+    return RangedRows(objects, key, info)
+
+
+def read_tensors(objects: Objects, key: str) -> dict[str, np.ndarray]:
+    """Every tensor of a small file (an index, statistics): memory maps, or fetched at once."""
+    path = objects.local_path(key)
+    if path is not None:
+        return {n: map_tensor(path, i) for n, i in read_shard_header(objects, key).items()}
+    try:
+        data = objects.get(key)
+    except FileNotFoundError:
+        raise CorruptError(key, "is missing") from None
+    return {
+        name: np.frombuffer(data[info.start : info.stop], info.dtype).reshape(info.shape)
+        for name, info in parse_header(key, data, len(data)).items()
+    }
+
+
+def _planes(objects: Objects, key: str) -> PlaneReader:
+    return PlaneReader(key, objects.size(key), partial(objects.get_range, key))

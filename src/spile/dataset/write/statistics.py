@@ -1,0 +1,112 @@
+"""Statistics of a tap: exact counts, float64 moments, mergeable in any grouping of whole rows.
+
+The device reduces each packed row (in float32, two passes); the host merges those in float64 in
+stored order. Packed rows are a function of recipe and unit, so the result does not depend on the
+batch size, the mesh or the machine count.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from spile.core.errors import CorruptError
+
+
+@dataclass
+class TapStats:
+    """Moments of one tap's rows, per channel."""
+
+    count: int
+    mean: np.ndarray
+    m2: np.ndarray  # sum of squared deviations
+    norm_sum: float
+    max_abs: float  # of what is finite
+    nonfinite: int
+    clipped: int = 0  # values larger than their channel's scale can hold
+    truncated: int = 0  # rows in which more latents were active than are kept
+
+    @classmethod
+    def empty(cls, width: int) -> "TapStats":
+        return cls(0, np.zeros(width), np.zeros(width), 0.0, 0.0, 0)
+
+    @property
+    def variance(self) -> np.ndarray:
+        return self.m2 / max(1, self.count)
+
+    @property
+    def mean_norm(self) -> float:
+        return self.norm_sum / max(1, self.count)
+
+    def merge(self, other: "TapStats") -> None:
+        """Add another group of rows (Chan's update)."""
+        if not other.count:
+            return
+        if other.mean.shape != self.mean.shape:
+            raise CorruptError(
+                "statistics", f"are of {len(other.mean)} channels, where {len(self.mean)} are"
+            )
+        total = self.count + other.count
+        with np.errstate(invalid="ignore"):  # infinities, where they were asked to be kept
+            delta = other.mean - self.mean
+            self.mean = self.mean + delta * (other.count / total)
+            self.m2 = self.m2 + other.m2 + delta * delta * (self.count * other.count / total)
+        self.count = total
+        self.norm_sum += other.norm_sum
+        self.max_abs = max(self.max_abs, other.max_abs)
+        self.nonfinite += other.nonfinite
+        self.clipped += other.clipped
+        self.truncated += other.truncated
+
+    def to_tensors(self, tap: str) -> dict[str, np.ndarray]:
+        return {
+            f"{tap}/count": np.array([self.count], np.int64),
+            f"{tap}/mean": self.mean,
+            f"{tap}/m2": self.m2,
+            f"{tap}/norm_sum": np.array([self.norm_sum]),
+            f"{tap}/max_abs": np.array([self.max_abs]),
+            f"{tap}/nonfinite": np.array([self.nonfinite], np.int64),
+            f"{tap}/clipped": np.array([self.clipped], np.int64),
+            f"{tap}/truncated": np.array([self.truncated], np.int64),
+        }
+
+    @classmethod
+    def from_tensors(cls, tap: str, tensors: Mapping[str, np.ndarray]) -> "TapStats":
+        """What `to_tensors` gave.
+
+        Raises:
+            CorruptError: if one of them is missing, or of another shape or kind.
+        """
+
+        def moments(name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+            found = tensors.get(f"{tap}/{name}")
+            if found is None or found.ndim != 1 or found.dtype != np.float64:
+                raise CorruptError("statistics", f"hold no {name} of {tap}")
+            if shape is not None and found.shape != shape:
+                raise CorruptError("statistics", f"hold a {name} of {tap} of another size")
+            return np.array(found)
+
+        def count(name: str) -> int:
+            found = tensors.get(f"{tap}/{name}")
+            if found is None or found.shape != (1,) or found.dtype != np.int64 or found[0] < 0:
+                raise CorruptError("statistics", f"hold no {name} of {tap}")
+            return int(found[0])
+
+        mean = moments("mean")
+        return cls(
+            count("count"),
+            mean,
+            moments("m2", mean.shape),
+            moments("norm_sum", (1,)).item(),
+            moments("max_abs", (1,)).item(),
+            count("nonfinite"),
+            count("clipped"),
+            count("truncated"),
+        )
+
+
+def merged(parts: Iterable[TapStats], width: int) -> TapStats:
+    total = TapStats.empty(width)
+    for part in parts:
+        total.merge(part)
+    return total

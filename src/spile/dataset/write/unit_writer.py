@@ -1,0 +1,236 @@
+"""One attempt at one unit: rows stream into shards under keys nobody else uses.
+
+Nothing exists until `finish` has made every file durable and the ledger has created the done
+record from what it returns. An attempt that fails or loses leaves only files no record names.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from spile.dataset.format import (
+    SCALE_DTYPE,
+    Done,
+    Shard,
+    TapInfo,
+    attempt_prefix,
+    shard_key,
+)
+from spile.dataset.write.shard import ShardWriter, read_tensors
+from spile.dataset.write.sizes import shard_specs
+from spile.dataset.write.statistics import TapStats
+from spile.objects import Objects
+
+_STATISTICS = "statistics"
+
+
+class UnitWriter:
+    """Writes the shards of a unit, or of one part of it, whose number of rows is known."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        unit: int,
+        index: np.ndarray,
+        taps: Mapping[str, TapInfo],
+        shard_bytes: int,
+        *,
+        compress: bool = False,
+        attempt: str | None = None,
+        part: int = 0,
+        run: tuple[int, int] | None = None,
+        durable: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        """Args:
+        attempt: that other processes write their parts under, too.
+        run: where this part's rows begin within the unit, and how many there are.
+        durable: told of the bytes of every file that is.
+        """
+        self.unit = unit
+        self.attempt = attempt or secrets.token_hex(8)
+        self.first, self.rows = run or (0, len(index))
+        self.stats = {tap: TapStats.empty(info.width) for tap, info in taps.items()}
+        self._objects, self._index, self._compress = objects, index, compress
+        self._part, self._durable = part, durable
+        self._open: set[ShardWriter] = set()
+        self._closing = ThreadPoolExecutor(objects.parallel, "close")
+        self._room = threading.Semaphore(objects.most_closing)
+        self._failed: BaseException | None = None  # what the first shard failed with
+        self._taps = {
+            tap: _TapWriter(self, tap, info, max(1, shard_bytes // info.row_bytes))
+            for tap, info in taps.items()
+        }
+
+    def write(self, tap: str, rows: np.ndarray, scales: np.ndarray | None = None) -> None:
+        """The next rows of a tap, in stored order, with their scales where they have them.
+
+        Raises what an earlier shard could not be made durable for.
+        """
+        if self._failed is not None:
+            raise self._failed
+        self._taps[tap].write(rows, scales)
+
+    def finish_part(self) -> list[Shard]:
+        """Make this part's files durable: its shards, and the statistics of its rows."""
+        statistics = self._write_statistics(f"{_STATISTICS}.{self._part}.safetensors")
+        return [*self._finish_shards(), statistics]
+
+    def finish(
+        self,
+        parts: Sequence[Sequence[Shard]] = (),
+        *,
+        table: Mapping[str, np.ndarray],
+        **described: Any,
+    ) -> Done:
+        """Make every file durable; returns the record that would commit them.
+
+        Args:
+            parts: what `finish_part` gave the other processes, in order.
+            table: of the unit's documents, as `encode_documents` makes it.
+        """
+        prefix = attempt_prefix(self.unit, self.attempt)
+        columns = {name: self._index[name] for name in self._index.dtype.names or ()}
+        whole = 0, len(self._index)
+        index = self._write_file("index", prefix + "index.safetensors", columns, whole)
+        of_all = 0, len(table["doc"])
+        documents = self._write_file("documents", prefix + "documents.safetensors", table, of_all)
+        merged = [file for part in parts for file in part if file.tap == _STATISTICS]
+        for file in merged:
+            self._merge(file.key)
+        statistics = self._write_statistics(f"{_STATISTICS}.safetensors", whole)
+        for file in merged:
+            self._objects.delete(file.key)
+        shards = self._finish_shards()
+        others = [file for part in parts for file in part if file.tap in self._taps]
+        order = {tap: number for number, tap in enumerate(self._taps)}
+        self._closing.shutdown()
+        return Done(
+            unit=self.unit,
+            attempt=self.attempt,
+            rows=len(self._index),
+            shards=tuple(sorted([*shards, *others], key=lambda s: (order[s.tap], s.first))),
+            index=index,
+            statistics=statistics,
+            documents_table=documents,
+            **described,
+        )
+
+    def _finish_shards(self) -> list[Shard]:
+        return [shard for tap in self._taps.values() for shard in tap.finish()]
+
+    def _write_statistics(self, name: str, run: tuple[int, int] | None = None) -> Shard:
+        tensors: dict[str, np.ndarray] = {}
+        for tap, stats in self.stats.items():
+            tensors |= stats.to_tensors(tap)
+        key = attempt_prefix(self.unit, self.attempt) + name
+        return self._write_file(_STATISTICS, key, tensors, run or (self.first, self.rows))
+
+    def _merge(self, key: str) -> None:
+        """Statistics of the rows that follow those known so far."""
+        tensors = read_tensors(self._objects, key)
+        for tap, stats in self.stats.items():
+            stats.merge(TapStats.from_tensors(tap, tensors))
+
+    def discard(self) -> None:
+        """Remove what was written; only ever called when no record names it."""
+        self._closing.shutdown(cancel_futures=True)
+        for writer in list(self._open):
+            writer.abandon()
+        prefix = attempt_prefix(self.unit, self.attempt)
+        for key in list(self._objects.list(prefix)):
+            self._objects.delete(key)
+
+    def start_shard(self, tap: str, number: int, rows: int, info: TapInfo) -> ShardWriter:
+        key = shard_key(
+            self.unit, self.attempt, tap, number, part=self._part, compressed=self._compress
+        )
+        writer = ShardWriter(self._objects, key, shard_specs(tap, rows, info))
+        self._open.add(writer)
+        return writer
+
+    def close_shard(self, writer: ShardWriter) -> "Future[tuple[int, str, str]]":
+        """Made durable beside what is written next; the result is its size, digest and etag.
+
+        Only so many at once: where they go out over a network, each is held in memory meanwhile.
+        """
+        self._room.acquire()
+        closed = self._closing.submit(writer.close)
+
+        def note(_: "Future[tuple[int, str, str]]") -> None:
+            # What could not be closed is still open, and abandoned when the unit is.
+            if not closed.cancelled():
+                error = closed.exception()
+                self._failed = self._failed or error
+                if error is None:
+                    self._open.discard(writer)
+                    self._durable(closed.result()[0])
+            self._room.release()
+
+        closed.add_done_callback(note)
+        return closed
+
+    def _write_file(
+        self, name: str, key: str, tensors: Mapping[str, np.ndarray], run: tuple[int, int]
+    ) -> Shard:
+        specs = [(n, a.dtype, a.shape) for n, a in tensors.items()]
+        writer = ShardWriter(self._objects, key, specs)
+        self._open.add(writer)
+        for array in tensors.values():
+            writer.write(array)
+        return Shard(name, key, *run, *self.close_shard(writer).result())
+
+
+class _TapWriter:
+    """Cuts one tap's rows into shards of at most `rows_per_shard`."""
+
+    def __init__(self, unit: UnitWriter, tap: str, info: TapInfo, rows_per_shard: int) -> None:
+        self._unit, self._tap, self._info = unit, tap, info
+        self._rows_per_shard = rows_per_shard
+        self._writer: ShardWriter | None = None
+        self._first = self._count = 0  # of the open shard
+        self._scales: list[np.ndarray] = []  # of its rows; they follow when all of those are there
+        self._closed: list[tuple[str, int, int, Future[tuple[int, str, str]]]] = []
+
+    def write(self, rows: np.ndarray, scales: np.ndarray | None) -> None:
+        if rows.dtype != self._info.storage or rows.shape[1:] != self._info.shape:
+            raise AssertionError(f"{self._tap}: {rows.dtype} rows of {rows.shape[1:]}")
+        if (scales is None) is (self._info.scaled_by == "row"):
+            raise AssertionError(f"{self._tap}: scaled by {self._info.scaled_by}")
+        if scales is not None and scales.shape != (len(rows),):
+            raise AssertionError(f"{self._tap}: scales of {scales.shape} for {len(rows)} rows")
+        if self._first + self._count + len(rows) > self._unit.rows:
+            raise AssertionError(f"{self._tap}: more than {self._unit.rows} rows")
+        while len(rows):
+            size = min(self._rows_per_shard, self._unit.rows - self._first)
+            if self._writer is None:
+                number = len(self._closed)
+                self._writer = self._unit.start_shard(self._tap, number, size, self._info)
+            taken = rows[: size - self._count]
+            self._writer.write(taken)
+            if scales is not None:
+                self._scales.append(scales[: len(taken)].astype(SCALE_DTYPE))  # a copy
+                scales = scales[len(taken) :]
+            self._count += len(taken)
+            rows = rows[len(taken) :]
+            if self._count == size:
+                self._close(self._writer)
+
+    def _close(self, writer: ShardWriter) -> None:
+        for scales in self._scales:
+            writer.write(scales)
+        self._scales.clear()
+        closed = self._unit.close_shard(writer)
+        self._closed.append((writer.key, self._first, self._count, closed))
+        self._first, self._count, self._writer = self._first + self._count, 0, None
+
+    def finish(self) -> list[Shard]:
+        if self._first != self._unit.rows:
+            raise AssertionError(f"{self._tap}: {self._first} of {self._unit.rows} rows written")
+        return [
+            Shard(self._tap, key, self._unit.first + first, count, *closed.result())
+            for key, first, count, closed in self._closed
+        ]

@@ -1,0 +1,154 @@
+"""One host of a slice on a Ray cluster: what runs in the actor. The driver is `ray_pool.py`.
+
+It is told units by number and answers when each is committed; rows go from here to the store.
+Answers are plain values: what failed is told by its text and exit code, as a process would.
+"""
+
+import importlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import spile
+from spile.core.config import build
+from spile.core.errors import Interrupted, SpileError
+from spile.corpus.units import Unit
+from spile.dataset.heartbeat import Presence
+from spile.metrics import Counters
+
+if TYPE_CHECKING:
+    from spile.plan.estimate import Estimate
+    from spile.plan.resolve import Job
+
+_WORKER_ID = "TPU_WORKER_ID"
+_POLL_SECONDS = 0.5
+_COUNTED = ("tokens", "units", "bytes", "durable", "documents", "unit_seconds")
+
+
+class ToldUnits:
+    """A picker whose units come from the driver."""
+
+    def __init__(self) -> None:
+        self._known: Mapping[int, Unit] = {}
+        self._presence: Presence
+        self._told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._waiting: dict[int, threading.Event] = {}
+        self._over = threading.Event()  # no unit will be committed any more
+
+    def begin(self, job: "Job", presence: Presence) -> "ToldUnits":
+        self._known = {unit.id: unit for unit in job.units}
+        self._presence = presence
+        return self
+
+    def take(self) -> tuple[Unit | None, bool]:
+        try:
+            unit = self._told.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            return None, True
+        if unit is None:
+            return None, False
+        self._presence.hold(unit)  # for whoever looks, or works there without Ray
+        return self._known[unit], True
+
+    def done(self, unit: int) -> None:
+        self._presence.release(unit)
+        if event := self._waiting.get(unit):
+            event.set()
+
+    def tell(self, unit: int) -> bool:
+        """Returns when it is committed; False if it never will be."""
+        event = self._waiting[unit] = threading.Event()
+        self._told.put(unit)
+        while not event.wait(_POLL_SECONDS):
+            if self._over.is_set():
+                break
+        return event.is_set()
+
+    def finish(self) -> None:
+        self._told.put(None)
+
+    def end(self) -> None:
+        self._over.set()
+
+
+class Host:
+    """The actor. `run` lasts as long as the slice; the other calls come beside it."""
+
+    def __init__(self) -> None:
+        self._units, self._counters = ToldUnits(), Counters()
+        self._stop, self._begun = threading.Event(), threading.Event()
+        self._cost: dict[str, Any] | None = None
+
+    def hello(self) -> dict[str, Any]:
+        """Where the others would meet this host, and which of a pod's it is."""
+        ray: Any = importlib.import_module("ray")
+        with socket.socket() as found:
+            found.bind(("", 0))
+            port = int(found.getsockname()[1])
+        labels = getattr(ray.get_runtime_context(), "get_node_labels", dict)()
+        number = os.environ.get(_WORKER_ID) or labels.get("ray.io/tpu-worker-id", "")
+        return {
+            "address": f"{ray.util.get_node_ip_address()}:{port}",
+            "worker": int(number) if number.isdecimal() else None,
+            "spile": spile.__version__,
+            "node": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+
+    def run(
+        self, options: Mapping[str, Any], out: str, folder: str, environment: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Do what is told, until `finish`, `stop` or a failure."""
+        os.environ.update(environment)  # before jax is there to read it
+        try:
+            if Path(folder).is_dir():
+                os.chdir(folder)  # where the command was typed, should it be shared
+            local: Any = importlib.import_module("spile.run.extract")
+            recipe, runtime = build(options)
+            local.extract(
+                recipe,
+                out,
+                runtime,
+                counters=self._counters,
+                on_start=self._started,
+                stop=self._stop,
+                pick=self._units.begin,
+            )
+        except SpileError as error:
+            interrupted = isinstance(error, Interrupted)
+            return {"failed": str(error), "code": error.exit_code, "stopped": interrupted}
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {error}", "code": 1, "stopped": False}
+        finally:
+            self._units.end()
+            self._begun.set()
+        return {}
+
+    def begun(self) -> dict[str, Any] | None:
+        """The estimate, when the unit table is settled; None if it came to an end before."""
+        self._begun.wait()
+        return self._cost
+
+    def do(self, unit: int) -> dict[str, float] | None:
+        """Returns the counters when the unit is committed; None if this slice will not do it."""
+        return self.counts() if self._units.tell(unit) else None
+
+    def counts(self) -> dict[str, float]:
+        return {name: self._counters[name] for name in _COUNTED}
+
+    def finish(self) -> None:
+        """There is nothing left to do."""
+        self._units.finish()
+
+    def stop(self) -> None:
+        """End after what is wholly computed."""
+        self._stop.set()
+
+    def _started(self, job: object, cost: "Estimate") -> None:
+        self._cost = asdict(cost)
+        self._begun.set()

@@ -1,0 +1,398 @@
+"""`--engine ray`: slices on a Ray cluster, which come and go; no activation passes through Ray.
+
+The driver gives units to slices one by one, each slice a few ahead, and takes them back from one
+that is lost. Nodes that join get a slice; a slice that ends is replaced where there is room. Ray
+may do a unit twice (a node that was only cut off finishes it, too): the commit absorbs that.
+"""
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import spile
+from spile.core.config import Recipe, Runtime
+from spile.core.errors import ConfigError, Interrupted, StoreError, WorldError
+from spile.core.ray_options import RayOptions
+from spile.dataset.ledger import Ledger, Table
+from spile.fleet.ray.actor import Host
+from spile.fleet.ray.placement import Place, Places, connect, lost
+from spile.metrics import Counters
+from spile.objects import open_objects
+from spile.plan.budget import Budget
+from spile.plan.estimate import Estimate
+from spile.run.extract import Outcome, outcome_of
+from spile.run.rank import ABORTED
+from spile.run.signals import stop_on_signal
+
+_log = logging.getLogger("spile")
+_AHEAD = 3  # units that a slice has: written, computing, and being read
+_CALLS = 8 + _AHEAD  # of an actor, at a time
+_LOOK_SECONDS = 1.0  # between looks for nodes that have joined
+_POLL_SECONDS = 0.2
+_DRAIN_SECONDS = 120.0
+_MOST_LOSSES = 10  # of slices that were at work on the same unit
+_MOST_ERRORS = 3  # that were told of, with the same unit in hand: others will meet them, too
+_MOST_FAILURES = 10  # by slice, in a row, without a unit done by anybody
+_REST_SECONDS, _REST_MOST = 1.0, 60.0  # of a place where a slice has just failed
+_UNLIMITED = 1 << 16
+_SLOW_SECONDS = 30.0  # without a slice, after which that is said
+_PASSED_ON = ("JAX_", "XLA_", "LIBTPU_")  # credentials are each host's own
+
+
+@dataclass(eq=False)
+class _Slice:
+    """One world of hosts, as the driver sees it."""
+
+    number: int
+    place: Place
+    hosts: list[Any]  # actor handles; the first leads
+    nodes: list[str] = field(default_factory=list)  # their names, once they have said hello
+    ready: bool = False
+    units: list[int] = field(default_factory=list)  # given, in order
+    counted: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"slice {self.number} ({', '.join(self.nodes) or 'not placed yet'})"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Something asked of a host."""
+
+    slice: _Slice
+    what: str  # hello | begun | run | do | counts
+    host: int = 0
+    unit: int = -1
+
+
+def extract(
+    recipe: Recipe,
+    out: str,
+    runtime: Runtime,
+    options: RayOptions,
+    *,
+    counters: Counters | None = None,
+    on_start: Callable[[object, Estimate], None] | None = None,
+    stop: threading.Event | None = None,
+) -> Outcome:
+    """Make the dataset, or continue it, on a Ray cluster; as `engine.local.extract` elsewhere."""
+    given = [n for n in ("share", "coordinator", "num_processes", "process_id", "bind_address")
+             if getattr(runtime, n) is not None]  # fmt: skip
+    if given:
+        flag = "--" + given[0].replace("_", "-")
+        raise ConfigError(f"{flag} is not for --engine ray, which says itself who does what")
+    ray = connect(options.ray_address)
+    try:
+        with stop_on_signal(stop or threading.Event()) as stop:
+            pool = _Pool(ray, recipe, out, runtime, options, counters or Counters(), stop)
+            return pool.run(on_start)
+    finally:
+        ray.shutdown()
+
+
+class _Pool:
+    def __init__(
+        self,
+        ray: Any,
+        recipe: Recipe,
+        out: str,
+        runtime: Runtime,
+        options: RayOptions,
+        counters: Counters,
+        stop: threading.Event,
+    ) -> None:
+        self._ray, self._recipe, self._out, self._runtime = ray, recipe, out, runtime
+        self._counters, self._stop = counters, stop
+        self._ledger = Ledger(open_objects(out))
+        self._places = Places(ray, options)
+        self._host = ray.remote(Host)
+        self._most = options.ray_slices
+        self._slices: list[_Slice] = []
+        self._calls: dict[Any, _Call] = {}
+        self._numbers = itertools.count()
+        self._table: Table | None = None
+        self._budget: Budget | None = None
+        self._cost: Estimate | None = None
+        self._left: deque[int] = deque()  # nobody has them
+        self._done: set[int] = set()
+        # Unit -> slices lost with it in hand (-1: none was), and how many of them said why.
+        self._losses: dict[int, tuple[int, int]] = {}
+        self._failures = 0
+        self._resting: dict[str, float] = {}  # place -> until when
+        self._looked = 0.0
+        self._idle_since = time.monotonic()
+
+    def run(self, on_start: Callable[[object, Estimate], None] | None) -> Outcome:
+        try:
+            while not self._finished():
+                if self._stop.is_set():
+                    self._drain()
+                    raise Interrupted
+                self._look()
+                self._give()
+                self._hear(_POLL_SECONDS)
+                if on_start and self._cost:
+                    on_start(None, self._cost)
+                    on_start = None
+            self._end()
+        finally:
+            for slice in list(self._slices):
+                self._drop(slice)
+            self._places.close()
+        assert self._table and self._cost
+        self._ledger.complete(self._table)
+        return outcome_of(self._ledger, self._table, self._cost, self._runtime)
+
+    def _finished(self) -> bool:
+        if self._table is None or self._cost is None:
+            return False
+        busy = any(slice.units for slice in self._slices)
+        return not busy and (not self._left or (self._budget is not None and self._budget.spent))
+
+    # -- slices ------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Start slices where there is room, and ask the others how far they are."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        most = self._most or _UNLIMITED
+        if self._table is None:
+            most = 1  # the first makes the unit table, which would cost everyone a pass
+        elif not self._left:
+            most = 0
+        resting = {place for place, until in self._resting.items() if until > now}
+        for place in self._places.free(most - len(self._slices), resting):
+            options = self._places.options(place)
+            hosts = [self._host.options(max_concurrency=_CALLS, **each).remote()
+                     for each in options]  # fmt: skip
+            slice = _Slice(next(self._numbers), place, hosts)
+            self._slices.append(slice)
+            for number in range(len(hosts)):
+                self._ask(slice, "hello", host=number)
+        if self._slices or not self._left and self._table:
+            self._idle_since = now
+        elif now - self._idle_since > _SLOW_SECONDS:
+            _log.warning("waiting for room on the cluster: %s", self._places.described())
+            self._idle_since = now
+        for slice in self._slices:
+            if slice.ready and not any(c.what == "counts" and c.slice is slice
+                                       for c in self._calls.values()):  # fmt: skip
+                self._ask(slice, "counts")
+
+    def _ask(self, slice: _Slice, what: str, *given: Any, host: int = 0, unit: int = -1) -> None:
+        reference = getattr(slice.hosts[host], what).remote(*given)
+        self._calls[reference] = _Call(slice, what, host, unit)
+
+    def _start(self, slice: _Slice, hellos: list[Mapping[str, Any]]) -> None:
+        """All hosts are there: they are told who is who."""
+        for said in hellos:
+            if said["spile"] != spile.__version__:
+                raise ConfigError(
+                    f"{said['node']} has spile {said['spile']}, the driver {spile.__version__}: "
+                    "install the same on every node"
+                )
+        # Of a TPU pod every host has a number of its own; the place in a group is not that.
+        workers = [said["worker"] for said in hellos]
+        if None not in workers and len({*workers}) == len(workers):
+            order = sorted(range(len(workers)), key=lambda n: workers[n])
+            slice.hosts = [slice.hosts[n] for n in order]
+            hellos = [hellos[n] for n in order]
+        slice.nodes = [f"{said['node']}, process {said['pid']}" for said in hellos]
+        environment = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
+        for number in range(len(hellos)):
+            runtime = replace(self._runtime, world="host")
+            if len(hellos) > 1:
+                runtime = replace(
+                    self._runtime,
+                    world="slice",
+                    coordinator=str(hellos[0]["address"]),
+                    num_processes=len(hellos),
+                    process_id=number,
+                )
+            options = {**asdict(self._recipe), **asdict(runtime)}
+            given = (options, self._out, os.getcwd(), environment)
+            self._ask(slice, "run", *given, host=number)
+        self._ask(slice, "begun")
+
+    def _drop(self, slice: _Slice) -> None:
+        """A slice that has ended, or must."""
+        if slice not in self._slices:
+            return
+        self._slices.remove(slice)
+        self._calls = {ref: call for ref, call in self._calls.items() if call.slice is not slice}
+        for host in slice.hosts:
+            with suppress(Exception):  # it may be gone already, and its node, too
+                self._ray.kill(host)
+        self._places.give_back(slice.place)
+        for unit in reversed(slice.units):
+            if unit not in self._done:
+                self._left.appendleft(unit)
+
+    def _lose(self, slice: _Slice, why: str, code: int | None = None) -> None:
+        """A slice has failed (with a code) or vanished: its units are done elsewhere."""
+        at_work = slice.units[0] if slice.units else -1
+        named = f"{slice}: {why}"
+        self._drop(slice)
+        self._take_stock()
+        self._failures += 1
+        rest = min(_REST_MOST, _REST_SECONDS * 2.0 ** min(self._failures - 1, 60))
+        if self._failures > 1:
+            self._resting[slice.place.name] = time.monotonic() + rest
+        _log.warning("%s is lost: %s; its units go elsewhere", slice, why)
+        lost, errors = self._losses.get(at_work, (0, 0))
+        lost, errors = self._losses[at_work] = (lost + 1, errors + (code is not None))
+        if code is not None and errors >= _MOST_ERRORS:
+            raise WorldError(0, named, code)
+        if at_work >= 0 and lost >= _MOST_LOSSES:
+            raise StoreError(f"unit {at_work} was in hand of {lost} slices that are lost; {named}")
+        if self._failures >= _MOST_FAILURES * max(1, len(self._slices)):
+            raise StoreError(f"{self._failures} slices failed, and not one unit was done; {named}")
+
+    # -- units -------------------------------------------------------------------------------
+
+    def _give(self) -> None:
+        """Each slice gets its next units, those with the fewest first."""
+        ready = [slice for slice in self._slices if slice.ready]
+        while self._left and ready:
+            slice = min(ready, key=lambda s: len(s.units))
+            if len(slice.units) >= _AHEAD:
+                return
+            # Towards the end nobody is given what another would begin sooner.
+            if slice.units and len(self._left) < len(ready):
+                waiting = [s for s in self._slices if not s.ready or not s.units]
+                if waiting:
+                    return
+            unit = self._left[0]
+            in_hand = {u for s in self._slices for u in s.units}
+            if self._budget and not self._budget.allows(unit, self._done, in_hand):
+                return
+            self._left.popleft()
+            slice.units.append(unit)
+            self._ask(slice, "do", unit, unit=unit)
+
+    def _hear(self, seconds: float) -> None:
+        """Wait for an answer, and heed all that have come."""
+        if not self._calls:
+            self._stop.wait(seconds)
+            return
+        ready, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=seconds)
+        if ready:
+            more, _ = self._ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
+            ready = more or ready
+        for reference in ready:
+            call = self._calls.pop(reference, None)
+            if call is None:  # of a slice that was just dropped
+                continue
+            try:
+                answer = self._ray.get(reference)
+            except Exception as error:
+                if not lost(self._ray, error):
+                    raise
+                self._lose(call.slice, _first_line(error))
+                continue
+            self._heed(call, answer)
+
+    def _heed(self, call: _Call, answer: Any) -> None:
+        slice = call.slice
+        if call.what == "hello":
+            slice.place.hellos[call.host] = answer
+            if len(slice.place.hellos) == len(slice.hosts):
+                self._start(slice, [slice.place.hellos[n] for n in range(len(slice.hosts))])
+        elif answer is None:
+            pass  # the answer of `run` says why
+        elif call.what == "begun":
+            self._begin(slice, answer)
+        elif call.what == "run":
+            self._ended(slice, call.host, answer)
+        elif call.what == "counts":
+            self._count(slice, answer)
+        else:
+            self._count(slice, answer)
+            self._commit(slice, call.unit)
+
+    def _begin(self, slice: _Slice, cost: Mapping[str, Any]) -> None:
+        if self._table is None:
+            self._table = table = self._ledger.read_table()
+            if table is None:
+                raise StoreError(
+                    f"{self._out}: {slice} writes there, and nothing of it is seen here; with "
+                    "--engine ray every node must share --out: a bucket, or a common file system"
+                )
+            self._done = self._ledger.done_units()
+            self._left.extend(int(u["id"]) for u in table.units if u["id"] not in self._done)
+            self._budget = Budget(table, self._ledger, self._runtime.max_bytes)
+            self._looked = 0.0  # the others may start
+        warnings = tuple(cost["warnings"])
+        self._cost = self._cost or Estimate(**{**cost, "warnings": warnings})
+        slice.ready = True
+        _log.info("%s is at work; %d slices", slice, sum(s.ready for s in self._slices))
+
+    def _commit(self, slice: _Slice, unit: int) -> None:
+        slice.units.remove(unit)
+        self._done.add(unit)
+        self._failures = 0
+        self._losses.pop(-1, None)
+
+    def _take_stock(self) -> None:
+        """Units may be committed whose slice did not live to say so."""
+        if self._table is not None:
+            self._done |= self._ledger.done_units()
+            self._left = deque(unit for unit in self._left if unit not in self._done)
+
+    def _count(self, slice: _Slice, counted: Mapping[str, float]) -> None:
+        grown = {name: value - slice.counted.get(name, 0.0) for name, value in counted.items()}
+        self._counters.add(**{name: amount for name, amount in grown.items() if amount > 0})
+        slice.counted = {**counted}
+
+    def _ended(self, slice: _Slice, host: int, answer: Mapping[str, Any]) -> None:
+        """A host's run is over: by a failure, or because all was done when it came."""
+        if not answer:
+            if host == 0:
+                self._drop(slice)
+                self._take_stock()
+            return
+        code = int(answer["code"])
+        # The leader's word: of the others one may only have missed it.
+        if code == ConfigError.exit_code and host == 0:
+            raise WorldError(0, f"{slice}: {answer['failed']}", code)
+        passing = answer["stopped"] or code == ABORTED
+        self._lose(slice, str(answer["failed"]), None if passing else code)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Let the slices say that they are done."""
+        for slice in self._slices:
+            slice.hosts[0].finish.remote()
+        self._await_runs(10.0)
+
+    def _drain(self) -> None:
+        """Units that are wholly computed are committed."""
+        for slice in self._slices:
+            for host in slice.hosts:
+                host.stop.remote()
+        self._await_runs(_DRAIN_SECONDS)
+
+    def _await_runs(self, seconds: float) -> None:
+        runs = [ref for ref, call in self._calls.items() if call.what == "run"]
+        limit = time.monotonic() + seconds
+        while runs and time.monotonic() < limit:
+            try:
+                _, runs = self._ray.wait(runs, num_returns=len(runs), timeout=_POLL_SECONDS)
+            except Exception as error:
+                _log.warning("the runs are not waited for: %s", _first_line(error))
+                return
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__

@@ -1,0 +1,207 @@
+"""Where slices may run on a Ray cluster: nodes, groups of nodes, TPU slices. No jax."""
+
+import importlib
+import logging
+import socket
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from spile.core.errors import ConfigError
+from spile.core.ray_options import RayOptions
+
+_log = logging.getLogger("spile")
+_TOPOLOGY, _SLICE_NAME = "ray.io/tpu-topology", "ray.io/tpu-slice-name"
+_GROUP = "group"  # the name of every place that is not one node
+_CONNECT_SECONDS = 5
+
+
+@dataclass(eq=False)
+class Place:
+    """Room for one slice."""
+
+    name: str  # of its node; a place where a slice has failed is left alone for a while
+    needs: Mapping[str, float]  # of each host
+    hosts: int = 1
+    group: Any = None
+    reservation: Any = None  # of a TPU slice
+    hellos: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by host
+
+
+def connect(address: str) -> Any:
+    """The `ray` module, connected.
+
+    Raises:
+        ConfigError: if it is not installed, or there is no such cluster.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "://" not in address:  # Ray would try for a minute
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ConfigError(
+                f"--ray-address {address}: not reached ({error.strerror or error}); it is what "
+                "`ray start --head` prints"
+            ) from None
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(f"--engine ray needs Ray: pip install 'spile[ray]' ({error})") from error
+    try:
+        ray.init(
+            address=address, log_to_driver=False, configure_logging=False, logging_level="ERROR"
+        )
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"--ray-address {address}: no Ray cluster there ({first}); start one by `ray start "
+            "--head`, and `ray start --address=HOST:PORT` on the other nodes"
+        ) from error
+    return ray
+
+
+def lost(ray: Any, error: Exception) -> bool:
+    """Whether an actor is gone, rather than wrong."""
+    errors = ray.exceptions
+    return isinstance(error, errors.RayError) and not isinstance(error, errors.RayTaskError)
+
+
+class Places:
+    """The cluster's room, less what our slices take."""
+
+    def __init__(self, ray: Any, options: RayOptions) -> None:
+        self._ray, self._options = ray, options
+        self._given = options.resources()
+        self._taken: list[Place] = []
+        self._reserver = ThreadPoolExecutor(1, "reserve")  # Ray waits for it in the call
+        self._reserving: Future[Place] | None = None
+
+    def free(self, count: int, resting: Collection[str]) -> list[Place]:
+        """At most so many places for slices, which are taken then."""
+        if count <= 0:
+            return []
+        if self._options.ray_topology:
+            found = self._tpu_slices(resting)
+        elif self._options.ray_hosts > 1:
+            found = self._groups(count, resting)
+        else:
+            found = self._nodes(count, resting)
+        self._taken += found
+        return found
+
+    def options(self, place: Place) -> list[dict[str, Any]]:
+        """How to make the actor of each host."""
+        strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+        needs = {**place.needs}
+        sizes = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0)}
+        if place.group is None:
+            where = [strategies.NodeAffinitySchedulingStrategy(place.name, soft=False)]
+        else:
+            where = [
+                strategies.PlacementGroupSchedulingStrategy(place.group, n)
+                for n in range(place.hosts)
+            ]
+        return [{**sizes, "resources": needs, "scheduling_strategy": each} for each in where]
+
+    def give_back(self, place: Place) -> None:
+        if place not in self._taken:
+            return
+        self._taken.remove(place)
+        with suppress(Exception):  # (the cluster may have dropped it with a node)
+            if place.reservation is not None:
+                place.reservation.shutdown()
+            elif place.group is not None:
+                self._ray.util.remove_placement_group(place.group)
+
+    def close(self) -> None:
+        self._reserver.shutdown(wait=False, cancel_futures=True)
+
+    def described(self) -> str:
+        """What a slice takes, and what there is, for whoever wonders why nothing begins."""
+        options = self._options
+        wanted = options.ray_topology or options.ray_resources or "all of a node"
+        hosts = f" on each of {options.ray_hosts} nodes" if options.ray_hosts > 1 else ""
+        nodes = ", ".join(_counted(node["Resources"]) for node in self._alive())
+        return f"a slice takes {wanted}{hosts}; the nodes have {nodes}"
+
+    def _alive(self) -> list[Mapping[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _room(self) -> list[tuple[str, dict[str, float], int]]:
+        """Nodes that can hold a slice's host, what it takes of each, and how many times."""
+        room: list[tuple[str, dict[str, float], int]] = []
+        for node in self._alive():
+            total = node["Resources"]
+            needs = self._given or _whole(total)
+            times = min((int(total.get(n, 0) // amount) for n, amount in needs.items()), default=0)
+            if times:
+                room.append((node["NodeID"], needs, times))
+        return room
+
+    def _nodes(self, count: int, resting: Collection[str]) -> list[Place]:
+        found: list[Place] = []
+        for name, needs, times in self._room():
+            used = sum(place.name == name for place in self._taken)
+            if name not in resting:
+                found += [Place(name, needs) for _ in range(times - used)]
+        return found[:count]
+
+    def _groups(self, count: int, resting: Collection[str]) -> list[Place]:
+        """Hosts of different nodes, any of them."""
+        hosts, room = self._options.ray_hosts, self._room()
+        free = sum(times for _, _, times in room) // hosts if len(room) >= hosts else 0
+        if _GROUP in resting or free <= len(self._taken):
+            return []
+        needs = room[0][1]
+        return [
+            Place(_GROUP, needs, hosts, self._ray.util.placement_group(
+                [dict(needs)] * hosts, strategy="STRICT_SPREAD"))
+            for _ in range(min(count, free - len(self._taken)))
+        ]  # fmt: skip
+
+    def _tpu_slices(self, resting: Collection[str]) -> list[Place]:
+        """One that Ray has reserved in the meantime; should there be more, it reserves the next."""
+        found: list[Place] = []
+        if self._reserving and self._reserving.done():
+            done, self._reserving = self._reserving, None
+            try:
+                found.append(done.result())
+            except ValueError as error:
+                raise ConfigError(
+                    f"--ray-topology {self._options.ray_topology}: {error}"
+                ) from error
+            except Exception as error:
+                _log.warning("no TPU slice yet: %s", str(error).splitlines()[0])
+        topology = (self._options.ray_topology or "").partition(":")[2]
+        labels = [node.get("Labels", {}) for node in self._alive()]
+        there = {each.get(_SLICE_NAME) for each in labels if each.get(_TOPOLOGY) == topology}
+        if (
+            self._reserving is None
+            and _GROUP not in resting
+            and len(there) > len(self._taken) + len(found)
+        ):
+            self._reserving = self._reserver.submit(self._reserve)
+        return found
+
+    def _reserve(self) -> Place:
+        version, _, topology = (self._options.ray_topology or "").partition(":")
+        tpu: Any = importlib.import_module("ray.util.tpu")
+        slice = tpu.slice_placement_group(topology, version, self._given or None)
+        return Place(
+            _GROUP, dict(slice.bundle_resources), slice.num_bundles, slice.placement_group, slice
+        )
+
+
+def _whole(total: Mapping[str, float]) -> dict[str, float]:
+    """All accelerators of a node, or its CPUs."""
+    for kind in ("TPU", "GPU"):
+        if total.get(kind):
+            return {kind: total[kind], **({"CPU": 1.0} if total.get("CPU", 0) >= 1 else {})}
+    return {"CPU": total["CPU"]} if total.get("CPU") else {}
+
+
+def _counted(total: Mapping[str, float]) -> str:
+    kinds = ("CPU", "GPU", "TPU")
+    return " ".join(f"{kind}={total[kind]:g}" for kind in kinds if total.get(kind)) or "nothing"

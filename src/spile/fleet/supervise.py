@@ -1,0 +1,135 @@
+"""`spile supervise`: a slice that is started again when it fails. No jax.
+
+Whether to start it again is in the exit code: 2 is what a restart cannot mend, 0 the end of the
+work; all else (a store that does not answer, a signal, a lost process of the world) may pass. A
+signal to this process is passed on, waited for, and then nothing is started any more.
+"""
+
+import logging
+import random
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from spile.core.errors import ConfigError, Interrupted, SpileError, printable
+from spile.dataset.ledger import Ledger
+from spile.objects import Objects
+from spile.run.child import Child
+from spile.run.rank import ABORTED, Place
+
+_log = logging.getLogger("spile")
+_STOPPED = Interrupted.exit_code
+_JITTER = 0.25  # of a pause, so that a fleet does not come back all at once
+_MEANING = {
+    1: "an unexpected error (exit 1)",
+    SpileError.exit_code: "a data or store fault (exit 3)",
+    _STOPPED: "another process of its world was told to stop (exit 130)",
+    ABORTED: "a process of its world was lost (exit 134)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How often, and how soon."""
+
+    max_restarts: int = 10  # in a row, without a unit done
+    backoff: float = 1.0  # seconds before the first one; doubled with each
+    max_backoff: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts must be at least 0, got {self.max_restarts}")
+        if not 0 <= self.backoff <= self.max_backoff:
+            raise ConfigError(
+                f"--backoff must be from 0 to --max-backoff ({self.max_backoff:g} seconds), got "
+                f"{self.backoff:g}"
+            )
+
+    def pause(self, failures: int) -> float:
+        """Before the n-th restart in a row."""
+        longest = min(self.max_backoff, self.backoff * 2.0 ** min(failures - 1, 60))
+        return longest * random.uniform(1 - _JITTER, 1)
+
+
+class Supervisor:
+    """Runs one command until it has done its work, or cannot."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        place: Place | None,
+        objects: Objects,
+        patience: Patience,
+        *,
+        drives: bool = False,
+    ) -> None:
+        """`drives`: the command only drives others, so that any unit done is its progress."""
+        self._argv, self._place, self._objects = argv, place, objects
+        self._patience, self._drives = patience, drives
+        self._stopping = threading.Event()
+        self._child: Child | None = None
+
+    def run(self) -> int:
+        """Returns the exit code that says whether to start this again: see docs/fleets.md."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        failures, worked = 0, False
+        while not self._stopping.is_set():
+            before = self._done()
+            self._child = child = Child(self._argv, self._place, self._objects)
+            if self._stopping.is_set():  # it came while the child was being started
+                child.signal(signal.SIGTERM)
+            code = child.wait()
+            if code == 0:
+                return 0
+            if self._stopping.is_set():
+                return code if code in (ConfigError.exit_code, SpileError.exit_code) else _STOPPED
+            progress = self._progressed(child, before)
+            worked |= progress or code == ABORTED
+            if code == ConfigError.exit_code and not (worked and self._alone()):
+                _log.error("not started again: exit 2 is what a restart cannot mend")
+                return code
+            failures = 1 if progress else failures + 1
+            why = child.signalled() or self._reported(child) or _MEANING.get(code, f"exit {code}")
+            if failures > self._patience.max_restarts:
+                _log.error("%s; given up after %d restarts without a unit done", why, failures - 1)
+                return code
+            pause = self._patience.pause(failures)
+            _log.warning("%s; restart %d of %d in %.1f s; what is committed stays",
+                         why, failures, self._patience.max_restarts, pause)  # fmt: skip
+            self._stopping.wait(pause)
+        return _STOPPED
+
+    def _stop(self, number: int, frame: object) -> None:
+        self._stopping.set()
+        if self._child:
+            self._child.signal(number)
+
+    def _progressed(self, child: Child, before: set[int]) -> bool:
+        """Whether it has done a unit: by its own last words, or one it held is there now."""
+        new = self._done() - before
+        return (self._drives and bool(new)) or any(
+            record.get("units_done") or new.intersection(record["units"]) for record in child.said()
+        )
+
+    def _done(self) -> set[int]:
+        return Ledger(self._objects).done_units()
+
+    def _reported(self, child: Child) -> str | None:
+        """The error that the work ended with."""
+        if self._place:
+            return None  # (a record of its world may be another's, and the code says what it was)
+        errors = [str(record["error"]) for record in child.said() if record.get("error")]
+        return printable(errors[0].splitlines()[0]) if errors else None
+
+    def _alone(self) -> bool:
+        """Whether the one to meet is away: a restart of all of them is not done at one time."""
+        if self._place is None or self._place.leads:
+            return False
+        host, _, port = self._place.coordinator.rpartition(":")
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+            return False
+        return True

@@ -1,0 +1,155 @@
+"""Writing a dataset in another tool's format: `spile export OUT --to FORMAT DEST`.
+
+Rows are read window by window, counted again in the files that were written, and only then does
+the directory get its name: whatever lies at DEST is whole.
+"""
+
+import shutil
+import uuid
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from spile.core.errors import ConfigError, StoreError
+from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.interop.export import activault, arrays, arrow, delphi, legacy, openmoss, saev
+from spile.interop.export.format import Format, require
+from spile.interop.export.source import Source, choose_dtypes, choose_taps
+from spile.objects.local import sync
+
+FORMATS: dict[str, Format] = {
+    form.name: form
+    for form in (
+        arrow.SAELENS, arrow.PARQUET, arrays.NPY, arrays.ZARR, activault.ACTIVAULT,
+        openmoss.OPENMOSS, saev.SAEV, delphi.DELPHI, legacy.LEGACY,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    dest: str
+    format: str
+    taps: dict[str, str]  # and the dtype of each
+    rows: int  # of each tap
+    left_over: int  # rows at the end that did not fill a sequence, or a file
+    context_size: int | None
+    files: int
+    bytes: int
+
+
+def export(
+    out: str | Dataset,
+    dest: str | Path,
+    *,
+    to: str,
+    taps: str | Sequence[str] | None = None,
+    context_size: int | None = None,
+    dtype: str | None = None,
+) -> Exported:
+    """Write a finished dataset as another tool reads it.
+
+    Args:
+        to: one of `FORMATS`.
+        taps: all if not given.
+        context_size: rows of a sequence, where the format has those; the recipe's if not given.
+        dtype: as stored where the format has that, else float32, if not given.
+    """
+    form = FORMATS.get(to)
+    if form is None:
+        raise ConfigError(f"--to {to}: no such format; there are {', '.join(FORMATS)}")
+    require(form)
+    dataset = open_dataset(out) if isinstance(out, str) else out
+    target = _destination(str(dest), dataset)
+    source = _source(dataset, form, taps, context_size, dtype)
+    try:
+        with _staged(target) as stage:
+            rows = form.write(source, stage)
+            counts = form.count(source, stage)
+            wrong = {tap: counts.get(tap, 0) for tap in source.taps if counts.get(tap, 0) != rows}
+            if wrong:
+                raise StoreError(f"{target}: {rows} rows were written, but it holds {wrong}")
+            sizes = [path.stat().st_size for path in stage.rglob("*") if path.is_file()]
+    except OSError as error:
+        raise StoreError(f"{target}: {error.strerror or error}") from error
+    return Exported(
+        dest=str(dest),
+        format=form.name,
+        taps={tap: source.dtypes[tap].name for tap in source.taps},
+        rows=rows,
+        left_over=dataset.num_tokens - rows,
+        context_size=source.context if form.contexts else None,
+        files=len(sizes),
+        bytes=sum(sizes),
+    )
+
+
+def _source(
+    dataset: Dataset,
+    form: Format,
+    taps: str | Sequence[str] | None,
+    context_size: int | None,
+    dtype: str | None,
+) -> Source:
+    chosen = choose_taps(dataset, taps)
+    if context_size is not None and not form.contexts:
+        raise ConfigError(f"--context-size: {form.name} has no sequences of one length")
+    if context_size is not None and context_size < 1:
+        raise ConfigError(f"--context-size must be at least 1, got {context_size}")
+    context = (context_size or dataset.recipe.seq_len) if form.contexts else 1
+    dtypes = choose_dtypes(dataset, chosen, dtype, form.dtypes, integers=form.integers)
+    source = Source(dataset, chosen, dtypes, context)
+    form.check(source)
+    if not source.rows:
+        raise ConfigError(
+            f"{dataset.url}: its {dataset.num_tokens} rows do not fill one sequence of {context}; "
+            "give a smaller --context-size"
+            if dataset.num_tokens
+            else f"{dataset.url} holds no rows"
+        )
+    _refuse_too_large(source)
+    return source
+
+
+def _refuse_too_large(source: Source) -> None:
+    """By the statistics: at once, and not when half of the rows are written."""
+    for tap, dtype in source.dtypes.items():
+        largest = source.dataset.statistics(tap).max_abs
+        if dtype == np.float16 and largest > float(np.finfo(np.float16).max):
+            raise ConfigError(
+                f"{tap} reaches {largest:.4g}, which float16 cannot hold; use --dtype float32"
+            )
+
+
+def _destination(dest: str, dataset: Dataset) -> Path:
+    if "://" in dest:
+        raise ConfigError(f"{dest}: export writes to a local directory; copy it from there")
+    target = Path(dest).absolute()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"{dest} exists already, and nothing is overwritten; choose another")
+    if Path(dataset.url).absolute() in (target, *target.parents):
+        raise ConfigError(f"{dest} lies inside the dataset; choose a directory outside of it")
+    return target
+
+
+@contextmanager
+def _staged(target: Path) -> Generator[Path, None, None]:
+    """A directory beside the target, which becomes it if all goes well and else goes away."""
+    stage = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    stage.mkdir(parents=True)
+    try:
+        yield stage
+        for path in sorted(stage.rglob("*")):
+            sync(path)
+        sync(stage)
+        # (takes the place of an empty directory, and of nothing else)
+        stage.rename(target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise

@@ -1,0 +1,68 @@
+"""What a foreign format is to us: what it can hold, how it is written, and how it is counted."""
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spile.core.errors import ConfigError
+from spile.interop.export.source import Source
+
+
+def _anything(source: Source) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One format.
+
+    Attributes:
+        write: writes below a directory; returns how many rows of each tap.
+        count: the rows of each tap by what the files there say, not by what was meant.
+        check: refuses what the format cannot express, before anything is written.
+        dtypes: that floating values may have.
+        contexts: whether rows come in sequences of one length.
+        integers: whether integer taps stay integers.
+        needs: modules, and what to install for them.
+    """
+
+    name: str
+    about: str
+    write: Callable[[Source, Path], int]
+    count: Callable[[Source, Path], Mapping[str, int]]
+    check: Callable[[Source], None] = _anything
+    dtypes: tuple[str, ...] = ("float32", "float16")
+    contexts: bool = False
+    integers: bool = False
+    needs: tuple[tuple[str, str], ...] = ()
+
+
+def check_hooks(source: Source) -> None:
+    """For formats that call taps by their TransformerLens names."""
+    hooks = [source.hook(tap) for tap in source.taps]
+    if len(set(hooks)) < len(hooks):
+        raise ConfigError("two of the taps have one TransformerLens name; choose with --taps")
+
+
+def library(module: str) -> Any:
+    """A library that only some formats need."""
+    return importlib.import_module(module)
+
+
+def require(form: Format) -> None:
+    """Refuse in one line what could not be written for want of a library."""
+    for module, package in form.needs:
+        try:
+            library(module)
+        except ImportError as error:
+            raise ConfigError(
+                f"--to {form.name} needs {module}, which cannot be imported ({error}); "
+                f"pip install {package}"
+            ) from error
+
+
+def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
+    path.write_text(json.dumps(value, indent=indent) + "\n")

@@ -1,0 +1,150 @@
+"""What an export reads: chosen taps of a dataset, window by window, as the format can hold them."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from spile.core.errors import ConfigError, DataError
+from spile.core.tensors import DTYPES_BY_NAME
+from spile.dataset.read.dataset import Dataset
+
+WINDOW_BYTES = 32 << 20  # read and converted at a time: what bounds an export's memory
+FILE_BYTES = 256 << 20  # of a file that its readers, or we, hold whole
+
+
+@dataclass(frozen=True)
+class Source:
+    """Some taps of a dataset, their rows cut into contexts and their values into a dtype."""
+
+    dataset: Dataset
+    taps: tuple[str, ...]
+    dtypes: dict[str, np.dtype[Any]]  # of each tap, as it is to be written
+    context: int  # rows that stay together; 1 where the format knows no contexts
+
+    @property
+    def contexts(self) -> int:
+        return self.dataset.num_tokens // self.context
+
+    @property
+    def rows(self) -> int:
+        """Rows of whole contexts."""
+        return self.contexts * self.context
+
+    def width(self, tap: str) -> int:
+        return self.dataset.width(tap)
+
+    def row_bytes(self, *taps: str) -> int:
+        return sum(self.width(tap) * self.dtypes[tap].itemsize for tap in taps or self.taps)
+
+    def hook(self, tap: str) -> str:
+        """What TransformerLens calls a tap."""
+        for name in self.dataset.aliases(tap):
+            if re.search(r"(^|\.)hook_", name):
+                return name
+        raise ConfigError(
+            f"{tap} has no TransformerLens name, which this format needs; "
+            "choose other taps with --taps"
+        )
+
+    def windows(
+        self, start: int, stop: int, row_bytes: int, size: int | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """Ranges of whole contexts that cover start..stop, of about `size` bytes at most."""
+        step = max(1, (size or WINDOW_BYTES) // (row_bytes * self.context)) * self.context
+        for first in range(start, stop, step):
+            yield first, min(first + step, stop)
+
+    def read(self, tap: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tap in the dtype they are to be written in, contiguous."""
+        return self.convert(tap, self.dataset.read(tap, start, stop))
+
+    def convert(self, tap: str, values: np.ndarray) -> np.ndarray:
+        """Rows as `Dataset` gives them, in the dtype they are to be written in, contiguous."""
+        wanted = self.dtypes[tap]
+        if values.dtype == wanted:
+            return np.ascontiguousarray(values)
+        with np.errstate(over="ignore"):
+            out = np.ascontiguousarray(values.astype(wanted))
+        if wanted.itemsize < values.itemsize and (np.isinf(out) & np.isfinite(values)).any():
+            raise DataError(f"{tap} has values that {wanted.name} cannot hold; use --dtype float32")
+        return out
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        return self.dataset.index(start, stop)["token_id"]
+
+    def about(self) -> dict[str, Any]:
+        """Where the rows come from, to be left beside them."""
+        return {
+            "spile": version("spile"),
+            "dataset": self.dataset.url,
+            "fingerprint": self.dataset.fingerprint,
+            "recipe": self.dataset.recipe.to_json(),
+            "taps": {
+                tap: {"shape": list(self.dataset.shape(tap)), "dtype": self.dtypes[tap].name}
+                for tap in self.taps
+            },
+        }
+
+
+def choose_taps(dataset: Dataset, wanted: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Taps by their names, by other tools' names, or as `site:layers`; all if none are named."""
+    if wanted is None:
+        return tuple(dataset.taps)
+    items = wanted.split(",") if isinstance(wanted, str) else wanted
+    chosen = {
+        tap for item in filter(None, map(str.strip, items)) for tap in _matching(item, dataset)
+    }
+    if not chosen:
+        raise ConfigError(f"--taps {wanted!r} names no tap")
+    return tuple(tap for tap in dataset.taps if tap in chosen)
+
+
+def _matching(item: str, dataset: Dataset) -> Iterator[str]:
+    site, colon, layers = item.partition(":")
+    if not colon:
+        yield dataset.name(item)
+        return
+    here = [layer for name, layer in map(site_and_layer, dataset.taps) if name == site]
+    for part in layers.split("+"):
+        match = re.fullmatch(r"(?:all|(\d{1,9})(?:-(\d{1,9}))?)(?:/([1-9]\d{0,8}))?", part.strip())
+        if not match:
+            raise ConfigError(
+                f"--taps {item!r}: {part!r} is not a layer (5), a range (0-27) or all"
+            )
+        if match[1] is None:
+            numbers = sorted(layer for layer in here if layer is not None)[:: int(match[3] or 1)]
+        else:
+            numbers = range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
+        for number in numbers:
+            yield dataset.name(f"{site}.{number}")
+
+
+def site_and_layer(tap: str) -> tuple[str, int | None]:
+    """`resid_post.20` -> its site and layer; `embed` has none."""
+    site, _, layer = tap.partition(".")
+    return site, int(layer) if layer else None
+
+
+def choose_dtypes(
+    dataset: Dataset,
+    taps: Sequence[str],
+    wanted: str | None,
+    allowed: Sequence[str],
+    *,
+    integers: bool,
+) -> dict[str, np.dtype[Any]]:
+    """As stored where the format has it, else float32; what is asked for, where it has that."""
+    if wanted is not None and wanted not in allowed:
+        raise ConfigError(f"--dtype {wanted}: this format has {', '.join(allowed)}")
+
+    def chosen(tap: str) -> np.dtype[Any]:
+        stored = dataset.dtype(tap)
+        if stored.kind == "i":  # (float32 holds them exactly)
+            return stored if integers else DTYPES_BY_NAME["float32"]
+        return DTYPES_BY_NAME[wanted or (stored.name if stored.name in allowed else "float32")]
+
+    return {tap: chosen(tap) for tap in taps}

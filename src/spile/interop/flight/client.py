@@ -1,0 +1,134 @@
+"""`spile.connect`: the batches that `spile serve-rows` gives."""
+
+import json
+import os
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spile.core.errors import ConfigError, StoreError, printable
+from spile.core.tensors import DTYPES_BY_NAME
+from spile.core.threads import Producer
+from spile.dataset.read.view import Batch
+from spile.interop.flight.wire import Described, pyarrow
+
+_AHEAD = 1  # batches that wait here, beside the one that comes in
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    dtype: npt.DTypeLike | None = None,
+    encoded: bool = False,
+) -> "Connection":
+    """Batches from a server: what `Dataset.batches` gives, read and shuffled elsewhere.
+
+    Args:
+        url: as the server says it, grpc://HOST:PORT.
+        token: that the server asks for [SPILE_TOKEN].
+        dtype: rounded once, from float32.
+        encoded: of taps in eight bits, give `Encoded` codes and scales.
+    """
+    if not url.startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
+        raise ConfigError(f"{url}: not the address of a server, as grpc://127.0.0.1:8815 is")
+    named = isinstance(dtype, str) and dtype in DTYPES_BY_NAME
+    wanted = DTYPES_BY_NAME[str(dtype)] if named else None if dtype is None else np.dtype(dtype)
+    return Connection(url, token or os.environ.get("SPILE_TOKEN"), wanted, encoded)
+
+
+class Connection:
+    """An iterator; `state_dict` may be taken between any two batches.
+
+    The state is that of `Dataset.batches` with the same options, which goes on from it as well.
+    """
+
+    def __init__(
+        self, url: str, token: str | None, dtype: np.dtype[Any] | None, encoded: bool
+    ) -> None:
+        self._url, self._token, self._dtype, self._encoded = url, token, dtype, encoded
+        self._state: dict[str, Any] = {}
+        self._client: Any = None
+        self._reader: Any = None
+        self._coming: Producer[tuple[Batch, dict[str, Any]]] | None = None
+        self._batches: Iterator[tuple[Batch, dict[str, Any]]] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration stands, as JSON; empty before the first batch."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; the server says if it cannot, with the next batch."""
+        self.close()
+        self._state = dict(state)
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the server; a later batch would connect again."""
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._coming is not None:
+            self._coming.close()
+        if self._client is not None:
+            self._client.close()
+        self._client = self._reader = self._coming = self._batches = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            if self._batches is None:
+                self._batches = self._opened()
+            found = next(self._batches, None)
+        except pyarrow().ArrowException as error:
+            self.close()
+            raise self._explained(error) from None
+        if found is None:
+            self.close()
+            raise StopIteration
+        batch, self._state = found
+        return batch
+
+    def _opened(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        flight = pyarrow("pyarrow.flight")
+        headers = [(b"authorization", f"Bearer {self._token}".encode())] if self._token else []
+        self._client = flight.connect(self._url)
+        ticket = flight.Ticket(json.dumps(self._state).encode() if self._state else b"")
+        options = flight.FlightCallOptions(headers=headers)
+        self._reader = self._client.do_get(ticket, options)
+        described = Described.of(self._reader.schema)
+        received = _received(self._reader, described, self._dtype, self._encoded)
+        self._coming = Producer(received, _AHEAD, "spile-connect")
+        return iter(self._coming)
+
+    def _explained(self, error: Exception) -> StoreError | ConfigError:
+        flight = pyarrow("pyarrow.flight")
+        told = printable(str(error)).partition(". gRPC client debug context")[0]
+        told = told.partition(". Detail:")[0][:400]
+        if isinstance(error, flight.FlightUnauthenticatedError):
+            return ConfigError(f"{self._url}: {told}; give it as token=, or in SPILE_TOKEN")
+        return StoreError(f"{self._url}: {told}")
+
+
+def _received(
+    reader: Any, described: Described, dtype: np.dtype[Any] | None, encoded: bool
+) -> Generator[tuple[Batch, dict[str, Any]], None, None]:
+    """(No connection is held by its own thread: one that is forgotten is closed.)"""
+    while True:
+        try:
+            chunk = reader.read_chunk()
+        except StopIteration:
+            return
+        state = json.loads(chunk.app_metadata.to_pybytes())
+        yield described.from_arrow(chunk.data, dtype, encoded), state

@@ -1,0 +1,123 @@
+"""Batches as Arrow record batches and back: rows as raw bytes, with their dtypes beside them.
+
+Arrow has no bfloat16 nor float8, and a copy costs more than a name: a tap is a column of as many
+bytes as its rows have, and the schema's metadata says what those are.
+"""
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spile.core.errors import StoreError
+from spile.core.index import INDEX_DTYPE
+from spile.dataset.format import SCALE_DTYPE, TapInfo
+from spile.dataset.read.view import Batch, Encoded, View
+from spile.dataset.write.quantization import DECODED, decode
+
+_VERSION = 1
+_ABOUT = b"spile"
+_INDEX = "index"
+
+
+def pyarrow(name: str = "pyarrow") -> Any:
+    """On first use: it takes longer to import than all else."""
+    return importlib.import_module(name)
+
+
+def schema_of(view: View) -> Any:
+    """Of the batches of a view, which gives rows as they are stored."""
+    pa = pyarrow()
+    fields: list[Any] = []
+    taps: dict[str, Any] = {}
+    metadata: dict[bytes, bytes] = {}
+    for name, tap in view.names.items():
+        info = view.taps[tap]
+        taps[name] = {"shape": list(info.shape), "dtype": info.dtype, "latents": info.latents}
+        fields.append(pa.field(f"rows/{name}", pa.binary(info.width * info.storage.itemsize)))
+        if info.scaled_by == "row":
+            fields.append(pa.field(f"scale/{name}", pa.float32()))
+        elif info.scaled_by == "channel":
+            metadata[f"scale/{name}".encode()] = view.stored.scales[tap].tobytes()
+    if view.index:
+        fields.append(pa.field(_INDEX, pa.binary(INDEX_DTYPE.itemsize)))
+    about = {"version": _VERSION, "taps": taps, "index": view.index}
+    return pa.schema(fields, {_ABOUT: json.dumps(about).encode(), **metadata})
+
+
+def to_arrow(batch: Batch, schema: Any) -> Any:
+    """A record batch that holds the arrays themselves, not copies."""
+    pa = pyarrow()
+    columns: list[Any] = []
+    for field in schema:
+        kind, _, name = field.name.partition("/")
+        found = batch[_INDEX if kind == _INDEX else name]
+        if isinstance(found, Encoded):
+            found = found.scale if kind == "scale" else found.codes
+        array = np.ascontiguousarray(found)
+        data = pa.py_buffer(array.reshape(-1).view(np.uint8))
+        columns.append(pa.Array.from_buffers(field.type, len(array), [None, data]))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a schema says of its columns."""
+
+    taps: Mapping[str, TapInfo]
+    scales: Mapping[str, np.ndarray]  # of each channel, where taps have them
+    index: bool
+
+    @classmethod
+    def of(cls, schema: Any) -> "Described":
+        metadata: Mapping[bytes, bytes] = schema.metadata or {}
+        try:
+            about = json.loads(metadata[_ABOUT])
+            if about["version"] != _VERSION:
+                raise StoreError(
+                    f"the server speaks version {about['version']!r}, this is {_VERSION}: use the "
+                    "same version of spile on both sides"
+                )
+            taps = {
+                name: TapInfo.from_json({**info, "aliases": []})
+                for name, info in about["taps"].items()
+            }
+            scales = {
+                name: np.frombuffer(metadata[f"scale/{name}".encode()], SCALE_DTYPE).reshape(
+                    info.shape
+                )
+                for name, info in taps.items()
+                if info.scaled_by == "channel"
+            }
+            return cls(taps, scales, bool(about["index"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(f"the server does not give rows of spile ({error})") from error
+
+    def from_arrow(self, record: Any, dtype: np.dtype[Any] | None, encoded: bool) -> Batch:
+        """A batch, as `Dataset.batches` gives it."""
+        batch: Batch = {}
+        for name, info in self.taps.items():
+            stored = _copied(record, f"rows/{name}", info.storage).reshape(-1, *info.shape)
+            scale = self.scales.get(name)
+            if info.scaled_by == "row":
+                scale = _copied(record, f"scale/{name}", SCALE_DTYPE)
+            if scale is None:
+                batch[name] = stored if dtype is None else stored.astype(dtype, copy=False)
+            elif encoded:
+                batch[name] = Encoded(stored, scale)
+            else:
+                batch[name] = decode(stored, scale).astype(dtype or DECODED, copy=False)
+        if self.index:
+            batch[_INDEX] = _copied(record, _INDEX, INDEX_DTYPE)
+        return batch
+
+
+def _copied(record: Any, column: str, dtype: np.dtype[Any]) -> np.ndarray:
+    """Values of a column, that may be written to."""
+    array = record.column(column)
+    each = array.type.bit_width // 8
+    data = np.frombuffer(array.buffers()[1], np.uint8)[array.offset * each :]
+    return data[: len(array) * each].copy().view(dtype)

@@ -1,0 +1,281 @@
+"""Uploading a dataset to the Hugging Face Hub, as it lies: `spile push OUT REPO`.
+
+A commit there holds whole units, each with its done record, so what a repository has is known
+from its records alone, and the same command sends what is missing. The unit table and the card
+come in the last commit: until then nobody takes what is there for a dataset. Every file is held
+against its record before it is sent.
+"""
+
+import hashlib
+import logging
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+from spile.core.errors import ConfigError, SpileError, StoreError
+from spile.dataset import format as fmt
+from spile.dataset.format import Done, Shard
+from spile.dataset.ledger import derive_manifest
+from spile.dataset.maintain.copy import CheckedFile, read_finished
+from spile.interop.export.format import library
+from spile.interop.hub.card import write_card
+from spile.objects import Objects, open_objects
+
+T = TypeVar("T")
+
+CARD = "README.md"
+COMMIT_FILES = 200  # the Hub is slow at more of them at once
+COMMIT_BYTES = 16 << 30  # also what a bucket's files take of the disk on their way
+_TRIES = 4
+_FIRST_PAUSE = 1.0  # seconds
+_NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
+_ADVICE = {
+    401: "no valid token; log in with `hf auth login`, or set HF_TOKEN",
+    403: "the token may not write there; make one that may, or choose a repository of yours",
+    404: "no such repository or owner, or the token does not see it",
+}
+
+_log = logging.getLogger("spile")
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What was sent."""
+
+    url: str
+    revision: str
+    files: int
+    files_there: int  # that were there already
+    bytes: int
+    card_written: bool  # one that is there already is left to its owner
+    download: str  # the command that fetches it
+
+
+def push(out: str, repo: str, *, private: bool = False, revision: str | None = None) -> Pushed:
+    """Upload a finished dataset, or what is missing of it.
+
+    Args:
+        repo: `owner/name`; made if it is not there.
+        private: makes it so; one that is public is refused.
+        revision: a branch; made if it is not there.
+    """
+    try:
+        hub = library("huggingface_hub")
+    except ImportError as error:
+        raise ConfigError(
+            f"push needs huggingface_hub ({error}); pip install 'spile[hub]'"
+        ) from error
+    source = _Source(open_objects(out))
+    there = _Repository(hub, repo, revision or "main")
+    there.prepare(private=private)
+    files = there.files()
+    rest = source.rest()
+    sent = sent_bytes = 0
+    for batch in _batches(_missing(files, source, repo)):
+        with tempfile.TemporaryDirectory(prefix="spile-push-") as folder:
+            paths = {file.key: source.checked(file, folder) for d in batch for file in d.files()}
+            paths |= {fmt.done_key(done.unit): _record(done) for done in batch}
+            there.commit(paths, f"units {batch[0].unit} to {batch[-1].unit}")
+        sent += len(paths)
+        sent_bytes += sum(file.bytes for done in batch for file in done.files())
+    last: dict[str, Path | bytes] = {
+        key: data for key, data in rest.items() if not _same(files.get(key), data)
+    }
+    card_written = CARD not in files
+    if card_written:
+        card = write_card(repo, source.table, source.manifest, there.download)
+        last[CARD] = card.encode()
+    if last:
+        there.commit(last, f"{len(source.records)} units, whole")
+    total = sum(len(done.files()) + 1 for done in source.records) + len(rest) + 1
+    return Pushed(
+        url=f"{there.endpoint}/datasets/{repo}",
+        revision=there.revision,
+        files=sent + len(last),
+        files_there=total - sent - len(last),
+        bytes=sent_bytes,
+        card_written=card_written,
+        download=there.download,
+    )
+
+
+class _Source:
+    """A finished dataset, and its files as the Hub's client takes them."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self.table, self.records = read_finished(objects)
+        self.manifest: Mapping[str, Any] = derive_manifest(self.table, self.records)
+
+    def rest(self) -> dict[str, bytes]:
+        """The records beside the units."""
+        kinds = {fmt.UNITS: "units", fmt.MODEL: "model", fmt.SCALES: "scales",
+                 fmt.MANIFEST: "manifest", fmt.CHECK: "check"}  # fmt: skip
+        found: dict[str, bytes] = {}
+        for key, kind in kinds.items():
+            try:
+                found[key] = self._objects.get(key)
+            except FileNotFoundError:
+                continue  # not every dataset has scales or was checked
+            fmt.decode_record(key, found[key], kind)
+        return found
+
+    def checked(self, file: Shard, folder: str) -> Path:
+        """A path of the file's content, which is what was written."""
+        path = self._objects.local_path(file.key)
+        if path is not None:
+            CheckedFile(self._objects, file).check()
+            return path
+        copy = Path(folder, file.key.replace("/", "-"))
+        try:
+            with copy.open("wb") as target:
+                for piece in CheckedFile(self._objects, file).pieces():
+                    target.write(piece)
+        except OSError as error:
+            raise StoreError(f"{copy}: {error.strerror or error}; see TMPDIR") from error
+        return copy
+
+
+class _Repository:
+    """A dataset repository. What goes wrong there is one line, and what may pass is retried."""
+
+    def __init__(self, hub: Any, repo: str, revision: str) -> None:
+        self._hub, self._api = hub, hub.HfApi(library_name="spile")
+        self.repo, self.revision = repo, revision
+        self.endpoint: str = self._api.endpoint
+        self._where: dict[str, Any] = {"repo_id": repo, "repo_type": "dataset"}
+        options = "" if revision == "main" else f" --revision {shlex.quote(revision)}"
+        name = PurePath(repo).name
+        self.download = f"hf download {repo} --repo-type dataset --local-dir {name}{options}"
+
+    def prepare(self, *, private: bool) -> None:
+        """Make repository and branch where they are not there."""
+        api = self._api
+        self._call(lambda: api.create_repo(**self._where, private=private or None, exist_ok=True))
+        if private and not self._call(lambda: api.repo_info(**self._where)).private:
+            raise ConfigError(
+                f"{self.repo} is public, and --private was given; choose another repository"
+            )
+        if self.revision != "main":
+            self._call(lambda: api.create_branch(
+                **self._where, branch=self.revision, exist_ok=True))  # fmt: skip
+
+    def files(self) -> dict[str, Any]:
+        """By path; each has its git hash, and that of its content if it is large."""
+
+        def listed() -> list[Any]:
+            return list(
+                self._api.list_repo_tree(**self._where, revision=self.revision, recursive=True)
+            )
+
+        entries = self._call(listed)
+        return {entry.path: entry for entry in entries if isinstance(entry, self._hub.RepoFile)}
+
+    def commit(self, files: Mapping[str, Path | bytes], message: str) -> None:
+        def send() -> None:
+            # Anew each time: they remember what the Hub said of them.
+            operations = [
+                self._hub.CommitOperationAdd(
+                    path_in_repo=key, path_or_fileobj=data if isinstance(data, bytes) else str(data)
+                )
+                for key, data in files.items()
+            ]
+            self._api.create_commit(
+                **self._where, operations=operations, commit_message=message,
+                revision=self.revision,
+            )  # fmt: skip
+
+        self._call(send)
+        _log.info("%s: %d files committed (%s)", self.repo, len(files), message)
+
+    def _call(self, request: Callable[[], T]) -> T:
+        for attempt in range(_TRIES):
+            try:
+                return request()
+            except Exception as error:
+                explained, passing = self._explain(error)
+                if explained is None:
+                    raise
+                if not passing or attempt == _TRIES - 1:
+                    raise explained from error
+                time.sleep(_FIRST_PAUSE * 2**attempt)
+        raise AssertionError
+
+    def _explain(self, error: Exception) -> tuple[SpileError | None, bool]:
+        """An error in one line, and whether it may pass; None if it is not of the Hub."""
+        where = f"{self.endpoint}/datasets/{self.repo}"
+        for cause in _causes(error):
+            response = getattr(cause, "response", None)
+            status = getattr(response, "status_code", None)
+            if status in _ADVICE:
+                return ConfigError(f"{where}: {_ADVICE[status]} (the Hub answered {status})"), False
+            if status is not None:
+                said = getattr(cause, "server_message", None) or ""
+                line = " ".join(str(said).split())[:200]
+                answer = f"{where}: the Hub answered {status}" + (f" ({line})" if line else "")
+                passing = status == 429 or status >= 500
+                return StoreError(f"{answer}; run the same command again"), passing
+        for cause in _causes(error):
+            if isinstance(cause, self._hub.errors.OfflineModeIsEnabled):
+                return ConfigError(f"{where}: HF_HUB_OFFLINE is set; unset it to push"), False
+            if isinstance(cause, self._hub.errors.HFValidationError):
+                return ConfigError(f"{self.repo!r} is not owner/name of a repository"), False
+            network = type(cause).__module__.partition(".")[0] in _NETWORK
+            if network or isinstance(cause, ConnectionError | TimeoutError):
+                said = " ".join(str(cause).split())[:200]
+                return StoreError(f"{where}: cannot be reached ({said})"), True
+        return None, False
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it came of: the client wraps what happens in its threads."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__
+
+
+def _batches(missing: Sequence[Done]) -> Iterator[list[Done]]:
+    """Units for one commit each; at least one, however large."""
+    batch: list[Done] = []
+    count = size = 0
+    for done in missing:
+        files, more = len(done.files()) + 1, sum(file.bytes for file in done.files())
+        if batch and (count + files > COMMIT_FILES or size + more > COMMIT_BYTES):
+            yield batch
+            batch, count, size = [], 0, 0
+        batch.append(done)
+        count, size = count + files, size + more
+    if batch:
+        yield batch
+
+
+def _missing(files: Mapping[str, Any], source: _Source, repo: str) -> list[Done]:
+    """Units that the repository does not have; it must have no others."""
+    wanted = {fmt.done_key(done.unit): _record(done) for done in source.records}
+    wanted[fmt.UNITS] = source.rest()[fmt.UNITS]
+    for key, entry in files.items():
+        ours = key == fmt.UNITS or fmt.parse_done_key(key) is not None
+        if ours and not (key in wanted and _same(entry, wanted[key])):
+            raise ConfigError(
+                f"{repo} holds another dataset ({key} differs); choose another repository, or a "
+                "--revision of its own"
+            )
+    return [done for done in source.records if fmt.done_key(done.unit) not in files]
+
+
+def _record(done: Done) -> bytes:
+    return fmt.encode_record("done", done.to_json())
+
+
+def _same(entry: Any, data: bytes) -> bool:
+    """Whether a file of the repository has this content, by its hash."""
+    if entry is None:
+        return False
+    if entry.lfs is not None:
+        return entry.lfs.sha256 == hashlib.sha256(data).hexdigest()
+    return entry.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

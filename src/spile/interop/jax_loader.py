@@ -1,0 +1,139 @@
+"""Batches as JAX arrays: put on devices ahead of time, over a mesh, eight bits decoded there.
+
+    batches = ds.batches(["resid_post.20"], 4096, encoded=True, drop_last=True)
+    for batch in on_devices(batches, NamedSharding(mesh, P("data"))): ...
+
+Of a world of processes each gives its share (`rank=jax.process_index(), world=
+jax.process_count()`), and the global array holds the batch in the one order of all worlds.
+"""
+
+# pyright: standard
+# (jax leaves much untyped)
+
+import contextlib
+from collections.abc import Generator, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spile.core.errors import ConfigError
+from spile.core.threads import Producer
+from spile.dataset.read.batches import Batches
+from spile.dataset.read.view import Affine, Encoded
+
+
+def on_devices(
+    batches: Batches,
+    sharding: jax.sharding.Sharding | None = None,
+    *,
+    dtype: Any = None,
+    ahead: int = 2,
+) -> Iterator[dict[str, Any]]:
+    """The batches as JAX arrays; "index" stays numpy, and is this process's share of it.
+
+    Each goes with where the iteration stands after it, as `batch["state"]`: `batches` itself is
+    as far ahead as batches are put on devices.
+
+    Args:
+        sharding: of the rows of all processes, along the first axis; the default device if None.
+        dtype: of taps, converted on the device.
+        ahead: batches that are on their way while one is used.
+    """
+    _check(batches, sharding)
+    # Threads transfer; programs are started by the caller alone. Processes of a world must start
+    # theirs in one order, and with the caller's own there would be two.
+    source = Producer(_put(batches, sharding), ahead, "spile-to-devices")
+    with contextlib.closing(source):
+        for batch in source:
+            yield {name: _made(values, dtype) for name, values in batch.items()}
+
+
+def _check(batches: Batches, sharding: jax.sharding.Sharding | None) -> None:
+    world, processes = batches.share.world, jax.process_count()
+    if sharding is not None and not sharding.is_fully_addressable and world != processes:
+        raise ConfigError(
+            f"batches are of {world} ranks, but {processes} processes hold the array: give "
+            "rank=jax.process_index(), world=jax.process_count()"
+        )
+
+
+class _Coded(NamedTuple):
+    """Values in eight bits on devices, and what is to be done with them."""
+
+    codes: jax.Array
+    scale: Any
+    by_row: bool
+    affine: Affine | None
+
+
+def _put(
+    batches: Batches, sharding: jax.sharding.Sharding | None
+) -> Generator[dict[str, Any], None, None]:
+    for batch in batches:
+        made: dict[str, Any] = {}
+        for name, values in batch.items():
+            if name == "index":
+                made[name] = values
+            elif isinstance(values, Encoded):
+                by_row = batches.view.scaled_by(name) == "row"
+                scale = _array(values.scale, batches, sharding) if by_row else values.scale
+                codes = _array(values.codes, batches, sharding)
+                made[name] = _Coded(codes, scale, by_row, batches.view.affine(name))
+            else:
+                made[name] = _array(values, batches, sharding)
+        made["state"] = batches.state_dict()
+        yield made
+
+
+def _made(values: Any, dtype: Any) -> Any:
+    if isinstance(values, _Coded):
+        affine = values.affine or Affine(None, None)
+        return _decoded(values.codes, values.scale, affine.shift, affine.factor,
+                        dtype=dtype, by_row=values.by_row)  # fmt: skip
+    if isinstance(values, jax.Array) and dtype is not None:
+        return _cast(values, dtype=dtype)
+    return values
+
+
+def _array(
+    values: np.ndarray, batches: Batches, sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+    """An array over all processes, of which each has its rows."""
+    if sharding is None:
+        return jax.device_put(values)
+    rows = len(values) if sharding.is_fully_addressable else batches.given
+    shape = (rows, *values.shape[1:])
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        raise ConfigError(
+            f"a batch of {rows} rows cannot be cut evenly among {len(sharding.device_set)} "
+            "devices; choose another batch_size, and drop_last=True"
+        ) from None
+    if sharding.is_fully_addressable:
+        return jax.device_put(values, sharding)
+    return jax.make_array_from_process_local_data(sharding, values, shape)
+
+
+@partial(jax.jit, static_argnames=("dtype", "by_row"))
+def _decoded(
+    codes: jax.Array, scale: Any, shift: Any, factor: Any, *, dtype: Any, by_row: bool
+) -> jax.Array:
+    """As `store.quant.decode` does it: in float32, and rounded once."""
+    scale = jnp.asarray(scale)
+    scale = scale.reshape(-1, *[1] * (codes.ndim - 1)) if by_row else scale[None]
+    values = codes.astype(jnp.float32) * scale
+    if shift is not None:
+        values = values - jnp.asarray(shift)[None]
+    if factor is not None:
+        factor = jnp.asarray(factor, jnp.float32)
+        values = values * (factor[None] if factor.ndim else factor)
+    return values if dtype is None else values.astype(dtype)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _cast(values: jax.Array, *, dtype: Any) -> jax.Array:
+    return values.astype(dtype)

@@ -1,0 +1,128 @@
+"""Batches as torch tensors, from this process or from DataLoader's workers.
+
+    loader = Loader(ds, ["resid_post.20"], 4096, num_workers=4, seed=0)
+    for batch in loader: ...
+
+The batches and their order are those of `ds.batches`, whatever the number of workers: worker i of
+n makes every n-th batch, and DataLoader takes from its workers in turn.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from spile.core.errors import ConfigError
+from spile.core.tensors import DTYPES_BY_NAME
+from spile.dataset.read.batches import Batches
+from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.view import Encoded
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise ConfigError(f"batches as tensors need torch: pip install torch ({error})") from None
+
+
+class Loader:
+    """Resumable batches of tensors; options are those of `Dataset.batches`."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        taps: str | Sequence[str],
+        batch_size: int,
+        *,
+        num_workers: int = 0,
+        loader: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Args:
+        num_workers: processes that read and shuffle; none: this one.
+        loader: more options of DataLoader, such as pin_memory or multiprocessing_context.
+        """
+        if options.get("encoded"):
+            raise ConfigError("encoded rows are decoded on JAX's devices alone; use dtype here")
+        self._dataset = dataset
+        self._options: dict[str, Any] = {"taps": taps, "batch_size": batch_size, **options}
+        self._workers, self._loader = num_workers, dict(loader or {})
+        self._at = dataset.batches(**self._options)  # gives none: it counts
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration stands: the same as that of `Dataset.batches`."""
+        return self._at.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._at.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """From where the state stands."""
+        source = as_iterable(self._dataset, self._options, self.state_dict())
+        data: Any = importlib.import_module("torch.utils.data")
+        options = {"num_workers": self._workers, **self._loader}
+        for batch in data.DataLoader(source, batch_size=None, **options):
+            self._at.skip()
+            yield batch
+
+
+def as_iterable(dataset: Dataset, options: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+    """A torch `IterableDataset`, for those who have a DataLoader of their own.
+
+    It gives whole batches: use batch_size=None.
+    """
+    data: Any = importlib.import_module("torch.utils.data") if _torch() else None
+    made = type("Rows", (_Rows, data.IterableDataset), {"__reduce__": _reduced})
+    return made(dataset, options, state)
+
+
+def _reduced(rows: "_Rows") -> Any:
+    """The class is made when torch is there; so it is again in workers that are not forked."""
+    return as_iterable, (rows.dataset, rows.options, rows.state)
+
+
+class _Rows:
+    def __init__(
+        self, dataset: Dataset, options: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        self.dataset, self.options, self.state = dataset, dict(options), dict(state)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker: Any = importlib.import_module("torch.utils.data").get_worker_info()
+        batches = self.dataset.batches(**self.options)
+        batches.load_state_dict(self.state)
+        if worker is not None:
+            batches = batches.in_turn(worker.id, worker.num_workers)
+        return tensors(batches)
+
+
+def tensors(batches: Batches) -> Iterator[dict[str, Any]]:
+    """Each batch as tensors, without a copy; the index as a tensor for each of its columns."""
+    for batch in batches:
+        made: dict[str, Any] = {}
+        for name, values in batch.items():
+            if name == "index":
+                made |= {f"index/{column}": tensor(values[column]) for column in _columns(values)}
+            else:
+                assert not isinstance(values, Encoded)
+                made[name] = tensor(values)
+        yield made
+
+
+def tensor(values: np.ndarray) -> Any:
+    """An array's values as a tensor, also of what numpy itself has no dtype for."""
+    torch = _torch()
+    if values.dtype == DTYPES_BY_NAME["bfloat16"]:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    if values.dtype == np.uint16:  # the index's flags: torch can hardly count in uint16
+        values = values.astype(np.int32)
+    return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _columns(values: np.ndarray) -> tuple[str, ...]:
+    return cast(tuple[str, ...], values.dtype.names or ())

@@ -1,0 +1,307 @@
+"""A published `config.json`, read through its family's row into an `Arch`. No jax.
+
+Each key is read, ignored (it cannot change an activation) or required to hold one of given
+values. What nobody reads is refused by name, because a silently ignored key means silently wrong
+activations.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from spile.core.errors import InputError
+from spile.models.config.arch import Arch, Experts, Layer
+from spile.models.config.families import FAMILIES
+from spile.models.config.family import Family
+from spile.models.config.rope import Rope, positive
+
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu")
+
+# Written by every version of transformers and without effect on a forward pass.
+_IGNORED = frozenset(
+    (
+        "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
+        "attention_dropout", "max_sequence_length",
+        "bos_token_id", "chunk_size_feed_forward", "do_sample", "dtype", "eos_token_id", "id2label",
+        "initializer_range", "is_llama_config", "label2id", "max_length", "max_window_layers",
+        "min_length", "model_type", "num_beams", "output_attentions", "output_hidden_states",
+        "pad_token_id", "problem_type", "repetition_penalty", "return_dict", "sep_token_id",
+        "task_specific_params", "temperature", "top_k", "top_p", "torch_dtype", "torchscript",
+        "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
+        "use_return_dict",
+    )
+)  # fmt: skip
+# Values under which a key changes nothing; any other value needs code we do not have.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "pretraining_tp": (1, None),
+    "rope_interleaved": (False, None),
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({}, None),
+    "tie_encoder_decoder": (False,),
+    "partial_rotary_factor": (1.0, 1, None),
+    "quantization_config": (None,),
+    "use_sliding_window": (False, None),
+    "sliding_window": (None,),
+}
+_KINDS = ("full_attention", "sliding_attention")
+# Beyond any model there is: a config is a stranger's, and layers are listed one by one.
+_MOST, _MOST_LAYERS = 1 << 31, 4096
+_MOST_EXPERTS = 1 << 18  # of all layers: each has tensors, and these are listed by name
+
+
+class _Config:
+    """A config that notices which of its keys are read."""
+
+    def __init__(self, values: Mapping[str, Any], family: Family, where: str) -> None:
+        self.values, self.family, self.where = values, family, where
+        self.seen: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A key by its usual name, or what transformers assumes where it is missing."""
+        spelled = self.family.keys.get(key, key)
+        names = (spelled,) if isinstance(spelled, str) else spelled
+        self.seen.update(names)
+        written = (self.values[name] for name in names if name in self.values)
+        return next(written, self.family.defaults.get(key, default))
+
+    def extra(self, key: str) -> Any:
+        """A key that only some families read; the others refuse it."""
+        return self.get(key) if key in self.family.reads else self.family.defaults.get(key)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self.get(key)
+        value = default if value is None else value
+        if type(value) is not int or not 0 < value < _MOST:
+            raise InputError(f"{self.where}: {key} must be a positive number, got {value!r}")
+        return value
+
+    def switch(self, key: str) -> bool:
+        value = self.get(key)
+        if value is not None and type(value) is not bool:
+            raise InputError(f"{self.where}: {key} must be true or false, got {value!r}")
+        return bool(value)
+
+    def amount(self, key: str) -> float | None:
+        value = self.extra(key)
+        return None if value is None else positive(value, key, self.where)
+
+
+def find_family(config: Mapping[str, Any], where: str) -> Family:
+    """The row for a config, by its `architectures` entry."""
+    given = config.get("architectures") or []
+    if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
+        raise InputError(f"{where}: 'architectures' must name one model class, got {given!r}")
+    for family in FAMILIES:
+        if given[0] in family.architectures:
+            return family
+    known = [name for family in FAMILIES for name in family.architectures]
+    nearest = difflib.get_close_matches(given[0], known, n=1, cutoff=0.0)[0]
+    raise InputError(
+        f"{where}: architecture {given[0]!r} is not supported; the nearest is {nearest} "
+        f"(supported: {', '.join(known)})"
+    )
+
+
+def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
+    """An `Arch` from the contents of a HF `config.json`; every key is accounted for."""
+    family = find_family(values, where)
+    if family.nested:
+        inner = values.get(family.nested)
+        if not isinstance(inner, Mapping):
+            raise InputError(f"{where}: has no {family.nested} for {family.name}")
+        _refuse_outer(values, family, where)
+        where, values = f"{where} {family.nested}", inner
+    config = _Config(values, family, where)
+    sizes = _sizes(config)
+    arch = Arch(**sizes, **_attention(config, sizes["head_dim"]), **_rest(config))
+    _refuse_unknown(config)
+    if arch.experts and arch.experts.count * arch.num_layers > _MOST_EXPERTS:
+        raise InputError(
+            f"{where}: {arch.experts.count} experts in {arch.num_layers} layers are too many"
+        )
+    if arch.num_heads % arch.num_kv_heads:
+        raise InputError(
+            f"{where}: num_attention_heads {arch.num_heads} is not a multiple of "
+            f"num_key_value_heads {arch.num_kv_heads}"
+        )
+    for rope in arch.ropes:
+        rope.check(arch.head_dim, arch.rope_positions, where)
+    return family, arch
+
+
+def _sizes(config: _Config) -> dict[str, Any]:
+    heads, width = config.number("num_attention_heads"), config.number("hidden_size")
+    return {
+        "family": config.family.name,
+        "vocab_size": config.number("vocab_size"),
+        "width": width,
+        "num_heads": heads,
+        "num_kv_heads": config.number("num_key_value_heads", heads),
+        "head_dim": config.number("head_dim", width // heads),
+        "mlp_width": config.number("intermediate_size", 4 * width),
+    }
+
+
+def _attention(config: _Config, head_dim: int) -> dict[str, Any]:
+    ropes = config.family.fixed.get("ropes")
+    ropes = _ropes(config) if ropes is None else ropes
+    longest = config.number("max_position_embeddings")
+    for rope in ropes:
+        longest = rope.longest(longest)
+    scalar = config.amount("query_pre_attn_scalar")
+    return {
+        "layers": _layers(config, len(ropes)),
+        "ropes": ropes,
+        "max_positions": longest,
+        "rope_positions": config.number("max_position_embeddings"),
+        "attn_scale": (scalar or head_dim) ** -0.5,
+        "attn_softcap": config.amount("attn_logit_softcapping"),
+    }
+
+
+def _rest(config: _Config) -> dict[str, Any]:
+    family, where = config.family, config.where
+    activation = family.fixed.get("activation") or config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise InputError(
+            f"{where}: hidden_act {activation!r} is not supported (known: {', '.join(ACTIVATIONS)})"
+        )
+    eps = config.get("rms_norm_eps")
+    experts = None
+    if "num_experts" in family.reads:
+        normalised = config.switch if "norm_topk_prob" in family.reads else family.defaults.get
+        experts = Experts(
+            config.number("num_experts"),
+            config.number("num_experts_per_tok"),
+            bool(normalised("norm_topk_prob")),
+        )
+        if experts.chosen > experts.count:
+            raise InputError(
+                f"{where}: num_experts_per_tok {experts.chosen} of {experts.count} experts"
+            )
+    # `fixed` comes last: what is constant about the family is not the config's to change.
+    switches = {field: config.switch(key) for field, key in family.biases.items()}
+    return {
+        "activation": activation,
+        "norm_eps": positive(1e-6 if eps is None else eps, "rms_norm_eps", where),
+        "tied_head": config.switch("tie_word_embeddings"),
+        "embed_scale": config.number("hidden_size") ** 0.5 if family.scaled_embeddings else 1.0,
+        "logit_softcap": config.amount("final_logit_softcapping"),
+        "glu_limit": config.amount("glu_limit"),
+        "experts": experts,
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), False),
+        **switches,
+        **{k: v for k, v in family.fixed.items() if k != "ropes"},
+    }
+
+
+def _ropes(config: _Config) -> tuple[Rope, ...]:
+    """The model's rotary settings; a second one where sliding layers have their own."""
+    where, family = config.where, config.family
+    parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
+    if parameters and scaling and parameters != scaling:
+        raise InputError(f"{where}: rope_parameters and rope_scaling are both given")
+    common = {
+        "rope_theta": config.get("rope_theta"),
+        "rope_parameters": parameters,
+        "rope_scaling": scaling or (None if parameters else family.rope_scaling),
+        "partial_rotary_factor": config.extra("partial_rotary_factor"),
+        "original_max_position_embeddings": config.extra("original_max_position_embeddings"),
+    }
+    local = config.extra("rope_local_base_freq")
+    every = [common]
+    if local is not None:
+        nested = parameters or {}
+        if not isinstance(nested, Mapping) or set(nested) - set(_KINDS):
+            raise InputError(f"{where}: rope_parameters must be given for {', '.join(_KINDS)}")
+        every = [
+            {**common, "rope_parameters": nested.get("full_attention")},
+            {"rope_parameters": nested.get("sliding_attention"), "rope_theta": local},
+        ]
+    ropes = tuple(Rope.from_config(each, where, default_theta=10000.0) for each in every)
+    if "partial_rotary_factor" not in family.reads and any(r.fraction != 1 for r in ropes):
+        raise InputError(f"{where}: partial_rotary_factor is not supported for {family.name}")
+    return ropes
+
+
+def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
+    """The kind of every block: which see all that came before, which only a window of it."""
+    rule, count = config.family.windows, config.number("num_hidden_layers")
+    window = None if rule == "never" else config.extra("sliding_window")
+    if count > _MOST_LAYERS:
+        raise InputError(f"{config.where}: num_hidden_layers must be at most {_MOST_LAYERS}")
+    if "use_sliding_window" in config.family.reads and not config.switch("use_sliding_window"):
+        window = None
+    if window is not None and (type(window) is not int or not 0 < window < _MOST):
+        raise InputError(f"{config.where}: sliding_window must be a positive number or null")
+    first, pattern = config.extra("max_window_layers"), config.extra("sliding_window_pattern")
+    if rule == "upper" and (type(first) is not int or first < 0):
+        raise InputError(f"{config.where}: max_window_layers must be a number, got {first!r}")
+    if rule == "pattern" and (type(pattern) is not int or pattern < 1):
+        raise InputError(
+            f"{config.where}: sliding_window_pattern must be a positive number, got {pattern!r}"
+        )
+    slides = {
+        "never": lambda i: False,
+        "always": lambda i: window is not None,
+        "upper": lambda i: window is not None and i >= first,
+        "pattern": lambda i: (i + 1) % pattern != 0,
+    }[rule]
+    kinds = [_KINDS[slides(i)] for i in range(count)]
+    given = config.extra("layer_types") if "layer_types" in config.family.reads else None
+    if given is not None:
+        if not _are_kinds(given, _KINDS) or len(given) != count:
+            raise InputError(
+                f"{config.where}: layer_types must say {' or '.join(_KINDS)} for each layer"
+            )
+        kinds = list(given)
+    if _KINDS[1] in kinds and window is None:
+        raise InputError(f"{config.where}: sliding layers, but no sliding_window")
+    return tuple(
+        Layer(window, ropes - 1 if ropes else 0) if kind == _KINDS[1] else Layer() for kind in kinds
+    )
+
+
+def _refuse_unknown(config: _Config) -> None:
+    family, where = config.family, config.where
+    harmless = {**_HARMLESS, **family.harmless}
+    for key, value in config.values.items():
+        if key in config.seen or key in _IGNORED or key in family.ignored:
+            continue
+        if key in harmless:
+            decoded = (
+                key == "quantization_config"
+                and isinstance(value, Mapping)
+                and value.get("quant_method") in family.quantized
+            )
+            if value not in harmless[key] and not decoded:
+                raise InputError(f"{where}: {key} = {value!r} is not supported for {family.name}")
+        elif key == "layer_types":
+            if value is not None and not _are_kinds(value, _KINDS[:1]):
+                raise InputError(f"{where}: sliding layer_types are not supported "
+                        f"for {family.name}")  # fmt: skip
+        else:
+            raise InputError(
+                f"{where}: unknown config key {key!r}; it may change the model's activations, "
+                f"so it must be listed in models/config/families.py as read or ignored first"
+            )
+
+
+def _are_kinds(given: Any, kinds: tuple[str, ...]) -> bool:
+    return isinstance(given, list) and all(kind in kinds for kind in given)
+
+
+def _refuse_outer(values: Mapping[str, Any], family: Family, where: str) -> None:
+    """The keys beside a nested config: they may not speak of the decoder."""
+    for key, value in values.items():
+        if key in _IGNORED or key in family.beside or key == family.nested:
+            continue
+        if key not in _HARMLESS and key != "tie_word_embeddings":
+            raise InputError(
+                f"{where}: unknown config key {key!r}; it may change the model's activations, "
+                f"so it must be listed in models/config/families.py as read or ignored first"
+            )
+        if value not in _HARMLESS.get(key, (True, None)):
+            raise InputError(f"{where}: {key} = {value!r} is not supported for {family.name}")

@@ -1,0 +1,113 @@
+"""Every array of the decoder, declared once: shape and logical axes. No jax.
+
+Loading, checking, sharding and memory accounting derive from these declarations. Matrices keep
+the layout most checkpoints have, [out, in], so loading is a plain copy.
+"""
+
+import math
+from dataclasses import dataclass
+
+from spile.models.config.arch import Arch
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One array. `axes` are logical; a mesh assigns them (sharding.py)."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+def block_specs(arch: Arch) -> tuple[ParamSpec, ...]:
+    """The arrays of one block."""
+    d, h = arch.width, arch.head_dim
+    q, kv = arch.num_heads * h, arch.num_kv_heads * h
+    specs = [
+        ParamSpec("wq", (q, d), ("heads", "width")),
+        ParamSpec("wk", (kv, d), ("kv_heads", "width")),
+        ParamSpec("wv", (kv, d), ("kv_heads", "width")),
+        ParamSpec("wo", (d, q), ("width", "heads")),
+    ]
+    if arch.qkv_bias:
+        specs += [
+            ParamSpec("bq", (q,), ("heads",)),
+            ParamSpec("bk", (kv,), ("kv_heads",)),
+            ParamSpec("bv", (kv,), ("kv_heads",)),
+        ]
+    if arch.out_bias:
+        specs.append(ParamSpec("bo", (d,), ("width",)))
+    if arch.sinks:
+        specs.append(ParamSpec("sinks", (arch.num_heads,), ("heads",)))
+    if arch.qk_norm == "head":
+        specs += [ParamSpec(name, (h,), ("head_dim",)) for name in ("q_norm", "k_norm")]
+    elif arch.qk_norm == "full":
+        specs += [
+            ParamSpec("q_norm", (q,), ("heads",)),
+            ParamSpec("k_norm", (kv,), ("kv_heads",)),
+        ]
+    for placed, names in (
+        (arch.pre_norm, ("attn_norm", "mlp_norm")),
+        (arch.post_norm, ("attn_post_norm", "mlp_post_norm")),
+    ):
+        specs += [spec for name in names if placed for spec in _norm_specs(name, arch)]
+    return (*specs, *_mlp_specs(arch))
+
+
+def _norm_specs(name: str, arch: Arch) -> list[ParamSpec]:
+    names = (name, f"{name}_bias") if arch.norm == "layer" else (name,)
+    return [ParamSpec(each, (arch.width,), ("width",)) for each in names]
+
+
+def _mlp_specs(arch: Arch) -> list[ParamSpec]:
+    d, f, experts = arch.width, arch.mlp_width, arch.experts
+    lead, lead_axes = ((experts.count,), ("experts",)) if experts else ((), ())
+    inner = ("gate", "up") if arch.gated else ("up",)
+    specs = [ParamSpec(f"w_{n}", (*lead, f, d), (*lead_axes, "mlp", "width")) for n in inner]
+    specs.append(ParamSpec("w_down", (*lead, d, f), (*lead_axes, "width", "mlp")))
+    if arch.mlp_bias:
+        specs += [ParamSpec(f"b_{n}", (*lead, f), (*lead_axes, "mlp")) for n in inner]
+        specs.append(ParamSpec("b_down", (*lead, d), (*lead_axes, "width")))
+    if experts:
+        # Not an "experts" axis: every device needs the whole router.
+        specs.append(ParamSpec("w_router", (experts.count, d), ("routes", "width")))
+        if arch.mlp_bias:
+            specs.append(ParamSpec("b_router", (experts.count,), ("routes",)))
+    return specs
+
+
+def outer_specs(arch: Arch) -> tuple[ParamSpec, ...]:
+    """The arrays before the blocks, and those after them; a tied head is not one of its own."""
+    specs = [ParamSpec("embed", (arch.vocab_size, arch.width), ("vocab", "width"))]
+    if not arch.ropes:
+        specs.append(ParamSpec("positions", (arch.max_positions, arch.width), ("seq", "width")))
+    return (*specs, *head_specs(arch))
+
+
+def head_specs(arch: Arch) -> tuple[ParamSpec, ...]:
+    """The arrays after the blocks, which only some taps need."""
+    specs = _norm_specs("final_norm", arch)
+    if not arch.tied_head:
+        specs.append(ParamSpec("head", (arch.vocab_size, arch.width), ("vocab", "width")))
+    return tuple(specs)
+
+
+def axis_sizes(arch: Arch) -> dict[str, int]:
+    """How many things lie along each logical axis that a mesh may cut: heads, not their values."""
+    sizes = {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}
+    if arch.experts:
+        sizes["experts"] = arch.experts.count
+    return sizes | {"mlp": arch.mlp_width, "vocab": arch.vocab_size, "width": arch.width}
+
+
+def array_axes(arch: Arch) -> dict[str, tuple[str, ...]]:
+    """The logical axes of every array of a model."""
+    return {spec.name: spec.axes for spec in (*outer_specs(arch), *block_specs(arch))}
+
+
+def num_params(arch: Arch, layers: int, *, head: bool) -> int:
+    """Parameters held when the first `layers` blocks are loaded, and the head if asked for."""
+    late = set() if head else {spec.name for spec in head_specs(arch)}
+    outer = [spec for spec in outer_specs(arch) if spec.name not in late]
+    block = sum(math.prod(spec.shape) for spec in block_specs(arch))
+    return layers * block + sum(math.prod(spec.shape) for spec in outer)

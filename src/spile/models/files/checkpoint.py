@@ -1,0 +1,190 @@
+"""A model directory as Hugging Face lays it out: config, tokenizer files, safetensors.
+
+Everything that can be known without loading weights: the architecture, where each tensor lies,
+whether the set of tensors is exactly the expected one, and the model's identity. No jax.
+"""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import PurePosixPath
+
+from spile.core.errors import InputError
+from spile.core.identity import full_digest, sampled_digests
+from spile.core.tensors import TensorInfo
+from spile.models.config.arch import Arch
+from spile.models.config.family import Family
+from spile.models.config.hf_config import read_config
+from spile.models.config.sources import Source
+from spile.models.config.specs import ParamSpec, block_specs, outer_specs
+from spile.models.files import quantized as mxfp4
+from spile.models.files.demo import demo_model
+from spile.models.files.json_file import read_json
+from spile.models.files.lora import Adapter, read_adapter
+from spile.models.files.tensor_file import read_header
+from spile.objects.hub.names import pinned
+from spile.objects.paths import AnyPath, files_below, path_of
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_THREADS = 16  # headers read side by side: a bucket answers late
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model as it was found, perhaps with an adapter to be merged into it."""
+
+    directory: AnyPath
+    family: Family
+    arch: Arch
+    tensors: dict[str, tuple[AnyPath, TensorInfo]]
+    files: tuple[AnyPath, ...]
+    prefix: str  # of its tensors' names
+    adapter: Adapter | None = None
+
+    def identity(self) -> dict[str, str]:
+        """Digests of what decides the activations; paths are not part of it."""
+        tokenizer = [self.directory / "tokenizer.json", self.directory / "tokenizer_config.json"]
+        return {
+            "config": full_digest(self.directory / "config.json"),
+            "tokenizer": full_digest(*(path for path in tokenizer if path.is_file())),
+            "weights": "+".join(sampled_digests(self.files)),
+            **({"lora": self.adapter.identity()} if self.adapter else {}),
+        }
+
+    def source(self, name: str) -> Source:
+        """Where one of our arrays lies."""
+        return self.family.weights.get(name) or Source(self.family.head)
+
+    def names(self, spec: ParamSpec, layer: int | None = None) -> list[str]:
+        """The tensors that hold an array of ours: one, or one for each expert."""
+        source = self.source(spec.name)
+        prefix = self.prefix if spec.name in self.family.weights else ""
+        experts = range(spec.shape[0]) if source.per_expert else [None]
+        return [prefix + source.name.format(layer=layer, expert=expert) for expert in experts]
+
+    def stored(self, name: str) -> tuple[str, ...]:
+        """The tensors a tensor is made of: itself, or the two halves of its 4-bit form."""
+        packed = (name + mxfp4.BLOCKS, name + mxfp4.SCALES)
+        found = name not in self.tensors and packed[0] in self.tensors
+        return packed if found and self.family.quantized else (name,)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What the tensors must be, by name."""
+        blocks = {spec.name: spec for spec in block_specs(self.arch)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for spec in outer_specs(self.arch):
+            shapes |= dict.fromkeys(self.names(spec), spec.shape)
+        for spec in blocks.values():
+            shape = self.source(spec.name).shape(spec, blocks)
+            for layer in range(self.arch.num_layers):
+                shapes |= dict.fromkeys(self.names(spec, layer), shape)
+        return shapes
+
+
+def read_arch(model: str) -> Arch:
+    """What a model is made of, from its config.json alone."""
+    return _read_config(_directory(model))[1]
+
+
+def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
+    """Find a model by its directory, URL or name, read its config and headers, check them."""
+    directory = _directory(model)
+    # (A web server cannot say whether it has a directory.)
+    if not (directory / "config.json").is_file() and not directory.is_dir():
+        raise InputError(
+            f"--model {model}: no such directory; give 'demo', a directory with config.json, "
+            "tokenizer.json and *.safetensors, or OWNER/NAME of the Hub"
+        )
+    if not (directory / "tokenizer.json").is_file():
+        raise InputError(f"--model {model}: no tokenizer.json there; save the fast tokenizer too")
+    family, arch = _read_config(directory)
+    files = _weight_files(directory)
+    tensors: dict[str, tuple[AnyPath, TensorInfo]] = {}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        headers = list(pool.map(partial(read_header, folder=directory), files))
+    for path, header in zip(files, headers, strict=True):
+        for name, info in header.items():
+            if name in tensors:
+                raise InputError(f"{path}: tensor {name} is also in {tensors[name][0].name}")
+            tensors[name] = (path, info)
+    stems = (p for p in family.prefixes if p + family.weights["embed"].name in tensors)
+    checkpoint = Checkpoint(
+        directory, family, arch, tensors, files, next(stems, family.prefixes[0])
+    )
+    _check_tensors(checkpoint)
+    if lora is None:
+        return checkpoint
+    return dataclasses.replace(checkpoint, adapter=read_adapter(lora, checkpoint.shapes()))
+
+
+def _check_tensors(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose tensors are not exactly the expected ones, naming all faults."""
+    found, floats = checkpoint.tensors, ("float32", "float16", "bfloat16")
+    expected: dict[str, tuple[int, ...]] = {}
+    allowed: dict[str, tuple[str, ...]] = {}
+    for name, shape in checkpoint.shapes().items():
+        stored = checkpoint.stored(name) if mxfp4.packable(shape) else (name,)
+        packed = len(stored) > 1
+        expected |= zip(stored, mxfp4.packed_shapes(shape) if packed else (shape,), strict=True)
+        allowed |= dict.fromkeys(stored, ("uint8",) if packed else floats)
+    family, prefix = checkpoint.family, checkpoint.prefix
+    unused = [stem + name for name in family.unused_weights for stem in {prefix, ""}]
+    if checkpoint.arch.tied_head:
+        unused.append(family.head)
+    extra = [
+        name
+        for name in sorted(set(found) - set(expected))
+        if not any(fnmatchcase(name, pattern) for pattern in unused)
+    ]
+    faults = [f"missing {name}" for name in expected if name not in found]
+    faults += [f"unexpected {name}" for name in extra]
+    faults += [
+        f"{name} has shape {list(found[name][1].shape)}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name][1].shape != shape
+    ]
+    faults += [
+        f"{name} holds {found[name][1].dtype}, not {' or '.join(allowed[name])}"
+        for name in expected
+        if name in found and found[name][1].dtype.name not in allowed[name]
+    ]
+    if faults:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+        raise InputError(f"{checkpoint.directory}: tensors do not fit config.json: {shown}")
+
+
+def _directory(model: str) -> AnyPath:
+    return demo_model() if model == "demo" else path_of(pinned(model, "model"))
+
+
+def _read_config(directory: AnyPath) -> tuple[Family, Arch]:
+    path = directory / "config.json"
+    return read_config(read_json(path), str(path))
+
+
+def _weight_files(directory: AnyPath) -> tuple[AnyPath, ...]:
+    index, single = directory / _INDEX, directory / _SINGLE
+    if not index.is_file():
+        _refuse_pickles(directory, single)
+        return (single,)
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+        raise InputError(f"{index}: has no usable weight_map")
+    names = sorted(set(listed.values()))
+    if odd := [n for n in names if PurePosixPath(n).name != n or n in ("", "..")]:
+        raise InputError(f"{index}: {odd[0]!r} is not a plain file name")
+    return tuple(directory / name for name in names)
+
+
+def _refuse_pickles(directory: AnyPath, wanted: AnyPath) -> None:
+    if wanted.is_file():
+        return
+    if any(path.name.endswith((".bin", ".pt", ".pth")) for path in files_below(directory)):
+        raise InputError(
+            f"{wanted}: no such file; pickled .bin weights are never read, as reading them can run "
+            "any program: convert them once, on a machine you can spare, by transformers' "
+            "AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(DIR), and give DIR"
+        )

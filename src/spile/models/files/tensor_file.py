@@ -1,0 +1,43 @@
+"""Tensors of a published safetensors file, wherever it lies. No jax."""
+
+from pathlib import Path
+
+import numpy as np
+
+from spile.core.errors import CorruptError, InputError
+from spile.core.tensors import TensorInfo, as_bytes, header_size, map_tensor, parse_header
+from spile.objects.paths import AnyPath, files_below, size_of
+
+
+def read_header(file: AnyPath, folder: AnyPath) -> dict[str, TensorInfo]:
+    """What a file of a folder holds, from its first bytes.
+
+    Raises:
+        InputError: if there is no such file, or it is no safetensors file.
+    """
+    if not file.is_file():
+        pickled = any(path.name.endswith(".bin") for path in files_below(folder))
+        hint = "; pickled .bin weights are never read" if pickled else ""
+        raise InputError(f"{file}: no such file{hint}")
+    size = size_of(file)
+    with file.open("rb") as stream:
+        try:
+            first8 = stream.read(8)
+            rest = stream.read(header_size(str(file), first8, size) - 8)
+            return parse_header(str(file), first8 + rest, size)
+        except CorruptError as error:
+            raise InputError(str(error)) from error
+
+
+def read_tensor(file: AnyPath, info: TensorInfo, used: slice = slice(None)) -> np.ndarray:
+    """One tensor: of a local file a memory map, of any other what is fetched of it.
+
+    Args:
+        used: the bytes of it that will be looked at; whether others are there is left open.
+    """
+    if isinstance(file, Path):
+        return map_tensor(file, info)
+    tensor = np.empty(info.shape, info.dtype)  # takes memory only where it is written to
+    start, stop, _ = used.indices(tensor.nbytes)
+    file.read_into(info.start + start, as_bytes(tensor)[start:stop])
+    return tensor

@@ -1,0 +1,176 @@
+"""Causal attention that never crosses a document: several implementations, one signature.
+
+A token is told by its segment (which context of the row it belongs to; 0 is padding) and its
+position within it. A token sees those of its own segment that come before it, and itself; where
+there is a window, only the nearest of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spile.models.forward.ops import softcap
+
+Queries = Float[Array, "rows seq heads dim"]
+Keys = Float[Array, "rows seq kv_heads dim"]
+Places = Int[Array, "rows seq"]
+Weights = Float[Array, "rows heads queries keys"]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores become weights, in one kind of layer."""
+
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+
+
+Sinks = Float[Array, " heads"] | None
+Attend = Callable[[Queries, Keys, Keys, Scoring, Sinks], Queries]
+# Given the places of a batch's tokens, once; what it returns is used by every layer.
+Attention = Callable[[Places, Places], Attend]
+
+_HIDDEN = -1e30  # finite, so that padding, which may see nothing, gives no NaN
+
+
+def masked(segments: Places, positions: Places) -> Attend:
+    """The definition: every pair is scored, and the invisible ones are masked."""
+
+    def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
+        return mixed(pattern(q, k, segments, positions, scoring, sinks), v)
+
+    return attend
+
+
+def pattern(
+    q: Queries,
+    k: Keys,
+    segments: Places,
+    positions: Places,
+    scoring: Scoring,
+    sinks: Sinks = None,
+) -> Weights:
+    """The attention weights, in float32; they add up to less than one where there are sinks."""
+    order = jnp.arange(q.shape[1])
+    earlier = order[:, None] >= order[None, :]
+    visible = (segments[:, :, None] == segments[:, None, :]) & earlier[None]
+    if scoring.window is not None:
+        visible &= positions[:, :, None] - positions[:, None, :] < scoring.window
+    rows, seq, heads, dim = q.shape
+    grouped = (q * jnp.asarray(scoring.scale, q.dtype)).reshape(rows, seq, k.shape[2], -1, dim)
+    scores = jnp.einsum("rqhgd,rkhd->rhgqk", grouped, k, preferred_element_type=jnp.float32)
+    scores = softcap(scores, scoring.cap).reshape(rows, heads, seq, seq)
+    scores = jnp.where(visible[:, None], scores, _HIDDEN)
+    if sinks is None:
+        return jax.nn.softmax(scores)
+    sink = sinks.astype(jnp.float32).reshape(1, heads, 1, 1)
+    last = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, last], axis=-1))[..., :-1]
+
+
+def mixed(weights: Weights, v: Keys) -> Queries:
+    """Values mixed by the weights."""
+    rows, heads, queries, keys = weights.shape
+    grouped = weights.astype(v.dtype).reshape(rows, v.shape[2], -1, queries, keys)
+    out = jnp.einsum("rhgqk,rkhd->rqhgd", grouped, v)
+    return out.reshape(rows, queries, heads, v.shape[-1])
+
+
+def blocked(segments: Places, positions: Places, block: int = 128) -> Attend:
+    """Work in proportion to the documents' lengths, for processors without a fused kernel."""
+    return partial(_blocked, segments, positions, min(block, segments.size))
+
+
+def _blocked(
+    segments: Places,
+    positions: Places,
+    block: int,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    scoring: Scoring,
+    sinks: Sinks = None,
+) -> Queries:
+    """All rows are laid end to end. A block of queries looks back only as far as the start of its
+    earliest context, or its window; since shapes are fixed, that distance is rounded up to one
+    of a few widths, each compiled once.
+    """
+    rows, seq, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    total = rows * seq
+    count = -(-total // block)
+    pad = count * block - total
+
+    def flat(x: Array) -> Array:
+        x = x.reshape(total, *x.shape[2:])
+        return jnp.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1)))
+
+    place = jnp.arange(count * block)
+    start = place - flat(positions)
+    # Segments are numbered within a row; a context's first token tells those of all rows apart.
+    context = jnp.where(flat(segments) > 0, start, -1)
+    first = start if scoring.window is None else jnp.maximum(start, place - scoring.window + 1)
+    earliest = jnp.min(jnp.where(context >= 0, first, total).reshape(count, block), axis=1)
+    needed = jnp.arange(count) - jnp.minimum(earliest // block, jnp.arange(count)) + 1
+    farthest = seq if scoring.window is None else min(seq, scoring.window)
+    widths = _widths(min(count, -(-farthest // block) + 1))
+    choice = jnp.searchsorted(jnp.asarray(widths), needed)
+
+    lead = (widths[-1] - 1) * block  # so that the widest look back stays inside the arrays
+
+    def by_head(x: Array) -> Array:
+        return jnp.pad(flat(x), ((lead, 0), (0, 0), (0, 0))).swapaxes(0, 1)
+
+    keys, values = by_head(k), by_head(v)  # [kv heads, lead + tokens, dim]
+    key_context = jnp.pad(context, (lead, 0), constant_values=-1)
+    queries = flat(q * jnp.asarray(scoring.scale, q.dtype))
+    queries = queries.reshape(count, block, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
+    queries = queries.reshape(count, kv_heads, group * block, dim)
+
+    def attend(width: int, i: Array) -> Array:
+        size = width * block
+        behind = partial(
+            jax.lax.dynamic_slice_in_dim, start_index=lead + (i + 1) * block - size, slice_size=size
+        )
+        scores = jnp.einsum(
+            "hqd,hkd->hqk", queries[i], behind(keys, axis=1), preferred_element_type=jnp.float32
+        ).reshape(kv_heads, group, block, size)
+        scores = softcap(scores, scoring.cap)
+        ago = jnp.arange(block)[:, None] - (jnp.arange(size)[None, :] - (size - block))
+        own = jax.lax.dynamic_slice_in_dim(context, i * block, block)
+        visible = (own[:, None] == behind(key_context)[None, :]) & (ago >= 0)
+        if scoring.window is not None:
+            visible &= ago < scoring.window
+        scores = jnp.where(visible[None, None], scores, _HIDDEN)
+        highest, beside = scores.max(axis=-1, keepdims=True), 0.0
+        if sinks is not None:
+            sink = sinks.astype(jnp.float32).reshape(kv_heads, group, 1, 1)
+            highest = jnp.maximum(highest, sink)
+            beside = jnp.exp(sink - highest)
+        weights = jnp.exp(scores - highest)
+        out = jnp.einsum(
+            "hqk,hkd->hqd",
+            weights.astype(v.dtype).reshape(kv_heads, group * block, size),
+            behind(values, axis=1),
+            preferred_element_type=jnp.float32,
+        ).reshape(kv_heads, group, block, dim)
+        return (out / (weights.sum(axis=-1, keepdims=True) + beside)).astype(q.dtype)
+
+    branches = [partial(attend, width) for width in widths]
+    out = jax.lax.map(lambda i: jax.lax.switch(choice[i], branches, i), jnp.arange(count))
+    out = out.transpose(0, 3, 1, 2, 4).reshape(count * block, heads, dim)
+    return out[:total].reshape(rows, seq, heads, dim)
+
+
+def _widths(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... up to and including `most`."""
+    widths = [1, 2, 3]
+    while widths[-1] < most:
+        widths.append(widths[-2] * 2)
+    return sorted({min(width, most) for width in widths})

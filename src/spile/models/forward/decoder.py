@@ -1,0 +1,334 @@
+"""The one decoder: embeds, runs the blocks in a scan, and carries out what was tapped.
+
+Tapped values live in the scan's carry, one buffer per site, already in the stored dtype and
+already without the rows nobody asked for. A block that is not tapped at a site writes to the slot
+of the site's next tapped block, which overwrites it later; only a site that ends above the
+deepest scanned block needs a slot to throw away.
+
+On a mesh a device holds some rows of the batch, and of the tapped values a run of all tokens.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from spile.core.errors import ConfigError
+from spile.models.config.arch import Arch, Layer
+from spile.models.forward import moe
+from spile.models.forward.attention import Attend, Attention, Scoring, mixed, pattern
+from spile.models.forward.ops import activate, linear, norm, rotary_angles, rotate, softcap
+from spile.models.forward.parallel import attention_by_heads, mixed_experts
+from spile.models.forward.params import Block, Params, Schedule
+from spile.models.forward.sharding import Shards
+from spile.models.forward.splice import At, Changes, in_block, in_scan
+from spile.models.taps import AFTER_BLOCKS, Tap
+
+Hidden = Float[Array, "rows seq width"]
+Heads = Float[Array, "rows seq heads dim"]
+Places = Int[Array, "rows seq"]
+Columns = Int[Array, "rows kept"]
+Values = dict[str, Array]  # by site
+
+_HEAD_VALUES = 1 << 28  # logits held at once, in float32: 1 GiB
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What every block of one forward pass shares."""
+
+    arch: Arch
+    tokens: Places
+    positions: Places
+    segments: Places
+    columns: Columns | None
+    angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
+    attend: Attend
+    wanted: dict[str, list[int]]  # site -> layers to keep, ascending
+    shards: Shards | None  # none: one device has everything
+    changes: Changes
+
+    def by_rows(self, values: Array) -> Array:
+        return self.shards.rows(values) if self.shards else values
+
+    def flat(self, values: Array) -> Array:
+        """[rows, kept, ...] -> [rows x kept, ...]: as they are stored."""
+        end_to_end = values.reshape(-1, *values.shape[2:])
+        return self.shards.runs(end_to_end) if self.shards else end_to_end
+
+    def used(self, block: Block) -> Block:
+        if self.shards is None:
+            return block
+        return {name: self.shards.used(name, array) for name, array in block.items()}
+
+    def kept(self, values: Array) -> Array:
+        """[rows, seq, ...] -> [rows, kept, ...]: only the rows that will be stored."""
+        if self.columns is None:
+            return values
+        return jax.vmap(lambda row, columns: row[columns])(values, self.columns)
+
+
+def forward(
+    params: Params,
+    tokens: Places,
+    positions: Places,
+    segments: Places,
+    columns: Columns | None = None,
+    *,
+    arch: Arch,
+    taps: tuple[Tap, ...],
+    schedule: Schedule,
+    attention: Attention,
+    store_dtype: str,
+    shards: Shards | None = None,
+    splice: Changes | None = None,
+) -> dict[str, Array]:
+    """Run the model as deep as the deepest tap; every tap's values [rows x kept, ...], by name.
+
+    `columns` are the places within each row to keep (all of them if it is not given). Where the
+    model is spliced, it goes on with the changed values, and those are the tap's.
+    """
+    frequencies = [rope.frequencies(arch.head_dim, arch.rope_positions) for rope in arch.ropes]
+    attend = (
+        attention_by_heads(attention, segments, positions, shards)
+        if shards
+        else attention(segments, positions)
+    )
+    changes = {_computed_as(tap): change for tap, change in (splice or {}).items()}
+    if len(changes) < len(splice or {}):
+        raise ConfigError("splice: resid_pre of a block is resid_post of the one before; name one")
+    run = _Run(
+        arch, tokens, positions, segments, columns,
+        tuple(rotary_angles(positions, *each) for each in frequencies),
+        attend, _layers_by_site(taps), shards, changes,
+    )  # fmt: skip
+    embedded = run.by_rows(params.outer["embed"][tokens])
+    if arch.embed_scale != 1.0:
+        embedded = embedded * jnp.asarray(arch.embed_scale, embedded.dtype)
+    x = embedded = in_block(run.changes)("embed", embedded)
+    if "positions" in params.outer:
+        x = x + params.outer["positions"][positions]
+    x = in_block(run.changes, 0)("resid_pre", x)
+    dtypes = {tap.site: jnp.dtype(tap.dtype(store_dtype)) for tap in taps}
+    dtypes["resid_post"] = jnp.dtype(store_dtype)  # where `resid_pre` is met
+    outer = {"embed": embedded, "resid_pre": x}
+    out = {
+        tap.name: run.flat(run.kept(outer[tap.site])).astype(dtypes[tap.site])
+        for tap in map(_computed_as, taps)
+        if tap.site in outer
+    }
+    x, buffers = _run_blocks(params, x, run, schedule, dtypes)
+    if run.wanted.keys() & set(AFTER_BLOCKS):
+        outer = _after_blocks(params, x, run)
+        out |= {site: run.flat(outer[site]).astype(dtypes[site]) for site in outer}
+    for tap in taps:
+        met = _computed_as(tap)
+        if met.layer is not None and met.site in buffers:
+            out[tap.name] = buffers[met.site][run.wanted[met.site].index(met.layer)]
+    return {tap.name: out[tap.name] for tap in taps}
+
+
+def needs_whole_block(taps: tuple[Tap, ...], depth: int) -> bool:
+    """Whether the deepest block must run to its end."""
+    deepest = {tap.site for tap in map(_computed_as, taps) if tap.layer == depth - 1}
+    ends = {"mlp_out", "resid_post"}
+    return bool(deepest & ends) or any(tap.site in AFTER_BLOCKS for tap in taps)
+
+
+def _computed_as(tap: Tap) -> Tap:
+    """Where a tap's value is met: the stream entering a block is what the one before it left."""
+    return Tap("resid_post", tap.layer - 1) if tap.site == "resid_pre" and tap.layer else tap
+
+
+def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
+    """The layers to keep of each site, ascending; a site without layers has none."""
+    wanted: dict[str, set[int]] = {}
+    for tap in map(_computed_as, taps):
+        layers = wanted.setdefault(tap.site, set())
+        if tap.layer is not None and tap.site != "resid_pre":
+            layers.add(tap.layer)
+    return {site: sorted(layers) for site, layers in wanted.items()}
+
+
+def _run_blocks(
+    params: Params, x: Hidden, run: _Run, schedule: Schedule, dtypes: dict[str, jnp.dtype]
+) -> tuple[Hidden, Values]:
+    sites = {site: layers for site, layers in run.wanted.items() if layers}
+    # slots[site][layer]: where that block's value goes (see the module's first lines)
+    slots = {s: np.searchsorted(layers, np.arange(schedule.scanned)) for s, layers in sites.items()}
+    cast = {site: dtypes[site] for site in sites}
+
+    def tapped(values: Values) -> Values:
+        return {s: run.flat(run.kept(values[s])).astype(dtype) for s, dtype in cast.items()}
+
+    def put(buffers: Values, values: Values, slot: dict[str, Array]) -> Values:
+        return {
+            site: jax.lax.dynamic_update_index_in_dim(buffers[site], value, slot[site], 0)
+            for site, value in tapped(values).items()
+        }
+
+    def cycle(
+        carry: tuple[Hidden, Values],
+        layers: tuple[tuple[Block, ...], dict[str, Array], Array | None],
+    ) -> tuple[tuple[Hidden, Values], None]:
+        stream, buffers = carry
+        blocks, slot, number = layers
+        for place, block in enumerate(blocks):
+            at = in_scan(run.changes, place, schedule, number)
+            stream, values = _block(stream, block, run.arch.layers[place], run, at)
+            buffers = put(buffers, values, {site: each[place] for site, each in slot.items()})
+        return (stream, buffers), None
+
+    buffers: Values = {}
+    if schedule.depth:
+        kind = run.arch.layers[0]
+        block = jax.tree.map(lambda a: a[0], params.cycle[0]) if params.cycle else params.tail[0]
+        shapes = jax.eval_shape(lambda: tapped(_block(x, block, kind, run, in_block({}))[1]))
+        most = {s: max(len(sites[s]), int(slots[s].max(initial=0)) + 1) for s in sites}
+        buffers = {s: jnp.zeros((most[s], *shapes[s].shape), cast[s]) for s in sites}
+        if run.shards:
+            buffers = {s: run.shards.runs(buffer, lead=1) for s, buffer in buffers.items()}
+    if schedule.cycles:
+        by_cycle = {s: jnp.asarray(v.reshape(-1, schedule.period)) for s, v in slots.items()}
+        numbers = jnp.arange(schedule.cycles) if run.changes else None
+        (x, buffers), _ = jax.lax.scan(cycle, (x, buffers), (params.cycle, by_cycle, numbers))
+    for layer, block in enumerate(params.tail, schedule.scanned):
+        at = in_block(run.changes, layer)
+        x, values = _block(x, block, run.arch.layers[layer], run, at)
+        for site, value in tapped(values).items():
+            if layer in sites[site]:
+                buffers[site] = buffers[site].at[sites[site].index(layer)].set(value)
+    return x, buffers
+
+
+def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
+    """One block: the stream that leaves it, and what can be tapped inside."""
+    arch, block = run.arch, run.used(block)
+    normed = partial(_normed, block=block, arch=arch)
+    attn_in = at("attn_in", normed(x, "attn_norm"))
+    attended, values = _attend(attn_in, block, layer, run, at)
+    attn_out = at("attn_out", normed(attended, "attn_post_norm"))
+    mid = at("resid_mid", x + attn_out)
+    mlp_in = at("mlp_in", normed(x if arch.parallel else mid, "mlp_norm"))
+    mlp, inside = _mlp(mlp_in, block, run, at)
+    mlp_out = at("mlp_out", normed(mlp, "mlp_post_norm"))
+    post = run.by_rows(at("resid_post", mid + mlp_out))
+    values |= inside
+    values |= {"attn_in": attn_in, "attn_out": attn_out, "resid_mid": mid}
+    values |= {"mlp_in": mlp_in, "mlp_out": mlp_out, "resid_post": post}
+    return post, values
+
+
+def _normed(
+    x: Float[Array, "rows seq *heads width"], name: str, *, block: Block, arch: Arch
+) -> Float[Array, "rows seq *heads width"]:
+    """Through a norm of the block, if it has that one."""
+    if name not in block:
+        return x
+    return norm(x, block[name], block.get(f"{name}_bias"), arch.norm, arch.norm_eps)
+
+
+def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
+    arch = run.arch
+
+    def heads(name: str, count: int) -> Heads:
+        projected = linear(x, block[f"w{name}"], block.get(f"b{name}"))
+        return at(name, projected.reshape(*x.shape[:2], count, arch.head_dim))
+
+    q, k = heads("q", arch.num_heads), heads("k", arch.num_kv_heads)
+    v = heads("v", arch.num_kv_heads)
+    values: Values = {"q": q, "k": k, "v": v}
+    q, k = _head_norm(q, block, "q_norm", arch), _head_norm(k, block, "k_norm", arch)
+    if run.angles:
+        q, k = rotate(q, *run.angles[layer.rope]), rotate(k, *run.angles[layer.rope])
+    values |= {"q_rot": q, "k_rot": k}
+    scoring = Scoring(arch.attn_scale, layer.window, arch.attn_softcap)
+    sinks = block.get("sinks")
+    if "attn_pattern" in run.wanted:
+        weights = pattern(q, k, run.segments, run.positions, scoring, sinks)
+        values["attn_pattern"] = _from_context_start(weights, run.positions)
+        z = mixed(weights, v)
+    else:
+        z = run.attend(q, k, v, scoring, sinks)
+    values["z"] = z = at("z", z)
+    return linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo")), values
+
+
+def _head_norm(x: Heads, block: Block, name: str, arch: Arch) -> Heads:
+    if arch.qk_norm != "full":
+        return _normed(x, name, block=block, arch=arch)
+    flat = x.reshape(*x.shape[:2], -1)
+    return _normed(flat, name, block=block, arch=arch).reshape(x.shape)
+
+
+def _from_context_start(
+    weights: Float[Array, "rows heads seq keys"], positions: Places
+) -> Float[Array, "rows seq heads keys"]:
+    """Keys by their position in the query's own context, so that packing does not show."""
+    seq = weights.shape[-1]
+    starts = jnp.arange(seq)[None, :] - positions
+    places = (starts[:, :, None] + jnp.arange(seq)[None, None, :])[:, None]
+    visible = jnp.arange(seq)[None, None, None, :] <= positions[:, None, :, None]
+    moved = jnp.take_along_axis(weights, jnp.minimum(places, seq - 1), axis=-1)
+    return jnp.where(visible, moved, 0.0).swapaxes(1, 2)
+
+
+def _mlp(x: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
+    arch = run.arch
+    if arch.experts:
+        logits, weights, ids = moe.route(x, block, arch.experts)
+        values = {"router_logits": logits, "expert_weights": weights, "expert_ids": ids}
+        if run.shards:
+            return mixed_experts(x, weights, ids, block, arch, run.shards), values
+        return moe.mix(x, weights, ids, block, arch), values
+    gate = linear(x, block["w_gate"], block.get("b_gate")) if arch.gated else None
+    up = linear(x, block["w_up"], block.get("b_up"))
+    hidden = at("mlp_hidden", activate(up, gate, arch.activation, arch.glu_limit))
+    return linear(hidden, block["w_down"], block.get("b_down")), {"mlp_hidden": hidden}
+
+
+def _after_blocks(params: Params, x: Hidden, run: _Run) -> Values:
+    """The final norm, and the head on the kept rows alone, a slice at a time: logits are large."""
+    outer, arch, wanted = params.outer, run.arch, run.wanted
+    normed = _normed(run.kept(x), "final_norm", block=outer, arch=arch)
+    out = {"final_norm": normed} if "final_norm" in wanted else {}
+    if not wanted.keys() & {"logits", "logprob", "entropy"}:
+        return out
+    head = outer.get("head", outer["embed"])
+    following = jnp.roll(run.tokens, -1, axis=1)
+    has_next = (jnp.roll(run.segments, -1, axis=1) == run.segments).at[:, -1].set(False)
+    following, has_next = run.kept(following), run.kept(has_next)
+
+    def predict(part: tuple[Hidden, Places, Array]) -> Values:
+        hidden, targets, known = part
+        logits = softcap(linear(hidden, head), arch.logit_softcap)
+        wide = logits.astype(jnp.float32)
+        shifted = wide - wide.max(axis=-1, keepdims=True)
+        total = jnp.log(jnp.exp(shifted).sum(axis=-1))
+        chosen = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
+        mean = (jnp.exp(shifted - total[..., None]) * shifted).sum(axis=-1)
+        found = {
+            "logits": logits,
+            "logprob": jnp.where(known, chosen - total, 0.0),
+            "entropy": total - mean,
+        }
+        return {site: value for site, value in found.items() if site in wanted}
+
+    rows, kept, _ = normed.shape
+    slices = min(kept, -(-rows * kept * arch.vocab_size // _HEAD_VALUES))
+    if slices == 1:
+        return out | predict((normed, following, has_next))
+    size = -(-kept // slices)
+
+    def sliced(a: Array) -> Array:
+        padded = jnp.pad(a, ((0, 0), (0, slices * size - kept), *[(0, 0)] * (a.ndim - 2)))
+        return padded.reshape(rows, slices, size, *a.shape[2:]).swapaxes(0, 1)
+
+    parts = jax.lax.map(predict, tuple(map(sliced, (normed, following, has_next))))
+    return out | {
+        site: a.swapaxes(0, 1).reshape(rows, slices * size, *a.shape[3:])[:, :kept]
+        for site, a in parts.items()
+    }

@@ -1,0 +1,114 @@
+"""Mixture of experts, dropless: every token reaches every expert it chose.
+
+Tokens are sorted by expert, and each expert multiplies its own run of them. The work is that of
+the chosen experts, and no token is ever left out for lack of room.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spile.models.config.arch import Arch, Experts
+from spile.models.forward.ops import activate, linear
+from spile.models.forward.params import Block
+
+_GATHERED = 1 << 28  # bytes of expert weights laid side by side at once
+
+
+def route(
+    x: Float[Array, "*tokens width"], block: Block, experts: Experts
+) -> tuple[
+    Float[Array, "*tokens experts"], Float[Array, "*tokens chosen"], Int[Array, "*tokens chosen"]
+]:
+    """All scores, and the weights and numbers of the chosen experts, largest first."""
+    logits = linear(x, block["w_router"], block.get("b_router"))
+    wide = logits.astype(jnp.float32)
+    if experts.normalised:
+        top, ids = jax.lax.top_k(wide, experts.chosen)
+        weights = jax.nn.softmax(top)
+    else:
+        weights, ids = jax.lax.top_k(jax.nn.softmax(wide), experts.chosen)
+    return logits, weights.astype(x.dtype), ids
+
+
+def mix(
+    x: Float[Array, "rows seq width"],
+    weights: Float[Array, "rows seq chosen"],
+    ids: Int[Array, "rows seq chosen"],
+    block: Block,
+    arch: Arch,
+    *,
+    first: Int[Array, ""] | int = 0,
+    adds: Bool[Array, ""] | bool = True,
+) -> Float[Array, "rows seq width"]:
+    """The chosen experts' outputs, weighted and added.
+
+    Where the block holds some of the experts only, `first` is the number of the first of them;
+    the others add nothing. `adds`: whether the last bias is added here.
+    """
+    assert arch.experts
+    flat = x.reshape(-1, x.shape[-1])
+    held = len(block["w_up"])
+    chosen = ids.reshape(-1) - first
+    here = (chosen >= 0) & (chosen < held)
+    chosen = jnp.where(here, chosen, held)
+    order = jnp.argsort(chosen)  # stable: ties keep the tokens' order
+    expert = jnp.minimum(chosen[order], held - 1)
+    sizes = jnp.bincount(chosen, length=held)
+    tokens = flat[order // arch.experts.chosen]
+
+    def each(inputs: Array, name: str) -> Array:
+        # TPUs have an instruction for this; elsewhere it would be done densely, for all experts.
+        out = jax.lax.platform_dependent(
+            inputs, block[f"w_{name}"], sizes, tpu=_ragged, default=_tiled
+        )
+        bias = block.get(f"b_{name}")
+        if bias is None:
+            return out
+        return out + (bias[expert] if name != "down" else jnp.where(adds, bias[expert], 0))
+
+    gate = each(tokens, "gate") if arch.gated else None
+    hidden = activate(each(tokens, "up"), gate, arch.activation, arch.glu_limit)
+    out = jnp.where(here[order][:, None], each(hidden, "down"), 0)
+    back = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, x.shape[-1])
+    return jnp.einsum("rscd,rsc->rsd", back, weights)
+
+
+def _ragged(
+    x: Float[Array, "tokens in"], w: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
+) -> Float[Array, "tokens out"]:
+    return jax.lax.ragged_dot(x, w.swapaxes(1, 2), sizes)
+
+
+def _tiled(
+    x: Float[Array, "tokens in"], w: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
+) -> Float[Array, "tokens out"]:
+    """Each expert's run of tokens is cut into tiles; tiles of one size are one batched product.
+
+    A tile holds tokens of one expert only, so the last of a run is padded. Their number does not
+    depend on the routing: one more for each expert than the tokens fill. A tile is at most a
+    quarter of a mean run (but for very few tokens), so that this adds at most a quarter.
+    """
+    count, experts = len(x), len(w)
+    tile = min(1024, max(8, 1 << (max(1, count // (4 * experts)).bit_length() - 1)))
+    chunk = max(1, _GATHERED // (w[0].size * w.dtype.itemsize))
+    tiles = -(-count // tile) + experts
+    chunk = min(chunk, tiles)
+    tiles = -(-tiles // chunk) * chunk
+
+    ends = jnp.cumsum(-(-sizes // tile))  # tiles of all experts up to each
+    owner = jnp.minimum(jnp.searchsorted(ends, jnp.arange(tiles), side="right"), experts - 1)
+    within = jnp.arange(tiles) - (ends - -(-sizes // tile))[owner]
+    first = (jnp.cumsum(sizes) - sizes)[owner] + within * tile
+    places = first[:, None] + jnp.arange(tile)[None, :]
+    limit = jnp.where(jnp.arange(tiles) < ends[-1], jnp.cumsum(sizes)[owner], 0)
+    places = jnp.where(places < limit[:, None], places, count)  # `count`: nowhere
+
+    def multiply(part: tuple[Array, Array]) -> Array:
+        places, owner = part
+        gathered = x.at[places].get(mode="fill", fill_value=0)
+        return jnp.einsum("tni,toi->tno", gathered, w[owner])
+
+    parts = (places.reshape(-1, chunk, tile), owner.reshape(-1, chunk))
+    out = jax.lax.map(multiply, parts).reshape(tiles * tile, -1)
+    return jnp.zeros((count, out.shape[-1]), out.dtype).at[places.reshape(-1)].set(out, mode="drop")

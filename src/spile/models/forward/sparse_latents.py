@@ -1,0 +1,44 @@
+"""A sparse autoencoder on the device: of each row the latents that are largest."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from spile.models.files.sae import AT_ONCE, Arrays, Encoder, activations
+
+
+class Top(NamedTuple):
+    """Latents of rows, the largest first; of equals, the one of the lower number."""
+
+    values: Float[Array, "rows kept"]  # zero where fewer are active
+    ids: Int[Array, "rows kept"]  # those of a row differ, whether they are active or not
+    beyond: Bool[Array, " rows"]  # whether more were active
+
+
+def device_arrays(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """As a device keeps them: the matrix as the model's are, all else in float32."""
+    return {n: a.astype(jnp.dtype(dtype)) if n == "W_enc" else a for n, a in arrays.items()}
+
+
+def top_latents(arrays: Arrays, rows: Shaped[Array, "rows ..."], *, encoder: Encoder) -> Top:
+    """Of rows in any float dtype, a part of them at a time: all latents of all are too many."""
+    sae = encoder.sae
+    product = partial(jnp.dot, preferred_element_type=jnp.float32)
+
+    def of_row(row: Float[Array, " width"]) -> Top:
+        found = activations(
+            sae, arrays, row.astype(jnp.float32), jnp, lambda a, b: product(a.astype(b.dtype), b)
+        )
+        values, ids = jax.lax.top_k(found, encoder.kept)
+        active = jnp.minimum((found > 0).sum(), sae.k or sae.latents)
+        return Top(values, ids.astype(jnp.dtype(encoder.id_dtype)), active > encoder.kept)
+
+    flat = rows.reshape(len(rows), -1)
+    size = max(1, AT_ONCE // sae.latents)
+    return (
+        jax.vmap(of_row)(flat) if len(flat) <= size else jax.lax.map(of_row, flat, batch_size=size)
+    )

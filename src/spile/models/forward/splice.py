@@ -1,0 +1,89 @@
+"""Changes of a tap's values before the model goes on: replaced, added to, patched in places.
+
+A change is a function of the values [rows, seq, ...]. Arrays that it needs go with it in a
+`jax.tree_util.Partial`, so that others of their shape need no new program.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+from jaxtyping import Array, Bool
+
+from spile.models.forward.params import Schedule
+from spile.models.taps import Tap
+
+Change = Callable[[Array], Array]
+Changes = Mapping[Tap, Change]
+At = Callable[[str, Array], Array]  # a site and its values -> what the model goes on with
+
+SPLICED = (
+    "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in",
+    "mlp_hidden", "mlp_out", "resid_post",
+)  # fmt: skip
+
+
+def replaced(values: Array) -> Change:
+    """By these: [rows, seq, ...], or what broadcasts to that."""
+    return Partial(_replace, values)
+
+
+def added(values: Array) -> Change:
+    """Steering: a vector, or anything that broadcasts, is added."""
+    return Partial(_add, values)
+
+
+def only(where: Bool[Array, "rows seq"], change: Change) -> Change:
+    """The change at some tokens alone; all others keep their values."""
+    return Partial(_only, where, change if isinstance(change, Partial) else Partial(change))
+
+
+def _replace(new: Array, values: Array) -> Array:
+    return jnp.broadcast_to(new, values.shape)
+
+
+def _add(more: Array, values: Array) -> Array:
+    return values + jnp.broadcast_to(more, values.shape).astype(values.dtype)
+
+
+def _only(where: Array, change: Change, values: Array) -> Array:
+    mask = where.reshape(*where.shape, *[1] * (values.ndim - where.ndim))
+    return jnp.where(mask, change(values).astype(values.dtype), values)
+
+
+def in_block(changes: Changes, layer: int | None = None) -> At:
+    """Those of a block that is run by itself, or of no block."""
+
+    def at(site: str, values: Array) -> Array:
+        tap = Tap(site, layer)
+        return _changed(tap, changes[tap], values) if tap in changes else values
+
+    return at
+
+
+def in_scan(changes: Changes, place: int, schedule: Schedule, cycle: Array | None) -> At:
+    """Those of the blocks at one place of a period, of which the one of `cycle` is run."""
+
+    def at(site: str, values: Array) -> Array:
+        for tap, change in changes.items():
+            if tap.site != site or tap.layer is None or tap.layer >= schedule.scanned:
+                continue
+            if tap.layer % schedule.period == place:
+                assert cycle is not None
+                values = jax.lax.cond(
+                    cycle == tap.layer // schedule.period,
+                    lambda own, tap=tap, change=change: _changed(tap, change, own),
+                    lambda own: own,
+                    values,
+                )
+        return values
+
+    return at
+
+
+def _changed(tap: Tap, change: Change, values: Array) -> Array:
+    new = change(values)
+    if new.shape != values.shape:
+        raise ValueError(f"splice {tap.name}: {values.shape} became {new.shape}")
+    return new.astype(values.dtype)

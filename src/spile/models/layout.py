@@ -1,0 +1,212 @@
+"""How devices are laid out, and what is cut along which axis: names and numbers, no jax.
+
+Three axes: `data` (rows of a batch), `fsdp` (rows too, and the weights' width, gathered block by
+block), `model` (heads, the MLP's inner width, the vocabulary, experts). There is no pipeline axis:
+a forward pass alone gains nothing from one, and loses its bubbles.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from spile.core.errors import ConfigError
+
+_log = logging.getLogger("spile")
+
+AXES = ("data", "fsdp", "model")
+ROWS = ("data", "fsdp")  # what a batch's rows are cut along
+DEFAULT_FSDP = 2
+
+# Logical axis -> mesh axis. Attention needs its heads and the MLP its inner width: where one of
+# them cannot be cut, every device of the model axis computes all of it.
+_RULES = {
+    "heads": "model",
+    "kv_heads": "model",
+    "experts": "model",
+    "mlp": "model",
+    "vocab": "model",
+    "width": "fsdp",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many devices lie along each axis."""
+
+    data: int = 1
+    fsdp: int = 1
+    model: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.data * self.fsdp * self.model
+
+    @property
+    def groups(self) -> int:
+        """Sets of devices that read different rows."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        named = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return ",".join(named) or "1"
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Which logical axes are cut, along which mesh axis; the others are whole on every device."""
+
+    layout: Layout
+    cut: Mapping[str, str]
+
+    @classmethod
+    def of(cls, layout: Layout, sizes: Mapping[str, int], *, quiet: bool = False) -> "Cuts":
+        """Decide for a model, whose logical axes have these `sizes`.
+
+        Raises:
+            ConfigError: if the model cannot be cut so.
+        """
+        cut: dict[str, str] = {}
+        for axis, size in sizes.items():
+            along = _RULES[axis]
+            ways = getattr(layout, along)
+            if ways == 1:
+                continue
+            if size % ways == 0:
+                cut[axis] = along
+            elif axis == "width":
+                raise ConfigError(
+                    f"--mesh {layout}: the model's width of {size} cannot be cut {ways} ways; "
+                    f"choose fsdp from {_divisors(size, 2 * ways)}"
+                )
+            elif not quiet:
+                _log.info("mesh %s: %d %s cannot be cut %d ways and are whole on every device",
+                          layout, size, axis.replace("_", " "), ways)  # fmt: skip
+        if layout.model > 1 and not cut.keys() & {"heads", "mlp", "experts"}:
+            raise ConfigError(
+                f"--mesh {layout}: neither the model's {sizes['heads']} heads nor its inner width "
+                f"of {sizes['mlp']} can be cut {layout.model} ways; choose model from "
+                f"{_divisors(sizes['heads'], 2 * layout.model)}"
+            )
+        return cls(layout, cut)
+
+    def along(self, axes: Sequence[str], *, gathered: bool = False) -> tuple[str | None, ...]:
+        """The mesh axis of each of an array's axes; each is used once, by the first that may.
+
+        Args:
+            gathered: as the array is used, not as it is kept.
+        """
+        found: list[str | None] = []
+        for axis in axes:
+            along = self.cut.get(axis)
+            # A vector is small, and an embedding whose both axes are cut must be made whole.
+            whole = along == "fsdp" and (gathered or len(axes) < 2 or "vocab" in axes)
+            found.append(None if whole or along in found else along)
+        return tuple(found)
+
+    def share(self, axes: Sequence[str]) -> int:
+        """Into how many parts an array of these axes is cut."""
+        ways = 1
+        for along in self.along(axes):
+            ways *= getattr(self.layout, along) if along else 1
+        return ways
+
+
+ONE_DEVICE = Cuts(Layout(), {})
+
+
+def parse_layout(text: str, devices: int, processes: int, fsdp: int | None) -> Layout | None:
+    """The layout that a `--mesh` asks for; None for `auto`.
+
+    What cannot be laid out as named falls back from 3d to 2d to 1d, and the reason is logged.
+    """
+    if text == "auto":
+        if fsdp is not None:
+            return _three(devices, processes, fsdp)
+        return None
+    named = {"1d": _one, "2d": _two}
+    if text in named:
+        if fsdp is not None:
+            raise ConfigError(f"--fsdp goes with --mesh 3d, not {text}")
+        return named[text](devices, processes)
+    if text == "3d":
+        return _three(devices, processes, fsdp or DEFAULT_FSDP)
+    return _explicit(text, devices, fsdp)
+
+
+def devices_of(text: str) -> int | None:
+    """How many devices a `--mesh` that names its sizes is for, if it names that of `data`."""
+    if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text) or "data=" not in text:
+        return None
+    return math.prod(int(size) for size in re.findall(r"=(\d+)", text))
+
+
+def _one(devices: int, processes: int) -> Layout:
+    return Layout(model=devices)
+
+
+def _two(devices: int, processes: int) -> Layout:
+    """Hosts by chips per host; a single host of eight and more is cut in two."""
+    data = processes if processes > 1 else 1 + (devices >= 8)
+    if devices % data:
+        _log.info("mesh 2d: %d devices are not a multiple of %d; taking 1d", devices, data)
+        return _one(devices, processes)
+    return Layout(data=data, model=devices // data)
+
+
+def _three(devices: int, processes: int, fsdp: int) -> Layout:
+    two = _two(devices, processes)
+    if two.model % fsdp:
+        _log.info(
+            "mesh 3d: %d devices beside data=%d are not a multiple of fsdp=%d; taking 2d",
+            two.model, two.data, fsdp,
+        )  # fmt: skip
+        return two
+    return Layout(data=two.data, fsdp=fsdp, model=two.model // fsdp)
+
+
+def _explicit(text: str, devices: int, fsdp: int | None) -> Layout:
+    sizes: dict[str, int] = {} if fsdp is None else {"fsdp": fsdp}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(
+                f"--mesh takes auto, 1d, 2d, 3d or e.g. data=16,fsdp=2,model=2, got {text!r}"
+            )
+        if axis in sizes:
+            raise ConfigError(f"--mesh {text}: {axis} is given twice")
+        sizes[axis] = int(size)
+    given = Layout(**sizes)
+    if "data" not in sizes and devices % given.size == 0:
+        given = Layout(devices // given.size, given.fsdp, given.model)
+    if given.size != devices:
+        raise ConfigError(
+            f"--mesh {text} is for {given.size} devices, there are {devices}; choose sizes whose "
+            "product is that"
+        )
+    return given
+
+
+def fitting_layout(
+    devices: int, per_process: int, fits: Callable[[Layout], bool]
+) -> tuple[Layout, bool]:
+    """The fastest layout that fits, and whether any does.
+
+    Copies of the model that read different rows send each other nothing. Cutting the model costs
+    a sum over its devices in every block, cheapest within a host; gathering weights costs as many
+    bytes as the weights have, for every step.
+    """
+    ways = [n for n in range(1, devices + 1) if devices % n == 0]
+    inside = [n for n in ways if per_process % n == 0]
+    across = [n for n in ways if n not in inside]
+    tried = [Layout(devices // n, 1, n) for n in inside]
+    tried += [Layout(devices // n // f, f, n) for n in reversed(inside) for f in ways
+              if f > 1 and devices // n % f == 0]  # fmt: skip
+    tried += [Layout(devices // n, 1, n) for n in across]
+    chosen = next((layout for layout in tried if fits(layout)), None)
+    return (chosen, True) if chosen else (tried[-1], False)
+
+
+def _divisors(size: int, up_to: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(size, up_to) + 1) if size % n == 0)

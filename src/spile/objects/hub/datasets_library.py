@@ -1,0 +1,87 @@
+"""Datasets that the `datasets` library must read: their configs and splits. Never their scripts."""
+
+import contextlib
+import errno
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from spile.core.errors import ConfigError, InputError, SpileError, StoreError
+from spile.objects.hub.repository import Repository, offline, open_hub
+from spile.objects.hub.splits import one_of
+
+
+def datasets_library(where: str) -> Any:
+    """The library, silent."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise ConfigError(
+            f"{where}: is read by the `datasets` library: pip install 'spile[datasets]'"
+        ) from None
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    return datasets
+
+
+def address(repository: Repository) -> str:
+    """What the library calls it: by its name alone, a folder that is here would come first."""
+    return f"hf://datasets/{repository.name}"
+
+
+def choose(repository: Repository, commit: str, config: str, split: str) -> tuple[str, str]:
+    """The config and the split that are asked for, or the only ones."""
+    refuse_script(repository, commit)
+    if offline():
+        if config and split:
+            return config, split
+        raise InputError(
+            f"{repository.url}: HF_HUB_OFFLINE is set; give the whole name that `spile fetch` "
+            "printed, datasets:OWNER/NAME@COMMIT:CONFIG:SPLIT"
+        )
+    datasets, where = datasets_library(repository.url), address(repository)
+    with reading(repository.url):
+        names = datasets.get_dataset_config_names(where, revision=commit)
+        default = datasets.get_dataset_default_config_name(where, revision=commit)
+    config = one_of(repository.url, "config", config or default or "", names)
+    with reading(repository.url):
+        splits = datasets.get_dataset_split_names(where, config, revision=commit)
+    return config, one_of(repository.url, "split", split, splits)
+
+
+def refuse_script(repository: Repository, commit: str) -> None:
+    """A program of its owner's makes it: we run none, and the library no longer does."""
+    script = f"{repository.name.partition('/')[2]}.py"
+    if not offline() and script in {e.key for e in open_hub(repository, commit).entries()}:
+        raise InputError(
+            f"{repository.url}@{commit}: is made by a script, {script}, which neither Spile nor "
+            "the `datasets` library runs; take the Hub's own Parquet if there is any "
+            "(@refs/convert/parquet), or make it with datasets 3, save it with `to_parquet`, and "
+            "give that file"
+        )
+
+
+@contextlib.contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Whatever the library raises is one line."""
+    try:
+        yield
+    except SpileError:
+        raise
+    except Exception as error:
+        if is_full(error):
+            raise StoreError(
+                f"disk full while making Parquet of {where}; free some space, or set --cache and "
+                "HF_HOME to a larger disk, and run the same command again"
+            ) from error
+        line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise InputError(f"{where}: the `datasets` library cannot read it ({line})") from error
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether there was no room left, however that was wrapped on its way."""
+    while error is not None:
+        if getattr(error, "errno", None) == errno.ENOSPC or "Not enough disk space" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,305 @@
+"""Files of a repository on the Hugging Face Hub, at one commit: hf://.
+
+A revision is resolved to its commit once, and everything is read at that commit: listings are by
+the Hub's own, bytes are ranges of its `resolve` addresses (which lead to a content network, where
+the token is not sent). A file of that commit in the Hub's local cache is read from there.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from spile.core.errors import InputError, StoreError
+from spile.objects.http import Answer, Client, WebObjects, library
+from spile.objects.protocol import Entry, check_key
+
+_PAGE_BYTES = 64 << 20  # of a listing's page
+_OFFLINE = "HF_HUB_OFFLINE is set"
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model or a dataset on the Hub."""
+
+    kind: str  # "model" or "dataset"
+    name: str  # OWNER/NAME
+
+    @property
+    def path(self) -> str:
+        return f"datasets/{self.name}" if self.kind == "dataset" else self.name
+
+    @property
+    def url(self) -> str:
+        return f"hf://{self.path}"
+
+    def api(self, *parts: str) -> str:
+        """An address of the Hub's programming interface."""
+        return "/".join([f"{endpoint()}/api/{self.kind}s/{self.name}", *parts])
+
+
+def endpoint() -> str:
+    return str(library(".constants").ENDPOINT)
+
+
+def offline() -> bool:
+    return bool(library(".constants").HF_HUB_OFFLINE)
+
+
+def is_commit(revision: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{40}", revision) is not None
+
+
+def commit_of(repository: Repository, revision: str = "main") -> str:
+    """The commit a branch or a tag stands at now."""
+    if is_commit(revision):
+        return revision
+    if offline():
+        return _commit_before(repository, revision)
+    answer = _asked(repository, repository.api("revision", quote(revision, safe="")))
+    _refuse(repository, answer, revision)
+    with _understanding(repository):
+        return str(json.loads(answer.body or b"")["sha"])
+
+
+def open_hub(repository: Repository, commit: str) -> "HubObjects":
+    """The files of a commit; one object for all who ask, so that nothing is listed twice."""
+    return _opened(repository, commit, endpoint())
+
+
+@functools.cache
+def _opened(repository: Repository, commit: str, endpoint: str) -> "HubObjects":
+    return HubObjects(repository, commit)
+
+
+class HubObjects(WebObjects):
+    """The files of a repository at a commit.
+
+    Args:
+        only: what a listing shows; else everything.
+    """
+
+    def __init__(
+        self, repository: Repository, commit: str, only: Sequence[str] | None = None
+    ) -> None:
+        super().__init__(f"{repository.url}@{commit}")
+        self.repository, self.commit, self._only = repository, commit, only
+        self._trees: dict[tuple[str, bool], dict[str, Entry]] = {}
+        self._local: dict[str, Path | None] = {}
+
+    def restricted(self, only: Sequence[str]) -> "HubObjects":
+        """The same files, of which a listing shows some."""
+        view = HubObjects(self.repository, self.commit, only)
+        view._trees, view._local, view._client = self._trees, self._local, self._client
+        return view
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        local = self.local_path(key)
+        if local is None:
+            if offline():
+                raise InputError(
+                    f"{self.url}/{key}: {_OFFLINE}, and the file is not in the local cache; run "
+                    "`spile fetch` while there is a network"
+                )
+            return super().get_range(key, start, stop)
+        with local.open("rb") as file:
+            file.seek(start)
+            return file.read(max(0, stop - start))
+
+    def size(self, key: str) -> int:
+        return self.entry(key).size
+
+    def entry(self, key: str) -> Entry:
+        """What the Hub says of a file. Raises FileNotFoundError if there is none."""
+        check_key(self.url, key)
+        found = self._tree(key.rpartition("/")[0], whole=False).get(key)
+        if found is None:
+            raise FileNotFoundError(f"{self.url}: no {key}")
+        return found
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        if self._only is None:
+            found = list(self._tree(prefix.removesuffix("/"), whole=True).values())
+        else:
+            found = [self.entry(key) for key in self._only]
+        yield from (entry for entry in found if entry.key.startswith(prefix))
+
+    def local_path(self, key: str) -> Path | None:
+        """In the cache that all of the Hub's programs share, if it is whole."""
+        if key not in self._local:
+            where = {"revision": self.commit, "repo_type": self.repository.kind}
+            found = library().try_to_load_from_cache(self.repository.name, key, **where)
+            path = Path(found) if isinstance(found, str) else None
+            whole = path and (offline() or path.stat().st_size == self.size(key))
+            self._local[key] = path if whole else None
+        return self._local[key]
+
+    def forget_local(self) -> None:
+        """Look into the cache again: it has changed."""
+        self._local.clear()
+
+    def _tree(self, folder: str, *, whole: bool) -> dict[str, Entry]:
+        """The files of a folder, by their keys, and on demand those of all its folders."""
+        for known in ((folder, whole), (folder, True), ("", True)):
+            if known in self._trees:
+                return self._trees[known]
+        listed = _files_before(self.repository, self.commit) if offline() else None
+        if listed is not None:
+            self._trees["", True] = listed
+            return self._tree(folder, whole=whole)
+        found: dict[str, Entry] = {}
+        url = self.repository.api("tree", self.commit, quote(folder)).rstrip("/")
+        url += "?recursive=True" if whole else ""
+        while url:
+            answer = _asked(self.repository, url)
+            if answer.status == 404 and _code(answer) == "EntryNotFound":
+                break
+            _refuse(self.repository, answer, self.commit)
+            with _understanding(self.repository):
+                for item in json.loads(answer.body or b""):
+                    if item["type"] == "file":
+                        digest = (item.get("lfs") or {}).get("oid") or item["oid"]
+                        found[item["path"]] = Entry(item["path"], int(item["size"]), digest)
+            following = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers.get("link") or "")
+            url = following[1] if following else ""
+        self._trees[folder, whole] = found
+        return found
+
+    def _address(self, key: str) -> str:
+        return f"{endpoint()}/{self.repository.path}/resolve/{self.commit}/{quote(key)}"
+
+    def _secret(self) -> Mapping[str, str]:
+        return _headers()
+
+    def _refuse(self, key: str, answer: Answer) -> None:
+        if answer.status == 404 and _code(answer) in ("", "EntryNotFound"):
+            raise FileNotFoundError(f"{self.url}: no {key}")
+        _refuse(self.repository, answer, self.commit)
+        super()._refuse(key, answer)
+
+
+# -- asking ----------------------------------------------------------------------------------
+
+_client = Client()
+
+
+def _headers() -> dict[str, str]:
+    """Who asks, and the token, wherever huggingface_hub finds one.
+
+    (Its own headers are not taken: to make them, it asks the Hub about the program it runs in.)
+    """
+    hidden = library(".constants").HF_HUB_DISABLE_IMPLICIT_TOKEN
+    token = None if hidden else library().get_token()
+    return {"User-Agent": "spile", **({"Authorization": f"Bearer {token}"} if token else {})}
+
+
+def _asked(repository: Repository, url: str) -> Answer:
+    what = f"asking {endpoint()} about {repository.url}"
+    # A page of a listing says where the next one is; the token is for the Hub alone.
+    secret = _headers() if url.startswith(f"{endpoint()}/") else {}
+    return _client.ask("GET", url, what, {}, secret=secret, most=_PAGE_BYTES)
+
+
+@contextlib.contextmanager
+def _understanding(repository: Repository) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(
+            f"{repository.url}: {endpoint()} does not answer as the Hub does; check HF_ENDPOINT"
+        ) from error
+
+
+def _code(answer: Answer) -> str:
+    return answer.headers.get("x-error-code") or ""
+
+
+def _refuse(repository: Repository, answer: Answer, revision: str) -> None:
+    """Raise what the Hub means by an answer."""
+    if answer.status < 400 or answer.status == 416:
+        return
+    where, code = f"{repository.url}", _code(answer)
+    log_in = "log in with `hf auth login`, or set HF_TOKEN"
+    if code == "GatedRepo":
+        raise InputError(
+            f"{where}: its owner asks who uses it; ask for access at {endpoint()}/"
+            f"{repository.path}, then {log_in} ({answer.status})"
+        )
+    if code == "RevisionNotFound":
+        raise InputError(f"{where}: has no revision {revision!r}; a branch, tag or commit is one")
+    said = answer.headers.get("x-error-message") or ""
+    if answer.status == 401 and said.startswith("Invalid credentials"):
+        raise InputError(f"{where}: the Hub refuses the token; {log_in} (401)")
+    if code == "RepoNotFound" or answer.status in (401, 404):
+        raise InputError(
+            f"{where}: there is no such {repository.kind} on {endpoint()}, or it is private: then "
+            f"{log_in} ({answer.status})"
+        )
+    if answer.status == 403:
+        raise InputError(f"{where}: the Hub refuses it: {said or 'no access'} (403)")
+    raise InputError(f"{where}: the Hub answered {answer.status} {said}".rstrip())
+
+
+# -- without a network -----------------------------------------------------------------------
+
+
+def note_files(repository: Repository, revision: str, commit: str) -> None:
+    """Keep what a commit holds, for those who come without a network."""
+    entries = open_hub(repository, commit).entries()
+    note = {"commit": commit, "files": [[e.key, e.size, e.etag] for e in entries]}
+    for name in {revision, commit}:
+        path = _note(repository, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(note))
+        temporary.replace(path)
+
+
+def _note(repository: Repository, revision: str) -> Path:
+    name = quote(f"{repository.path}@{revision}.json", safe="@")
+    return Path(library(".constants").HF_HOME) / "spile" / name
+
+
+def _read_note(repository: Repository, revision: str) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(_note(repository, revision).read_bytes())
+    return None
+
+
+def _commit_before(repository: Repository, revision: str) -> str:
+    """The commit a revision stood at when it was last fetched, by us or by others."""
+    note = _read_note(repository, revision)
+    if note:
+        return str(note["commit"])
+    load: Callable[..., Any] = library().try_to_load_from_cache
+    found = load(repository.name, "config.json", revision=revision, repo_type=repository.kind)
+    if isinstance(found, str):
+        return Path(found).parent.name
+    raise InputError(
+        f"{repository.url}: {_OFFLINE}, and it has not been fetched; run `spile fetch` while there "
+        "is a network"
+    )
+
+
+def _files_before(repository: Repository, commit: str) -> dict[str, Entry]:
+    """What a commit holds; of a model that others fetched, what they fetched of it."""
+    note = _read_note(repository, commit)
+    if note:
+        return {key: Entry(key, size, etag) for key, size, etag in note["files"]}
+    load: Callable[..., Any] = library().try_to_load_from_cache
+    found = load(repository.name, "config.json", revision=commit, repo_type=repository.kind)
+    if repository.kind == "dataset" or not isinstance(found, str):
+        raise InputError(
+            f"{repository.url}@{commit}: {_OFFLINE}, and what it holds is not known here; run "
+            "`spile fetch` while there is a network"
+        )
+    folder = Path(found).parent
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    keys = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {key: Entry(key, path.stat().st_size, "") for key, path in keys.items()}

@@ -1,0 +1,206 @@
+"""Files to read, wherever they lie: on a disk, in a bucket, on the Hub or on a web server.
+
+What is local is pathlib's `Path`, and is read as ever. What lies behind a URL is a `RemotePath`,
+which offers that part of `Path` by which files are found and read; whoever is given an `AnyPath`
+need not know which it is. Only ranges are fetched, and only when they are asked for.
+"""
+
+import contextlib
+import glob
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Literal, cast
+
+from spile.core.errors import InputError
+from spile.objects import open_objects
+from spile.objects.globs import matches, plain_depth
+from spile.objects.http import WebObjects, split_url
+from spile.objects.hub.names import open_named
+from spile.objects.protocol import Objects, exists
+
+_AHEAD = 1 << 20  # read at once by whoever reads a little at a time
+_PIECE = 8 << 20  # of a large range: several are fetched side by side
+_FETCHERS = ThreadPoolExecutor(16, "fetch")  # all of this process's, so that memory is bounded
+
+
+class RemotePath:
+    """A file, or a folder of them, among the objects of a store."""
+
+    def __init__(self, objects: Objects, key: str) -> None:
+        self.objects, self.key = objects, key
+
+    def __str__(self) -> str:
+        return f"{self.objects.url}/{self.key}".removesuffix("/")
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    def __truediv__(self, name: str) -> "RemotePath":
+        return RemotePath(self.objects, f"{self.key}/{name}".removeprefix("/"))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return PurePosixPath(self.key).parts
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.key).name
+
+    @property
+    def suffixes(self) -> list[str]:
+        return PurePosixPath(self.key).suffixes
+
+    def is_file(self) -> bool:
+        return bool(self.key) and exists(self.objects, self.key)
+
+    def is_dir(self) -> bool:
+        return any(True for _ in self.below())
+
+    def below(self) -> Iterator["RemotePath"]:
+        """All files of a folder and its folders, in no particular order."""
+        for key in self.objects.list(f"{self.key}/" if self.key else ""):
+            yield RemotePath(self.objects, key)
+
+    def above(self, depth: int) -> "RemotePath":
+        """The folder of its first so many names."""
+        return RemotePath(self.objects, "/".join(self.parts[:depth]))
+
+    def size(self) -> int:
+        return self.objects.size(self.key)
+
+    def read_bytes(self) -> bytes:
+        return self.objects.get(self.key)
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Exactly these bytes."""
+        try:
+            data = self.objects.get_range(self.key, start, stop)
+        except FileNotFoundError:
+            raise InputError(f"{self}: was removed while it was read") from None
+        if len(data) != stop - start:
+            raise InputError(f"{self}: became shorter while it was read")
+        return data
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on, in pieces that are fetched side by side."""
+
+        def fetch(low: int) -> None:
+            high = min(low + _PIECE, len(out))
+            out[low:high] = self.read_range(start + low, start + high)
+
+        list(_FETCHERS.map(fetch, range(0, len(out), _PIECE)))
+
+    def open(self, mode: Literal["rb"] = "rb", buffering: int = _AHEAD) -> BinaryIO:
+        """A stream that can be sought; `buffering` bytes are read ahead, 0: what is asked for."""
+        raw = _RemoteFile(self)
+        return cast(BinaryIO, io.BufferedReader(raw, buffering) if buffering else raw)
+
+
+AnyPath = Path | RemotePath
+
+
+class _RemoteFile(io.RawIOBase):
+    """Every read is one request."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path, self._size, self._position = path, path.size(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        data = self._next(len(out))
+        out[: len(data)] = data
+        return len(data)
+
+    def readall(self) -> bytes:
+        return self._next(self._size)
+
+    def _next(self, size: int) -> bytes:
+        start, stop = self._position, min(self._position + size, self._size)
+        if stop <= start:
+            return b""
+        self._position = stop
+        return self._path.read_range(start, stop)
+
+
+def path_of(where: str) -> AnyPath:
+    """What a path or a URL names, whether there is such a thing or not."""
+    scheme, separator, rest = where.partition("://")
+    if not separator:
+        return Path(where)
+    if scheme == "file":
+        return Path(rest)
+    if scheme == "hf":
+        return RemotePath(*open_named(where))
+    if scheme in ("http", "https"):
+        server, key, query = split_url(where)
+        return RemotePath(WebObjects(server, query), key)
+    bucket, _, key = rest.partition("/")
+    return RemotePath(open_objects(f"{scheme}://{bucket}"), key.strip("/"))
+
+
+def cache_directory() -> Path:
+    """Where Spile keeps what it can make again."""
+    if root := os.environ.get("SPILE_CACHE"):
+        return Path(root).expanduser()
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "spile"
+    return Path.home() / ".cache" / "spile"
+
+
+def size_of(path: AnyPath) -> int:
+    return path.stat().st_size if isinstance(path, Path) else path.size()
+
+
+def files_below(folder: AnyPath) -> list[AnyPath]:
+    """All files of a folder and its folders, sorted; what begins with a dot or _ is left out."""
+    paths = folder.rglob("*") if isinstance(folder, Path) else folder.below()
+    depth = len(folder.parts)
+    shown = (p for p in paths if not any(part[0] in "._" for part in p.parts[depth:]))
+    # A listing knows files alone.
+    return _sorted(p for p in shown if isinstance(p, RemotePath) or p.is_file())
+
+
+def files_matching(pattern: str) -> list[AnyPath]:
+    """The files that a glob finds, sorted; `**` is any number of folders."""
+    path = path_of(pattern)
+    if isinstance(path, Path):
+        return _sorted({Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)})
+    top = path.above(plain_depth(path.parts))
+    return _sorted(p for p in top.below() if matches(p.parts, path.parts))
+
+
+def _sorted(paths: Iterable[AnyPath]) -> list[AnyPath]:
+    return sorted(paths, key=lambda path: path.parts)  # by folders, wherever they are
+
+
+@contextlib.contextmanager
+def local_copy(folder: AnyPath) -> Iterator[Path]:
+    """A folder for programs that read disks alone: itself, or a copy for as long as it is used."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="spile-") as scratch:
+        for path in folder.below():
+            if len(path.parts) == len(folder.parts) + 1:
+                with path.open() as source, (Path(scratch) / path.name).open("xb") as copy:
+                    shutil.copyfileobj(source, copy, _PIECE)
+        yield Path(scratch)

@@ -1,0 +1,255 @@
+"""What a job will cost, before it runs: documents, tokens, bytes, memory. No jax."""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from spile.core.config import STORE_DTYPES, Runtime
+from spile.core.errors import ConfigError
+from spile.core.index import INDEX_DTYPE
+from spile.core.tensors import DTYPES_BY_NAME
+from spile.corpus.units import Unit
+from spile.models.config.kernel_choice import why_unfused
+from spile.models.config.specs import axis_sizes
+from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
+from spile.objects import Objects
+from spile.plan.budget import price_of, row_bytes, unit_overhead
+from spile.plan.encode import stored_taps
+from spile.plan.resolve import Job
+from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
+from spile.plan.survey import Counted, Survey
+
+_log = logging.getLogger("spile")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sizes are bytes; tokens and what follows from them are estimated from a sample, unless
+    `exact`: then every unit was counted."""
+
+    documents: int
+    tokens: int
+    rows: int
+    units: int
+    units_done: int
+    bytes_per_tap: dict[str, int]
+    index_bytes: int
+    overhead_bytes: int
+    remaining_bytes: int
+    free_bytes: int | None
+    batch_rows: int  # of all devices together
+    mesh: str
+    weights_bytes: int  # on each device
+    device_bytes: int
+    memory: int | None  # of each device
+    host_bytes: int
+    bytes_by_dtype: dict[str, int]  # what the whole would take in every stored form
+    monthly_dollars: float | None = None  # of keeping the whole, where it goes to a cloud
+    priced_as: str | None = None
+    warnings: tuple[str, ...] = ()
+    remaining_tokens: int = 0
+    tokens_error: int | None = None  # they are within this in 95 of 100 cases
+    packing: float | None = None  # share of the model's places that hold tokens
+    flops: float = 0.0  # of the tokens, whatever runs beside them
+    exact: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes_per_tap.values()) + self.index_bytes + self.overhead_bytes
+
+
+def batch_rows(
+    job: Job,
+    runtime: Runtime,
+    platform: str,
+    memory: int | None = None,
+    cuts: Cuts = ONE_DEVICE,
+) -> int:
+    """Packed rows that a group of devices reads in a step: enough tokens, never more than a unit.
+
+    Unless a number was asked for it is halved until the step fits into a device's `memory`.
+    """
+    tokens = runtime.batch_tokens or sweet_spot(job.checkpoint.arch, platform)
+    largest = max(unit.tokens for unit in job.units)
+    share = -(-largest // job.recipe.seq_len // cuts.layout.groups)
+    rows = max(1, min(tokens // job.recipe.seq_len, share))
+    if memory and not runtime.batch_tokens:
+        while rows > 1 and step_of(job, rows, platform, cuts).device_bytes > MEMORY_SHARE * memory:
+            rows //= 2
+    return rows
+
+
+def fits(job: Job, runtime: Runtime, platform: str, memory: int | None, layout: Layout) -> bool:
+    """Whether a step fits into each device of a layout."""
+    try:
+        cuts = Cuts.of(layout, axis_sizes(job.checkpoint.arch), quiet=True)
+    except ConfigError:
+        return False
+    rows = batch_rows(job, runtime, platform, memory, cuts)
+    return not memory or step_of(job, rows, platform, cuts).device_bytes <= MEMORY_SHARE * memory
+
+
+def planned_cuts(
+    job: Job, runtime: Runtime, platform: str, devices: int, memory: int | None, processes: int = 1
+) -> Cuts:
+    """How the model lies on so many devices, as asked for or as it fits."""
+    layout = parse_layout(runtime.mesh, devices, processes, runtime.fsdp)
+    if layout is None:
+        suits = partial(fits, job, runtime, platform, memory)
+        layout, fitting = fitting_layout(devices, devices // processes, suits)
+        if not fitting:
+            _log.warning("by our estimate no mesh of %d devices holds the model", devices)
+    return Cuts.of(layout, axis_sizes(job.checkpoint.arch))
+
+
+def step_of(job: Job, rows: int, platform: str, cuts: Cuts) -> Workload:
+    """A step in which each group of devices reads so many rows."""
+    recipe, arch = job.recipe, job.checkpoint.arch
+    unfused = why_unfused(platform, arch, recipe.compute_dtype, recipe.seq_len)
+    return Workload(
+        arch=arch,
+        taps=job.taps,
+        cuts=cuts,
+        seq_len=recipe.seq_len,
+        rows=rows * cuts.layout.groups,
+        compute_dtype=recipe.compute_dtype,
+        store_dtype=recipe.store_dtype,
+        whole=True,
+        every_pair=unfused is not None,
+        encoders=job.encoders,
+    )
+
+
+def row_quantum(layout: Layout, processes: int) -> int:
+    """A step's rows are shared among groups of devices, and by processes: a multiple of this."""
+    return math.lcm(layout.groups, processes)
+
+
+def estimate(
+    job: Job,
+    runtime: Runtime,
+    platform: str,
+    *,
+    done: set[int],
+    free_bytes: int | None,
+    memory: int | None = None,
+    cuts: Cuts = ONE_DEVICE,
+    processes: int = 1,
+    out: Objects | None = None,
+    found: Survey | None = None,
+) -> Estimate:
+    """Add up a job.
+
+    Args:
+        memory: of each device, where that is known.
+        out: where the dataset goes, for its price and what waits in memory to go there.
+        found: what was counted of the corpus; without it the unit table's estimate must do.
+    """
+    recipe, table = job.recipe, job.table.taps
+    per_row = sum(info.row_bytes for info in table.values())
+    total, left = (found.total, found.left) if found else _by_table(job, done)
+    tokens, kept_rows, overhead = round(total.tokens), int(total.rows), round(total.beside)
+    rows = batch_rows(job, runtime, platform, memory, cuts)
+    quantum = row_quantum(cuts.layout, processes)
+    together = -(-rows * cuts.layout.groups // quantum) * quantum
+    asked = (runtime.batch_tokens or 0) // recipe.seq_len * cuts.layout.groups
+    if asked % quantum:
+        raise ConfigError(
+            f"--batch-tokens {runtime.batch_tokens} makes {asked} rows in all, which {processes} "
+            f"processes cannot share: choose a multiple of "
+            f"{quantum // cuts.layout.groups * recipe.seq_len}"
+        )
+    taps = together * recipe.seq_len * per_row // processes
+    each = row_bytes(job.table)
+    unwritten = int(left.rows * each + left.beside)
+    whole = kept_rows * each + overhead
+    price = price_of(out.url) if out else None
+    waiting = 0
+    if out and out.most_streamed and not runtime.spool:
+        waiting = min(out.most_streamed, runtime.shard_bytes) * (len(table) + out.most_closing)
+    in_flight = 2 * runtime.queue_depth + 1
+    work = step_of(job, rows, platform, cuts)
+    return Estimate(
+        documents=sum(unit.num_docs for unit in job.units),
+        tokens=tokens,
+        rows=kept_rows,
+        units=len(job.units),
+        units_done=len(done),
+        bytes_per_tap={tap: kept_rows * info.row_bytes for tap, info in table.items()},
+        index_bytes=kept_rows * INDEX_DTYPE.itemsize,
+        overhead_bytes=overhead,
+        remaining_bytes=min(unwritten, runtime.max_bytes or unwritten),
+        free_bytes=free_bytes,
+        batch_rows=together,
+        mesh=str(cuts.layout),
+        weights_bytes=work.weights,
+        device_bytes=work.device_bytes,
+        memory=memory,
+        # Three units at once: one is packed, one computes, one is committed.
+        host_bytes=in_flight * taps + 3 * 64 * max(u.tokens for u in job.units) + waiting,
+        bytes_by_dtype={
+            dtype: kept_rows * (_row_bytes(job, dtype) + INDEX_DTYPE.itemsize) + overhead
+            for dtype in STORE_DTYPES
+        },
+        monthly_dollars=price and price.monthly(min(whole, runtime.max_bytes or whole)),
+        priced_as=price and f"{price.where} ({price.source})",
+        warnings=tuple(_warnings(job)),
+        remaining_tokens=round(left.tokens),
+        tokens_error=found.tokens_error if found else None,
+        packing=found.packing if found else None,
+        flops=tokens / recipe.seq_len * step_of(job, 1, platform, ONE_DEVICE).flops,
+        exact=found is not None and found.exact and not runtime.compress,
+    )
+
+
+def _by_table(job: Job, done: set[int]) -> tuple[Counted, Counted]:
+    """The whole and what is left of it, by the unit table alone."""
+
+    def added(units: Iterable[Unit]) -> Counted:
+        chosen = {unit.id: unit.tokens for unit in units}
+        beside = (unit_overhead(job.table, u) for u in job.table.units if u["id"] in chosen)
+        tokens = sum(chosen.values())
+        return Counted(tokens, tokens * job.table.kept, sum(beside))
+
+    return added(job.units), added(unit for unit in job.units if unit.id not in done)
+
+
+def _row_bytes(job: Job, store_dtype: str) -> int:
+    """Of all taps, were they stored in this form."""
+    arch, seq_len = job.checkpoint.arch, job.recipe.seq_len
+    infos = stored_taps(job.taps, job.encoders, arch, seq_len, store_dtype)
+    return sum(info.row_bytes for info in infos.values())
+
+
+def _warnings(job: Job) -> Iterator[str]:
+    """Taps whose rows are many times a residual stream's, which is easily overlooked."""
+    stream = job.checkpoint.arch.width * DTYPES_BY_NAME[job.recipe.store_dtype].itemsize
+    advice = {
+        "attn_pattern": "it grows with --seq-len; choose few layers, shorter contexts, or --where",
+        "logits": "logprob and entropy, or --where, may be enough",
+    }
+    for site, instead in advice.items():
+        named = [tap.name for tap in job.taps if tap.site == site and tap.name in job.table.taps]
+        if named:
+            each = job.table.taps[named[0]].row_bytes
+            yield (
+                f"{site} takes {each:,} bytes per row and tap, {each / stream:.0f} times a "
+                f"residual stream's: {instead}"
+            )
+
+
+def refuse_if_too_large(cost: Estimate, where: str) -> None:
+    """Stop before a run that would fill the disk, or whose weights alone fill the device."""
+    if cost.memory is not None and cost.weights_bytes > cost.memory:
+        raise ConfigError(
+            f"the weights take {cost.weights_bytes / 1e9:.1f} GB, the device has "
+            f"{cost.memory / 1e9:.1f} GB: choose shallower taps, a smaller model or more devices"
+        )
+    if cost.free_bytes is not None and cost.remaining_bytes > cost.free_bytes:
+        raise ConfigError(
+            f"{where}: about {cost.remaining_bytes / 1e9:.2f} GB would be written, "
+            f"{cost.free_bytes / 1e9:.2f} GB are free; choose fewer taps or documents, or "
+            "--ignore-space"
+        )

@@ -1,0 +1,270 @@
+"""Downloading a model, an adapter and a corpus ahead of a run: `spile fetch`. No jax.
+
+What lies on the Hub goes to the cache that all of its programs share, where later runs find it,
+also without a network; with `--to` it goes, like what lies in a bucket or on a web server, into a
+plain directory. Whatever is there whole is not fetched again. A corpus that the `datasets` library
+must read is made into Parquet, as a run would do first.
+"""
+
+import errno
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from spile.core.errors import ConfigError, InputError, StoreError
+from spile.core.identity import sampled_digest
+from spile.corpus.files import find_files
+from spile.corpus.formats.built import is_built
+from spile.models.files.checkpoint import open_checkpoint
+from spile.models.files.lora import adapter_files
+from spile.objects.http import library, of_the_network
+from spile.objects.hub.names import hub_name, pinned
+from spile.objects.hub.repository import HubObjects, endpoint, note_files, offline
+from spile.objects.paths import AnyPath, RemotePath, path_of
+from spile.objects.retry import PATIENCE, Trying
+
+_AT_ONCE = 4  # files
+_PIECE = 64 << 20
+_BESIDE = (".json", ".jinja", ".model", ".txt")  # of a model's files, those beside its weights
+_NAMED = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
+
+OnProgress = Callable[[int, int], None]
+_Item = tuple[RemotePath, Path | None]  # a file, and where it is to lie; None: the Hub's cache
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What is here now."""
+
+    model: str | None  # what to give for --model, --lora, --corpus and --cache
+    lora: str | None
+    corpus: str | None
+    cache: str | None
+    files: int
+    files_there: int  # of them, that were there already
+    bytes: int
+
+
+def fetch(
+    model: str | None,
+    corpus: str | None,
+    to: str | None = None,
+    progress: OnProgress | None = None,
+    *,
+    lora: str | None = None,
+    cache: str | None = None,
+) -> Fetched:
+    """Download what a run will read.
+
+    Args:
+        to: a directory, for its folders `model`, `lora` and `corpus`; else the Hub's cache.
+        cache: where a corpus is kept that is made into Parquet; else `to`, or as for a run.
+    """
+    asked = {"model": model, "lora": lora, "corpus": corpus}
+    if not any(asked.values()):
+        raise ConfigError("nothing to fetch: give --model, --lora, --corpus or several of them")
+    dest = Path(to) if to else None
+    names = {name: _pinned(name, source) for name, source in asked.items()}
+    built = bool(names["corpus"] and is_built(names["corpus"]))
+    cache = cache or (str(dest / "corpus") if dest and built else None)
+    wanted: list[_Item] = []
+    for name, source in names.items():
+        if source:
+            files = _files(name, names, with_card=not dest, cache=cache)
+            wanted += _placed(name, str(asked[name]), files, dest)
+    missing = [item for item in wanted if not _is_there(*item)]
+    if missing and offline() and not dest:
+        raise ConfigError(
+            f"{missing[0][0]}: HF_HUB_OFFLINE is set; unset it to fetch what is missing"
+        )
+    if missing:
+        _check_room([path for path, _ in missing], dest)
+    _fetch_all(missing, progress or (lambda done, total: None))
+    if not dest or built:
+        _note(asked, names)
+    for name in names:
+        if dest and any(place and place.is_relative_to(dest / name) for _, place in wanted):
+            names[name] = str(dest / name)
+    return Fetched(
+        **names,
+        cache=cache if built else None,
+        files=len(wanted) + built,
+        files_there=len(wanted) - len(missing),
+        bytes=sum(path.size() for path, _ in missing),
+    )
+
+
+def _pinned(name: str, source: str | None) -> str | None:
+    if source in (None, "demo"):
+        return source
+    return pinned(source, "dataset" if name == "corpus" else "model")
+
+
+def _files(
+    name: str, sources: Mapping[str, str | None], *, with_card: bool, cache: str | None
+) -> Sequence[AnyPath]:
+    source, model = sources[name], sources["model"]
+    assert source
+    if name == "corpus":
+        return _corpus_files(source, with_card=with_card, cache=cache)
+    if name == "model":
+        return _model_files(source)
+    if model:
+        adapter = open_checkpoint(model, source).adapter  # refuses what does not fit the model
+        assert adapter
+        return adapter.files
+    return adapter_files(path_of(source))
+
+
+def _placed(name: str, source: str, files: Sequence[AnyPath], dest: Path | None) -> list[_Item]:
+    """What is not on a disk already, and where it is to lie."""
+    remote = [path for path in files if isinstance(path, RemotePath)]
+    if not dest:
+        if not all(isinstance(path.objects, HubObjects) for path in remote):
+            raise ConfigError(f"{source}: is not on the Hub, and needs a place: --to DIR")
+        return [(path, None) for path in remote]
+    flat = name != "corpus"
+    return [(p, dest.joinpath(name, *((p.name,) if flat else p.parts))) for p in remote]
+
+
+def _model_files(source: str) -> Sequence[AnyPath]:
+    checkpoint = open_checkpoint(source)  # refuses what a run would
+    folder = checkpoint.directory
+    if isinstance(folder, Path):
+        return ()
+    try:
+        depth = len(folder.parts) + 1
+        beside = [path for path in folder.below() if len(path.parts) == depth]
+    except ConfigError:  # a web server lists nothing
+        beside = [path for path in map(folder.__truediv__, _NAMED) if path.is_file()]
+    return [*(path for path in beside if path.name.endswith(_BESIDE)), *checkpoint.files]
+
+
+def _corpus_files(source: str, *, with_card: bool, cache: str | None) -> Sequence[AnyPath]:
+    """Its data, and for the cache the card, which says which files are which split."""
+    files: list[AnyPath] = [file.path for file in find_files(source, cache)]
+    some = next((path for path in files if isinstance(path, RemotePath)), None)
+    if some and with_card and isinstance(some.objects, HubObjects):
+        card = RemotePath(some.objects, "README.md")
+        files += [card] if card.is_file() else []
+    return files
+
+
+def _is_there(path: RemotePath, place: Path | None) -> bool:
+    if place:
+        return place.is_file() and place.stat().st_size == path.size() and _same(path, place)
+    return path.objects.local_path(path.key) is not None
+
+
+def _check_room(missing: Sequence[RemotePath], dest: Path | None) -> None:
+    folder = dest or Path(library(".constants").HF_HUB_CACHE)
+    needed = sum(path.size() for path in missing)
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise StoreError(
+            f"{folder}: {needed / 1e9:.1f} GB are to be fetched, and {free / 1e9:.1f} GB are free "
+            "there; free some space, or set HF_HOME or --to to a larger disk"
+        )
+
+
+def _fetch_all(missing: Sequence[_Item], progress: OnProgress) -> None:
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        try:
+            for number, _ in enumerate(pool.map(_fetch, missing), 1):
+                progress(number, len(missing))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _fetch(item: _Item) -> None:
+    path, place = item
+    try:
+        if place:
+            _copy(path, place)
+        else:
+            _cache(path)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise StoreError(
+                f"disk full while fetching {path}; what is whole stays: free some space and run "
+                "the same command again"
+            ) from error
+        raise StoreError(f"fetching {path}: {error.strerror or error}") from error
+
+
+def _copy(path: RemotePath, place: Path) -> None:
+    """Into a file beside its place, from where the last try ended, and there when it is whole."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = place.with_name(f".{place.name}.part")
+    size = path.size()
+    with part.open("ab") as file:
+        if file.tell() > size:
+            file.truncate(0)
+        while (start := file.seek(0, 2)) < size:
+            piece = bytearray(min(_PIECE, size - start))
+            path.read_into(start, memoryview(piece))
+            file.write(piece)
+            file.flush()
+    if not _same(path, part):
+        part.unlink()
+        raise InputError(f"{path}: what arrived is not what is there; run the same command again")
+    part.replace(place)
+
+
+def _cache(path: RemotePath) -> None:
+    """Into the Hub's cache, by its own client, which goes on where it was cut off."""
+    objects = path.objects
+    assert isinstance(objects, HubObjects)
+    hub = library()
+    library(".utils").disable_progress_bars()
+    library(".utils.logging").set_verbosity_error()
+    trying = Trying(f"fetching {path}", PATIENCE)
+    where = {"repo_type": objects.repository.kind, "revision": objects.commit,
+             "endpoint": endpoint()}  # fmt: skip
+    while True:
+        try:
+            found = Path(hub.hf_hub_download(objects.repository.name, path.key, **where))
+            break
+        except Exception as error:
+            if getattr(error, "errno", None) == errno.ENOSPC or not of_the_network(error):
+                raise
+            line = str(error).strip().partition("\n")[0][:300]
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if status in (401, 403, 404):
+                raise StoreError(f"fetching {path}: {line}") from error
+            trying.again(line, error)
+    objects.forget_local()
+    if not _same(path, found):
+        found.resolve().unlink()
+        found.unlink(missing_ok=True)
+        raise InputError(
+            f"{path}: what arrived is not what the Hub has; run the same command again"
+        )
+
+
+def _same(path: RemotePath, file: Path) -> bool:
+    """Whether a file is what lies there: by the Hub's own hash, elsewhere by samples."""
+    if not isinstance(path.objects, HubObjects):
+        return sampled_digest(file) == sampled_digest(path)
+    wanted = path.objects.entry(path.key).etag
+    with file.open("rb") as stream:
+        if len(wanted) == 64:
+            return hashlib.file_digest(stream, "sha256").hexdigest() == wanted
+        # A small file has the hash that git gives it.
+        data = stream.read()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == wanted
+
+
+def _note(asked: Mapping[str, str | None], found: Mapping[str, str | None]) -> None:
+    """What the commits hold, for runs without a network."""
+    for name, source in asked.items():
+        kind = "dataset" if name == "corpus" else "model"
+        named = hub_name(source, kind) if source and source != "demo" else None
+        there = hub_name(found[name] or "", kind) if named else None
+        if named and there and there.revision and not offline():
+            note_files(named.repository, named.revision or "main", there.revision)

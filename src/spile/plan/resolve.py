@@ -1,0 +1,394 @@
+"""A recipe with nothing left open: files found, identities taken, defaults settled. No jax.
+
+When the store already holds a dataset, whatever was not asked for comes from there, and whatever
+was must agree with it.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from spile.core.config import MAX_DOC_BYTES, PREVIEW, Recipe, flag_of
+from spile.core.errors import ConfigError, DriftError, InputError
+from spile.core.expressions import RowFilter
+from spile.core.identity import sampled_digests
+from spile.core.recipe import ResolvedRecipe
+from spile.corpus.chats.rows import Reading, read_as
+from spile.corpus.files import CorpusFile, find_files, lasting
+from spile.corpus.formats.token_ids import TokenIds, read_ids, settle_ids
+from spile.corpus.keep import refuse_missing, settled_columns, spelled
+from spile.corpus.pack import PackedUnit, pack_unit
+from spile.corpus.programs.program import Program, is_program
+from spile.corpus.reader import CorpusReader, Documents
+from spile.corpus.select import ColumnFilter, selection_of
+from spile.corpus.tokenize import TextTokenizer
+from spile.corpus.units import Unit, make_units, tokens_per_byte, without_duplicates
+from spile.dataset.ledger import Ledger, Table
+from spile.models.files.checkpoint import Checkpoint, open_checkpoint
+from spile.models.files.sae import Encoder
+from spile.models.files.sae_files import identity
+from spile.models.taps import AFTER_BLOCKS, Tap, parse_taps
+from spile.objects.hub.names import continued, pinned
+from spile.plan.encode import each_source, find_encoders, stored_taps
+
+_log = logging.getLogger("spile")
+
+# Settled once, when the unit table is made: a unit should take minutes, not hours, to redo.
+_UNIT_TOKENS = {"cpu": 64_000}
+_UNIT_TOKENS_ACCELERATOR = 4_000_000
+_SOURCES = {"model": "model", "lora": "model", "corpus": "dataset"}  # what they are on the Hub
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run needs to know before it touches a device."""
+
+    recipe: ResolvedRecipe
+    table: Table
+    checkpoint: Checkpoint
+    tokenizer: TextTokenizer
+    files: list[CorpusFile]
+    taps: tuple[Tap, ...]
+    units: list[Unit]
+    reading: Reading | None = None  # of rows that are not plain texts
+    encoders: Mapping[str, Encoder] = field(default_factory=dict[str, Encoder])  # by tap
+
+    @property
+    def layers(self) -> int:
+        """Blocks that must be loaded and run."""
+        return max(tap.layers_needed(self.checkpoint.arch) for tap in self.taps)
+
+    @property
+    def needs_head(self) -> bool:
+        return any(tap.site in AFTER_BLOCKS for tap in self.taps)
+
+    @property
+    def row_filter(self) -> RowFilter:
+        return RowFilter(self.recipe.where, self.recipe.every)
+
+    def reader(self, processes: int = 0) -> CorpusReader:
+        """`processes`: that render chats, beside this one."""
+        return _reader(self.recipe, self.files, self.reading, processes)
+
+    def pack(self, documents: Documents) -> tuple[PackedUnit, dict[int, str]]:
+        """A unit's documents as the model will read them, and which are left out now, and why."""
+        encoded, roles = _encoded(self.tokenizer, documents)
+        selection = selection_of(self.recipe)
+        chosen: list[int] = []
+        refused: dict[int, str] = {}
+        for number, tokens in enumerate(encoded):
+            if reason := selection.refuses_length(len(tokens)):
+                refused[documents.ordinals[number]] = reason
+            else:
+                chosen.append(number)
+        recipe = self.recipe
+        packed = pack_unit(
+            [documents.ordinals[number] for number in chosen],
+            [encoded[number] for number in chosen],
+            self.tokenizer,
+            seq_len=recipe.seq_len,
+            long_docs=recipe.long_docs,
+            pack=recipe.pack,
+            rows=self.row_filter,
+            roles=[roles[number] for number in chosen] if roles else (),
+        )
+        return packed, refused
+
+
+def _reader(
+    recipe: ResolvedRecipe, files: list[CorpusFile], reading: Reading | None, processes: int = 0
+) -> CorpusReader:
+    return CorpusReader(
+        files,
+        recipe.text_column,
+        recipe.text_documents,
+        reading=reading,
+        filter=ColumnFilter(recipe.filter) if recipe.filter else None,
+        selection=selection_of(recipe),
+        max_doc_bytes=recipe.max_doc_bytes,
+        keep=recipe.keep,
+        preview=recipe.preview,
+        processes=processes,
+    )
+
+
+def _encoded(
+    tokenizer: TextTokenizer, documents: Documents
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Token ids of each document; and the flags of each, where it matters who speaks."""
+    if documents.ids:
+        return documents.ids, []
+    if any(documents.roles):
+        return tokenizer.encode_roles(documents.texts, documents.roles)
+    return tokenizer.encode(documents.texts), []
+
+
+def resolve(
+    recipe: Recipe,
+    ledger: Ledger,
+    platform: str,
+    *,
+    heed: Callable[[], None] = lambda: None,
+    cache: str | None = None,
+) -> Job:
+    """Settle a recipe against a store, which may be empty, and to which nothing is written.
+
+    `heed` is called now and then while the corpus is indexed, and may raise to stop that.
+    `cache` is where corpora are kept that are made into Parquet first.
+    """
+    stored = ledger.read_table()
+    if stored:
+        recipe = _completed(recipe, stored.recipe)
+    for name in ("model", "corpus", "taps"):
+        if getattr(recipe, name) is None:
+            raise ConfigError(f"{flag_of(name)} is missing")
+    recipe = _pinned(recipe)
+    assert recipe.model and recipe.corpus and recipe.taps
+
+    checkpoint = open_checkpoint(recipe.model, recipe.lora)
+    taps = parse_taps(recipe.taps, checkpoint.arch)
+    encoders = find_encoders(recipe, taps, checkpoint.arch)
+    files = find_files(recipe.corpus, cache, heed)
+    if recipe.part == "holdout" and not recipe.holdout:
+        raise ConfigError("--part holdout needs --holdout, the share that is held out")
+    recipe = settle_ids(recipe, files, checkpoint.arch.vocab_size)
+    reading, template = read_as(recipe, checkpoint.directory)
+    resolved = _settled(recipe, checkpoint, taps, encoders, files, platform, template, reading)
+    tokenizer = TextTokenizer(checkpoint.directory, resolved.special_tokens)
+    if tokenizer.max_id >= checkpoint.arch.vocab_size:
+        raise InputError(
+            f"{checkpoint.directory}: the tokenizer makes ids up to {tokenizer.max_id}, the model "
+            f"has {checkpoint.arch.vocab_size} embeddings; they do not belong together"
+        )
+    reading = reading or read_ids(resolved, tokenizer, checkpoint.arch.vocab_size)
+    keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
+    resolved = dataclasses.replace(resolved, keep=keep)
+    if stored:
+        _refuse_drift(ledger.objects.url, stored, resolved, files)
+    table = stored or _make_table(
+        resolved, checkpoint, tokenizer, taps, encoders, files, reading, heed,
+        named=resolved.keep if recipe.keep else (),
+    )  # fmt: skip
+    units = [Unit.from_json(unit) for unit in table.units]
+    return Job(table.recipe, table, checkpoint, tokenizer, files, taps, units, reading, encoders)
+
+
+def store_table(job: Job, ledger: Ledger) -> Job:
+    """Make the job's unit table the store's; whoever came first with one decides."""
+    table = ledger.create_table(job.table)
+    _refuse_drift(ledger.objects.url, table, job.recipe, job.files)
+    units = [Unit.from_json(unit) for unit in table.units]
+    return dataclasses.replace(job, recipe=table.recipe, table=table, units=units)
+
+
+def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
+    """Fill what was not given from the store, which also knows the commit of what was."""
+    defaults: dict[str, Any] = {
+        **{name: getattr(stored, name, None) for name in Recipe.names()},
+        "model": stored.model_source,
+        "lora": stored.lora_source,
+        "corpus": stored.corpus_source,
+        "template": stored.template_source,
+        "encode": stored.encode_source,
+        "taps": ",".join(stored.taps),
+        "keep": spelled(stored.keep),
+    }
+    missing = {name for name in Recipe.names() if getattr(recipe, name) is None}
+    source = stored.corpus_source
+    if "corpus" in missing and is_program(source) and not Program.parse(source).shipped:
+        raise ConfigError(
+            f"the corpus of this dataset is a program ({source}), and none is run because a store "
+            "names it: give it with --corpus"
+        )
+    chosen = {name: defaults[name] for name in missing}
+    for name in _SOURCES.keys() - missing:
+        if defaults[name] is not None:
+            kind = _SOURCES[name]
+            chosen[name] = continued(getattr(recipe, name), defaults[name], kind)
+    return dataclasses.replace(recipe, **chosen)
+
+
+def _pinned(recipe: Recipe) -> Recipe:
+    """With the commits of what lies on the Hub: a branch may move while a run lasts."""
+    given = {name: getattr(recipe, name) for name in _SOURCES}
+    named = {n: pinned(v, _SOURCES[n]) for n, v in given.items() if v not in (None, "demo")}
+    if recipe.encode is not None:
+        named["encode"] = each_source(recipe.encode, lambda source: pinned(source, "model"))
+    return dataclasses.replace(recipe, **named)
+
+
+def _settled(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    taps: tuple[Tap, ...],
+    encoders: Mapping[str, Encoder],
+    files: list[CorpusFile],
+    platform: str,
+    template: str | None,
+    reading: Reading | None,
+) -> ResolvedRecipe:
+    arch = checkpoint.arch
+    seq_len = recipe.seq_len or min(2048, arch.max_positions)
+    if seq_len > arch.max_positions:
+        raise ConfigError(
+            f"--seq-len must be at most {arch.max_positions} for this model, got {seq_len}"
+        )
+    compute = recipe.compute_dtype or ("float32" if platform == "cpu" else "bfloat16")
+    asked_for_float32 = recipe.compute_dtype == "float32"
+    assert recipe.model and recipe.corpus
+    rows = RowFilter.parse(recipe.where, recipe.every)
+    return ResolvedRecipe(
+        model_source=lasting(recipe.model),
+        lora_source=lasting(recipe.lora) if recipe.lora else None,
+        corpus_source=lasting(recipe.corpus),
+        template_source=lasting(recipe.template) if recipe.template else None,
+        encode_source=each_source(recipe.encode, lasting) if recipe.encode else None,
+        model=checkpoint.identity(),
+        corpus=_identity(recipe, files, reading),
+        taps=tuple(tap.name for tap in taps),
+        encode={tap: identity(encoder.sae) for tap, encoder in encoders.items()},
+        latents=recipe.latents,
+        where=rows.where,
+        every=rows.every,
+        seq_len=seq_len,
+        pack=recipe.pack or "ffd",
+        long_docs=recipe.long_docs or "split",
+        special_tokens=recipe.special_tokens
+        or ("none" if template not in (None, "none") else "tokenizer"),
+        text_column=recipe.text_column,
+        text_documents=recipe.text_documents or "line",
+        tokens_column=recipe.tokens_column,
+        tokens_dtype=recipe.tokens_dtype,
+        doc_separator=recipe.doc_separator,
+        messages=recipe.messages,
+        prompt_column=recipe.prompt_column,
+        response_column=recipe.response_column,
+        prompt_prefix=recipe.prompt_prefix,
+        prompt_suffix=recipe.prompt_suffix,
+        system=recipe.system,
+        template=template,
+        generation_prompt=bool(recipe.generation_prompt),
+        filter=recipe.filter,
+        shuffle_docs=recipe.shuffle_docs,
+        fraction=recipe.fraction,
+        holdout=recipe.holdout,
+        part=recipe.part or "rest",
+        dedupe=bool(recipe.dedupe),
+        min_tokens=recipe.min_tokens,
+        max_doc_tokens=recipe.max_doc_tokens,
+        max_doc_bytes=recipe.max_doc_bytes or MAX_DOC_BYTES,
+        preview=PREVIEW if recipe.preview is None else recipe.preview,
+        max_docs=recipe.max_docs,
+        max_tokens=recipe.max_tokens,
+        unit_tokens=recipe.unit_tokens or _UNIT_TOKENS.get(platform, _UNIT_TOKENS_ACCELERATOR),
+        compute_dtype=compute,
+        store_dtype=recipe.store_dtype or ("float32" if asked_for_float32 else "bfloat16"),
+    )
+
+
+def _identity(recipe: Recipe, files: list[CorpusFile], reading: Reading | None) -> tuple[str, ...]:
+    """What the corpus is: its files, or the program that gives it."""
+    program = files[0].program
+    if program is None:
+        return tuple(f.identity for f in files if f.identity) or tuple(
+            sampled_digests(file.path for file in files)
+        )
+    with closing(CorpusReader(files, recipe.text_column, "line", reading=reading)) as reader:
+        return ("; ".join(reader.opened(program).identity()),)
+
+
+def _make_table(
+    resolved: ResolvedRecipe,
+    checkpoint: Checkpoint,
+    tokenizer: TextTokenizer,
+    taps: tuple[Tap, ...],
+    encoders: Mapping[str, Encoder],
+    files: list[CorpusFile],
+    reading: Reading | None,
+    heed: Callable[[], None],
+    *,
+    named: tuple[str, ...],
+) -> Table:
+    """`named`: columns to keep that were asked for, and so must be there."""
+    with closing(_reader(resolved, files, reading)) as reader:
+        refuse_missing(reader, named)
+        units = make_units(
+            files,
+            text_column=resolved.text_column,
+            text_documents=resolved.text_documents,
+            columns=reading.columns if reading else (),
+            keep=named,
+            also=ColumnFilter(resolved.filter).columns if resolved.filter else (),
+            unit_tokens=resolved.unit_tokens,
+            density=tokens_per_byte(reader, tokenizer.count) * selection_of(resolved).share,
+            max_docs=resolved.max_docs,
+            max_tokens=resolved.max_tokens,
+            heed=heed,
+            program=reader.opened(files[0].program) if files[0].program else None,
+            flat=reading.flat if isinstance(reading, TokenIds) else None,
+            shuffle=resolved.shuffle_docs,
+        )
+        if resolved.dedupe:
+            units = without_duplicates(units, reader, heed)
+        kept = _kept(resolved, reader, tokenizer)
+    _log.info(
+        "unit table: %d documents, about %d tokens, in %d units",
+        sum(unit.num_docs for unit in units),
+        sum(unit.tokens for unit in units),
+        len(units),
+    )
+    return Table(
+        recipe=resolved,
+        fingerprint=resolved.fingerprint(),
+        taps=stored_taps(taps, encoders, checkpoint.arch, resolved.seq_len, resolved.store_dtype),
+        files=tuple(
+            {"path": str(f.path), "identity": identity}
+            for f, identity in zip(files, resolved.corpus, strict=True)
+        ),
+        units=tuple(unit.to_json() for unit in units),
+        kept=kept,
+    )
+
+
+def _kept(resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer) -> float:
+    """The share of tokens that become rows, in the corpus's first documents."""
+    if resolved.keeps_all:
+        return 1.0
+    documents, _ = reader.sample(0)
+    first = slice(resolved.max_docs)
+    encoded, roles = _encoded(tokenizer, documents)
+    packed = pack_unit(
+        documents.ordinals[first], encoded[first], tokenizer,
+        seq_len=resolved.seq_len, long_docs=resolved.long_docs, pack=resolved.pack,
+        rows=RowFilter(resolved.where, resolved.every), roles=roles[first],
+    )  # fmt: skip
+    # A sample of which nothing is kept teaches nothing: `doc >= 10000`, say.
+    return packed.num_rows / packed.num_tokens if packed.num_rows else 1.0
+
+
+def _refuse_drift(where: str, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]) -> None:
+    old, new = stored.recipe.identity(), now.identity()
+    differences: dict[str, tuple[object, object]] = {}
+    for name in old:
+        if old[name] == new[name]:
+            continue
+        if name == "corpus" and len(old[name]) == len(new[name]):
+            for file, was, is_now in zip(files, old[name], new[name], strict=True):
+                if was != is_now:
+                    differences[f"corpus file {file.path}"] = (was, is_now)
+        elif name == "corpus":
+            differences["corpus"] = (f"{len(old[name])} files", f"{len(new[name])} files")
+        elif name in ("model", "encode"):
+            for part in sorted({*old[name], *new[name]}):
+                was, is_now = old[name].get(part), new[name].get(part)
+                if was != is_now:
+                    differences[f"{name} {part}"] = (was, is_now)
+        else:
+            differences[name] = (old[name], new[name])
+    if differences:
+        raise DriftError(where, differences)

@@ -1,0 +1,267 @@
+"""What a step costs a device, by formula: arithmetic, traffic of its memory, room. No jax.
+
+The compiler's own count is no use for this: it counts a loop's body once, however often it runs,
+and sees nothing inside a kernel. Rows are taken to be full, each a single document.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from spile.core.tensors import DTYPES_BY_NAME
+from spile.dataset.write.quantization import QUANTIZED
+from spile.models.config.arch import Arch, Layer
+from spile.models.config.specs import ParamSpec, block_specs, head_specs, outer_specs
+from spile.models.files.sae import AT_ONCE, Encoder
+from spile.models.layout import Cuts
+from spile.models.taps import AFTER_BLOCKS, Tap
+from spile.plan.chips import Chip
+
+MEMORY_SHARE = 0.9  # of a device that a step may fill by our estimate
+_NARROW = 2048  # a model whose matrix products are small: more tokens make up for it
+_SCORE = 4  # bytes: scores are float32
+_SCALE = 4  # bytes, of each row in eight bits
+# What must run for a tap in the deepest block, if nothing behind it is tapped there.
+_QKV = ("wq", "wk", "wv")
+_REACH = {
+    "attn_in": (), "q": ("wq",), "q_rot": ("wq",), "k": ("wk",), "k_rot": ("wk",), "v": ("wv",),
+    "attn_pattern": ("wq", "wk", "scores"), "z": (*_QKV, "scores", "mixing"),
+}  # fmt: skip
+_ATTENTION = (*_QKV, "scores", "mixing", "wo")
+_REACH |= dict.fromkeys(("attn_out", "resid_mid", "mlp_in"), _ATTENTION)
+_REACH |= dict.fromkeys(
+    ("router_logits", "expert_weights", "expert_ids"), (*_ATTENTION, "w_router")
+)
+_REACH["mlp_hidden"] = (*_ATTENTION, "w_gate", "w_up")
+
+
+def sweet_spot(arch: Arch, platform: str) -> int:
+    """Tokens in a step beyond which nothing is gained: docs/benchmarks.md has the curves."""
+    if platform == "cpu":
+        return 1024
+    return 32768 if arch.width < _NARROW else 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One step of one model on one mesh; all that is counted is of one device."""
+
+    arch: Arch
+    taps: tuple[Tap, ...]
+    cuts: Cuts
+    seq_len: int
+    rows: int  # of a step, on all devices
+    compute_dtype: str
+    store_dtype: str
+    whole: bool  # whether the deepest block runs to its end
+    every_pair: bool = False  # whether attention scores what it then hides
+    encoders: Mapping[str, Encoder] = field(default_factory=dict[str, Encoder])  # by tap
+
+    @property
+    def depth(self) -> int:
+        return max(tap.layers_needed(self.arch) for tap in self.taps)
+
+    @property
+    def head(self) -> bool:
+        return any(tap.site in AFTER_BLOCKS for tap in self.taps)
+
+    @property
+    def tokens(self) -> int:
+        """That are read by all devices."""
+        return self.rows * self.seq_len
+
+    @property
+    def _own(self) -> int:
+        """Tokens of the rows a device computes."""
+        return self.tokens // self.cuts.layout.groups
+
+    @property
+    def _item(self) -> int:
+        return DTYPES_BY_NAME[self.compute_dtype].itemsize
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of the model's arrays, as they are kept."""
+        late = set() if self.head else {spec.name for spec in head_specs(self.arch)}
+        outer = [spec for spec in outer_specs(self.arch) if spec.name not in late]
+        values = sum(math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in outer)
+        blocks = block_specs(self.arch)
+        values += self.depth * sum(
+            math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in blocks
+        )
+        values += self._encoding  # whole on every device
+        return values * self._item
+
+    @cached_property
+    def stored(self) -> int:
+        """Bytes of the rows that leave the device."""
+        return self._held(sum(self._row_bytes(tap, self.store_dtype) for tap in self.taps))
+
+    @cached_property
+    def taps_bytes(self) -> int:
+        """Bytes of tapped values: as they were met, and once more without gaps.
+
+        Whatever is filtered, they are as wide as the row of which most is kept.
+        """
+        late = self.store_dtype in QUANTIZED or self.encoders
+        met = self.compute_dtype if late else self.store_dtype
+        return self.stored + self._held(sum(self._met_bytes(tap, met) for tap in self.taps))
+
+    @cached_property
+    def temporaries(self) -> int:
+        """Bytes that live at once inside a block, about: what a fused program needs."""
+        arch = self.arch
+        inner = arch.mlp_width * (arch.experts.chosen if arch.experts else 1)
+        values = 4 * arch.width + 2 * arch.num_heads * arch.head_dim // self._ways("heads")
+        values += 3 * inner // max(self._ways("mlp"), self._ways("experts"))
+        scores = 2 * _SCORE * self.seq_len * arch.num_heads // self._ways("heads")
+        held = self._own * (values * self._item + scores * self._scores_all)
+        latents = max((each.sae.latents for each in self.encoders.values()), default=0)
+        # An encoder runs when the last block has, so the larger of the two counts.
+        held = max(held, 2 * _SCORE * min(AT_ONCE, self._held(latents)))
+        if self.cuts.layout.fsdp == 1:
+            return held
+        # The block that runs is gathered, and the next one meanwhile.
+        block = sum(math.prod(spec.shape) // self._cut(spec) for spec in block_specs(arch))
+        return held + 2 * block * self._item
+
+    @property
+    def device_bytes(self) -> int:
+        return self.weights + self.taps_bytes + self.temporaries
+
+    @cached_property
+    def flops(self) -> int:
+        """Matrix products, attention's included; of experts only the chosen ones."""
+        total = 0
+        for layer, runs in self._blocks():
+            total += sum(
+                2 * self._per_token(spec) for spec in self._matrices() if spec.name in runs
+            )
+            each = 2 * self.arch.num_heads * self.arch.head_dim * self._keys(layer)
+            parts = len(runs & {"scores", "mixing"})
+            total += int(parts * each) // self._ways("heads")
+        if any(tap.site in ("logits", "logprob", "entropy") for tap in self.taps):
+            total += 2 * self.arch.vocab_size * self.arch.width // self._ways("vocab")
+        return total * self._own + self._held(2 * self._encoding)
+
+    @cached_property
+    def traffic(self) -> int:
+        """Bytes to and from the device's memory, if each product reads and writes once."""
+        arch, layout = self.arch, self.cuts.layout
+        # Weights that are cut along fsdp arrive, are written, and are read.
+        passes = 3 if layout.fsdp > 1 else 1
+        weights = values = 0
+        for _, runs in self._blocks():
+            for spec in self._matrices():
+                if spec.name not in runs:
+                    continue
+                weights += math.prod(spec.shape) // self._cut(spec)
+                ways = [self._ways(axis) for axis in spec.axes[-2:]]
+                ends = sum(size // w for size, w in zip(spec.shape[-2:], ways, strict=True))
+                values += ends * self._chosen(spec)
+            values += 6 * arch.width  # norms and sums
+            if "scores" in runs:
+                heads = (arch.num_heads + arch.num_kv_heads) * arch.head_dim
+                values += 2 * heads // self._ways("heads")
+                if self._scores_all:
+                    scores = 4 * _SCORE * arch.num_heads * self.seq_len
+                    values += scores // self._ways("heads") // self._item
+        # Tapped values are written, read for their statistics, and moved.
+        return (passes * weights + values * self._own) * self._item + 3 * self.taps_bytes
+
+    def _blocks(self) -> Iterator[tuple[Layer, frozenset[str]]]:
+        """Each block that runs, and what of it does."""
+        everything = frozenset((*_ATTENTION, *(spec.name for spec in block_specs(self.arch))))
+        for number, layer in enumerate(self.arch.layers[: self.depth]):
+            if number < self.depth - 1 or self.whole:
+                yield layer, everything
+            else:
+                deepest = [tap.site for tap in self.taps if tap.layer == number]
+                yield layer, frozenset(name for site in deepest for name in _REACH.get(site, ()))
+
+    def _matrices(self) -> list[ParamSpec]:
+        return [spec for spec in block_specs(self.arch) if spec.name.startswith("w")]
+
+    def _chosen(self, spec: ParamSpec) -> int:
+        """How many of its matrices a token meets."""
+        experts = self.arch.experts
+        return experts.chosen if experts and "experts" in spec.axes else 1
+
+    def _per_token(self, spec: ParamSpec) -> int:
+        return math.prod(spec.shape[-2:]) * self._chosen(spec) // self._cut(spec)
+
+    def _cut(self, spec: ParamSpec) -> int:
+        """Into how many parts the work with an array is cut: what is gathered is used whole."""
+        along = self.cuts.along(spec.axes, gathered=True)
+        return self.cuts.layout.model if "model" in along else 1
+
+    def _ways(self, axis: str) -> int:
+        return self.cuts.layout.model if self.cuts.cut.get(axis) == "model" else 1
+
+    @property
+    def _scores_all(self) -> bool:
+        return self.every_pair or any(tap.site == "attn_pattern" for tap in self.taps)
+
+    def _keys(self, layer: Layer) -> float:
+        """That a query is scored against, on average."""
+        seq = self.seq_len
+        if self._scores_all:
+            return seq
+        window = min(seq, layer.window or seq)
+        return (window * (window + 1) / 2 + (seq - window) * window) / seq
+
+    def _held(self, row: int) -> int:
+        """Bytes of a device's share of rows of so many bytes."""
+        return self.tokens * row // self.cuts.layout.size
+
+    @property
+    def _encoding(self) -> int:
+        """Values of the encoders' matrices."""
+        return sum(each.sae.width * each.sae.latents for each in self.encoders.values())
+
+    def _row_bytes(self, tap: Tap, dtype: str) -> int:
+        encoder = self.encoders.get(tap.name)
+        if encoder is None:
+            return self._met_bytes(tap, dtype)
+        each = DTYPES_BY_NAME[dtype].itemsize + DTYPES_BY_NAME[encoder.id_dtype].itemsize
+        return encoder.kept * each + (_SCALE if dtype == "float8_e4m3" else 0)
+
+    def _met_bytes(self, tap: Tap, dtype: str) -> int:
+        stored = tap.dtype(dtype)
+        scale = _SCALE if stored == "float8_e4m3" else 0
+        return tap.width(self.arch, self.seq_len) * DTYPES_BY_NAME[stored].itemsize + scale
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds a step takes at least, for each of the things that may limit it."""
+
+    compute: float
+    memory: float
+    interconnect: float
+    host_link: float
+
+    @classmethod
+    def of(cls, work: Workload, sent: float, chip: Chip) -> "Roofline":
+        """`sent`: bytes a device sends to others in a step."""
+        return cls(
+            work.flops / chip.sustained,
+            work.traffic / chip.bandwidth,
+            sent / chip.interconnect,
+            work.stored / chip.host_link,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """If all but the longest hide behind it."""
+        return max(vars(self).values())
+
+    @property
+    def one_by_one(self) -> float:
+        """If kernels run one by one: what memory moves between products hides behind nothing."""
+        return max(self.compute + self.memory, self.interconnect, self.host_link)
+
+    @property
+    def limit(self) -> str:
+        return max(vars(self), key=lambda name: vars(self)[name])

@@ -1,0 +1,164 @@
+"""What is in a corpus, counted rather than estimated, as far as there is time. No jax.
+
+Whole units are read, tokenized and packed as a run would, drawn from all that are left; what is
+done already is counted by its records. Of the units that were not read the table's estimate is
+put right by those that were, and how far that may be off follows from how much they differ.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from spile.core.config import Runtime
+from spile.core.threads import mapped
+from spile.corpus.order import is_forward
+from spile.corpus.pack import PackedUnit
+from spile.corpus.reader import Documents
+from spile.corpus.units import Unit
+from spile.dataset.ledger import Ledger
+from spile.dataset.write.documents import encode_documents
+from spile.dataset.write.sizes import unit_bytes
+from spile.objects import Objects
+from spile.plan.budget import row_bytes
+from spile.plan.resolve import Job
+
+SECONDS = 5.0  # of reading, unless all of it is asked for
+_FEWEST = 4  # units that are read, however long it takes: fewer say nothing of their spread
+# Student's t at 97.5%, by degrees of freedom.
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 10: 2.23, 15: 2.13, 30: 2.04, 60: 2.0}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A unit, or several."""
+
+    tokens: float = 0.0
+    rows: float = 0.0
+    beside: float = 0.0  # bytes that are neither a tap's rows nor the index: headers, statistics
+    packed: float = 0.0  # places for tokens in the rows that the model reads
+
+    def __add__(self, other: "Counted") -> "Counted":
+        return Counted(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was counted, and what follows."""
+
+    units_counted: int
+    total: Counted  # of the whole dataset
+    left: Counted  # of what is not done
+    tokens_error: int | None  # of the total: it is within this in 95 of 100 cases; None: unknown
+    packing: float | None  # share of the model's places that hold tokens
+
+    @property
+    def exact(self) -> bool:
+        return self.tokens_error == 0
+
+
+def survey(
+    job: Job, ledger: Ledger, runtime: Runtime, *, processes: int = 1, exact: bool = False
+) -> Survey:
+    """Count for a few seconds, or with `exact` to the end."""
+    done = _done(job, ledger)
+    left = [unit for unit in job.units if unit.id not in done]
+    counted: dict[int, Counted] = {}
+    until = time.monotonic() + SECONDS
+    with closing(job.reader()) as reader:
+        for unit in _drawn(job, left):
+            if not exact and len(counted) >= _FEWEST and time.monotonic() > until:
+                break
+            documents = reader.read(unit.spans, unit.first_doc, unit.skip)
+            counted[unit.id] = _count(job, documents, runtime, ledger.objects, processes)
+    return _concluded(left, done, counted)
+
+
+def documents_table(
+    documents: Documents, packed: PackedUnit, refused: Mapping[int, str]
+) -> dict[str, np.ndarray]:
+    """What is kept of a unit's documents, read or left out."""
+    about = documents.about
+    reasons = zip(about.docs, about.skipped, strict=True)
+    return encode_documents(
+        docs=about.docs,
+        tokens=[packed.doc_tokens.get(doc, 0) for doc in about.docs],
+        skipped=[reason or refused.get(doc) for doc, reason in reasons],
+        previews=about.previews,
+        kept=about.values,
+        index=packed.index,
+    )
+
+
+def _drawn(job: Job, units: Sequence[Unit]) -> list[Unit]:
+    """In an order in which any first few are a sample of all, where files can be read so."""
+    forward = any(is_forward(file) or file.program for file in job.files)
+    drawn = {unit.id: xxhash.xxh3_64_intdigest(f"survey {unit.id}".encode()) for unit in units}
+    return list(units) if forward else sorted(units, key=lambda unit: drawn[unit.id])
+
+
+def _done(job: Job, ledger: Ledger) -> dict[int, Counted]:
+    each = row_bytes(job.table)
+    records = mapped(ledger.read_done, sorted(ledger.done_units()), ledger.objects.parallel)
+    return {
+        done.unit: Counted(
+            done.tokens, done.rows, sum(file.bytes for file in done.files()) - done.rows * each
+        )
+        for done in records
+        if done is not None
+    }
+
+
+def _count(
+    job: Job, documents: Documents, runtime: Runtime, objects: Objects, processes: int
+) -> Counted:
+    packed, refused = job.pack(documents)
+    parts = [packed.run_of(part, processes)[1] for part in range(processes)]
+    table = documents_table(documents, packed, refused)
+    shard = min(runtime.shard_bytes, objects.most_streamed or runtime.shard_bytes)
+    taps, rows = job.table.taps, packed.num_rows
+    size = unit_bytes(taps, parts, table, shard) - rows * row_bytes(job.table)
+    return Counted(packed.num_tokens, rows, size, packed.tokens.size)
+
+
+def _concluded(
+    left: Sequence[Unit], done: Mapping[int, Counted], counted: Mapping[int, Counted]
+) -> Survey:
+    seen = sum(counted.values(), Counted())
+    guess = {unit.id: unit.tokens for unit in left}
+    guessed = sum(guess[unit] for unit in counted)
+    unread = sum(guess.values()) - guessed
+    scale = unread / guessed if guessed else 0.0
+    rest = Counted(*(scale * value for value in _values(seen)))
+    known = sum(done.values(), Counted())
+    fill = seen.tokens / seen.packed if seen.packed else None
+    return Survey(
+        units_counted=len(counted) + len(done),
+        total=known + seen + rest,
+        left=seen + rest,
+        tokens_error=_error(guess, counted),
+        # Rows of which nothing is kept are never run: then it is no share of what the model reads.
+        packing=fill if seen.rows == seen.tokens else None,
+    )
+
+
+def _error(guess: Mapping[int, int], counted: Mapping[int, Counted]) -> int | None:
+    """Of a ratio estimate, from how far each unit that was read is from the ratio of all."""
+    count, everything = len(counted), len(guess)
+    if count == everything:
+        return 0
+    if count < 2:
+        return None
+    ratio = sum(c.tokens for c in counted.values()) / sum(guess[unit] for unit in counted)
+    squares = sum((c.tokens - ratio * guess[unit]) ** 2 for unit, c in counted.items())
+    variance = everything**2 * (1 - count / everything) / count * squares / (count - 1)
+    quantile = next((_T[n] for n in sorted(_T, reverse=True) if n <= count - 1), _T[1])
+    return math.ceil(quantile * math.sqrt(variance))
+
+
+def _values(counted: Counted) -> tuple[float, ...]:
+    return counted.tokens, counted.rows, counted.beside, counted.packed

@@ -1,0 +1,88 @@
+"""int8's scales: what the first contexts of a dataset need, measured once, and then everyone's."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from spile.corpus.pack import Batch, PackedUnit
+from spile.dataset.format import SCALE_DTYPE
+from spile.dataset.ledger import Ledger
+from spile.dataset.write.quantization import DECODED, INT8_MAX
+from spile.plan.resolve import Job
+from spile.run.step import Step
+from spile.run.world import Alone
+
+_log = logging.getLogger("spile")
+_ENOUGH = 16_384  # tokens that are kept
+_HEADROOM = 1.25  # over the largest value seen: what is larger still is clipped, and counted
+
+
+def channel_scales(
+    job: Job,
+    ledger: Ledger,
+    measuring: Step,
+    batches: Callable[[PackedUnit], Iterator[Batch]],
+    world: Alone,
+) -> dict[str, np.ndarray]:
+    """The stored scales; measured and stored first if nobody has done so.
+
+    Args:
+        measuring: a step that keeps values as they are computed.
+        batches: cuts a packed unit into steps.
+    """
+    if world.share("scales missing", ledger.read_scales(job.table) is None):
+        _log.info("measuring the scale of each channel on the corpus's first contexts")
+        largest = _largest(job, measuring, batches)
+        by_process = world.gather("largest", {t: v.tolist() for t, v in largest.items()})
+        if by_process is not None:
+            ledger.create_scales(job.table, _scales(by_process))
+        world.share("scales", True)
+    scales = ledger.read_scales(job.table)
+    assert scales is not None
+    return scales
+
+
+def _largest(
+    job: Job, step: Step, batches: Callable[[PackedUnit], Iterator[Batch]]
+) -> dict[str, np.ndarray]:
+    """The largest value of each channel, of the rows that this process holds."""
+    taps = [name for name, info in job.table.taps.items() if info.scaled_by == "channel"]
+    largest = {tap: np.zeros(job.table.taps[tap].shape, DECODED) for tap in taps}
+    for packed in _first_contexts(job):
+        for batch in batches(packed):
+            output = step(batch)
+            for tap in taps:
+                values = np.abs(output.rows_of(tap).astype(DECODED))
+                finite = np.where(np.isfinite(values), values, 0.0)
+                np.maximum(largest[tap], finite.max(axis=0, initial=0.0), out=largest[tap])
+    return largest
+
+
+def _scales(by_process: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    largest = {
+        tap: np.max([np.asarray(each[tap], DECODED) for each in by_process], axis=0)
+        for tap in by_process[0]
+    }
+    # A channel that was never anything but zero may be stored with any scale.
+    smallest = np.finfo(SCALE_DTYPE).tiny
+    return {
+        tap: np.where(values > 0, np.maximum(values * _HEADROOM / INT8_MAX, smallest), 1.0)
+        for tap, values in largest.items()
+    }
+
+
+def _first_contexts(job: Job) -> Iterator[PackedUnit]:
+    """The first packed rows that hold anything to keep: the same whoever measures."""
+    missing = _ENOUGH
+    with closing(job.reader()) as reader:
+        for unit in job.units:
+            packed, _ = job.pack(reader.read(unit.spans, unit.first_doc, unit.skip))
+            before = np.cumsum(packed.counts) - packed.counts
+            count = int(np.searchsorted(before, missing))
+            yield packed.first(count)
+            missing -= int(packed.counts[:count].sum())
+            if missing <= 0:
+                return

@@ -1,0 +1,132 @@
+"""The thin parent of a process in a world: it says what jax's aborts do not. No jax.
+
+jax ends a process whose world has died by an abort, without Python. So the work is done by a
+child, and the parent, which only waits, looks into the store when that happens: every process
+writes a sign of life there before it joins.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spile.dataset.heartbeat import process_ended, read_workers
+from spile.objects import Objects
+from spile.run.rank import RESTART, Place
+
+_log = logging.getLogger("spile")
+
+CHILD = "SPILE_WORLD_CHILD"
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_OUT_OF_MEMORY = ", as the kernel does when memory runs out"
+
+
+def is_child() -> bool:
+    return os.environ.get(CHILD) == str(os.getppid())
+
+
+class Child:
+    """A process that works; it ends with this one."""
+
+    def __init__(self, argv: Sequence[str], place: Place | None, objects: Objects) -> None:
+        self._place, self._objects = place, objects
+        self._before = {n: record.get("counter") for n, record in read_workers(objects).items()}
+        me, libc = os.getpid(), ctypes.CDLL(None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "spile.cli", *argv],
+            env={**os.environ, CHILD: str(me)},
+            preexec_fn=lambda: _die_with(me, libc),
+        )
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit code, as a shell has it: 128 and the signal's number where one ended it."""
+        code = self._process.wait()
+        return code if code >= 0 else 128 - code
+
+    def signalled(self) -> str | None:
+        """What happened to a process that did not end by itself."""
+        code = self._process.returncode
+        if code >= 0:
+            return None
+        if code == -signal.SIGABRT and self._place:
+            return _why(self._place, self._objects, self._before, self._process.pid)
+        why = f"its process was ended by signal {-code} ({signal.strsignal(-code)})"
+        return why + (_OUT_OF_MEMORY if code == -signal.SIGKILL else "")
+
+    def said(self) -> list[Mapping[str, Any]]:
+        """What it has written into the store, or the one who speaks for its world."""
+        workers = read_workers(self._objects).items()
+        new = [r for name, r in workers if r.get("counter") != self._before.get(name)]
+        if self._place:
+            where = self._place.coordinator
+            return [r for r in new if (r.get("world") or {}).get("coordinator") == where]
+        host = socket.gethostname()
+        return [r for r in new if r.get("pid") == self._process.pid and r.get("host") == host]
+
+
+def accompany(argv: Sequence[str], place: Place, objects: Objects) -> int:
+    """Run the same command in a child; returns its exit code, and says why if it was aborted."""
+    child = Child(argv, place, objects)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: child.signal(number))
+    code = child.wait()
+    why = child.signalled()
+    if why:
+        _log.error("%s; %s", why, RESTART)
+    return code
+
+
+def free_stdout() -> None:
+    """From here on only `sys.stdout` writes there: gloo would tell of its connections."""
+    sys.stdout.flush()
+    sys.stdout = open(os.dup(1), "w", encoding=sys.stdout.encoding)  # noqa: SIM115 - kept open
+    os.dup2(2, 1)
+
+
+def _die_with(parent: int, libc: ctypes.CDLL) -> None:
+    """Ask the kernel to end this process with its parent, and look whether that is gone already."""
+    if sys.platform == "linux":
+        libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _why(place: Place, objects: Objects, before: Mapping[str, Any], child: int) -> str:
+    """Who was there, by the signs of life that are new since this process began."""
+    came: dict[int, list[Mapping[str, Any]]] = {}
+    worked = False  # so all had come, whatever they call the coordinator
+    for name, record in read_workers(objects).items():
+        world = record.get("world") or {}
+        mine = record.get("pid") == child and world.get("process") == place.process
+        worked |= mine and record.get("state") == "running"
+        if world.get("coordinator") == place.coordinator and (
+            record.get("counter") != before.get(name)
+        ):
+            came.setdefault(int(world["process"]), []).append(record)
+    for process, records in came.items():
+        # One that `supervise` has started again has two records, too, but of one parent.
+        if len({(record.get("host"), record.get("parent")) for record in records}) < 2:
+            continue
+        hosts = " and ".join(sorted(str(record.get("host")) for record in records))
+        return f"two processes have the id {process} ({hosts}); give each its own"
+    missing = [n for n in range(place.processes) if n not in came]
+    if missing and not worked:
+        names = ", ".join(map(str, missing))
+        return (
+            f"{'processes' if len(missing) > 1 else 'process'} {names} of "
+            f"{place.processes} never came; start every one of them"
+        )
+    others = {n: records for n, records in came.items() if n != place.process}
+    gone = [n for n, records in others.items() if all(map(process_ended, records))]
+    who = f"process {', '.join(map(str, gone))} is gone" if gone else "a process was not heard of"
+    if len(gone) > 1:
+        who = f"processes {', '.join(map(str, sorted(gone)))} are gone"
+    return f"{who}, and the world ended with it"

@@ -1,0 +1,377 @@
+"""One dataset from start to finish: by this process, or with others it is joined to."""
+
+import logging
+import os
+import platform as host_platform
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import spile
+from spile.core.config import Recipe, Runtime, flag_of
+from spile.core.errors import ConfigError, InputError, Interrupted, StoreError
+from spile.core.threads import mapped
+from spile.corpus.pack import Batch, PackedUnit
+from spile.corpus.tokenize import use_threads
+from spile.dataset.heartbeat import Presence
+from spile.dataset.ledger import Ledger, Table, derive_manifest
+from spile.dataset.prediction import Prediction, read_prediction
+from spile.metrics import Counters, parse_backends
+from spile.models.config.specs import array_axes
+from spile.models.files.sae import Arrays, Encoder
+from spile.models.files.sae_files import load_arrays
+from spile.models.forward.decoder import needs_whole_block
+from spile.models.forward.params import Schedule
+from spile.models.forward.sharding import Shards, make_mesh
+from spile.models.forward.sparse_latents import device_arrays
+from spile.models.forward.weights import load_params
+from spile.models.layout import ONE_DEVICE, Cuts
+from spile.objects import Spool, check_creates_once, is_bucket, open_objects
+from spile.plan.budget import Budget
+from spile.plan.encode import truncated_rows
+from spile.plan.estimate import (
+    Estimate,
+    estimate,
+    planned_cuts,
+    refuse_if_too_large,
+    row_quantum,
+)
+from spile.plan.resolve import Job, resolve, store_table
+from spile.run.calibrate import channel_scales
+from spile.run.devices import memory_limit, memory_used, prepared_device
+from spile.run.forecast import reporting
+from spile.run.pipeline import Worker
+from spile.run.profile import Profile, ProfiledStep
+from spile.run.rank import find_place
+from spile.run.share import Share, find_share
+from spile.run.signals import stop_on_signal
+from spile.run.step import Step
+from spile.run.telemetry import reporter
+from spile.run.units import Picker, StorePicker
+from spile.run.world import Alone, compare, join
+
+_log = logging.getLogger("spile")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run made."""
+
+    rows: int
+    tokens: int
+    documents: int
+    bytes: int
+    units: int  # that are done
+    units_total: int
+    skipped: dict[str, int]
+    estimate: Estimate
+    prediction: Prediction | None = None
+    truncated: dict[str, int] = field(default_factory=dict[str, int])  # rows, by encoded tap
+
+    @property
+    def complete(self) -> bool:
+        """All of it; less only where `--max-bytes` ended it."""
+        return self.units == self.units_total
+
+
+def extract(
+    recipe: Recipe,
+    out: str,
+    runtime: Runtime | None = None,
+    *,
+    counters: Counters | None = None,
+    on_start: Callable[[Job, Estimate], None] | None = None,
+    stop: threading.Event | None = None,
+    pick: Callable[[Job, Presence], Picker] | None = None,
+) -> Outcome:
+    """Make the dataset, or continue it; returns when every unit is done, or `max_bytes` are.
+
+    SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
+    joined (`run/rank.py`) each of them calls this, and what one fails with all of them raise.
+    `pick`: makes what says which unit is next, instead of the store.
+    """
+    runtime = runtime or Runtime()
+    parse_backends(runtime.metrics)  # what cannot be is refused before anything is done
+    if runtime.profile:
+        Profile.parse(runtime.profile)
+    place, share = find_place(runtime, os.environ), find_share(runtime, os.environ)
+    runtime = replace(runtime, share=str(share) if share else None)
+    with (
+        stop_on_signal(stop or threading.Event()) as stop,
+        closing(Spool(Path(runtime.spool))) if runtime.spool else nullcontext() as spool,
+    ):
+        ledger = Ledger(open_objects(str(out), spool))
+        presence = Presence(ledger.objects, runtime.stale_after)
+        presence.tell(**{"share": str(share)} if share else {})
+        world = Alone()
+        if place:
+            presence.tell(world={"coordinator": place.coordinator, "process": place.process})
+            presence.start()  # before joining: should that fail, it says who had come
+            world = join(place, runtime, stop)
+        try:
+            counters = counters or Counters()
+            run = Run(ledger, runtime, world, presence, counters, stop, share, pick)
+            outcome = run.extract(recipe, on_start)
+            world.close()
+        except BaseException as error:
+            first = world.failed(error)
+            state = "stopped" if isinstance(first, Interrupted) else "failed"
+            presence.close(state, error=f"{type(first).__name__}: {first}")
+            if first is error:
+                raise
+            raise first from error
+        presence.close("done")
+        return outcome
+
+
+@dataclass(frozen=True)
+class Run:
+    """A slice at work on a dataset."""
+
+    ledger: Ledger
+    runtime: Runtime
+    world: Alone
+    presence: Presence
+    counters: Counters
+    stop: threading.Event
+    share: Share | None
+    pick: Callable[[Job, Presence], Picker] | None
+
+    def extract(self, recipe: Recipe, on_start: Callable[[Job, Estimate], None] | None) -> Outcome:
+        runtime, world, ledger = self.runtime, self.world, self.ledger
+        use_threads(runtime.threads)
+        device = prepared_device()
+        compare(world, _started_with(recipe, runtime, ledger, device))
+        if not world.leads:
+            world.share("table", True)  # what the leader has settled is read from the store
+        job = resolve(recipe, ledger, device.platform, heed=self._heed, cache=runtime.cache)
+        cuts = self._cuts(job, device)
+        cost = estimate(
+            job,
+            runtime,
+            device.platform,
+            done=ledger.done_units(),
+            free_bytes=ledger.objects.free_bytes(),
+            memory=memory_limit(device),
+            cuts=cuts,
+            processes=world.processes,
+            out=ledger.objects,
+        )
+        if not runtime.ignore_space:
+            refuse_if_too_large(cost, ledger.objects.url)
+        self._heed()
+        if world.leads and is_bucket(ledger.objects.url) and ledger.read_table() is None:
+            check_creates_once(ledger.objects)
+        job = store_table(job, ledger)
+        world.share("table", True)
+        if on_start:
+            on_start(job, cost)
+        if not world.share("complete", ledger.complete(job.table)):
+            if job.table.shuffled:
+                raise StoreError(
+                    f"{ledger.objects.url}: rows of a shuffled dataset are missing; shuffle anew"
+                )
+            self.work(job, cost, cuts, device)
+            if world.leads:
+                ledger.complete(job.table)
+            world.share("committed", True)
+        return outcome_of(ledger, job.table, cost, self.runtime)
+
+    def work(self, job: Job, cost: Estimate, cuts: Cuts, device: Any) -> None:
+        """Load the model, and do units as long as there are any."""
+        batches = steps_of(cost, cuts, device, self.world.processes)
+        before = memory_used(device)
+        with self.counters.timed("loading"):
+            step = load_step(job, self.ledger, device, batches, cuts, self.world)
+        if jax.device_count() > 1:
+            loaded = memory_used(device)
+            _log.info("each device: %.2f GB in use before loading, %.2f GB after, of %s",
+                      before / 1e9, loaded / 1e9, _gigabytes(memory_limit(device)))  # fmt: skip
+        self._heed()
+        profile = Profile.parse(self.runtime.profile) if self.runtime.profile else None
+        profiled = ProfiledStep(step, profile) if profile and self.world.leads else None
+        worker = Worker(
+            job,
+            self.ledger,
+            profiled or step,
+            self.runtime,
+            batches=batches,
+            made_by=_made_by(device, cost),
+            presence=self.presence,
+            world=self.world,
+            counters=self.counters,
+            picker=self.pick(job, self.presence) if self.pick else self._from_store(job),
+            stop=self.stop,
+        )
+        metrics = reporter(
+            job, self.runtime, cost, cuts, device,
+            counters=self.counters, world=self.world, out=self.ledger.objects.url,
+            worker=self.presence.name if self.pick else None,
+        )  # fmt: skip
+        predicts_for = device.device_kind if self.world.leads else None
+        with (
+            reporting(self.presence, self.counters, cost, predicts_for),
+            metrics,
+            closing(profiled) if profiled else nullcontext(),
+        ):
+            worker.run()
+
+    def _from_store(self, job: Job) -> Picker:
+        budget = Budget(job.table, self.ledger, self.runtime.max_bytes)
+        return StorePicker(job, self.ledger, self.presence, budget, self.stop, self.share)
+
+    def _cuts(self, job: Job, device: Any) -> Cuts:
+        runtime, world = self.runtime, self.world
+        devices, limit = jax.device_count(), memory_limit(device)
+        cuts = planned_cuts(job, runtime, device.platform, devices, limit, world.processes)
+        if devices > 1:
+            _log.info("%d devices (%s), mesh %s", devices, device.device_kind, cuts.layout)
+        return cuts
+
+    def _heed(self) -> None:
+        if self.stop.is_set():
+            raise Interrupted
+
+
+def steps_of(
+    cost: Estimate, cuts: Cuts, device: Any, processes: int = 1
+) -> Callable[[PackedUnit], Iterator[Batch]]:
+    """What cuts a packed unit into steps."""
+    return partial(
+        PackedUnit.batches,
+        rows=cost.batch_rows,
+        # A unit's last step may be smaller; on a CPU compiling it would take longer.
+        fewest=cost.batch_rows if device.platform == "cpu" else max(1, cost.batch_rows // 8),
+        parts=processes,
+        quantum=row_quantum(cuts.layout, processes),
+    )
+
+
+def load_step(
+    job: Job,
+    ledger: Ledger,
+    device: Any,
+    batches: Callable[[PackedUnit], Iterator[Batch]],
+    cuts: Cuts = ONE_DEVICE,
+    world: Alone | None = None,
+) -> Step:
+    """The model on the devices, ready to run a job's batches."""
+    world = world or Alone()
+    arch = job.checkpoint.arch
+    shards = None
+    if cuts.layout.size > 1:
+        shards = Shards(make_mesh(cuts.layout, jax.devices()), cuts, array_axes(arch))
+    whole = needs_whole_block(job.taps, job.layers)
+    schedule = Schedule.of(arch, job.layers, whole=whole)
+    params, digests = load_params(
+        job.checkpoint,
+        schedule,
+        head=job.needs_head,
+        dtype=jnp.dtype(job.recipe.compute_dtype),
+        shards=shards,
+        hashed=(world.process, world.processes),
+    )
+    encoders: dict[str, tuple[Encoder, Arrays]] = {}
+    for tap, encoder in job.encoders.items():
+        arrays, hashes = load_arrays(encoder.sae)
+        encoders[tap] = encoder, device_arrays(arrays, job.recipe.compute_dtype)
+        digests |= {f"encoder of {tap}: {name}": digest for name, digest in hashes.items()}
+    shares = world.gather("weights", digests)
+    if shares is not None:
+        ledger.check_weights({name: digest for share in shares for name, digest in share.items()})
+    world.share("weights", True)
+    compute_dtype, store_dtype = job.recipe.compute_dtype, job.recipe.store_dtype
+    make = partial(
+        Step, params, arch, job.taps, schedule,
+        compute_dtype=compute_dtype, device=device, shards=shards, encoders=encoders,
+    )  # fmt: skip
+    scales = None
+    if store_dtype == "int8":
+        measuring = make(store_dtype=compute_dtype)
+        scales = channel_scales(job, ledger, measuring, batches, world)
+    return make(store_dtype=store_dtype, scales=scales)
+
+
+def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:
+    """What is there, once there is nothing left to do."""
+    manifest = ledger.read_manifest()
+    if manifest is None:  # (the budget is spent)
+        found = mapped(ledger.read_done, sorted(ledger.done_units()), ledger.objects.parallel)
+        manifest = derive_manifest(table, (done for done in found if done is not None))
+    if not manifest["units"]:
+        raise ConfigError(
+            f"--max-bytes {runtime.max_bytes}: not one unit is as small as that; choose more, or "
+            "a smaller --unit-tokens and another --out"
+        )
+    if manifest["tokens"] and not manifest["rows"]:
+        raise InputError(
+            f"--where {table.recipe.where!r} keeps none of the corpus's "
+            f"{manifest['tokens']:,} tokens; choose another, and another --out"
+        )
+    if not manifest["rows"]:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in manifest["skipped"].items())
+        raise InputError(f"the corpus holds no usable document ({reasons})")
+    return Outcome(
+        rows=manifest["rows"],
+        tokens=manifest["tokens"],
+        documents=manifest["documents"],
+        bytes=manifest["bytes"],
+        units=len(manifest["units"]),
+        units_total=len(table.units),
+        skipped=manifest["skipped"],
+        estimate=cost,
+        prediction=read_prediction(ledger.objects),
+        truncated=truncated_rows(ledger, table, manifest),
+    )
+
+
+def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any) -> dict[str, Any]:
+    """What must be the same in every process of a world."""
+    own = ("process_id", "bind_address", "threads", "write_threads", "render_processes",
+           "coordinator", "spool", "cache", "metrics", "metrics_every", "metrics_from", "run_name",
+           "profile")  # fmt: skip
+    flags = {**asdict(recipe), **asdict(runtime), "out": ledger.objects.url}
+    return {
+        # (First: another version may have other flags.)
+        "spile": spile.__version__,
+        "jax": jax.__version__,
+        "libtpu": _version("libtpu"),
+        **{flag_of(name): value for name, value in flags.items() if name not in own},
+        "platform": device.platform,
+        "device kind": device.device_kind,
+        "number of local devices": jax.local_device_count(),
+    }
+
+
+def _gigabytes(size: int | None) -> str:
+    return "an unknown total" if size is None else f"{size / 1e9:.2f} GB"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _made_by(device: Any, cost: Estimate) -> dict[str, Any]:
+    """Provenance kept in every done record."""
+    return {
+        "spile": spile.__version__,
+        "jax": jax.__version__,
+        "device": device.device_kind,
+        "mesh": cost.mesh,
+        "processes": jax.process_count(),
+        "batch_rows": cost.batch_rows,
+        "host": socket.gethostname(),
+        "machine": host_platform.machine(),
+    }

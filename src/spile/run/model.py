@@ -1,0 +1,131 @@
+"""A whole model to be called: its taps for given tokens, spliced where one likes.
+
+model = spile.model("demo")
+tokens = model.encode(["The capital of France is Paris."])
+clean = model.loss(tokens)
+steered = model.loss(tokens, splice={"resid_post.9": added(vector)})
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import Partial
+
+from spile.core.errors import ConfigError
+from spile.corpus.tokenize import TextTokenizer
+from spile.models.files.checkpoint import open_checkpoint
+from spile.models.forward.decoder import forward
+from spile.models.forward.kernels import for_platform
+from spile.models.forward.params import Params, Schedule
+from spile.models.forward.splice import SPLICED, Change, replaced
+from spile.models.forward.weights import load_params
+from spile.models.taps import Tap, parse_taps
+from spile.run.devices import prepared_device
+
+Tokens = np.ndarray | Sequence[np.ndarray]  # [rows, seq], or contexts of any lengths
+# By tap: a function of its values [rows, seq, ...], or what to replace them with.
+Splice = Mapping[str, Change | jax.Array | np.ndarray]
+
+
+class Model:
+    """On one device, with all its blocks and the head."""
+
+    def __init__(
+        self,
+        name: str,
+        lora: str | None = None,
+        *,
+        compute_dtype: str | None = None,
+        special_tokens: str = "tokenizer",
+    ) -> None:
+        """Args: as `spile extract` has them; the dtype is float32 on a CPU, bfloat16 elsewhere."""
+        checkpoint = open_checkpoint(name, lora)
+        self._device = prepared_device()
+        self._dtype = compute_dtype or ("float32" if self._device.platform == "cpu" else "bfloat16")
+        self.arch = checkpoint.arch
+        self._tokenizer = TextTokenizer(checkpoint.directory, special_tokens)
+        self._schedule = Schedule.of(self.arch, self.arch.num_layers, whole=True)
+        dtype = jnp.dtype(self._dtype)
+        self._params, _ = load_params(checkpoint, self._schedule, head=True, dtype=dtype)
+        self._run = jax.jit(self._forward, static_argnames=("taps", "spliced"))
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text."""
+        return self._tokenizer.encode(list(texts))
+
+    def __call__(
+        self, tokens: Tokens, taps: str = "logits", *, splice: Splice | None = None
+    ) -> dict[str, jax.Array]:
+        """Every tap's values [rows, seq, ...], by name; beyond a context's end they mean nothing.
+
+        A new function in `splice` is a new program: arrays that change from call to call belong
+        in a `jax.tree_util.Partial`.
+        """
+        ids, segments = self._padded(tokens)
+        changes = self._changes(splice or {})
+        found = self._run(
+            self._params, ids, segments, tuple(changes.values()),
+            taps=parse_taps(taps, self.arch), spliced=tuple(changes),
+        )  # fmt: skip
+        return {tap: values.reshape(*ids.shape, *values.shape[1:]) for tap, values in found.items()}
+
+    def loss(self, tokens: Tokens, *, splice: Splice | None = None) -> float:
+        """Cross-entropy of the next token, in nats, in the mean over those that have one."""
+        _, segments = self._padded(tokens)
+        logprob = np.asarray(self(tokens, "logprob", splice=splice)["logprob"])
+        return -float(logprob[:, :-1][segments[:, 1:] > 0].mean(dtype=np.float64))
+
+    def _padded(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+        """[rows, seq], and which of them are tokens."""
+        lengths = [len(context) for context in tokens]
+        if not lengths or not min(lengths) or max(lengths) > self.arch.max_positions:
+            raise ConfigError(
+                f"contexts must have 1 to {self.arch.max_positions} tokens, got {lengths}"
+            )
+        ids, segments = np.zeros((2, len(lengths), max(lengths)), np.int32)
+        for row, context in enumerate(tokens):
+            ids[row, : len(context)], segments[row, : len(context)] = context, 1
+        if ids.min() < 0 or ids.max() >= self.arch.vocab_size:
+            raise ConfigError(f"token ids must be 0 to {self.arch.vocab_size - 1}")
+        return ids, segments
+
+    def _changes(self, splice: Splice) -> dict[Tap, Partial]:
+        changes: dict[Tap, Partial] = {}
+        for name, given in splice.items():
+            try:
+                taps = parse_taps(name, self.arch)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("--taps", "splice", 1)) from None
+            change = given if callable(given) else replaced(jnp.asarray(given))
+            for tap in taps:
+                if tap.site not in SPLICED:
+                    known = ", ".join(SPLICED)
+                    raise ConfigError(f"splice {name!r}: only these can be changed: {known}")
+                if tap in changes:
+                    raise ConfigError(f"splice {name!r}: {tap.name} is changed twice")
+                changes[tap] = change if isinstance(change, Partial) else Partial(change)
+        return changes
+
+    def _forward(
+        self,
+        params: Params,
+        ids: jax.Array,
+        segments: jax.Array,
+        changes: tuple[Partial, ...],
+        *,
+        taps: tuple[Tap, ...],
+        spliced: tuple[Tap, ...],
+    ) -> dict[str, jax.Array]:
+        seq = ids.shape[1]
+        positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), ids.shape)
+        attention = for_platform(
+            self._device.platform, self.arch, self._dtype, seq_len=seq, contexts=1
+        )
+        with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
+            return forward(
+                params, ids, positions, segments, arch=self.arch, taps=taps, attention=attention,
+                schedule=self._schedule, store_dtype=self._dtype,
+                splice=dict(zip(spliced, changes, strict=True)),
+            )  # fmt: skip

@@ -1,0 +1,180 @@
+"""One process at work: read-tokenize-pack, the device, and encode-hash-write, overlapped.
+
+Units flow through three stages joined by bounded queues: while one computes, the next is read and
+packed and the last one's shards become durable. Which unit comes next a picker says (`pick.py`);
+should two workers do the same one, the first commit wins and the other's files are removed.
+In a world of several processes the leader takes units, and all of them do each one together.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+from spile.core.config import Runtime
+from spile.core.errors import Interrupted
+from spile.core.threads import Producer
+from spile.corpus.chats.pool import processes_for
+from spile.corpus.pack import Batch, PackedUnit
+from spile.corpus.units import Unit
+from spile.dataset.heartbeat import Presence
+from spile.dataset.ledger import Ledger
+from spile.metrics import Counters
+from spile.plan.resolve import Job
+from spile.plan.survey import documents_table
+from spile.run.clock import DeviceClock
+from spile.run.nonfinite import NonfiniteError
+from spile.run.profile import ProfiledStep
+from spile.run.sink import Prepared, Sink, Taker
+from spile.run.step import Step
+from spile.run.units import Picker
+from spile.run.world import Alone
+
+_log = logging.getLogger("spile")
+_POLL_SECONDS = 0.5
+# The one that computes and the one after it. More would only be kept from other workers.
+_UNITS_HELD = 2
+
+
+class Worker:
+    """Does units until all are done or it is told to stop."""
+
+    def __init__(
+        self,
+        job: Job,
+        ledger: Ledger,
+        step: Step | ProfiledStep,
+        runtime: Runtime,
+        *,
+        batches: Callable[[PackedUnit], Iterator[Batch]],
+        made_by: Mapping[str, Any],
+        presence: Presence,
+        world: Alone,
+        counters: Counters,
+        picker: Picker,
+        stop: threading.Event,
+        sink: Taker | None = None,
+    ) -> None:
+        """Args:
+        batches: cuts a packed unit into steps.
+        sink: takes the rows, instead of the store.
+        """
+        self._job, self._ledger, self._step, self._runtime = job, ledger, step, runtime
+        self._batches, self._made_by = batches, made_by
+        self._presence, self._world = presence, world
+        self._counters, self._picker, self._stop = counters, picker, stop
+        self._sink = sink
+        self._ending = threading.Event()  # for whatever reason: no unit is waited for any more
+        self._room = threading.Semaphore(_UNITS_HELD)
+        self._since: float | None = None  # when the last unit was computed
+
+    def run(self) -> None:
+        """Work until there is nothing left to pick.
+
+        Raises:
+            Interrupted: if told to stop first; units fully computed are committed, the one in
+                hand is abandoned.
+        """
+        self._presence.tell(state="running")
+        self._run_stages()
+
+    def _run_stages(self) -> None:
+        sink = self._sink or Sink(
+            self._job, self._ledger, self._presence, self._runtime, self._counters, self._made_by,
+            self._world, self._picker.done,
+        )  # fmt: skip
+        feed = Producer(self._prepare(sink), 1, "read-tokenize-pack")
+        clock = DeviceClock(self._counters, self._runtime.queue_depth)
+        try:
+            for prepared in self._timed(feed):
+                self._compute(prepared, sink, clock, feed)
+                if self._stop.is_set():
+                    break
+                self._room.release()
+            sink.close()  # commits what is fully computed
+            self._counters.set(queue_text=0, queue_device=0, queue_write=0, queue_commit=0)
+            if self._stop.is_set():
+                raise Interrupted
+        except Exception as error:
+            try:
+                sink.close()
+            except Exception as second:
+                if second is not error:
+                    _log.error("and while ending: %s", second)
+            if isinstance(error, NonfiniteError) and self._world.processes == 1:
+                raise error.traced(self._step, self._batches(error.found.packed)) from error
+            raise
+        except BaseException:
+            sink.abandon()
+            raise
+        finally:
+            self._ending.set()
+            feed.close()
+            clock.close()
+
+    def _timed(self, feed: Producer[Prepared]) -> Iterator[Prepared]:
+        units = iter(feed)
+        waiting = "waited_at_first"  # when there is nothing to compute beside
+        while True:
+            with self._counters.timed(waiting):
+                prepared = next(units, None)
+            if prepared is None:
+                return
+            waiting = "waited_for_text"
+            yield prepared
+
+    def _compute(
+        self, prepared: Prepared, sink: Taker, clock: DeviceClock, feed: Producer[Prepared]
+    ) -> None:
+        began = self._since or time.perf_counter()
+        sink.begin(prepared)
+        for batch in self._batches(prepared.packed):
+            if self._stop.is_set():
+                return
+            output = self._step(batch)
+            self._counters.add(stepped=output.tokens, positions=batch.tokens.size)
+            clock.started(output)
+            with self._counters.timed("waited_for_writing"):
+                sink.put(output)
+            to_write, to_commit = sink.waiting
+            self._counters.set(
+                queue_text=feed.waiting, queue_device=clock.waiting, queue_write=to_write,
+                queue_commit=to_commit,
+            )  # fmt: skip
+        self._since = time.perf_counter()
+        sink.end(self._since - began)
+
+    # -- first stage: text to packed units ---------------------------------------------------
+
+    def _prepare(self, sink: Taker) -> Generator[Prepared, None, None]:
+        with closing(self._job.reader(processes_for(self._runtime.render_processes))) as reader:
+            known = {unit.id: unit for unit in self._job.units}
+            for unit, attempt in self._world.units(self._units(sink), known):
+                with self._counters.timed("reading"):
+                    documents = reader.read(unit.spans, unit.first_doc, unit.skip)
+                with self._counters.timed("preparing"):
+                    packed, refused = self._job.pack(documents)
+                    table = documents_table(documents, packed, refused) if self._world.leads else {}
+                self._counters.add(prepared=packed.num_tokens)
+                with self._counters.timed("compiling"):
+                    for batch in self._batches(packed):
+                        self._step.compile(batch)  # beside the unit that computes, not in its way
+                skipped = documents.skipped + Counter(refused.values())
+                yield Prepared(unit, attempt, packed, skipped, documents.digest(), table)
+
+    def _units(self, sink: Taker) -> Iterator[Unit]:
+        """Units to do, as long as the picker has any."""
+        while not self._stop.is_set() and not self._ending.is_set():
+            sink.check()  # a writer that failed ends the waiting for others, too
+            if not self._room.acquire(timeout=_POLL_SECONDS):
+                continue
+            unit, more = self._picker.take()
+            if unit is not None:
+                yield unit
+                continue
+            self._room.release()
+            if not more:
+                return

@@ -1,0 +1,327 @@
+"""The last stage: rows into shards, shards made durable, units committed.
+
+Rows are written by a few threads side by side, and a unit that is wholly written is made durable
+and committed by another, while the next one's rows arrive.
+"""
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from spile.core.config import Runtime
+from spile.core.errors import DataError, StoreError
+from spile.core.threads import Consumer
+from spile.corpus.pack import PackedUnit
+from spile.corpus.units import Unit
+from spile.dataset.format import Shard
+from spile.dataset.heartbeat import Presence
+from spile.dataset.ledger import Ledger
+from spile.dataset.write.statistics import TapStats
+from spile.dataset.write.unit_writer import UnitWriter
+from spile.metrics import Counters
+from spile.metrics.values import tap_counts
+from spile.plan.resolve import Job
+from spile.run.nonfinite import by_stored_name, nonfinite_error
+from spile.run.step import StepOutput
+from spile.run.world import Alone
+
+_log = logging.getLogger("spile")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A unit as the model will read it."""
+
+    unit: Unit
+    attempt: str
+    packed: PackedUnit
+    skipped: Counter[str]
+    text_digest: str
+    table: Mapping[str, np.ndarray]  # of its documents; where another process leads, nothing
+
+
+@dataclass
+class _Writing:
+    """A unit whose rows are being written."""
+
+    prepared: Prepared
+    writer: UnitWriter
+    number: int  # in the order in which they were begun
+    rows: int = 0  # of this process's part, that have come
+    seconds: float = 0.0  # that it took to compute
+
+
+class _Shared:
+    """An item that every lane handles; `last` is true for the one that does so last."""
+
+    def __init__(self, unit: _Writing, output: StepOutput | None, lanes: int) -> None:
+        self.unit, self.output = unit, output  # no output: the unit's end
+        self.first = unit.writer.first + unit.rows  # of its rows, within the unit
+        self._left = itertools.count(lanes - 1, -1)
+
+    def last(self) -> bool:
+        return next(self._left) == 0
+
+
+class Taker(Protocol):
+    """Where a worker's rows go: a unit's beginning, its steps in order, its end."""
+
+    def begin(self, prepared: Prepared) -> None: ...
+
+    def put(self, output: StepOutput) -> None: ...
+
+    def end(self, seconds: float) -> None: ...
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Steps to be taken, and units to be committed."""
+        ...
+
+    def check(self) -> None:
+        """Raise what has failed, if anything has."""
+        ...
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class Sink:
+    """Takes a unit's beginning, its steps in order, and its end; commits it in the background.
+
+    What fails there is raised by a later call. Units that were ended before are committed still.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        ledger: Ledger,
+        presence: Presence,
+        runtime: Runtime,
+        counters: Counters,
+        made_by: Mapping[str, Any],
+        world: Alone,
+        done: Callable[[int], None],
+    ) -> None:
+        """`done`: told of every unit that is committed."""
+        self._job, self._ledger, self._presence = job, ledger, presence
+        self._runtime, self._counters, self._made_by = runtime, counters, made_by
+        self._world, self._done = world, done
+        self._uncommitted: set[UnitWriter] = set()
+        self._current: _Writing | None = None
+        self._begun = itertools.count()
+        self._failed: Exception | None = None  # what a lane failed with first
+        self._failed_in = 0  # the unit; those before it may be whole still
+        taps = list(job.table.taps)
+        count = min(runtime.write_threads, len(taps))
+        # Taps are files of their own: each lane writes some of them, and waits for no other.
+        self._lanes = [
+            Consumer[_Shared](
+                partial(self._handle, taps[lane::count]), runtime.queue_depth, f"write-{lane}"
+            )
+            for lane in range(count)
+        ]
+        self._commits: Consumer[_Writing] = Consumer(self._timed_commit, 1, "commit")
+
+    def begin(self, prepared: Prepared) -> None:
+        objects = self._ledger.objects
+        writer = UnitWriter(
+            objects,
+            prepared.unit.id,
+            prepared.packed.index,
+            self._job.table.taps,
+            min(self._runtime.shard_bytes, objects.most_streamed or self._runtime.shard_bytes),
+            compress=self._runtime.compress,
+            attempt=prepared.attempt,
+            part=self._world.process,
+            run=prepared.packed.run_of(self._world.process, self._world.processes),
+            durable=lambda size: self._counters.add(durable=size),
+        )
+        self._uncommitted.add(writer)
+        self._current = _Writing(prepared, writer, next(self._begun))
+
+    def put(self, output: StepOutput) -> None:
+        self._share(output)
+
+    def end(self, seconds: float) -> None:
+        """`seconds`: that the unit took."""
+        assert self._current
+        self._current.seconds = seconds
+        self._share(None)
+        self._current = None
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Steps that the slowest lane has still to write, and units to commit."""
+        return max(lane.waiting for lane in self._lanes), self._commits.waiting
+
+    def _share(self, output: StepOutput | None) -> None:
+        assert self._current
+        self.check()
+        shared = _Shared(self._current, output, len(self._lanes))
+        if output is not None:
+            self._current.rows += int(output.runs.counts.sum())
+        for lane in self._lanes:
+            lane.put(shared)
+
+    def check(self) -> None:
+        """Raise what has failed, if anything has."""
+        for stage in (*self._lanes, self._commits):
+            stage.check()
+
+    def close(self) -> None:
+        """Commit the units that were ended; what is left of others is removed."""
+        errors: list[Exception] = []
+        for stage in (*self._lanes, self._commits):
+            try:
+                stage.close()
+            except Exception as error:
+                if error not in errors:
+                    errors.append(error)
+        self._tidy()
+        for second in errors[1:]:
+            if type(second) is not type(errors[0]):
+                _log.error("and while ending: %s", second)
+        if errors:
+            raise errors[0]
+
+    def abandon(self) -> None:
+        """Finish what is in hand, and nothing else; for use when another error is being raised."""
+        for stage in (*self._lanes, self._commits):
+            stage.abandon()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        for writer in list(self._uncommitted):
+            # Tidying up never hides why the run ended.
+            with suppress(OSError, StoreError):
+                writer.discard()
+        self._uncommitted.clear()
+
+    # -- the writing threads -----------------------------------------------------------------
+
+    def _handle(self, taps: list[str], item: _Shared) -> None:
+        """Where one lane fails the others stop, with its error: theirs would be the same.
+
+        A lane that is behind writes the units before that one first: they were ended.
+        """
+        if self._failed is not None and item.unit.number >= self._failed_in:
+            raise self._failed
+        try:
+            self._write(taps, item)
+        except Exception as error:
+            if self._failed is None:
+                self._failed_in, self._failed = item.unit.number, error
+            elif type(error) is not type(self._failed):
+                _log.error("and in another lane: %s", error)
+            raise self._failed from self._failed.__cause__
+
+    def _write(self, taps: list[str], item: _Shared) -> None:
+        output, writer = item.output, item.unit.writer
+        if output is None:
+            if item.last():
+                self._commits.put(item.unit)
+            return
+        for tap in taps:
+            found = output.stats_of(tap)
+            self._watch(tap, found)
+            if any(stats.nonfinite for stats in found) and not self._may_keep(tap):
+                raise self._nonfinite(item, output)
+            for stats in found:
+                writer.stats[tap].merge(stats)
+            for rows, scales in output.pieces_of(tap):
+                with self._counters.timed("writing"):
+                    writer.write(tap, rows, scales)
+                self._counters.add(bytes=len(rows) * self._job.table.taps[tap].row_bytes)
+            if copied := output.copied_of(tap):
+                self._counters.add(copied=copied)
+        if item.last():
+            self._counters.add(tokens=output.tokens)
+            self._tell()
+
+    def _watch(self, tap: str, found: list[TapStats]) -> None:
+        """A tap's health, while the run lasts."""
+        if not found:
+            return
+        rows, norms = sum(s.count for s in found), sum(s.norm_sum for s in found)
+        self._counters.add(**tap_counts(tap, rows, norms, sum(s.nonfinite for s in found)))
+        self._counters.met(**{f"tap/max_abs/{tap}": max(s.max_abs for s in found)})
+
+    def _may_keep(self, tap: str) -> bool:
+        """NaN and infinity. (int8 has neither.)"""
+        return self._runtime.allow_nonfinite and self._job.table.taps[tap].dtype != "int8"
+
+    def _nonfinite(self, item: _Shared, output: StepOutput) -> DataError:
+        prepared, stored = item.unit.prepared, self._job.table.taps
+        return nonfinite_error(
+            output,
+            {n: tap for n, tap in by_stored_name(self._job).items() if not self._may_keep(n)},
+            unit=prepared.unit.id,
+            packed=prepared.packed,
+            table=prepared.table,
+            first=item.first,
+            int8={tap for tap, info in stored.items() if info.dtype == "int8"},
+        )
+
+    # -- the committing thread ---------------------------------------------------------------
+
+    def _timed_commit(self, written: _Writing) -> None:
+        with self._counters.timed("committing"):
+            self._commit(written)
+
+    def _commit(self, written: _Writing) -> None:
+        prepared, writer = written.prepared, written.writer
+        packed = prepared.packed
+        if self._world.leads:
+            self._record(written)
+        else:
+            files = [asdict(file) for file in writer.finish_part()]
+            self._uncommitted.discard(writer)  # the leader's record may name them from here on
+            self._world.gather(f"part/{written.number}", files)
+        # Packed rows of which nothing is kept are read, and never run.
+        unrun = packed.num_tokens - int(packed.lengths.sum())
+        self._counters.add(
+            units=1, tokens=unrun, documents=packed.num_docs, unit_seconds=written.seconds
+        )
+        self._done(prepared.unit.id)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Processes of a world count the same: one of them says it."""
+        if self._world.leads:
+            units, tokens = (int(self._counters[name]) for name in ("units", "tokens"))
+            self._presence.tell(units_done=units, tokens=tokens)
+
+    def _record(self, written: _Writing) -> None:
+        """The unit exists when this has been written."""
+        prepared, writer, packed = written.prepared, written.writer, written.prepared.packed
+        parts = self._world.gather(f"part/{written.number}", []) or []
+        done = writer.finish(
+            [[Shard(**file) for file in part] for part in parts[1:]],
+            table=prepared.table,
+            fingerprint=self._job.table.fingerprint,
+            tokens=packed.num_tokens,
+            documents=packed.num_docs,
+            contexts=packed.num_contexts,
+            skipped=dict(sorted(prepared.skipped.items())),
+            text_digest=prepared.text_digest,
+            made_by={
+                **self._made_by,
+                # (For people and charts: no clock is ever compared with another.)
+                "finished_at": round(time.time(), 3),
+                "seconds": round(written.seconds, 3),
+            },
+        )
+        # From here on a record may name these files, even if `commit` itself raises.
+        self._uncommitted.discard(writer)
+        if not self._ledger.commit(done):
+            writer.discard()
+            _log.info("unit %d was done by another worker first", prepared.unit.id)

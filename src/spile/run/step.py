@@ -1,0 +1,398 @@
+"""The compiled step: one fixed-shape batch in, every tap's rows and their statistics out.
+
+The same function whatever the engine. It is compiled ahead of its first use for each of a few
+shapes, and what is called is the compiled program itself: another shape cannot slip in and be
+compiled again without anyone noticing.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Bool, Int, Shaped
+
+from spile.core.recipe import latent_names
+from spile.corpus.pack import Batch
+from spile.dataset.format import scale_name
+from spile.dataset.write.quantization import QUANTIZED
+from spile.dataset.write.statistics import TapStats
+from spile.models.config.arch import Arch
+from spile.models.files.sae import Arrays, Encoder
+from spile.models.forward.decoder import forward
+from spile.models.forward.kernels import for_platform
+from spile.models.forward.params import Params, Schedule
+from spile.models.forward.sharding import P, Shards, local_runs, put
+from spile.models.forward.sparse_latents import top_latents
+from spile.models.layout import AXES
+from spile.models.taps import Tap
+from spile.run.quantize import encode
+
+_log = logging.getLogger("spile")
+
+# Per part of a run and channel, or per part: see `_reduce`.
+Reduced = dict[str, Array]
+
+_PINNED = "pinned_host"
+_LENGTHS = 8  # different numbers of rows that may leave the device; a program for each
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What is kept of a batch, device by device: each has a run of the rows laid end to end."""
+
+    places: np.ndarray  # [devices x longest]: of kept tokens within a device's run, then zeros
+    counts: np.ndarray  # [devices]: how many those are
+    parts: np.ndarray  # [devices, parts of a run]: how many lie in each part
+    size: int  # of a part
+
+    @classmethod
+    def of(cls, batch: Batch, devices: int) -> "Runs":
+        """Places are padded to one of a few lengths: each is compiled once."""
+        rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
+        places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(batch.counts)])
+        run = rows * width // devices
+        ends = np.searchsorted(places, run * np.arange(1, devices + 1))
+        by_device = np.split(places, ends[:-1])
+        counts = np.diff(ends, prepend=0)
+        unit = -(-run // _LENGTHS)
+        longest = min(run, -(-int(counts.max()) // unit) * unit)
+        padded = np.zeros((devices, longest), np.int32)
+        for device, own in enumerate(by_device):
+            padded[device, : len(own)] = own - device * run
+        size = width if run % width == 0 else run
+        parts = np.bincount(places // size, minlength=rows * width // size)
+        return cls(padded.reshape(-1), counts, parts.reshape(devices, -1), size)
+
+    def __getitem__(self, devices: slice) -> "Runs":
+        """Those of some of the devices."""
+        return replace(self, counts=self.counts[devices], parts=self.parts[devices])
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gives, on its way to the host; reading any of it waits for it to arrive."""
+
+    tokens: int  # that were read, by all devices
+    runs: Runs  # of this process's devices
+    rows: Mapping[str, Array]
+    reduced: Mapping[str, Reduced]
+    started: float  # when it was handed to the device (`time.perf_counter`)
+    finished: Array  # ready when the device has done the step, whatever is still being copied
+
+    def pieces_of(self, tap: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """[kept rows, ...] on the host, in stored order, device by device: views, not copies.
+
+        With the scale of each row, where they have them.
+        """
+        runs = local_runs(self.rows[tap])
+        scale = self.rows.get(scale_name(tap))
+        scales = [None] * len(runs) if scale is None else local_runs(scale)
+        for count, rows, by_row in zip(self.runs.counts, runs, scales, strict=True):
+            yield rows[:count], None if by_row is None else by_row[:count]
+
+    def copied_of(self, tap: str) -> int:
+        """Bytes of a tap that left this process's devices; none where the host is the device."""
+        rows = self.rows[tap]
+        if rows.sharding.memory_kind != _PINNED:
+            return 0
+        return sum(shard.data.nbytes for shard in rows.addressable_shards)
+
+    def rows_of(self, tap: str) -> np.ndarray:
+        pieces = [rows for rows, _ in self.pieces_of(tap)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def stats_of(self, tap: str) -> list[TapStats]:
+        """One entry per packed row, or part of it, that holds kept tokens, in order."""
+        host = {name: np.concatenate(local_runs(a)) for name, a in self.reduced[tap].items()}
+        return [
+            TapStats(
+                int(count),
+                host["mean"][part].astype(np.float64),
+                host["m2"][part].astype(np.float64),
+                float(host["norm_sum"][part]),
+                float(host["max_abs"][part]),
+                int(host["nonfinite"][part]),
+                int(host["clipped"][part]) if "clipped" in host else 0,
+                int(host["truncated"][part]) if "truncated" in host else 0,
+            )
+            for part, count in enumerate(self.runs.parts.reshape(-1))
+            if count
+        ]
+
+
+class Step:
+    """Runs batches through the model."""
+
+    def __init__(
+        self,
+        params: Params,
+        arch: Arch,
+        taps: tuple[Tap, ...],
+        schedule: Schedule,
+        *,
+        compute_dtype: str,
+        store_dtype: str,
+        device: Any,
+        shards: Shards | None = None,
+        scales: Mapping[str, Any] | None = None,
+        encoders: Mapping[str, tuple[Encoder, Arrays]] | None = None,
+    ) -> None:
+        """Args:
+        device: one of those it runs on; the only one, if there are no `shards`.
+        scales: of each channel, for taps that are stored with them.
+        encoders: of taps that are stored as latents, each with its arrays.
+        """
+        self.params, self._shards, self._device = params, shards, device
+        place = shards.whole if shards else None
+        encoders = encoders or {}
+
+        def put(given: Any) -> Any:  # (what is only compiled has shapes in their place)
+            abstract = isinstance(given, jax.ShapeDtypeStruct)
+            return given if abstract else jax.device_put(given, place)
+
+        self._scales = {tap: put(scale) for tap, scale in (scales or {}).items()}
+        self._encoders = {
+            tap: {n: put(a) for n, a in arrays.items()} for tap, (_, arrays) in encoders.items()
+        }
+        self._packs = device.platform == "gpu"  # its kernel is compiled for a number of contexts
+        # float32 means float32: on accelerators the default would be a faster, coarser product.
+        precision = "highest" if compute_dtype == "float32" else "default"
+        # Eight bits and latents are made of what the model computed, once the last block has run.
+        carried = compute_dtype if store_dtype in QUANTIZED or encoders else store_dtype
+
+        def run(
+            params: Params,
+            scales: Mapping[str, Array],
+            arrays: Mapping[str, Arrays],
+            tokens: Array,
+            positions: Array,
+            segments: Array,
+            counts: Array,
+            columns: Array | None,
+            contexts: int,
+            part: int,
+        ) -> tuple[dict[str, Array], dict[str, Reduced]]:
+            seq_len = tokens.shape[1]
+            attention = for_platform(
+                device.platform, arch, compute_dtype, seq_len=seq_len, contexts=contexts
+            )
+            with jax.default_matmul_precision(precision):
+                values = forward(
+                    params,
+                    tokens,
+                    positions,
+                    segments,
+                    columns,
+                    arch=arch,
+                    taps=taps,
+                    schedule=schedule,
+                    attention=attention,
+                    store_dtype=carried,
+                    shards=shards,
+                )
+                tops = {
+                    tap: _encode(shards, encoder)(arrays[tap], values[tap])
+                    for tap, (encoder, _) in encoders.items()
+                }
+            width = seq_len if columns is None else columns.shape[1]
+            real = (jnp.arange(width)[None, :] < counts[:, None]).reshape(-1)
+            reduce = _on_each(shards, partial(_reduce, part=part), 3)
+            rows: dict[str, Array] = {}
+            reduced: dict[str, Reduced] = {}
+
+            def keep(name: str, found: Array, dtype: str, **counted: Array) -> None:
+                if dtype not in QUANTIZED:
+                    found = found.astype(dtype)
+                encoded = encode(found, dtype, scales.get(name))
+                rows[name] = encoded.stored
+                if encoded.scale is not None:
+                    rows[scale_name(name)] = encoded.scale
+                counted["nonfinite"] = _per_token(~jnp.isfinite(found))
+                if encoded.clipped is not None:
+                    counted["clipped"] = encoded.clipped
+                reduced[name] = reduce(encoded.decoded, real, counted)
+
+            for tap in taps:
+                if tap.name not in tops:
+                    keep(tap.name, values[tap.name], tap.dtype(store_dtype))
+                    continue
+                top, (latents, ids) = tops[tap.name], latent_names(tap.name)
+                keep(latents, top.values, store_dtype, truncated=top.beyond.astype(jnp.int32))
+                keep(ids, top.ids, encoders[tap.name][0].id_dtype)
+            return rows, reduced
+
+        self._run = jax.jit(run, static_argnums=(8, 9))
+        self._compact = jax.jit(_on_each(shards, _compact, 2))
+        self._programs: dict[Any, Any] = {}
+        self._compiling = threading.Lock()
+
+    def __call__(self, batch: Batch) -> StepOutput:
+        """Start a step; returns at once, the device works on."""
+        rows, reduced = self.compute(batch)
+        started = time.perf_counter()  # what follows may take longer than the step itself
+        finished = next(iter(reduced.values()))["norm_sum"]
+        if self._host is not None:
+            rows, reduced = jax.device_put((rows, reduced), self._host)
+        runs = Runs.of(self._divisible(batch), self._devices)[self._own]
+        return StepOutput(int(batch.lengths.sum()), runs, rows, reduced, started, finished)
+
+    def compute(self, batch: Batch) -> tuple[dict[str, Array], dict[str, Reduced]]:
+        """The same, with everything left on the device."""
+        batch = self._divisible(batch)
+        runs = Runs.of(batch, self._devices)
+        run, compact = self._programs_for(batch, runs)
+        kept, inputs = self._put(runs.places, _inputs(batch))
+        rows, reduced = run(self.params, self._scales, self._encoders, *inputs)
+        return compact(rows, kept), reduced
+
+    def compile(self, batch: Batch) -> tuple[Any, Any]:
+        """Compile what a batch of this shape needs, if that has not been done."""
+        batch = self._divisible(batch)
+        return self._programs_for(batch, Runs.of(batch, self._devices))
+
+    @cached_property
+    def _host(self) -> Any:
+        """Where rows leave for.
+
+        Copies into pinned memory run at the wire's rate and beside the next step; ordinary ones
+        do neither. Where host and device are one there is nothing to copy.
+        """
+        if self._device.platform == "cpu":
+            return None
+        if self._shards:
+            return self._shards.by_runs(_PINNED)
+        return SingleDeviceSharding(self._device, memory_kind=_PINNED)
+
+    @property
+    def _devices(self) -> int:
+        return self._shards.layout.size if self._shards else 1
+
+    @property
+    def _own(self) -> slice:
+        """This process's devices, among all."""
+        if self._shards is None:
+            return slice(None)
+        owners = [device.process_index for device in self._shards.mesh.devices.flat]
+        first = owners.index(jax.process_index())
+        return slice(first, first + owners.count(jax.process_index()))
+
+    def _divisible(self, batch: Batch) -> Batch:
+        """Every device must have as many of the tokens that may be kept: add some that are not."""
+        rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
+        if rows * width % self._devices == 0:
+            return batch
+        assert self._shards
+        columns = batch.columns
+        if columns is None:
+            columns = np.broadcast_to(np.arange(width, dtype=np.int32), (rows, width))
+        more = -width % self._shards.layout.model
+        return replace(batch, columns=np.pad(columns, ((0, 0), (0, more))))
+
+    def _put(self, kept: np.ndarray, inputs: tuple[np.ndarray | None, ...]) -> Any:
+        if self._shards is None:
+            return jax.device_put((kept, inputs))
+        by_rows = self._shards.by_rows
+        return put(kept, self._shards.by_runs()), [
+            None if array is None else put(array, by_rows) for array in inputs
+        ]
+
+    def _programs_for(self, batch: Batch, runs: Runs) -> tuple[Any, Any]:
+        by_rows = self._shards.by_rows if self._shards else None
+        by_runs = self._shards.by_runs() if self._shards else None
+
+        def like(array: Any, sharding: Any) -> Any:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+        inputs = _inputs(batch)
+        shapes = tuple(None if a is None else a.shape for a in inputs)
+        contexts = batch.contexts if self._packs else 0
+        run = self._program(
+            (shapes, contexts),
+            self._run,
+            lambda: (
+                self.params, self._scales, self._encoders,
+                *[None if a is None else like(a, by_rows) for a in inputs], contexts, runs.size,
+            ),
+        )  # fmt: skip
+        compact = self._program(
+            (shapes, runs.places.shape),
+            self._compact,
+            lambda: (
+                {name: like(rows, by_runs) for name, rows in run.out_info[0].items()},
+                like(runs.places, by_runs),
+            ),
+        )
+        return run, compact
+
+    def _program(self, shapes: Any, function: Any, arguments: Callable[[], Any]) -> Any:
+        if shapes not in self._programs:
+            with self._compiling:  # one at a time; what is compiled already need not wait
+                if shapes not in self._programs:
+                    begin = time.perf_counter()
+                    self._programs[shapes] = function.lower(*arguments()).compile()
+                    seconds = time.perf_counter() - begin
+                    _log.debug("compiled a step for %s in %.1f s", shapes, seconds)
+        return self._programs[shapes]
+
+
+def _inputs(batch: Batch) -> tuple[np.ndarray | None, ...]:
+    return (batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns)
+
+
+def _encode(shards: Shards | None, encoder: Encoder) -> Any:
+    """Latents of runs of tokens: every device has all of the encoder."""
+    function = partial(top_latents, encoder=encoder)
+    return shards.each(function, [P(), P(AXES)], P(AXES)) if shards else function
+
+
+def _on_each(shards: Shards | None, function: Callable[..., Any], arguments: int) -> Any:
+    """A function of runs of tokens that every device applies to its own."""
+    if shards is None:
+        return function
+    return shards.each(function, [P(AXES)] * arguments, P(AXES))
+
+
+def _compact(rows: Mapping[str, Array], kept: Array) -> dict[str, Array]:
+    """Only what will be stored, without gaps: padding never leaves the device."""
+    return {name: values[kept] for name, values in rows.items()}
+
+
+def _reduce(
+    values: Shaped[Array, "tokens ..."],
+    real: Bool[Array, " tokens"],
+    counted: Mapping[str, Int[Array, " tokens"]],
+    *,
+    part: int,
+) -> Reduced:
+    """Moments of each part of a run over its kept tokens, of the values as stored."""
+    wide = values.reshape(-1, part, math.prod(values.shape[1:])).astype(jnp.float32)
+    real = real.reshape(-1, part)
+    weight = real[..., None]
+    count = jnp.maximum(real.sum(axis=1), 1).astype(jnp.float32)[:, None]
+    masked = partial(jnp.where, weight)
+    mean = masked(wide, 0.0).sum(axis=1) / count
+    deviation = masked(wide - mean[:, None], 0.0)
+    present = masked(wide, 0.0)
+    return {
+        "mean": mean,
+        "m2": (deviation * deviation).sum(axis=1),
+        "norm_sum": jnp.sqrt((present * present).sum(axis=-1)).sum(axis=-1),
+        "max_abs": jnp.where(jnp.isfinite(present), jnp.abs(present), 0.0).max(axis=(1, 2)),
+    } | {
+        name: jnp.where(real, counts.reshape(-1, part), 0).sum(axis=1)
+        for name, counts in counted.items()
+    }
+
+
+def _per_token(found: Bool[Array, "tokens ..."]) -> Int[Array, " tokens"]:
+    """How many of each token's values."""
+    return found.reshape(len(found), -1).sum(axis=-1, dtype=jnp.int32)

@@ -1,0 +1,333 @@
+"""Processes that do a unit together: what they tell each other, and how they end together.
+
+All of it goes through jax's own coordination service, which process 0 runs: small values by name,
+and its heartbeat. That service's client has no public name in jax; this is the only module that
+uses it. A process that vanishes ends all others by an abort (exit 134) which nothing here can see:
+`parent.py` says what happened. Whoever fails in an orderly way tells the others why first.
+"""
+
+import importlib
+import itertools
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from spile.core.config import Runtime
+from spile.core.errors import ConfigError, Interrupted, SpileError, WorldError
+from spile.corpus.units import Unit
+from spile.run.child import free_stdout, is_child
+from spile.run.rank import ABORTED, RESTART, Place
+
+_log = logging.getLogger("spile")
+_POLL_MS = 500
+_GRACE = 5.0  # seconds for a process to stop by itself once another has failed
+_PARTING = 2 * _GRACE  # and for the leader to wait for those that did not, and were ended
+_LEAVING = 0.5  # and then for their last words
+_END = "spile/end"
+_SAID = 200  # characters of an error of jax's that are passed on
+
+
+class Alone:
+    """A world of one process: nobody to tell anything."""
+
+    process, processes, leads = 0, 1, True
+
+    def share(self, name: str, value: Any) -> Any:
+        """The leader's value, which all processes get."""
+        return value
+
+    def gather(self, name: str, value: Any) -> list[Any] | None:
+        """Every process's value, in order, for the leader; the others get None."""
+        return [value]
+
+    def units(
+        self, picked: Iterator[Unit], known: Mapping[int, Unit]
+    ) -> Iterator[tuple[Unit, str]]:
+        """The units to do, with the attempt's name; the leader picks them."""
+        return ((unit, secrets.token_hex(8)) for unit in picked)
+
+    def close(self) -> None:
+        """Everybody is done."""
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Tell the others; returns what the world failed with first."""
+        return error
+
+
+class World(Alone):
+    """Several processes, joined."""
+
+    def __init__(self, place: Place, client: Any, stop: threading.Event) -> None:
+        self.place = place
+        self.process, self.processes, self.leads = place.process, place.processes, place.leads
+        self._client, self._stop = client, stop
+        self._cause: dict[str, Any] | None = None
+        self._left = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="world", daemon=True)
+        self._watcher.start()
+
+    def share(self, name: str, value: Any) -> Any:
+        key = f"spile/share/{name}"
+        if self.leads:
+            self._set(key, value)
+            return value
+        return self._get(key)
+
+    def gather(self, name: str, value: Any) -> list[Any] | None:
+        key = f"spile/gather/{name}"
+        if not self.leads:
+            self._set(f"{key}/{self.process}", value)
+            return None
+        found = [value, *(self._get(f"{key}/{n}") for n in range(1, self.processes))]
+        self._client.key_value_delete(key)  # a long run has many, and process 0 holds them all
+        return found
+
+    def units(
+        self, picked: Iterator[Unit], known: Mapping[int, Unit]
+    ) -> Iterator[tuple[Unit, str]]:
+        if not self.leads:
+            return self._told_units(known)
+        return self._tell_units(picked)
+
+    def _tell_units(self, picked: Iterator[Unit]) -> Iterator[tuple[Unit, str]]:
+        number = 0
+        for unit in picked:
+            attempt = secrets.token_hex(8)
+            self.share(f"unit/{number}", [unit.id, attempt])
+            number += 1
+            yield unit, attempt
+        if not self._stop.is_set():
+            self.share(f"unit/{number}", None)
+
+    def _told_units(self, known: Mapping[int, Unit]) -> Iterator[tuple[Unit, str]]:
+        for number in itertools.count():
+            told = self.share(f"unit/{number}", None)
+            if told is None:
+                return
+            yield known[told[0]], told[1]
+
+    def close(self) -> None:
+        # Nobody leaves before the leader has committed the last unit.
+        self.share("finished", True)
+        self._left.set()
+        self._watcher.join()
+        jax.distributed.shutdown()
+
+    def failed(self, error: BaseException) -> BaseException:
+        if not isinstance(error, SpileError | KeyboardInterrupt) and not _lost_contact(error):
+            _log.error("process %d failed", self.process, exc_info=error)
+        if self._cause is None:
+            self._tell(error)
+        cause = self._cause or {}
+        self._left.set()
+        self._part()
+        if cause.get("process", self.process) == self.process and isinstance(error, Interrupted):
+            return error
+        return _error_of(cause)
+
+    def _tell(self, error: BaseException) -> None:
+        text, code = f"{type(error).__name__}: {error}", 1
+        if isinstance(error, SpileError):
+            text, code = str(error), error.exit_code
+        elif _lost_contact(error):
+            said = str(error).splitlines()[0][:_SAID]
+            text = f"lost another process in the middle of a step ({said}); {RESTART}"
+            code = ABORTED
+        mine = {"process": self.process, "host": socket.gethostname(), "text": text, "code": code}
+        try:
+            self._client.key_value_set(_END, json.dumps(mine))
+            self._cause = mine
+        except Exception:
+            # Somebody came first.
+            self._cause = self._ended() or mine
+
+    def _part(self) -> None:
+        """The leader, who runs the service, goes last: the others would not get to say why."""
+        deadline = time.monotonic() + _PARTING
+        try:
+            if not self.leads:
+                self._client.key_value_set(f"spile/left/{self.process}", "1")
+            for other in range(1, self.processes) if self.leads else ():
+                left = max(1, int(1000 * (deadline - time.monotonic())))
+                self._client.blocking_key_value_get(f"spile/left/{other}", left)
+        except Exception as error:
+            _log.debug("while parting: %s", error)
+        if self.leads:
+            time.sleep(_LEAVING)
+
+    # -- the service -------------------------------------------------------------------------
+
+    def _set(self, key: str, value: Any) -> None:
+        self._client.key_value_set(key, json.dumps(value))
+
+    def _get(self, key: str) -> Any:
+        """Wait for a value as long as the world lives; a dead one ends this process itself."""
+        while True:
+            self._heed()
+            try:
+                return json.loads(self._client.blocking_key_value_get(key, _POLL_MS))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise WorldError(0, f"{self._without_leader()}; {RESTART}", ABORTED) from error
+
+    def _without_leader(self) -> str:
+        return f"process 0, at {self.place.coordinator}, no longer answers"
+
+    def _heed(self) -> None:
+        if self._cause is not None:
+            raise _error_of(self._cause)
+        if self._stop.is_set():
+            raise Interrupted
+
+    def _ended(self) -> dict[str, Any] | None:
+        try:
+            return json.loads(self._client.key_value_try_get(_END))
+        except Exception:
+            return None
+
+    def _watch(self) -> None:
+        """Looks whether another process has failed; ends this one if it is stuck waiting for it."""
+        while not self._left.wait(_POLL_MS / 1000):
+            cause = self._ended()
+            if cause is None:
+                continue
+            self._cause = self._cause or cause
+            self._stop.set()
+            if not self._left.wait(_GRACE):
+                _log.error("%s", _error_of(self._cause))
+                self._part()
+                os._exit(int(self._cause["code"]))
+            return
+
+
+def _lost_contact(error: BaseException) -> bool:
+    """Whether a step failed because a process that takes part in it is gone."""
+    lost = ("Gloo", "Connection", "UNAVAILABLE", "peer", "heartbeat", "CANCELLED", "ABORTED")
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(s in str(error) for s in lost)
+
+
+def _error_of(cause: Mapping[str, Any]) -> SpileError:
+    where = f"process {cause['process']} ({cause['host']}): {cause['text']}"
+    return WorldError(int(cause["process"]), where, int(cause["code"]))
+
+
+def join(place: Place, runtime: Runtime, stop: threading.Event) -> World:
+    """Come together; returns when all processes are there."""
+    _log.info("joining %s at %s", place, place.coordinator)
+    if place.leads:
+        _check_port(place, runtime.bind_address)
+    else:
+        _reach(place, runtime.start_timeout, stop)
+    if is_child():
+        free_stdout()
+    # Its notifier would swallow SIGTERM; ours is told through `stop`.
+    jax.config.update("jax_enable_preemption_service", False)
+    initialize = partial(
+        jax.distributed.initialize,
+        coordinator_address=place.coordinator,
+        num_processes=place.processes,
+        process_id=place.process,
+        local_device_ids=place.devices,
+        initialization_timeout=runtime.start_timeout,
+        heartbeat_timeout_seconds=runtime.heartbeat_timeout,
+        coordinator_bind_address=runtime.bind_address,
+        cluster_detection_method="deactivate",
+    )
+    _beside(initialize, stop)
+    state: Any = importlib.import_module("jax._src.distributed").global_state
+    return World(place, state.client, stop)
+
+
+def _beside(work: Callable[[], None], stop: threading.Event) -> None:
+    """Do it in another thread: one that waits inside jax hears of no signal."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="join", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        if stop.is_set():
+            raise Interrupted
+        thread.join(0.1)
+    if failed:
+        raise failed[0]
+
+
+def _check_port(place: Place, bind_address: str | None) -> None:
+    """jax crashes where it cannot listen, and would share the port with a second process 0."""
+    port = place.coordinator.rpartition(":")[2]
+    address = bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{port}"
+    host, _, port = address.rpartition(":")
+    try:
+        (family, *_, where), *_ = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICSERV
+        )
+        with socket.socket(family) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+    except OSError as error:
+        raise ConfigError(
+            f"process 0 cannot listen on {address} ({error.strerror}): is another process 0 "
+            "running here? --coordinator and --bind-address choose the port"
+        ) from None
+
+
+def _reach(place: Place, timeout: int, stop: threading.Event) -> None:
+    """A wrong address is told apart from a process that is missing."""
+    host, _, port = place.coordinator.rpartition(":")
+    deadline, told = time.monotonic() + timeout, False
+    while True:
+        if stop.is_set():
+            raise Interrupted
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except socket.gaierror as error:
+            # Clusters may make a host's name known only when the host has started.
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"--coordinator {place.coordinator}: no such host ({error.strerror}); it is "
+                    "the address of process 0, as seen from here"
+                ) from None
+            if not told:
+                _log.warning("%s: no such host yet (%s)", place.coordinator, error.strerror)
+            told = True
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"--coordinator {place.coordinator}: not reached within {timeout} s "
+                    f"({error.strerror or error}); is process 0 running there, and is that port "
+                    "open to this host?"
+                ) from None
+        stop.wait(0.2)
+
+
+def compare(world: Alone, mine: Mapping[str, Any]) -> None:
+    """Every process must have been started alike; what differs is named.
+
+    Raises:
+        ConfigError: in the leader; the others are told.
+    """
+    mine = json.loads(json.dumps({**mine}))  # as the others' comes
+    found = world.gather("hello", {"host": socket.gethostname(), **mine})
+    for process, other in enumerate(found or []):
+        for field, wanted in mine.items():
+            if other.get(field) != wanted:
+                raise ConfigError(
+                    f"process {process} ({other['host']}) has {field} {other.get(field)!r}, "
+                    f"process 0 has {wanted!r}: start all of them alike"
+                )

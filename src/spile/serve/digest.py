@@ -1,0 +1,214 @@
+"""What is known of all rows: read once, in the background, block by block, in bounded memory.
+
+Blocks are read in an order that is spread over the dataset, so that what is known after a second
+is already of all of it; and no more is read than is allowed. Rows are named by unit, since their
+numbers change while a dataset grows.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spile.core.errors import SpileError
+from spile.core.index import INDEX_DTYPE
+from spile.dataset.read.dataset import Dataset
+from spile.serve.moments import Moments
+from spile.serve.rows import channels, read_rows
+
+_BLOCK_BYTES = 8 << 20  # of float32, of the widest tap
+_BLOCK_ROWS = 1024
+_SAMPLE_BYTES = 256 << 20
+_SAMPLE_ROWS = 4096
+_MOST_POSITIONS = 1 << 17
+_GOLDEN = 0.6180339887
+
+_log = logging.getLogger("spile")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of a unit."""
+
+    unit: int
+    first: int
+    count: int
+
+
+@dataclass
+class Sample:
+    """Rows drawn from all that were read, the same of every tap."""
+
+    index: np.ndarray
+    units: np.ndarray
+    rows: np.ndarray  # numbers within the unit
+    keys: np.ndarray  # drawn; the least stay
+    values: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class Digest:
+    """Reads a dataset that may grow; may be asked at any time."""
+
+    def __init__(self, dataset: Dataset, most_bytes: int) -> None:
+        self.lock = threading.Lock()  # held by whoever looks at `moments`
+        positions = min(dataset.recipe.seq_len, _MOST_POSITIONS)
+        self._widths = {tap: channels(dataset, tap) for tap in dataset.taps}
+        self.moments = {tap: Moments(width, positions) for tap, width in self._widths.items()}
+        total, widest = sum(self._widths.values()), max(self._widths.values())
+        self._block_rows = max(16, min(_BLOCK_ROWS, _BLOCK_BYTES // (4 * widest)))
+        self._most_sampled = max(64, min(_SAMPLE_ROWS, _SAMPLE_BYTES // (4 * total)))
+        row_bytes = sum(dataset.dtype(tap).itemsize * w for tap, w in self._widths.items())
+        self._most_rows = max(self._block_rows, most_bytes // row_bytes)
+        self._sample = _empty(self._widths)
+        self._drawn: list[Sample] = []  # since then: joining copies it all
+        self._dataset, self.rows_read = dataset, 0
+        # Keys of what is sampled are under this: a little more than fits, of what is there now.
+        self._limit = min(1.0, 1.2 * self._most_sampled / max(1, self.rows_wanted))
+        self._waiting: list[Block] = []
+        self._known: set[int] = set()
+        self._reading = False
+        self._changed, self._stopped = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="digest", daemon=True)
+        self.error: str | None = None
+        self.see(dataset)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def see(self, dataset: Dataset) -> None:
+        """The dataset as it is now: units that are new are read, too."""
+        blocks: list[Block] = []
+        starts = dataset.unit_starts
+        for number, unit in enumerate(dataset.units):
+            if unit not in self._known:
+                rows = starts[number + 1] - starts[number]
+                blocks += [
+                    Block(unit, first, min(self._block_rows, rows - first))
+                    for first in range(0, rows, self._block_rows)
+                ]
+        with self.lock:
+            self._dataset = dataset
+            self._known.update(dataset.units)
+            self._waiting = spread([*self._waiting, *blocks])
+        self._changed.set()
+
+    @property
+    def rows_wanted(self) -> int:
+        """Of the dataset as it is now."""
+        return min(self._dataset.num_tokens, max(self._most_rows, self.rows_read))
+
+    @property
+    def at_work(self) -> bool:
+        return self._reading or self._more
+
+    @property
+    def _more(self) -> bool:
+        return bool(self._waiting) and self.rows_read < self._most_rows
+
+    @property
+    def sample(self) -> Sample:
+        """As it is now; nobody changes what is given."""
+        return self._sample
+
+    @property
+    def version(self) -> tuple[int, bool]:
+        """Changes when what is made from the sample is worth making anew."""
+        return len(self._sample).bit_length(), self.at_work
+
+    def _run(self) -> None:
+        for block in self._blocks():
+            try:
+                self._read(block)
+            except SpileError as error:
+                # What can be read is still shown, and what cannot is said.
+                self.error = str(error)
+                _log.warning("%s", error)
+
+    def _blocks(self) -> Iterator[Block]:
+        while True:
+            self._changed.clear()  # first: who closes it says so before it wakes this thread
+            if self._stopped.is_set():
+                return
+            if self._more:
+                self._reading = True
+                with self.lock:
+                    block = self._waiting.pop(0)
+                yield block
+                self._reading = False
+            else:
+                self._changed.wait()
+
+    def _read(self, block: Block) -> None:
+        dataset = self._dataset
+        start = dataset.unit_starts[dataset.units.index(block.unit)] + block.first
+        stop = start + block.count
+        index = dataset.index(start, stop)
+        keys = np.random.default_rng([block.unit, block.first]).random(block.count)
+        chosen = np.flatnonzero(keys < self._limit)
+        values: dict[str, np.ndarray] = {}
+        for tap in self._widths:
+            if self._stopped.is_set():
+                return
+            rows = read_rows(dataset, tap, start, stop)
+            with self.lock:
+                rows = self.moments[tap].add(rows, index["pos"], block.unit, block.first)
+            values[tap] = rows[chosen]
+        units = np.full(len(chosen), block.unit)
+        self._keep(
+            Sample(index[chosen], units, block.first + chosen, keys[chosen], values), block.count
+        )
+
+    def _keep(self, new: Sample, count: int) -> None:
+        self._drawn.append(new)
+        self.rows_read += count
+        if self._more and 4 * sum(map(len, self._drawn)) < len(self._sample):
+            return
+        sample, self._drawn = joined([self._sample, *self._drawn]), []
+        if len(sample) > self._most_sampled:
+            self._limit = float(np.partition(sample.keys, self._most_sampled)[self._most_sampled])
+            sample = chosen_of(sample, sample.keys < self._limit)
+        self._sample = sample
+
+
+def _empty(widths: dict[str, int]) -> Sample:
+    none = np.zeros(0, np.int64)
+    values = {tap: np.zeros((0, width), np.float32) for tap, width in widths.items()}
+    return Sample(np.zeros(0, INDEX_DTYPE), none, none, np.zeros(0), values)
+
+
+def joined(samples: list[Sample]) -> Sample:
+    """Several as one."""
+    return Sample(
+        *(np.concatenate([getattr(each, name) for each in samples])
+          for name in ("index", "units", "rows", "keys")),
+        values={tap: np.concatenate([each.values[tap] for each in samples])
+                for tap in samples[0].values},
+    )  # fmt: skip
+
+
+def chosen_of(sample: Sample, which: np.ndarray) -> Sample:
+    """Some of a sample's rows."""
+    parts = (sample.index, sample.units, sample.rows, sample.keys)
+    return Sample(
+        *(part[which] for part in parts),
+        values={tap: values[which] for tap, values in sample.values.items()},
+    )
+
+
+def spread(blocks: list[Block]) -> list[Block]:
+    """All of them, neighbours far apart: by multiples of the golden ratio."""
+    return [
+        blocks[at]
+        for at in np.argsort(np.arange(len(blocks)) * _GOLDEN % 1, kind="stable").tolist()
+    ]

@@ -1,0 +1,120 @@
+"""Directions that are handed in: a vector as .npy or JSON. Pickles are never read."""
+
+import io
+import json
+import math
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spile.core.errors import ConfigError
+
+MOST_BYTES = 4 << 20  # of one, as it is handed in
+_MOST = 32  # kept
+_MOST_NAME = 80
+_MAGIC = b"\x93NUMPY"
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A vector of length 1."""
+
+    name: str
+    values: np.ndarray
+
+
+class Directions:
+    """Those that were handed in, in memory; the oldest make room."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, Direction] = OrderedDict()
+        self._lock = threading.Lock()
+        self._next = 1
+
+    def add(self, name: str, data: bytes, widths: set[int]) -> int:
+        """Its number.
+
+        Raises:
+            ConfigError: if it is no direction of any of these widths.
+        """
+        values = parse(data)
+        if len(values) not in widths:
+            known = ", ".join(map(str, sorted(widths)))
+            raise ConfigError(f"a direction of {len(values)} values; the taps have {known}")
+        shown = "".join(c if c.isprintable() else " " for c in name).strip()[:_MOST_NAME]
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            self._kept[number] = Direction(shown or f"direction {number}", values)
+            while len(self._kept) > _MOST:
+                self._kept.popitem(last=False)
+        return number
+
+    def get(self, number: int, width: int) -> np.ndarray:
+        with self._lock:
+            found = self._kept.get(number)
+        if found is None:
+            raise ConfigError(f"no direction {number}: hand it in again")
+        if len(found.values) != width:
+            raise ConfigError(f"{found.name} has {len(found.values)} values, the tap {width}")
+        return found.values
+
+    def listed(self) -> list[dict[str, Any]]:
+        with self._lock:
+            return [
+                {"id": number, "name": each.name, "width": len(each.values)}
+                for number, each in self._kept.items()
+            ]
+
+
+def parse(data: bytes) -> np.ndarray:
+    """A vector of length 1, float32.
+
+    Raises:
+        ConfigError: if the bytes are no vector, or one without a direction.
+    """
+    if len(data) > MOST_BYTES:
+        raise ConfigError(f"a direction of {len(data):,} bytes; at most {MOST_BYTES:,} are read")
+    values = _from_npy(data) if data.startswith(_MAGIC) else _from_json(data)
+    with np.errstate(over="ignore"):
+        values = values.astype(np.float64).reshape(-1)
+    largest = float(np.abs(values).max(initial=0))
+    if not math.isfinite(largest) or largest == 0:
+        raise ConfigError("a direction must be finite, and not zero")
+    values = values / largest
+    return (values / np.linalg.norm(values)).astype(np.float32)
+
+
+def _from_npy(data: bytes) -> np.ndarray:
+    stream = io.BytesIO(data)
+    try:
+        read_header = _HEADERS[np.lib.format.read_magic(stream)]
+        shape, _, dtype = read_header(stream)
+    except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ConfigError("not a .npy file that can be read") from error
+    if dtype.hasobject or dtype.kind not in "fiu":
+        raise ConfigError(f"a .npy file of numbers is wanted, not of {dtype}")
+    body = data[stream.tell() :]
+    # What the header says is a stranger's word: nothing is allocated by it.
+    if sum(size != 1 for size in shape) > 1 or math.prod(shape) * dtype.itemsize != len(body):
+        raise ConfigError("a .npy file of one vector is wanted, whole")
+    return np.frombuffer(body, dtype)
+
+
+def _from_json(data: bytes) -> np.ndarray:
+    try:
+        value: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("neither a .npy file nor JSON") from error
+    if not isinstance(value, list) or not value:
+        raise ConfigError("JSON of one list of numbers is wanted")
+    if any(type(each) not in (int, float) for each in value):
+        raise ConfigError("JSON of one list of numbers is wanted")
+    try:
+        return np.array([float(each) for each in value])
+    except OverflowError as error:
+        raise ConfigError("a number is beyond all measure") from error

@@ -1,0 +1,276 @@
+"""What the page may ask, and the answers: numbers and texts, ready to become JSON."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spile.core.errors import ConfigError, StoreError
+from spile.dataset import format as fmt
+from spile.dataset.ledger import Ledger
+from spile.dataset.read.dataset import Dataset
+from spile.objects import Objects
+from spile.serve.digest import Digest
+from spile.serve.documents import MOST_LISTED, Finder
+from spile.serve.explore import MOST_TOKENS, Colour, Explorer
+from spile.serve.kept import Kept
+from spile.serve.projection import has_umap, pca, similarities, umap
+from spile.serve.rows import channels
+from spile.serve.run_history import Rates
+from spile.serve.texts import Texts
+
+Parameters = Mapping[str, str]
+
+_CHANNELS = 60  # of a tap that are listed
+_POINTS = 2000  # of a projection
+_FIRST_POSITIONS = 16  # each shown by itself; later ones together
+_LONGEST_QUERY = 200
+_LARGE = 1 << 53
+
+
+class Answers:
+    """Everything that is known of one dataset, for as long as it is served."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        opened: Callable[[], Dataset],
+        *,
+        tokenizer: str | None,
+        most_bytes: int,
+    ) -> None:
+        """`opened` opens the dataset as it is now, finished or not."""
+        self._opened = opened
+        dataset = opened()
+        self.digest = Digest(dataset, most_bytes)
+        self.explorer = Explorer(dataset, Texts(dataset.recipe, tokenizer), self.digest)
+        counts = {
+            unit["id"]: sum(count for _, count in fmt.doc_runs(unit))
+            for unit in Ledger(objects).table().units
+        }
+        self._finder = Finder(self.explorer, counts)
+        self._kept = Kept()
+        self.rates = Rates(objects, self._reopen)
+        self.routes: dict[str, Callable[[Parameters], Any]] = {
+            "run": lambda asked: self.rates.told(),
+            "dataset": self._dataset,
+            "documents": self._documents,
+            "document": self._document,
+            "layers": self._layers,
+            "positions": self._positions,
+            "channels": self._channels,
+            "top": self._top,
+            "similarity": self._similarity,
+            "projection": self._projection,
+        }
+
+    def start(self) -> None:
+        self.digest.start()
+        self.rates.start()
+
+    def close(self) -> None:
+        for part in (self.rates, self.digest, self._kept):
+            part.close()
+
+    def add_direction(self, name: str, data: bytes) -> dict[str, Any]:
+        dataset = self.explorer.dataset
+        widths = {channels(dataset, tap) for tap in dataset.taps}
+        number = self.explorer.directions.add(name, data, widths)
+        return {"id": number, "directions": self.explorer.directions.listed()}
+
+    def _reopen(self) -> None:
+        dataset = self._opened()
+        self.explorer.see(dataset)
+        self.digest.see(dataset)
+
+    def _dataset(self, asked: Parameters) -> dict[str, Any]:
+        dataset, texts = self.explorer.dataset, self.explorer.texts
+        return {
+            "url": dataset.url,
+            "taps": [
+                {"name": tap, "shape": list(dataset.shape(tap)), "width": channels(dataset, tap),
+                 "dtype": dataset.stored_dtype(tap)}
+                for tap in dataset.taps
+            ],
+            "rows": dataset.num_tokens,
+            "documents": dataset.num_documents,
+            "model": dataset.recipe.model_source,
+            "corpus": dataset.recipe.corpus_source,
+            "no_text": texts.missing,
+            "note": texts.note,
+            "directions": self.explorer.directions.listed(),
+            "umap": has_umap(),
+            "read": self._read(),
+        }  # fmt: skip
+
+    def _read(self) -> dict[str, Any]:
+        """How much of the rows what is shown of all of them is of."""
+        digest = self.digest
+        rows = self.explorer.dataset.num_tokens
+        return {"rows": digest.rows_read, "wanted": digest.rows_wanted, "all": rows,
+                "at_work": digest.at_work, "sample": len(digest.sample),
+                "error": digest.error}  # fmt: skip
+
+    def _documents(self, asked: Parameters) -> dict[str, Any]:
+        count = number(asked, "count", 50, 1, MOST_LISTED)
+        text = asked.get("q", "").strip()[:_LONGEST_QUERY]
+        if text:
+            return self._finder.find(text, number(asked, "after", 0), count)
+        return self._finder.listed(number(asked, "start", 0), count)
+
+    def _document(self, asked: Parameters) -> dict[str, Any]:
+        colour = Colour(
+            self._tap(asked), asked.get("by", "norm"),
+            number(asked, "channel", 0), number(asked, "direction", 0),
+        )  # fmt: skip
+        return self.explorer.document(
+            number(asked, "doc", None), number(asked, "start", 0),
+            number(asked, "count", MOST_TOKENS, 1, MOST_TOKENS), colour,
+        )  # fmt: skip
+
+    def _layers(self, asked: Parameters) -> dict[str, Any]:
+        taps: list[dict[str, Any]] = []
+        with self.digest.lock:
+            for tap, moments in self.digest.moments.items():
+                taps.append(
+                    {"tap": tap, "norm": moments.norm, "kurtosis": moments.kurtosis,
+                     "largest": moments.largest.max(initial=0),
+                     "deviation": np.sqrt(np.mean(moments.deviation**2)),
+                     "nonfinite": moments.nonfinite}
+                )  # fmt: skip
+        return {"taps": taps, "read": self._read()}
+
+    def _positions(self, asked: Parameters) -> dict[str, Any]:
+        tap = self._tap(asked)
+        with self.digest.lock:
+            moments = self.digest.moments[tap]
+            norms, rows = moments.norms_at.copy(), moments.rows_at.copy()
+        edges = _edges(int(np.flatnonzero(rows)[-1]) + 1 if rows.any() else 0)
+        bins = [
+            {"from": low, "to": high - 1, "rows": int(rows[low:high].sum()),
+             "norm": norms[low:high].sum() / max(1, rows[low:high].sum())}
+            for low, high in zip(edges, edges[1:], strict=False)
+        ]  # fmt: skip
+        return {"tap": tap, "bins": [each for each in bins if each["rows"]], "read": self._read()}
+
+    def _channels(self, asked: Parameters) -> dict[str, Any]:
+        tap = self._tap(asked)
+        with self.digest.lock:
+            moments = self.digest.moments[tap]
+            columns = {
+                "largest": moments.largest.astype(np.float64),
+                "mean": moments.mean,
+                "deviation": moments.deviation,
+                "kurtosis": moments.kurtosis_of_channels,
+            }
+        by = asked.get("by", "largest")
+        if by not in columns:
+            raise ConfigError(f"channels are ordered by {', '.join(columns)}")
+        order = np.argsort(-np.nan_to_num(np.abs(columns[by]), nan=-1), kind="stable")[:_CHANNELS]
+        return {
+            "tap": tap,
+            "by": by,
+            "channels": [
+                {"channel": int(each), **{name: values[each] for name, values in columns.items()}}
+                for each in order
+            ],
+            "typical": np.median(columns["largest"]),
+            "read": self._read(),
+        }
+
+    def _top(self, asked: Parameters) -> dict[str, Any]:
+        tap, channel = self._tap(asked), number(asked, "channel", 0)
+        end = asked.get("end", "high")
+        return {**self.explorer.top(tap, channel, end), "end": end, "read": self._read()}
+
+    def _similarity(self, asked: Parameters) -> dict[str, Any]:
+        sample = self.digest.sample
+
+        def make() -> Ready:
+            found = similarities(sample.values)
+            return Ready(plain({"taps": list(sample.values), "rows": len(sample), **found}))
+
+        return {**self._kept.ask("similarity", self.digest.version, make), "read": self._read()}
+
+    def _projection(self, asked: Parameters) -> dict[str, Any]:
+        tap, method = self._tap(asked), asked.get("method", "pca")
+        later = asked.get("first", "with") == "without"
+        if method not in ("pca", "umap") or (method == "umap" and not has_umap()):
+            raise ConfigError("UMAP needs umap-learn: pip install umap-learn")
+        sample = self.digest.sample
+
+        def make() -> Ready:
+            chosen = np.flatnonzero(sample.index["pos"] >= later)[:_POINTS]
+            rows, index = sample.values[tap][chosen], sample.index[chosen]
+            places, shares = pca(rows, 2) if method == "pca" else (umap(rows), np.zeros(0))
+            made = {
+                "x": places[:, 0] if places.shape[1] else np.zeros(len(places)),
+                "y": places[:, 1] if places.shape[1] > 1 else np.zeros(len(places)),
+                "shares": shares,
+                "norm": np.linalg.norm(rows, axis=1),
+                "position": index["pos"], "doc": index["doc"], "offset": index["offset"],
+                "id": index["token_id"],
+                "piece": [self.explorer.texts.pieces([int(each)])[0] for each in index["token_id"]],
+            }  # fmt: skip
+            return Ready(plain(made))
+
+        key = ("projection", tap, method, later)
+        made = self._kept.ask(key, self.digest.version, make)
+        return {**made, "tap": tap, "method": method, "read": self._read()}
+
+    def _tap(self, asked: Parameters) -> str:
+        dataset = self.explorer.dataset
+        return dataset.name(asked.get("tap") or dataset.taps[0])
+
+
+def number(
+    asked: Parameters, name: str, default: int | None, least: int = 0, most: int = _LARGE
+) -> int:
+    """A parameter that is a whole number within bounds."""
+    text = asked.get(name)
+    if text is None and default is not None:
+        return default
+    if not text or not text.isascii() or not text.isdecimal() or len(text) > 16:
+        raise ConfigError(f"{name} must be a whole number")
+    value = int(text)
+    if not least <= value <= most:
+        raise ConfigError(f"{name} must be from {least} to {most}")
+    return value
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What is as JSON has it already: it was made once, and is given often."""
+
+    value: Any
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: what is not finite becomes null, and floats keep six digits."""
+    if isinstance(value, Ready):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in "iu":
+            return value.tolist()
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int | bool):
+        return value
+    raise StoreError(f"a {type(value).__name__} cannot be shown")
+
+
+def _edges(count: int) -> list[int]:
+    """Positions by themselves at first, then in ever wider groups."""
+    edges = [*range(min(count, _FIRST_POSITIONS) + 1)]
+    while edges[-1] < count:
+        edges.append(min(count, math.ceil(edges[-1] * 1.18)))
+    return edges

@@ -1,0 +1,69 @@
+"""What a dataset holds, file by file, from its records alone."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from spile.core.errors import ConfigError
+from spile.core.threads import mapped
+from spile.dataset.ledger import Ledger
+from spile.objects import Objects
+
+_BESIDE = ("index", "statistics", "documents")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One file: a shard of a tap, or what lies beside them in a unit."""
+
+    key: str
+    unit: int
+    tap: str  # or index, statistics, documents
+    first: int  # row within the unit
+    rows: int
+    bytes: int
+    digest: str
+    dtype: str | None  # of a tap
+
+
+def list_files(objects: Objects, unit: int | None = None, tap: str | None = None) -> list[Listed]:
+    """Those of the units that are done; of one unit or one tap, if that is asked for."""
+    ledger = Ledger(objects)
+    table = ledger.table()
+    known = (*table.taps, *_BESIDE)
+    if tap is not None and tap not in known:
+        raise ConfigError(f"--tap {tap}: not in {objects.url}; it has {', '.join(known)}")
+    units = sorted(ledger.done_units())
+    if unit is not None:
+        if not 0 <= unit < len(table.units):
+            raise ConfigError(f"--unit {unit}: the units are 0 to {len(table.units) - 1}")
+        if unit not in units:
+            raise ConfigError(f"--unit {unit}: is not done yet")
+        units = [unit]
+
+    def files() -> Iterator[Listed]:
+        records = mapped(ledger.read_done, units, objects.parallel)
+        for done in (record for record in records if record is not None):
+            for file in done.files():
+                info = table.taps.get(file.tap)
+                yield Listed(
+                    file.key, done.unit, file.tap, file.first, file.count, file.bytes,
+                    file.digest, info.dtype if info else None,
+                )  # fmt: skip
+
+    return [file for file in files() if tap is None or file.tap == tap]
+
+
+def to_json(files: list[Listed]) -> dict[str, object]:
+    """With what they add up to, tap by tap."""
+    taps: dict[str, dict[str, object]] = {}
+    for file in files:
+        of_tap = taps.setdefault(file.tap, {"dtype": file.dtype, "files": 0, "rows": 0, "bytes": 0})
+        for name, amount in (("files", 1), ("rows", file.rows), ("bytes", file.bytes)):
+            of_tap[name] = of_tap[name] + amount  # type: ignore[operator]
+    return {
+        "units": len({file.unit for file in files}),
+        "files": len(files),
+        "bytes": sum(file.bytes for file in files),
+        "taps": taps,
+        "shards": [asdict(file) for file in files],
+    }

@@ -1,0 +1,95 @@
+"""Where a dataset stands, from its store alone: nothing is asked of the workers themselves."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from spile.core.threads import mapped
+from spile.dataset.format import Done
+from spile.dataset.heartbeat import read_workers
+from spile.dataset.ledger import Ledger, Table
+from spile.dataset.prediction import is_amount, read_prediction
+from spile.objects import Objects
+from spile.status.workers import ALIVE, Observer, describe_workers, rate_of
+
+
+@dataclass(frozen=True)
+class Status:
+    """A snapshot."""
+
+    state: str  # complete | running | unfinished
+    recipe: dict[str, Any]
+    fingerprint: str
+    taps: dict[str, list[int]]  # name -> shape of a row
+    units: int
+    units_done: int
+    documents: int
+    documents_total: int
+    rows: int
+    tokens: int
+    tokens_estimated: int
+    bytes: int
+    skipped: dict[str, int]
+    seconds: float  # that slices spent on the units that are done
+    prediction: dict[str, Any] | None
+    rate: float | None  # tokens a second of all who are at work now
+    eta_seconds: float | None
+    slowest: str | None  # of several who are at work
+    workers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_status(objects: Objects, observer: Observer | None = None) -> Status:
+    """Add up what is done, and who is at work.
+
+    `observer`: has looked before, and so can tell who has not moved since.
+    """
+    ledger = Ledger(objects)
+    table = ledger.table()
+    records = mapped(ledger.read_done, sorted(ledger.done_units()), objects.parallel)
+    done = [record for record in records if record is not None]
+    skipped: dict[str, int] = {}
+    for record in done:
+        for reason, count in record.skipped.items():
+            skipped[reason] = skipped.get(reason, 0) + count
+    workers = describe_workers(read_workers(objects), observer)
+    running = any(worker["state"] in ALIVE for worker in workers)
+    complete = len(done) == len(table.units)
+    rate, slowest = rate_of(workers)
+    prediction = read_prediction(objects)
+    return Status(
+        state="complete" if complete else "running" if running else "unfinished",
+        recipe=table.recipe.to_json(),
+        fingerprint=table.fingerprint,
+        taps={name: list(info.shape) for name, info in table.taps.items()},
+        units=len(table.units),
+        units_done=len(done),
+        documents=sum(record.documents for record in done),
+        documents_total=sum(unit["num_docs"] for unit in table.units),
+        rows=sum(record.rows for record in done),
+        tokens=sum(record.tokens for record in done),
+        tokens_estimated=sum(unit["tokens"] for unit in table.units),
+        bytes=sum(file.bytes for record in done for file in record.files()),
+        skipped=skipped,
+        seconds=sum(map(_seconds, done)),
+        prediction=prediction and asdict(prediction),
+        rate=rate,
+        eta_seconds=_left(table, done) / rate if rate and not complete else None,
+        slowest=slowest,
+        workers=workers,
+    )
+
+
+def _seconds(done: Done) -> float:
+    spent: Any = done.made_by.get("seconds")
+    return float(spent) if is_amount(spent) else 0.0
+
+
+def _left(table: Table, done: Sequence[Done]) -> float:
+    """Tokens still to be read: by the estimate, put right by how it turned out so far."""
+    guess = {int(unit["id"]): int(unit["tokens"]) for unit in table.units}
+    guessed = sum(guess.get(record.unit, 0) for record in done)
+    ratio = sum(record.tokens for record in done) / guessed if guessed else 1.0
+    return (sum(guess.values()) - guessed) * ratio

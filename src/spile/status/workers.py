@@ -1,0 +1,130 @@
+"""Who is at work, from their signs of life: what each said last, and what may be known of it now.
+
+A record says how its worker was when it wrote it. Whether it still is, only an observer knows who
+has looked before: a counter that does not move by the observer's own clock is stale. The times in
+a record are its writer's; an age that is shown is therefore said to be "about", and decides
+nothing.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spile.dataset import format as fmt
+from spile.dataset.heartbeat import process_ended, rebooted
+from spile.dataset.prediction import is_amount
+
+_MOST_SHARES = 10_000  # more are a stranger's joke
+ALIVE = ("running", "starting")
+_KEPT = ("units", "units_done", "tokens", "error", "host", "pid", "counter", "world", "share")
+_WORDS = ("error", "host", "share")
+_PROGRESS = ("tokens", "documents", "units", "bytes", "durable", "rate", "average", "idle",
+             "started", "updated")  # fmt: skip
+
+
+class Observer:
+    """Remembers when each worker's counter last moved."""
+
+    def __init__(self, stale_after: float) -> None:
+        self._stale_after = stale_after
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def unmoved(self, name: str, counter: int) -> float:
+        """Seconds since it was seen to move, by this process's clock."""
+        now = time.monotonic()
+        known = self._seen.get(name)
+        if known is None or known[0] != counter:
+            self._seen[name] = (counter, now)
+            return 0.0
+        return now - known[1]
+
+    def is_stale(self, seconds: float) -> bool:
+        return seconds >= self._stale_after
+
+
+def describe_workers(
+    records: Mapping[str, Mapping[str, Any]], observer: Observer | None = None
+) -> list[dict[str, Any]]:
+    """One entry for each process, and for each share that nobody has taken."""
+    found = [_describe(name, record, observer) for name, record in sorted(records.items())]
+    current = _without_earlier(found)
+    leaders = [worker for worker in current if (worker.get("world") or {}).get("process", 0) == 0]
+    most = max((w["progress"].get("tokens", 0) for w in leaders), default=0)
+    for worker in leaders:
+        if worker["state"] in (*ALIVE, "stale"):
+            worker["lag"] = int(most - worker["progress"].get("tokens", 0))
+    return current + [
+        {"name": f"share {share}", "state": "not started", "share": share, "progress": {}}
+        for share in _untaken(current)
+    ]
+
+
+def rate_of(workers: Sequence[Mapping[str, Any]]) -> tuple[float | None, str | None]:
+    """Tokens a second of all who are at work, and who of several is the slowest."""
+    rates = {
+        worker["name"]: float(worker["progress"]["rate"])
+        for worker in workers
+        if worker["state"] == "running"
+        and "rate" in worker["progress"]
+        and (worker.get("world") or {}).get("process", 0) == 0  # the others count the same tokens
+    }
+    slowest = min(rates, key=lambda name: rates[name]) if len(rates) > 1 else None
+    return (sum(rates.values()) if rates else None), slowest
+
+
+def _describe(name: str, record: Mapping[str, Any], observer: Observer | None) -> dict[str, Any]:
+    state = record.get("state", "unknown")
+    told = {k: record[k] for k in _KEPT if k in record}
+    told |= {k: 0 for k in ("units_done", "tokens") if k in told and not fmt.is_count(told[k])}
+    # It is shown in terminals, and these obey control characters.
+    shown = {k: fmt.shown(v) if k in _WORDS else v for k, v in told.items()}
+    progress = _progress(record)
+    worker: dict[str, Any] = {"name": name, "state": fmt.shown(state), **shown}
+    worker["progress"] = progress
+    if state in ALIVE:
+        if process_ended(record) or rebooted(record):
+            worker["state"] = "dead"
+        elif observer is not None:
+            worker["unmoved_seconds"] = observer.unmoved(name, record["counter"])
+            if observer.is_stale(worker["unmoved_seconds"]):
+                worker["state"] = "stale"
+    if "updated" in progress:
+        worker["beat_age_seconds"] = max(0.0, time.time() - progress["updated"])
+    return worker
+
+
+def _progress(record: Mapping[str, Any]) -> dict[str, float]:
+    told = record.get("progress")
+    if not isinstance(told, dict):
+        return {}
+    return {name: told[name] for name in _PROGRESS if is_amount(told.get(name))}
+
+
+def _without_earlier(workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of a share, or a place in a world, that was started again: the last one, who says so."""
+    by_place: dict[str, list[dict[str, Any]]] = {}
+    for worker in workers:
+        share, world = worker.get("share"), worker.get("world")
+        where = f"{share} {world and (world.get('coordinator'), world['process'])}"
+        by_place.setdefault(where if share or world else worker["name"], []).append(worker)
+    kept: list[dict[str, Any]] = []
+    for several in by_place.values():
+        # One that is there beats one that was; else who began last, by the clock of its machine.
+        latest = max(
+            several, key=lambda w: (w["state"] in ALIVE, w["progress"].get("started", 0.0))
+        )
+        kept.append({**latest, "earlier": len(several) - 1} if len(several) > 1 else latest)
+    return sorted(kept, key=lambda worker: worker["name"])
+
+
+def _untaken(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Shares of as many as somebody was told there are."""
+    taken: dict[int, set[int]] = {}
+    for worker in workers:
+        index, _, count = str(worker.get("share") or "").partition("/")
+        if index.isdecimal() and count.isdecimal() and int(count) <= _MOST_SHARES:
+            taken.setdefault(int(count), set()).add(int(index))
+    if len(taken) != 1:  # none, or a run that was started with one number and then another
+        return []
+    ((count, known),) = taken.items()
+    return [f"{share}/{count}" for share in range(count) if share not in known]

@@ -1,1 +1,0 @@
-"""What a person sees. Text only; the verbs print it."""

@@ -1,0 +1,398 @@
+"""The ground truth, held to its own arithmetic: each tap follows from others and the weights."""
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Gemma3ForCausalLM
+
+import families
+from families import FAMILIES, WINDOW, randomised
+from spile.check.reference import Reference
+
+TOLERANCE = 2e-5  # of the largest value
+LENGTH = 70  # beyond the window, and beyond longrope's original length
+SCALE_24 = ("gemma2", "gemma3")  # query_pre_attn_scalar instead of the head's width
+SANDWICH = ("gemma2", "gemma3", "olmo2")
+MOE = [name for name in FAMILIES if name.startswith(("mixtral", "qwen3moe", "gptoss"))]
+WINDOWED = {  # layers
+    "mistral-window": (0, 1, 2),
+    "qwen2-window": (1, 2),
+    "phi3-window": (0, 1, 2),
+    "mixtral-mqa-window": (0, 1, 2),
+    "starcoder2-mqa-window": (0, 1, 2),
+    "gemma2": (0, 2),
+    "gptoss": (0, 2),
+    "gemma3": (0, 1, 2, 3, 4, 6, 7),
+}
+each_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, one context, and its taps."""
+
+    name: str
+    model: Any
+    ids: np.ndarray
+    taps: dict[str, np.ndarray]
+    weights: dict[str, Tensor]
+
+    @property
+    def layers(self) -> range:
+        return range(self.model.config.num_hidden_layers)
+
+    @property
+    def body(self) -> Any:
+        return getattr(self.model, self.model.base_model_prefix)
+
+    @property
+    def parallel(self) -> bool:
+        return self.name in ("neox", "neox-tied-unbiased", "stablelm-mqa-parallel-qknorm")
+
+    def get(self, site: str, layer: int) -> Tensor:
+        return torch.from_numpy(self.taps[f"{site}.{layer}"])
+
+    def key(self, layer: int, part: str) -> str:
+        prefix = {"gpt2": "transformer.h", "neox": "gpt_neox.layers"}
+        return f"{prefix.get(self.name.split('-')[0], 'model.layers')}.{layer}.{part}"
+
+    def linear(self, value: Tensor, layer: int, part: str) -> Tensor:
+        weight = self.weights[self.key(layer, f"{part}.weight")]
+        if self.name.startswith("gpt2"):  # stored [in, out]
+            weight = weight.T
+        return F.linear(value, weight, self.weights.get(self.key(layer, f"{part}.bias")))
+
+    def norm(self, value: Tensor, key: str) -> Tensor:
+        """By hand: a layer norm has a bias or is StableLm's, all else is RMS, and Gemma adds 1."""
+        config = self.model.config
+        eps = next(
+            getattr(config, name)
+            for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+            if hasattr(config, name)
+        )
+        weight, bias = self.weights[f"{key}.weight"], self.weights.get(f"{key}.bias")
+        if bias is not None or self.name.startswith("stablelm"):
+            value = value - value.mean(-1, keepdim=True)
+        value = value / (value.square().mean(-1, keepdim=True) + eps).sqrt()
+        value = value * (weight + 1 if self.name.startswith("gemma") else weight)
+        return value if bias is None else value + bias
+
+
+@lru_cache
+def case(name: str) -> Case:
+    model = randomised(FAMILIES[name])
+    ids = np.random.default_rng(0).integers(0, 256, LENGTH).astype(np.int32)
+    return Case(name, model, ids, Reference(model).taps(ids), model.state_dict())
+
+
+def close(a: Tensor | np.ndarray, b: Tensor | np.ndarray, tolerance: float = TOLERANCE) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    return a.shape == b.shape and bool(np.abs(a - b).max() <= tolerance * np.abs(b).max())
+
+
+@each_family
+def test_the_stream_is_the_sum_of_what_is_added(name: str) -> None:
+    c = case(name)
+    for i in c.layers:
+        mid = c.get("resid_pre", i) + c.get("attn_out", i)
+        assert close(mid + c.get("mlp_out", i), c.get("resid_post", i))
+        if c.parallel:
+            assert f"resid_mid.{i}" not in c.taps
+        else:
+            assert close(mid, c.get("resid_mid", i))
+        if i:
+            assert np.array_equal(c.taps[f"resid_pre.{i}"], c.taps[f"resid_post.{i - 1}"])
+
+
+@each_family
+def test_what_hf_itself_returns_is_the_same(name: str) -> None:
+    c = case(name)
+    with torch.no_grad():
+        out = c.model(
+            torch.tensor(c.ids[None].astype(np.int64)),
+            output_hidden_states=True,
+            output_attentions=True,
+        )
+    streams = [c.taps[f"resid_pre.{i}"] for i in c.layers] + [c.taps["final_norm"]]
+    for ours, theirs in zip(streams, out.hidden_states, strict=True):
+        assert close(ours, theirs[0])
+    for i, theirs in enumerate(out.attentions):
+        assert close(c.get("attn_pattern", i), theirs[0].transpose(0, 1))
+    assert close(c.taps["logits"], out.logits[0])
+
+
+@each_family
+def test_both_ends_follow_from_the_weights(name: str) -> None:
+    c = case(name)
+    table = c.model.get_input_embeddings().weight.detach()
+    scale = table.shape[1] ** 0.5 if name.startswith("gemma") else 1.0
+    embed = table[torch.tensor(c.ids)] * scale
+    assert close(c.taps["embed"], embed)
+    if name.startswith("gpt2"):
+        embed = embed + c.weights["transformer.wpe.weight"][:LENGTH]
+    assert close(c.taps["resid_pre.0"], embed)
+    last = {"gpt2": "transformer.ln_f", "neox": "gpt_neox.final_layer_norm"}
+    final = c.norm(c.get("resid_post", c.layers[-1]), last.get(name.split("-")[0], "model.norm"))
+    assert close(c.taps["final_norm"], final)
+    head = table if c.model.config.tie_word_embeddings else c.model.get_output_embeddings().weight
+    logits = final @ head.detach().T
+    if name.startswith("gemma2") and name != "gemma2-nocap":
+        logits = 3.0 * torch.tanh(logits / 3.0)
+    assert close(c.taps["logits"], logits)
+
+
+@each_family
+def test_logprob_and_entropy_follow_from_the_logits(name: str) -> None:
+    c = case(name)
+    logits = torch.from_numpy(c.taps["logits"]).double()
+    targets = torch.tensor(c.ids[1:].astype(np.int64))
+    losses = F.cross_entropy(logits[:-1], targets, reduction="none")
+    assert c.taps["logprob"].dtype == c.taps["entropy"].dtype == np.float32
+    assert close(c.taps["logprob"][:-1], -losses, 1e-6)
+    assert c.taps["logprob"][-1] == 0.0
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    assert close(c.taps["entropy"], entropy, 1e-6)
+
+
+@each_family
+def test_q_k_v_are_projections_of_the_normed_stream(name: str) -> None:
+    c = case(name)
+    heads = c.model.config.num_attention_heads
+    for i in c.layers:
+        x = c.get("attn_in", i)
+        if name.startswith("olmo2"):
+            assert close(x, c.get("resid_pre", i))
+        else:
+            norm = "ln_1" if name.startswith("gpt2") else "input_layernorm"
+            assert close(x, c.norm(c.get("resid_pre", i), c.key(i, norm)))
+        width = c.taps[f"q.{i}"].shape[-1]
+        if name.startswith("gpt2"):
+            q, k, v = c.linear(x, i, "attn.c_attn").chunk(3, -1)
+        elif name.startswith("phi3"):
+            few = c.model.config.num_key_value_heads * width
+            q, k, v = c.linear(x, i, "self_attn.qkv_proj").split([heads * width, few, few], -1)
+        elif name.startswith("neox"):  # the rows of the weight: q, k and v of head 0, of head 1, ..
+            rows = c.linear(x, i, "attention.query_key_value").split(width, -1)
+            q, k, v = (torch.cat(rows[part::3], -1) for part in range(3))
+        else:
+            q, k, v = (c.linear(x, i, f"self_attn.{site}_proj") for site in "qkv")
+        for site, wanted in zip("qkv", (q, k, v), strict=True):
+            assert close(c.get(site, i), wanted.unflatten(-1, (-1, width)))
+        assert c.taps[f"q.{i}"].shape[1] == heads
+
+
+@each_family
+def test_q_and_k_enter_the_score_normed_and_rotated(name: str) -> None:
+    c = case(name)
+    for i in c.layers if not name.startswith("gpt2") else ():
+        for site in "qk":
+            value = c.get(site, i)
+            if name.startswith(("qwen3", "gemma3")):
+                value = c.norm(value, c.key(i, f"self_attn.{site}_norm"))
+            elif name.startswith("olmo2"):  # over all heads at once
+                flat = c.norm(value.flatten(1), c.key(i, f"self_attn.{site}_norm"))
+                value = flat.view_as(value)
+            elif "qknorm" in name:  # each head has its own
+                key = c.key(i, f"self_attn.{site}_layernorm.norms")
+                parts = [c.norm(value[:, h], f"{key}.{h}") for h in range(value.shape[1])]
+                value = torch.stack(parts, 1)
+            assert close(c.get(f"{site}_rot", i), rotated(c, value, i))
+    assert any(key.startswith("q_rot") for key in c.taps) != name.startswith("gpt2")
+
+
+def rotated(c: Case, value: Tensor, layer: int) -> Tensor:
+    """By the angles that the model's own module gives."""
+    kind = [c.model.config.layer_types[layer]] if c.name.startswith("gemma3") else []
+    cos, sin = c.body.rotary_emb(value[None], torch.arange(LENGTH)[None], *kind)
+    if c.name.startswith("gptoss"):  # gives each angle once
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    turned, left = value[..., : cos.shape[-1]], value[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    swapped = torch.cat([-second, first], -1)
+    return torch.cat([turned * cos[0][:, None] + swapped * sin[0][:, None], left], -1)
+
+
+@each_family
+def test_the_pattern_is_the_softmax_of_scores_within_the_window(name: str) -> None:
+    c = case(name)
+    rot = "" if name.startswith("gpt2") else "_rot"
+    windowed = WINDOWED.get(name, WINDOWED.get(name.split("-")[0], ()))
+    behind = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    for i in c.layers:
+        q, k, v = (c.get(site, i) for site in (f"q{rot}", f"k{rot}", "v"))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->qhk", q, k)
+        scores *= (24 if name.startswith(SCALE_24) else q.shape[-1]) ** -0.5
+        if name == "gpt2-layer-scaled":
+            scores /= i + 1
+        if name.startswith("gemma2") and name != "gemma2-nocap":
+            scores = 2.0 * torch.tanh(scores / 2.0)
+        seen = (behind >= 0) & (behind < (WINDOW if i in windowed else LENGTH))
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        if name.startswith("gptoss"):
+            sinks = c.weights[c.key(i, "self_attn.sinks")].expand(LENGTH, -1)[..., None]
+            scores = torch.cat([scores, sinks], -1)
+        pattern = c.get("attn_pattern", i)
+        assert close(pattern, scores.softmax(-1)[..., :LENGTH])
+        assert torch.equal(pattern > 0, seen[:, None].expand_as(pattern))
+        sums = pattern.sum(-1)
+        assert (sums < 1).all() if name.startswith("gptoss") else close(sums, torch.ones_like(sums))
+        assert close(c.get("z", i), torch.einsum("qhk,khd->qhd", pattern, v))
+
+
+@each_family
+def test_attention_adds_its_output_projection(name: str) -> None:
+    c = case(name)
+    part = {"gpt2": "attn.c_proj", "neox": "attention.dense"}
+    for i in c.layers:
+        out = c.linear(
+            c.get("z", i).flatten(1), i, part.get(name.split("-")[0], "self_attn.o_proj")
+        )
+        if name.startswith(SANDWICH):
+            out = c.norm(out, c.key(i, "post_attention_layernorm"))
+        assert close(c.get("attn_out", i), out)
+
+
+@each_family
+def test_the_mlp_reads_the_normed_stream_and_adds_its_down_projection(name: str) -> None:
+    c = case(name)
+    down = {"gpt2": "c_proj", "neox": "dense_4h_to_h", "starcoder2": "c_proj"}
+    norm = {"gpt2": "ln_2", "gemma2": "pre_feedforward_layernorm"}
+    norm["gemma3"] = norm["gemma2"]
+    for i in c.layers:
+        stream = c.get("resid_pre" if c.parallel else "resid_mid", i)
+        if name.startswith("olmo2"):
+            wanted = stream
+        elif c.parallel and name.startswith("stablelm"):
+            wanted = c.get("attn_in", i)  # the two share a norm
+        else:
+            wanted = c.norm(
+                stream, c.key(i, norm.get(name.split("-")[0], "post_attention_layernorm"))
+            )
+        assert close(c.get("mlp_in", i), wanted)
+        if f"router_logits.{i}" in c.taps:
+            assert f"mlp_hidden.{i}" not in c.taps
+            continue
+        out = c.linear(
+            c.get("mlp_hidden", i), i, f"mlp.{down.get(name.split('-')[0], 'down_proj')}"
+        )
+        if name.startswith(SANDWICH):
+            out = c.norm(out, c.key(i, "post_feedforward_layernorm"))
+        assert close(c.get("mlp_out", i), out)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_are_chosen_and_weighed_by_the_router(name: str) -> None:
+    c = case(name)
+    routed = [i for i in c.layers if f"router_logits.{i}" in c.taps]
+    assert routed == ([0, 2] if name == "qwen3moe-mqa-mixed" else list(c.layers))
+    for i in routed:
+        x, logits = c.get("mlp_in", i), c.get("router_logits", i)
+        router = "mlp.router" if name.startswith("gptoss") else "mlp.gate"
+        assert close(logits, c.linear(x, i, router))
+        weights, ids = c.get("expert_weights", i), c.get("expert_ids", i)
+        assert ids.dtype == torch.int64
+        assert torch.equal(ids, logits.argsort(-1, descending=True)[:, : ids.shape[1]])
+        chosen = logits.softmax(-1).gather(-1, ids)
+        if name != "qwen3moe-mha-unnormed":  # over all, then shared out; or over the chosen: alike
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        assert close(weights, chosen)
+        every = torch.stack([expert(c, x, i, e) for e in range(logits.shape[1])], 1)
+        picked = every.gather(1, ids[..., None].expand(-1, -1, x.shape[1]))
+        assert close(c.get("mlp_out", i), (weights[..., None] * picked).sum(1))
+
+
+def expert(c: Case, x: Tensor, layer: int, number: int) -> Tensor:
+    """What one expert makes of every token."""
+    up, down = (
+        c.weights[c.key(layer, f"mlp.experts.{n}_proj")][number] for n in ("gate_up", "down")
+    )
+    if not c.name.startswith("gptoss"):  # gate above up
+        gate, value = (x @ up.T).chunk(2, -1)
+        return (F.silu(gate) * value) @ down.T
+    biases = (
+        c.weights[c.key(layer, f"mlp.experts.{n}_proj_bias")][number] for n in ("gate_up", "down")
+    )
+    up_bias, down_bias = biases
+    both = x @ up + up_bias  # gate and up by turns
+    gate, value = both[:, ::2].clamp(max=1.5), both[:, 1::2].clamp(-1.5, 1.5)
+    return (gate * torch.sigmoid(1.702 * gate) * (value + 1)) @ down + down_bias
+
+
+def test_only_what_is_asked_for_is_kept() -> None:
+    c = case("gemma2-gqa")
+    some = Reference(c.model).taps(c.ids, ["attn_pattern.1", "k_rot", "entropy"])
+    assert set(some) == {"attn_pattern.1", "entropy", *(f"k_rot.{i}" for i in c.layers)}
+    some |= Reference(c.model).taps(c.ids, {"resid_post.3", "embed"})  # this one needs no head
+    assert len(some) == 8
+    for tap, value in some.items():
+        assert np.array_equal(value, c.taps[tap])
+
+
+def test_the_model_is_left_as_it_was_even_after_an_error() -> None:
+    model = randomised(FAMILIES["llama-gqa"])
+    modeling = sys.modules[type(model).__module__]
+    original = modeling.eager_attention_forward
+    with pytest.raises(IndexError):
+        Reference(model).taps(np.array([5, 10_000]))
+    assert modeling.eager_attention_forward is original
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic-rope", "phi3-longrope"])
+def test_a_context_does_not_depend_on_those_before_it(name: str) -> None:
+    # both lengths lie beyond the original one, where "dynamic" looks at the length itself
+    model = randomised(lambda: FAMILIES[name](max_position_embeddings=40))
+    ids = np.arange(100)
+    fresh = Reference(model).taps(ids[:50], ["q_rot.0"])["q_rot.0"]
+    reference = Reference(model)
+    longer = reference.taps(ids, ["q_rot.0"])["q_rot.0"]
+    assert not close(fresh, longer[:50], 1e-2), "positions depend on the length of the context"
+    assert np.array_equal(fresh, reference.taps(ids[:50], ["q_rot.0"])["q_rot.0"])
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch without bf16 hardware
+@pytest.mark.parametrize("name", ["qwen3-gqa", "gpt2", "neox", "gemma3-gqa"])
+def test_a_bfloat16_model_gives_float32_of_its_own_values(name: str) -> None:
+    c = case(name)
+    coarse = Reference(randomised(FAMILIES[name]).to(torch.bfloat16)).taps(c.ids)
+    assert coarse.keys() == c.taps.keys()
+    for tap, value in coarse.items():
+        assert value.dtype == np.float32
+        if tap not in ("logprob", "entropy"):  # computed above bfloat16
+            assert np.array_equal(value, torch.from_numpy(value).bfloat16().float().numpy())
+        assert close(value, c.taps[tap], 0.25)
+
+
+def test_a_multimodal_gemma3_gives_the_taps_of_its_decoder() -> None:
+    both = randomised(families.gemma3_multimodal)
+    alone: Any = Gemma3ForCausalLM(both.config.text_config)
+    alone.model.load_state_dict(both.model.language_model.state_dict())
+    ids = case("gemma3-gqa").ids
+    found, wanted = Reference(both).taps(ids), Reference(alone).taps(ids)
+    assert found.keys() == wanted.keys()
+    for tap, value in wanted.items():
+        assert np.array_equal(found[tap], value)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1, 5)])
+def test_anything_but_one_context_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="one context"):
+        Reference(case("llama-gqa").model).taps(np.zeros(shape, np.int32))
+
+
+@each_family
+def test_every_parameter_is_random_and_activations_stay_of_order_one(name: str) -> None:
+    c = case(name)
+    for key, parameter in c.model.named_parameters():
+        assert parameter.std() > 0.05, key
+        assert len(parameter.unique()) > 0.9 * min(parameter.numel(), 1000), key
+    for i in c.layers:
+        assert 0.2 < c.taps[f"resid_post.{i}"].std() < 8.0

@@ -1,0 +1,230 @@
+"""`spile compile`: the step for devices that are not here."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import quick
+import saes
+import tiny
+from spile.cli.model_text import compile_text
+from spile.compile.step import Question, compile_step
+from spile.compile.targets import Target, find_target
+from spile.core.config import Recipe, Runtime
+from spile.core.errors import ConfigError
+from spile.models.config.hf_config import read_config
+from spile.models.files.checkpoint import read_arch
+from spile.models.layout import Layout
+from spile.plan.chips import parse_topology
+from spile.run.step import Step
+
+CONFIGS = Path(__file__).parent.parent / "fixtures/configs"
+LIBTPU = importlib.util.find_spec("libtpu") is not None
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds a config.json and nothing else."""
+    directory = tmp_path_factory.mktemp("config")
+    changes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
+    (directory / "config.json").write_text(json.dumps({**tiny.CONFIG, **changes}))
+    return directory
+
+
+def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "spile.cli", "compile", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**tiny.environment(), "XLA_FLAGS": quick.FLAGS},
+        check=False,
+        **options,
+    )
+
+
+def test_a_config_is_enough_for_a_pod_of_virtual_devices(config: Path) -> None:
+    result = run(
+        "--model", config, "--taps", "resid_post:2", "--topology", "v5e-16", "--on", "cpu",
+        "--mesh", "data=8,model=2", "--batch-tokens", "128", "--seq-len", "64", "--json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["devices"], found["hosts"], found["mesh"]) == (16, 4, "data=8,model=2")
+    assert found["tokens"] == 8 * 128
+    sums = found["collectives"]["all-reduce"]
+    assert sums["count"] == 2 * 3 + 1
+    # What the CPU sends as float32 is bfloat16 on the chip: half as much.
+    assert sums["sent"] == sums["count"] * 128 * 64 * 2
+    assert found["fits"] is True and found["memory"] > 16e9
+    assert found["tokens_per_second"] > found["tokens_one_by_one"] > 0
+    assert found["dollars"] > found["dollars_spot"] > 0
+    assert found["limit"] in found["seconds"]
+
+
+def test_an_encoder_is_compiled_with_the_step_and_counted(config: Path, tmp_path: Path) -> None:
+    sae = saes.write_sae(tmp_path / "sae", "topk", width=64, latents=4096)
+    given = ("--model", config, "--taps", "resid_post:2", "--topology", "v5e-4", "--on", "cpu",
+             "--mesh", "data=4", "--batch-tokens", "128", "--seq-len", "64", "--json")  # fmt: skip
+    dense = json.loads(run(*given).stdout)
+    result = run(*given, "--encode", sae, "--latents", "5")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    # Its matrix is bfloat16, and every device has it; five values of two bytes and their ids leave.
+    assert found["weights"] - dense["weights"] >= 64 * 4096 * 2
+    assert found["flops"] - dense["flops"] >= 2 * 64 * 4096 * 128
+    assert found["taps"] < dense["taps"], "twenty bytes of a row instead of 128"
+    scaled = run(*given, "--encode", sae, "--latents", "5", "--store-dtype", "int8")
+    assert scaled.returncode == 0, scaled.stderr
+    assert json.loads(scaled.stdout)["taps"] < found["taps"]
+    refused = run(*given, "--encode", tmp_path / "nowhere")
+    assert refused.returncode == 2 and "nowhere" in refused.stderr
+
+
+def test_the_text_says_what_is_not_the_chips(config: Path) -> None:
+    given = ("--model", config, "--taps", "q:1", "--topology", "v6e-8", "--seq-len", "64")
+    result = run(*given, "--on", "cpu", "--search", "--batch-tokens", "64")
+    assert result.returncode == 0, result.stderr
+    for said in ("v6e-8: 8 devices on 1 host", "virtual CPU devices", "assumed", "tok/s"):
+        assert said in result.stdout
+    table = result.stdout.split("limited by\n")[1]
+    assert {line.split()[0] for line in table.splitlines()} >= {"data=8", "data=4,model=2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--topology", "v5e-9"), "choose from v5e-4"),
+        (("--topology", "v5e-16", "--on", "qemu"), "--on must be one of libtpu, cpu, here"),
+        (("--on", "cpu"), "needs a --topology"),
+        (("--topology", "v5e-16", "--on", "here"), "this machine has"),
+        (("--topology", "v5e-16", "--on", "cpu", "--mesh", "data=3"), "product is that"),
+        (("--topology", "v5e-4", "--on", "cpu", "--seq-len", "512"), "at most 128"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    config: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    result = run("--model", config, "--taps", "resid_post:0", *arguments)
+    assert result.returncode == 2
+    assert said in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(LIBTPU, reason="libtpu is here")
+def test_without_libtpu_asking_for_it_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="libtpu is not installed.*--on cpu"):
+        find_target("v5e-64", "libtpu")
+    with pytest.raises(ConfigError, match="for TPUs"):
+        find_target("h200", "libtpu")
+
+
+@pytest.mark.skipif(not LIBTPU, reason="libtpu cannot be imported (it exists for x86-64 alone)")
+@pytest.mark.parametrize("topology", ["v4-8", "v5e-8", "v5e-64", "v6e-8", "v5p-8", "v5p-64"])
+def test_libtpu_makes_as_many_devices_as_the_name_says(topology: str) -> None:
+    code = (
+        "from spile.compile.targets import find_target as f;"
+        f"print(len(f({topology!r}, 'libtpu').devices))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) == parse_topology(topology).chips
+
+
+@pytest.mark.skipif(not LIBTPU, reason="libtpu cannot be imported (it exists for x86-64 alone)")
+def test_libtpu_compiles_the_step_and_says_what_does_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((CONFIGS / "Qwen2.5-7B.json").read_text())
+    given = ("--model", tmp_path, "--taps", "resid_post:-1", "--topology", "v5e-16", "--json")
+    found = json.loads(run(*given, "--mesh", "data=4,model=4").stdout)
+    assert found["on"] == "libtpu" and found["fits"] is True
+    assert 0 < found["temporaries"] < 4e9
+    assert found["collectives"]
+    crowded = json.loads(run(*given, "--mesh", "data=16", "--batch-tokens", "128k").stdout)
+    assert crowded["fits"] is False
+
+
+def test_this_machines_devices_are_taken_if_nothing_is_named(config: Path) -> None:
+    target = find_target(None, None)
+    assert (target.on, target.platform) == ("here", jax.default_backend())
+    recipe = Recipe(taps="resid_post:0", seq_len=16, store_dtype="int8")
+    question = Question(read_arch(str(config)), recipe, Runtime(batch_tokens=32), target)
+    found = compile_step(question, Layout(len(target.devices)))
+    assert found.temporaries and found.taps and not found.collectives
+    assert found.to_json()["on"] == "here"
+
+
+def test_a_program_that_the_compiler_refuses_for_its_size_does_not_fit(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chip = parse_topology("v5e-4").chip
+    target = Target("v5e-4", chip, jax.devices()[:1], 1, "libtpu")
+    recipe = Recipe(taps="resid_post:0", seq_len=16)
+    question = Question(read_arch(str(config)), recipe, Runtime(batch_tokens=32), target)
+    said = "RESOURCE_EXHAUSTED: CompileTimeHbmOom: Used 20.1G, exceeds available HBM (15.75G)"
+
+    def refuse(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError(said)
+
+    monkeypatch.setattr(Step, "compile", refuse)
+    found = compile_step(question, Layout())
+    assert found.fits is False
+    assert (found.temporaries, found.tokens_per_second) == (None, None)
+    assert any(said in note for note in found.notes)
+    assert "does not fit" in compile_text([found])
+    said = "INVALID_ARGUMENT: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        compile_step(question, Layout())
+
+
+def pretended(topology: str, name: str, taps: str = "resid_post:-1", **given: Any) -> Question:
+    """A question whose devices are never used: only their number matters."""
+    wanted = parse_topology(topology)
+    target = Target(topology, wanted.chip, [None] * wanted.chips, wanted.hosts, "cpu")
+    arch = read_config(json.loads((CONFIGS / f"{name}.json").read_text()), name)[1]
+    return Question(arch, Recipe(taps=taps), Runtime(**given), target)
+
+
+@pytest.mark.parametrize(
+    ("topology", "name", "mesh"),
+    [
+        ("v5e-64", "Qwen2.5-0.5B", "data=64"),
+        ("v6e-8", "Llama-3.1-8B", "data=8"),
+        ("v5e-8", "Llama-3.1-8B", "data=4,model=2"),
+        ("v5e-64", "Llama-3.3-70B-Instruct", "data=4,fsdp=4,model=4"),
+        ("v5p-64", "Llama-3.3-70B-Instruct", "data=16,model=2"),
+        ("h200", "Llama-3.1-8B", "1"),
+    ],
+)
+def test_auto_chooses_the_fastest_mesh_that_fits(topology: str, name: str, mesh: str) -> None:
+    assert str(pretended(topology, name).layout()) == mesh
+
+
+def test_a_step_has_as_many_rows_as_fit_unless_a_number_is_asked_for() -> None:
+    layout = Layout(1, 1, 4)
+    roomy = pretended("v5p-8", "Llama-3.1-8B").workload(layout)
+    many = "resid_post:all,mlp_hidden:all,z:all"
+    tight = pretended("v5e-4", "Llama-3.1-8B", many).workload(layout)
+    assert (roomy.rows, roomy.seq_len) == (8, 2048)
+    assert tight.rows < roomy.rows
+    asked = pretended("v5e-4", "Llama-3.1-8B", "resid_post:all", batch_tokens="64k")
+    assert asked.workload(layout).rows == 31
+    assert not asked.holds(asked.workload(layout))
+
+
+def test_rows_can_be_shared_by_all_hosts() -> None:
+    work = pretended("v5e-64", "Llama-3.1-8B", batch_tokens="2048").workload(Layout(2, 1, 32))
+    assert work.rows == 16
+
+
+def test_a_search_leaves_out_what_cannot_hold_the_weights() -> None:
+    layouts = pretended("v5e-16", "Llama-3.1-8B").layouts()
+    assert Layout(16) not in layouts
+    assert Layout(4, 1, 4) in layouts
+    assert pretended("v5e-8", "Llama-3.3-70B-Instruct").layouts() == []

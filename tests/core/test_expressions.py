@@ -1,0 +1,270 @@
+"""Row filters: what the text means, row by row in plain Python, and every refusal in one line."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from spile.core.errors import ConfigError
+from spile.core.expressions import RowFilter
+from spile.core.index import FIRST, FLAGS, INDEX_DTYPE
+
+COLUMNS = {"token_id": 2**31, "doc": 2**40, "offset": 2**31, "pos": 2**31}
+
+
+def numbers_below(limit: int) -> st.SearchStrategy[int]:
+    return st.integers(0, 12) | st.integers(0, limit - 1) | st.just(limit - 1)
+
+
+ENTRIES = st.tuples(*map(numbers_below, COLUMNS.values()), st.integers(0, 63))
+INDEXES = st.lists(ENTRIES, max_size=20).map(lambda rows: np.array(rows, INDEX_DTYPE))
+
+# -- expressions as people write them: any spacing, parentheses where none are needed --------------
+
+SPACE = st.sampled_from(["", " ", "  ", "\n"])
+LITERALS = st.integers(0, 20) | st.integers(0, 2**31)
+
+
+def written(*parts: str | st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """The parts with odd spaces between them, at times in parentheses."""
+    spaced: list[Any] = [SPACE]
+    for part in parts:
+        spaced += [st.just(part) if isinstance(part, str) else part, SPACE]
+    text = st.tuples(*spaced).map("".join)
+    return text | text.map(lambda t: f"({t})")
+
+
+def larger_integers(smaller: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    divisor = st.integers(1, 40).map(str) | st.integers(1, 40).map(lambda n: f"-{n}")
+    return (
+        written(smaller, st.sampled_from("+-*"), smaller)
+        | written("(", smaller, ")", st.sampled_from(["%", "//"]), divisor)
+        | written(smaller, st.sampled_from(["%", "//"]), "(pos + 1)")
+        | written(st.sampled_from("+-"), smaller)
+    )
+
+
+INTEGERS = st.recursive(
+    st.sampled_from(list(COLUMNS))
+    | st.sampled_from(list(COLUMNS))
+    | LITERALS.map(str)
+    | LITERALS.map(hex),
+    larger_integers,
+    max_leaves=5,
+)
+COMPARISON = st.sampled_from(["<", "<=", ">", ">=", "==", "!="])
+MEMBERS = st.lists(st.integers(-3, 20).map(str), min_size=1, max_size=5).flatmap(
+    lambda m: st.sampled_from([f"({','.join(m)},)", f"[ {','.join(m)}]", f"{{{', '.join(m)}}}"])
+)
+BOOLEANS = st.recursive(
+    st.sampled_from(list(FLAGS))
+    | written(INTEGERS, COMPARISON, INTEGERS)
+    | written(INTEGERS, COMPARISON, INTEGERS, COMPARISON, INTEGERS)
+    | written(INTEGERS, st.sampled_from([" in ", " not in "]), MEMBERS),
+    lambda smaller: (
+        written(smaller, st.sampled_from([" and ", " or "]), smaller) | written("not ", smaller)
+    ),
+    max_leaves=6,
+)
+WORDS = [
+    *FLAGS, *COLUMNS, *"017+-*/%&|~<>=!()[]{},:.#\\'é\n",
+    "99999999999999999999", "1.5", "0x", "0777", "and", "or", "not", "in", "//", "**", "<=", "==",
+    "if", "else", "lambda", "None", "True", "pos > 1", "x",
+]  # fmt: skip
+
+
+def plainly(where: str, entry: Any) -> bool:
+    """Python's own word on one entry, with integers of any size."""
+    names: dict[str, int | bool] = {column: int(entry[column]) for column in COLUMNS}
+    names |= {flag: bool(int(entry["flags"]) & bit) for flag, bit in FLAGS.items()}
+    return bool(eval(" ".join(where.split()), {"__builtins__": {}}, names))
+
+
+def parsed(where: str) -> RowFilter:
+    """Rejects drawn expressions that are too large, which are tested for elsewhere."""
+    try:
+        return RowFilter.parse(where, None)
+    except ConfigError as error:
+        assume("2**62" not in str(error) and "nested" not in str(error))
+        raise
+
+
+@given(where=BOOLEANS, index=INDEXES)
+@settings(max_examples=250, deadline=None)
+def test_the_mask_is_what_python_says_of_each_row(where: str, index: np.ndarray) -> None:
+    mask = parsed(where).mask(index)
+    assert mask.dtype == np.bool_ and mask.shape == index.shape
+    assert mask.tolist() == [plainly(where, entry) for entry in index]
+
+
+@given(where=BOOLEANS, index=INDEXES)
+@settings(max_examples=150, deadline=None)
+def test_the_canonical_text_reads_back_as_itself_and_means_the_same(
+    where: str, index: np.ndarray
+) -> None:
+    rows = parsed(where)
+    assert rows.where is not None
+    again = RowFilter.parse(rows.where, None)
+    assert again == rows and again.where == rows.where and hash(again) == hash(rows)
+    assert [plainly(rows.where, e) for e in index] == [plainly(where, e) for e in index]
+
+
+@given(
+    where=st.text(max_size=60) | st.lists(st.sampled_from(WORDS), max_size=25).map(" ".join),
+    every=st.none() | st.integers(),
+    index=INDEXES,
+)
+@settings(max_examples=500, deadline=None)
+def test_any_text_makes_a_filter_or_an_error_of_one_line(
+    where: str, every: int | None, index: np.ndarray
+) -> None:
+    try:
+        rows = RowFilter.parse(where, every)
+    except ConfigError as error:
+        assert str(error).isprintable() and len(str(error)) < 250
+    else:
+        assert len(rows.mask(index)) == len(index)
+
+
+@pytest.mark.parametrize(
+    ("where", "canonical"),
+    [
+        ("not bos and pos>=1", "not bos and pos >= 1"),
+        ("  ( not(bos) )and ((pos) >= 0x1)\n", "not bos and pos >= 1"),
+        ("0<pos<=+8", "0 < pos <= 8"),
+        ("pos in [3, 1, 3, -1]", "pos in (-1, 1, 3)"),
+        ("pos not  in {1_000}", "pos not in (1000,)"),
+        ("bos and (eos and last) and (first or (end or special))",
+         "bos and eos and last and (first or end or special)"),
+        ("(pos*2)+1 == - ( pos%3 )", "pos * 2 + 1 == -(pos % 3)"),
+        ("pos - (offset - 1) > 0", "pos - (offset - 1) > 0"),
+    ],
+)  # fmt: skip
+def test_spellings_of_one_expression_have_one_canonical_text(where: str, canonical: str) -> None:
+    assert RowFilter.parse(where, None).where == canonical
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("pos > 1 and poss < 3", "--where, character 13, 'poss': no such name (known: bos, eos, "
+         "special, first, last, end, system, user, assistant, tool, template, token_id, doc, "
+         "offset, pos); did you mean 'pos'?"),
+        ("BOS", "did you mean 'bos'?"),
+        ("pos", "'pos': is an integer where true or false is needed; compare it, as in pos > 0"),
+        ("not pos", "character 5, 'pos': is an integer where"),
+        ("bos or 1", "character 8, '1': is an integer where"),
+        ("bos == 1", "'bos': is true or false where an integer is needed"),
+        ("(pos > 1) + 1 > 1", "character 2, 'pos > 1': is true or false where an integer"),
+        ("bos in (1, 2)", "'bos': is true or false where an integer"),
+        ("bos & eos", "write 'and' instead of '&'"),
+        ("bos | eos", "write 'or' instead of '|'"),
+        ("~bos", "write 'not' instead of '~'"),
+        ("pos / 2 > 1", "write '//' instead of '/'"),
+        ("pos is 1", "write '==' instead of 'is'"),
+        ("pos is not 1", "write '!=' instead of 'is not'"),
+        ("pos ** 2 > 1", "'pos ** 2': only names, integers, and, or, not"),
+        ("print(pos) > 1", "'print(pos)': only names"),
+        ("pos.real > 1", "'pos.real': only names"),
+        ("[pos for pos in (1,)]", "only names"),
+        ("pos > 1.5", "character 7, '1.5': only names, integers"),
+        ("True", "'True': only names, integers"),
+        ("pos > '1'", "only names, integers"),
+        ("pos in 3", "'3': 'in' needs a list of integers"),
+        ("pos in ()", "'()': 'in' needs a list of integers"),
+        ("pos in (1, doc)", "'doc': is not an integer written out"),
+        ("pos in (1, True)", "'True': is not an integer written out"),
+        ("pos in (1, 2) == 3", "nothing can be compared with a list"),
+        ("pos % 0 == 1", "character 7, '0': division by zero"),
+        ("pos // (1 - 1) == 1", "division by zero"),
+        ("pos % offset == 1", "'offset': division by what could be zero"),
+        ("pos % (token_id % 5 - 2) == 1", "'token_id % 5 - 2': division by what could be zero"),
+        ("pos % (token_id % -5 + 2) == 1", "division by what could be zero"),
+        ("pos % (token_id // -1000000000 + 2) == 1", "division by what could be zero"),
+        ("pos % (-token_id % 5 - 2) == 1", "division by what could be zero"),
+        ("pos % (2 - token_id) == 1", "division by what could be zero"),
+        (f"pos < {2**62}", "integers must be less than 2**62"),
+        (f"pos in ({-(2**62)},)", "integers must be less than 2**62"),
+        ("doc * token_id > 1", "'doc * token_id': could reach 2**62"),
+        (f"pos + {2**62 - 1} > 1", "could reach 2**62"),
+        ("pos = 1", "--where, character 5, '= 1': invalid syntax"),
+        ("(pos > 1", "'(' was never closed"),
+        ("pos >", "at its end: invalid syntax"),
+        ("pos ≥ 1", "character 5: '≥' is not understood"),
+        ("bos # and eos", "character 5: '#' is not understood"),
+        (" \n", "is empty; leave it out"),
+        ("not " * 40 + "bos", "nested too deeply"),
+        ("-" * 950 + "pos > 1", "nested too deeply"),
+        ("bos or " * 200 + "bos", "1000 characters at most; this has 1403"),
+        ("pos<1or " * 120 + "bos", "with the usual spaces"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_and_where(where: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RowFilter.parse(where, None)
+    assert said in str(caught.value)
+
+
+def test_bounds_are_followed_so_that_small_products_of_large_columns_are_allowed() -> None:
+    index = np.zeros(1, INDEX_DTYPE)
+    index["token_id"], index["doc"], index["pos"] = 2**31 - 1, 2**40 - 1, 2**31 - 1
+    for where in (
+        "doc % 1000 * token_id > 2_000_000_000_000",
+        "token_id * pos == 4611686014132420609",
+        "doc // -1000000 * pos < -2_000_000_000_000_000",
+    ):
+        assert RowFilter.parse(where, None).mask(index).all() == plainly(where, index[0])
+
+
+@pytest.mark.parametrize("every", [0, -3, 2**62, True, 2.0, "2"])
+def test_every_must_be_a_whole_number_of_at_least_one(every: Any) -> None:
+    with pytest.raises(ConfigError, match="--every must be a whole number, 1 or more; got "):
+        RowFilter.parse(None, every)
+
+
+def test_only_a_filter_that_asks_for_nothing_keeps_all() -> None:
+    assert RowFilter.parse(None, None).keeps_all
+    assert RowFilter.parse(None, 1) == RowFilter.parse(None, None)
+    assert not RowFilter.parse(None, 2).keeps_all
+    assert not RowFilter.parse("pos >= 0", None).keeps_all
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), max_size=6),
+    where=st.sampled_from([None, "pos >= 1", "pos % 2 == 1", "pos < 0", "token_id < 3 or last"]),
+    every=st.integers(1, 5),
+    data=st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_nth_of_the_rows_left_is_counted_anew_in_each_context(
+    lengths: list[int], where: str | None, every: int, data: st.DataObject
+) -> None:
+    index = np.zeros(sum(lengths), INDEX_DTYPE)
+    index["token_id"] = data.draw(
+        st.lists(st.integers(0, 6), min_size=len(index), max_size=len(index))
+    )
+    wanted: list[bool] = []
+    done = 0
+    for length in lengths:
+        context = index[done : done + length]
+        context["pos"] = np.arange(length)
+        context["flags"][0] = FIRST
+        context["flags"][-1] |= FLAGS["last"]
+        left = 0
+        for entry in context:
+            passes = where is None or plainly(where, entry)
+            wanted.append(passes and left % every == 0)
+            left += passes
+        done += length
+    assert RowFilter.parse(where, every).mask(index).tolist() == wanted
+
+
+def test_a_filter_survives_pickling() -> None:
+    rows = RowFilter.parse("pos >= 1", 2)
+    again = pickle.loads(pickle.dumps(rows))
+    index = np.array([(5, 0, p, p, FIRST * (p == 0)) for p in range(6)], INDEX_DTYPE)
+    assert again == rows
+    assert again.mask(index).tolist() == [False, True, False, True, False, True]

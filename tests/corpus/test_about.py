@@ -1,0 +1,143 @@
+"""What is kept of each document while a unit is read."""
+
+import datetime
+from collections import Counter
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import tiny
+from spile.core.errors import InputError
+from spile.corpus import about
+from spile.corpus.about import LONGEST, About, plain
+from spile.corpus.files import find_files
+from spile.corpus.reader import CorpusReader
+from spile.corpus.select import ColumnFilter, Selection
+from texts import units_of, write_parquet
+
+
+def read(path: Path, keep: tuple[str, ...] = (), preview: int = 20, **options: Any) -> About:
+    files = find_files(str(path))
+    (unit,) = units_of(files)
+    reader = CorpusReader(files, None, "line", keep=keep, preview=preview, **options)
+    try:
+        found = reader.read(unit.spans, unit.first_doc)
+        assert found.skipped == Counter(filter(None, found.about.skipped))
+        return found.about
+    finally:
+        reader.close()
+
+
+LINES = r"""{"text": "one", "id": 1, "url": "http://a"}
+{"text": "  ", "id": 2}
+
+{"id": 3}
+"a bare text"
+{"text": "lone \ud800", "id": "\ud800"}
+{"text": "nul \u0000 and bell \u0007", "id": {"b": [1, 2], "a": "é"}}
+{"text": "a text of more than twenty characters 🌳", "id": 12345678901234567890}
+"""
+
+
+def test_every_line_has_its_row_whatever_became_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINES)
+    found = read(tmp_path, ("id", "url"))
+    assert found.docs == list(range(8))
+    assert found.skipped == [None, "empty", "empty", "null", None, "not UTF-8", None, None]
+    assert found.values["id"] == [
+        1, 2, None, 3, None, r"\ud800", '{"a": "é", "b": [1, 2]}', "12345678901234567890",
+    ]  # fmt: skip
+    assert found.values["url"] == ["http://a", *[None] * 7]
+    assert found.previews == [
+        "one", None, None, None, "a bare text", None, "nul \0 and bell \7", "a text of more than ",
+    ]  # fmt: skip
+
+
+def test_nothing_is_kept_where_nothing_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINES)
+    found = read(tmp_path, preview=0)
+    assert (found.values, {*found.previews}) == ({}, {None})
+    assert len(found.docs) == 8
+
+
+def test_a_preview_is_cut_between_characters(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("🌳🌳🌳\nשלום\n")
+    assert read(tmp_path, preview=2).previews == ["🌳🌳", "של"]
+
+
+def test_columns_of_parquet_keep_what_python_can_say_of_them(tmp_path: Path) -> None:
+    when = [datetime.datetime(2024, 5, 6, 7, 8, 9, 10, datetime.UTC), None, None]
+    columns = {
+        "text": pa.array(["one", None, "three"]),
+        "id": pa.array([b"fine", b"caf\xe9", None]),
+        "nested": pa.array([{"a": [1]}, None, {"a": []}]),
+        "time": pa.array(when, pa.timestamp("ns", "UTC")),
+        "price": pa.array([Decimal("1.50"), None, None]),
+        "kind": pa.array(["x", "y", "x"]).dictionary_encode(),
+        "big": pa.array([2**64 - 1, 1, None], pa.uint64()),
+        "score": pa.array([0.5, float("nan"), None]),
+    }
+    write_parquet(tmp_path / "a.parquet", columns)
+    found = read(tmp_path, tuple(columns)[1:])
+    assert found.skipped == [None, "null", None]
+    values = found.values
+    assert values["id"] == ["fine", r"caf\xe9", None]
+    assert values["nested"] == ['{"a": [1]}', None, '{"a": []}']
+    assert values["time"] == ["2024-05-06 07:08:09.000010000Z", None, None]
+    assert values["price"] == ["1.50", None, None]
+    assert values["kind"] == ["x", "y", "x"]
+    assert values["big"] == [str(2**64 - 1), 1, None]
+    assert values["score"][0] == 0.5 and values["score"][2] is None
+
+
+def test_a_column_that_some_files_lack_is_empty_there(tmp_path: Path) -> None:
+    texts = pa.array(["one", "two"])
+    write_parquet(tmp_path / "a.parquet", {"text": texts, "id": pa.array([1, 2])})
+    write_parquet(tmp_path / "b.parquet", {"text": texts})
+    assert read(tmp_path, ("id",)).values["id"] == [1, 2, None, None]
+
+
+def test_texts_can_be_kept_whole_beside_what_is_read_of_them(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", {"text": pa.array(["one", "two"])})
+    assert read(tmp_path, ("text",), preview=1).values["text"] == ["one", "two"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_what_a_filter_leaves_out_says_nothing(kind: str, tmp_path: Path) -> None:
+    rows = {"text": ["one", "two", "three", "four"], "id": [1, 2, 3, 4]}
+    if kind == "parquet":
+        write_parquet(tmp_path / "a.parquet", {n: pa.array(v) for n, v in rows.items()})
+    else:
+        lines = (f'{{"text": "{t}", "id": {i}}}\n' for t, i in zip(*rows.values(), strict=True))
+        (tmp_path / "a.jsonl").write_text("".join(lines))
+    found = read(tmp_path, ("id",), filter=ColumnFilter("id >= 4"))
+    assert found.values["id"] == [None, None, None, 4]
+    assert found.previews == [None, None, None, "four"]
+
+
+def test_documents_that_a_hash_leaves_out_are_known_still(tmp_path: Path) -> None:
+    path = tiny.write_corpus(tmp_path / "a.jsonl")
+    found = read(path, ("id",), selection=Selection(fraction=0.5))
+    assert found.values["id"] == list(range(40)) and None not in found.previews
+    assert {*found.skipped} == {None, "beyond --fraction"}
+
+
+def test_long_values_are_cut_and_say_so() -> None:
+    assert plain("é" * LONGEST) == "é" * LONGEST
+    cut = plain("é" * (LONGEST + 1))
+    assert isinstance(cut, str) and len(cut) == LONGEST and cut.endswith("é…")
+    nested: Any = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert plain(nested) == "…"
+    assert plain({(1, 2): 3}) == "…"
+
+
+def test_too_much_for_a_unit_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(about, "MOST_CHARACTERS", 100)
+    path = tiny.write_corpus(tmp_path / "a.jsonl")
+    with pytest.raises(InputError, match="what is kept of documents 0 to .*--keep"):
+        read(path, ("id",))

@@ -1,0 +1,127 @@
+"""Garbage collection: orphans go, and nothing that is committed or still can be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stored
+from spile.core.errors import CorruptError, StoreError
+from spile.dataset import format as fmt
+from spile.dataset.maintain.gc import collect_garbage
+from spile.dataset.maintain.verify import verify
+
+TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
+UNITS = ((5, 9), (9, 5), (0, 3))
+
+
+def build(path: Path, **options: Any) -> stored.Stored:
+    return stored.build(path, UNITS, **{"taps": TAPS, "shard_bytes": 128, **options})
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> stored.Stored:
+    return build(tmp_path / "out")
+
+
+def leave(dataset: stored.Stored) -> dict[str, set[str]]:
+    """What kills and lost races leave behind, by where it comes from."""
+    done = dataset.done(1)
+    leavings = {
+        "lost": {f.key for f in dataset.attempt(1).files()},
+        "extra": {fmt.attempt_prefix(1, done.attempt) + "embed.00000.safetensors"},
+        "record": {fmt.done_key(1) + ".tmp-0a1b", fmt.UNITS + ".tmp-2c3d"},
+        "unfinished": {f.key for f in dataset.attempt(2).files()},
+        "unfinished record": {fmt.done_key(2) + ".tmp-4e5f"},
+    }
+    for kind in ("extra", "record", "unfinished record"):
+        for key in leavings[kind]:
+            dataset.objects.create(key, b"half")
+    return leavings
+
+
+def test_orphans_are_listed_and_are_no_fault(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "out", commit=(0, 1))
+    leavings = leave(dataset)
+    report = verify(dataset.objects, partial=True)
+    assert report.ok
+    assert set(report.orphans) == set().union(*leavings.values())
+
+
+def test_gc_removes_exactly_what_can_never_be_committed(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "out", commit=(0, 1))
+    before = set(dataset.listed())
+    leavings = leave(dataset)
+    doomed = leavings["lost"] | leavings["extra"] | leavings["record"]
+    assert set(collect_garbage(dataset.objects)) == doomed
+    kept = leavings["unfinished"] | leavings["unfinished record"]
+    assert set(dataset.listed()) == before | kept
+    assert collect_garbage(dataset.objects) == []
+    assert verify(dataset.objects, partial=True).ok
+
+
+def test_an_attempt_that_gc_kept_can_still_be_committed(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "out", commit=(0, 1))
+    attempt = dataset.attempt(2)
+    collect_garbage(dataset.objects)
+    assert dataset.ledger.commit(attempt)
+    assert dataset.ledger.complete(dataset.table)
+    assert verify(dataset.objects).ok
+
+
+def test_gc_of_abandoned_work_leaves_only_the_dataset(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "out", commit=(0, 1))
+    before = set(dataset.listed())
+    leavings = leave(dataset)
+    removed = collect_garbage(dataset.objects, abandoned=True)
+    assert set(removed) == set().union(*leavings.values())
+    assert set(dataset.listed()) == before
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_gc_leaves_a_clean_dataset_and_strangers_files_alone(
+    dataset: stored.Stored, abandoned: bool
+) -> None:
+    strangers = {"notes.txt", ".tmp-notes", "workers/.tmp-x", "attempts/readme", "done/x.json"}
+    strangers |= {fmt.CHECK}  # no stranger, but nothing to remove either
+    for key in strangers:
+        dataset.objects.create(key, b"mine")
+    before = set(dataset.listed())
+    assert collect_garbage(dataset.objects, abandoned=abandoned) == []
+    assert set(dataset.listed()) == before
+
+
+def test_gc_removes_nothing_of_a_unit_whose_record_is_damaged(dataset: stored.Stored) -> None:
+    (dataset.path / fmt.done_key(1)).write_bytes(b"")
+    before = set(dataset.listed("attempts/00000001/"))
+    with pytest.raises(CorruptError, match=fmt.done_key(1)):
+        collect_garbage(dataset.objects, abandoned=True)
+    assert set(dataset.listed("attempts/00000001/")) == before
+
+
+def test_gc_wants_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "attempts/00000000/x").mkdir(parents=True)
+    (tmp_path / "attempts/00000000/x/y").write_bytes(b"")
+    with pytest.raises(StoreError, match="no dataset"):
+        collect_garbage(stored.LocalObjects(tmp_path), abandoned=True)
+    assert (tmp_path / "attempts/00000000/x/y").exists()
+
+
+def test_gc_removes_a_torn_heartbeat_and_keeps_a_whole_one(dataset: stored.Stored) -> None:
+    whole = fmt.encode_record("worker", {"counter": 1, "units": []})
+    dataset.objects.create("workers/whole.json", whole)
+    dataset.objects.create("workers/torn.json", whole[:-5])
+    assert not verify(dataset.objects).ok
+    assert collect_garbage(dataset.objects) == ["workers/torn.json"]
+    assert verify(dataset.objects).ok
+
+
+def test_gc_keeps_what_a_manifest_names_even_if_its_unit_was_redone(
+    dataset: stored.Stored,
+) -> None:
+    first = {file.key for file in dataset.done(1).files()}
+    again = dataset.attempt(1)
+    (dataset.path / fmt.done_key(1)).write_bytes(fmt.encode_record("done", again.to_json()))
+    assert any("delete it" in fault for fault in verify(dataset.objects).faults)
+    assert collect_garbage(dataset.objects) == []
+    assert first <= set(dataset.listed())

@@ -1,0 +1,230 @@
+"""docs/format.md is enough: a reader written from that page alone reads what Spile writes.
+
+It uses json, struct, base64, hashlib, numpy and xxhash, for compressed shards a zstd decoder, and
+nothing of Spile's.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+import zstandard
+
+import spile
+import stored
+from spile.core.index import FLAGS
+from spile.dataset.format import FORMAT
+
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+PLAIN = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "I32": "<i4", "I64": "<i8",
+    "F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": "<u2", "F8_E4M3": "u1",
+}  # fmt: skip
+Tensors = Mapping[str, tuple[str, np.ndarray]]
+
+
+class PageReader:
+    """A dataset in a directory, read as the page says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.table = self.record("units.json", "units")
+        recipe = self.table["recipe"]
+        identity = {k: v for k, v in recipe.items() if not k.endswith("_source")}
+        plain = json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()
+        assert hashlib.sha256(plain).hexdigest() == self.table["fingerprint"]
+        if (path / "manifest.json").exists():
+            self.units = self.record("manifest.json", "manifest")["units"]
+        else:
+            keys = [f"done/{unit['id']:08d}.json" for unit in self.table["units"]]
+            self.units = [self.record(key, "done") for key in keys if (path / key).exists()]
+            assert all(u["fingerprint"] == self.table["fingerprint"] for u in self.units)
+
+    def record(self, key: str, kind: str) -> dict[str, Any]:
+        data = (self.path / key).read_bytes()
+        record = json.loads(data)
+        assert spelled(record) == data
+        checksum = record.pop("checksum")
+        assert xxhash.xxh3_128_hexdigest(spelled(record)) == checksum
+        assert (record.pop("format"), record.pop("kind")) == (6, kind)
+        return record
+
+    def tensors(self, file: Mapping[str, Any]) -> Tensors:
+        data = (self.path / file["key"]).read_bytes()
+        assert len(data) == file["bytes"]
+        assert xxhash.xxh3_128_hexdigest(data) == file["digest"]
+        if file["key"].endswith(".zst"):
+            return from_planes(data)
+        (length,) = struct.unpack("<Q", data[:8])
+        assert (8 + length) % 4096 == 0
+        return parsed(json.loads(data[8 : 8 + length]), lambda a, b, _: data[8 + length :][a:b])
+
+    def index(self) -> dict[str, np.ndarray]:
+        files = [self.tensors(unit["index"]) for unit in self.units]
+        return {name: np.concatenate([file[name][1] for file in files]) for name in files[0]}
+
+    def rows(self, tap: str) -> np.ndarray:
+        pieces = [np.zeros((0, *self.table["taps"][tap]["shape"]), np.float32)]
+        for unit in self.units:
+            reached = 0
+            for file in (file for file in unit["shards"] if file["tap"] == tap):
+                assert file["first"] == reached
+                reached += file["count"]
+                pieces.append(self.values(tap, self.tensors(file)))
+            assert reached == unit["rows"]
+        return np.concatenate(pieces)
+
+    def values(self, tap: str, tensors: Tensors) -> np.ndarray:
+        kind, codes = tensors[tap]
+        if kind == "BF16":
+            return (codes.astype(np.uint32) << 16).view(np.float32)
+        if kind == "F8_E4M3":
+            scale = tensors[f"{tap}/scale"][1]
+            return float8(codes) * scale.reshape(-1, *[1] * (codes.ndim - 1))
+        if self.table["taps"][tap]["dtype"] == "int8":
+            coded = base64.b64decode(self.record("scales.json", "scales")[tap])
+            return codes.astype(np.float32) * np.frombuffer(coded, "<f4").reshape(codes.shape[1:])
+        return codes
+
+    def statistics(self, tap: str) -> tuple[int, np.ndarray, np.ndarray]:
+        count, mean, m2 = 0, np.zeros(1), np.zeros(1)
+        for unit in self.units:
+            told = {name: array for name, (_, array) in self.tensors(unit["statistics"]).items()}
+            more = int(told[f"{tap}/count"][0])
+            if more:
+                apart = told[f"{tap}/mean"] - mean
+                mean = mean + apart * (more / (count + more))
+                m2 = m2 + told[f"{tap}/m2"] + apart**2 * (count * more / (count + more))
+                count += more
+        return count, mean, m2
+
+    def documents(self, name: str) -> Iterator[Any]:
+        for unit in self.units:
+            told = {n: array for n, (_, array) in self.tensors(unit["documents_table"]).items()}
+            valid = told.get(f"valid/{name}", np.ones(len(told["doc"])))
+            values = told[name].tolist()
+            if f"ends/{name}" in told:
+                ends = [0, *told[f"ends/{name}"].tolist()]
+                text = told[name].tobytes()
+                values = [text[a:b].decode() for a, b in zip(ends[:-1], ends[1:], strict=True)]
+            yield from (v if ok else None for v, ok in zip(values, valid, strict=True))
+
+
+def spelled(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+
+
+def parsed(header: Mapping[str, Any], at: Callable[[int, int, int], bytes]) -> Tensors:
+    found: dict[str, tuple[str, np.ndarray]] = {}
+    for name, entry in header.items():
+        dtype = np.dtype(PLAIN[entry["dtype"]])
+        start, stop = entry["data_offsets"]
+        data = at(start, stop, dtype.itemsize)
+        found[name] = entry["dtype"], np.frombuffer(data, dtype).reshape(entry["shape"])
+    return found
+
+
+def from_planes(data: bytes) -> Tensors:
+    frames, kind, magic = struct.unpack("<IBI", data[-9:])
+    assert (kind, magic) == (0x80, 0x8F92EAB1)
+    at = len(data) - 9 - 12 * frames
+    assert struct.unpack("<II", data[at - 8 : at]) == (0x184D2A5E, 12 * frames + 9)
+    table = [struct.unpack("<III", data[at + 12 * n : at + 12 * n + 12]) for n in range(frames)]
+    blocks: list[tuple[int, bytes]] = []  # where each begins, decompressed
+    packed = plain = 0
+    for size, length, checksum in table:
+        block = zstandard.decompress(data[packed : packed + size], max_output_size=length)
+        assert len(block) == length
+        assert xxhash.xxh64_intdigest(block) & 0xFFFFFFFF == checksum
+        blocks.append((plain, block))
+        packed, plain = packed + size, plain + length
+
+    def part(start: int, stop: int, itemsize: int) -> bytes:
+        inside = [block for begin, block in blocks if start <= begin < stop]
+        planes = (np.frombuffer(block, np.uint8).reshape(itemsize, -1) for block in inside)
+        return b"".join(plane.T.tobytes() for plane in planes)
+
+    (length,) = struct.unpack("<Q", blocks[0][1][:8])
+    base = 8 + length
+    header = json.loads(part(0, base, 1)[8:])
+    return parsed(header, lambda a, b, itemsize: part(base + a, base + b, itemsize))
+
+
+def float8(codes: np.ndarray) -> np.ndarray:
+    wide = codes.astype(np.int32)
+    exponent, mantissa = (wide >> 3) & 15, (wide & 7) / 8
+    size = np.where(exponent > 0, (1 + mantissa) * 2.0 ** (exponent - 7), mantissa * 2.0**-6)
+    size[(wide & 0x7F) == 0x7F] = np.nan
+    return np.where(wide & 0x80, -size, size).astype(np.float32)
+
+
+def test_the_page_is_of_this_version_and_has_every_flag() -> None:
+    assert PAGE.startswith(f"# The format, version {FORMAT}\n")
+    bits = {name: int(bit) for name, bit in re.findall(r"`(\w+)`[a-z ]*\| (\d+) \|", PAGE)}
+    assert {name: bit for name, bit in bits.items() if name in FLAGS} == FLAGS
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize(("taps", "dtype"), [(stored.TAPS, "bfloat16"), (stored.SCALED, "int8")])
+def test_a_reader_written_from_the_page_reads_every_bit(
+    taps: Any, dtype: str, compress: bool, tmp_path: Path
+) -> None:
+    made = stored.build(
+        tmp_path / "acts", taps=taps, dtype=dtype, compress=compress, keep=("id", "mixed")
+    )
+    read, ours = PageReader(made.path), spile.open(str(made.path))
+    index = read.index()
+    assert all((index[name] == made.index[name]).all() for name in made.index.dtype.names or ())
+    assert {*read.table["taps"]} == {*taps}
+    for tap in read.table["recipe"]["taps"]:
+        wanted = made.rows[tap]
+        wide = wanted.astype(np.float32) if wanted.dtype.name == "bfloat16" else wanted
+        assert read.rows(tap).astype(wide.dtype).tobytes() == wide.tobytes(), tap
+        stats = ours.statistics(tap)
+        count, mean, m2 = read.statistics(tap)
+        assert count == stats.count
+        assert mean.tobytes() == stats.mean.tobytes()
+        assert m2.tobytes() == stats.m2.tobytes()
+    table = ours.documents()
+    for name in ("doc", "tokens", "rows", "skipped", "preview"):
+        assert [*read.documents(name)] == table.column(name).to_pylist()
+    assert [*read.documents("kept/id")] == table.column("id").to_pylist()
+    # of another type in each unit: read as text where they are joined
+    assert [str(value) for value in read.documents("kept/mixed")] == table.column(
+        "mixed"
+    ).to_pylist()
+
+
+def test_it_reads_what_is_done_of_an_unfinished_dataset(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "acts", commit=(0, 1), shard_bytes=200)
+    read = PageReader(made.path)
+    assert [unit["unit"] for unit in read.units] == [0, 1]
+    rows = made.rows["resid_post.0"][: made.starts[2]]
+    assert read.rows("resid_post.0").tobytes() == rows.tobytes()
+
+
+def test_it_reads_what_a_model_gave(model: Path, corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    recipe = spile.Recipe(
+        model=str(model), corpus=str(corpus), taps="resid_post:0,q:0,embed", max_docs=6,
+        seq_len=64, store_dtype="float8_e4m3",
+    )  # fmt: skip
+    spile.extract(recipe, str(out))
+    read, ours = PageReader(out), spile.open(str(out))
+    for tap in ours.taps:
+        wanted = ours.read(tap, 0, ours.num_tokens)
+        assert read.rows(tap).tobytes() == wanted.tobytes(), tap
+
+
+def test_every_float8_code_means_what_the_page_says() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    wanted = codes.view(stored.DTYPES_BY_NAME["float8_e4m3"]).astype(np.float32)
+    np.testing.assert_array_equal(float8(codes), wanted)

@@ -1,0 +1,265 @@
+"""Signs of life: claims seen, the dead recognised, nothing ever depending on it."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stored
+from spile.dataset import format as fmt
+from spile.dataset.heartbeat import Presence, process_ended, read_workers
+from spile.objects import LocalObjects
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> LocalObjects:
+    return LocalObjects(tmp_path / "store")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """The observer's clock, which stands still until told otherwise."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def advance(seconds: float) -> None:
+        now[0] += seconds
+
+    return advance
+
+
+def say(objects: LocalObjects, name: str = "far-1", **fields: Any) -> None:
+    """A record of a worker on another machine."""
+    body = {
+        "state": "running", "units": [], "counter": 1, "host": "far", "boot": "b", "pid": 1,
+        "started": 5, **fields,
+    }  # fmt: skip
+    objects.replace(fmt.worker_key(name), fmt.encode_record("worker", body))
+
+
+def test_claims_of_others_are_seen_and_ones_own_are_not(objects: LocalObjects) -> None:
+    first, second = Presence(objects, 30), Presence(objects, 30)
+    first.hold(3)
+    first.hold(5)
+    second.hold(4)
+    assert second.held_by_others() == {3, 5}
+    assert first.held_by_others() == {4}
+    assert Presence(objects, 30).held_by_others() == {3, 4, 5}
+
+
+def test_a_unit_that_another_holds_is_not_claimed(objects: LocalObjects) -> None:
+    first, second = Presence(objects, 30), Presence(objects, 30)
+    first.name, second.name = "b", "a"
+    assert first.claim(3)
+    first.hold(4)  # says that 3 is no longer only wanted
+    assert not second.claim(3)
+    assert second.claim(5)
+    assert first.held_by_others() == {5}
+    assert read_workers(objects)["a"]["units"] == [5]
+
+
+def test_of_those_who_claim_at_once_the_first_by_name_waits_for_the_others_to_give_way(
+    objects: LocalObjects,
+) -> None:
+    """One who claimed a unit before the other looked has it, whatever its name."""
+    for keeps in (True, False):
+        early = Presence(objects, 30)
+        early.name = "b" if keeps else "c"
+        early.tell(wants=3)
+        early.hold(3)
+        others: list[bool] = []
+        late = Presence(objects, 30)
+        late.name = "a"
+        thread = threading.Thread(target=lambda p=late, o=others: o.append(p.claim(3)))
+        thread.start()
+        time.sleep(0.5)
+        assert not others, "it must not decide before the other has"
+        early.tell(wants=None)
+        if not keeps:
+            early.release(3)
+        early.hold(7)
+        thread.join(10)
+        assert others == [not keeps]
+        early.release(3)
+        early.release(7)
+        early.hold(9)
+
+
+def test_a_greater_name_gives_way_to_whoever_only_wants_the_unit(objects: LocalObjects) -> None:
+    first, second = Presence(objects, 30), Presence(objects, 30)
+    first.name, second.name = "a", "b"
+    first.tell(wants=3)
+    first.hold(3)
+    assert not second.claim(3)
+
+
+def test_many_who_claim_the_same_units_at_once_never_share_one(objects: LocalObjects) -> None:
+    crowd = [Presence(objects, 30) for _ in range(6)]
+    for me in crowd:
+        me.start()  # a claim that is settled is told by a beat
+    together = threading.Barrier(len(crowd))
+    for unit in range(4):
+        claimed: list[str] = []
+
+        def claim(me: Presence, unit: int = unit, claimed: list[str] = claimed) -> None:
+            together.wait()
+            if me.claim(unit):
+                claimed.append(me.name)
+
+        threads = [threading.Thread(target=claim, args=(me,)) for me in crowd]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(claimed) == 1
+    for me in crowd:
+        me.close("done")
+
+
+def test_a_released_unit_is_free_with_the_next_beat(objects: LocalObjects) -> None:
+    worker, observer = Presence(objects, 30), Presence(objects, 30)
+    worker.hold(3)
+    worker.hold(5)
+    worker.release(3)
+    worker.hold(7)
+    assert observer.held_by_others() == {5, 7}
+
+
+def test_a_closed_worker_holds_nothing(objects: LocalObjects) -> None:
+    worker, observer = Presence(objects, 30), Presence(objects, 30)
+    worker.start()
+    worker.hold(3)
+    assert observer.held_by_others() == {3}
+    worker.close("failed", error="DataError: NaN")
+    assert observer.held_by_others() == set()
+    record = read_workers(objects)[worker.name]
+    assert (record["state"], record["error"]) == ("failed", "DataError: NaN")
+
+
+def test_a_started_worker_beats(objects: LocalObjects) -> None:
+    worker = Presence(objects, 30)
+    worker.start()
+    try:
+        before = read_workers(objects)[worker.name]["counter"]
+        worker.tell(tokens=7)
+        deadline = time.monotonic() + 20
+        while read_workers(objects)[worker.name]["counter"] == before:
+            assert time.monotonic() < deadline, "no beat"
+            time.sleep(0.05)
+        assert read_workers(objects)[worker.name]["tokens"] == 7
+    finally:
+        worker.close("done")
+    assert read_workers(objects)[worker.name]["state"] == "done"
+
+
+def test_a_claim_is_stale_when_its_counter_stands_still(
+    objects: LocalObjects, clock: Callable[[float], None]
+) -> None:
+    observer = Presence(objects, 30)
+    say(objects, units=[3], counter=8)
+    assert observer.held_by_others() == {3}
+    clock(29.9)
+    assert observer.held_by_others() == {3}
+    clock(0.2)
+    assert observer.held_by_others() == set()
+
+
+def test_a_moving_counter_keeps_a_claim_and_revives_a_stale_one(
+    objects: LocalObjects, clock: Callable[[float], None]
+) -> None:
+    observer = Presence(objects, 30)
+    for counter in range(1, 5):
+        say(objects, units=[3], counter=counter)
+        assert observer.held_by_others() == {3}
+        clock(29)
+    clock(29)
+    assert observer.held_by_others() == set()
+    say(objects, units=[3], counter=5)
+    assert observer.held_by_others() == {3}
+
+
+def test_a_restarted_counter_counts_as_moving(
+    objects: LocalObjects, clock: Callable[[float], None]
+) -> None:
+    observer = Presence(objects, 30)
+    say(objects, units=[3], counter=100)
+    observer.held_by_others()
+    clock(31)
+    say(objects, units=[3], counter=1)
+    assert observer.held_by_others() == {3}
+
+
+def test_each_observer_waits_by_its_own_clock(
+    objects: LocalObjects, clock: Callable[[float], None]
+) -> None:
+    say(objects, units=[3])
+    early, late = Presence(objects, 30), Presence(objects, 30)
+    assert early.held_by_others() == {3}
+    clock(31)
+    assert late.held_by_others() == {3}, "it has seen the record only now"
+    assert early.held_by_others() == set()
+
+
+def test_one_stale_worker_does_not_hide_another(
+    objects: LocalObjects, clock: Callable[[float], None]
+) -> None:
+    observer = Presence(objects, 30)
+    say(objects, "far-1", units=[3])
+    say(objects, "far-2", units=[4])
+    observer.held_by_others()
+    clock(31)
+    say(objects, "far-2", units=[4], counter=2)
+    assert observer.held_by_others() == {4}
+
+
+def test_a_killed_process_of_this_machine_is_known_at_once(objects: LocalObjects) -> None:
+    observer = Presence(objects, 1e9)
+    with stored.worker_process(objects.root, 3) as (name, process):
+        assert observer.held_by_others() == {3}
+        assert not process_ended(read_workers(objects)[name])
+        process.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, but not yet reaped
+        assert observer.held_by_others() == set()
+        process.wait()
+        assert observer.held_by_others() == set()
+        assert process_ended(read_workers(objects)[name])
+
+
+def test_another_process_with_a_dead_ones_id_is_not_mistaken_for_it(objects: LocalObjects) -> None:
+    me = Presence(objects, 30)
+    me.hold(3)
+    record = read_workers(objects)[me.name]
+    assert not process_ended(record)
+    assert process_ended({**record, "started": record["started"] - 1})
+
+
+def test_processes_of_other_machines_or_boots_are_never_judged_by_their_id(
+    objects: LocalObjects,
+) -> None:
+    me = Presence(objects, 30)
+    me.hold(3)
+    record = {**read_workers(objects)[me.name], "pid": 2**22 + 1}
+    assert process_ended(record)
+    assert not process_ended({**record, "host": "far"})
+    assert not process_ended({**record, "boot": "another"})
+
+
+def test_torn_and_foreign_records_are_skipped(objects: LocalObjects) -> None:
+    say(objects, "whole", units=[3])
+    data = objects.get(fmt.worker_key("whole"))
+    for name, torn in (("empty", b""), ("half", data[: len(data) // 2]), ("edited", data + b" ")):
+        objects.create(fmt.worker_key(name), torn)
+    objects.create(fmt.worker_key("other-kind"), fmt.encode_record("done", {"units": [9]}))
+    objects.create("workers/whole.json.tmp-abc", data)
+    assert set(read_workers(objects)) == {"whole"}
+    assert Presence(objects, 30).held_by_others() == {3}
+
+
+def test_an_empty_store_holds_nothing(objects: LocalObjects) -> None:
+    assert Presence(objects, 30).held_by_others() == set()
+    assert not objects.root.exists()

@@ -1,0 +1,83 @@
+"""Where slices may run, by what the nodes of a cluster say they have; and clusters that are away.
+
+Real clusters are in `tests/chaos/test_ray.py`.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from chaos.harness import check_refused, run
+from spile.core.ray_options import RayOptions
+from spile.fleet.ray.placement import Places
+
+
+class Nodes:
+    """What `ray.nodes()` answers."""
+
+    def __init__(self, *totals: dict[str, float]) -> None:
+        self.listed = [
+            {"Alive": True, "NodeID": f"n{number}", "Resources": {"memory": 1e9, **total}}
+            for number, total in enumerate(totals)
+        ]
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return self.listed
+
+
+def taken(places: Places, count: int = 99, resting: tuple[str, ...] = ()) -> list[Any]:
+    return [(place.name, dict(place.needs)) for place in places.free(count, resting)]
+
+
+def test_a_slice_takes_a_nodes_accelerators_or_its_cpus() -> None:
+    nodes = Nodes({"CPU": 8}, {"CPU": 96, "GPU": 8}, {"CPU": 0.5, "TPU": 4}, {})
+    places = Places(nodes, RayOptions())
+    assert taken(places) == [
+        ("n0", {"CPU": 8}), ("n1", {"GPU": 8, "CPU": 1}), ("n2", {"TPU": 4}),
+    ]  # fmt: skip
+    assert taken(places) == []
+
+
+def test_several_share_a_node_where_they_take_less() -> None:
+    places = Places(Nodes({"GPU": 2, "CPU": 8}, {"CPU": 64}), RayOptions(ray_resources="GPU=1"))
+    found = places.free(99, ())
+    assert [place.name for place in found] == ["n0", "n0"]
+    places.give_back(found[0])
+    assert [name for name, _ in taken(places)] == ["n0"]
+
+
+def test_only_so_many_are_taken_and_none_where_one_has_just_failed() -> None:
+    places = Places(Nodes({"CPU": 1}, {"CPU": 1}, {"CPU": 1}), RayOptions())
+    assert [name for name, _ in taken(places, 1, ("n0",))] == ["n1"]
+    assert [name for name, _ in taken(places, 5, ("n0",))] == ["n2"]
+    assert taken(places, 0) == []
+
+
+def test_nodes_that_are_gone_have_no_room_and_those_that_join_have() -> None:
+    nodes = Nodes({"CPU": 1})
+    places = Places(nodes, RayOptions())
+    nodes.listed[0]["Alive"] = False
+    assert taken(places) == []
+    nodes.listed.append({"Alive": True, "NodeID": "new", "Resources": {"CPU": 2}})
+    assert taken(places) == [("new", {"CPU": 2})]
+
+
+def test_what_is_wanted_and_what_there_is_can_be_told() -> None:
+    places = Places(Nodes({"CPU": 4}, {}), RayOptions(ray_resources="GPU=1", ray_hosts=2))
+    assert places.described() == (
+        "a slice takes GPU=1 on each of 2 nodes; the nodes have CPU=4, nothing"
+    )
+
+
+def test_a_cluster_that_is_away_a_missing_ray_and_flags_that_are_not_for_it_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("extract", "--out", tmp_path / "out", "--engine", "ray")
+    address = f"127.0.0.1:{tiny.free_port()}"
+    check_refused(run(*flags, "--ray-address", address), 2, address, "Connection refused")
+    check_refused(run(*flags, "--share", "0/2"), 2, "--share is not for --engine ray")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    check_refused(run(*flags), 2, "pip install 'spile[ray]'")

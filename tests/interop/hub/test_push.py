@@ -1,0 +1,373 @@
+"""`spile push`, by the Hub's own client in a process of its own, to a real server."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import servers
+import stored
+import tiny
+from hub_server import Hub, Repository
+from spile.dataset import format as fmt
+from spile.dataset.ledger import Ledger
+from spile.dataset.maintain.compact import compact
+from spile.dataset.maintain.verify import verify
+from spile.dataset.read.dataset import open_dataset
+from spile.interop.hub.card import size_category, write_card
+from spile.objects import LocalObjects, open_objects
+
+REPO = "me/acts"
+# Commits of a unit each, and short pauses.
+_PUSH = """
+import sys
+from spile.interop.hub import push
+push.COMMIT_FILES, push._FIRST_PAUSE = 1, 0.01
+from spile.cli import main
+main(["push", *sys.argv[1:]])
+"""
+_DOWNLOAD = """
+import sys
+from huggingface_hub import snapshot_download
+snapshot_download(sys.argv[1], repo_type="dataset", local_dir=sys.argv[2], revision=sys.argv[3])
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
+    made = stored.build(tmp_path_factory.mktemp("out") / "out", taps=stored.SCALED)
+    made.objects.create("attempts/00000001/lost/q.1.00000.safetensors", b"an orphan")
+    made.objects.create("workers/w.json", b"a heartbeat")
+    return made
+
+
+@dataclass
+class Client:
+    """The command, as a user of a server has it."""
+
+    hub: Hub
+    home: Path
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        clean = {k: v for k, v in tiny.environment().items() if not k.startswith("HF_")}
+        return clean | {
+            "HF_ENDPOINT": self.hub.url, "HF_TOKEN": "writer", "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HOME": str(self.home),
+            "PYTHONWARNINGS": "ignore",  # the client's own are not ours to mend
+            **changes,
+        }  # fmt: skip
+
+    def start(self, *arguments: object, **changes: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _PUSH, *map(str, arguments)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, text=True, env=self.environment(**changes), **pipes)
+
+    def push(self, *arguments: object, **changes: str) -> dict[str, Any]:
+        process = self.start(*arguments, "--json", **changes)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        return json.loads(out)
+
+    def refused(self, code: int, *arguments: object, **changes: str) -> str:
+        process = self.start(*arguments, **changes)
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out) == (code, ""), err
+        (line,) = [line for line in err.splitlines() if not line.startswith("spile: me/acts: ")]
+        assert "Traceback" not in err
+        assert "writer" not in line
+        return line
+
+    def download(self, dest: Path, revision: str = "main") -> LocalObjects:
+        command = [sys.executable, "-c", _DOWNLOAD, REPO, str(dest), revision]
+        result = subprocess.run(command, env=self.environment(), capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return LocalObjects(dest)
+
+
+@pytest.fixture
+def client(hub: Hub, tmp_path: Path) -> Client:
+    return Client(hub, tmp_path / "home")
+
+
+def named(made: stored.Stored) -> set[str]:
+    """What a dataset is: nothing that no record names."""
+    records = [made.done(unit) for unit in range(len(made.table.units))]
+    keys = {file.key for done in records for file in done.files()}
+    keys |= {fmt.done_key(done.unit) for done in records}
+    return keys | {fmt.UNITS, fmt.MODEL, fmt.SCALES, fmt.MANIFEST}
+
+
+def files(hub: Hub, branch: str = "main") -> dict[str, bytes]:
+    found = hub.repositories[REPO].branches[branch]
+    return {path: file.data for path, file in found.items() if path != ".gitattributes"}
+
+
+def check_pushed(hub: Hub, made: stored.Stored, branch: str = "main") -> None:
+    there = files(hub, branch)
+    assert {*there} == named(made) | {"README.md"}
+    for key in named(made):
+        assert there[key] == made.objects.get(key)
+
+
+def test_what_is_pushed_downloads_as_the_same_dataset(
+    hub: Hub, client: Client, dataset: stored.Stored, tmp_path: Path
+) -> None:
+    made = client.push(dataset.path, REPO)
+    check_pushed(hub, dataset)
+    assert made["url"] == f"{hub.url}/datasets/{REPO}"
+    assert made["files"] == len(named(dataset)) + 1
+    assert made["files_there"] == 0
+    assert not hub.repositories[REPO].private
+    *units, last = hub.repositories[REPO].commits
+    assert [title for _, title, _ in units] == [f"units {n} to {n}" for n in range(5)]
+    for number, (_, _, paths) in enumerate(units):
+        assert fmt.done_key(number) in paths
+        assert {*paths} == {f.key for f in dataset.done(number).files()} | {fmt.done_key(number)}
+    assert {fmt.UNITS, "README.md"} <= {*last[2]}
+    fetched = client.download(tmp_path / "fetched")
+    assert verify(fetched).ok
+    one, other = open_dataset(str(dataset.path)), open_dataset(fetched.url)
+    for tap in one.taps:
+        assert one.read(tap, 0, 111).tobytes() == other.read(tap, 0, 111).tobytes()
+
+
+def test_pushing_again_sends_nothing_and_leaves_a_card_that_was_edited(
+    hub: Hub, client: Client, dataset: stored.Stored
+) -> None:
+    client.push(dataset.path, REPO)
+    hub.repositories[REPO].branches["main"]["README.md"].data = b"---\nlicense: mit\n---\nmine\n"
+    commits, uploads = len(hub.repositories[REPO].commits), len(hub.uploads)
+    again = client.push(dataset.path, REPO)
+    assert (again["files"], again["card_written"]) == (0, False)
+    assert again["files_there"] == len(named(dataset)) + 1
+    assert (len(hub.repositories[REPO].commits), len(hub.uploads)) == (commits, uploads)
+    assert files(hub)["README.md"].endswith(b"mine\n")
+
+
+def test_an_interrupted_push_is_continued(hub: Hub, client: Client, dataset: stored.Stored) -> None:
+    reached, killed = threading.Event(), threading.Event()
+
+    def third() -> None:
+        if len(hub.repositories[REPO].commits) == 2:
+            reached.set()
+            killed.wait(60)
+            raise ConnectionAbortedError
+
+    hub.before_commit = third
+    process = client.start(dataset.path, REPO)
+    assert reached.wait(60)
+    process.kill()
+    process.communicate()
+    killed.set()
+    hub.before_commit = lambda: None
+    before = files(hub)
+    assert fmt.UNITS not in before, "what is not whole is no dataset yet"
+    assert {key for key in before if key.startswith(fmt.DONE)} == {*map(fmt.done_key, (0, 1))}
+    made = client.push(dataset.path, REPO)
+    check_pushed(hub, dataset)
+    assert made["files_there"] == len(before)
+    assert len(hub.uploads) == len({*hub.uploads}), "not even what was sent but not committed"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("method", "path"), [("POST", "/commit/"), ("GET", "/tree/")])
+def test_a_server_that_fails_once_is_asked_again(
+    method: str, path: str, late: bool, hub: Hub, client: Client, dataset: stored.Stored
+) -> None:
+    hub.fail(method, path, 503, late=late)
+    client.push(dataset.path, REPO)
+    assert (method, 503) in [(m, s) for m, p, s in hub.seen if path in p]
+    check_pushed(hub, dataset)
+    added = [path for _, _, paths in hub.repositories[REPO].commits for path in paths]
+    assert len(added) == len({*added}), "a commit whose answer was lost is not made twice"
+
+
+def test_a_large_upload_that_fails_once_is_repeated(
+    hub: Hub, client: Client, dataset: stored.Stored
+) -> None:
+    hub.fail("PUT", "/lfs/", 503)
+    client.push(dataset.path, REPO)
+    check_pushed(hub, dataset)
+
+
+def test_a_large_upload_that_is_refused_is_one_line(
+    hub: Hub, client: Client, dataset: stored.Stored
+) -> None:
+    hub.fail("PUT", "/lfs/", 403)
+    assert "the token may not write there" in client.refused(2, dataset.path, REPO)
+
+
+def test_a_server_that_keeps_failing_is_one_line(
+    hub: Hub, client: Client, dataset: stored.Stored
+) -> None:
+    for _ in range(4):
+        hub.fail("POST", "/commit/", 500)
+    line = client.refused(3, dataset.path, REPO)
+    assert line == (
+        f"spile: {hub.url}/datasets/{REPO}: the Hub answered 500 (not now); "
+        "run the same command again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("token", "repo", "says"),
+    [
+        ("wrong", REPO, "no valid token; log in with `hf auth login`, or set HF_TOKEN"),
+        ("reader", REPO, "the token may not write there"),
+        ("writer", "nobody/acts", "no such repository or owner"),
+    ],
+)
+def test_who_may_not_push_is_told_so_in_one_line(
+    token: str, repo: str, says: str, hub: Hub, client: Client, dataset: stored.Stored
+) -> None:
+    line = client.refused(2, dataset.path, repo, HF_TOKEN=token)
+    assert line.startswith(f"spile: {hub.url}/datasets/{repo}: {says}")
+    assert token == "reader" or token not in line
+    assert hub.repositories == {}
+
+
+def test_without_a_network_it_is_one_line(client: Client, dataset: stored.Stored) -> None:
+    nowhere = f"http://127.0.0.1:{tiny.free_port()}"
+    line = client.refused(3, dataset.path, REPO, HF_ENDPOINT=nowhere)
+    assert line.startswith(f"spile: {nowhere}/datasets/{REPO}: cannot be reached (")
+    line = client.refused(2, dataset.path, REPO, HF_HUB_OFFLINE="1")
+    assert line.endswith("HF_HUB_OFFLINE is set; unset it to push")
+
+
+def test_a_name_that_is_none_is_one_line(client: Client, dataset: stored.Stored) -> None:
+    line = client.refused(2, dataset.path, "not/a/name")
+    assert line == "spile: 'not/a/name' is not owner/name of a repository"
+
+
+def test_private_and_a_branch_are_made(
+    hub: Hub, client: Client, dataset: stored.Stored, tmp_path: Path
+) -> None:
+    made = client.push(dataset.path, REPO, "--private", "--revision", "v/1")
+    assert hub.repositories[REPO].private
+    assert files(hub) == {}
+    check_pushed(hub, dataset, "v/1")
+    assert made["download"].endswith("--local-dir acts --revision v/1")
+    assert client.push(dataset.path, REPO, "--private", "--revision", "v/1")["files"] == 0
+
+
+def test_a_public_repository_is_refused_where_a_private_one_was_asked_for(
+    hub: Hub, client: Client, dataset: stored.Stored
+) -> None:
+    hub.repositories[REPO] = Repository(private=False)
+    line = client.refused(2, dataset.path, REPO, "--private")
+    assert "me/acts is public, and --private was given" in line
+    assert files(hub) == {}
+
+
+def test_another_dataset_in_the_repository_is_refused(
+    hub: Hub, client: Client, dataset: stored.Stored, tmp_path: Path
+) -> None:
+    compacted = LocalObjects(tmp_path / "compacted")
+    compact(dataset.objects, compacted)
+    client.push(dataset.path, REPO)
+    before = files(hub)
+    line = client.refused(2, compacted.url, REPO)
+    assert "me/acts holds another dataset (done/00000000.json differs)" in line
+    assert files(hub) == before
+
+
+def test_an_unfinished_dataset_is_refused(hub: Hub, client: Client, tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", commit=(0, 1))
+    assert "2 of 5 units are done; finish" in client.refused(3, made.path, REPO)
+    assert hub.seen == []
+
+
+def test_a_damaged_file_is_not_sent(hub: Hub, client: Client, tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out")
+    shard = made.done(1).shards[0].key
+    stored.flip(made.path / shard, -1 + (made.path / shard).stat().st_size)
+    assert client.refused(3, made.path, REPO) == (
+        f"spile: {shard}: checksum does not match (damaged, or another file in its place)"
+    )
+    assert shard not in files(hub)
+    assert fmt.done_key(1) not in files(hub)
+
+
+def test_a_dataset_in_a_bucket_is_pushed_through_a_folder_that_goes_away(
+    hub: Hub, client: Client, dataset: stored.Stored, tmp_path: Path
+) -> None:
+    out = servers.new_s3_store()
+    compact(dataset.objects, open_objects(out))
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    client.push(out, REPO, TMPDIR=str(folder))
+    assert list(folder.iterdir()) == []
+    fetched = client.download(tmp_path / "fetched")
+    assert verify(fetched).ok
+    for key in fetched.list(fmt.ATTEMPTS):
+        assert fetched.get(key) == open_objects(out).get(key)
+
+
+def test_without_the_library_it_is_one_line(dataset: stored.Stored) -> None:
+    script = "import sys; sys.modules['huggingface_hub'] = None\n" + _PUSH
+    command = [sys.executable, "-c", script, str(dataset.path), REPO]
+    result = subprocess.run(command, capture_output=True, text=True, env=tiny.environment())
+    assert result.returncode == 2
+    assert result.stderr.startswith("spile: push needs huggingface_hub (")
+    assert result.stderr.endswith("pip install 'spile[hub]'\n")
+
+
+# -- the card --------------------------------------------------------------------------------
+
+
+def card(made: stored.Stored) -> str:
+    manifest = Ledger(made.objects).read_manifest()
+    assert manifest
+    return write_card(REPO, made.table, manifest, "hf download me/acts")
+
+
+def test_the_card_tells_what_is_there_and_how_to_load_it(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", taps=stored.SCALED)
+    text = card(made)
+    front = text.split("---\n")[1].splitlines()
+    assert front[0] == 'pretty_name: "Activations of tiny on tiny.jsonl"'
+    assert "- n<1K" in front
+    assert "- spile" in front
+    assert not any(line.startswith("license") for line in front)
+    assert "| 111 | 111 | 8 | 3 no tokens |" in text
+    assert "| `q.1` | 2×3 | int8 | `blocks.1.attn.hook_q`, `blocks.1.attn.q.hook_out` |" in text
+    assert "| `logprob` | 1 | float32 |  |" in text
+    assert 'ds = spile.open("acts")' in text
+    assert made.table.fingerprint in text
+    recipe = json.loads(text.split("```json\n")[1].split("```")[0])
+    assert {k: v for k, v in recipe.items() if not k.endswith("_source")} == (
+        made.table.recipe.identity()
+    )
+    assert "/models/" not in text
+    assert "/corpora/" not in text, "where things lay is nobody's business"
+
+
+def test_the_card_names_a_few_files_of_a_large_corpus(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", corpus=tuple(f"{n}-ab" for n in range(100)))
+    recipe = json.loads(card(made).split("```json\n")[1].split("```")[0])
+    assert recipe["corpus"][-2:] == ["7-ab", "and 92 more"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "category"),
+    [
+        (0, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (10_000, "1K<n<10K"),
+        (10_001, "10K<n<100K"), (5_000_000, "1M<n<10M"), (10**12, "100B<n<1T"), (10**13, "n>1T"),
+    ],
+)  # fmt: skip
+def test_sizes_are_the_hubs(rows: int, category: str) -> None:
+    assert size_category(rows) == category

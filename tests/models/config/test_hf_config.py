@@ -1,0 +1,699 @@
+"""Published configs are read as transformers reads them; what is not understood is refused by name.
+
+The fixtures are `config.json` files as they lie on the Hub. The reference is transformers' own
+reading of the same file: its config classes, and its modules built without memory.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING
+from transformers.activations import ACT2FN
+from transformers.initialization import no_init_weights
+
+from spile.core.errors import InputError
+from spile.models.config.arch import Arch, Experts
+from spile.models.config.families import FAMILIES
+from spile.models.config.hf_config import ACTIVATIONS, read_config
+from spile.models.config.specs import num_params
+from spile.models.files.checkpoint import Checkpoint
+
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
+# Parameters of each, as its page on the Hub counts them: a tied head once, and of the multimodal
+# one the language model alone.
+PARAMS = {
+    "Llama-2-7b-hf": 6_738_415_616,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mistral-Nemo-Base-2407": 12_247_782_400,
+    "Mixtral-8x22B-v0.1": 140_620_634_112,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "OLMo-2-0425-1B": 1_484_916_736,
+    "OLMo-2-1124-7B": 7_298_617_344,
+    "Phi-3-medium-4k-instruct": 13_960_238_080,
+    "Phi-3-mini-128k-instruct": 3_821_079_552,
+    "Phi-3-mini-128k-instruct-su": 3_821_079_552,
+    "Phi-3-mini-4k-instruct": 3_821_079_552,
+    "Phi-4-mini-instruct": 3_836_021_760,
+    "Qwen2-0.5B": 494_032_768,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-7B-Instruct-yarn": 7_615_616_512,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-8B": 8_190_735_360,
+    "SmolLM2-135M": 134_515_008,
+    "TinyLlama-1.1B": 1_100_048_384,
+    "distilgpt2": 81_912_576,
+    "gemma-1.1-2b-it": 2_506_172_416,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2b": 2_506_172_416,
+    "gemma-3-1b-it": 999_885_952,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-4b-it": 3_880_263_168,
+    "gemma-7b": 8_537_680_896,
+    "gpt-neox-20b": 20_554_567_680,
+    "gpt-oss-120b": 116_829_156_672,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt2": 124_439_808,
+    "gpt2-large": 774_030_080,
+    "gpt2-medium": 354_823_168,
+    "gpt2-xl": 1_557_611_200,
+    "llama-7b": 6_738_415_616,
+    "phi-4": 14_659_507_200,
+    "pythia-410m": 405_334_016,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-70m": 70_426_624,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+}
+# One of each row of `FAMILIES`, the hardest there is.
+OF_FAMILY = {
+    "llama": "Llama-3.1-8B",
+    "mistral": "Mistral-7B-v0.1",
+    "qwen2": "Qwen2.5-7B-Instruct-yarn",
+    "qwen3": "Qwen3-8B",
+    "gemma": "gemma-2b",
+    "gemma2": "gemma-2-9b",
+    "gemma3": "gemma-3-1b-it",
+    "gemma3-multimodal": "gemma-3-4b-it",
+    "gpt2": "gpt2",
+    "gpt_neox": "pythia-70m",
+    "phi3": "Phi-4-mini-instruct",
+    "olmo2": "OLMo-2-0425-1B",
+    "mixtral": "Mixtral-8x7B-v0.1",
+    "qwen3_moe": "Qwen3-30B-A3B",
+    "gpt_oss": "gpt-oss-20b",
+    "starcoder2": "starcoder2-3b",
+}
+
+
+@cache
+def _text(name: str) -> str:
+    return (CONFIGS / f"{name}.json").read_text()
+
+
+def published(name: str) -> dict[str, Any]:
+    """A `config.json` as it is on the Hub."""
+    return json.loads(_text(name))
+
+
+def read(values: Mapping[str, Any]) -> Arch:
+    return read_config(values, "dir/config.json")[1]
+
+
+def decoder_part(values: dict[str, Any]) -> dict[str, Any]:
+    """Where the decoder's keys are, to be changed in place."""
+    return values.get("text_config", values)
+
+
+def theirs(values: Mapping[str, Any]) -> Any:
+    """What transformers makes of a config, or of its text part."""
+    own = copy.deepcopy(dict(values))
+    own.pop("quantization_config", None)  # asks for kernels; the numbers are those of bfloat16
+    if (own.get("rope_scaling") or {}).get("type") == "su":
+        own["rope_scaling"]["type"] = "longrope"  # transformers 5 no longer reads the old name
+    return CONFIG_MAPPING[own.pop("model_type")].from_dict(own).get_text_config()
+
+
+def built(config: Any) -> Any:
+    """The model, without memory for its tensors."""
+    with torch.device("meta"), no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    model.tie_weights()
+    return model
+
+
+def first(of: Any, *names: str) -> Any:
+    """The first attribute there is: families name the same thing differently."""
+    return next(getattr(of, name) for name in names if getattr(of, name, None) is not None)
+
+
+def facts_of_theirs(config: Any) -> dict[str, Any]:
+    """What decides activations beside the weights, out of transformers' config and modules."""
+    small = copy.deepcopy(config)
+    small.num_hidden_layers = 1  # the others are built alike
+    base = built(small).base_model
+    block = first(base, "layers", "h")[0]
+    attention, mlp = first(block, "self_attn", "attention", "attn"), block.mlp
+    norms = [module for module in base.modules() if type(module).__name__.endswith("Norm")]
+    (eps,) = {first(module, "variance_epsilon", "eps") for module in norms}
+    router = next((m for m in mlp.modules() if "Router" in type(m).__name__), None)
+    inner = getattr(mlp, "experts", mlp)
+    heads, depth = config.num_attention_heads, config.num_hidden_layers
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    return {
+        "vocab": config.vocab_size,
+        "width": config.hidden_size,
+        "heads": (heads, getattr(config, "num_key_value_heads", heads)),
+        "head_dim": first(attention, "head_dim", "head_size"),
+        "windows": [
+            window if kinds is None or kinds[i] == "sliding_attention" else None
+            for i in range(depth)
+        ],
+        "rotary": _rotary_of_theirs(getattr(base, "rotary_emb", None), config),
+        "positions": config.max_position_embeddings,
+        "tied": config.tie_word_embeddings,
+        "embed_scale": getattr(base.get_input_embeddings(), "scalar_embed_scale", 1.0),
+        "eps": eps,
+        "attn_scale": attention.scaling,
+        # Gemma 3 has the setting and does not hand it to its attention
+        "attn_softcap": getattr(attention, "attn_logit_softcapping", None)
+        if "Gemma2" in type(attention).__name__
+        else None,
+        "logit_softcap": getattr(config, "final_logit_softcapping", None),
+        # gpt-oss spells its activation out: quick_gelu, of a gate that is clamped
+        "activation": type(ACT2FN["quick_gelu"])
+        if getattr(inner, "alpha", None) == 1.702
+        else type(first(inner, "act_fn", "act", "activation_fn")),
+        "glu_limit": getattr(inner, "limit", None),
+        "experts": router
+        and Experts(router.num_experts, router.top_k, getattr(router, "norm_topk_prob", True)),
+        "parallel": getattr(config, "use_parallel_residual", False),
+        "sinks": hasattr(attention, "sinks"),
+        "qk_norm": hasattr(attention, "q_norm"),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Frequencies and the factor on cos and sin, equal as far as float32 goes."""
+
+    frequencies: np.ndarray
+    amplitude: float
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rotary) or self.frequencies.shape != other.frequencies.shape:
+            return False
+        same = np.allclose(self.frequencies, other.frequencies, rtol=3e-6, atol=0)
+        return same and math.isclose(self.amplitude, other.amplitude)
+
+
+def _rotary_of_theirs(rotary: Any, config: Any) -> list[Rotary | None]:
+    """For each layer; none where nothing rotates."""
+    if rotary is None:
+        return [None] * config.num_hidden_layers
+    module = type(rotary)(config)  # on the host, where its numbers are
+    stems = [f"{kind}_" for kind in config.layer_types] if hasattr(module, "layer_types") else [""]
+    by_stem = {
+        stem: Rotary(
+            getattr(module, f"{stem}inv_freq").numpy(), getattr(module, f"{stem}attention_scaling")
+        )
+        for stem in set(stems)
+    }
+    return [by_stem[stem] for stem in stems] * (config.num_hidden_layers // len(stems))
+
+
+def facts_of_ours(arch: Arch) -> dict[str, Any]:
+    ropes = [Rotary(*r.frequencies(arch.head_dim, arch.rope_positions)) for r in arch.ropes]
+    return {
+        "vocab": arch.vocab_size,
+        "width": arch.width,
+        "heads": (arch.num_heads, arch.num_kv_heads),
+        "head_dim": arch.head_dim,
+        "windows": [layer.window for layer in arch.layers],
+        "rotary": [ropes[layer.rope] if ropes else None for layer in arch.layers],
+        "positions": arch.rope_positions,
+        "tied": arch.tied_head,
+        "embed_scale": arch.embed_scale,
+        "eps": arch.norm_eps,
+        "attn_scale": arch.attn_scale,
+        "attn_softcap": arch.attn_softcap,
+        "logit_softcap": arch.logit_softcap,
+        "activation": type(ACT2FN[arch.activation]),
+        "glu_limit": arch.glu_limit,
+        "experts": arch.experts,
+        "parallel": arch.parallel,
+        "sinks": arch.sinks,
+        "qk_norm": arch.qk_norm is not None,
+    }
+
+
+def test_every_fixture_and_every_family_is_tested() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.json")} == set(PARAMS)
+    assert len(PARAMS) >= 50
+    found = {name: read_config(published(name), name)[0].name for name in PARAMS}
+    assert set(found.values()) <= {family.name for family in FAMILIES}
+    assert all(found[name] == family for family, name in OF_FAMILY.items())
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_published_config_has_its_published_number_of_parameters(name: str) -> None:
+    arch = read(published(name))
+    assert num_params(arch, arch.num_layers, head=True) == PARAMS[name]
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_every_tensor_of_the_model_is_expected_and_no_other(name: str) -> None:
+    family, arch = read_config(published(name), name)
+    model = built(theirs(published(name)))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMS[name]
+    prefix = "model." if family.nested else family.prefixes[0]
+    found = Checkpoint(Path(), family, arch, {}, (), prefix).shapes()
+    wanted = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    if "lm_head.weight" in wanted:  # GPT-NeoX' own name for it is that of its files
+        wanted[family.head] = wanted.pop("lm_head.weight")
+    if arch.experts:  # transformers fuses experts as it loads them
+        found, wanted = ({n: s for n, s in each.items() if not _moe(n)} for each in (found, wanted))
+    assert found == wanted
+
+
+def _moe(tensor: str) -> bool:
+    return ".mlp." in tensor or ".block_sparse_moe." in tensor
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_published_config_is_read_as_transformers_reads_it(name: str) -> None:
+    assert facts_of_ours(read(published(name))) == facts_of_theirs(theirs(published(name)))
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_what_transformers_saves_of_a_config_is_the_same_model(name: str) -> None:
+    values = published(name)
+    if name.endswith("-su"):
+        values["rope_scaling"]["type"] = "longrope"
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(copy.deepcopy(values))
+    assert read(json.loads(config.to_json_string())) == read(values)
+
+
+# Keys without effect; and those on which shapes depend, where a wrong guess meets other tensors.
+NOT_DROPPED = {
+    "architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "intermediate_size", "n_embd", "n_layer",
+    "n_head", "moe_intermediate_size", "quantization_config", "text_config", "bos_token_id",
+    "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "transformers_version", "use_cache",
+    "initializer_range", "attention_dropout", "_name_or_path", "auto_map", "embd_pdrop",
+    "resid_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout", "task_specific_params",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_a_key_that_is_missing_means_what_transformers_assumes(family: str) -> None:
+    whole = published(OF_FAMILY[family])
+    for key in sorted(set(decoder_part(whole)) - NOT_DROPPED):
+        values = copy.deepcopy(whole)
+        del decoder_part(values)[key]
+        try:
+            arch = read(values)
+        except InputError as error:
+            if key not in str(error):  # it is missed by another one's name
+                with pytest.raises(StrictDataclassError, match="short_factor"):
+                    theirs(values)
+        else:
+            assert facts_of_ours(arch) == facts_of_theirs(theirs(values)), key
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("switch", [True, False, None])
+def test_a_window_holds_only_where_it_is_switched_on(family: str, switch: bool | None) -> None:
+    changes = {"use_sliding_window": switch, "sliding_window": 4096, "max_window_layers": 5}
+    values = {**published(OF_FAMILY[family]), **changes}
+    if switch is not None:  # newer versions refuse to say what null means; older take it for false
+        assert facts_of_ours(read(values)) == facts_of_theirs(theirs(values))
+    sliding = [layer.window == 4096 for layer in read(values).layers]
+    if not switch:
+        assert not any(sliding)
+    elif family == "qwen3_moe":  # has no upper layers
+        assert all(sliding)
+    else:
+        assert sliding.index(True) == 5
+        assert all(sliding[5:])
+
+
+def test_layers_may_be_given_one_by_one() -> None:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"] * 14
+    for name in ("gemma-2-9b", "gpt-oss-20b", "Qwen3-8B"):
+        values = published(name)
+        own = kinds[: values["num_hidden_layers"]]
+        values |= {"layer_types": own, "sliding_window": 77, "use_sliding_window": True}
+        if "use_sliding_window" not in published(name):
+            del values["use_sliding_window"]
+        assert facts_of_ours(read(values)) == facts_of_theirs(theirs(values))
+        assert {layer.window for layer in read(values).layers} == {None, 77}
+        assert read(values).period == 3
+
+
+def test_a_longrope_model_reads_no_further_than_its_short_factors_hold() -> None:
+    for name in ("Phi-3-mini-128k-instruct", "Phi-3-mini-128k-instruct-su", "Phi-4-mini-instruct"):
+        arch = read(published(name))
+        assert (arch.max_positions, arch.rope_positions) == (4096, 131072)
+
+
+def test_the_original_length_beside_the_scaling_is_that_of_transformers() -> None:
+    values = published("Phi-4-mini-instruct")
+    values["rope_scaling"]["original_max_position_embeddings"] = 8192
+    assert facts_of_ours(read(values)) == facts_of_theirs(theirs(values))
+
+
+def test_gpt_neox_configs_may_spell_their_rotary_settings_twice() -> None:
+    """As transformers 4.45 to 4.57 saves them."""
+    values = published("pythia-410m")
+    twice = {"partial_rotary_factor": 0.25, "rope_theta": 10000, "rope_scaling": None}
+    assert read({**values, **twice}) == read(values)
+
+
+def test_multimodal_and_text_configs_of_one_decoder_are_the_same() -> None:
+    values = published("gemma-3-4b-it")
+    text = {**values["text_config"], "architectures": ["Gemma3ForCausalLM"]}
+    inner = read(text)
+    assert inner.family == "gemma3"
+    assert {**vars(read(values)), "family": "gemma3"} == vars(inner)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["full_attention"] * 24},
+        {"layer_types": None},
+        {"sliding_window": None},
+        {"max_window_layers": 3},
+        {"_name_or_path": "elsewhere", "transformers_version": "9", "use_cache": False},
+        {"dtype": "float32", "pad_token_id": 5},
+        {"quantization_config": None},
+        {"is_decoder": True, "pruned_heads": {}, "pretraining_tp": 1},
+    ],
+)
+def test_what_cannot_change_the_activations_is_accepted(changes: dict[str, Any]) -> None:
+    config = published("Qwen2.5-0.5B")
+    assert read({**config, **changes}) == read(config)
+
+
+def refused(values: Mapping[str, Any]) -> str:
+    """The message, which names the file and is one line."""
+    with pytest.raises(InputError) as caught:
+        read(values)
+    message = str(caught.value)
+    assert message.startswith(("dir/config.json: ", "dir/config.json text_config: "))
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_an_unknown_key_is_refused_by_name(family: str) -> None:
+    values = published(OF_FAMILY[family])
+    decoder_part(values)["residual_multiplier"] = 2.0
+    assert "unknown config key 'residual_multiplier'" in refused(values)
+
+
+# Values other than those under which the key changes nothing.
+NOT_HARMLESS = {
+    "pretraining_tp": 2,
+    "rope_interleaved": True,
+    "is_encoder_decoder": True,
+    "add_cross_attention": True,
+    "pruned_heads": {"0": [1]},
+    "tie_encoder_decoder": True,
+    "quantization_config": {"quant_method": "gptq", "bits": 4},
+}
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_a_harmless_key_of_another_value_is_refused_by_name(family: str) -> None:
+    row = next(row for row in FAMILIES if row.name == family)
+    for key, value in {**NOT_HARMLESS, **dict.fromkeys(row.harmless, "another")}.items():
+        values = published(OF_FAMILY[family])
+        decoder_part(values)[key] = value
+        message = refused(values)
+        assert f"{key} = {value!r} is not supported for {family}" in message
+    for key, accepted in row.harmless.items():
+        for value in accepted:
+            values = published(OF_FAMILY[family])
+            decoder_part(values)[key] = value
+            assert read(values) == read(published(OF_FAMILY[family]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("quantization_config", {"quant_method": "bitsandbytes"}),
+        ("tie_word_embeddings", False),
+        ("residual_multiplier", 2.0),
+    ],
+)
+def test_keys_beside_a_nested_config_are_accounted_for_too(key: str, value: Any) -> None:
+    values = published("gemma-3-4b-it")
+    assert read({**values, "tie_word_embeddings": True, "pad_token_id": 0}) == read(values)
+    assert key in refused({**values, key: value})
+
+
+def test_a_multimodal_config_without_its_text_part_is_refused() -> None:
+    for text in (None, [], "text"):
+        message = refused({**published("gemma-3-4b-it"), "text_config": text})
+        assert "has no text_config for gemma3-multimodal" in message
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "said"),
+    [
+        ("Qwen2.5-7B", {"attention_bias": True}, "unknown config key 'attention_bias'"),
+        ("Qwen2.5-7B", {"use_mrope": True}, "use_mrope = True"),
+        ("Llama-2-7b-hf", {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
+        ("Llama-2-7b-hf", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("Llama-2-7b-hf", {"rope_parameters": {"partial_rotary_factor": 0.5}},
+         "partial_rotary_factor"),
+        ("Llama-2-7b-hf", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported (known: s"),
+        ("Llama-2-7b-hf", {"hidden_act": None}, "hidden_act None"),
+        ("gpt2", {"activation_function": None}, "hidden_act None"),
+        ("Llama-2-7b-hf", {"num_key_value_heads": 5}, "multiple of num_key_value_heads 5"),
+        ("Llama-2-7b-hf", {"layer_types": ["sliding_attention"] * 32}, "sliding layer_types"),
+        ("Llama-2-7b-hf", {"num_hidden_layers": 10**6}, "num_hidden_layers"),
+        ("Qwen3-8B", {"layer_types": ["full_attention"]}, "layer_types must say full_attention or"),
+        ("Qwen3-8B", {"layer_types": ["chunked_attention"] * 36}, "layer_types must say"),
+        ("Qwen3-8B", {"layer_types": ["sliding_attention"] * 36}, "but no sliding_window"),
+        ("gemma-2-2b", {"sliding_window": None}, "sliding layers, but no sliding_window"),
+        ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma-3-1b-it", {"rope_parameters": {"rope_type": "default"}}, "must be given for full_"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"rope_theta": 1e4}, "unknown config key 'rope_theta'"),
+        ("Mixtral-8x7B-v0.1", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ("Mixtral-8x7B-v0.1", {"num_local_experts": None}, "num_experts must be a positive"),
+        ("Qwen3-30B-A3B", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
+        ("Qwen3-30B-A3B", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config ="),
+        ("Llama-3.1-8B", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
+        ("phi-4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                   "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters and"),
+        ("pythia-70m", {"rotary_pct": 0}, "partial_rotary_factor"),
+        ("pythia-70m", {"rotary_pct": 1.5}, "partial_rotary_factor"),
+        ("pythia-70m", {"rotary_pct": 0.001}, "partial_rotary_factor"),
+        ("Llama-2-7b-hf", {"head_dim": 127}, "of 127 dimensions"),
+        ("Phi-3-mini-128k-instruct", {"partial_rotary_factor": 0.5}, "short_factor must have 24"),
+        ("Phi-3-mini-128k-instruct", {"original_max_position_embeddings": 1}, "above 1"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_activations_is_refused_by_name(
+    base: str, changes: dict[str, Any], said: str
+) -> None:
+    assert said in refused({**published(base), **changes})
+
+
+ODD = ["32", 2.5, -1, 0, True, math.nan, math.inf, 10**400, [], {}]
+
+
+def _own(family: str, key: str) -> str:
+    """How a family spells a key, as its published config does."""
+    row = next(row for row in FAMILIES if row.name == family)
+    spelled = row.keys.get(key, key)
+    return spelled if isinstance(spelled, str) else spelled[0]
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_a_number_that_is_none_is_refused_by_name(family: str) -> None:
+    row = next(row for row in FAMILIES if row.name == family)
+    counts = {
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+        "num_key_value_heads", "intermediate_size", "max_position_embeddings",
+    }  # fmt: skip
+    counts |= {"num_experts", "num_experts_per_tok", "sliding_window"} & set(row.reads)
+    amounts = {"rms_norm_eps"} | (set() if "ropes" in row.fixed else {"rope_theta"})
+    amounts |= set(row.reads) & {
+        "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+        "rope_local_base_freq", "partial_rotary_factor", "glu_limit",
+    }  # fmt: skip
+    for key in counts | amounts:
+        for odd in ODD:
+            if key in amounts and odd == 2.5:
+                continue
+            values = published(OF_FAMILY[family])
+            if key == "sliding_window" and _own(family, "use_sliding_window") in values:
+                values["use_sliding_window"] = True
+            decoder_part(values)[_own(family, key)] = odd
+            message = refused(values)
+            named = "rope_theta" if key == "rope_local_base_freq" else key
+            assert named in message or _own(family, key) in message, (key, odd)
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_a_switch_that_is_neither_on_nor_off_is_refused_by_name(family: str) -> None:
+    row = next(row for row in FAMILIES if row.name == family)
+    keys = {"tie_word_embeddings", *row.biases.values()}
+    keys |= {"use_sliding_window", "norm_topk_prob"} & set(row.reads)
+    for key in keys:
+        for odd in ("false", 2, 0, [], {}, 0.5):
+            values = published(OF_FAMILY[family])
+            decoder_part(values)[key] = odd
+            assert f"{key} must be true or false, got {odd!r}" in refused(values)
+
+
+@pytest.mark.parametrize("odd", ["full_attention", 3, {}, [[]], [{}], [None], [3], True])
+def test_layer_types_of_another_type_are_refused(odd: Any) -> None:
+    for name in ("gemma-2-2b", "Llama-2-7b-hf", "Mistral-7B-v0.1"):
+        assert "layer_types" in refused({**published(name), "layer_types": odd})
+
+
+@pytest.mark.parametrize("odd", [None, 0, -1, 1.5, "6", [], True])
+def test_a_pattern_of_layers_that_is_no_number_is_refused(odd: Any) -> None:
+    values = published("gemma-3-1b-it")
+    values.pop("layer_types", None)
+    assert "sliding_window_pattern" in refused({**values, "sliding_window_pattern": odd})
+    if odd != 0:
+        changes = {"use_sliding_window": True, "max_window_layers": odd}
+        assert "max_window_layers" in refused({**published("Qwen3-8B"), **changes})
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("LlamaForSequenceClassification", "LlamaForCausalLM"),
+        ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+        ("Gemma3nForCausalLM", "Gemma3ForCausalLM"),
+        ("GPT2Model", "GPT2LMHeadModel"),
+        ("MistralForCausalLm", "MistralForCausalLM"),
+        ("T5", ""),
+    ],
+)
+def test_an_unknown_architecture_is_refused_with_the_nearest_known_one(
+    given: str, nearest: str
+) -> None:
+    message = refused({**published("Llama-2-7b-hf"), "architectures": [given]})
+    assert repr(given) in message
+    assert f"the nearest is {nearest}" in message
+    assert all(name in message for family in FAMILIES for name in family.architectures)
+
+
+@pytest.mark.parametrize(
+    "given", [None, [], {}, 3, ["LlamaForCausalLM"] * 2, "LlamaForCausalLM", [3], [["Llama"]]]
+)
+def test_architectures_must_name_one_class(given: Any) -> None:
+    message = refused({**published("Llama-2-7b-hf"), "architectures": given})
+    assert "'architectures' must name one model class" in message
+
+
+def test_biases_follow_the_config_where_the_family_lets_them() -> None:
+    config = {**published("Llama-3.1-8B"), "attention_bias": True, "mlp_bias": True}
+    arch = read(config)
+    assert (arch.qkv_bias, arch.out_bias, arch.mlp_bias) == (True, True, True)
+    arch = read(published("Qwen2-0.5B"))
+    assert (arch.qkv_bias, arch.out_bias, arch.mlp_bias) == (True, False, False)
+
+
+def test_every_supported_activation_is_one_of_transformers() -> None:
+    assert set(ACTIVATIONS) <= set(ACT2FN)
+    for name in ACTIVATIONS:
+        assert read({**published("Llama-3.1-8B"), "hidden_act": name}).activation == name
+
+
+# Anything that JSON can hold, and what configs hold in the wrong place.
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 64)
+    | st.sampled_from([4096, 10**6, 10**400, 1e-300, 1e300, 0.25, 0.5, 1e4])
+    | st.floats()
+    | st.sampled_from(["", "silu", "gelu", "default", "linear", "yarn", "longrope", "llama3",
+                       "dynamic", "full_attention", "sliding_attention", "mxfp4"])
+    | st.text(max_size=2)
+)  # fmt: skip
+ROPE_KEYS = st.sampled_from(
+    ["rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+     "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate",
+     "short_factor", "long_factor", "partial_rotary_factor", "full_attention", "sliding_attention",
+     "quant_method"]
+)  # fmt: skip
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(ROPE_KEYS, inner, max_size=5)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+KEYS = sorted({key for name in PARAMS for key in decoder_part(published(name))} | {
+    "rope_parameters", "rope_scaling", "layer_types", "sliding_window", "sliding_window_pattern",
+    "head_dim", "max_window_layers", "use_sliding_window", "partial_rotary_factor", "mlp_bias",
+    "pruned_heads", "quantization_config", "final_logit_softcapping", "norm_topk_prob",
+    "text_config", "num_experts",
+})  # fmt: skip
+DEPTHS = {"num_hidden_layers", "n_layer"}
+CHANGES = st.dictionaries(st.sampled_from(KEYS), ANYTHING, min_size=1, max_size=3)
+
+
+@given(
+    name=st.sampled_from(sorted(PARAMS)),
+    changes=CHANGES,
+    rope=st.none() | st.dictionaries(ROPE_KEYS, ANYTHING, max_size=3),
+    gone=st.sets(st.sampled_from(KEYS), max_size=2),
+)
+@example("Qwen3-8B", {"layer_types": 3}, None, set())
+@example("gemma-2-2b", {"layer_types": [[]] * 26}, None, set())
+@example("Llama-3.1-8B", {"rope_theta": 10**400}, None, set())
+@example("gemma-2-2b", {"hidden_size": 10**400}, None, set())
+@example("Llama-3.1-8B", {}, {"low_freq_factor": 4.0}, set())
+@example("Llama-3.1-8B", {}, {"low_freq_factor": [1.0]}, set())
+@example("Qwen2.5-7B-Instruct-yarn", {"rope_theta": 1.0}, None, set())
+@example("Qwen2.5-7B-Instruct-yarn", {}, {"attention_factor": [1.0]}, set())
+@example("Phi-3-mini-128k-instruct", {}, {"short_factor": 2.0}, set())
+@settings(max_examples=300, deadline=None)
+def test_a_strangers_config_gives_an_architecture_or_is_refused_as_input(
+    name: str, changes: dict[str, Any], rope: dict[str, Any] | None, gone: set[str]
+) -> None:
+    values = published(name)
+    own = decoder_part(values)
+    # A million layers would be listed one by one; that they are refused is tested above.
+    own |= {k: v for k, v in changes.items() if k not in DEPTHS or v != v or _small(v)}
+    if rope is not None:
+        scaling = own.get("rope_scaling")
+        own["rope_scaling"] = {**(scaling if isinstance(scaling, dict) else {}), **rope}
+    for key in gone:
+        own.pop(key, None)
+    try:
+        arch = read(values)
+    except InputError as error:
+        assert "\n" not in str(error)
+        return
+    assert arch.num_heads % arch.num_kv_heads == 0
+    assert 0 < arch.max_positions <= arch.rope_positions
+    assert 1 <= arch.period <= arch.num_layers
+    assert all(math.isfinite(x) and x > 0 for x in (arch.embed_scale, arch.attn_scale))
+    for rope_settings in arch.ropes:
+        frequencies, amplitude = rope_settings.frequencies(arch.head_dim, arch.rope_positions)
+        assert np.isfinite(frequencies).all()
+        assert (frequencies > 0).all()
+        assert 0 < 2 * len(frequencies) <= arch.head_dim
+        assert 0 < amplitude < math.inf
+
+
+def _small(value: Any) -> bool:
+    return not isinstance(value, int | float) or value < 100

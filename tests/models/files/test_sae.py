@@ -1,0 +1,68 @@
+"""What an encoder computes, against each formula written out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import saes
+from spile.models.files.sae import Encoder, Sae, activations
+from spile.models.files.sae_files import load_arrays, open_sae
+
+ROWS = np.random.default_rng(1).standard_normal((50, saes.WIDTH)).astype(np.float32)
+
+
+def computed(sae: Sae, rows: np.ndarray = ROWS) -> np.ndarray:
+    return activations(sae, load_arrays(sae)[0], rows, np, np.matmul)
+
+
+@pytest.mark.parametrize("subtract", [True, False])
+@pytest.mark.parametrize("architecture", ["standard", "gated", "jumprelu"])
+def test_latents_are_the_formulas(tmp_path: Path, architecture: str, subtract: bool) -> None:
+    sae = open_sae(str(saes.write_sae(tmp_path, architecture, apply_b_dec_to_input=subtract)))
+    wanted = saes.plain_encode(
+        ROWS, saes.random_tensors(architecture), architecture, subtract=subtract
+    )
+    assert 0 < np.count_nonzero(wanted) < wanted.size
+    np.testing.assert_allclose(computed(sae), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("rescale", [True, False])
+def test_of_topk_the_largest_are_the_formulas(tmp_path: Path, rescale: bool) -> None:
+    folder = saes.write_sae(tmp_path, "topk", rescale_acts_by_decoder_norm=rescale)
+    found = computed(open_sae(str(folder)))
+    wanted = saes.plain_encode(ROWS, saes.random_tensors("topk"), "topk", rescale=rescale)
+    chosen = wanted > 0
+    np.testing.assert_allclose(found[chosen], wanted[chosen], rtol=1e-4)
+    for row, kept in zip(found, chosen, strict=True):
+        assert row[~kept].max() <= row[kept].min()
+
+
+def test_rows_are_normalized_as_saelens_does(tmp_path: Path) -> None:
+    plain = open_sae(str(saes.write_sae(tmp_path / "plain")))
+    centred = ROWS - ROWS.mean(axis=1, keepdims=True)
+    by_deviation = centred / (ROWS.std(axis=1, ddof=1, keepdims=True) + 1e-5)
+    by_length = ROWS * np.sqrt(saes.WIDTH) / np.linalg.norm(ROWS, axis=1, keepdims=True)
+    for name, rows in (("layer_norm", by_deviation), ("constant_norm_rescale", by_length)):
+        sae = open_sae(str(saes.write_sae(tmp_path / name, normalize_activations=name)))
+        np.testing.assert_allclose(computed(sae), computed(plain, rows), atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", saes.ARCHITECTURES)
+def test_what_is_no_number_stays_none(tmp_path: Path, architecture: str) -> None:
+    rows = ROWS[:3].copy()
+    rows[1, 5] = np.nan
+    found = computed(open_sae(str(saes.write_sae(tmp_path, architecture))), rows)
+    assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
+
+
+def test_as_many_are_kept_as_asked_for_or_as_can_be_active(tmp_path: Path) -> None:
+    topk = open_sae(str(saes.write_sae(tmp_path / "topk", "topk")))
+    other = open_sae(str(saes.write_sae(tmp_path / "other")))
+    small = open_sae(str(saes.write_sae(tmp_path / "small", latents=20)))
+    large = open_sae(str(saes.write_sae(tmp_path / "large", latents=40_000, width=2)))
+    assert [Encoder.of(topk, k).kept for k in (None, 4, 30)] == [9, 4, 9]
+    assert [Encoder.of(other, k).kept for k in (None, 4, 100)] == [64, 4, 80]
+    assert Encoder.of(small, None).kept == 20
+    assert Encoder.of(other, 4).id_dtype == "int16"
+    assert Encoder.of(large, 4).id_dtype == "int32"

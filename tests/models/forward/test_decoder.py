@@ -1,0 +1,670 @@
+"""Parity with HF transformers: the ground truth for every tap of every family."""
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import quick
+import spile
+import tiny
+from families import FAMILIES, WINDOW, gemma3_multimodal, randomised
+from marks import some
+from spile.check.reference import Reference
+from spile.core.errors import InputError
+from spile.models.config.families import FAMILIES as KNOWN
+from spile.models.config.hf_config import read_config
+from spile.models.files.checkpoint import Checkpoint, open_checkpoint
+from spile.models.files.demo import demo_model
+from spile.models.forward import decoder
+from spile.models.forward.attention import Attention, blocked, masked
+from spile.models.forward.decoder import forward, needs_whole_block
+from spile.models.forward.kernels import for_platform
+from spile.models.forward.params import Schedule
+from spile.models.forward.weights import load_params
+from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, parse_taps
+
+TOLERANCE = 2e-5  # of the tap's largest value
+REFUSED = {
+    "gpt2-layer-scaled": "scale_attn_by_inverse_layer_idx = True is not supported",
+    "qwen3moe-mqa-mixed": r"mlp_only_layers = \[1\] is not supported",
+    **{
+        name: "architecture 'StableLmForCausalLM' is not supported"
+        for name in FAMILIES
+        if name.startswith("stablelm")
+    },
+}
+SUPPORTED: dict[str, Callable[..., Any]] = {
+    **{name: make for name, make in FAMILIES.items() if name not in REFUSED},
+    "gemma3-multimodal": gemma3_multimodal,
+    "qwen3moe-mqa": partial(FAMILIES["qwen3moe-gqa"], num_key_value_heads=1),
+}
+
+# One batch for all: a row that packs several contexts and ends in padding, and one that is a
+# single context, as long as the row. The long ones reach beyond the window.
+LENGTHS = ((33, 9, 14), (64,))
+ROWS, SEQ = 2, 64
+assert WINDOW < 33
+BLOCKED = partial(blocked, block=24)  # blocks lie across contexts and rows; several look back
+# What the defaults make is tested through `spile check`.
+QUICK = quick.OPTIONS if jax.default_backend() == "cpu" else {}
+
+
+FULL = pytest.mark.full
+STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
+MORE = {
+    name for name in SUPPORTED if re.search("-m[hq]a", name) and "llama" not in name
+}  # heads are as Llama's
+
+
+class Context(NamedTuple):
+    """Where it lies in the batch, and its tokens."""
+
+    row: int
+    start: int
+    ids: np.ndarray
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        return values[self.row, self.start : self.start + len(self.ids)]
+
+
+def batch(lengths: tuple[tuple[int, ...], ...]) -> tuple[list[Context], list[np.ndarray]]:
+    """Contexts of random tokens; tokens, positions and segments of the batch that holds them."""
+    rng = np.random.default_rng(0)
+    tokens, positions, segments = np.zeros((3, len(lengths), SEQ), np.int32)
+    contexts: list[Context] = []
+    for row, each in enumerate(lengths):
+        for segment, length in enumerate(each, 1):
+            context = Context(row, sum(each[: segment - 1]), rng.integers(0, 256, length))
+            context.of(tokens)[:] = context.ids
+            context.of(positions)[:] = np.arange(length)
+            context.of(segments)[:] = segment
+            contexts.append(context)
+    return contexts, [tokens, positions, segments]
+
+
+CONTEXTS, BATCH = batch(LENGTHS)
+
+
+def saved(make: Callable[..., Any], directory: Path, **changes: Any) -> tuple[Any, Checkpoint]:
+    """A random model, and what Spile makes of its files."""
+    model = randomised(lambda: make(**changes))
+    model.save_pretrained(directory)
+    tiny.write_tokenizer(directory)
+    return model, open_checkpoint(str(directory))
+
+
+def run(
+    checkpoint: Checkpoint,
+    taps: tuple[Tap, ...],
+    attention: Attention = BLOCKED,
+    columns: np.ndarray | None = None,
+    dtype: str = "float32",
+    inputs: list[np.ndarray] = BATCH,
+) -> dict[str, np.ndarray]:
+    """Every tap's values [rows, kept, ...], by name."""
+    arch = checkpoint.arch
+    depth = max(tap.layers_needed(arch) for tap in taps)
+    schedule = Schedule.of(arch, depth, whole=needs_whole_block(taps, depth))
+    head = any(tap.site in AFTER_BLOCKS for tap in taps)
+    params, _ = load_params(checkpoint, schedule, head=head, dtype=jnp.dtype(dtype))
+    step = partial(
+        forward, arch=arch, taps=taps, schedule=schedule, attention=attention, store_dtype="float32"
+    )
+    given = [*inputs] if columns is None else [*inputs, columns]
+    found = jax.jit(step, compiler_options=QUICK)(params, *map(jnp.asarray, given))
+    rows, kept = given[-1].shape if columns is not None else given[0].shape
+    return {n: np.asarray(v).reshape(rows, kept, *v.shape[1:]) for n, v in found.items()}
+
+
+def error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference, over the largest value; of expert numbers, how many differ."""
+    assert found.shape == wanted.shape
+    if not np.issubdtype(wanted.dtype, np.floating):
+        return float((found != wanted).mean())
+    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+
+def error_by_token(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The same with each token's own largest value, where it has several."""
+    if wanted.ndim == 1:
+        return error(found, wanted)
+    rows = zip(found, wanted, strict=True)
+    return float(np.max([error(ours, theirs) for ours, theirs in rows]))
+
+
+def errors(
+    found: dict[str, np.ndarray],
+    truth: list[dict[str, np.ndarray]],
+    *,
+    shift: int = 0,
+    heads: int = 0,
+) -> dict[str, float]:
+    """Of each tap over all contexts; controls compare a layer further on, or another head."""
+    worst: dict[str, float] = {}
+    for context, wanted in zip(CONTEXTS, truth, strict=True):
+        for tap, values in found.items():
+            site, _, layer = tap.partition(".")
+            name = f"{site}.{int(layer) + shift}" if layer else tap
+            if name not in wanted or (shift and not layer):
+                continue
+            own = context.of(values)
+            if site == "attn_pattern":
+                assert not own[..., len(context.ids) :].any(), "keys beyond the context"
+                own = own[..., : len(context.ids)]
+            own = np.roll(own, heads, axis=1) if heads else own
+            keep_worst(worst, tap, error(own, wanted[name]))
+    return worst
+
+
+def keep_worst(worst: dict[str, float], tap: str, found: float) -> None:
+    worst[tap] = float(np.maximum(worst.get(tap, 0.0), found))  # `max` would pass over NaN
+
+
+def too_far(found: dict[str, float]) -> dict[str, float]:
+    return {tap: worst for tap, worst in found.items() if not worst <= TOLERANCE}
+
+
+def too_near(found: dict[str, float]) -> dict[str, float]:
+    return {tap: worst for tap, worst in found.items() if not worst > 100 * TOLERANCE}
+
+
+def sites(taps: tuple[Tap, ...], *names: str) -> tuple[Tap, ...]:
+    return tuple(tap for tap in taps if tap.site in names)
+
+
+def without_pattern(taps: tuple[Tap, ...]) -> tuple[Tap, ...]:
+    """With attention weights among the taps, they are what mixes the values."""
+    return tuple(tap for tap in taps if tap.site != "attn_pattern")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=FULL if name in MORE else ()) for name in SUPPORTED]
+)
+def test_every_tap_agrees_with_hf(name: str, tmp_path: Path) -> None:
+    model, checkpoint = saved(SUPPORTED[name], tmp_path)
+    truth = [Reference(model).taps(context.ids) for context in CONTEXTS]
+    taps = all_taps(checkpoint.arch)
+    assert {tap.name for tap in taps} == set(truth[0])
+    last = f".{checkpoint.arch.num_layers - 1}"
+
+    found = run(checkpoint, without_pattern(taps))
+    watched = run(checkpoint, sites(taps, "attn_pattern", "z", "resid_post"), masked)
+    for values in (found, watched):
+        assert not too_far(errors(values, truth))
+        others = errors(values, truth, shift=1)
+        assert set(others) == {tap for tap in values if "." in tap and not tap.endswith(last)}
+        assert not too_near(others), "the control must fail"
+        heads = {tap: value for tap, value in values.items() if tap.startswith(("q.", "z."))}
+        assert heads
+        assert not too_near(errors(heads, truth, heads=1)), "the control must fail"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_decoder_cannot_compute_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=REFUSED[name]):
+        saved(FAMILIES[name], tmp_path)
+
+
+def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
+    queries_per_key: dict[str, set[int]] = {}
+    for make in SUPPORTED.values():
+        model = make()
+        name = type(model).__name__
+        config = json.loads(model.config.to_json_string())
+        _, arch = read_config({**config, "architectures": [name]}, "test")
+        queries_per_key.setdefault(name, set()).add(arch.num_heads // arch.num_kv_heads)
+    # those without the choice, and one whose decoder is another's
+    fewer = {
+        "GPT2LMHeadModel": {1}, "GPTNeoXForCausalLM": {1}, "Gemma3ForConditionalGeneration": {2}
+    }  # fmt: skip
+    known = [name for family in KNOWN for name in family.architectures]
+    assert queries_per_key == {name: fewer.get(name, {1, 2, 4}) for name in known}
+
+
+def test_the_controls_can_fail(tmp_path: Path) -> None:
+    """Where all blocks and heads are alike, the controls find no difference, and say so."""
+    model = randomised(FAMILIES["llama-mha-tied"])
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.load_state_dict(model.model.layers[0].state_dict())
+            block.self_attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+            for part in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj):
+                part.weight.copy_(part.weight[:12].repeat(4, 1))
+    model.save_pretrained(tmp_path)
+    tiny.write_tokenizer(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    truth = [Reference(model).taps(context.ids) for context in CONTEXTS]
+    found = run(checkpoint, sites(all_taps(checkpoint.arch), "resid_post", "q", "z", "v"))
+    assert not too_far(errors(found, truth))
+    shifted = errors(found, truth, shift=1)
+    assert too_near(shifted) == shifted
+    heads = errors({tap: found[tap] for tap in ("q.0", "z.2")}, truth, heads=1)
+    assert too_near(heads) == heads
+
+    # and one value out of place is seen
+    worse = {**found, "q.1": found["q.1"].copy()}
+    worse["q.1"][1, 63, 3, 11] += 10 * TOLERANCE * np.abs(found["q.1"]).max()
+    assert set(too_far(errors(worse, truth))) == {"q.1"}
+    worse["q.1"][1, 63, 3, 11] = np.nan
+    assert set(too_far(errors(worse, truth))) == {"q.1"}
+
+
+# -- what is run of the model --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["neox", pytest.param("gptoss-gqa", marks=FULL)])
+def test_any_mix_of_taps_gives_the_rows_of_a_full_run(name: str, tmp_path: Path) -> None:
+    _, checkpoint = saved(SUPPORTED[name], tmp_path)
+    taps = without_pattern(all_taps(checkpoint.arch))
+    full = run(checkpoint, taps)
+    rng = np.random.default_rng(1)
+    for count in (1, 4, 12):
+        chosen = sorted(rng.choice(len(taps), count, replace=False))
+        found = run(checkpoint, tuple(taps[i] for i in chosen))
+        assert set(found) == {taps[i].name for i in chosen}
+        for tap, values in found.items():
+            assert error(values, full[tap]) <= 1e-6, tap
+
+
+def test_the_deepest_block_need_not_run_to_its_end(tmp_path: Path) -> None:
+    _, checkpoint = saved(SUPPORTED["llama-gqa"], tmp_path)
+    inside = [Tap(site, 2) for site in ("attn_in", "k_rot", "attn_out", "mlp_in", "mlp_hidden")]
+    below = Tap("resid_post", 0)
+    full = run(checkpoint, (*inside, below, Tap("logits")), masked)
+    for taps in (*((deepest,) for deepest in inside), (below, Tap("attn_out", 2))):
+        assert not needs_whole_block(taps, 3)
+        for tap, values in run(checkpoint, taps, masked).items():
+            assert error(values, full[tap]) <= 1e-6, tap
+
+
+def test_nothing_is_computed_that_no_tap_needs(tmp_path: Path) -> None:
+    _, checkpoint = saved(SUPPORTED["llama-gqa"], tmp_path)
+    arch = checkpoint.arch
+    schedule = Schedule.of(arch, 1, whole=False)
+    params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype("float32"))
+
+    def products(*taps: Tap) -> float:
+        step = partial(
+            forward, params, arch=arch, taps=taps, schedule=schedule, attention=masked,
+            store_dtype="float32",
+        )  # fmt: skip
+        lowered = jax.jit(step, compiler_options=QUICK).lower(*map(jnp.asarray, BATCH))
+        cost: Any = lowered.compile().cost_analysis()
+        return cost["flops"]
+
+    tokens, width = ROWS * SEQ, arch.width
+    each = 2 * tokens * width * width  # one square matrix
+    costs = {site: products(Tap(site, 0)) for site in ("attn_in", "q", "attn_out", "mlp_hidden")}
+    assert costs["attn_in"] < 0.3 * each
+    assert each < costs["q"] < 1.3 * each
+    # q, k, v and o: 3 square matrices; scores and mixing; two matrices of the MLP
+    attention = 3 * each + 4 * tokens * SEQ * width
+    assert attention < costs["attn_out"] < 1.5 * attention
+    both = 2 * each * arch.mlp_width / width
+    assert both < costs["mlp_hidden"] - costs["attn_out"] < 1.2 * both
+
+
+@pytest.mark.parametrize(
+    ("taps", "depth", "whole"),
+    [
+        ("embed", 0, False),
+        ("resid_pre:0", 0, False),
+        ("resid_pre:2", 2, True),  # what the block before it leaves
+        ("attn_out:2", 3, False),
+        ("attn_out:2,resid_post:1", 3, False),
+        ("mlp_hidden:2,resid_pre:2", 3, False),
+        ("mlp_out:2", 3, True),
+        ("resid_post:2", 3, True),
+        ("q:0,final_norm", 3, True),
+        ("entropy", 3, True),
+    ],
+)
+def test_only_what_is_tapped_is_loaded_and_run(
+    taps: str, depth: int, whole: bool, tmp_path: Path
+) -> None:
+    _, checkpoint = saved(SUPPORTED["llama-gqa"], tmp_path)
+    wanted = parse_taps(taps, checkpoint.arch)
+    assert max(tap.layers_needed(checkpoint.arch) for tap in wanted) == depth
+    assert needs_whole_block(wanted, depth) is whole
+    schedule = Schedule.of(checkpoint.arch, depth, whole=whole)
+    params, digests = load_params(checkpoint, schedule, head=False, dtype=jnp.dtype("float32"))
+    assert {int(name.split(".")[2]) for name in digests if "layers" in name} == set(range(depth))
+    assert len(params.tail) == depth - schedule.scanned
+    assert schedule.scanned == (depth if whole else max(0, depth - 1))
+
+
+def test_blocks_of_several_kinds_may_end_anywhere(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Six kinds in turn and two more blocks: within the period, at its end, beyond it."""
+    _, checkpoint = saved(SUPPORTED["gemma3-gqa"], tmp_path)
+    arch = checkpoint.arch
+    assert (arch.period, arch.num_layers) == (6, 8)
+    full = run(checkpoint, sites(all_taps(arch), "resid_post", "attn_out"), masked)
+    everywhere = pytestconfig.getoption("--chaos-full")
+    ends = [Tap("resid_post", depth - 1) for depth in (range(1, 9) if everywhere else (2, 6, 7))]
+    # These leave a block unfinished.
+    ends += [Tap("attn_out", depth - 1) for depth in ((1, 6, 7, 8) if everywhere else (6, 8))]
+    for deepest in ends:
+        taps = (Tap("attn_out", (deepest.layer or 0) // 2), deepest)
+        for tap, values in run(checkpoint, tuple(dict.fromkeys(taps)), masked).items():
+            assert error(values, full[tap]) <= 1e-6, (deepest, tap)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", pytest.param("mixtral-gqa", marks=FULL)])
+@pytest.mark.parametrize("pattern", [False, True])
+def test_chosen_columns_are_the_rows_of_a_full_run(
+    name: str, pattern: bool, tmp_path: Path
+) -> None:
+    _, checkpoint = saved(SUPPORTED[name], tmp_path)
+    taps = all_taps(checkpoint.arch) if pattern else without_pattern(all_taps(checkpoint.arch))
+    # as the packer fills them: ascending, the shorter row then points at its first place
+    columns = np.array([[3, 4, 32, 33, 41, 55, 0], [0, 1, 17, 40, 41, 62, 63]], np.int32)
+    full, chosen = run(checkpoint, taps), run(checkpoint, taps, columns=columns)
+    for tap in full:
+        rows = np.stack([full[tap][row, columns[row]] for row in range(ROWS)])
+        if tap in AFTER_BLOCKS:  # another shape of product, another order of summing
+            assert error(chosen[tap], rows) <= 2e-6, tap
+        else:
+            assert np.array_equal(chosen[tap], rows), tap
+
+
+# -- the head ------------------------------------------------------------------------------------
+
+HEAD = (Tap("logits"), Tap("logprob"), Tap("entropy"))
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2-gqa"])
+def test_logprob_and_entropy_are_those_of_the_logits(name: str, tmp_path: Path) -> None:
+    _, checkpoint = saved(SUPPORTED[name], tmp_path)
+    found = run(checkpoint, HEAD)
+    assert all(np.isfinite(values).all() for values in found.values())
+    for context in CONTEXTS:
+        logits = context.of(found["logits"]).astype(np.float64)
+        logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        entropy = -(np.exp(logs) * logs).sum(axis=-1)
+        assert error(context.of(found["entropy"]), entropy) <= 1e-6
+        logprob = context.of(found["logprob"])
+        following = logs[np.arange(len(logs) - 1), context.ids[1:]]
+        assert error(logprob[:-1], following) <= 1e-6
+        assert logprob[-1] == 0.0
+        assert (logprob[:-1] < 0).all()
+
+
+def test_the_head_may_run_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, checkpoint = saved(SUPPORTED["gemma2-gqa"], tmp_path, num_hidden_layers=1)
+    columns = np.tile(np.arange(3, 40, dtype=np.int32), (ROWS, 1))
+    whole, chosen = run(checkpoint, HEAD), run(checkpoint, HEAD, columns=columns)
+    for room in (10, 1):  # tokens of each row; 64 is no multiple of 10
+        monkeypatch.setattr(decoder, "_HEAD_VALUES", room * ROWS * tiny.VOCAB)
+        for tap, values in run(checkpoint, HEAD).items():
+            assert error(values, whole[tap]) <= 2e-6, (room, tap)
+        for tap, values in run(checkpoint, HEAD, columns=columns).items():
+            assert error(values, chosen[tap]) <= 2e-6, (room, tap)
+
+
+def test_logits_are_never_held_whole_where_they_are_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checkpoint = saved(SUPPORTED["llama-gqa"], tmp_path)
+    arch, taps = checkpoint.arch, (Tap("logprob"), Tap("entropy"))
+    schedule = Schedule.of(arch, arch.num_layers, whole=True)
+    params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype("float32"))
+
+    def shapes() -> str:
+        step = partial(
+            forward, arch=arch, taps=taps, schedule=schedule, attention=masked,
+            store_dtype="float32",
+        )  # fmt: skip
+        return str(jax.make_jaxpr(partial(step, params))(*map(jnp.asarray, BATCH)))
+
+    assert f"f32[{ROWS},{SEQ},{tiny.VOCAB}]" in shapes()
+    monkeypatch.setattr(decoder, "_HEAD_VALUES", 8 * ROWS * tiny.VOCAB)
+    text = shapes()
+    assert f"f32[{ROWS},{SEQ},{tiny.VOCAB}]" not in text
+    assert f"f32[{ROWS},8,{tiny.VOCAB}]" in text
+
+
+# -- packing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [False, True])
+def test_a_context_is_the_same_alone_and_packed(pattern: bool, tmp_path: Path) -> None:
+    _, checkpoint = saved(SUPPORTED["gptoss-gqa"], tmp_path)
+    taps = all_taps(checkpoint.arch) if pattern else without_pattern(all_taps(checkpoint.arch))
+    contexts, inputs = batch(((33, 9, 14), (33,), (9,), (14,)))
+    pairs = list(zip(contexts[:3], contexts[3:], strict=True))
+    for packed, alone in pairs:
+        alone.of(inputs[0])[:] = packed.ids
+    found = run(checkpoint, taps, inputs=inputs)
+    for packed, alone in pairs:
+        for tap, values in found.items():
+            own = packed.of(values)
+            assert error(own, alone.of(values)) <= 1e-6, tap
+            if tap.startswith("attn_pattern"):
+                by_head = own.swapaxes(0, 1)
+                assert not np.triu(by_head, 1).any(), "keys after the query, or of another context"
+                assert (by_head[:, :WINDOW, 0] > 0).all(), "keys count from the context's start"
+
+
+# -- bfloat16 ------------------------------------------------------------------------------------
+
+
+def native(checkpoint: Checkpoint) -> Attention:
+    """What `spile extract` takes here: on a GPU its packed kernel, where that fits the model."""
+    platform = jax.default_backend()
+    if platform == "cpu":
+        return BLOCKED
+    return for_platform(platform, checkpoint.arch, "bfloat16", seq_len=SEQ, contexts=16)
+
+
+COARSE = {
+    "llama": "llama-gqa", "mistral": "mistral-window", "qwen2": "qwen2", "qwen3": "qwen3-gqa",
+    "gemma": "gemma-gqa", "gemma2": "gemma2-gqa", "gemma3": "gemma3-gqa", "gpt2": "gpt2",
+    "gpt_neox": "neox", "phi3": "phi3-gqa", "olmo2": "olmo2-gqa", "mixtral": "mixtral-gqa",
+    "qwen3_moe": "qwen3moe-gqa", "gpt_oss": "gptoss-gqa", "starcoder2": "starcoder2-gqa",
+}  # fmt: skip
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+ROUNDED = ("attn_out", "mlp_out", "resid_post", "final_norm")
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch without bf16 hardware
+@pytest.mark.parametrize("family", some(COARSE, "llama", "gemma2", "gpt2", "qwen3_moe", "gpt_oss"))
+def test_bfloat16_stays_within_twice_its_own_floor(family: str, tmp_path: Path) -> None:
+    """HF-bfloat16's own distance from HF-float32, in the mean over each tap (0.9 to 1.2 of it).
+
+    Rounding may choose another expert, and from there on nothing is comparable; so every expert
+    is chosen here, and their weights still depend on the router. The choice has its own test.
+    """
+    changes = {"num_experts_per_tok": 6} if family in EXPERTS else {}
+    model, checkpoint = saved(SUPPORTED[COARSE[family]], tmp_path, **changes)
+    assert checkpoint.family.name == family
+    coarse = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    taps = sites(all_taps(checkpoint.arch), *ROUNDED)
+    found = run(checkpoint, taps, native(checkpoint), dtype="bfloat16")
+    ours, floor = dict.fromkeys(found, 0.0), dict.fromkeys(found, 0.0)
+    for context in CONTEXTS:
+        exact, rough = (Reference(m).taps(context.ids, ROUNDED) for m in (model, coarse))
+        for tap in found:
+            ours[tap] += float(np.abs(context.of(found[tap]) - exact[tap]).sum())
+            floor[tap] += float(np.abs(rough[tap] - exact[tap]).sum())
+    assert all(floor.values())
+    assert {tap: ours[tap] / floor[tap] for tap in found if not ours[tap] <= 2 * floor[tap]} == {}
+
+
+def test_every_family_is_tested_in_bfloat16() -> None:
+    assert set(COARSE) == {family.name for family in KNOWN if family.nested is None}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_bfloat16_chooses_the_same_experts_where_the_choice_is_clear(
+    family: str, tmp_path: Path
+) -> None:
+    model, checkpoint = saved(SUPPORTED[COARSE[family]], tmp_path)
+    experts = checkpoint.arch.experts
+    assert experts
+    taps = (Tap("expert_ids", 0), Tap("expert_weights", 0))
+    found = run(checkpoint, taps, native(checkpoint), dtype="bfloat16")
+    clear = 0
+    for context in CONTEXTS:
+        exact = Reference(model).taps(context.ids, ("router_logits.0", "expert_ids.0"))
+        logits = -np.sort(-exact["router_logits.0"], axis=-1)
+        gaps = logits[:, : experts.chosen] - logits[:, 1 : experts.chosen + 1]
+        sure = gaps.min(axis=-1) > 0.1  # far beyond bfloat16's rounding of values about one
+        assert np.array_equal(context.of(found["expert_ids.0"])[sure], exact["expert_ids.0"][sure])
+        clear += int(sure.sum())
+    assert clear > 30
+
+
+# -- from documents to stored rows ---------------------------------------------------------------
+
+
+def contexts_of(ds: spile.Dataset) -> list[tuple[int, int]]:
+    """The rows of each context."""
+    flags = ds.index(0, ds.num_tokens)["flags"]
+    starts = np.flatnonzero(flags & spile.FLAGS["first"])
+    return list(zip(starts.tolist(), [*starts[1:].tolist(), ds.num_tokens], strict=True))
+
+
+def stored_errors(
+    ds: spile.Dataset,
+    model: Any,
+    contexts: list[tuple[int, int]],
+    *,
+    shift: int = 0,
+    measure: Callable[[np.ndarray, np.ndarray], float] = error,
+) -> dict[str, float]:
+    """Of each tap; `shift` compares another layer."""
+    reference = Reference(model)
+    layers = range(model.config.num_hidden_layers)
+    worst: dict[str, float] = {}
+    for start, stop in contexts:
+        theirs: dict[str, str] = {}
+        for tap in ds.taps:
+            site, _, layer = tap.partition(".")
+            if not shift or (layer and int(layer) + shift in layers):
+                theirs[tap] = f"{site}.{int(layer) + shift}" if layer else tap
+        wanted = reference.taps(ds.index(start, stop)["token_id"], set(theirs.values()))
+        for tap, name in theirs.items():
+            values = np.asarray(ds.read(tap, start, stop))
+            assert values.shape == (stop - start, *ds.shape(tap))
+            if tap.startswith("attn_pattern"):
+                assert not values[..., stop - start :].any()
+                values = values[..., : stop - start]
+            keep_worst(worst, tap, measure(values, wanted[name]))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [
+        ("llama-gqa", "ffd"),
+        ("gpt2", "none"),
+        *(pytest.param(n, "ffd", marks=FULL) for n in ("gemma3-gqa", "gpt2", "gptoss-gqa", "neox")),
+        *(pytest.param(n, "none", marks=FULL) for n in STORED_TOO),
+    ],
+)
+def test_what_is_stored_agrees_with_hf(name: str, pack: str, tmp_path: Path) -> None:
+    model, checkpoint = saved(SUPPORTED[name], tmp_path / "model")
+    # one tap of every site, at various depths; of fewer, but with attention's weights
+    there = {tap.site for tap in all_taps(checkpoint.arch)}
+    there -= (
+        {"attn_pattern"} if pack == "ffd" else {"q", "k", "k_rot", "attn_in", "mlp_in", "embed"}
+    )
+    taps = [
+        f"{site}.{i % checkpoint.arch.num_layers}" if SITES[site].layered else site
+        for i, site in enumerate(SITES)
+        if site in there
+    ]
+    # from a few tokens to several contexts, so that packing and splitting both occur
+    corpus = tiny.write_corpus(tmp_path / "docs.jsonl", 8, seed=3, mean=2.6)
+    recipe = spile.Recipe(
+        model=str(tmp_path / "model"),
+        corpus=str(corpus),
+        taps=",".join(taps),
+        seq_len=96,
+        pack=pack,
+        compute_dtype="float32",
+    )
+    spile.extract(recipe, str(tmp_path / "out"))
+    ds = spile.open(str(tmp_path / "out"))
+    assert set(ds.taps) == set(taps)
+    contexts = contexts_of(ds)
+    assert (ds.index(0, ds.num_tokens)["offset"] >= 96).any(), "no document was split"
+    assert len(contexts) > 8
+
+    assert not too_far(stored_errors(ds, model, contexts))
+    others = stored_errors(ds, model, contexts, shift=-1)
+    assert len(others) > 4
+    assert not too_near(others), "the control must fail"
+
+
+def test_the_demo_model_agrees_with_hf(tmp_path: Path) -> None:
+    recipe = spile.Recipe(
+        model="demo",
+        corpus="demo",
+        taps="embed,resid_pre:0+15,attn_in:4,q:9,k:21,v:2,q_rot:14,k_rot:28,z:0+29,attn_out:3+29,"
+        "resid_mid:7,mlp_in:18,mlp_hidden:1+25,mlp_out:11+29,resid_post:0+20+28+29,final_norm,"
+        "logprob,entropy",
+        seq_len=64,
+        max_docs=1,
+        compute_dtype="float32",
+    )
+    spile.extract(recipe, str(tmp_path / "out"))
+    ds = spile.open(str(tmp_path / "out"))
+    model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
+    contexts = contexts_of(ds)
+    assert len(contexts) > 3
+    # a real model's first token holds values a thousand times larger than the rest
+    by_token = partial(stored_errors, ds, model, measure=error_by_token)
+    assert not too_far(by_token(contexts))
+    assert not too_near(by_token(contexts[:1], shift=-1)), "the control must fail"
+
+
+def test_a_document_is_stored_the_same_alone_and_packed(tmp_path: Path, model: Path) -> None:
+    corpus = tiny.write_corpus(tmp_path / "docs.jsonl", 20, seed=5)
+    lines = corpus.read_text().splitlines()
+    common: dict[str, Any] = {
+        "model": str(model),
+        "taps": "resid_post:all,attn_pattern:1",
+        "compute_dtype": "float32",
+    }
+    spile.extract(spile.Recipe(corpus=str(corpus), **common), str(tmp_path / "packed"))
+    packed = spile.open(str(tmp_path / "packed"))
+    doc = 7
+    alone_corpus = tmp_path / "alone.jsonl"
+    alone_corpus.write_text(lines[doc] + "\n")
+    spile.extract(spile.Recipe(corpus=str(alone_corpus), **common), str(tmp_path / "alone"))
+    alone, together = spile.open(str(tmp_path / "alone")).document(0), packed.document(doc)
+    assert np.array_equal(alone.index["token_id"], together.index["token_id"])
+    for tap in packed.taps:
+        assert error(together.read(tap), alone.read(tap)) <= 1e-5
+
+
+def test_configs_written_by_transformers_5_and_4_load_alike(tmp_path: Path) -> None:
+    _, new = saved(SUPPORTED["llama3-rope"], tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert "rope_parameters" in config, "transformers 5 writes rope_parameters"
+    scaling = dict(config["rope_parameters"])
+    old = {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")}
+    old |= {"rope_theta": scaling.pop("rope_theta"), "torch_dtype": "float32"}
+    path.write_text(json.dumps({**old, "rope_scaling": scaling}))
+    taps = (Tap("resid_post", 2),)
+    rows = [run(checkpoint, taps) for checkpoint in (new, open_checkpoint(str(tmp_path)))]
+    assert np.array_equal(rows[0]["resid_post.2"], rows[1]["resid_post.2"])
+    plain = {k: v for k, v in old.items() if k != "rope_scaling"}
+    path.write_text(json.dumps(plain))
+    other = run(open_checkpoint(str(tmp_path)), taps)
+    assert not np.array_equal(rows[0]["resid_post.2"], other["resid_post.2"]), "the scaling tells"

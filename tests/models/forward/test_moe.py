@@ -1,0 +1,223 @@
+"""Mixtures of experts against a plain loop over tokens and experts: nothing dropped or mixed up."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quick
+from spile.models.config.arch import Arch, Experts, Layer
+from spile.models.config.rope import Rope
+from spile.models.config.specs import block_specs
+from spile.models.forward.moe import mix, route
+from spile.models.forward.params import Block
+
+ROWS, SEQ, WIDTH, INNER = 2, 7, 12, 20
+COUNT = 5
+ROUTE = jax.jit(route, static_argnums=2, compiler_options=quick.OPTIONS)
+MIX = jax.jit(mix, static_argnums=4, compiler_options=quick.OPTIONS)
+KINDS: dict[str, dict[str, Any]] = {
+    "gated": {},
+    "plain": {"gated": False, "activation": "relu"},
+    "biased": {"mlp_bias": True},
+    "clamped": {"mlp_bias": True, "activation": "quick_gelu", "glu_limit": 0.7},
+}
+
+
+def arch_of(chosen: int = 2, *, normalised: bool = True, **changes: Any) -> Arch:
+    usual = {
+        "family": "test", "vocab_size": 9, "width": WIDTH, "num_heads": 2, "num_kv_heads": 1,
+        "head_dim": 6, "mlp_width": INNER, "layers": (Layer(),), "max_positions": 9,
+        "rope_positions": 9, "tied_head": True, "norm_eps": 1e-6, "ropes": (Rope(1e4),),
+        "attn_scale": 1.0, "qkv_bias": False, "out_bias": False, "activation": "silu",
+        "mlp_bias": False, "experts": Experts(COUNT, chosen, normalised),
+    }  # fmt: skip
+    return Arch(**{**usual, **changes})
+
+
+def random_block(arch: Arch, seed: int = 0) -> dict[str, np.ndarray]:
+    """A block's experts and router."""
+    rng = np.random.default_rng(seed)
+    names = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down", "w_router", "b_router")
+    return {
+        spec.name: (rng.standard_normal(spec.shape) * spec.shape[-1] ** -0.5).astype(np.float32)
+        for spec in block_specs(arch)
+        if spec.name in names
+    }
+
+
+def on_device(block: dict[str, np.ndarray], dtype: str = "float32") -> Block:
+    return {name: jnp.asarray(array, dtype) for name, array in block.items()}
+
+
+def tokens(seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((ROWS, SEQ, WIDTH)).astype(np.float32)
+
+
+def expert(x: np.ndarray, block: dict[str, np.ndarray], number: int, arch: Arch) -> np.ndarray:
+    """One expert on one token, in float64."""
+
+    def layer(value: np.ndarray, name: str) -> np.ndarray:
+        out = block[f"w_{name}"][number].astype(np.float64) @ value
+        return out + block[f"b_{name}"][number] if f"b_{name}" in block else out
+
+    up = layer(x, "up")
+    if not arch.gated:
+        return layer(np.maximum(up, 0.0), "down")
+    gate, steepness = layer(x, "gate"), 1.702 if arch.activation == "quick_gelu" else 1.0
+    if arch.glu_limit is not None:
+        gate = np.minimum(gate, arch.glu_limit)
+        up = np.clip(up, -arch.glu_limit, arch.glu_limit) + 1.0
+    return layer(gate / (1.0 + np.exp(-steepness * gate)) * up, "down")
+
+
+def routed(
+    x: np.ndarray, block: dict[str, np.ndarray], experts: Experts
+) -> tuple[np.ndarray, list[int], np.ndarray]:
+    """Of one token: all scores, the chosen experts, largest first, and their weights."""
+    scores = block["w_router"].astype(np.float64) @ x + block.get("b_router", 0.0)
+    ids = sorted(range(len(scores)), key=lambda i: -scores[i])[: experts.chosen]
+    chances = np.exp(scores) / np.exp(scores).sum()
+    weights = chances[ids]
+    return scores, ids, weights / weights.sum() if experts.normalised else weights
+
+
+def mixed(
+    x: np.ndarray,
+    weights: np.ndarray,
+    ids: np.ndarray,
+    block: dict[str, np.ndarray],
+    arch: Arch,
+) -> np.ndarray:
+    out = np.zeros(x.shape)
+    for row, column in np.ndindex(*ids.shape[:2]):
+        for weight, number in zip(weights[row, column], ids[row, column], strict=True):
+            out[row, column] += weight * expert(x[row, column], block, number, arch)
+    return out
+
+
+def run_mix(
+    x: np.ndarray,
+    weights: np.ndarray,
+    ids: np.ndarray,
+    block: dict[str, np.ndarray],
+    arch: Arch,
+) -> np.ndarray:
+    given = (jnp.asarray(x), jnp.asarray(weights, jnp.float32), jnp.asarray(ids, jnp.int32))
+    return np.asarray(MIX(*given, on_device(block), arch))
+
+
+@pytest.mark.parametrize("chosen", [1, 2, COUNT])
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_each_token_is_routed_by_its_own_scores(
+    chosen: int, normalised: bool, biased: bool
+) -> None:
+    arch = arch_of(chosen, normalised=normalised, mlp_bias=biased)
+    assert arch.experts
+    block, x = random_block(arch), tokens()
+    assert ("b_router" in block) is biased
+    logits, weights, ids = map(np.asarray, ROUTE(jnp.asarray(x), on_device(block), arch.experts))
+    for place in np.ndindex(ROWS, SEQ):
+        wanted_scores, wanted_ids, wanted_weights = routed(x[place], block, arch.experts)
+        np.testing.assert_allclose(logits[place], wanted_scores, atol=1e-5)
+        assert ids[place].tolist() == wanted_ids
+        np.testing.assert_allclose(weights[place], wanted_weights, atol=1e-6)
+    assert (np.diff(weights) <= 0).all(), "largest first"
+    total = weights.sum(axis=-1)
+    assert np.allclose(total, 1.0) is (normalised or chosen == COUNT)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_of_equal_scores_the_first_are_chosen_and_each_only_once(normalised: bool) -> None:
+    arch = arch_of(3, normalised=normalised)
+    assert arch.experts
+    block, x = random_block(arch), tokens()
+    block["w_router"][:] = block["w_router"][0]
+    _, weights, ids = map(np.asarray, ROUTE(jnp.asarray(x), on_device(block), arch.experts))
+    assert (ids == np.arange(3)).all()
+    np.testing.assert_allclose(weights, 1 / 3 if normalised else 1 / COUNT, atol=1e-6)
+    block["w_router"][3] *= 100  # the largest for some tokens, the smallest for others
+    _, _, ids = map(np.asarray, ROUTE(jnp.asarray(x), on_device(block), arch.experts))
+    found = {tuple(place) for place in ids.reshape(-1, 3).tolist()}
+    assert found == {(3, 0, 1), (0, 1, 2)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chosen", [1, 3, COUNT])
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 1000))
+def test_the_mix_is_that_of_the_chosen_experts(kind: str, chosen: int, seed: int) -> None:
+    arch = arch_of(chosen, **KINDS[kind])
+    rng = np.random.default_rng(seed)
+    block, x = random_block(arch, seed), tokens(seed)
+    ids = np.argsort(rng.random((ROWS, SEQ, COUNT)))[..., :chosen]
+    weights = rng.random((ROWS, SEQ, chosen))
+    wanted = mixed(x, weights, ids, block, arch)
+    np.testing.assert_allclose(run_mix(x, weights, ids, block, arch), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [0, 3, COUNT - 1])
+def test_no_token_is_dropped_when_all_choose_the_same_expert(kind: str, number: int) -> None:
+    arch = arch_of(1, **KINDS[kind])
+    block, x = random_block(arch), tokens()
+    ids, weights = np.full((ROWS, SEQ, 1), number), np.ones((ROWS, SEQ, 1))
+    found = run_mix(x, weights, ids, block, arch)
+    np.testing.assert_allclose(found, mixed(x, weights, ids, block, arch), atol=1e-5)
+    assert (np.abs(found).max(axis=-1) > 1e-3).all(), "every token has been there"
+
+
+def test_a_tokens_mix_does_not_depend_on_the_others() -> None:
+    arch = arch_of(2, **KINDS["biased"])
+    rng = np.random.default_rng(3)
+    block, x = random_block(arch), tokens()
+    ids = np.argsort(rng.random((ROWS, SEQ, COUNT)))[..., :2]
+    weights = rng.random((ROWS, SEQ, 2))
+    before = run_mix(x, weights, ids, block, arch)
+    others = np.ones((ROWS, SEQ), bool)
+    others[1, 3] = False
+    x[others] = rng.standard_normal((others.sum(), WIDTH))
+    ids[others] = (ids[others] + 1) % COUNT
+    after = run_mix(x, weights, ids, block, arch)
+    np.testing.assert_allclose(after[1, 3], before[1, 3], atol=1e-6)
+    assert np.abs(after - before)[others].max(axis=-1).min() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_the_chosen_does_not_matter_and_their_weights_do(kind: str) -> None:
+    arch = arch_of(2, **KINDS[kind])
+    block, x = random_block(arch), tokens()
+    ids = np.broadcast_to(np.array([4, 1]), (ROWS, SEQ, 2))
+    weights = np.broadcast_to(np.array([0.9, 0.1]), (ROWS, SEQ, 2))
+    found = run_mix(x, weights, ids, block, arch)
+    turned = run_mix(x, weights[..., ::-1], ids[..., ::-1], block, arch)
+    np.testing.assert_allclose(turned, found, atol=1e-6)
+    swapped = run_mix(x, weights[..., ::-1], ids, block, arch)
+    assert np.abs(swapped - found).max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_stays_within_its_own_rounding(kind: str) -> None:
+    arch = arch_of(2, **KINDS[kind])
+    assert arch.experts
+    block = on_device(random_block(arch), "bfloat16")
+    x = jnp.asarray(tokens(), jnp.bfloat16)
+    logits, weights, ids = ROUTE(x, block, arch.experts)
+    assert logits.dtype == weights.dtype == jnp.bfloat16
+    # the compiler may decide by the scores before they were rounded
+    scores = np.asarray(logits, np.float32)
+    taken = np.take_along_axis(scores, np.asarray(ids), axis=-1)
+    np.testing.assert_allclose(taken, -np.sort(-scores)[..., :2], atol=2**-7)
+    shares = np.exp(taken) / np.exp(taken).sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(np.asarray(weights, np.float32), shares, atol=2**-7)
+    out = MIX(x, weights, ids, block, arch)
+    assert out.dtype == jnp.bfloat16
+    host = {name: np.asarray(array, np.float32) for name, array in block.items()}
+    inputs, shares = np.asarray(x, np.float32), np.asarray(weights, np.float32)
+    exact = mixed(inputs, shares, np.asarray(ids), host, arch)
+    assert np.abs(np.asarray(out, np.float32) - exact).max() < 2**-6 * np.abs(exact).max()

@@ -1,0 +1,164 @@
+"""The arithmetic beside attention, held to HF's modules: the same casts in the same places."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.activations import ACT2FN
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from spile.models.config.hf_config import ACTIVATIONS
+from spile.models.forward.ops import (
+    NORMS,
+    activate,
+    linear,
+    norm,
+    rotary_angles,
+    rotate,
+    softcap,
+)
+
+WIDTH = 24
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+THEIRS: dict[str, list[Any]] = {
+    "rms": [LlamaRMSNorm],
+    "rms_float32": [Olmo2RMSNorm, GptOssRMSNorm],
+    "rms_plus_one": [Gemma3RMSNorm],
+    "layer": [torch.nn.LayerNorm],
+}
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def ours(array: np.ndarray, dtype: str) -> Any:
+    return jnp.asarray(array, dtype)
+
+
+def theirs(array: np.ndarray, dtype: str) -> torch.Tensor:
+    return torch.tensor(array).to(DTYPES[dtype])
+
+
+def assert_same(found: Any, wanted: torch.Tensor, dtype: str) -> None:
+    """Equal but for rounding; in bfloat16 nearly all to the bit, which no missing cast would be."""
+    assert found.dtype == dtype
+    assert wanted.dtype == DTYPES[dtype]
+    a, b = np.asarray(found, np.float32), wanted.detach().float().numpy()
+    assert a.shape == b.shape
+    np.testing.assert_allclose(a, b, rtol=2**-20 if dtype == "float32" else 2**-7, atol=1e-6)
+    if dtype == "bfloat16":
+        assert (a != b).mean() < 0.02
+
+
+def test_every_norm_is_tested() -> None:
+    assert set(THEIRS) == set(NORMS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("eps", [1e-6, 0.3])
+def test_norms_are_hfs_to_the_last_cast(kind: str, dtype: str, eps: float) -> None:
+    x = random(3, 50, WIDTH) * 3 + 1
+    weight, bias = random(WIDTH, seed=1), random(WIDTH, seed=2)
+    for make in THEIRS[kind]:
+        module = make(WIDTH, eps=eps).to(DTYPES[dtype])
+        with torch.no_grad():
+            module.weight.copy_(theirs(weight, dtype))
+            if kind == "layer":
+                module.bias.copy_(theirs(bias, dtype))
+            wanted = module(theirs(x, dtype))
+        beside = ours(bias, dtype) if kind == "layer" else None
+        found = norm(ours(x, dtype), ours(weight, dtype), beside, kind, eps)
+        assert_same(found, wanted, dtype)
+
+
+def test_norms_differ() -> None:
+    x, weight = ours(random(50, WIDTH) * 3 + 1, "bfloat16"), ours(random(WIDTH), "bfloat16")
+    found = {kind: np.asarray(norm(x, weight, None, kind, 1e-6), np.float32) for kind in NORMS}
+    for kind in NORMS:
+        for other in NORMS:
+            differ = (found[kind] != found[other]).mean()
+            assert differ > 0.1 or kind == other, (kind, other)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_activations_are_hfs(name: str, gated: bool) -> None:
+    x, up = random(7, 64) * 4, random(7, 64, seed=1)
+    wanted = ACT2FN[name](torch.tensor(x))
+    if gated:
+        wanted = wanted * torch.tensor(up)
+        found = activate(jnp.asarray(up), jnp.asarray(x), name, None)
+    else:
+        found = activate(jnp.asarray(x), None, name, None)
+    np.testing.assert_allclose(found, wanted.numpy(), atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_clamped_gate_is_gpt_oss(dtype: str) -> None:
+    theirs_: Any = GptOssExperts
+    gate, up = random(40, 64) * 3, random(40, 64, seed=1) * 3
+    both = torch.stack([theirs(gate, dtype), theirs(up, dtype)], dim=-1).flatten(-2)
+    wanted = theirs_._apply_gate(SimpleNamespace(alpha=1.702, limit=1.5), both)
+    found = activate(ours(up, dtype), ours(gate, dtype), "quick_gelu", 1.5)
+    step = 2**-6 if dtype == "bfloat16" else 1e-6
+    np.testing.assert_allclose(
+        np.asarray(found, np.float32), wanted.float().numpy(), rtol=step, atol=step
+    )
+    assert (np.abs(up) > 1.5).any()
+    assert (gate > 1.5).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotated", [8, 4, 2])
+def test_rotation_is_hfs_and_leaves_what_it_does_not_reach(dtype: str, rotated: int) -> None:
+    dim = 8
+    q, k = random(2, 30, 4, dim), random(2, 30, 1, dim, seed=1)
+    positions = np.stack([np.arange(30), np.arange(30)[::-1] * 7]).astype(np.int32)
+    frequencies = (1e4 ** -(np.arange(0, rotated, 2) / rotated)).astype(np.float32)
+    cos, sin = rotary_angles(jnp.asarray(positions), frequencies, 1.25)
+    angles = torch.tensor(positions).float()[..., None] * torch.tensor(frequencies)
+    angles = torch.cat([angles, angles], dim=-1)
+    turned = apply_rotary_pos_emb(
+        theirs(q[..., :rotated], dtype),
+        theirs(k[..., :rotated], dtype),
+        (angles.cos() * 1.25).to(DTYPES[dtype]),
+        (angles.sin() * 1.25).to(DTYPES[dtype]),
+        unsqueeze_dim=2,
+    )
+    for x, wanted in zip((q, k), turned, strict=True):
+        found = rotate(ours(x, dtype), cos, sin)
+        assert np.array_equal(found[..., rotated:], ours(x[..., rotated:], dtype))
+        assert found.dtype == dtype
+        step = 2**-6 if dtype == "bfloat16" else 5e-6
+        ours_ = np.asarray(found[..., :rotated], np.float32)
+        np.testing.assert_allclose(ours_, wanted.float().numpy(), atol=step)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.5, 100), st.integers(0, 100))
+def test_a_cap_bounds_and_keeps_the_order(cap: float, seed: int) -> None:
+    x = np.sort(random(64, seed=seed) * 100)
+    found = np.asarray(softcap(jnp.asarray(x), cap))
+    np.testing.assert_allclose(found, cap * np.tanh(x.astype(np.float64) / cap), rtol=1e-5)
+    assert (np.diff(found) >= -1e-6 * cap).all()
+    assert np.abs(found).max() <= cap * (1 + 1e-6)
+    assert softcap(jnp.asarray(x), None).tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
+def test_linear_is_the_matrix_as_stored_and_a_bias_over_all_tokens(shape: tuple[int, ...]) -> None:
+    x, weight, bias = random(*shape), random(4, 5, seed=1), random(4, seed=2)
+    found = linear(jnp.asarray(x), jnp.asarray(weight))
+    np.testing.assert_allclose(found, x @ weight.T, atol=1e-6)
+    found = linear(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(bias))
+    np.testing.assert_allclose(found, x @ weight.T + bias, atol=1e-6)

@@ -1,0 +1,73 @@
+"""The largest latents on a device, against a plain sort of all of them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import saes
+from spile.models.files.sae import Encoder
+from spile.models.files.sae_files import load_arrays, open_sae
+from spile.models.forward import sparse_latents as latents
+from spile.models.forward.sparse_latents import device_arrays, top_latents
+
+ROWS = np.random.default_rng(3).standard_normal((37, saes.WIDTH)).astype(np.float32)
+
+
+def run(folder: Path, kept: int | None, rows: np.ndarray = ROWS, dtype: str = "float32") -> Any:
+    encoder = Encoder.of(open_sae(str(folder)), kept)
+    arrays = device_arrays(load_arrays(encoder.sae)[0], dtype)
+    with jax.default_matmul_precision("highest"):
+        top = jax.jit(lambda a, x: top_latents(a, x, encoder=encoder))(arrays, rows)
+    return jax.tree.map(np.asarray, top)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "at_once"), [*((each, 1 << 26) for each in saes.ARCHITECTURES), ("gated", 640)]
+)
+def test_the_largest_come_first_with_their_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, at_once: int
+) -> None:
+    monkeypatch.setattr(latents, "AT_ONCE", at_once)
+    top = run(saes.write_sae(tmp_path, architecture), 20)
+    wanted = saes.plain_encode(ROWS, saes.random_tensors(architecture), architecture)
+    kept = min(20, 9 if architecture == "topk" else 20)
+    assert top.values.shape == top.ids.shape == (37, kept)
+    dense = np.zeros_like(wanted)
+    for row, (values, ids) in enumerate(zip(top.values, top.ids, strict=True)):
+        assert len({*ids.tolist()}) == kept, "no latent twice, active or not"
+        assert (np.diff(values) <= 0).all()
+        dense[row, ids] = values
+    least = -np.sort(-wanted, axis=1)[:, kept - 1 : kept]
+    np.testing.assert_allclose(dense, np.where(wanted >= least, wanted, 0), atol=1e-5)
+    assert np.array_equal(top.beyond, np.count_nonzero(wanted, axis=1) > kept)
+
+
+def test_of_equals_the_lower_number_comes_first(tmp_path: Path) -> None:
+    folder = saes.write_sae(tmp_path, "standard")
+    tensors = saes.random_tensors("standard")
+    tensors["W_enc"][:, ::2] = tensors["W_enc"][:, :1]
+    tensors["b_enc"][::2] = 20.0
+    (folder / "sae_weights.safetensors").unlink()
+    saes.write_tensors(folder / "sae_weights.safetensors", tensors)
+    top = run(folder, 30)
+    assert np.array_equal(top.ids, np.broadcast_to(np.arange(0, 60, 2), (37, 30)))
+    assert (top.values == top.values[:, :1]).all()
+
+
+def test_rows_of_heads_are_read_as_one(tmp_path: Path) -> None:
+    folder = saes.write_sae(tmp_path)
+    flat, heads = run(folder, 8), run(folder, 8, ROWS.reshape(37, 4, 8))
+    assert all(np.array_equal(a, b) for a, b in zip(flat, heads, strict=True))
+
+
+def test_in_bfloat16_only_the_product_is_rounded(tmp_path: Path) -> None:
+    folder = saes.write_sae(tmp_path, "standard")
+    exact, rough = (run(folder, 4, ROWS, dtype) for dtype in ("float32", "bfloat16"))
+    assert rough.values.dtype == np.float32
+    assert 0 < np.abs(rough.values - exact.values).max() < 0.05 * exact.values.max()
+    arrays = device_arrays(load_arrays(open_sae(str(folder)))[0], "bfloat16")
+    assert [n for n, a in arrays.items() if a.dtype == jnp.bfloat16] == ["W_enc"]

@@ -1,0 +1,255 @@
+"""A spliced forward agrees with HF transformers, where hooks change the same tensors."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import quick
+import tiny
+from families import FAMILIES, randomised
+from spile.core.errors import ConfigError
+from spile.models.files.checkpoint import Checkpoint, open_checkpoint
+from spile.models.forward.attention import blocked
+from spile.models.forward.decoder import forward
+from spile.models.forward.params import Schedule
+from spile.models.forward.splice import SPLICED, Change, added, only, replaced
+from spile.models.forward.weights import load_params
+from spile.models.taps import Tap, all_taps, parse_taps
+
+TOLERANCE = 2e-5  # of the largest logit
+# Two contexts in a row, and padding.
+LENGTHS = (17, 11)
+STARTS = (0, 17)
+SEQ = 32
+STREAM = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+INSIDE = ("attn_in", "q", "k", "v", "z", "mlp_in", "mlp_hidden")
+
+Make = Callable[[torch.Tensor], torch.Tensor]
+
+
+def test_every_site_that_can_be_spliced_is_tested() -> None:
+    assert set(SPLICED) == {*STREAM, *INSIDE}
+
+
+def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens, positions, segments = np.zeros((3, 1, SEQ), np.int32)
+    rng = np.random.default_rng(0)
+    for number, (start, length) in enumerate(zip(STARTS, LENGTHS, strict=True), 1):
+        own = slice(start, start + length)
+        tokens[0, own] = rng.integers(0, 250, length)
+        positions[0, own], segments[0, own] = np.arange(length), number
+    return tokens, positions, segments
+
+
+TOKENS, POSITIONS, SEGMENTS = batch()
+
+
+class Ours:
+    """A model, and its logits with changes."""
+
+    def __init__(self, make: Callable[[], Any], directory: Path) -> None:
+        self.hf = randomised(make)
+        self.hf.save_pretrained(directory)
+        tiny.write_tokenizer(directory)
+        self.checkpoint: Checkpoint = open_checkpoint(str(directory))
+        self.arch = self.checkpoint.arch
+        self.schedule = Schedule.of(self.arch, self.arch.num_layers, whole=True)
+        dtype = jnp.dtype("float32")
+        self.params, _ = load_params(self.checkpoint, self.schedule, head=True, dtype=dtype)
+
+    def step(self, taps: str, changes: dict[Tap, Change] | None = None) -> Callable[..., Any]:
+        return partial(
+            forward, arch=self.arch, taps=parse_taps(taps, self.arch), schedule=self.schedule,
+            attention=partial(blocked, block=24), store_dtype="float32", splice=changes,
+        )  # fmt: skip
+
+    def run(self, taps: str, changes: dict[Tap, Change] | None = None) -> dict[str, np.ndarray]:
+        step = jax.jit(self.step(taps, changes), compiler_options=quick.OPTIONS)
+        found = step(self.params, *map(jnp.asarray, (TOKENS, POSITIONS, SEGMENTS)))
+        return {tap: np.asarray(values) for tap, values in found.items()}
+
+    def logits(self, changes: dict[Tap, Change] | None = None) -> np.ndarray:
+        return self.run("logits", changes)["logits"]
+
+    def taps(self, *sites: str) -> list[Tap]:
+        """Of the first block and the last: they lie in and behind the scan, or at its ends."""
+        layers = (None, 0, self.arch.num_layers - 1)
+        # The stream that enters the first block is the embeddings; where none are added to it,
+        # both are one tensor of HF's.
+        return [
+            tap for tap in all_taps(self.arch)
+            if tap.site in sites and tap.layer in layers and tap != Tap("resid_pre", 0)
+        ]  # fmt: skip
+
+    def theirs(self, deltas: dict[Tap, np.ndarray]) -> np.ndarray:
+        """HF's logits where hooks add the same to the same tensors, context by context."""
+        found = np.zeros((SEQ, self.arch.vocab_size), np.float32)
+        for start, length in zip(STARTS, LENGTHS, strict=True):
+            own = slice(start, start + length)
+            with ExitStack() as hooks, torch.no_grad():
+                for tap, delta in deltas.items():
+                    part = torch.from_numpy(delta[0, own].reshape(length, -1))[None]
+                    hooks.enter_context(changed(self.hf, tap, lambda x, part=part: x + part))
+                ids = torch.from_numpy(TOKENS[:, own].astype(np.int64))
+                found[own] = self.hf(input_ids=ids, use_cache=False).logits[0].numpy()
+        return found
+
+    def deltas(self, *sites: str) -> dict[Tap, np.ndarray]:
+        rng = np.random.default_rng(1)
+        return {
+            tap: 0.3 * rng.standard_normal((1, SEQ, *tap.shape(self.arch, SEQ)), np.float32)
+            for tap in self.taps(*sites)
+        }
+
+
+@contextmanager
+def changed(model: Any, tap: Tap, make: Make) -> Iterator[None]:
+    """A tensor inside HF's model is replaced by what is made of it."""
+    body = model.get_decoder()
+    blocks = getattr(body, "layers", None) or body.h
+    block = blocks[tap.layer or 0]
+    attention = next(
+        getattr(block, n) for n in ("self_attn", "attn", "attention") if hasattr(block, n)
+    )
+    sandwich = hasattr(block, "post_feedforward_layernorm")
+    rotary = hasattr(body, "rotary_emb")
+    side, module = {
+        "embed": ("in", blocks[0]) if rotary else ("out", model.get_input_embeddings()),
+        "resid_pre": ("in", block),
+        "attn_in": ("in", attention),
+        "attn_out": ("out", block.post_attention_layernorm if sandwich else attention),
+        # To add to the stream behind attention is to add to what attention adds.
+        "resid_mid": ("out", block.post_attention_layernorm if sandwich else attention),
+        "mlp_in": ("in", block.mlp),
+        "mlp_out": ("out", block.post_feedforward_layernorm if sandwich else block.mlp),
+        "resid_post": ("out", block),
+        **{n: ("out", getattr(attention, f"{n}_proj", None)) for n in "qkv"},
+        "z": ("in", getattr(attention, "o_proj", None)),
+        "mlp_hidden": ("in", getattr(block.mlp, "down_proj", None)),
+    }[tap.site]
+
+    def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if args:
+            return (make(args[0]), *args[1:]), named
+        return args, {**named, "hidden_states": make(named["hidden_states"])}
+
+    def after(module: Any, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (make(output[0]), *output[1:])
+        return make(output)
+
+    if side == "in":
+        handle = module.register_forward_pre_hook(before, with_kwargs=True)
+    else:
+        handle = module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def far(found: np.ndarray, wanted: np.ndarray) -> float:
+    real = SEGMENTS[0] > 0
+    return float(np.abs(found - wanted)[real].max() / np.abs(wanted[real]).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "sites"),
+    [
+        ("llama-gqa", STREAM),
+        ("llama-gqa", INSIDE),
+        ("gpt2", STREAM),
+        ("gemma2-gqa", STREAM),  # two kinds of blocks in turn: the last is not scanned
+        ("neox", STREAM),
+        *(
+            pytest.param(name, STREAM, marks=pytest.mark.full)
+            for name in (
+                "gemma3-gqa",
+                "mixtral-gqa",
+                "qwen3-gqa",
+                "olmo2-gqa",
+                "phi3-gqa",
+                "gptoss-gqa",
+            )
+        ),
+    ],
+    ids=lambda given: given if isinstance(given, str) else given[0],
+)
+def test_changes_at_every_site_agree_with_hooks_in_hf(
+    name: str, sites: tuple[str, ...], tmp_path: Path
+) -> None:
+    """All at once, so that one that was left out would show; as would one that came twice."""
+    ours = Ours(FAMILIES[name], tmp_path)
+    deltas = ours.deltas(*sites)
+    assert {tap.site for tap in deltas} == {
+        site for site in sites if site != "resid_mid" or not ours.arch.parallel
+    }
+    found = ours.logits({tap: added(jnp.asarray(delta)) for tap, delta in deltas.items()})
+    assert far(found, ours.theirs(deltas)) <= TOLERANCE
+    for left_out in deltas:
+        others = {tap: delta for tap, delta in deltas.items() if tap != left_out}
+        assert far(found, ours.theirs(others)) > 100 * TOLERANCE, left_out
+
+
+def test_the_stream_that_enters_the_first_block_has_its_positions(tmp_path: Path) -> None:
+    ours = Ours(FAMILIES["gpt2"], tmp_path)
+    clean = ours.run("logits,resid_pre:0")
+    change = {Tap("resid_pre", 0): replaced(jnp.asarray(clean["resid_pre.0"][None]))}
+    assert far(ours.logits(change), clean["logits"]) <= 1e-6
+    change = {Tap("embed"): replaced(jnp.asarray(clean["resid_pre.0"][None]))}
+    assert far(ours.logits(change), clean["logits"]) > 100 * TOLERANCE
+
+
+def test_only_the_chosen_tokens_are_patched(tmp_path: Path) -> None:
+    ours = Ours(FAMILIES["llama-gqa"], tmp_path)
+    new = np.random.default_rng(2).standard_normal((1, SEQ, ours.arch.width), np.float32)
+    where = np.zeros((1, SEQ), bool)
+    where[0, [3, 20]] = True  # one of each context
+    change = only(jnp.asarray(where), replaced(jnp.asarray(new)))
+    taps = "resid_post:0+1,logits"
+    clean, found = ours.run(taps), ours.run(taps, {Tap("resid_post", 1): change})
+    assert np.array_equal(found["resid_post.0"], clean["resid_post.0"])
+    wanted = np.where(where[0][:, None], new[0], clean["resid_post.1"])
+    assert np.array_equal(found["resid_post.1"], wanted), "a tap shows what the model goes on with"
+    before = [*range(3), *range(17, 20)]
+    np.testing.assert_allclose(
+        found["logits"][before], clean["logits"][before], rtol=1e-5, atol=1e-5
+    )
+    after = [*range(3, 17), *range(20, 28)]
+    assert (np.abs(found["logits"][after] - clean["logits"][after]).max(axis=1) > 1e-3).all()
+
+
+def test_a_model_that_is_not_spliced_is_the_same_program(tmp_path: Path) -> None:
+    ours = Ours(FAMILIES["gemma2-gqa"], tmp_path)
+
+    def program(changes: dict[Tap, Change] | None) -> str:
+        step = ours.step("resid_post:all,logits", changes)
+        return str(jax.make_jaxpr(partial(step, ours.params))(TOKENS, POSITIONS, SEGMENTS))
+
+    plain = program(None)
+    assert program({}) == plain
+    assert program({Tap("mlp_out", 1): lambda x: x}).count(" cond[") == plain.count(" cond[") + 1
+
+
+def test_one_place_cannot_be_changed_twice(tmp_path: Path) -> None:
+    ours = Ours(FAMILIES["llama-gqa"], tmp_path)
+    both: dict[Tap, Change] = {
+        Tap("resid_pre", 2): jnp.negative,
+        Tap("resid_post", 1): jnp.negative,
+    }
+    with pytest.raises(ConfigError, match="resid_pre of a block is resid_post of the one before"):
+        ours.logits(both)
+
+
+def test_a_change_of_shape_is_refused_by_name(tmp_path: Path) -> None:
+    ours = Ours(FAMILIES["llama-gqa"], tmp_path)
+    with pytest.raises(ValueError, match=r"splice mlp_out\.1: \(1, 32, 48\) became \(1, 32\)"):
+        ours.logits({Tap("mlp_out", 1): lambda x: x[..., 0]})

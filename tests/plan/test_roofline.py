@@ -1,0 +1,178 @@
+"""A step's arithmetic, traffic and room, by formula."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tiny
+from spile.compile.step import abstract_params
+from spile.corpus.pack import Batch
+from spile.models.config.arch import Arch
+from spile.models.config.hf_config import read_config
+from spile.models.config.specs import axis_sizes, block_specs, outer_specs
+from spile.models.forward.decoder import needs_whole_block
+from spile.models.forward.params import Params, Schedule
+from spile.models.layout import ONE_DEVICE, Cuts, Layout
+from spile.models.taps import parse_taps
+from spile.plan.chips import CHIPS
+from spile.plan.roofline import Roofline, Workload
+from spile.run.step import Step
+
+CONFIGS = Path(__file__).parent.parent / "fixtures/configs"
+QWEN_14B = {
+    "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "max_window_layers": 48,
+}  # fmt: skip
+
+
+def arch_of(name: str, **changes: Any) -> Arch:
+    return read_config({**json.loads((CONFIGS / f"{name}.json").read_text()), **changes}, name)[1]
+
+
+def workload(arch: Arch, taps: str, cuts: Cuts = ONE_DEVICE, **given: Any) -> Workload:
+    chosen = parse_taps(taps, arch)
+    depth = max(tap.layers_needed(arch) for tap in chosen)
+    settings = {
+        "seq_len": 2048, "rows": 8, "compute_dtype": "bfloat16", "store_dtype": "bfloat16",
+    }  # fmt: skip
+    return Workload(
+        arch=arch, taps=chosen, cuts=cuts, whole=needs_whole_block(chosen, depth),
+        **{**settings, **given},
+    )  # fmt: skip
+
+
+def cut(arch: Arch, layout: Layout) -> Cuts:
+    return Cuts.of(layout, axis_sizes(arch), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured"), [({}, 47_160), (QWEN_14B, 23_819)], ids=["7B", "14B"]
+)
+def test_the_estimate_for_an_h200_is_what_was_measured(
+    changes: dict[str, Any], measured: int
+) -> None:
+    arch = arch_of("Qwen2.5-7B", **changes)
+    work = workload(arch, "resid_post:-1")
+    roofline = Roofline.of(work, 0, CHIPS["h200"])
+    assert work.tokens / roofline.seconds == pytest.approx(measured, rel=0.15)
+    assert roofline.limit == "compute"
+
+
+WIDE = {
+    "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "num_hidden_layers": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "taps",
+    ["resid_post:2,attn_pattern:0", "attn_out:2,attn_pattern:1", "z:2,attn_pattern:1",
+     "mlp_hidden:1,attn_pattern:0", "attn_pattern:2", "q:1+2,attn_pattern:0",
+     "logits,attn_pattern:0"],
+)  # fmt: skip
+def test_the_formula_counts_what_the_compiler_counts_without_loops(taps: str) -> None:
+    """With patterns tapped every pair is scored, in one product that the compiler sees."""
+    arch = read_config({**tiny.CONFIG, **WIDE}, "test")[1]
+    given = {"seq_len": 64, "rows": 4, "compute_dtype": "float32", "store_dtype": "float32"}
+    work = workload(arch, taps, **given)
+    unrolled = Schedule(work.depth, 1, 0)
+    scanned = abstract_params(replace(work, whole=True), None)
+    block = {
+        name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+        for name, array in scanned.cycle[0].items()
+    }
+    params = Params(scanned.outer, (), (block,) * work.depth)
+    step = Step(
+        params, arch, work.taps, unrolled,
+        compute_dtype="float32", store_dtype="float32", device=jax.devices()[0],
+    )  # fmt: skip
+    zeros, full = np.zeros((4, 64), np.int32), np.full(4, 64, np.int32)
+    run, _ = step.compile(Batch(zeros, zeros, zeros, full, None, full, contexts=16))
+    assert run.cost_analysis()["flops"] == pytest.approx(work.flops, rel=0.06)
+
+
+def test_attention_is_counted_for_the_keys_a_query_sees() -> None:
+    arch = arch_of("Qwen2.5-0.5B")
+    causal = workload(arch, "z:0")
+    every = workload(arch, "z:0", every_pair=True)
+    pairs = 4 * arch.num_heads * arch.head_dim
+    assert every.flops - causal.flops == pytest.approx(
+        causal.tokens * pairs * (2048 - 2049 / 2), rel=1e-9
+    )
+    local = arch_of("gemma-3-1b-it")
+    window = local.layers[0].window
+    assert window and window < 2048
+    seen = sum(min(i + 1, window) for i in range(2048)) / 2048
+    short, long = (workload(local, "z:0", every_pair=each).flops for each in (False, True))
+    pairs = 4 * local.num_heads * local.head_dim
+    assert long - short == pytest.approx(8 * 2048 * pairs * (2048 - seen), rel=1e-6)
+
+
+def test_of_experts_only_the_chosen_ones_are_counted() -> None:
+    arch = arch_of("Qwen3-30B-A3B")
+    assert arch.experts
+    work = workload(arch, "resid_post:0")
+    expert = 3 * arch.width * arch.mlp_width
+    others = sum(
+        math.prod(spec.shape)
+        for spec in block_specs(arch)
+        if spec.name in ("wq", "wk", "wv", "wo", "w_router")
+    )
+    attention = 4 * arch.num_heads * arch.head_dim * 2049 // 2
+    wanted = 2 * (arch.experts.chosen * expert + others) + attention
+    assert work.flops == pytest.approx(work.tokens * wanted, rel=1e-6)
+
+
+def test_a_mesh_shares_the_work_unless_heads_cannot_be_cut() -> None:
+    arch = arch_of("Qwen2.5-7B")
+    one = workload(arch, "resid_post:-1")
+    for layout in (Layout(4), Layout(1, 4), Layout(1, 1, 4), Layout(2, 1, 2)):
+        assert workload(arch, "resid_post:-1", cut(arch, layout)).flops == pytest.approx(
+            one.flops / 4, rel=1e-3
+        )
+    # Eight devices divide neither 28 heads nor 4 keys: all of them do all of that.
+    eight = workload(arch, "resid_post:-1", cut(arch, Layout(1, 1, 8)))
+    assert eight.flops > 1.4 * one.flops / 8
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-30B-A3B", "gpt2", "gemma-2-2b"])
+@pytest.mark.parametrize("taps", ["resid_post:0-1", "attn_out:2", "logprob"])
+def test_the_weights_are_those_that_are_loaded(name: str, taps: str) -> None:
+    arch = arch_of(name)
+    work = workload(arch, taps, seq_len=1024)
+    leaves = jax.tree.leaves(abstract_params(work, None))
+    assert work.weights == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
+
+
+def test_each_device_has_its_share_of_weights_and_rows() -> None:
+    arch = arch_of("Llama-3.3-70B-Instruct")
+    one = workload(arch, "resid_post:-1", rows=64)
+    cut_up = workload(arch, "resid_post:-1", cut(arch, Layout(2, 4, 8)), rows=64)
+    embedding = math.prod(outer_specs(arch)[0].shape) * 2
+    assert cut_up.weights == pytest.approx((one.weights - embedding) / 32 + embedding / 8, rel=1e-3)
+    assert cut_up.stored == one.stored // 64
+    assert cut_up.taps_bytes == one.taps_bytes // 64
+    assert cut_up.temporaries < one.temporaries
+
+
+@pytest.mark.parametrize(("dtype", "row"), [("bfloat16", 7168), ("float8_e4m3", 3588)])
+def test_stored_rows_have_the_bytes_of_their_dtype(dtype: str, row: int) -> None:
+    work = workload(arch_of("Qwen2.5-7B"), "resid_post:-1", store_dtype=dtype)
+    assert work.stored == work.tokens * row
+    assert work.taps_bytes == work.tokens * (row + 7168)
+
+
+def test_what_takes_longest_is_the_limit() -> None:
+    roofline = Roofline(0.2, 0.1, 0.5, 0.3)
+    assert (roofline.limit, roofline.seconds) == ("interconnect", 0.5)
+    assert roofline.one_by_one == 0.5 and Roofline(0.4, 0.3, 0.5, 0).one_by_one == 0.7
+    many = workload(arch_of("Qwen2.5-0.5B"), "resid_post:all,mlp_hidden:all")
+    assert Roofline.of(many, 0, CHIPS["v5e"]).limit == "host_link"

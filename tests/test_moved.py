@@ -1,0 +1,34 @@
+"""Module paths that documentation once showed stay importable for one release."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from spile._moved import MOVED
+
+
+@pytest.mark.parametrize("old", sorted(MOVED))
+def test_an_old_module_path_gives_the_module_and_one_line(old: str) -> None:
+    if old == "spile.interop.torch":
+        pytest.importorskip("torch")
+    for name in MOVED:
+        sys.modules.pop(name, None)
+    with pytest.warns(FutureWarning, match=f"{old} is now {MOVED[old]}"):
+        module = importlib.import_module(old)
+    new = importlib.import_module(MOVED[old])
+    names = [name for name in vars(new) if not name.startswith("_")]
+    assert all(getattr(module, name) is getattr(new, name) for name in names)
+
+
+def test_a_script_that_uses_an_old_path_runs_and_sees_one_line() -> None:
+    code = "from spile.store.latents import top_rows; print(top_rows.__name__)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "top_rows\n"
+    assert ran.stderr.count("is now spile.dataset.read.latents") == 1
+
+
+def test_a_module_that_never_was_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("spile.engine")
