@@ -6,7 +6,7 @@ import pytest
 
 from chaos.conftest import full, no_process_is_left
 from documented.scratch import Scratch, write_datasets, write_deep_model
-from spile.objects.paths import cache_directory
+from spile.core.cache_dir import cache_directory
 
 __all__ = ["full", "no_process_is_left"]
 

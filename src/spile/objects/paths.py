@@ -157,15 +157,6 @@ def path_of(where: str) -> AnyPath:
     return RemotePath(open_objects(f"{scheme}://{bucket}"), key.strip("/"))
 
 
-def cache_directory() -> Path:
-    """Where Spile keeps what it can make again."""
-    if root := os.environ.get("SPILE_CACHE"):
-        return Path(root).expanduser()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "spile"
-    return Path.home() / ".cache" / "spile"
-
-
 def size_of(path: AnyPath) -> int:
     return path.stat().st_size if isinstance(path, Path) else path.size()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from spile.objects.paths import cache_directory
+from spile.core.cache_dir import cache_directory
 
 # Measured at 7B shapes on an H200 (docs/benchmarks.md): cuBLAS is 3% faster than XLA's own
 # matrix products, and compiles sooner.

@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from spile.core.cache_dir import cache_directory
 from spile.core.errors import DataError, InputError, StoreError
 from spile.core.identity import sampled_digest, sampled_digests
 from spile.objects.hub.datasets_library import (
@@ -39,7 +40,6 @@ from spile.objects.hub.datasets_library import (
 )
 from spile.objects.hub.names import BUILT, HubName, hub_name
 from spile.objects.local import sync
-from spile.objects.paths import cache_directory
 
 _ROWS, _BYTES = 8192, 64 << 20  # of a row group, at most
 _WRITTEN = {

@@ -14,9 +14,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from spile.core.cache_dir import cache_directory
 from spile.core.errors import InputError
 from spile.models.files.gguf import convert, require_gguf
-from spile.objects.paths import cache_directory
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_LICENSE = "Apache-2.0"

@@ -1,0 +1,13 @@
+"""The one folder for files that Spile can make again: compiled programs, demo weights, corpora."""
+
+import os
+from pathlib import Path
+
+
+def cache_directory() -> Path:
+    """Return the root of the cache: `SPILE_CACHE`, else a folder `spile` in the user's cache."""
+    if root := os.environ.get("SPILE_CACHE"):
+        return Path(root).expanduser()
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "spile"
+    return Path.home() / ".cache" / "spile"
