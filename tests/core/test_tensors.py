@@ -26,6 +26,7 @@ from spile.core.tensors import (
     map_tensor,
     parse_header,
     read_header,
+    read_header_from,
     write_tensors,
 )
 
@@ -304,3 +305,30 @@ def test_a_strangers_header_is_refused_or_tiles_its_file(
         assert faults or rest, "a true header was refused"
         return
     assert_tiles(found, file)
+
+
+def test_a_header_takes_one_read_where_it_is_short_and_two_where_it_is_long(tmp_path: Path) -> None:
+    for count, reads in ((1, 1), (3000, 2)):
+        write_tensors(tmp_path / f"{count}", {f"t{i}": np.zeros(1) for i in range(count)})
+        data = (tmp_path / f"{count}").read_bytes()
+        asked: list[tuple[int, int]] = []
+
+        def read(start: int, length: int, data: bytes = data, asked: Any = asked) -> bytes:
+            asked.append((start, length))
+            return data[start : start + length]
+
+        assert read_header_from(read, len(data), "f") == parse_header("f", data, len(data))
+        assert len(asked) == reads
+        assert all(start + length <= len(data) for start, length in asked)
+
+
+def test_an_impossible_header_size_is_not_asked_for() -> None:
+    asked: list[int] = []
+
+    def read(start: int, length: int) -> bytes:
+        asked.append(length)
+        return (struct.pack("<Q", 1 << 40) + bytes(100))[:length]
+
+    with pytest.raises(CorruptError, match="impossible header size"):
+        read_header_from(read, 1 << 50, "f")
+    assert asked == [1 << 16]

@@ -11,7 +11,7 @@ allocated.
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -129,14 +129,36 @@ def header_size(where: str, first8: bytes, file_size: int) -> int:
     return 8 + size
 
 
+def read_header_from(
+    read: Callable[[int, int], bytes], size: int, where: str, *, first: int = 1 << 16
+) -> dict[str, TensorInfo]:
+    """Read and check the header of a file of `size` bytes, through any means of reading a range.
+
+    Args:
+        read: takes a start and a length, returns that many bytes of the file (fewer if it ends).
+        where: names the file in errors.
+        first: bytes to ask for at first, so that most headers take one request.
+
+    Raises:
+        CorruptError: if anything about the header cannot be true of this file. No more than
+            `MAX_HEADER_BYTES` are ever asked for.
+    """
+    head = bytes(read(0, min(size, max(first, 8))))
+    needed = header_size(where, head[:8], size)
+    if needed > len(head):
+        head += bytes(read(len(head), needed - len(head)))
+    return parse_header(where, head, size)
+
+
 def read_header(path: Path, where: str | None = None) -> dict[str, TensorInfo]:
-    """The tensors of a local file."""
-    name = where or str(path)
-    file_size = path.stat().st_size
+    """Return the tensors of a local file."""
     with path.open("rb") as file:
-        first8 = file.read(8)
-        rest = file.read(header_size(name, first8, file_size) - 8)
-    return parse_header(name, first8 + rest, file_size)
+
+        def read(start: int, length: int) -> bytes:
+            file.seek(start)
+            return file.read(length)
+
+        return read_header_from(read, path.stat().st_size, where or str(path))
 
 
 def map_tensor(path: Path, info: TensorInfo) -> np.ndarray:

@@ -19,9 +19,9 @@ from spile.core.tensors import (
     TensorInfo,
     as_bytes,
     build_header,
-    header_size,
     map_tensor,
     parse_header,
+    read_header_from,
 )
 from spile.dataset.format import COMPRESSED
 from spile.dataset.write.compression import PlaneReader, PlaneWriter
@@ -78,21 +78,23 @@ class ShardWriter:
 
 
 def read_shard_header(objects: Objects, key: str) -> dict[str, TensorInfo]:
-    """The tensors of a stored shard."""
+    """Return the tensors of a stored shard."""
     try:
-        if key.endswith(COMPRESSED):
-            planes = _planes(objects, key)
-            size, read = planes.size, partial(planes.read, itemsize=1)
-            head = read(0, min(size, 8))
-        else:
-            size, read = objects.size(key), partial(objects.get_range, key)
-            head = read(0, min(size, 1 << 16))
-        needed = header_size(key, bytes(head[:8]), size)
-        if needed > len(head):
-            head = read(0, needed)
+        if not key.endswith(COMPRESSED):
+            return read_header_from(
+                lambda start, length: objects.get_range(key, start, start + length),
+                objects.size(key),
+                key,
+            )
+        planes = _planes(objects, key)
+        return read_header_from(
+            lambda start, length: bytes(planes.read(start, start + length, itemsize=1)),
+            planes.size,
+            key,
+            first=8,  # rows, which have another item size, follow the header
+        )
     except FileNotFoundError:
         raise CorruptError(key, "is missing") from None
-    return parse_header(key, bytes(head), size)
 
 
 class RangedRows:
