@@ -1,4 +1,4 @@
-"""Rows of many files as one array, wherever in its file each tensor begins."""
+"""Rows of many files mapped as one array, wherever in its file each tensor begins."""
 
 import gc
 from pathlib import Path
@@ -8,17 +8,17 @@ import pytest
 
 from spile.core.errors import CorruptError
 from spile.core.tensors import TensorInfo
-from spile.dataset.read.mapped import MappedRows, Part, map_rows
+from spile.dataset.read.rows import MappedFile, MappedRows, map_rows
 
 U8 = np.dtype(np.uint8)
 
 
 def written(
     folder: Path, counts: list[int], row_bytes: int, start: int
-) -> tuple[list[Part], bytes]:
+) -> tuple[list[MappedFile], bytes]:
     """Files of random rows, each after `start` other bytes and before some more."""
     rng = np.random.default_rng(row_bytes)
-    parts: list[Part] = []
+    parts: list[MappedFile] = []
     rows, first = b"", 0
     for number, count in enumerate(counts):
         data = rng.bytes(count * row_bytes)
