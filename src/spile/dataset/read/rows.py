@@ -43,8 +43,6 @@ Job = Callable[[], None]
 
 
 MappedFile = tuple[Path, TensorInfo, int]  # a file, a tensor in it, the number of its first row
-    Path, TensorInfo, int
-]  # a file, where in it rows lie, and the number of the first
 
 _MOST_MAPPED_FILES = 1 << 14  # a process has 65,530 maps on Linux, for everything
 _MOST_MAPPED_BYTES = 1 << 45  # of addresses, of which there are 1 << 47
