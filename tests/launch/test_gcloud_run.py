@@ -14,7 +14,7 @@ from launches import calls, job, path_with, recorder
 from spile.core.errors import LaunchError
 from spile.launch.command import Command, Result, run
 from spile.launch.gcloud import Gcloud
-from spile.launch.gcloud_run import Keeper, backoff
+from spile.launch.gcloud_run import Keeper
 from spile.launch.job import Job
 from spile.launch.run import act, check
 from worlds import wait_until
@@ -117,10 +117,6 @@ def test_where_all_zones_are_full_it_waits_longer_each_time_and_gives_up(
     assert "given up after 4 attempts" in said
     assert slept == [5, 10, 20]
     assert cloud.tpus() == {}
-
-
-def test_waits_are_capped() -> None:
-    assert [backoff(failures) for failures in (0, 1, 5, 6, 100)] == [5, 10, 160, 300, 300]
 
 
 def test_a_tpu_that_is_preempted_is_made_again_and_the_run_started_again(

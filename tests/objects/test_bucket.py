@@ -14,7 +14,7 @@ import servers
 import tiny
 from spile.core.errors import StoreError
 from spile.objects import Spool, bucket, check_creates_once, open_objects
-from spile.objects.counted import COUNTED
+from spile.objects.protocol import COUNTED
 
 STORES = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}
 
@@ -120,7 +120,7 @@ def test_a_bucket_that_is_not_there_is_said_to_be_missing(scheme: str) -> None:
 
 
 def test_an_address_where_nobody_listens_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "_PATIENCE_AT_FIRST", 0.5)
+    monkeypatch.setattr(bucket, "PATIENCE_AT_FIRST", 0.5)
     servers.s3_endpoint()
     for name, value in servers.s3_environment(f"http://127.0.0.1:{tiny.free_port()}").items():
         monkeypatch.setenv(name, value)
@@ -133,7 +133,7 @@ def test_an_address_where_nobody_listens_is_given_up_soon(monkeypatch: pytest.Mo
 
 def test_a_service_that_was_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than one that never answered: it may come back."""
-    monkeypatch.setattr(bucket, "_PATIENCE_AT_FIRST", 0.3)
+    monkeypatch.setattr(bucket, "PATIENCE_AT_FIRST", 0.3)
     url = servers.new_gcs_store()
     objects = open_objects(url)
     objects.create("first", b"")

@@ -6,7 +6,6 @@ signal to this process is passed on, waited for, and then nothing is started any
 """
 
 import logging
-import random
 import signal
 import socket
 import threading
@@ -15,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from spile.core.errors import ConfigError, Interrupted, SpileError, printable
+from spile.core.retry import backoff
 from spile.dataset.ledger import Ledger
 from spile.objects import Objects
 from spile.run.child import Child
@@ -50,8 +50,7 @@ class Patience:
 
     def pause(self, failures: int) -> float:
         """Before the n-th restart in a row."""
-        longest = min(self.max_backoff, self.backoff * 2.0 ** min(failures - 1, 60))
-        return longest * random.uniform(1 - _JITTER, 1)
+        return backoff(failures, self.backoff, self.max_backoff, jitter=_JITTER)
 
 
 class Supervisor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from spile.core.errors import Interrupted, LaunchError, printable
+from spile.core.retry import backoff
 from spile.launch.command import NOT_FOUND, Command, Result, run
 from spile.launch.gcloud import Gcloud, Node
 from spile.launch.job import Job
@@ -236,15 +237,10 @@ class Keeper:
     def _wait(self, node: Node, failures: int, why: str) -> int:
         if failures >= self._target.retries:
             raise LaunchError(f"{why}; given up after {failures + 1} attempts")
-        seconds = backoff(failures)
+        seconds = backoff(failures + 1, _FIRST_WAIT, _LONGEST_WAIT)
         _log.warning("%s: %s; again in %.0f s", node.name, why, seconds)
         self._sleep(seconds)
         return failures + 1
-
-
-def backoff(failures: int) -> float:
-    """Seconds to wait: doubled each time, up to a limit."""
-    return min(_LONGEST_WAIT, _FIRST_WAIT * 2**failures)
 
 
 def _says(result: Result, *words: str) -> bool:

@@ -24,11 +24,8 @@ from obstore import exceptions
 from obstore.store import GCSStore, S3Store
 
 from spile.core.errors import ConfigError, StoreError
-from spile.objects.counted import COUNTED
-from spile.objects.protocol import Entry, check_held, check_key
-from spile.objects.retry import PASSING, Trying
-from spile.objects.retry import PATIENCE as _PATIENCE
-from spile.objects.retry import PATIENCE_AT_FIRST as _PATIENCE_AT_FIRST
+from spile.core.retry import PASSING, PATIENCE, PATIENCE_AT_FIRST, Retrying
+from spile.objects.protocol import COUNTED, Entry, check_held, check_key, retrying
 from spile.objects.spool import Spool, SpooledFile
 
 T = TypeVar("T")
@@ -223,11 +220,11 @@ class BucketObjects:
             except Exception as error:
                 self._failed(trying, error)
 
-    def _trying(self, action: str, key: str) -> Trying:
-        patience = _PATIENCE if self._answered else _PATIENCE_AT_FIRST
-        return Trying(f"{action} {self.url}/{key}", patience)
+    def _trying(self, action: str, key: str) -> Retrying:
+        patience = PATIENCE if self._answered else PATIENCE_AT_FIRST
+        return retrying(f"{action} {self.url}/{key}", patience)
 
-    def _failed(self, trying: Trying, error: Exception) -> None:
+    def _failed(self, trying: Retrying, error: Exception) -> None:
         """Wait before another try; what will not get better is raised at once."""
         what = f"{trying.what}: {_line(error)}"
         if isinstance(error, StoreError):

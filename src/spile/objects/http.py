@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from urllib.parse import urljoin, urlsplit
 
 from spile.core.errors import ConfigError, SpileError, StoreError
-from spile.objects.protocol import Entry, Stream, check_held, check_key
-from spile.objects.retry import PASSING, PATIENCE, PATIENCE_AT_FIRST, Trying
+from spile.core.retry import PASSING, PATIENCE, PATIENCE_AT_FIRST
+from spile.objects.protocol import Entry, Stream, check_held, check_key, retrying
 
 _TIMEOUT = 60.0  # seconds without a byte
 _REDIRECTS = 5
@@ -59,7 +59,7 @@ class Client:
             secret: headers for the server that is asked, and for none it redirects to.
             most: bytes of a body to take in.
         """
-        trying = Trying(what, PATIENCE if self._answered else PATIENCE_AT_FIRST)
+        trying = retrying(what, PATIENCE if self._answered else PATIENCE_AT_FIRST)
         while True:
             try:
                 answer = _redirected(method, url, headers, secret or {}, most)

@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 from spile.core.errors import StoreError
+from spile.core.retry import Retrying
+from spile.metrics.counters import Counters
 
 PROBES = "probes/"
+# What this process asks of buckets and sites, all together: retries; uploaded, in bytes; uploading
+# and spooled, as they are now.
+COUNTED = Counters()
 MOST_HELD = 4 << 30  # bytes of an object that is read whole: no record of ours is as large
 
 
@@ -135,3 +140,8 @@ def check_key(url: str, key: str) -> list[str]:
     if key.startswith("/") or "\0" in key or any(part in ("", ".", "..") for part in parts):
         raise StoreError(f"{url}: {key!r} is not a key inside the store")
     return parts
+
+
+def retrying(what: str, patience: float) -> Retrying:
+    """The attempts of one request; retries are counted."""
+    return Retrying(what, patience, lambda: COUNTED.add(retries=1))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spile.core.errors import ConfigError, StoreError
-from spile.objects.counted import COUNTED
+from spile.objects.protocol import COUNTED
 
 _PREFIX = "spile-spool-"
 _LOCK = "lock"

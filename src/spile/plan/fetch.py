@@ -16,6 +16,7 @@ from pathlib import Path
 
 from spile.core.errors import ConfigError, InputError, StoreError
 from spile.core.identity import sampled_digest
+from spile.core.retry import PATIENCE
 from spile.corpus.files import find_files
 from spile.corpus.formats.built import is_built
 from spile.models.files.checkpoint import open_checkpoint
@@ -24,7 +25,7 @@ from spile.objects.http import library, of_the_network
 from spile.objects.hub.names import hub_name, pinned
 from spile.objects.hub.repository import HubObjects, endpoint, note_files, offline
 from spile.objects.paths import AnyPath, RemotePath, path_of
-from spile.objects.retry import PATIENCE, Trying
+from spile.objects.protocol import retrying
 
 _AT_ONCE = 4  # files
 _PIECE = 64 << 20
@@ -223,7 +224,7 @@ def _cache(path: RemotePath) -> None:
     hub = library()
     library(".utils").disable_progress_bars()
     library(".utils.logging").set_verbosity_error()
-    trying = Trying(f"fetching {path}", PATIENCE)
+    trying = retrying(f"fetching {path}", PATIENCE)
     where = {"repo_type": objects.repository.kind, "revision": objects.commit,
              "endpoint": endpoint()}  # fmt: skip
     while True:

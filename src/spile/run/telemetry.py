@@ -13,7 +13,7 @@ from spile.core.config import Runtime
 from spile.metrics import Counters, Reporter, Run, open_backends, parse_backends
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.layout import Cuts
-from spile.objects.counted import COUNTED
+from spile.objects.protocol import COUNTED
 from spile.plan.chips import chip_of
 from spile.plan.estimate import Estimate, step_of
 from spile.plan.resolve import Job

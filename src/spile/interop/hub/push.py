@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from spile.core.errors import ConfigError, SpileError, StoreError
+from spile.core.retry import backoff
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard
 from spile.dataset.ledger import derive_manifest
@@ -31,7 +32,7 @@ CARD = "README.md"
 COMMIT_FILES = 200  # the Hub is slow at more of them at once
 COMMIT_BYTES = 16 << 30  # also what a bucket's files take of the disk on their way
 _TRIES = 4
-_FIRST_PAUSE = 1.0  # seconds
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds
 _NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _ADVICE = {
     401: "no valid token; log in with `hf auth login`, or set HF_TOKEN",
@@ -202,7 +203,7 @@ class _Repository:
                     raise
                 if not passing or attempt == _TRIES - 1:
                     raise explained from error
-                time.sleep(_FIRST_PAUSE * 2**attempt)
+                time.sleep(backoff(attempt + 1, _FIRST_PAUSE, _LONGEST_PAUSE))
         raise AssertionError
 
     def _explain(self, error: Exception) -> tuple[SpileError | None, bool]:

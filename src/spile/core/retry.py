@@ -1,0 +1,66 @@
+"""Trying again: how long to pause between attempts, and when to give up."""
+
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from spile.core.errors import StoreError
+
+# How long a request is tried again: a service may be gone for minutes, a wrong address stays wrong.
+PATIENCE, PATIENCE_AT_FIRST = 300.0, 10.0  # seconds
+PASSING = {408, 409, 423, 425, 429}  # 4xx statuses that may go away by themselves
+_FIRST_PAUSE, _LONGEST_PAUSE, _JITTER = 0.1, 15.0, 0.5
+
+_log = logging.getLogger("spile")
+
+
+def backoff(
+    failures: int, first: float, longest: float, *, jitter: float = 0.0, at_least: float = 0.0
+) -> float:
+    """Seconds to pause after `failures` attempts in a row have failed.
+
+    Args:
+        first: the pause after the first failure; each one after it is twice as long.
+        longest: no pause is longer, unless `at_least` is.
+        jitter: the largest share of the pause that chance may take away.
+        at_least: the shortest pause, whatever chance does.
+    """
+    pause = min(longest, first * 2.0 ** min(failures - 1, 60))
+    return max(at_least, pause) * random.uniform(1 - jitter, 1) + jitter * at_least
+
+
+class Retrying:
+    """The attempts of one request to a service: pauses grow, are jittered, and end."""
+
+    def __init__(self, what: str, patience: float, on_retry: Callable[[], object]) -> None:
+        """Args:
+        what: the request, as error messages name it.
+        patience: seconds after which a failure is final.
+        on_retry: called before each pause.
+        """
+        self.what, self._patience, self._on_retry = what, patience, on_retry
+        self._failures, self._began = 0, time.monotonic()
+
+    def again(self, why: str, error: Exception | None = None, *, at_least: float = 0.0) -> None:
+        """Pause before another attempt.
+
+        Args:
+            at_least: seconds that the service asked for; then it is there, and patience is long.
+
+        Raises:
+            StoreError: when it has been tried for long enough.
+        """
+        waited = time.monotonic() - self._began
+        if waited > (PATIENCE if at_least else self._patience):
+            raise StoreError(
+                f"{self.what}: {why} (tried for {waited:.0f} s); check the address and the "
+                "network. What is committed stays valid: run the same command again"
+            ) from error
+        self._on_retry()
+        self._failures += 1
+        pause = backoff(
+            self._failures, _FIRST_PAUSE, _LONGEST_PAUSE, jitter=_JITTER, at_least=at_least
+        )
+        _log.debug("%s: %s; again in %.1f s", self.what, why, pause)
+        time.sleep(pause)
