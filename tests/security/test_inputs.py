@@ -29,9 +29,9 @@ from spile.core.recipe import ResolvedRecipe
 from spile.core.tensors import write_tensors
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import open_checkpoint
-from spile.models.files.json_file import read_json
 from spile.models.files.lora import read_adapter
 from spile.models.taps import parse_taps
+from spile.objects.paths import read_json
 
 TOML = """
 model = "demo"

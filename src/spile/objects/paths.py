@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, cast
 
+from spile.core.bounded_json import MAX_BYTES, JsonError, check_size, parse_json_object
 from spile.core.errors import InputError
 from spile.objects import open_objects
 from spile.objects.globs import matches, plain_depth
@@ -159,6 +160,31 @@ def path_of(where: str) -> AnyPath:
 
 def size_of(path: AnyPath) -> int:
     return path.stat().st_size if isinstance(path, Path) else path.size()
+
+
+def read_json(
+    path: AnyPath, *, max_bytes: int = MAX_BYTES, missing_ok: bool = False
+) -> dict[str, Any]:
+    """Return the JSON object in a file that a stranger wrote.
+
+    Args:
+        max_bytes: a larger file is refused before it is read.
+        missing_ok: return an empty object if there is no such file.
+
+    Raises:
+        InputError: if the file cannot be read, or holds something else.
+    """
+    try:
+        check_size(size_of(path), max_bytes)
+        return parse_json_object(path.read_bytes(), max_bytes=max_bytes)
+    except FileNotFoundError:
+        if missing_ok:
+            return {}
+        raise InputError(f"{path}: no such file") from None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+    except JsonError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def files_below(folder: AnyPath) -> list[AnyPath]:

@@ -21,11 +21,10 @@ from spile.models.config.sources import Source
 from spile.models.config.specs import ParamSpec, block_specs, outer_specs
 from spile.models.files import quantized as mxfp4
 from spile.models.files.demo import demo_model
-from spile.models.files.json_file import read_json
 from spile.models.files.lora import Adapter, read_adapter
 from spile.models.files.tensor_file import read_header
 from spile.objects.hub.names import pinned
-from spile.objects.paths import AnyPath, files_below, path_of
+from spile.objects.paths import AnyPath, files_below, path_of, read_json
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

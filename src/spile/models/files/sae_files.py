@@ -19,10 +19,9 @@ from spile.core.config import canonical_json
 from spile.core.errors import InputError
 from spile.core.identity import sampled_digest
 from spile.core.tensors import as_bytes
-from spile.models.files.json_file import read_json
 from spile.models.files.sae import ARCHITECTURES, NORMALIZATIONS, Sae
 from spile.models.files.tensor_file import read_header, read_tensor
-from spile.objects.paths import AnyPath, files_below, path_of
+from spile.objects.paths import AnyPath, files_below, path_of, read_json
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 _NPZ, _PARAMS, _PARAMS_CONFIG = "params.npz", "params.safetensors", "config.json"
