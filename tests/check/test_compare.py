@@ -20,7 +20,7 @@ import tiny
 from families import FAMILIES, randomised
 from marks import some
 from spile.check.compare import CheckReport, check
-from spile.cli.model_text import check_text
+from spile.cli.model import check_text
 from spile.core.config import Recipe
 from spile.core.errors import CorruptError, DriftError, InputError, StoreError
 from spile.core.tensors import read_header

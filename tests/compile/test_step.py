@@ -14,7 +14,7 @@ import pytest
 import quick
 import saes
 import tiny
-from spile.cli.model_text import compile_text
+from spile.cli.model import compile_text
 from spile.compile.step import Question, compile_step
 from spile.compile.targets import Target, find_target
 from spile.core.config import Recipe, Runtime

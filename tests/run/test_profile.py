@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import spile
-from spile.cli.profile_text import profile_summary
+from spile.cli.extract import profile_summary
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DataError
 from spile.metrics import Counters

@@ -10,7 +10,7 @@ import pytest
 
 import spile
 import tiny
-from spile.cli.duration import Duration, elsewhere, measured
+from spile.cli.plan import Duration, elsewhere, measured
 from spile.core.config import Recipe, Runtime
 from spile.dataset.ledger import Ledger
 from spile.metrics import Counters

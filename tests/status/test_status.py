@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import stored
-from spile.cli.look_text import status_text
+from spile.cli.look import status_text
 from spile.core.errors import StoreError
 from spile.dataset.heartbeat import Presence
 from spile.status.status import read_status

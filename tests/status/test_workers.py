@@ -14,7 +14,7 @@ import pytest
 
 import stored
 import tiny
-from spile.cli.look_text import status_text
+from spile.cli.look import status_text
 from spile.status.status import Status, read_status
 from spile.status.workers import Observer, describe_workers, rate_of
 

@@ -3,16 +3,41 @@
 import argparse
 import dataclasses
 import json
+import shlex
+from typing import TYPE_CHECKING
 
+from spile.cli.flags import Verbs
+from spile.cli.style import size
 from spile.core.config import Runtime, parse_count
-from spile.core.errors import ConfigError, SpileError
+from spile.core.errors import ConfigError, SpileError, printable
+
+if TYPE_CHECKING:
+    from spile.dataset.maintain.compact import Compacted
+    from spile.dataset.maintain.verify import Report
+    from spile.interop.export import Exported
+    from spile.interop.hub.push import Pushed
+
+
+def add_verify(verbs: Verbs) -> None:
+    sub = verbs.add("verify", verify, "audit every byte of a dataset")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("--partial", action="store_true", help="units not done yet are no fault")
+    how = sub.add_mutually_exclusive_group()
+    how.add_argument(
+        "--quick",
+        action="store_true",
+        help="sizes and the store's own checksums, by listing; no rows are read",
+    )
+    how.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue an interrupted audit: what it found sound on this machine is not read again",
+    )
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    from spile.cli.dataset_text import verify_text
     from spile.cli.progress import counted
-    from spile.dataset.maintain.journal import Journal
-    from spile.dataset.maintain.verify import verify
+    from spile.dataset.maintain.verify import Journal, verify
     from spile.objects import open_objects
 
     objects = open_objects(arguments.out)
@@ -27,6 +52,36 @@ def verify(arguments: argparse.Namespace) -> int:
     else:
         print(verify_text(arguments.out, report))
     return 0 if report.ok else SpileError.exit_code
+
+
+def verify_text(out: str, report: "Report") -> str:
+    lines = [f"fault: {printable(fault)}" for fault in report.faults]
+    lines += [f"orphan: {printable(key)}" for key in report.orphans]
+    if report.orphans:
+        lines.append(
+            f"{len(report.orphans)} orphans are harmless; `spile gc {shlex.quote(out)}` removes "
+            "those of finished units"
+        )
+    sound = "whole and sound" if report.units_done == report.units else "sound so far"
+    verdict = sound if report.ok else f"{len(report.faults)} faults"
+    how = "by size and etag" if report.quick else "read"
+    if report.resumed:
+        how += f", {report.resumed} units of them by the audit before"
+    lines.append(
+        f"{out}: {verdict} ({report.units_done} of {report.units} units, {report.rows:,} rows, "
+        f"{size(report.bytes)} {how})"
+    )
+    return "\n".join(lines)
+
+
+def add_gc(verbs: Verbs) -> None:
+    sub = verbs.add("gc", gc, "remove what no finished unit needs; safe beside running workers")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument(
+        "--abandoned",
+        action="store_true",
+        help="also attempts at unfinished units: only if nothing is running",
+    )
 
 
 def gc(arguments: argparse.Namespace) -> int:
@@ -44,8 +99,22 @@ def gc(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_export(verbs: Verbs) -> None:
+    sub = verbs.add("export", export, "write a dataset in another tool's format")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument(
+        "--to",
+        metavar="FORMAT",
+        required=True,
+        help="saelens, parquet, npy, zarr, activault, openmoss, saev, delphi or legacy",
+    )
+    sub.add_argument("dest", metavar="DEST", help="the directory to make")
+    sub.add_argument("--taps", metavar="T", help="some of the dataset's [all]")
+    sub.add_argument("--context-size", metavar="N", type=int, help="rows of a sequence [seq-len]")
+    sub.add_argument("--dtype", metavar="X", help="[as stored if the format has it, else float32]")
+
+
 def export(arguments: argparse.Namespace) -> int:
-    from spile.cli.dataset_text import export_text
     from spile.interop.export import export
 
     names = ("to", "taps", "context_size", "dtype")
@@ -55,8 +124,30 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def export_text(made: "Exported") -> str:
+    """What was written, and what was not."""
+    lines = [
+        f"{made.dest}: {made.rows:,} rows of {len(made.taps)} taps as {made.format}, "
+        f"{size(made.bytes)} in {made.files} files"
+    ]
+    if made.context_size:
+        lines.append(f"sequences of {made.context_size:,} rows, cut from the stored order")
+    if made.left_over:
+        rows = f"{made.left_over:,} row{'s' * (made.left_over > 1)}"
+        lines.append(f"left over: the last {rows}, too few for a sequence or a file")
+    return "\n".join(lines)
+
+
+def add_compact(verbs: Verbs) -> None:
+    sub = verbs.add("compact", compact, "write a dataset anew in few large shards")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("dest", metavar="DEST", help="the directory or URL of the new one")
+    sub.add_argument("--unit-bytes", metavar="SIZE", default="64GiB", help="merge units [64GiB]")
+    sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
+    sub.add_argument("--compress", action="store_true", help="as for extract")
+
+
 def compact(arguments: argparse.Namespace) -> int:
-    from spile.cli.dataset_text import compact_text
     from spile.dataset.maintain.compact import compact
     from spile.objects import open_objects
 
@@ -75,8 +166,24 @@ def compact(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def compact_text(made: "Compacted") -> str:
+    """What became of how many files."""
+    return (
+        f"{made.dest}: {made.rows:,} rows in {made.units:,} unit{'s' * (made.units != 1)} "
+        f"(of {made.units_before:,}), {made.shards:,} shards (of {made.shards_before:,}), "
+        f"{size(made.bytes)} (of {size(made.bytes_before)})"
+    )
+
+
+def add_push(verbs: Verbs) -> None:
+    sub = verbs.add("push", push, "upload a dataset to the Hugging Face Hub, with a card")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("repo", metavar="REPO", help="owner/name of a dataset repository")
+    sub.add_argument("--private", action="store_true", help="a public one is refused")
+    sub.add_argument("--revision", metavar="BRANCH", help="made if it is not there [main]")
+
+
 def push(arguments: argparse.Namespace) -> int:
-    from spile.cli.dataset_text import push_text
     from spile.interop.hub.push import push
 
     made = push(
@@ -84,3 +191,11 @@ def push(arguments: argparse.Namespace) -> int:
     )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else push_text(made))
     return 0
+
+
+def push_text(made: "Pushed") -> str:
+    """What went where, and how to get it back."""
+    lines = [f"{made.url}: {made.files:,} files sent, {made.files_there:,} were there already"]
+    if not made.card_written:
+        lines.append("its README.md was left as it is")
+    return "\n".join([*lines, f"  load    {made.download}"])

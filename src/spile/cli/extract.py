@@ -1,23 +1,76 @@
-"""Verbs that run a recipe, or say what that would cost."""
+"""Verbs that run a recipe: `extract`, and `supervise`, which starts it again."""
 
 import argparse
 import dataclasses
 import json
 import logging
 import os
+import shlex
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.lines import formatter
+from spile.cli.flags import TAPS_HELP, Verbs, add_options
+from spile.cli.style import compared, formatter, lasting, program, size, skipped
 from spile.core.config import Recipe, Runtime, build, load_toml
 from spile.core.errors import ConfigError
 from spile.core.ray_options import RayOptions
 
 if TYPE_CHECKING:
+    from spile.dataset.ledger import Prediction
     from spile.metrics import Counters
+    from spile.run.extract import Outcome
     from spile.run.rank import Place
+    from spile.run.trace import Traced
+
+_EXTRACT_HELP = """\
+Run a model over a corpus and keep the activations of the tapped places as a dataset.
+The same command resumes after any interruption, and --out alone is enough to resume.
+
+  spile extract --model demo --corpus demo --taps resid_post:20 --max-docs 50 --out acts/demo
+  spile extract --model ./Qwen2.5-0.5B --corpus 'texts/*.parquet' \\
+                --taps resid_post:all,mlp_out:12 --out acts/qwen
+"""
+_SHOWN_OPERATIONS = 12  # operations
+_STAGES = (
+    ("device busy", "device_busy"),
+    ("device idle", "device_idle"),
+    ("waited for the first text", "waited_at_first"),
+    ("waited for text", "waited_for_text"),
+    ("waited for writing", "waited_for_writing"),
+    ("reading documents", "reading"),
+    ("tokenizing and packing", "preparing"),
+    ("writing rows, all lanes", "writing"),
+    ("making units durable", "committing"),
+)
+
+
+def add_recipe_flags(sub: argparse.ArgumentParser) -> None:
+    """Add what `extract` and `plan` share."""
+    sub.add_argument("--out", metavar="DIR", help="where the dataset goes")
+    sub.add_argument("--config", metavar="FILE", help="TOML file of options; flags win")
+    sub.add_argument("--quiet", action="store_true", help="only errors")
+    add_options(sub, "recipe: what the dataset is", Recipe)
+    add_options(sub, "runtime: how it is made", Runtime)
+
+
+def add_extract(verbs: Verbs) -> None:
+    sub = verbs.add(
+        "extract",
+        extract,
+        "make a dataset, or continue it",
+        epilog=TAPS_HELP,
+        description=_EXTRACT_HELP,
+    )
+    add_recipe_flags(sub)
+    sub.add_argument(
+        "--log-json",
+        action="store_true",
+        help="each line of progress and of the log is a JSON object on stderr",
+    )
+    add_options(sub, "engine: where it is made", RayOptions)
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -65,7 +118,6 @@ def _extraction(arguments: argparse.Namespace) -> _Extraction:
 
 
 def extract(arguments: argparse.Namespace) -> int:
-    from spile.cli.extract_text import extract_summary
     from spile.cli.progress import progress
     from spile.metrics import Counters
     from spile.run.child import accompany, is_child
@@ -104,13 +156,127 @@ def extract(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def extract_summary(out: str, outcome: "Outcome", counters: "Counters") -> str:
+    """What was made, and how to look at it, verify it and read it."""
+    # The script beside the interpreter: argv[0] is no program under `python -m spile.cli`.
+    spile = program("spile", str(Path(sys.executable).with_name("spile")))
+    python = program("python", sys.executable)
+    quoted = shlex.quote(out)
+    part = "" if outcome.complete else ", partial=True"
+    read = (
+        f"import spile; ds = spile.open({out!r}{part}); print(ds.taps, ds.read(ds.taps[0], 0, 4))"
+    )
+    lines = [
+        f"{out}: {outcome.documents:,} documents, {outcome.rows:,} rows per tap"
+        + (f" (of {outcome.tokens:,} tokens)" if outcome.rows < outcome.tokens else "")
+        + ", "
+        f"{size(outcome.bytes)} in {outcome.units} units"
+    ]
+    if not outcome.complete:
+        lines.append(
+            f"ended by --max-bytes with {outcome.units} of {outcome.units_total} units; the same "
+            "command with more of them goes on"
+        )
+    if outcome.skipped:
+        lines.append(f"left out: {skipped(outcome.skipped)}")
+    for tap, rows in outcome.truncated.items():
+        lines.append(
+            f"{tap}: of {rows:,} rows more latents were active than were kept; --latents keeps more"
+        )
+    if outcome.prediction:
+        lines.append(f"predicted: {_outcome_of(outcome, outcome.prediction, counters)}")
+    rates = counters.rates()
+    if rates["device_seconds"]:
+        lines.append(
+            f"the device computed for {rates['computed_share']:.1%} of "
+            f"{rates['device_seconds']:.1f} s and waited for text for "
+            f"{rates['waited_for_text_share']:.1%}; text came at {rates['text_rate']:,.0f} tok/s"
+        )
+    lines += [
+        f"  look    {spile} status {quoted}",
+        f"  verify  {spile} verify {quoted}{'' if outcome.complete else ' --partial'}",
+        f"  read    {python} -c {shlex.quote(read)}",
+    ]
+    return "\n".join(lines)
+
+
+def _outcome_of(outcome: "Outcome", predicted: "Prediction", counters: "Counters") -> str:
+    """Each prediction, what came instead, and by how much it was off."""
+    told: list[str] = []
+    if outcome.complete:
+        told.append(
+            f"{predicted.tokens:,} tokens ({compared(predicted.tokens, outcome.tokens)} came)"
+        )
+        told.append(f"{size(predicted.bytes)} ({compared(predicted.bytes, outcome.bytes)})")
+    spent, done = counters["unit_seconds"], counters["tokens"]
+    if predicted.seconds and spent and predicted.tokens:
+        # Of what this very run did: others may have done the rest.
+        expected = predicted.seconds * done / predicted.tokens
+        told.append(
+            f"{lasting(expected)} for this run's units ({compared(expected, spent)}: "
+            f"{lasting(spent)})"
+        )
+    return ", ".join(told) or "nothing of what was done here"
+
+
 def _profiled(profile: str, counters: "Counters") -> str:
-    from spile.cli.profile_text import profile_summary
     from spile.run.profile import STEP, Profile
     from spile.run.trace import read_trace
 
     path = Profile.parse(profile).newest()
     return profile_summary(counters, path, read_trace(path, STEP) if path else None)
+
+
+def profile_summary(counters: "Counters", path: Path | None, traced: "Traced | None") -> str:
+    """One screen. Stages overlap: their seconds do not add up to the run's."""
+    lines = ["where the time went (stages overlap):"]
+    lines += [f"  {name:<28}{counters[key]:>9.2f} s" for name, key in _STAGES]
+    if path and traced:
+        lines += _of_the_device(path, traced)
+    return "\n".join(lines)
+
+
+def _of_the_device(path: Path, traced: "Traced") -> Iterator[str]:
+    total, steps = sum(traced.seconds.values()), traced.steps
+    if steps:
+        yield f"operations of the device in steps {steps[0]} to {steps[-1]}, {total:.3f} s in all:"
+    for kind, seconds in traced.top(_SHOWN_OPERATIONS):
+        yield f"  {kind[:40]:<40}{seconds * 1e3:>9.1f} ms {seconds / total:>6.1%}"
+    rest = len(traced.seconds) - _SHOWN_OPERATIONS
+    if rest > 0:
+        less = total - sum(seconds for _, seconds in traced.top(_SHOWN_OPERATIONS))
+        yield f"  {f'{rest} other kinds':<40}{less * 1e3:>9.1f} ms {less / total:>6.1%}"
+    # …/plugins/profile/WHEN/TRACE
+    yield f"  open    tensorboard --logdir {path.parents[3]}  (with xprof installed)"
+    yield f"  or      {path}  at https://ui.perfetto.dev"
+
+
+def add_supervise(verbs: Verbs) -> None:
+    sub = verbs.add(
+        "supervise",
+        supervise,
+        "run extract, and start it again when it fails",
+        epilog="  spile supervise -- extract --out acts/demo --share 3/32",
+        usage="spile supervise [options] -- extract ...",
+    )
+    sub.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        default=10,
+        help="in a row, without a unit done in between [10]",
+    )
+    sub.add_argument(
+        "--backoff",
+        metavar="SECONDS",
+        type=float,
+        default=1.0,
+        help="before the first restart in a row; doubled with each [1]",
+    )
+    sub.add_argument(
+        "--max-backoff", metavar="SECONDS", type=float, default=60.0, help="the longest pause [60]"
+    )
+    sub.add_argument("command", nargs=argparse.REMAINDER, help="extract and its flags")
 
 
 def supervise(arguments: argparse.Namespace) -> int:
@@ -126,25 +292,3 @@ def supervise(arguments: argparse.Namespace) -> int:
     drives = asked.ray.engine == "ray"
     objects = open_objects(asked.out)
     return Supervisor(command, asked.place, objects, patience, drives=drives).run()
-
-
-def legacy(arguments: argparse.Namespace) -> int:
-    from spile.cli.legacy import translate
-
-    words = [word for word in arguments.arguments if word != "--dry-run"]
-    dry_run = arguments.dry_run or len(words) < len(arguments.arguments)
-    made = translate(arguments.program, words)
-    told = [f"# {note}" for note in made.notes]
-    told += [f"# {name} holds: {' '.join(text.split())}" for name, text in made.files.items()]
-    told.append(str(made))
-    print("\n".join(told), file=None if dry_run else sys.stderr)
-    if dry_run:
-        return 0
-    for name, text in made.files.items():
-        path = Path(name)
-        if path.exists() and path.read_text("utf-8") != text:
-            raise ConfigError(f"{name} is there and holds something else; move it away")
-        path.write_text(text, "utf-8")
-    given = argparse.Namespace(**{**vars(arguments), "argv": list(made.argv)})
-    inner = arguments.parse(made.argv, given)
-    return inner.verb(inner)

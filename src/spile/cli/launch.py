@@ -5,8 +5,24 @@ import dataclasses
 import json
 import os
 
+from spile.cli.flags import Verbs
 from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
+from spile.launch import flags
+
+_LAUNCH_HELP = """\
+Start the same `spile extract` on many hosts, look at it, and stop it.
+
+  spile launch ssh --hosts FILE --name run1 -- --model M --corpus C --taps T --out gs://B/acts
+  spile launch status ssh --hosts FILE --name run1
+"""
+
+
+def add_launch(verbs: Verbs) -> None:
+    help = "start extract elsewhere: ssh, clusters, clouds"
+    sub = verbs.add("launch", launch, help, description=_LAUNCH_HELP)
+    sub.set_defaults(parse_extract=verbs.parser_of("extract").parse_args)
+    flags.add_launch(sub)
 
 
 def launch(arguments: argparse.Namespace) -> int:

@@ -9,10 +9,13 @@ says why. `docs/fleets.md` shows the table; a test holds the two together.
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
+from spile.cli.flags import Verbs
 from spile.core.errors import ConfigError
 
 HOSTS_FILE = "spile-hosts.txt"
@@ -32,7 +35,7 @@ class Old:
 
 
 @dataclass(frozen=True)
-class Program:
+class LegacyProgram:
     """A script of old."""
 
     script: str
@@ -80,17 +83,17 @@ _SHARED_OUT = (
     Old("no_data_parallel", "--mesh", "1d, unless --mesh_type says otherwise", "nothing"),
 )
 PROGRAMS = {
-    "fineweb": Program("extract_activations_fineweb[_multihost].py", "extract", (
+    "fineweb": LegacyProgram("extract_activations_fineweb[_multihost].py", "extract", (
         Old("dataset_name", "--corpus", "NAME:CONFIG:SPLIT [HuggingFaceFW/fineweb-edu]"),
         Old("dataset_config", "--corpus", "NAME:CONFIG:SPLIT [sample-10BT]"),
         Old("dataset_split", "--corpus", "NAME:CONFIG:SPLIT [train]"),
         *_SHARED_OUT, *_RAN,
     )),
-    "arc": Program("extract_activations_arc_v5e64.py", "extract", (
+    "arc": LegacyProgram("extract_activations_arc_v5e64.py", "extract", (
         Old("dataset_path", "--corpus", 'arc:PATH(prompt="chat"), with --messages messages'),
         *_SHARED_OUT, *_RAN,
     )),
-    "multihost": Program("multihost_extract.py", "extract", (
+    "multihost": LegacyProgram("multihost_extract.py", "extract", (
         Old("dataset_path", "--corpus", 'arc:PATH(prompt="chat"), with --messages messages'),
         Old("grid_encoder", "--corpus", 'arc:PATH(encoder="rows+shape"), by the encoders named'),
         Old("predictions_per_task", "--corpus", "arc:PATH(predictions=N)"),
@@ -106,7 +109,7 @@ PROGRAMS = {
         Old("is_barrier_server", "", "process 0 is the one they meet at", "nothing"),
         *_SHARED_OUT, *_RAN,
     )),
-    "launch": Program("launch_distributed_extraction.py", "launch", (
+    "launch": LegacyProgram("launch_distributed_extraction.py", "launch", (
         Old("deployment", "launch", "gcloud, ssh or local", choices=("gcp_tpu", "ssh", "local")),
         Old("tpu_names", "--tpu", "one for each", "values"),
         Old("zone", "--zone"),
@@ -116,7 +119,7 @@ PROGRAMS = {
         Old("batch_size", "--batch-tokens", "sequences times their length"),
         Old("max_samples", "--max-docs", "was per machine: times their number"),
     )),
-    "monitor": Program("monitor_extraction.py", "status", (
+    "monitor": LegacyProgram("monitor_extraction.py", "status", (
         Old("gcs_bucket", "OUT", "gs://BUCKET/PREFIX"),
         Old("gcs_prefix", "OUT", "gs://BUCKET/PREFIX"),
         Old("aggregate", "--json", "the sums; the dataset's own are in its manifest.json",
@@ -134,6 +137,38 @@ _PREFIXES = {"fineweb": "activations_fineweb", "arc": "activations_arc",
              "monitor": "activations_fineweb"}  # fmt: skip
 
 Given = Mapping[str, Any]
+
+
+def add_legacy(verbs: Verbs) -> None:
+    sub = verbs.add(
+        "legacy",
+        legacy,
+        "run a command line of the tools before Spile, and print the new spelling",
+        usage="spile legacy PROGRAM [--dry-run] FLAGS OF OLD [-- FLAGS OF TODAY]",
+    )
+    sub.add_argument("--dry-run", action="store_true", help="only print it")
+    sub.add_argument("program", choices=PROGRAMS)
+    sub.add_argument("arguments", nargs=argparse.REMAINDER, help="as they were typed")
+
+
+def legacy(arguments: argparse.Namespace) -> int:
+    words = [word for word in arguments.arguments if word != "--dry-run"]
+    dry_run = arguments.dry_run or len(words) < len(arguments.arguments)
+    made = translate(arguments.program, words)
+    told = [f"# {note}" for note in made.notes]
+    told += [f"# {name} holds: {' '.join(text.split())}" for name, text in made.files.items()]
+    told.append(str(made))
+    print("\n".join(told), file=None if dry_run else sys.stderr)
+    if dry_run:
+        return 0
+    for name, text in made.files.items():
+        path = Path(name)
+        if path.exists() and path.read_text("utf-8") != text:
+            raise ConfigError(f"{name} is there and holds something else; move it away")
+        path.write_text(text, "utf-8")
+    given = argparse.Namespace(**{**vars(arguments), "argv": list(made.argv)})
+    inner = arguments.parse(made.argv, given)
+    return inner.verb(inner)
 
 
 def translate(program: str, arguments: Sequence[str]) -> Translation:

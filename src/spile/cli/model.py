@@ -3,14 +3,32 @@
 import argparse
 import dataclasses
 import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from spile.core.config import Recipe, Runtime
+from spile.cli.flags import TAPS_HELP, Verbs
+from spile.cli.style import size
+from spile.core.config import STORE_DTYPES, Recipe, Runtime
 from spile.core.errors import ConfigError, InputError, SpileError
+
+if TYPE_CHECKING:
+    from spile.check.compare import CheckReport
+    from spile.compile.step import Compiled
+    from spile.plan.fetch import Fetched
+
+
+def add_taps(verbs: Verbs) -> None:
+    sub = verbs.add("taps", taps, "the places a model can be tapped at: shapes, bytes, other names")
+    sub.add_argument("--model", metavar="X", required=True, help="as for extract")
+    sub.add_argument("--seq-len", metavar="N", help="for attn_pattern [2048, or the maximum]")
+    sub.add_argument("--store-dtype", choices=STORE_DTYPES, default="bfloat16")
+    sub.add_argument("--all", action="store_true", help="every layer, not one line per site")
 
 
 def taps(arguments: argparse.Namespace) -> int:
-    from spile.cli.model_text import taps_table
     from spile.models.files.checkpoint import read_arch
     from spile.models.taps import describe_taps
 
@@ -27,8 +45,41 @@ def taps(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def taps_table(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Print taps, one line each: name, shape, bytes and other names."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("tap", "shape", "bytes/token", "meaning", "also known as"):
+        table.add_column(title, justify="right" if title == "bytes/token" else "left")
+    for entry in entries:
+        shape = "×".join(map(str, entry["shape"])) or "1"
+        aliases = "\n".join(entry["aliases"])
+        table.add_row(entry["name"], shape, f"{entry['bytes']:,}", entry["meaning"], aliases)
+    # A pipe has no width, and cutting a name off would make it useless.
+    Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
+
+
+def add_compile(verbs: Verbs) -> None:
+    sub = verbs.add(
+        "compile",
+        compile,
+        "compile the step for devices that need not be here: memory, collectives, speed, cost",
+        epilog=TAPS_HELP,
+    )
+    sub.add_argument("--model", metavar="X", required=True, help="directory with config.json")
+    sub.add_argument("--taps", metavar="X", required=True, help="as for extract")
+    sub.add_argument("--topology", metavar="X", help="e.g. v5e-64, v4-8, h200 [this machine]")
+    sub.add_argument("--mesh", metavar="X", default="auto", help="as for extract [auto]")
+    sub.add_argument("--fsdp", metavar="N", help="as for extract")
+    sub.add_argument("--search", action="store_true", help="try every mesh that may do")
+    sub.add_argument("--on", metavar="libtpu|cpu|here", help="whose compiler [libtpu, else cpu]")
+    for name in ("seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode", "latents"):
+        sub.add_argument(f"--{name}", metavar="X", help="as for extract")
+
+
 def compile(arguments: argparse.Namespace) -> int:
-    from spile.cli.model_text import compile_text
     from spile.compile.step import Question, compile_step, search
     from spile.compile.targets import find_target
     from spile.models.files.checkpoint import read_arch
@@ -53,6 +104,64 @@ def compile(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def compile_text(found: Sequence["Compiled"]) -> str:
+    """What a step needs and how fast it may be; of several meshes the first, then all of them."""
+    best = found[0]
+    held = best.weights + best.taps + (best.temporaries or best.estimated_temporaries)
+    made = "does not fit" if best.temporaries is None else size(best.temporaries)
+    chip = ""
+    if best.on == "cpu":
+        held = best.weights + best.taps + best.estimated_temporaries
+        chip = f" (virtual CPUs'; the chip's about {size(best.estimated_temporaries)})"
+    verdict = {True: "yes", False: "no", None: "unknown"}[best.fits]
+    room = f", {size(held)} of {size(best.memory)}" if best.memory else ""
+    lines = [
+        f"{best.topology}: {best.devices} device{'s' * (best.devices > 1)} on {best.hosts} "
+        f"host{'s' * (best.hosts > 1)}, mesh {best.mesh}; compiled on {best.on} in "
+        f"{best.compiling:.1f} s",
+        f"a step of {best.tokens:,} tokens in contexts of {best.seq_len:,}, "
+        f"{best.compute_dtype}, stored as {best.store_dtype}; of each device:",
+        f"  weights       {size(best.weights)}",
+        f"  taps          {size(best.taps)}",
+        f"  temporaries   {made}{chip}",
+        f"  fits          {verdict}{room}",
+        f"  arithmetic    {best.flops / 1e12:,.2f} TFLOP",
+        f"  memory moves  {size(best.traffic)}",
+    ]
+    for kind, each in best.collectives.items():
+        lines.append(f"  sends         {size(each.sent)} in {each.count:,} x {kind}")
+    if best.seconds and best.tokens_per_second and best.tokens_one_by_one:
+        times = ", ".join(
+            f"{n.replace('_', ' ')} {s * 1e3:,.1f}" for n, s in vars(best.seconds).items()
+        )
+        cost = f"; ${best.dollars:,.2f} a billion tokens" if best.dollars else ""
+        cost += f", ${best.dollars_spot:,.2f} spot" if best.dollars_spot else ""
+        lines.append(f"  at least, ms  {times}")
+        lines.append(
+            f"at most {best.tokens_per_second:,.0f} tok/s, limited by "
+            f"{best.seconds.limit.replace('_', ' ')}{cost}; {best.tokens_one_by_one:,.0f} if "
+            "kernels run one by one"
+        )
+    lines += [f"note: {note}" for note in best.notes]
+    if len(found) > 1:
+        lines.append(f"{'mesh':26} {'weights':>9} {'fits':>5} {'tok/s':>11}  limited by")
+    for each in found if len(found) > 1 else ():
+        rate = f"{each.tokens_per_second:,.0f}" if each.tokens_per_second else "?"
+        limit = each.seconds.limit.replace("_", " ") if each.seconds else "?"
+        fits = {True: "yes", False: "no", None: "?"}[each.fits]
+        lines.append(f"{each.mesh:26} {size(each.weights):>9} {fits:>5} {rate:>11}  {limit}")
+    return "\n".join(lines)
+
+
+def add_convert(verbs: Verbs) -> None:
+    sub = verbs.add("convert", convert, "make a model directory from a GGUF file")
+    sub.add_argument("source", metavar="SRC.gguf")
+    sub.add_argument("dest", metavar="DEST", help="the directory to make")
+    sub.add_argument(
+        "--tokenizer", metavar="DIR", help="take tokenizer.json from here instead of the file"
+    )
+
+
 def convert(arguments: argparse.Namespace) -> int:
     from spile.models.files.gguf import convert
 
@@ -66,9 +175,16 @@ def convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_check(verbs: Verbs) -> None:
+    sub = verbs.add("check", check, "recompute samples with HF transformers and compare")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("--samples", metavar="N", type=int, default=4, help="documents [4]")
+    for name in ("model", "lora", "encode", "corpus"):
+        sub.add_argument(f"--{name}", metavar="X", help="where it is now, if it has moved")
+
+
 def check(arguments: argparse.Namespace) -> int:
     from spile.check.compare import check
-    from spile.cli.model_text import check_text
 
     if arguments.samples < 1:
         raise ConfigError(f"--samples must be at least 1, got {arguments.samples}")
@@ -79,8 +195,41 @@ def check(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else SpileError.exit_code
 
 
+def check_text(out: str, report: "CheckReport") -> str:
+    """How far each tap is from the reference, and the verdict."""
+    width = max(map(len, report.taps))
+    lines = [
+        f"{'tap':{width}}  error     allowed   control   storing alone         cosine    "
+        "(control: neighbouring layer or token; in brackets: a typical channel)"
+    ]
+    for name, tap in report.taps.items():
+        verdict = "" if tap.ok else "  <- " + ("too far" if tap.error > tap.allowed else "unclear")
+        lines.append(
+            f"{name:{width}}  {tap.error:.2e}  {tap.allowed:.2e}  {tap.control:.2e}  "
+            f"{tap.loss.relative_l2:.2e} ({tap.loss.typical_channel:.2e})  "
+            f"{tap.loss.cosine:.6f}{verdict}"
+        )
+    far = sum(tap.error > tap.allowed for tap in report.taps.values())
+    unclear = sum(not tap.ok for tap in report.taps.values()) - far
+    verdict = [f"{far} taps disagree with the reference"] if far else []
+    verdict += [f"{unclear} taps cannot be told from a neighbour"] if unclear else []
+    lines.append(
+        f"{out}: {', '.join(verdict) or 'every tap agrees with the reference'} "
+        f"({report.documents} documents, {report.tokens:,} tokens, {report.reference})"
+    )
+    return "\n".join(lines)
+
+
+def add_fetch(verbs: Verbs) -> None:
+    sub = verbs.add("fetch", fetch, "download a model and a corpus ahead of a run")
+    for name in ("model", "lora", "corpus", "cache"):
+        sub.add_argument(f"--{name}", metavar="X", help="as for extract")
+    sub.add_argument(
+        "--to", metavar="DIR", help="make DIR/model, DIR/lora and DIR/corpus [the Hub's cache]"
+    )
+
+
 def fetch(arguments: argparse.Namespace) -> int:
-    from spile.cli.model_text import fetch_text
     from spile.cli.progress import counted
     from spile.plan.fetch import fetch
 
@@ -91,3 +240,11 @@ def fetch(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else fetch_text(made))
     return 0
+
+
+def fetch_text(made: "Fetched") -> str:
+    """What is here now, and how to use it."""
+    flags = {f"--{name}": getattr(made, name) for name in ("model", "lora", "corpus", "cache")}
+    use = " ".join(f"{flag} {shlex.quote(name)}" for flag, name in flags.items() if name)
+    there = f" ({made.files_there:,} were there already)" if made.files_there else ""
+    return f"{made.files:,} files{there}, {size(made.bytes)} fetched\n  use     {use}"

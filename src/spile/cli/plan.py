@@ -3,26 +3,66 @@
 import argparse
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from spile.cli.extract import given
+from spile.cli.extract import add_recipe_flags, given
+from spile.cli.flags import TAPS_HELP, Verbs
+from spile.cli.style import lasting, size
 from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from spile.cli.duration import Duration
+    from spile.compile.step import Compiled
     from spile.compile.targets import Target
     from spile.models.layout import Cuts
     from spile.objects import Objects
     from spile.plan.estimate import Estimate
     from spile.plan.resolve import Job
+    from spile.run.rehearsal import Rehearsal
 
 _CALIBRATE = 5.0  # seconds
 
 
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of one slice; rates are tokens a second."""
+
+    on: str
+    measured: bool
+    rate: float | None  # None: it is not known, and `why`
+    seconds: float | None = None
+    starting: float | None = None  # of them, until the first step
+    compiling: float | None = None  # in all: later units may bring other shapes
+    processor: float | None = None  # of all cores together, the steps alone
+    dollars: float | None = None
+    why: str | None = None
+
+
+def add_plan(verbs: Verbs) -> None:
+    help = "what extract would cost: tokens, bytes, memory, time, dollars"
+    sub = verbs.add("plan", plan, help, epilog=TAPS_HELP)
+    add_recipe_flags(sub)
+    sub.add_argument(
+        "--calibrate",
+        metavar="SECONDS",
+        help="run so long into a directory that is then removed, to measure the time; or off [5]",
+    )
+    sub.add_argument(
+        "--exact",
+        action="store_true",
+        help="read the whole corpus: tokens and bytes to the last one [5 seconds of it]",
+    )
+    sub.add_argument(
+        "--topology",
+        metavar="X",
+        help="time and cost on other chips, e.g. v5e-64, h200-8, as `spile compile` estimates them",
+    )
+
+
 def plan(arguments: argparse.Namespace) -> int:
-    from spile.cli.extract_text import plan_table
     from spile.corpus.tokenize import use_threads
     from spile.dataset.ledger import Ledger
     from spile.models.layout import devices_of
@@ -84,11 +124,21 @@ def _seconds(given: str | None) -> float:
     return seconds
 
 
+def _platform(target: "Target | None") -> tuple[str, int, str]:
+    """The devices a run would use: where they are, how many, and what jax calls them."""
+    if target:
+        kind = target.chip.kind if target.chip else "cpu"
+        return target.platform, len(target.devices), kind
+    try:
+        from spile.run.devices import devices_here
+    except ImportError:  # a plan needs no jax
+        return "cpu", 1, "cpu"
+    return devices_here()
+
+
 def _here(
     job: "Job", runtime: Runtime, cost: "Estimate", cuts: "Cuts", seconds: float, out: "Objects"
-) -> "Duration":
-    from spile.cli.duration import measured, unknown
-
+) -> Duration:
     if not seconds:
         return unknown("here", "not measured: --calibrate is off, or other devices are meant")
     if not cost.remaining_tokens:
@@ -105,6 +155,24 @@ def _here(
     return measured(found, cost) if found else unknown("here", "not measured: too few steps")
 
 
+def measured(found: "Rehearsal", cost: "Estimate") -> Duration:
+    """What a rehearsal says of all that is left."""
+    left = cost.remaining_tokens
+    return Duration(
+        on="here",
+        measured=True,
+        rate=found.rate,
+        seconds=found.starting + left / found.rate if left else 0.0,
+        starting=found.starting,
+        compiling=found.compiling,
+        processor=found.processor * left,
+    )
+
+
+def unknown(on: str, why: str) -> Duration:
+    return Duration(on=on, measured=False, rate=None, why=why)
+
+
 def _target(topology: str | None) -> "Target | None":
     if topology is None:
         return None
@@ -113,8 +181,7 @@ def _target(topology: str | None) -> "Target | None":
     return find_target(topology, None)
 
 
-def _elsewhere(job: "Job", runtime: Runtime, target: "Target", cost: "Estimate") -> "Duration":
-    from spile.cli.duration import elsewhere
+def _elsewhere(job: "Job", runtime: Runtime, target: "Target", cost: "Estimate") -> Duration:
     from spile.compile.step import Question, compile_step
 
     asked = job.recipe
@@ -126,13 +193,109 @@ def _elsewhere(job: "Job", runtime: Runtime, target: "Target", cost: "Estimate")
     return elsewhere(compile_step(question, question.layout()), cost)
 
 
-def _platform(target: "Target | None") -> tuple[str, int, str]:
-    """The devices a run would use: where they are, how many, and what jax calls them."""
-    if target:
-        kind = target.chip.kind if target.chip else "cpu"
-        return target.platform, len(target.devices), kind
-    try:
-        from spile.run.devices import devices_here
-    except ImportError:  # a plan needs no jax
-        return "cpu", 1, "cpu"
-    return devices_here()
+def elsewhere(found: "Compiled", cost: "Estimate") -> Duration:
+    """What a compiled step says: the chips' limit, where kernels run one by one."""
+    if not found.fits or found.tokens_one_by_one is None:
+        why = found.notes[-1] if found.fits else f"a step does not fit on {found.topology}"
+        return Duration(on=found.topology, measured=False, rate=None, why=why)
+    left = cost.remaining_tokens
+    rate = found.tokens_one_by_one * (cost.packing or 1.0)
+    at_best = found.tokens_per_second or rate
+    dollars = found.dollars and found.dollars * at_best / rate * left / 1e9
+    return Duration(
+        on=found.topology, measured=False, rate=rate, seconds=left / rate, dollars=dollars
+    )
+
+
+def plan_table(
+    recipe: Mapping[str, Any],
+    cost: "Estimate",
+    time: Duration,
+    more: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Print the plan as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    chosen = recipe["store_dtype"]
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    rows = [
+        ("documents", f"{cost.documents:,}"),
+        ("tokens", _tokens(cost)),
+        ("rows to keep", f"{cost.rows:,}"),
+        ("units", f"{cost.units:,} ({cost.units_done:,} done)"),
+        ("contexts of", f"{recipe['seq_len']:,} tokens, {cost.batch_rows} rows a step"),
+        *([("  of their places filled", f"{cost.packing:.1%}")] if cost.packing else []),
+        ("arithmetic", f"{cost.flops / 1e12:,.2f} TFLOP"),
+        *((f"  {tap}", size(b)) for tap, b in cost.bytes_per_tap.items()),
+        ("  index", size(cost.index_bytes)),
+        ("  headers, statistics, documents", size(cost.overhead_bytes)),
+        ("to store", _stored(cost, recipe["store_dtype"])),
+        *((f"  as {d}", size(b)) for d, b in cost.bytes_by_dtype.items() if d != chosen),
+        *_compressed(cost, chosen),
+        *_priced(cost),
+        ("mesh", cost.mesh if cost.mesh != "1" else "one device"),
+        ("weights per device", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
+        ("memory per device", size(cost.device_bytes)),
+        ("memory on the host", size(cost.host_bytes)),
+        *_timed(time),
+        *more,
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)
+    for warning in cost.warnings:
+        Console().print(f"note: {warning}", style="yellow", highlight=False)
+
+
+def _tokens(cost: "Estimate") -> str:
+    if cost.tokens_error == 0:
+        return f"{cost.tokens:,} (all counted)"
+    if cost.tokens_error is None:
+        return f"{cost.tokens:,} (estimated)"
+    share = cost.tokens_error / max(1, cost.tokens)
+    return f"{cost.tokens:,} ± {share:.1%} (95%, of a sample)"
+
+
+def _stored(cost: "Estimate", dtype: str) -> str:
+    exactly = f" = {cost.total_bytes:,} bytes" if cost.exact else ""
+    return f"{size(cost.total_bytes)} as {dtype}{exactly}"
+
+
+def _timed(time: Duration) -> list[tuple[str, str]]:
+    """How long it takes where it was measured, or computed for."""
+    if time.rate is None or time.seconds is None:
+        return [(f"time {_on(time.on)}", time.why or "unknown")]
+    how = "measured" if time.measured else "computed: at the chips' limit"
+    told = [
+        (f"time {_on(time.on)}", f"{lasting(time.seconds)} at {time.rate:,.0f} tok/s ({how})"),
+    ]
+    if time.starting is not None and time.compiling is not None:
+        start = f"{lasting(time.starting)} (compiling, in all: {lasting(time.compiling)})"
+        told.append(("  until the first step", start))
+    if time.dollars is not None:
+        told.append(("  on demand", f"${time.dollars:,.2f}"))
+    return told
+
+
+def _on(name: str) -> str:
+    return name if name == "here" else f"on {name}"
+
+
+def _priced(cost: "Estimate") -> list[tuple[str, str]]:
+    """Room on a disk, or rent in a cloud."""
+    if cost.monthly_dollars is not None:
+        return [
+            ("to keep it", f"${cost.monthly_dollars:,.2f} a month"),
+            ("  as", str(cost.priced_as)),
+        ]
+    free = "unknown" if cost.free_bytes is None else size(cost.free_bytes)
+    return [("free there", free)]
+
+
+def _compressed(cost: "Estimate", dtype: str) -> list[tuple[str, str]]:
+    """What --compress makes of normal noise; of real rows more or less."""
+    shares = {"bfloat16": 0.70, "float16": 0.88, "float32": 0.85, "float8_e4m3": 0.90, "int8": 0.86}
+    return [("  with --compress, about", size(int(cost.total_bytes * shares[dtype])))]

@@ -16,8 +16,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from spile.cli.lines import FIELDS
-from spile.cli.style import clock, short, size
+from spile.cli.style import FIELDS, clock, short, size
 from spile.metrics import Counters
 from spile.run.meter import Meter, Reading
 

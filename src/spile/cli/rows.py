@@ -6,13 +6,34 @@ import json
 import os
 import re
 import sys
+from typing import TYPE_CHECKING
 
+from spile.cli.flags import Verbs
+from spile.cli.style import size
 from spile.core.config import Runtime, parse_count
 from spile.core.errors import ConfigError, Interrupted, SpileError, printable
 
+if TYPE_CHECKING:
+    from spile.dataset.maintain.shuffle import Shuffled
+
+
+def add_shuffle(verbs: Verbs) -> None:
+    sub = verbs.add("shuffle", shuffle, "write a dataset anew with its rows in a drawn order")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("dest", metavar="DEST", help="the directory or URL of the new one")
+    sub.add_argument("--seed", metavar="N", type=int, default=0, help="of the order [0]")
+    sub.add_argument("--memory", metavar="SIZE", default="4GiB", help="for rows [4GiB]")
+    sub.add_argument(
+        "--scratch",
+        metavar="DIR",
+        help="a directory or URL for as many bytes as the "
+        "dataset has, removed at the end [DEST/scratch]",
+    )
+    sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
+    sub.add_argument("--compress", action="store_true", help="as for extract")
+
 
 def shuffle(arguments: argparse.Namespace) -> int:
-    from spile.cli.dataset_text import shuffle_text
     from spile.dataset.maintain.shuffle import shuffle
     from spile.objects import open_objects
 
@@ -24,6 +45,56 @@ def shuffle(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else shuffle_text(made))
     return 0
+
+
+def shuffle_text(made: "Shuffled") -> str:
+    """What was made, and found to be the same rows."""
+    return (
+        f"{made.dest}: {made.rows:,} rows in a drawn order, {made.units:,} "
+        f"unit{'s' * (made.units != 1)}, {made.shards:,} shards, {size(made.bytes)}, in "
+        f"{made.passes} passes; every row of the source once"
+    )
+
+
+def add_serve_rows(verbs: Verbs) -> None:
+    sub = verbs.add(
+        "serve-rows",
+        serve_rows,
+        "read and shuffle once, for many trainers",
+        epilog="  a trainer: for batch in spile.connect('grpc://127.0.0.1:8815'): ...\n"
+        "  SPILE_TOKEN: what trainers must know; other addresses than this machine's need "
+        "one, and make it",
+    )
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("--taps", metavar="T", help="some of the dataset's, comma separated [all]")
+    sub.add_argument("--batch-size", metavar="N", type=int, default=4096, help="rows [4096]")
+    sub.add_argument("--seed", metavar="N", type=int, default=0, help="[0]")
+    sub.add_argument("--shuffle", choices=("window", "full", "none"), default="window")
+    sub.add_argument(
+        "--window", metavar="N", default="65536", help="rows, or bytes of them: 512MiB [65536]"
+    )
+    sub.add_argument("--epochs", metavar="N", default="1", help="or none: without end [1]")
+    sub.add_argument("--where", metavar="X", help="rows to give, as for extract")
+    sub.add_argument("--drop-last", action="store_true", help="of an epoch, the short batch")
+    sub.add_argument(
+        "--trainers", metavar="N", type=int, default=1, help="begin when so many have come [1]"
+    )
+    sub.add_argument(
+        "--buffer",
+        metavar="N",
+        type=int,
+        default=8,
+        help="batches that a trainer may be behind another [8]",
+    )
+    sub.add_argument(
+        "--patience",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,
+        help="that others wait for one that takes nothing, before it is left behind [300]",
+    )
+    sub.add_argument("--host", metavar="X", default="127.0.0.1", help="address [127.0.0.1]")
+    sub.add_argument("--port", metavar="N", type=int, default=8815, help="0: any [8815]")
 
 
 def serve_rows(arguments: argparse.Namespace) -> int:

@@ -5,11 +5,33 @@ import json
 import re
 import threading
 
+from spile.cli.flags import Verbs
 from spile.core.config import parse_count
 from spile.core.errors import ConfigError
 
 # A wait without an end may sleep through a signal that comes as it begins, or to another thread.
 _LOOK_SECONDS = 0.5
+
+
+def add_serve(verbs: Verbs) -> None:
+    sub = verbs.add("serve", serve, "show a dataset, finished or not, in a browser")
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="any but loopback asks for the token [127.0.0.1]",
+    )
+    sub.add_argument("--port", metavar="N", type=int, default=8770, help="0: any [8770]")
+    sub.add_argument("--token", metavar="X", help="[made, where one is needed]")
+    sub.add_argument("--tokenizer", metavar="DIR", help="the model's, if it has moved")
+    sub.add_argument(
+        "--read",
+        metavar="SIZE",
+        default="16GiB",
+        help="of all rows, at most, for plots of the whole [16GiB]",
+    )
+    sub.add_argument("--cache", metavar="DIR", help="where what is read of a bucket is kept")
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -38,8 +60,8 @@ def serve(arguments: argparse.Namespace) -> int:
     answers.start()
     thread = threading.Thread(target=server.serve_forever, name="serving", daemon=True)
     thread.start()
-    print(json.dumps({"url": server.url}) if arguments.json else f"{arguments.out}: {server.url}",
-          flush=True)  # fmt: skip
+    url = server.url
+    print(json.dumps({"url": url}) if arguments.json else f"{arguments.out}: {url}", flush=True)
     try:
         while not arguments.stop.wait(_LOOK_SECONDS):
             continue
