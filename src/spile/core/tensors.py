@@ -14,12 +14,13 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from spile.core.bounded_json import JsonError, parse_json_object
 from spile.core.errors import CorruptError
 
 MAX_HEADER_BYTES = 100 << 20  # the official limit
@@ -98,12 +99,10 @@ def parse_header(where: str, head: bytes, file_size: int) -> dict[str, TensorInf
     if body.count(b"{") + body.count(b"[") > 3 * MAX_TENSORS:
         raise CorruptError(where, f"the safetensors header holds more than {MAX_TENSORS} tensors")
     try:
-        entries = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(where, "the safetensors header is not JSON") from error
-    if not isinstance(entries, dict):
-        raise CorruptError(where, "the safetensors header is not an object")
-    table = cast(dict[str, Any], entries)
+        table = parse_json_object(body)
+    except JsonError as error:
+        reason = "an object" if error.problem == "type" else "JSON"
+        raise CorruptError(where, f"the safetensors header is not {reason}") from error
     table.pop("__metadata__", None)
     data_start = 8 + body_size
     found = [_tensor_info(where, name, entry, data_start) for name, entry in table.items()]

@@ -1,6 +1,5 @@
 """Text to token ids, by the model's own tokenizer (the Rust library, batched)."""
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any, cast
@@ -10,7 +9,7 @@ from tokenizers import Tokenizer
 
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.index import BOS, EOS, ROLES, SPECIAL
-from spile.objects.paths import AnyPath
+from spile.objects.paths import AnyPath, read_json
 
 
 def use_threads(asked: int | None) -> None:
@@ -35,8 +34,8 @@ class TextTokenizer:
         # A saved tokenizer may carry the length limits of whoever saved it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        settings = _read(directory / "tokenizer_config.json")
-        config = _read(directory / "config.json")
+        settings = read_json(directory / "tokenizer_config.json", missing_ok=True)
+        config = read_json(directory / "config.json", missing_ok=True)
         self.bos = self._special("bos", settings, config)
         self.eos = self._special("eos", settings, config)
         self._policy = special_tokens
@@ -117,13 +116,3 @@ class TextTokenizer:
         if isinstance(listed, list) and listed:
             listed = cast(list[Any], listed)[0]
         return listed if isinstance(listed, int) else None
-
-
-def _read(path: AnyPath) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}

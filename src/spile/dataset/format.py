@@ -3,7 +3,7 @@
     units.json               the unit table: resolved recipe, taps, files, units
     model.json               full hashes of the weights, from the first worker's loading
     scales.json              int8 alone: each channel's scale, measured by the first worker
-    attempts/UNIT/ATTEMPT/   TAP.N.safetensors (with .zst: `planes.py`), index.safetensors,
+    attempts/UNIT/ATTEMPT/   TAP.N.safetensors (or .zst: `compression.py`), index.safetensors,
                              statistics.safetensors, documents.safetensors (`documents.py`);
                              of other processes, TAP.PART.N.safetensors
     done/UNIT.json           the done record: the unit exists, and these are its shards
@@ -28,6 +28,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import xxhash
 
+from spile.core.bounded_json import JsonError, parse_json_object
 from spile.core.errors import CorruptError, StoreError
 from spile.core.tensors import DTYPES_BY_NAME
 
@@ -51,8 +52,13 @@ BESIDE = ("index", "statistics", "documents_table")  # the files of a unit that 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 _MOST = 1 << 56  # rows, documents or bytes
+_MOST_AMOUNT = 1e18  # seconds, tokens a second, sums
 _MAX_AXES = 8
-_MAX_DEPTH = 32  # of our own records 5
+_NOT_A_RECORD = {
+    "syntax": "is not JSON (damaged or truncated)",
+    "depth": "is nested too deeply for a record",
+    "type": "is not a record",
+}
 
 
 def done_key(unit: int) -> str:
@@ -90,6 +96,12 @@ def parse_worker_key(key: str) -> str | None:
 def is_count(value: object) -> bool:
     """Whether a value from JSON can be a number of rows, bytes or the like."""
     return type(value) is int and 0 <= value < _MOST
+
+
+def is_amount(value: object) -> bool:
+    """Whether a value from JSON can be a time, a rate or a sum."""
+    number = value if isinstance(value, float | int) and not isinstance(value, bool) else math.nan
+    return 0 <= number < _MOST_AMOUNT
 
 
 def is_name(value: object) -> bool:
@@ -281,16 +293,10 @@ def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:
         StoreError: if it was written in a format this version does not know.
         CorruptError: if any byte differs from what was written.
     """
-    # In the canonical spelling, and no other is accepted, each level is indented by a space.
-    if b"\n" + b" " * (_MAX_DEPTH + 1) in data:
-        raise CorruptError(key, "is nested too deeply for a record")
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(key, "is not JSON (damaged or truncated)") from error
-    if not isinstance(value, dict):
-        raise CorruptError(key, "is not a record")
-    record = cast(dict[str, Any], value)
+        record = parse_json_object(data, max_bytes=len(data))
+    except JsonError as error:
+        raise CorruptError(key, _NOT_A_RECORD[error.problem]) from error
     version = record.get("format")
     if type(version) is int and version != FORMAT and record.get("checksum") == _checksum(record):
         raise StoreError(

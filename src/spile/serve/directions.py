@@ -1,7 +1,6 @@
 """Directions that are handed in: a vector as .npy or JSON. Pickles are never read."""
 
 import io
-import json
 import math
 import threading
 from collections import OrderedDict
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from spile.core.bounded_json import JsonError, parse_json
 from spile.core.errors import ConfigError
 
 MOST_BYTES = 4 << 20  # of one, as it is handed in
@@ -107,8 +107,8 @@ def _from_npy(data: bytes) -> np.ndarray:
 
 def _from_json(data: bytes) -> np.ndarray:
     try:
-        value: Any = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        value: Any = parse_json(data)
+    except JsonError as error:
         raise ConfigError("neither a .npy file nor JSON") from error
     if not isinstance(value, list) or not value:
         raise ConfigError("JSON of one list of numbers is wanted")

@@ -10,14 +10,13 @@ one the user chose, or that there is none (Llama's then falls back on a date of 
 
 import datetime
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from spile.core.errors import ConfigError, InputError, SpileError, printable
 from spile.corpus.chats.provenance import OwnedText, Owner, Runs, owned, owned_whole
-from spile.objects.paths import AnyPath, path_of, size_of
+from spile.objects.paths import AnyPath, path_of, read_json, size_of
 
 _ROLES = {
     "system": "system",
@@ -286,14 +285,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_object(path: AnyPath) -> dict[str, Any]:
-    text = _read_text(path)
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: not a JSON object")
-    return cast(dict[str, Any], value)
+    return read_json(path, max_bytes=_MAX_BYTES, missing_ok=True)
 
 
 def _read_text(path: AnyPath) -> str | None:

@@ -1,13 +1,12 @@
 """The tasks of ARC-AGI, read from any of the layouts in which they are published, and checked."""
 
-import json
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
+from spile.core.bounded_json import JsonError, parse_json
 from spile.core.errors import InputError
 from spile.core.options import shown
 from spile.objects.paths import AnyPath, files_below, path_of, size_of
@@ -142,17 +141,10 @@ def _bytes(file: AnyPath) -> bytes:
 
 def _json(place: str, data: bytes) -> Any:
     try:
-        return json.loads(data.decode().removeprefix("\ufeff"), object_pairs_hook=_unrepeated)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"arc: {place}: not valid JSON ({error})") from None
-
-
-def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):  # of two tasks with one id, one would be lost
-        [(repeated, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"key {shown(repeated)} comes twice")
-    return found
+        # Of two tasks with one id, one would be lost.
+        return parse_json(data, max_bytes=_MAX_BYTES, unique_keys=True)
+    except JsonError as error:
+        raise InputError(f"arc: {place}: {error}") from None
 
 
 def _field(value: Any, key: str) -> Any:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
+from spile.core.bounded_json import JsonError, parse_json
 from spile.core.errors import ConfigError, SpileError, printable
 from spile.dataset.read.batches import Batches
 from spile.interop.flight.fanout import Fanout
@@ -122,12 +123,11 @@ def _flight_server(flight: Any, location: str, fanout: Fanout, schema: Any, toke
 
 def _state_of(ticket: bytes) -> dict[str, Any] | None:
     """What a stranger says it goes on from."""
-    if len(ticket) > _MOST_TICKET:
-        raise ConfigError("the ticket is too long")
     try:
-        state: Any = json.loads(ticket) if ticket else None
-    except (ValueError, RecursionError):
-        raise ConfigError("the ticket is not JSON") from None
+        state: Any = parse_json(ticket, max_bytes=_MOST_TICKET) if ticket else None
+    except JsonError as error:
+        reason = "too long" if error.problem == "size" else "not JSON"
+        raise ConfigError(f"the ticket is {reason}") from None
     if state is not None and not isinstance(state, dict):
         raise ConfigError("the ticket is not the state of batches")
     return cast(dict[str, Any], state) or None
