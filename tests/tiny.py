@@ -5,6 +5,7 @@ need no torch; parity tests make theirs with `transformers` itself.
 """
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -17,7 +18,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from spile.core.tensors import write_tensors
+from spile.models.config.arch import Arch
 from spile.models.config.hf_config import read_config
+from spile.models.config.specs import block_specs, head_specs, outer_specs
 from spile.models.files.checkpoint import Checkpoint
 
 BOS, EOS = 256, 257
@@ -40,6 +43,14 @@ CONFIG = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
 }
+
+
+def num_params(arch: Arch, layers: int, *, head: bool) -> int:
+    """Parameters held when the first `layers` blocks are loaded, and the head if asked for."""
+    late = set() if head else {spec.name for spec in head_specs(arch)}
+    outer = [spec for spec in outer_specs(arch) if spec.name not in late]
+    block = sum(math.prod(spec.shape) for spec in block_specs(arch))
+    return layers * block + sum(math.prod(spec.shape) for spec in outer)
 
 
 def write_tokenizer(directory: Path) -> None:

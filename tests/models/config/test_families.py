@@ -14,8 +14,7 @@ import torch
 import families
 import spile.models.config.families
 from spile.models.config.arch import Arch
-from spile.models.config.families import FAMILIES
-from spile.models.config.family import Family
+from spile.models.config.families import FAMILIES, Family
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import block_specs, outer_specs
 from spile.models.files.checkpoint import Checkpoint
@@ -133,7 +132,7 @@ def test_no_tensor_that_is_needed_is_listed_as_unused(family: Family) -> None:
     "file",
     [
         *(f"forward/{name}" for name in ("decoder", "moe", "attention", "ops", "params")),
-        *(f"config/{name}" for name in ("specs", "sources", "rope")),
+        *(f"config/{name}" for name in ("specs", "rope")),
     ],
 )
 def test_nothing_is_computed_by_the_name_of_a_family(file: str) -> None:

@@ -24,11 +24,11 @@ from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 from transformers.initialization import no_init_weights
 
+import tiny
 from spile.core.errors import InputError
 from spile.models.config.arch import Arch, Experts
 from spile.models.config.families import FAMILIES
 from spile.models.config.hf_config import ACTIVATIONS, read_config
-from spile.models.config.specs import num_params
 from spile.models.files.checkpoint import Checkpoint
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -259,7 +259,7 @@ def test_every_fixture_and_every_family_is_tested() -> None:
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_published_config_has_its_published_number_of_parameters(name: str) -> None:
     arch = read(published(name))
-    assert num_params(arch, arch.num_layers, head=True) == PARAMS[name]
+    assert tiny.num_params(arch, arch.num_layers, head=True) == PARAMS[name]
 
 
 @pytest.mark.parametrize("name", PARAMS)

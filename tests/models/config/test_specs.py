@@ -13,7 +13,7 @@ import families
 import tiny
 from spile.models.config.arch import Arch, Experts
 from spile.models.config.hf_config import read_config
-from spile.models.config.specs import block_specs, head_specs, num_params, outer_specs
+from spile.models.config.specs import block_specs, head_specs, outer_specs
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 AXES = {
@@ -125,15 +125,15 @@ def test_the_head_is_what_comes_after_the_blocks() -> None:
 
 def test_parameters_are_counted_as_deep_as_they_are_loaded() -> None:
     arch = published("TinyLlama-1.1B")
-    whole = num_params(arch, 22, head=True)
-    without_head = num_params(arch, 22, head=False)
+    whole = tiny.num_params(arch, 22, head=True)
+    without_head = tiny.num_params(arch, 22, head=False)
     assert whole == 1_100_048_384
     assert whole - without_head == 32000 * 2048 + 2048
-    assert without_head - num_params(arch, 21, head=False) == 44_044_288
-    assert num_params(arch, 0, head=False) == 32000 * 2048
+    assert without_head - tiny.num_params(arch, 21, head=False) == 44_044_288
+    assert tiny.num_params(arch, 0, head=False) == 32000 * 2048
     gpt2 = published("gpt2")
-    assert num_params(gpt2, 0, head=False) == (50257 + 1024) * 768
-    assert num_params(gpt2, 12, head=True) - num_params(gpt2, 12, head=False) == 2 * 768
+    assert tiny.num_params(gpt2, 0, head=False) == (50257 + 1024) * 768
+    assert tiny.num_params(gpt2, 12, head=True) - tiny.num_params(gpt2, 12, head=False) == 2 * 768
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -142,7 +142,7 @@ def test_a_model_of_every_variant_has_as_many_parameters_as_are_declared(name: s
         model = families.FAMILIES[name]()
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     _, arch = read_config(config, name)
-    declared = num_params(arch, arch.num_layers, head=True)
+    declared = tiny.num_params(arch, arch.num_layers, head=True)
     assert declared == sum(parameter.numel() for parameter in model.parameters())
     assert declared == sum(math.prod(shape) for shape in shapes(arch).values()) + (
         arch.num_layers - 1

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import tiny
 from spile.core.errors import InputError
-from spile.models.config.specs import num_params
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.demo import demo_model
 
@@ -19,7 +19,7 @@ def test_the_demo_model_is_smollm2_135m() -> None:
     assert (arch.num_heads, arch.num_kv_heads, arch.head_dim) == (9, 3, 64)
     assert (arch.mlp_width, arch.vocab_size, arch.tied_head) == (1536, 49152, True)
     assert (arch.norm_eps, arch.ropes[0].theta, arch.ropes[0].kind) == (1e-5, 1e5, "default")
-    assert num_params(arch, 30, head=True) == 134_515_008
+    assert tiny.num_params(arch, 30, head=True) == 134_515_008
 
 
 @pytest.mark.parametrize("variable", ["SPILE_CACHE", "XDG_CACHE_HOME", "HOME"])

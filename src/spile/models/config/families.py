@@ -5,10 +5,72 @@ share, what transformers assumes where one is missing, and what its tensors are 
 `hf_config.py` reads a config through its row; to add a family, see docs/models.md.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from spile.models.config.family import LAYER, LLAMA_WEIGHTS, Family, fused, linears, named, norms
-from spile.models.config.sources import Source
+from spile.models.config.specs import TensorSource
+
+
+def named(stem: str, **names: str) -> dict[str, TensorSource]:
+    """Our name -> the tensor's, after a common stem."""
+    return {ours: TensorSource(stem + theirs) for ours, theirs in names.items()}
+
+
+def fused(
+    name: str, *parts: str, by: str = "part", transposed: bool = False
+) -> dict[str, TensorSource]:
+    """One tensor that holds several of our arrays."""
+    return {part: TensorSource(name, parts, by, transposed) for part in parts}
+
+
+def linears(stem: str, **names: str) -> dict[str, TensorSource]:
+    """Layers with a matrix and, where the model has one, a bias: `wq` and `bq`."""
+    both = {f"w{ours}": f"{theirs}.weight" for ours, theirs in names.items()}
+    return named(stem, **both, **{f"b{n}": f"{theirs}.bias" for n, theirs in names.items()})
+
+
+def norms(stem: str, **names: str) -> dict[str, TensorSource]:
+    both = {ours: f"{theirs}.weight" for ours, theirs in names.items()}
+    return named(stem, **both, **{f"{n}_bias": f"{theirs}.bias" for n, theirs in names.items()})
+
+
+LAYER = "layers.{layer}."
+LLAMA_WEIGHTS: Mapping[str, TensorSource] = {
+    **named("", embed="embed_tokens.weight"),
+    **norms("", final_norm="norm"),
+    **norms(LAYER, attn_norm="input_layernorm", mlp_norm="post_attention_layernorm"),
+    **linears(LAYER + "self_attn.", q="q_proj", k="k_proj", v="v_proj", o="o_proj"),
+    **named(LAYER + "self_attn.", q_norm="q_norm.weight", k_norm="k_norm.weight"),
+    **linears(LAYER + "mlp.", _gate="gate_proj", _up="up_proj", _down="down_proj"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row of the table below."""
+
+    name: str
+    architectures: tuple[str, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # fields of `Arch`
+    biases: Mapping[str, str] = field(default_factory=dict[str, str])  # field of `Arch` -> key
+    # usual key -> this family's, or several spellings of it
+    keys: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, Any])
+    reads: tuple[str, ...] = ()  # keys beyond the usual ones: see `hf_config.py`
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # where a key is missing
+    ignored: tuple[str, ...] = ()  # keys that cannot change an activation
+    harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, Any])
+    windows: str = "never"  # which layers slide: "never", "always", "upper", or "pattern"
+    scaled_embeddings: bool = False
+    quantized: tuple[str, ...] = ()  # methods whose tensors can be decoded
+    rope_scaling: Mapping[str, Any] | None = None  # where the config has none
+    nested: str | None = None  # the config lies under this key
+    beside: tuple[str, ...] = ()  # keys there that do not concern the decoder
+    weights: Mapping[str, TensorSource] = field(default_factory=lambda: LLAMA_WEIGHTS)
+    prefixes: tuple[str, ...] = ("model.",)  # of every tensor but the head; published files vary
+    head: str = "lm_head.weight"
+    unused_weights: tuple[str, ...] = ()  # tensors that no forward pass needs; `*` is anything
+
 
 # Saved by old versions of transformers; the frequencies are computed here.
 _OLD_ROTARY = ("layers.*.self_attn.rotary_emb.inv_freq",)
@@ -180,7 +242,7 @@ FAMILIES = (
             **fused("h.{layer}.attn.c_attn.bias", "bq", "bk", "bv"),
             **linears("h.{layer}.", o="attn.c_proj", _up="mlp.c_fc", _down="mlp.c_proj"),
             **{
-                ours: Source(f"h.{{layer}}.{theirs}.weight", transposed=True)
+                ours: TensorSource(f"h.{{layer}}.{theirs}.weight", transposed=True)
                 for ours, theirs in (
                     ("wo", "attn.c_proj"), ("w_up", "mlp.c_fc"), ("w_down", "mlp.c_proj")
                 )
@@ -343,7 +405,7 @@ FAMILIES = (
                 LAYER + "mlp.experts.gate_up_proj", "w_gate", "w_up", by="row", transposed=True
             ),
             **fused(LAYER + "mlp.experts.gate_up_proj_bias", "b_gate", "b_up", by="row"),
-            "w_down": Source(LAYER + "mlp.experts.down_proj", transposed=True),
+            "w_down": TensorSource(LAYER + "mlp.experts.down_proj", transposed=True),
         },
     ),
     Family(

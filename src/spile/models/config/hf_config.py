@@ -11,8 +11,7 @@ from typing import Any
 
 from spile.core.errors import InputError
 from spile.models.config.arch import Arch, Experts, Layer
-from spile.models.config.families import FAMILIES
-from spile.models.config.family import Family
+from spile.models.config.families import FAMILIES, Family
 from spile.models.config.rope import Rope, positive
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu")

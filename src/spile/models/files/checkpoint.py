@@ -15,10 +15,9 @@ from spile.core.errors import InputError
 from spile.core.identity import full_digest, sampled_digests
 from spile.core.tensors import TensorInfo
 from spile.models.config.arch import Arch
-from spile.models.config.family import Family
+from spile.models.config.families import Family
 from spile.models.config.hf_config import read_config
-from spile.models.config.sources import Source
-from spile.models.config.specs import ParamSpec, block_specs, outer_specs
+from spile.models.config.specs import ParamSpec, TensorSource, block_specs, outer_specs
 from spile.models.files import quantized as mxfp4
 from spile.models.files.demo import demo_model
 from spile.models.files.lora import Adapter, read_adapter
@@ -53,9 +52,9 @@ class Checkpoint:
             **({"lora": self.adapter.identity()} if self.adapter else {}),
         }
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> TensorSource:
         """Where one of our arrays lies."""
-        return self.family.weights.get(name) or Source(self.family.head)
+        return self.family.weights.get(name) or TensorSource(self.family.head)
 
     def names(self, spec: ParamSpec, layer: int | None = None) -> list[str]:
         """The tensors that hold an array of ours: one, or one for each expert."""

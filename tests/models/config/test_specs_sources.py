@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.models.config.family import fused, linears, named, norms
-from spile.models.config.sources import Source
-from spile.models.config.specs import ParamSpec
+from spile.models.config.families import fused, linears, named, norms
+from spile.models.config.specs import ParamSpec, TensorSource
 
 HEAD_DIM = 3
 
@@ -24,7 +23,7 @@ def values(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def take(
-    source: Source, tensor: np.ndarray, name: str, specs: Mapping[str, ParamSpec]
+    source: TensorSource, tensor: np.ndarray, name: str, specs: Mapping[str, ParamSpec]
 ) -> np.ndarray:
     return source.take(tensor, specs[name], specs, HEAD_DIM)
 
@@ -32,13 +31,13 @@ def take(
 def test_a_plain_tensor_is_the_array_itself() -> None:
     one = {"wo": spec("wo", 4, 6)}
     tensor = values(4, 6)
-    assert Source("o").shape(one["wo"], one) == (4, 6)
-    assert take(Source("o"), tensor, "wo", one) is tensor
+    assert TensorSource("o").shape(one["wo"], one) == (4, 6)
+    assert take(TensorSource("o"), tensor, "wo", one) is tensor
 
 
 def test_a_transposed_tensor_is_turned_and_a_bias_is_not() -> None:
     specs = {"wo": spec("wo", 4, 6), "bo": spec("bo", 4)}
-    turned = Source("o", transposed=True)
+    turned = TensorSource("o", transposed=True)
     tensor, bias = values(6, 4), values(4)
     assert turned.shape(specs["wo"], specs) == (6, 4)
     assert turned.shape(specs["bo"], specs) == (4,)
@@ -48,9 +47,9 @@ def test_a_transposed_tensor_is_turned_and_a_bias_is_not() -> None:
 
 def test_each_expert_has_a_tensor_of_its_own() -> None:
     specs = {"w_up": spec("w_up", 5, 4, 6, experts=True), "b_up": spec("b_up", 5, 4, experts=True)}
-    source = Source("experts.{expert}.up")
+    source = TensorSource("experts.{expert}.up")
     assert source.per_expert
-    assert not Source("up").per_expert
+    assert not TensorSource("up").per_expert
     assert source.shape(specs["w_up"], specs) == (4, 6)
     assert source.shape(specs["b_up"], specs) == (4,)
     tensor = values(4, 6)
@@ -59,7 +58,7 @@ def test_each_expert_has_a_tensor_of_its_own() -> None:
 
 def test_fused_parts_of_one_expert_are_taken_from_its_own_tensor() -> None:
     specs = {n: spec(n, 5, 4, 6, experts=True) for n in ("w_gate", "w_up")}
-    source = Source("experts.{expert}.gate_up", ("w_gate", "w_up"), transposed=True)
+    source = TensorSource("experts.{expert}.gate_up", ("w_gate", "w_up"), transposed=True)
     gate, up = values(4, 6), values(4, 6, seed=1)
     tensor = np.concatenate([gate, up]).T
     assert source.shape(specs["w_up"], specs) == tensor.shape == (6, 8)
@@ -71,7 +70,7 @@ def test_parts_of_unequal_size_follow_one_another() -> None:
     """As in Phi-3: many heads of queries, few of keys and values."""
     specs = {"wq": spec("wq", 12, 5), "wk": spec("wk", 3, 5), "wv": spec("wv", 3, 5)}
     parts = {name: values(*each.shape, seed=i) for i, (name, each) in enumerate(specs.items())}
-    source = Source("qkv", tuple(specs))
+    source = TensorSource("qkv", tuple(specs))
     tensor = np.concatenate(list(parts.values()))
     assert source.shape(specs["wv"], specs) == tensor.shape == (18, 5)
     for name, part in parts.items():
@@ -84,7 +83,7 @@ def test_heads_alternate_as_in_gpt_neox() -> None:
     """Two heads of three: q0 k0 v0 q1 k1 v1."""
     specs = {name: spec(name, 6) for name in ("bq", "bk", "bv")}
     tensor = np.arange(18)
-    source = Source("qkv", tuple(specs), "head")
+    source = TensorSource("qkv", tuple(specs), "head")
     assert source.shape(specs["bk"], specs) == (18,)
     assert take(source, tensor, "bq", specs).tolist() == [0, 1, 2, 9, 10, 11]
     assert take(source, tensor, "bk", specs).tolist() == [3, 4, 5, 12, 13, 14]
@@ -94,7 +93,7 @@ def test_heads_alternate_as_in_gpt_neox() -> None:
 def test_rows_alternate_as_in_gpt_oss() -> None:
     specs = {name: spec(name, 2, 3, experts=True) for name in ("b_gate", "b_up")}
     tensor = np.arange(12).reshape(2, 6)
-    source = Source("gate_up", tuple(specs), "row")
+    source = TensorSource("gate_up", tuple(specs), "row")
     assert source.shape(specs["b_up"], specs) == (2, 6)
     assert take(source, tensor, "b_gate", specs).tolist() == [[0, 2, 4], [6, 8, 10]]
     assert take(source, tensor, "b_up", specs).tolist() == [[1, 3, 5], [7, 9, 11]]
@@ -138,7 +137,7 @@ def test_what_was_fused_comes_apart_again(
         return tensor.T if transposed and inner else tensor
 
     apart = apart and bool(experts)
-    source = Source("x.{expert}" if apart else "x", tuple(names), by, transposed)
+    source = TensorSource("x.{expert}" if apart else "x", tuple(names), by, transposed)
     if experts:
         each = [fuse([parts[name][e] for name in names]) for e in range(experts)]
         tensors = each if apart else [np.stack(each)]
@@ -151,20 +150,23 @@ def test_what_was_fused_comes_apart_again(
 
 
 def test_tables_are_made_of_stems_and_endings() -> None:
-    assert named("a.", x="y.weight") == {"x": Source("a.y.weight")}
-    assert norms("a.", n="ln") == {"n": Source("a.ln.weight"), "n_bias": Source("a.ln.bias")}
+    assert named("a.", x="y.weight") == {"x": TensorSource("a.y.weight")}
+    assert norms("a.", n="ln") == {
+        "n": TensorSource("a.ln.weight"),
+        "n_bias": TensorSource("a.ln.bias"),
+    }
     assert linears("a.", q="q_proj", _up="up") == {
-        "wq": Source("a.q_proj.weight"), "bq": Source("a.q_proj.bias"),
-        "w_up": Source("a.up.weight"), "b_up": Source("a.up.bias"),
+        "wq": TensorSource("a.q_proj.weight"), "bq": TensorSource("a.q_proj.bias"),
+        "w_up": TensorSource("a.up.weight"), "b_up": TensorSource("a.up.bias"),
     }  # fmt: skip
     parts = fused("qkv", "wq", "wk", by="head", transposed=True)
     assert set(parts) == {"wq", "wk"}
-    assert set(parts.values()) == {Source("qkv", ("wq", "wk"), "head", True)}
+    assert set(parts.values()) == {TensorSource("qkv", ("wq", "wk"), "head", True)}
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_taking_reads_a_map_of_a_file_without_loading_it(transposed: bool) -> None:
     specs = {name: spec(name, 4, 6) for name in ("wq", "wk")}
     tensor = values(6, 8) if transposed else values(8, 6)
-    source = Source("qk", ("wq", "wk"), transposed=transposed)
+    source = TensorSource("qk", ("wq", "wk"), transposed=transposed)
     assert np.shares_memory(source.take(tensor, specs["wk"], specs, HEAD_DIM), tensor)
