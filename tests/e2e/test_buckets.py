@@ -14,8 +14,7 @@ from chaos.harness import check_refused, run
 from spile.core.errors import ConfigError
 from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.gc import collect_garbage
-from spile.dataset.maintain.journal import Journal
-from spile.dataset.maintain.verify import verify
+from spile.dataset.maintain.verify import Journal, verify
 from spile.objects import open_objects
 from spile.objects.bucket import BucketObjects
 
@@ -136,7 +135,7 @@ def test_a_quick_audit_names_what_is_not_the_object_that_was_written(
 def test_an_interrupted_audit_goes_on_where_it_stood(
     extracted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SPILE_CACHE", str(tmp_path))
     out, _ = extracted["s3"]
     objects = open_objects(out)
 
@@ -157,7 +156,7 @@ def test_an_interrupted_audit_goes_on_where_it_stood(
     report = verify(objects, journal=Journal(out, resume=True))
     assert report.ok and report.resumed == 3
     assert not keys & {*counted.read}, "the first unit was found sound before"
-    assert list((tmp_path / "spile" / "verify").iterdir()) == [], "it came to its end"
+    assert list((tmp_path / "verify").iterdir()) == [], "it came to its end"
     assert verify(objects, journal=Journal(out, resume=True)).resumed == 0
 
 

@@ -4,6 +4,7 @@ A unit exists when its done record does. Records are created exclusively; whoeve
 one exists already reads it back, because the answer to one's own lost request is the same.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -250,3 +251,49 @@ def derive_manifest(table: Table, records: Iterable[Done]) -> dict[str, Any]:
         "units": units,
     }
     return json.loads(json.dumps(manifest))  # as it reads back: lists, not tuples
+
+
+# -- what was expected --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run was expected to give and to take, to be compared with what came of it.
+
+    The first worker writes it, create-only, once its own first steps have shown how fast they are.
+    It is for people alone: nothing else reads it, and a dataset without one is whole.
+    """
+
+    tokens: int
+    rows: int
+    bytes: int
+    seconds: float | None  # that one slice like the first takes; None: its run was too short
+    device: str
+    mesh: str
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> "Prediction":
+        try:
+            found = cls(**body)
+        except TypeError as error:
+            raise CorruptError(fmt.PREDICTION, f"is none ({fmt.shown(error)})") from error
+        counts = all(map(fmt.is_count, (found.tokens, found.rows, found.bytes)))
+        if not counts or not all(map(fmt.is_name, (found.device, found.mesh))):
+            raise CorruptError(fmt.PREDICTION, "is none (a count or a name is none)")
+        if found.seconds is not None and not fmt.is_amount(found.seconds):
+            raise CorruptError(fmt.PREDICTION, "is none (its seconds are no number)")
+        return found
+
+
+def read_prediction(objects: Objects) -> Prediction | None:
+    """Return the prediction; None if there is none or it is damaged (`verify` tells)."""
+    with contextlib.suppress(OSError, StoreError):
+        data = objects.get(fmt.PREDICTION)
+        return Prediction.from_json(fmt.decode_record(fmt.PREDICTION, data, "prediction"))
+    return None
+
+
+def create_prediction(objects: Objects, made: Prediction) -> None:
+    """Store it unless another came first. No run fails for it."""
+    with contextlib.suppress(StoreError):
+        objects.create(fmt.PREDICTION, fmt.encode_record("prediction", asdict(made)))

@@ -16,13 +16,12 @@ import xxhash
 
 from spile.core.config import Runtime
 from spile.core.threads import mapped
-from spile.corpus.order import is_forward
 from spile.corpus.pack import PackedUnit
 from spile.corpus.reader import Documents
-from spile.corpus.units import Unit
+from spile.corpus.units import Unit, is_forward
 from spile.dataset.ledger import Ledger
 from spile.dataset.write.documents import encode_documents
-from spile.dataset.write.sizes import unit_bytes
+from spile.dataset.write.unit_writer import unit_bytes
 from spile.objects import Objects
 from spile.plan.budget import row_bytes
 from spile.plan.resolve import Job

@@ -5,10 +5,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spile.core.threads import mapped
-from spile.dataset.format import Done
+from spile.dataset.format import Done, is_amount
 from spile.dataset.heartbeat import read_workers
-from spile.dataset.ledger import Ledger, Table
-from spile.dataset.prediction import is_amount, read_prediction
+from spile.dataset.ledger import Ledger, Table, read_prediction
 from spile.objects import Objects
 from spile.status.workers import ALIVE, Observer, describe_workers, rate_of
 

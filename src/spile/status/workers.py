@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spile.dataset import format as fmt
+from spile.dataset.format import is_amount
 from spile.dataset.heartbeat import process_ended, rebooted
-from spile.dataset.prediction import is_amount
 
 _MOST_SHARES = 10_000  # more are a stranger's joke
 ALIVE = ("running", "starting")

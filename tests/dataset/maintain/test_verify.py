@@ -17,7 +17,7 @@ from spile.core.tensors import DTYPES_BY_NAME, build_header
 from spile.dataset import format as fmt
 from spile.dataset.format import Shard
 from spile.dataset.heartbeat import Presence
-from spile.dataset.maintain.verify import Report, verify
+from spile.dataset.maintain.verify import Journal, Report, verify
 from spile.dataset.write.quantization import scales_to_json
 from spile.dataset.write.shard import ShardWriter, open_tensor, read_shard_header
 
@@ -861,3 +861,25 @@ def test_where_all_is_kept_there_is_a_row_for_every_token(
 
 def test_what_is_no_dataset_is_said_to_be_none(tmp_path: Path) -> None:
     assert named(verify(stored.LocalObjects(tmp_path)), "no dataset there")
+
+
+@pytest.mark.parametrize(
+    ("variable", "below"), [("SPILE_CACHE", "verify"), ("XDG_CACHE_HOME", "spile/verify")]
+)
+def test_the_journal_lies_in_the_one_cache_folder(
+    variable: str, below: str, dataset: stored.Stored, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("SPILE_CACHE", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "cache"))
+
+    def interrupt(done: int, total: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    url, objects = dataset.objects.url, dataset.objects
+    with pytest.raises(KeyboardInterrupt):
+        verify(objects, journal=Journal(url, resume=False), progress=interrupt)
+    assert len(list((tmp_path / "cache" / below).iterdir())) == 1
+    assert verify(objects, journal=Journal(url, resume=True)).resumed == 1
+    assert list((tmp_path / "cache" / below).iterdir()) == []

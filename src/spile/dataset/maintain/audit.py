@@ -19,7 +19,14 @@ from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.ledger import Table
 from spile.dataset.maintain.sums import entries_sum
 from spile.dataset.write.documents import read_documents, rows_of
-from spile.dataset.write.shard import open_tensor, read_shard_header, read_tensors
+from spile.dataset.write.shard import (
+    contains_exactly,
+    index_tensors,
+    open_tensor,
+    read_shard_header,
+    read_tensors,
+    tap_tensors,
+)
 from spile.dataset.write.statistics import TapStats
 from spile.objects import Entry, MemoryObjects, Objects
 
@@ -141,9 +148,7 @@ def _check_bytes(objects: Objects, file: Shard) -> Iterator[str]:
 
 def _index_columns(objects: Objects, done: Done) -> dict[str, np.ndarray] | None:
     header = read_shard_header(objects, done.index.key)
-    if {n: (i.dtype, i.shape) for n, i in header.items()} != {
-        name: (INDEX_DTYPE[name], (done.rows,)) for name in INDEX_DTYPE.names or ()
-    }:
+    if not contains_exactly(header, index_tensors(done.rows)):
         return None
     return read_tensors(objects, done.index.key)
 
@@ -224,10 +229,7 @@ def _check_documents(
 def _check_shard(objects: Objects, shard: Shard, spec: TapInfo) -> tuple[list[str], int]:
     """Faults of a shard, and how many of its values are not finite."""
     header = read_shard_header(objects, shard.key)
-    wanted = {shard.tap: (spec.storage, (shard.count, *spec.shape))}
-    if spec.scaled_by == "row":
-        wanted[fmt.scale_name(shard.tap)] = (fmt.SCALE_DTYPE, (shard.count,))
-    if {n: (i.dtype, i.shape) for n, i in header.items()} != wanted:
+    if not contains_exactly(header, tap_tensors(shard.tap, shard.count, spec)):
         return [f"{shard.key}: does not hold {shard.count} rows of {shard.tap}"], 0
     faults: list[str] = []
     if spec.scaled_by == "row":

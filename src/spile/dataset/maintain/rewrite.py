@@ -17,6 +17,7 @@ from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.ledger import Table
 from spile.dataset.maintain.copy import WINDOW_BYTES, CheckedFile
+from spile.dataset.write.shard import contains_exactly, index_tensors, tap_tensors
 from spile.dataset.write.statistics import TapStats
 from spile.objects import PROBES, Objects
 
@@ -51,10 +52,9 @@ def read_index(source: Objects, done: Done, first: int = 0, last: int | None = N
     last = done.rows if last is None else last
     index = np.empty(last - first, INDEX_DTYPE)
     file = CheckedFile(source, done.index)
+    if not contains_exactly(file.header, index_tensors(done.rows)):
+        raise CorruptError(done.index.key, f"is not an index of {done.rows} rows")
     for name in INDEX_DTYPE.names or ():
-        info = file.header.get(name)
-        if info is None or (info.dtype, info.shape) != (INDEX_DTYPE[name], (done.rows,)):
-            raise CorruptError(done.index.key, f"is not an index of {done.rows} rows")
         index[name] = file.rows(name, first, last)
     file.check()
     return index
@@ -69,13 +69,11 @@ def read_rows(
     """
     last = shard.count if last is None else last
     file = CheckedFile(source, shard)
-    wanted = {shard.tap: (info.storage, (shard.count, *info.shape))}
-    name = fmt.scale_name(shard.tap)
-    if info.scaled_by == "row":
-        wanted[name] = (fmt.SCALE_DTYPE, (shard.count,))
-    if {n: (i.dtype, i.shape) for n, i in file.header.items()} != wanted:
+    if not contains_exactly(file.header, tap_tensors(shard.tap, shard.count, info)):
         raise CorruptError(shard.key, f"does not hold {shard.count} rows of {shard.tap}")
-    scales = file.rows(name, first, last) if info.scaled_by == "row" else None
+    scales = None
+    if info.scaled_by == "row":
+        scales = file.rows(fmt.scale_name(shard.tap), first, last)
     step = max(1, WINDOW_BYTES // info.row_bytes)
     for low in range(first, last, step):
         high = min(low + step, last)

@@ -5,18 +5,20 @@ checksums, shards against the records, rows against the index (`audit.py`), the 
 fresh derivation. What no record names is listed as an orphan (`gc.py` removes those).
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from spile.core.errors import SpileError
+from spile.core.cache_dir import cache_directory
+from spile.core.errors import SpileError, StoreError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
-from spile.dataset.ledger import Ledger, Table, derive_manifest
+from spile.dataset.ledger import Ledger, Prediction, Table, derive_manifest
 from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
-from spile.dataset.maintain.journal import Journal
-from spile.dataset.prediction import Prediction
 from spile.dataset.write.quantization import scales_from_json
 from spile.objects import Objects
 
@@ -28,6 +30,40 @@ _RECORDS = {
     fmt.PREDICTION: "prediction",
 }
 Progress = Callable[[int, int], None]
+
+
+class Journal:
+    """Which units an audit has found sound, kept on this machine until it ends: `verify --resume`.
+
+    An audit of many terabytes takes hours. One that was interrupted goes on from here; one that
+    came to its end leaves nothing, and the next reads every byte again. There is a line for each
+    unit, with the digest of its record: a unit whose record has changed since is unknown.
+    """
+
+    def __init__(self, url: str, folder: Path | None = None, *, resume: bool) -> None:
+        folder = folder or cache_directory() / "verify"
+        name = hashlib.sha256(url.encode()).hexdigest()[:32]
+        self._path = folder / f"{name}.jsonl"
+        self._known: set[str] = set()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if resume and self._path.exists():
+                self._known = _read_journal(self._path)
+            else:
+                self._path.write_text("")
+        except OSError as error:
+            raise StoreError(f"{self._path}: {error.strerror or error}") from error
+
+    def knows(self, done: Done) -> bool:
+        return _record_digest(done) in self._known
+
+    def note(self, done: Done) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"unit": done.unit, "record": _record_digest(done)}) + "\n")
+
+    def end(self) -> None:
+        """The audit is over, whatever it found."""
+        self._path.unlink(missing_ok=True)
 
 
 @dataclass
@@ -223,3 +259,17 @@ def _accounted(key: str, named: set[str], report: Report) -> bool:
             report.faults.append(f"{key}: is the record of a unit that does not exist")
         return True
     return fmt.parse_worker_key(key) is not None
+
+
+def _record_digest(done: Done) -> str:
+    return hashlib.sha256(fmt.encode_record("done", done.to_json())).hexdigest()
+
+
+def _read_journal(path: Path) -> set[str]:
+    found: set[str] = set()
+    for line in path.read_text().splitlines():
+        try:
+            found.add(str(json.loads(line)["record"]))
+        except (ValueError, KeyError, TypeError):
+            continue  # the last line of a process that was killed may be torn
+    return found

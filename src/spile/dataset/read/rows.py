@@ -27,7 +27,13 @@ from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard
 from spile.dataset.ledger import Table
 from spile.dataset.write.quantization import decode
-from spile.dataset.write.shard import open_tensor, read_shard_header
+from spile.dataset.write.shard import (
+    TensorSpec,
+    index_tensors,
+    open_tensor,
+    read_shard_header,
+    tap_tensors,
+)
 from spile.objects import Objects
 
 _COLUMNS = 4  # of indexes, kept whole
@@ -212,23 +218,26 @@ class StoredRows:
 
     def tensor(self, shard: Shard) -> Any:
         """A shard's rows, to be sliced."""
-        info = self.table.taps[shard.tap]
-        return self._checked(shard, shard.tap, info.storage, info.shape)
+        rows, *_ = tap_tensors(shard.tap, shard.count, self.table.taps[shard.tap])
+        return self._checked(shard, rows)
 
     def scale(self, shard: Shard) -> Any:
         """The scale of each of a shard's rows."""
-        return self._checked(shard, fmt.scale_name(shard.tap), fmt.SCALE_DTYPE, ())
+        _, scale = tap_tensors(shard.tap, shard.count, self.table.taps[shard.tap])
+        return self._checked(shard, scale)
 
     def _entries(self, unit: Done, name: str) -> Any:
-        return self._checked(unit.index, name, INDEX_DTYPE[name], ())
+        columns = index_tensors(unit.index.count)
+        return self._checked(unit.index, next(spec for spec in columns if spec[0] == name))
 
     def _is_mapped(self, file: Shard) -> bool:
         return not file.key.endswith(fmt.COMPRESSED) and self.is_local
 
-    def _checked(self, file: Shard, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    def _checked(self, file: Shard, spec: TensorSpec) -> Any:
         """A tensor that is what the record and the table say of it."""
+        name, dtype, shape = spec
         tensor = self._tensor(file.key, name)
-        if tensor.dtype != dtype or tensor.shape != (file.count, *shape):
+        if tensor.dtype != dtype or tensor.shape != shape:
             raise CorruptError(file.key, f"does not hold {file.count} rows of {name}")
         return tensor
 

@@ -6,7 +6,7 @@ holds the same file compressed in blocks, and is read like any other.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from spile.core.errors import CorruptError
+from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import (
     TensorInfo,
     as_bytes,
@@ -23,11 +24,49 @@ from spile.core.tensors import (
     parse_header,
     read_header_from,
 )
-from spile.dataset.format import COMPRESSED
+from spile.dataset.format import COMPRESSED, SCALE_DTYPE, TapInfo, scale_name
 from spile.dataset.write.compression import PlaneReader, PlaneWriter
+from spile.dataset.write.statistics import TapStats
 from spile.objects import Objects
 
 TensorSpec = tuple[str, npt.DTypeLike, tuple[int, ...]]
+
+
+# -- what the files of a unit contain ---------------------------------------------------------
+
+
+def tap_tensors(tap: str, rows: int, info: TapInfo) -> list[TensorSpec]:
+    """Return the tensors of a shard of so many rows: the rows, and the scale of each if stored."""
+    specs: list[TensorSpec] = [(tap, info.storage, (rows, *info.shape))]
+    if info.scaled_by == "row":
+        specs.append((scale_name(tap), SCALE_DTYPE, (rows,)))
+    return specs
+
+
+def index_tensors(rows: int) -> list[TensorSpec]:
+    """Return the tensors of the index of so many rows: one for each column."""
+    return [(name, INDEX_DTYPE[name], (rows,)) for name in INDEX_DTYPE.names or ()]
+
+
+def statistics_tensors(stats: Mapping[str, TapStats]) -> dict[str, np.ndarray]:
+    """Return the tensors of a statistics file."""
+    return {
+        name: array for tap, each in stats.items() for name, array in each.to_tensors(tap).items()
+    }
+
+
+def specs_of(tensors: Mapping[str, np.ndarray]) -> list[TensorSpec]:
+    """Return the names, dtypes and shapes of tensors."""
+    return [(name, array.dtype, array.shape) for name, array in tensors.items()]
+
+
+def contains_exactly(header: Mapping[str, TensorInfo], specs: Iterable[TensorSpec]) -> bool:
+    """Whether a file holds these tensors and no others."""
+    found = {name: (info.dtype, info.shape) for name, info in header.items()}
+    return found == {name: (np.dtype(dtype), shape) for name, dtype, shape in specs}
+
+
+# -- writing ----------------------------------------------------------------------------------
 
 
 class ShardWriter:
@@ -75,6 +114,9 @@ class ShardWriter:
 
     def abandon(self) -> None:
         self._stream.abandon()
+
+
+# -- reading ----------------------------------------------------------------------------------
 
 
 def read_shard_header(objects: Objects, key: str) -> dict[str, TensorInfo]:

@@ -4,6 +4,7 @@ Nothing exists until `finish` has made every file durable and the ledger has cre
 record from what it returns. An attempt that fails or loses leaves only files no record names.
 """
 
+import math
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from spile.core.tensors import build_header
 from spile.dataset.format import (
     SCALE_DTYPE,
     Done,
@@ -20,8 +22,15 @@ from spile.dataset.format import (
     attempt_prefix,
     shard_key,
 )
-from spile.dataset.write.shard import ShardWriter, read_tensors
-from spile.dataset.write.sizes import shard_specs
+from spile.dataset.write.shard import (
+    ShardWriter,
+    TensorSpec,
+    index_tensors,
+    read_tensors,
+    specs_of,
+    statistics_tensors,
+    tap_tensors,
+)
 from spile.dataset.write.statistics import TapStats
 from spile.objects import Objects
 
@@ -123,9 +132,7 @@ class UnitWriter:
         return [shard for tap in self._taps.values() for shard in tap.finish()]
 
     def _write_statistics(self, name: str, run: tuple[int, int] | None = None) -> Shard:
-        tensors: dict[str, np.ndarray] = {}
-        for tap, stats in self.stats.items():
-            tensors |= stats.to_tensors(tap)
+        tensors = statistics_tensors(self.stats)
         key = attempt_prefix(self.unit, self.attempt) + name
         return self._write_file(_STATISTICS, key, tensors, run or (self.first, self.rows))
 
@@ -148,7 +155,7 @@ class UnitWriter:
         key = shard_key(
             self.unit, self.attempt, tap, number, part=self._part, compressed=self._compress
         )
-        writer = ShardWriter(self._objects, key, shard_specs(tap, rows, info))
+        writer = ShardWriter(self._objects, key, tap_tensors(tap, rows, info))
         self._open.add(writer)
         return writer
 
@@ -176,8 +183,7 @@ class UnitWriter:
     def _write_file(
         self, name: str, key: str, tensors: Mapping[str, np.ndarray], run: tuple[int, int]
     ) -> Shard:
-        specs = [(n, a.dtype, a.shape) for n, a in tensors.items()]
-        writer = ShardWriter(self._objects, key, specs)
+        writer = ShardWriter(self._objects, key, specs_of(tensors))
         self._open.add(writer)
         for array in tensors.values():
             writer.write(array)
@@ -234,3 +240,38 @@ class _TapWriter:
             Shard(self._tap, key, self._unit.first + first, count, *closed.result())
             for key, first, count, closed in self._closed
         ]
+
+
+def unit_bytes(
+    taps: Mapping[str, TapInfo],
+    parts: Sequence[int],
+    documents: Mapping[str, np.ndarray],
+    shard_bytes: int,
+) -> int:
+    """Return the bytes that all files of a unit take, unless they are compressed.
+
+    They are known before any is written: sizes follow from counts.
+
+    Args:
+        parts: rows that each process of the slice writes.
+        documents: the table of them, as `encode_documents` makes it.
+    """
+    statistics = statistics_tensors({t: TapStats.empty(i.width) for t, i in taps.items()})
+    shards = sum(_shard_bytes(tap, info, parts, shard_bytes) for tap, info in taps.items())
+    index = index_tensors(sum(parts))
+    return shards + sum(map(_file_bytes, (index, specs_of(statistics), specs_of(documents))))
+
+
+def _shard_bytes(tap: str, info: TapInfo, parts: Sequence[int], shard_bytes: int) -> int:
+    each = max(1, shard_bytes // info.row_bytes)
+    return sum(
+        count * _file_bytes(tap_tensors(tap, rows, info))
+        for part in parts
+        for count, rows in ((part // each, each), (1, part % each))
+        if count and rows
+    )
+
+
+def _file_bytes(specs: Sequence[TensorSpec]) -> int:
+    tensors = (np.dtype(dtype).itemsize * math.prod(shape) for _, dtype, shape in specs)
+    return len(build_header(specs)) + sum(tensors)

@@ -9,9 +9,10 @@ import pytest
 
 import stored
 from spile.dataset import format as fmt
+from spile.dataset.format import is_amount
+from spile.dataset.ledger import Prediction, create_prediction, read_prediction
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
-from spile.dataset.prediction import Prediction, create_prediction, is_amount, read_prediction
 
 EXPECTED = Prediction(tokens=26, rows=26, bytes=900, seconds=1.5, device="cpu", mesh="1")
 
