@@ -1,12 +1,16 @@
-"""Parameters as they are read, values as they are spelled."""
+"""Parameters as they are read, values as they are spelled, and what is made in the background."""
 
 import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from spile.core.errors import ConfigError, StoreError
-from spile.serve.routes import Ready, number, plain
+from spile.serve.routes import BackgroundCache, Ready, number, plain
 
 
 def test_values_become_json_and_what_is_not_finite_null() -> None:
@@ -47,3 +51,59 @@ def test_numbers_are_whole_and_within_bounds() -> None:
             number({"n": text}, "n", None, 0, 10)
     with pytest.raises(ConfigError, match="n must be a whole number"):
         number({}, "n", None)
+
+
+def waited(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    limit = time.monotonic() + 60
+    while (found := ask())["making"]:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    return found
+
+
+def test_a_value_is_made_once_while_nobody_waits() -> None:
+    kept, go, calls = BackgroundCache(), threading.Event(), []
+
+    def make() -> str:
+        calls.append(1)
+        assert go.wait(60)
+        return "made"
+
+    first = kept.ask("key", 1, make)
+    assert first == {"value": None, "making": True, "error": None}
+    assert kept.ask("key", 1, make)["making"]
+    go.set()
+    assert waited(lambda: kept.ask("key", 1, make))["value"] == "made"
+    assert calls == [1]
+    kept.close()
+
+
+def test_an_older_value_is_given_until_the_new_one_is_made() -> None:
+    kept, go = BackgroundCache(), threading.Event()
+    waited(lambda: kept.ask("key", 1, lambda: "old"))
+
+    def make() -> str:
+        assert go.wait(60)
+        return "new"
+
+    assert kept.ask("key", 2, make) == {"value": "old", "making": True, "error": None}
+    go.set()
+    assert waited(lambda: kept.ask("key", 2, make))["value"] == "new"
+    kept.close()
+
+
+def test_what_cannot_be_made_is_said_and_not_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kept, calls = BackgroundCache(), []
+
+    def make() -> None:
+        calls.append(1)
+        raise ValueError("too many")
+
+    found = waited(lambda: kept.ask("key", 1, make))
+    assert (found["value"], found["error"]) == (None, "too many")
+    assert kept.ask("key", 1, make)["error"] == "too many"
+    assert calls == [1]
+    assert "too many" in caplog.text
+    kept.close()

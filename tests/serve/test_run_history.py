@@ -1,4 +1,4 @@
-"""Rates: a run that is looked at again and again."""
+"""The history of a run that is looked at again and again."""
 
 import time
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import pytest
 import stored
 import web_page
 from spile.core.errors import StoreError
-from spile.serve import run_history as rates
-from spile.serve.run_history import Rates
+from spile.serve import run_history
+from spile.serve.run_history import RunHistory
 
 
 def waited(until: Callable[[], object]) -> None:
@@ -22,15 +22,15 @@ def waited(until: Callable[[], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "_SECONDS", 0.05)
-    monkeypatch.setattr(rates, "_PATIENCE", 0)
+    monkeypatch.setattr(run_history, "_SECONDS", 0.05)
+    monkeypatch.setattr(run_history, "_PATIENCE", 0)
 
 
 def test_units_that_are_done_are_noticed(tmp_path: Path, model: Path) -> None:
     built = web_page.build_texts(tmp_path / "out", model, web_page.texts(), commit=(0,))
     grown: list[int] = []
     objects = stored.LocalObjects(built.path)
-    watching = Rates(objects, lambda: grown.append(watching.status.units_done))
+    watching = RunHistory(objects, lambda: grown.append(watching.status.units_done))
     watching.start()
     try:
         told = watching.told()
@@ -55,7 +55,7 @@ def test_done_records_that_say_when_give_the_rate_of_the_past(tmp_path: Path) ->
     for unit, when in ((0, 1000.5), (1, 1010.5), (3, "1970-01-01T00:17:30+00:00")):
         done = written.attempt(unit, made_by={"finished_at": when})
         assert written.ledger.commit(done)
-    made = Rates(written.objects, lambda: None).told()["made"]
+    made = RunHistory(written.objects, lambda: None).told()["made"]
     assert [each["at"] for each in made] == [1000500, 1010500, 1050000]
     counts = [written.starts[u + 1] - written.starts[u] for u in (0, 1, 3)]
     assert [each["tokens"] for each in made] == [sum(counts[: n + 1]) for n in range(3)]
@@ -64,7 +64,7 @@ def test_done_records_that_say_when_give_the_rate_of_the_past(tmp_path: Path) ->
 def test_a_worker_whose_counter_moves_is_not_silent(tmp_path: Path) -> None:
     written = stored.build(tmp_path / "out", commit=(0,))
     with stored.worker_process(written.path, 1) as (name, process):
-        watching = Rates(written.objects, lambda: None)
+        watching = RunHistory(written.objects, lambda: None)
         watching.start()
         try:
             (worker,) = watching.told()["workers"]
@@ -81,7 +81,7 @@ def test_a_worker_whose_counter_moves_is_not_silent(tmp_path: Path) -> None:
 
 def test_a_store_that_goes_away_is_said_and_comes_back(tmp_path: Path) -> None:
     written = stored.build(tmp_path / "out")
-    watching = Rates(written.objects, lambda: None)
+    watching = RunHistory(written.objects, lambda: None)
     watching.start()
     try:
         written.path.rename(tmp_path / "elsewhere")
@@ -95,7 +95,7 @@ def test_a_store_that_goes_away_is_said_and_comes_back(tmp_path: Path) -> None:
 
 def test_samples_are_thinned_and_never_many(tmp_path: Path) -> None:
     written = stored.build(tmp_path / "out")
-    watching = Rates(written.objects, lambda: None)
+    watching = RunHistory(written.objects, lambda: None)
     for _ in range(3000):
         watching._note(watching.status)
     seen = watching.told()["seen"]
@@ -105,4 +105,4 @@ def test_samples_are_thinned_and_never_many(tmp_path: Path) -> None:
 
 def test_no_dataset_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no dataset"):
-        Rates(stored.LocalObjects(tmp_path / "nowhere"), lambda: None)
+        RunHistory(stored.LocalObjects(tmp_path / "nowhere"), lambda: None)

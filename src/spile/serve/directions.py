@@ -16,8 +16,10 @@ MOST_BYTES = 4 << 20  # of one, as it is handed in
 _MOST = 32  # kept
 _MOST_NAME = 80
 _MAGIC = b"\x93NUMPY"
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0}  # fmt: skip
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
 """What the page may ask, and the answers: numbers and texts, ready to become JSON."""
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +17,9 @@ from spile.dataset.ledger import Ledger
 from spile.dataset.read.dataset import Dataset
 from spile.objects import Objects
 from spile.serve.digest import Digest
-from spile.serve.documents import MOST_LISTED, Finder
-from spile.serve.explore import MOST_TOKENS, Colour, Explorer
-from spile.serve.kept import Kept
+from spile.serve.documents import MOST_LISTED, MOST_TOKENS, Colour, Explorer, Finder, Texts
 from spile.serve.projection import has_umap, pca, similarities, umap
-from spile.serve.rows import channels
-from spile.serve.run_history import Rates
-from spile.serve.texts import Texts
+from spile.serve.run_history import RunHistory
 
 Parameters = Mapping[str, str]
 
@@ -28,6 +28,9 @@ _POINTS = 2000  # of a projection
 _FIRST_POSITIONS = 16  # each shown by itself; later ones together
 _LONGEST_QUERY = 200
 _LARGE = 1 << 53
+_MOST_CACHED = 64
+
+_log = logging.getLogger("spile")
 
 
 class Answers:
@@ -51,10 +54,10 @@ class Answers:
             for unit in Ledger(objects).table().units
         }
         self._finder = Finder(self.explorer, counts)
-        self._kept = Kept()
-        self.rates = Rates(objects, self._reopen)
+        self._cache = BackgroundCache()
+        self.history = RunHistory(objects, self._reopen)
         self.routes: dict[str, Callable[[Parameters], Any]] = {
-            "run": lambda asked: self.rates.told(),
+            "run": lambda asked: self.history.told(),
             "dataset": self._dataset,
             "documents": self._documents,
             "document": self._document,
@@ -68,15 +71,15 @@ class Answers:
 
     def start(self) -> None:
         self.digest.start()
-        self.rates.start()
+        self.history.start()
 
     def close(self) -> None:
-        for part in (self.rates, self.digest, self._kept):
+        for part in (self.history, self.digest, self._cache):
             part.close()
 
     def add_direction(self, name: str, data: bytes) -> dict[str, Any]:
         dataset = self.explorer.dataset
-        widths = {channels(dataset, tap) for tap in dataset.taps}
+        widths = {dataset.width(tap) for tap in dataset.taps}
         number = self.explorer.directions.add(name, data, widths)
         return {"id": number, "directions": self.explorer.directions.listed()}
 
@@ -90,8 +93,12 @@ class Answers:
         return {
             "url": dataset.url,
             "taps": [
-                {"name": tap, "shape": list(dataset.shape(tap)), "width": channels(dataset, tap),
-                 "dtype": dataset.stored_dtype(tap)}
+                {
+                    "name": tap,
+                    "shape": list(dataset.shape(tap)),
+                    "width": dataset.width(tap),
+                    "dtype": dataset.stored_dtype(tap),
+                }
                 for tap in dataset.taps
             ],
             "rows": dataset.num_tokens,
@@ -103,15 +110,20 @@ class Answers:
             "directions": self.explorer.directions.listed(),
             "umap": has_umap(),
             "read": self._read(),
-        }  # fmt: skip
+        }
 
     def _read(self) -> dict[str, Any]:
         """How much of the rows what is shown of all of them is of."""
         digest = self.digest
         rows = self.explorer.dataset.num_tokens
-        return {"rows": digest.rows_read, "wanted": digest.rows_wanted, "all": rows,
-                "at_work": digest.at_work, "sample": len(digest.sample),
-                "error": digest.error}  # fmt: skip
+        return {
+            "rows": digest.rows_read,
+            "wanted": digest.rows_wanted,
+            "all": rows,
+            "at_work": digest.at_work,
+            "sample": len(digest.sample),
+            "error": digest.error,
+        }
 
     def _documents(self, asked: Parameters) -> dict[str, Any]:
         count = number(asked, "count", 50, 1, MOST_LISTED)
@@ -122,24 +134,32 @@ class Answers:
 
     def _document(self, asked: Parameters) -> dict[str, Any]:
         colour = Colour(
-            self._tap(asked), asked.get("by", "norm"),
-            number(asked, "channel", 0), number(asked, "direction", 0),
-        )  # fmt: skip
+            self._tap(asked),
+            asked.get("by", "norm"),
+            number(asked, "channel", 0),
+            number(asked, "direction", 0),
+        )
         return self.explorer.document(
-            number(asked, "doc", None), number(asked, "start", 0),
-            number(asked, "count", MOST_TOKENS, 1, MOST_TOKENS), colour,
-        )  # fmt: skip
+            number(asked, "doc", None),
+            number(asked, "start", 0),
+            number(asked, "count", MOST_TOKENS, 1, MOST_TOKENS),
+            colour,
+        )
 
     def _layers(self, asked: Parameters) -> dict[str, Any]:
         taps: list[dict[str, Any]] = []
         with self.digest.lock:
             for tap, moments in self.digest.moments.items():
                 taps.append(
-                    {"tap": tap, "norm": moments.norm, "kurtosis": moments.kurtosis,
-                     "largest": moments.largest.max(initial=0),
-                     "deviation": np.sqrt(np.mean(moments.deviation**2)),
-                     "nonfinite": moments.nonfinite}
-                )  # fmt: skip
+                    {
+                        "tap": tap,
+                        "norm": moments.norm,
+                        "kurtosis": moments.kurtosis,
+                        "largest": moments.largest.max(initial=0),
+                        "deviation": np.sqrt(np.mean(moments.deviation**2)),
+                        "nonfinite": moments.nonfinite,
+                    }
+                )
         return {"taps": taps, "read": self._read()}
 
     def _positions(self, asked: Parameters) -> dict[str, Any]:
@@ -149,10 +169,14 @@ class Answers:
             norms, rows = moments.norms_at.copy(), moments.rows_at.copy()
         edges = _edges(int(np.flatnonzero(rows)[-1]) + 1 if rows.any() else 0)
         bins = [
-            {"from": low, "to": high - 1, "rows": int(rows[low:high].sum()),
-             "norm": norms[low:high].sum() / max(1, rows[low:high].sum())}
+            {
+                "from": low,
+                "to": high - 1,
+                "rows": int(rows[low:high].sum()),
+                "norm": norms[low:high].sum() / max(1, rows[low:high].sum()),
+            }
             for low, high in zip(edges, edges[1:], strict=False)
-        ]  # fmt: skip
+        ]
         return {"tap": tap, "bins": [each for each in bins if each["rows"]], "read": self._read()}
 
     def _channels(self, asked: Parameters) -> dict[str, Any]:
@@ -192,7 +216,7 @@ class Answers:
             found = similarities(sample.values)
             return Ready(plain({"taps": list(sample.values), "rows": len(sample), **found}))
 
-        return {**self._kept.ask("similarity", self.digest.version, make), "read": self._read()}
+        return {**self._cache.ask("similarity", self.digest.version, make), "read": self._read()}
 
     def _projection(self, asked: Parameters) -> dict[str, Any]:
         tap, method = self._tap(asked), asked.get("method", "pca")
@@ -210,19 +234,67 @@ class Answers:
                 "y": places[:, 1] if places.shape[1] > 1 else np.zeros(len(places)),
                 "shares": shares,
                 "norm": np.linalg.norm(rows, axis=1),
-                "position": index["pos"], "doc": index["doc"], "offset": index["offset"],
+                "position": index["pos"],
+                "doc": index["doc"],
+                "offset": index["offset"],
                 "id": index["token_id"],
                 "piece": [self.explorer.texts.pieces([int(each)])[0] for each in index["token_id"]],
-            }  # fmt: skip
+            }
             return Ready(plain(made))
 
         key = ("projection", tap, method, later)
-        made = self._kept.ask(key, self.digest.version, make)
+        made = self._cache.ask(key, self.digest.version, make)
         return {**made, "tap": tap, "method": method, "read": self._read()}
 
     def _tap(self, asked: Parameters) -> str:
         dataset = self.explorer.dataset
         return dataset.name(asked.get("tap") or dataset.taps[0])
+
+
+@dataclass
+class _Entry:
+    version: Hashable = None  # of `value`
+    value: Any = None
+    error: str | None = None
+    making: bool = False
+
+
+class BackgroundCache:
+    """Values by key, made in the background one at a time, and anew when out of date."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, "making")
+
+    def ask(self, key: Hashable, version: Hashable, make: Callable[[], Any]) -> dict[str, Any]:
+        """What there is now: the value, maybe of an older version, and whether one is being made.
+
+        A version that could not be made is not tried again: its error is given.
+        """
+        with self._lock:
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+            if entry.version != version and not entry.making:
+                entry.making = True
+                self._pool.submit(self._make, entry, version, make)
+            while len(self._entries) > _MOST_CACHED:
+                self._entries.popitem(last=False)
+            return {"value": entry.value, "making": entry.making, "error": entry.error}
+
+    def _make(self, entry: _Entry, version: Hashable, make: Callable[[], Any]) -> None:
+        value, error = entry.value, None
+        try:
+            value = make()
+        except Exception as failure:
+            _log.exception("making what was asked for")
+            error = str(failure) or type(failure).__name__
+        with self._lock:
+            entry.version, entry.value, entry.error = version, value, error
+            entry.making = False
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 def number(

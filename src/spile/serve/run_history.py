@@ -37,7 +37,7 @@ class Seen:
     totals: dict[str, int]
 
 
-class Rates:
+class RunHistory:
     """Looks at a store until it is closed."""
 
     def __init__(self, objects: Objects, grown: Callable[[], None]) -> None:
@@ -132,8 +132,9 @@ class Rates:
         ledger = Ledger(self._objects)
         new = sorted(ledger.done_units() - self._made.keys())
         made: dict[int, tuple[float, int] | None] = {}
-        for unit, done in zip(new, mapped(ledger.read_done, new, self._objects.parallel),
-                              strict=True):  # fmt: skip
+        for unit, done in zip(
+            new, mapped(ledger.read_done, new, self._objects.parallel), strict=True
+        ):
             if done is not None:
                 at = _moment(done.made_by.get("finished_at"))
                 made[unit] = None if at is None else (at, done.tokens)

@@ -166,8 +166,9 @@ class Handler(BaseHTTPRequestHandler):
         if self._ours.token is not None and not self._has_token():
             if parts.path == "/" and self._is_token(asked.get("token", "")):
                 return self._welcome()
-            return self._refuse(HTTPStatus.UNAUTHORIZED, "open the address that was printed: it "
-                                "holds the token")  # fmt: skip
+            return self._refuse(
+                HTTPStatus.UNAUTHORIZED, "open the address that was printed: it holds the token"
+            )
         if self.command == "POST":
             return self._post(parts.path, asked)
         if parts.path == "/" and "token" in asked:
@@ -257,8 +258,13 @@ class Handler(BaseHTTPRequestHandler):
     ) -> None:
         took = 1000 * (time.perf_counter() - getattr(self, "_began", time.perf_counter()))
         self.send_response(status)
-        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(data)),
-                   "Server-Timing": f"app;dur={took:.2f}", **_HEADERS, **(more or {})}  # fmt: skip
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(data)),
+            "Server-Timing": f"app;dur={took:.2f}",
+            **_HEADERS,
+            **(more or {}),
+        }
         for name, text in headers.items():
             self.send_header(name, text)
         self.end_headers()

@@ -12,7 +12,7 @@ import web_page
 from spile.core.errors import ConfigError
 from spile.core.identity import full_digest
 from spile.core.recipe import ResolvedRecipe
-from spile.serve.texts import Texts
+from spile.serve.documents import Texts
 
 
 def recipe(source: str, **changes: Any) -> ResolvedRecipe:

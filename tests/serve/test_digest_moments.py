@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from spile.serve.moments import KEPT, Extremes, Moments
+from spile.serve.digest import KEPT, Extremes, Moments
 
 ROWS, WIDTH = 700, 9
 

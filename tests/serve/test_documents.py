@@ -12,9 +12,7 @@ import web_page
 from spile.core.errors import ConfigError, StoreError
 from spile.serve import documents as finding
 from spile.serve.digest import Digest
-from spile.serve.documents import Finder, sequences
-from spile.serve.explore import Colour, Explorer
-from spile.serve.texts import Texts
+from spile.serve.documents import BoundedCache, Colour, Explorer, Finder, Texts, sequences
 
 TAP = "resid_post.0"
 NORM = Colour(TAP, "norm")
@@ -175,3 +173,21 @@ def test_sequences_do_not_cross_documents() -> None:
     assert sequences(tokens, docs, [1, 2]).tolist() == [0]
     assert sequences(tokens, docs, [2]).tolist() == [1, 3]
     assert sequences(tokens, docs, [1, 2, 1, 2, 1, 2]).tolist() == []
+
+
+def test_what_was_used_longest_ago_makes_room() -> None:
+    held, made = BoundedCache(10), []
+
+    def get(key: str, size: int) -> str:
+        def make() -> tuple[str, int]:
+            made.append(key)
+            return key, size
+
+        return held.get(key, make)
+
+    for key in ("a", "b", "a", "c", "a", "b"):
+        assert get(key, 5) == key
+    assert made == ["a", "b", "c", "b"]
+    assert get("large", 50) == "large"
+    get("large", 50)
+    assert made == ["a", "b", "c", "b", "large"], "one is kept, whatever its size"
