@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, cast
 
 from spile.core.errors import InputError
 from spile.corpus.formats import arrow, parquet
-from spile.corpus.formats.built import build, is_built
-from spile.corpus.formats.json import Piece, pieces
-from spile.corpus.formats.kinds import ColumnKinds
+from spile.corpus.formats.columns import ColumnKinds
+from spile.corpus.formats.datasets_library import build, is_built
+from spile.corpus.formats.json import JsonPiece, pieces
 from spile.corpus.programs.program import Program, is_program
 from spile.objects.hub.names import BUILT, hub_name
 from spile.objects.paths import AnyPath, files_below, files_matching, path_of
@@ -102,7 +102,7 @@ class CorpusFile:
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(f"{self.path}: cannot decompress ({error}); is it whole?") from error
 
-    def pieces(self, chunks: Iterator[bytes], whole: int) -> Iterator[Piece]:
+    def pieces(self, chunks: Iterator[bytes], whole: int) -> Iterator[JsonPiece]:
         """Of a JSON array: its elements, those of more than `whole` bytes cut."""
         return pieces(str(self.path), chunks, whole)
 
@@ -137,7 +137,10 @@ class Span:
 def find_files(
     corpus: str, cache: str | None = None, heed: Callable[[], None] = lambda: None
 ) -> list[CorpusFile]:
-    """The files a corpus name stands for, sorted by path; `cache` and `heed` as in `built.py`."""
+    """The files a corpus name stands for, sorted by path.
+
+    `cache` and `heed` as in `formats/datasets_library.py`.
+    """
     if corpus == "demo":
         return [CorpusFile(DEMO, "jsonl", "gz")]
     if is_built(corpus):

@@ -31,12 +31,10 @@ from spile.corpus.chats.rows import (
 )
 from spile.corpus.files import CorpusFile, Span
 from spile.corpus.formats import arrow, parquet
-from spile.corpus.formats.kinds import value_at
-from spile.corpus.formats.streams import Streams
+from spile.corpus.formats.columns import value_at
+from spile.corpus.formats.text import Streams
 from spile.corpus.formats.token_ids import TokenIds
-from spile.corpus.programs.document import Document
-from spile.corpus.programs.program import Program
-from spile.corpus.programs.source import Range, Source
+from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range
 from spile.corpus.select import FILTERED, TOO_LARGE, ColumnFilter, Selection
 
 _READ_SIZE = 1 << 22
@@ -97,7 +95,7 @@ class CorpusReader:
         self._keep, self._preview = keep, preview
         self._about = About()  # the documents in hand
         self._streams = Streams(files)
-        self._source: Source | None = None  # of a program, of which a corpus has just one
+        self._source: ProgramSource | None = None  # of a program, of which a corpus has just one
         self._processes = processes if can_render(reading) else 0
         self._pool: RenderPool | None = None
         if reading or filter:
@@ -272,7 +270,7 @@ class CorpusReader:
         columns, texts = self._columns(), not self._reading
         ids = self._reading.column if isinstance(self._reading, TokenIds) else None
         if source.kind == "arrow":
-            batch = arrow.Batch(span.count, 0, span.start, span.stop, span.digest)
+            batch = arrow.RecordBatchPlace(span.count, 0, span.start, span.stop, span.digest)
             rows = arrow.read_rows(
                 source.path, self._column, columns, batch, span.before, span.count,
                 texts=texts, ids=ids, keep=self._keep,
@@ -306,13 +304,13 @@ class CorpusReader:
             where = f"{source.path} document {number}"
             yield made_at(where, partial(self._reading.of_ids, ids))
 
-    def opened(self, program: Program) -> Source:
+    def opened(self, program: Program) -> ProgramSource:
         if self._source is None:
             messages = self._reading.columns[0] if isinstance(self._reading, Chats) else None
             self._source = program.open(self._column, messages)
         return self._source
 
-    def _of_program(self, source: CorpusFile, document: Document) -> Text | str:
+    def _of_program(self, source: CorpusFile, document: ProgramDocument) -> Text | str:
         self._about.saw_row(document.metadata)
         if self._filter and not self._filter.matches(document.metadata):
             return FILTERED

@@ -4,32 +4,61 @@ Parquet files are cut from their footers alone, Arrow's from the headers of thei
 Line files (JSONL, text) and flat arrays of token ids take one streaming pass that finds where
 documents end and hashes each unit's bytes; the table records both, so that no other machine
 repeats the pass and every later reading can be checked.
+
+Units keep the corpus's order, or a seed draws one. A drawn order moves whole units: each keeps its
+documents and their ordinals, and the first few are a sample of the corpus. Compressed files can
+only be read forward: the units of a large one stay together, so that whoever takes them one after
+another decompresses it once.
 """
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
 import xxhash
 
-from spile.core.errors import InputError
+from spile.core.errors import ConfigError, DataError, InputError
 from spile.corpus.files import CorpusFile, Span
-from spile.corpus.formats.kinds import ColumnKinds, json_kind, value_at
+from spile.corpus.formats.columns import ColumnKinds, json_kind, value_at
 from spile.corpus.formats.token_ids import FlatArray
-from spile.corpus.order import first_documents, is_forward, refuse_iterator, shuffled
-from spile.corpus.programs.source import Source
+from spile.corpus.programs.program import ProgramSource
 from spile.corpus.reader import CorpusReader
-from spile.corpus.unit import Unit
-
-__all__ = ["Unit", "make_units", "tokens_per_byte", "without_duplicates"]
+from spile.objects.paths import size_of
 
 _CHUNK = 1 << 23
 _HEAD = 1 << 16
 _SAMPLED_FILES = 4
 _TOKENS_PER_BYTE = 0.25  # where a sample teaches nothing
+_QUICKLY = 64 << 20  # bytes that are decompressed in about a second
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A fixed range of the corpus: the atom of work. May span several small files."""
+
+    id: int
+    first_doc: int  # its ordinal in the corpus; the others follow
+    num_docs: int
+    tokens: int  # an estimate; the exact count is settled by tokenizing the unit
+    spans: tuple[Span, ...]
+    skip: tuple[int, ...] = ()  # documents whose text came before
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Unit":
+        try:
+            parts: dict[str, Any] = {**value}
+            parts["spans"] = tuple(Span(**span) for span in parts["spans"])
+            parts["skip"] = tuple(parts.get("skip", ()))
+            return cls(**parts)
+        except (TypeError, KeyError) as error:
+            raise DataError(f"the unit table holds what is no unit ({error})") from error
 
 
 def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], int]) -> float:
@@ -67,7 +96,7 @@ def make_units(
     max_docs: int | None,
     max_tokens: int | None,
     heed: Callable[[], None] = lambda: None,
-    program: Source | None = None,
+    program: ProgramSource | None = None,
     flat: FlatArray | None = None,
     shuffle: int | None = None,
 ) -> list[Unit]:
@@ -314,3 +343,63 @@ def _chunks(file: CorpusFile, heed: Callable[[], None]) -> Iterator[bytes]:
         while data := file.read(stream, _CHUNK):
             heed()
             yield data
+
+
+def is_forward(file: CorpusFile) -> bool:
+    """Whether a file's units stay together, in their order."""
+    return bool(file.compression) and size_of(file.path) > _QUICKLY
+
+
+def refuse_iterator(program: ProgramSource | None) -> None:
+    if program and program.length is None:
+        raise ConfigError(
+            f"--shuffle-docs: {program.name} gives its documents one after another; let it return "
+            "what has __len__ and __getitem__, or shuffle by itself"
+        )
+
+
+def shuffled(units: Sequence[Unit], seed: int, forward: Sequence[bool]) -> list[Unit]:
+    """In an order that is the seed's; `forward`: of each file, whether its units stay together."""
+    groups: list[list[Unit]] = [[unit] for unit in units[:1]]
+    for before, unit in pairwise(units):
+        if before.spans[-1].file == unit.spans[0].file and forward[unit.spans[0].file]:
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    if len(groups) == 1 < len(units):
+        raise InputError(
+            "--shuffle-docs: the corpus is one large compressed file, which is read forward; "
+            "decompress it, or cut it into several"
+        )
+
+    # By hashes alone: the same for every version of Python and of its random numbers.
+    def drawn(group: list[Unit]) -> tuple[int, int]:
+        first = group[0].first_doc
+        return xxhash.xxh3_64_intdigest(f"{seed} {first}".encode()), first
+
+    return [unit for group in sorted(groups, key=drawn) for unit in group]
+
+
+def first_documents(
+    units: Sequence[Unit], count: int | None, program: ProgramSource | None
+) -> Iterator[Unit]:
+    """Units until there are so many documents; the last may be cut short."""
+    for unit in units:
+        if count is not None and unit.num_docs > count:
+            if count:
+                yield _shortened(unit, count, program)
+            return
+        yield unit
+        count = None if count is None else count - unit.num_docs
+
+
+def _shortened(unit: Unit, count: int, program: ProgramSource | None) -> Unit:
+    spans, left = list(unit.spans[:0]), count
+    for span in unit.spans:
+        taken = min(span.count, left)
+        left -= taken
+        if taken < span.count and program:
+            span = replace(span, digest=program.part(span.first, taken).digest)
+        spans += [replace(span, count=taken)] if taken else []
+    tokens = max(1, unit.tokens * count // unit.num_docs)
+    return replace(unit, num_docs=count, tokens=tokens, spans=tuple(spans))

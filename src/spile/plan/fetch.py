@@ -18,7 +18,7 @@ from spile.core.errors import ConfigError, InputError, StoreError
 from spile.core.identity import sampled_digest
 from spile.core.retry import PATIENCE
 from spile.corpus.files import find_files
-from spile.corpus.formats.built import is_built
+from spile.corpus.formats.datasets_library import is_built
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.lora import adapter_files
 from spile.objects.http import library, of_the_network

@@ -18,14 +18,15 @@ from spile.corpus.programs.arc import (
     AUGMENTATIONS,
     PROMPTS,
     Augmentation,
-    Encoder,
+    Grid,
+    GridEncoder,
+    Pair,
     Questions,
     Settings,
+    Task,
     tasks,
 )
-from spile.corpus.programs.arc_files import Grid, Pair, Task
-from spile.corpus.programs.document import checked_document, digest_of
-from spile.corpus.programs.program import Program
+from spile.corpus.programs.program import Program, checked_document, digest_of
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "arc"
 TRAINING = str(FIXTURES / "training")
@@ -58,7 +59,7 @@ def augmentations(examples: int) -> st.SearchStrategy[Augmentation]:
 
 @pytest.mark.parametrize("name", ["plain", *ENCODERS])
 def test_what_is_encoded_is_decoded_to_the_same_grid(name: str) -> None:
-    encoder = Encoder.parse(name)
+    encoder = GridEncoder.parse(name)
 
     @given(GRIDS)
     @settings(max_examples=12, deadline=None)
@@ -70,7 +71,7 @@ def test_what_is_encoded_is_decoded_to_the_same_grid(name: str) -> None:
 
 def test_encoders_write_what_they_say() -> None:
     grid = ((0, 1, 2), (3, 4, 5))
-    texts = {name: Encoder.parse(name).encode(grid) for name in ["plain", *ENCODERS]}
+    texts = {name: GridEncoder.parse(name).encode(grid) for name in ["plain", *ENCODERS]}
     assert texts == {
         "plain": "012\n345",
         "spaces": "0 1 2\n3 4 5",
@@ -81,7 +82,7 @@ def test_encoders_write_what_they_say() -> None:
         "rows+shape": "2x3\n1 012\n2 345",
         "spaces+rows+shape": "2x3\n1 0 1 2\n2 3 4 5",
     }
-    assert Encoder.parse("shape+rows+plain") == Encoder.parse("rows + shape")
+    assert GridEncoder.parse("shape+rows+plain") == GridEncoder.parse("rows + shape")
 
 
 @pytest.mark.parametrize("name", ["plain", *ENCODERS])
@@ -90,7 +91,7 @@ def test_encoders_write_what_they_say() -> None:
 def test_a_text_that_was_changed_decodes_to_what_encodes_to_it_or_not_at_all(
     name: str, data: st.DataObject
 ) -> None:
-    encoder = Encoder.parse(name)
+    encoder = GridEncoder.parse(name)
     text = encoder.encode(data.draw(SMALL))
     place = data.draw(st.integers(0, len(text)))
     changed = text[:place] + data.draw(st.text("0 1\nx2٣", max_size=2)) + text[place + 1 :]
@@ -104,7 +105,7 @@ def test_a_text_that_is_no_grid_is_refused() -> None:
     for name, text in (("plain", ""), ("plain", "01\n2"), ("plain", "0a"), ("rows", "2 01"),
                        ("shape", "2x2\n01"), ("spaces", "01"), ("plain", "01\n")):  # fmt: skip
         with pytest.raises(InputError):
-            Encoder.parse(name).decode(text)
+            GridEncoder.parse(name).decode(text)
 
 
 @given(TASKS.flatmap(lambda task: st.tuples(st.just(task), augmentations(len(task.train)))))
@@ -302,13 +303,13 @@ def test_prompts_are_documents_that_carry_what_they_were_made_of(prompt: str) ->
             start, stop, role = document.roles[-1]
             assert role == "assistant"
             assert document.text is not None
-            Encoder().decode(document.text[start:stop])
+            GridEncoder().decode(document.text[start:stop])
 
 
 def test_the_answer_of_an_augmented_question_leads_back_to_the_tasks_own() -> None:
     """What a model answers is decoded, and the augmentation undone."""
     made = tasks(TRAINING, predictions=6, augment=ALL, encoder="spaces+shape", answers=True)
-    encoder = Encoder.parse("spaces+shape")
+    encoder = GridEncoder.parse("spaces+shape")
     answers: dict[tuple[str, int], set[Grid]] = {}
     for number in range(len(made)):
         document = made[number]
@@ -381,7 +382,7 @@ def test_another_process_makes_the_same_documents_of_the_corpus_name() -> None:
     assert source.length == 16
     here = digest_of(source.documents(0))
     code = (
-        "import sys\nfrom spile.corpus.programs.document import digest_of\n"
+        "import sys\nfrom spile.corpus.programs.program import digest_of\n"
         "from spile.corpus.programs.program import Program\n"
         "source = Program.parse(sys.argv[1]).open()\n"
         "print(digest_of(source.documents(0)), len(list(source.ranges(2000))))\n"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from remote import upload
 from spile.core.errors import InputError
-from spile.corpus.programs.arc_files import Pair, Task, read_tasks
+from spile.corpus.programs.arc import Pair, Task, read_tasks
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "arc"
 LAYOUTS = ("training", "made_challenges.json", "tasks.jsonl")

@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spile.core.errors import ConfigError, DataError, InputError
-from spile.corpus.programs.document import Document
-from spile.corpus.programs.program import Program, is_program
-from spile.corpus.programs.source import Range, Source
+from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range, is_program
 
 COUNTING = """
 class ByNumber:
@@ -50,12 +48,12 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
     return written
 
 
-def opened(name: str | Path, **columns: Any) -> Source:
+def opened(name: str | Path, **columns: Any) -> ProgramSource:
     assert is_program(str(name))
     return Program.parse(str(name)).open(**columns)
 
 
-def numbers(documents: list[Document]) -> list[int]:
+def numbers(documents: list[ProgramDocument]) -> list[int]:
     return [document.metadata["n"] for document in documents]
 
 
@@ -71,8 +69,8 @@ def numbers(documents: list[Document]) -> list[int]:
         ("/d/p.py:g", "/d/p.py", "g", {}),
         ("/d/p.py(x='a.py:f(1)')", "/d/p.py", "create_dataset", {"x": "a.py:f(1)"}),
         ("/d.py/a (b).py:g(x=')')", "/d.py/a (b).py", "g", {"x": ")"}),
-        ("arc:/d/tasks", "spile.corpus.programs.arc", "tasks", {"path": "/d/tasks"}),
-        ("arc:gs://b/t.jsonl(seed=3)", "spile.corpus.programs.arc", "tasks",
+        ("arc:/d/tasks", "spile.data.arc", "tasks", {"path": "/d/tasks"}),
+        ("arc:gs://b/t.jsonl(seed=3)", "spile.data.arc", "tasks",
          {"path": "gs://b/t.jsonl", "seed": 3}),
     ],
 )  # fmt: skip

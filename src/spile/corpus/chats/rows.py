@@ -15,7 +15,7 @@ from spile.core.config import Recipe, canonical_json, flag_of
 from spile.core.errors import ConfigError, InputError
 from spile.core.index import ROLES
 from spile.corpus.chats.template import ChatTemplate, read_template
-from spile.corpus.programs.document import Document
+from spile.corpus.programs.program import ProgramDocument
 from spile.objects.paths import AnyPath
 
 _log = logging.getLogger("spile")
@@ -130,7 +130,7 @@ def joined(pieces: tuple[tuple[str, str], ...]) -> Text:
     return Text(text, tuple(roles))
 
 
-def of_program(document: Document, reading: "Reading | None") -> Text:
+def of_program(document: ProgramDocument, reading: "Reading | None") -> Text:
     """Raises Unusable, or ValueError where a template is needed and none is known."""
     if document.messages:
         if not isinstance(reading, Chats):

@@ -75,7 +75,7 @@ class _Run:
 _run: ContextVar[_Run] = ContextVar("run")
 
 
-class Program:
+class CompiledTemplate:
     """A compiled template.
 
     Attributes:

@@ -79,7 +79,7 @@ class ChatTemplate:
             ) from None
         self._generated = sandbox.GENERATED
         try:
-            self._program = sandbox.Program(text, date)
+            self._program = sandbox.CompiledTemplate(text, date)
         except Exception as error:  # a stranger's program: it may raise anything
             raise self._failure(error) from None
 

@@ -21,6 +21,7 @@ import xxhash
 
 from spile.core.errors import DataError, InputError
 from spile.corpus.formats.columns import (
+    ColumnKinds,
     check_columns,
     kept_rows,
     leaf,
@@ -28,7 +29,6 @@ from spile.corpus.formats.columns import (
     rows_of,
     text_column,
 )
-from spile.corpus.formats.kinds import ColumnKinds
 from spile.corpus.formats.parquet import TEXT
 from spile.objects.paths import AnyPath
 
@@ -42,7 +42,7 @@ _ROWS = 1024  # made into Python values at a time
 
 
 @dataclass(frozen=True)
-class Batch:
+class RecordBatchPlace:
     """A record batch: its rows, its bytes, and where in the file it is."""
 
     rows: int
@@ -85,7 +85,7 @@ def batches(
     *,
     also: Sequence[str] = (),
     known: ColumnKinds | None = None,
-) -> Iterator[Batch]:
+) -> Iterator[RecordBatchPlace]:
     """The record batches of a file that has the text column, or some others; as in Parquet."""
     with _refusing(path), path.open("rb") as stream:
         messages = _messages(stream)
@@ -96,14 +96,16 @@ def batches(
                 raise ValueError("it holds dictionaries")
             if each.kind == _BATCH:
                 digest = xxhash.xxh3_128_hexdigest(each.header)
-                yield Batch(each.rows, each.stop - each.start, each.start, each.stop, digest)
+                yield RecordBatchPlace(
+                    each.rows, each.stop - each.start, each.start, each.stop, digest
+                )
 
 
 def read_rows(
     path: AnyPath,
     wanted: str | None,
     columns: Sequence[str],
-    batch: Batch,
+    batch: RecordBatchPlace,
     first: int,
     count: int,
     *,

@@ -17,7 +17,7 @@ _BOM = b"\xef\xbb\xbf"
 _BEFORE = 1 << 20  # bytes of white space before the array
 
 
-class Piece(NamedTuple):
+class JsonPiece(NamedTuple):
     """An element, or some of one that is too large to be held."""
 
     start: int  # in the file
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
         return self.start + len(self.data)
 
 
-def pieces(where: str, chunks: Iterator[bytes], whole: int) -> Iterator[Piece]:
+def pieces(where: str, chunks: Iterator[bytes], whole: int) -> Iterator[JsonPiece]:
     """The elements of the one array that a file holds, in order; a comma is between two.
 
     One of more than `whole` bytes comes in several pieces, of which only the last `ends`.
@@ -55,7 +55,7 @@ def pieces(where: str, chunks: Iterator[bytes], whole: int) -> Iterator[Piece]:
             token, at = mark[1], mark.end()
             if depth == 0:
                 if token != b"[" or buffer[: at - 1].removeprefix(_BOM).strip(_SPACE):
-                    raise _no_array(where)
+                    raise _no_array_error(where)
                 begun, depth = at, 1
             elif token == b'"':
                 inside = True
@@ -67,7 +67,7 @@ def pieces(where: str, chunks: Iterator[bytes], whole: int) -> Iterator[Piece]:
             if ends or (depth == 1 and token == b","):
                 data = buffer[begun : at - 1]
                 if solid or data.strip(_SPACE):
-                    yield Piece(base + begun, data, ends=True)
+                    yield JsonPiece(base + begun, data, ends=True)
                     some = True
                 elif not ends or some:
                     raise InputError(f"{where}: an element is missing before byte {base + at}")
@@ -78,16 +78,16 @@ def pieces(where: str, chunks: Iterator[bytes], whole: int) -> Iterator[Piece]:
                 return
         if depth == 0:
             if len(buffer) > _BEFORE:
-                raise _no_array(where)
+                raise _no_array_error(where)
             continue
         if solid or at - begun > whole:
             data = buffer[begun:at]
             solid = solid or bool(data.strip(_SPACE))
-            yield Piece(base + begun, data, ends=False)
+            yield JsonPiece(base + begun, data, ends=False)
             begun = at
         buffer, base, at, begun = buffer[begun:], base + begun, at - begun, 0
     raise InputError(f"{where}: holds no JSON array, or it does not end; is the file whole?")
 
 
-def _no_array(where: str) -> InputError:
+def _no_array_error(where: str) -> InputError:
     return InputError(f"{where}: holds no JSON array (one row a line is .jsonl)")

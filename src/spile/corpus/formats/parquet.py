@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from spile.core.errors import InputError
 from spile.corpus.formats.columns import (
+    ColumnKinds,
     check_columns,
     kept_rows,
     leaf,
@@ -21,7 +22,6 @@ from spile.corpus.formats.columns import (
     text_column,
     text_values,
 )
-from spile.corpus.formats.kinds import ColumnKinds
 from spile.corpus.select import TOO_LARGE, ColumnFilter
 from spile.objects.paths import AnyPath
 

@@ -4,32 +4,40 @@
     path/to/file.py[:function][(argument=value, ...)]      without a name: create_dataset
     arc:path/to/tasks[(argument=value, ...)]               short for spile.data.arc:tasks
 
-It returns documents (see `document.py`) that can be iterated over, or asked for by number as the
-sources of Grain and TFDS can. It must give the same ones whenever it is called: what was hashed
-when the corpus was cut is compared with what is read afterwards.
+It returns documents that can be iterated over, or asked for by number as the sources of Grain and
+TFDS can. It must give the same ones whenever it is called: what was hashed when the corpus was cut
+is compared with what is read afterwards, in this process or another.
+
+A document is a text, or a mapping with one of `text`, `messages` (for a chat template) and
+`segments` (pieces with roles, which joined are the text); the mapping's other keys are metadata.
 """
 
 import ast
 import importlib
 import inspect
+import itertools
+import json
+import math
+import operator
 import os
 import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import xxhash
 
-from spile.core.errors import ConfigError, InputError, SpileError
+from spile.core.config import canonical_json
+from spile.core.errors import ConfigError, DataError, InputError, SpileError
 from spile.core.identity import full_digest
-from spile.corpus.formats.built import is_built
-from spile.corpus.programs.document import clean
-from spile.corpus.programs.source import Source, guarded, said
+from spile.core.index import ROLES
+from spile.objects.hub.names import BUILT
 
 _DEFAULT = "create_dataset"
 # Programs of our own: module, function, and the argument that follows the colon. These names are
@@ -42,6 +50,354 @@ _FILE = re.compile(rf"(.+?\.py)(?::({_NAME}))?(\(.*\))?", re.DOTALL)
 _MODULE = re.compile(rf"({_NAME}(?:\.{_NAME})*):({_NAME})(\(.*\))?", re.DOTALL)
 _MAX_CHARACTERS = 10_000
 _MAX_SHOWN = 200  # of them, in a message
+_KINDS = {
+    "text": "a text",
+    "messages": "a list of mappings, each with a role",
+    "segments": f"a list of [role, text], the role one of {', '.join(ROLES)}",
+}
+_MAX_DEPTH = 32
+_LIMIT = 1 << 63
+_SHOWN = 12  # of keys, in a message
+_SAMPLE_DOCS = 256
+_SAMPLE_BYTES = 1 << 22
+_END = object()
+
+
+@dataclass(frozen=True)
+class ProgramDocument:
+    """What a program gave.
+
+    Attributes:
+        text: None where messages take its place, or where the program gave nothing.
+        segments: role and text of each piece; joined they are the text. Empty if not given so.
+        messages: a chat, of which the model's template makes a text. Empty if not given so.
+        metadata: all other keys, as JSON has them.
+    """
+
+    text: str | None
+    segments: tuple[tuple[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def roles(self) -> tuple[tuple[int, int, str], ...]:
+        """Which characters of the text are whose: start, stop and role of each segment."""
+        stops = list(itertools.accumulate(len(text) for _, text in self.segments))
+        places = zip([0, *stops], stops, self.segments, strict=False)
+        return tuple((start, stop, role) for start, stop, (role, _) in places)
+
+    def canonical(self) -> bytes:
+        """All of it, in the one spelling that hashes and sizes are of."""
+        parts = [self.text, self.segments, self.messages, self.metadata]
+        return canonical_json(parts)
+
+
+def digest_of(documents: Iterable[ProgramDocument]) -> str:
+    """A hash of documents and their order."""
+    digest = xxhash.xxh3_128()
+    for document in documents:
+        hash_into(digest, document)
+    return digest.hexdigest()
+
+
+def hash_into(digest: xxhash.xxh3_128, document: ProgramDocument) -> int:
+    """Add a document to a hash; returns its size in bytes."""
+    data = document.canonical()
+    digest.update(data + b"\n")  # which its JSON has nowhere
+    return len(data)
+
+
+def checked_document(
+    where: str, value: Any, text_column: str | None = None, messages_column: str | None = None
+) -> ProgramDocument:
+    """A document of what was given as one; a column's name chooses among a mapping's keys.
+
+    Raises:
+        InputError: begins with `where`.
+    """
+    if value is None or isinstance(value, str | bytes):
+        return ProgramDocument(clean(where, value))
+    if not isinstance(value, Mapping):
+        raise InputError(
+            f"{where}: is {type(value).__name__}; a document is a text, or a mapping with "
+            f"{', '.join(_KINDS)}"
+        )
+    fields: dict[str, Any] = clean(where, cast(Any, value))
+    kind, key = _kind(where, fields, {"text": text_column, "messages": messages_column})
+    content: Any = fields.pop(key)
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a text may be counted and left out; what describes it may not
+        raise InputError(f"{where}: its metadata is not UTF-8 text; leave it out") from None
+    if kind == "text" and (content is None or isinstance(content, str)):
+        return ProgramDocument(content, metadata=fields)
+    if kind == "messages" and _are_messages(content):
+        return ProgramDocument(None, messages=tuple(content), metadata=fields)
+    if kind == "segments" and _are_segments(content):
+        segments = tuple((role, text) for role, text in content)
+        return ProgramDocument("".join(text for _, text in segments), segments, metadata=fields)
+    raise InputError(f"{where}: {key!r} is not {_KINDS[kind]}")
+
+
+def _kind(
+    where: str, fields: Mapping[str, Any], columns: Mapping[str, str | None]
+) -> tuple[str, str]:
+    """Which of the three a mapping is, and the key that holds it."""
+    found = [(kind, column) for kind, column in columns.items() if column]
+    found = found or [(key, key) for key in _KINDS if key in fields]
+    if len(found) == 1 and found[0][1] in fields:
+        return found[0]
+    has = ", ".join(map(repr, list(fields)[:_SHOWN])) or "no keys"
+    wanted = repr(found[0][1]) if len(found) == 1 else f"one of {', '.join(_KINDS)}"
+    raise InputError(
+        f"{where}: has {has}; it must have {wanted}: choose with --text-column or --messages"
+    )
+
+
+def _are_messages(value: Any) -> bool:
+    parts = cast(list[Any], value) if isinstance(value, list) else []
+    return bool(parts) and all(
+        isinstance(part, dict) and isinstance(cast(dict[str, Any], part).get("role"), str)
+        for part in parts
+    )
+
+
+def _are_segments(value: Any) -> bool:
+    parts = cast(list[Any], value) if isinstance(value, list) else [None]
+    for part in parts:
+        match part:
+            case [str(role), str()] if role in ROLES:
+                continue
+            case _:
+                return False
+    return True
+
+
+def clean(where: str, value: Any, depth: int = 0) -> Any:
+    """A value as JSON has it: numpy's become Python's, bytes are UTF-8, tuples are lists.
+
+    Bytes that are not UTF-8 become lone surrogates, as in a text that JSON spelled so.
+    """
+    if depth > _MAX_DEPTH:
+        raise InputError(f"{where}: nested too deeply: {_MAX_DEPTH} levels at most")
+    match value:
+        case np.generic() | np.ndarray():
+            return clean(where, cast(Any, value).tolist(), depth + 1)
+        case None | bool() | str():
+            return value
+        case int() if -_LIMIT <= value < _LIMIT:
+            return int(value)
+        case float() if math.isfinite(value):
+            return float(value)
+        case bytes():
+            return value.decode("utf-8", "surrogateescape")
+        case list() | tuple():
+            return [clean(where, part, depth + 1) for part in cast(list[Any], value)]
+        case Mapping():
+            parts = cast(Mapping[Any, Any], value)
+            if all(isinstance(key, str) for key in parts):
+                return {
+                    str(key): clean(f"{where}: {key!r}", part, depth + 1)
+                    for key, part in parts.items()
+                }
+            raise InputError(f"{where}: has keys that are not texts")
+        case _:
+            raise InputError(
+                f"{where}: holds {type(value).__name__} that JSON cannot: leave it out, or give "
+                "text, numbers below 2**63, or lists and mappings of them"
+            )
+
+
+@dataclass(frozen=True)
+class Range:
+    """Consecutive documents: about `size` bytes of them, and a hash to know them by."""
+
+    first: int
+    count: int
+    size: int
+    digest: str
+
+
+class ProgramSource:
+    """An opened program's documents, numbered from 0.
+
+    Attributes:
+        length: how many there are; None where they can only be read in order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[[], Any],
+        described: Mapping[str, Any],
+        text_column: str | None,
+        messages_column: str | None,
+    ) -> None:
+        """What `call` returns; `described` is its identity, if it has none of its own."""
+        self.name = name
+        self._function, self._described = call, described
+        self._columns = (text_column, messages_column)
+        self._given = self._call()
+        self._iterator: Iterator[Any] | None = None
+        self._position = 0
+        self.length: int | None = None
+        if _by_number(self._given):
+            self.length = guarded(f"{name}: len()", len, self._given)
+        else:
+            self._iterator = guarded(name, iter, self._given)
+
+    def close(self) -> None:
+        close = getattr(self._iterator, "close", None)  # of a generator, or a file
+        if callable(close):
+            guarded(self.name, close)
+        self._iterator = None
+
+    def identity(self) -> tuple[str, ...]:
+        """What the program is, for the recipe: paths are no part of it.
+
+        Its name, arguments and source file; or its name, and what `identity()` of that which it
+        returned says, if it has such a method.
+        """
+        parts = {**self._described}
+        own = getattr(self._given, "identity", None)
+        if callable(own):
+            where = f"{self.name}: identity()"
+            said_itself = clean(where, guarded(where, own))
+            if not isinstance(said_itself, dict):
+                raise InputError(f"{where} must return a mapping of JSON values")
+            parts = {"program": parts["program"], **cast(dict[str, Any], said_itself)}
+        return tuple(f"{key} {canonical_json(parts[key]).decode()}" for key in sorted(parts))
+
+    def sample(self) -> tuple[list[ProgramDocument], int]:
+        """Some documents, spread evenly where they can be asked for, and their size in bytes."""
+        if self.length is None:
+            found = self.documents(0)
+        else:
+            count = min(self.length, _SAMPLE_DOCS)
+            found = (self._document(i * self.length // count) for i in range(count))
+        documents: list[ProgramDocument] = []
+        size = 0
+        for document in itertools.islice(found, _SAMPLE_DOCS):
+            documents.append(document)
+            size += len(document.canonical())
+            if size >= _SAMPLE_BYTES:
+                break
+        return documents, size
+
+    def ranges(
+        self, size: int, max_docs: int | None = None, heed: Callable[[], None] = lambda: None
+    ) -> Iterator[Range]:
+        """All documents, in ranges of about `size` bytes each.
+
+        Where documents can only be read in order this is a whole pass, in which each is hashed;
+        else only the first and the last of a range are, and sizes are estimated from a sample.
+        `heed` is called for every document or range, and may raise to stop the pass.
+        """
+        if self.length is None:
+            yield from self._counted(size, max_docs, heed)
+            return
+        sampled, total = self.sample()
+        each = max(1, total // max(1, len(sampled)))
+        stop = self.length if max_docs is None else min(self.length, max_docs)
+        step = max(1, -(-size // each))
+        for first in range(0, stop, step):
+            heed()
+            part = self.part(first, min(step, stop - first))
+            yield replace(part, size=part.count * each)
+
+    def part(self, first: int, count: int) -> Range:
+        """So many documents of those with numbers; nothing is known of their size."""
+        ends = [self._document(first), self._document(first + count - 1)]
+        return Range(first, count, 0, digest_of(ends))
+
+    def read(self, wanted: Range) -> list[ProgramDocument]:
+        """The documents of a range, which must be those that it was made of."""
+        documents = list(itertools.islice(self.documents(wanted.first), wanted.count))
+        hashed = documents if self.length is None else [*documents[:1], *documents[-1:]]
+        if len(documents) != wanted.count or digest_of(hashed) != wanted.digest:
+            last = wanted.first + wanted.count - 1
+            raise DataError(
+                f"{self.name}: documents {wanted.first} to {last} are not those it gave when "
+                "the corpus was cut; a program must give the same ones whenever it is called: sort "
+                "what has no order, seed within the function what is random"
+            )
+        return documents
+
+    def documents(self, first: int) -> Iterator[ProgramDocument]:
+        """Those from a number on."""
+        if self.length is not None:
+            yield from map(self._document, range(first, self.length))
+            return
+        if self._iterator is None or self._position > first:
+            self.close()
+            self._given = self._call()
+            self._iterator, self._position = guarded(self.name, iter, self._given), 0
+        while (value := self._next()) is not _END:
+            if self._position > first:
+                yield self._checked(self._position - 1, value)
+
+    def _call(self) -> Any:
+        given = guarded(self.name, self._function)
+        kind, many = type(given).__name__, _by_number(given) or hasattr(given, "__iter__")
+        if isinstance(given, str | bytes | Mapping) or not many:
+            raise InputError(
+                f"{self.name}: returned {kind}; it must return documents: something to iterate "
+                "over, or with __len__ and __getitem__"
+            )
+        return given
+
+    def _next(self) -> Any:
+        value = guarded(self._where(self._position), next, self._iterator, _END)
+        self._position += value is not _END
+        return value
+
+    def _document(self, number: int) -> ProgramDocument:
+        value = guarded(self._where(number), operator.getitem, self._given, number)
+        return self._checked(number, value)
+
+    def _checked(self, number: int, value: Any) -> ProgramDocument:
+        return checked_document(self._where(number), value, *self._columns)
+
+    def _where(self, number: int) -> str:
+        return f"{self.name}: document {number}"
+
+    def _counted(
+        self, size: int, max_docs: int | None, heed: Callable[[], None]
+    ) -> Iterator[Range]:
+        first = count = reached = 0
+        digest = xxhash.xxh3_128()
+        for document in itertools.islice(self.documents(0), max_docs):
+            heed()
+            count, reached = count + 1, reached + hash_into(digest, document)
+            if reached >= size:
+                yield Range(first, count, reached, digest.hexdigest())
+                first, count, reached = first + count, 0, 0
+                digest = xxhash.xxh3_128()
+        if count:
+            yield Range(first, count, reached, digest.hexdigest())
+
+
+def _by_number(given: Any) -> bool:
+    return hasattr(given, "__len__") and hasattr(given, "__getitem__")
+
+
+def guarded(where: str, call: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """Call what is not ours; whatever it raises is one line."""
+    try:
+        return call(*args, **options)
+    except SpileError:
+        raise
+    except (Exception, SystemExit) as error:  # a script may end itself
+        raise InputError(f"{where}: {said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """What an exception is and says, in one line."""
+    try:
+        lines = str(error).split("\n")
+    except Exception:  # an exception of someone else's may fail to say what it is
+        lines = [""]
+    return f"{type(error).__name__}: {lines[0][:200]}".removesuffix(": ")
 
 
 @dataclass(frozen=True)
@@ -87,7 +443,9 @@ class Program:
         """Whether it is one of Spile's own: no other may be run because a store names it."""
         return (self.where, self.function) in [target[:2] for target in _ALIASES.values()]
 
-    def open(self, text_column: str | None = None, messages_column: str | None = None) -> Source:
+    def open(
+        self, text_column: str | None = None, messages_column: str | None = None
+    ) -> ProgramSource:
         """Load the function and call it. A column takes the place of the keys documents have."""
         function = self._load()
         name = f"--corpus {self.name}"
@@ -97,7 +455,7 @@ class Program:
             "source": _source_digest(function),
         }
         call = partial(function, **self.arguments)
-        return Source(name, call, described, text_column, messages_column)
+        return ProgramSource(name, call, described, text_column, messages_column)
 
     def _load(self) -> Callable[..., Any]:
         by_path = self.where.endswith(".py")
@@ -123,7 +481,7 @@ class Program:
 def is_program(corpus: str) -> bool:
     """Whether a corpus's name is one of a program: not a file, a URL or a dataset of the Hub."""
     head = corpus.partition("(")[0]
-    if is_built(corpus):
+    if corpus.startswith(BUILT):
         return False
     if _ALIAS.fullmatch(corpus) or _MODULE.fullmatch(corpus):
         return True

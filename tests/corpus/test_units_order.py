@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spile.core.errors import ConfigError, DataError, InputError
-from spile.corpus import order
+from spile.corpus import units as order
 from spile.corpus.files import Span, find_files
 from spile.corpus.reader import DUPLICATE, CorpusReader
 from spile.corpus.units import Unit, make_units, without_duplicates

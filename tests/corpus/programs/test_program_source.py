@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spile.core.errors import DataError, InputError, Interrupted
-from spile.corpus.programs.document import Document
-from spile.corpus.programs.source import Source
+from spile.corpus.programs.program import ProgramDocument, ProgramSource
 
 
 def made(count: int) -> Iterator[dict[str, Any]]:
@@ -22,12 +21,12 @@ def made(count: int) -> Iterator[dict[str, Any]]:
 FORMS: dict[str, Callable[[Any], Any]] = {"in order": iter, "by number": list}
 
 
-def source_of(call: Callable[[], Any], **columns: Any) -> Source:
+def source_of(call: Callable[[], Any], **columns: Any) -> ProgramSource:
     given = {"text_column": None, "messages_column": None, **columns}
-    return Source("the program", call, {"program": "p", "source": "s"}, **given)
+    return ProgramSource("the program", call, {"program": "p", "source": "s"}, **given)
 
 
-def numbers(documents: list[Document]) -> list[int]:
+def numbers(documents: list[ProgramDocument]) -> list[int]:
     return [document.metadata["n"] for document in documents]
 
 

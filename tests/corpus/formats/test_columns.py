@@ -10,7 +10,7 @@ import pytest
 
 from spile.core.errors import InputError
 from spile.corpus.files import find_files
-from spile.corpus.formats.kinds import value_at
+from spile.corpus.formats.columns import value_at
 from spile.corpus.reader import CorpusReader
 from spile.corpus.select import ColumnFilter
 from texts import read, units_of, write_parquet

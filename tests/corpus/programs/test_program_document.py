@@ -7,42 +7,42 @@ import numpy as np
 import pytest
 
 from spile.core.errors import InputError
-from spile.corpus.programs.document import Document, checked_document, digest_of
+from spile.corpus.programs.program import ProgramDocument, checked_document, digest_of
 
 
 @pytest.mark.parametrize(
     ("given", "document"),
     [
-        ("a text", Document("a text")),
-        ("", Document("")),
-        (None, Document(None)),
-        ("é🌳".encode(), Document("é🌳")),
-        ({"text": "x"}, Document("x")),
-        ({"text": None, "n": 1}, Document(None, metadata={"n": 1})),
-        ({"text": b"x", "label": np.int64(3)}, Document("x", metadata={"label": 3})),
+        ("a text", ProgramDocument("a text")),
+        ("", ProgramDocument("")),
+        (None, ProgramDocument(None)),
+        ("é🌳".encode(), ProgramDocument("é🌳")),
+        ({"text": "x"}, ProgramDocument("x")),
+        ({"text": None, "n": 1}, ProgramDocument(None, metadata={"n": 1})),
+        ({"text": b"x", "label": np.int64(3)}, ProgramDocument("x", metadata={"label": 3})),
         (
             {"text": np.str_("x"), "tags": np.array([b"a", b"b"], object), "p": np.float32(0.5)},
-            Document("x", metadata={"tags": ["a", "b"], "p": 0.5}),
+            ProgramDocument("x", metadata={"tags": ["a", "b"], "p": 0.5}),
         ),
         (
             {"segments": [["user", "2+2="], ("assistant", "4")], "deep": {"a": (1, [None, True])}},
-            Document(
+            ProgramDocument(
                 "2+2=4",
                 (("user", "2+2="), ("assistant", "4")),
                 metadata={"deep": {"a": [1, [None, True]]}},
             ),
         ),
-        ({"segments": []}, Document("")),
+        ({"segments": []}, ProgramDocument("")),
         (
             {"messages": [{"role": "user", "content": b"hi"}, {"role": "tool", "calls": [1]}]},
-            Document(
+            ProgramDocument(
                 None,
                 messages=({"role": "user", "content": "hi"}, {"role": "tool", "calls": [1]}),
             ),
         ),
     ],
 )
-def test_what_is_given_becomes_a_document(given: Any, document: Document) -> None:
+def test_what_is_given_becomes_a_document(given: Any, document: ProgramDocument) -> None:
     assert checked_document("here", given) == document
 
 

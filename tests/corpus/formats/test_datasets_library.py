@@ -20,8 +20,8 @@ from hub_network import Network
 from hub_server import Hub
 from spile.core.errors import ConfigError, DataError, Interrupted, SpileError, StoreError
 from spile.corpus.files import find_files
-from spile.corpus.formats import built
-from spile.corpus.formats.built import build
+from spile.corpus.formats import datasets_library as built
+from spile.corpus.formats.datasets_library import build
 from spile.corpus.programs.program import is_program
 from spile.objects.hub.names import continued, pinned
 from texts import read
@@ -38,7 +38,7 @@ configs:
 """
 BUILDING = """
 import sys
-from spile.corpus.formats.built import build
+from spile.corpus.formats.datasets_library import build
 print(build(*sys.argv[1:]).identity)
 """
 
