@@ -168,7 +168,10 @@ def test_adding_a_family_takes_at_most_sixty_lines_of_data() -> None:
 
 
 def test_the_table_is_data() -> None:
-    """No function, no branch, no loop but comprehensions: a row cannot do anything."""
+    """Beside the type of a row: no function, branch or loop but comprehensions."""
     tree = ast.parse((MODELS / "config/families.py").read_text())
     kinds = (ast.FunctionDef, ast.Lambda, ast.If, ast.IfExp, ast.For, ast.While, ast.ClassDef)
+    [family] = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert all(isinstance(node, ast.AnnAssign | ast.Expr) for node in family.body), family.name
+    tree.body.remove(family)
     assert not [node for node in ast.walk(tree) if isinstance(node, kinds)]

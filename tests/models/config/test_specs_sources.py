@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.models.config.families import fused, linears, named, norms
-from spile.models.config.specs import ParamSpec, TensorSource
+from spile.models.config.specs import ParamSpec, TensorSource, fused, linears, named, norms
 
 HEAD_DIM = 3
 

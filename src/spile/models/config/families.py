@@ -9,31 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from spile.models.config.specs import TensorSource
-
-
-def named(stem: str, **names: str) -> dict[str, TensorSource]:
-    """Our name -> the tensor's, after a common stem."""
-    return {ours: TensorSource(stem + theirs) for ours, theirs in names.items()}
-
-
-def fused(
-    name: str, *parts: str, by: str = "part", transposed: bool = False
-) -> dict[str, TensorSource]:
-    """One tensor that holds several of our arrays."""
-    return {part: TensorSource(name, parts, by, transposed) for part in parts}
-
-
-def linears(stem: str, **names: str) -> dict[str, TensorSource]:
-    """Layers with a matrix and, where the model has one, a bias: `wq` and `bq`."""
-    both = {f"w{ours}": f"{theirs}.weight" for ours, theirs in names.items()}
-    return named(stem, **both, **{f"b{n}": f"{theirs}.bias" for n, theirs in names.items()})
-
-
-def norms(stem: str, **names: str) -> dict[str, TensorSource]:
-    both = {ours: f"{theirs}.weight" for ours, theirs in names.items()}
-    return named(stem, **both, **{f"{n}_bias": f"{theirs}.bias" for n, theirs in names.items()})
-
+from spile.models.config.specs import TensorSource, fused, linears, named, norms
 
 LAYER = "layers.{layer}."
 LLAMA_WEIGHTS: Mapping[str, TensorSource] = {

@@ -158,3 +158,26 @@ class TensorSource:
 def _out_axis(spec: ParamSpec) -> int:
     """The axis along which arrays are fused: what comes out of the layer."""
     return 1 if spec.axes[0] == "experts" else 0
+
+
+def named(stem: str, **names: str) -> dict[str, TensorSource]:
+    """Our name -> the tensor's, after a common stem."""
+    return {ours: TensorSource(stem + theirs) for ours, theirs in names.items()}
+
+
+def fused(
+    name: str, *parts: str, by: str = "part", transposed: bool = False
+) -> dict[str, TensorSource]:
+    """One tensor that holds several of our arrays."""
+    return {part: TensorSource(name, parts, by, transposed) for part in parts}
+
+
+def linears(stem: str, **names: str) -> dict[str, TensorSource]:
+    """Layers with a matrix and, where the model has one, a bias: `wq` and `bq`."""
+    both = {f"w{ours}": f"{theirs}.weight" for ours, theirs in names.items()}
+    return named(stem, **both, **{f"b{n}": f"{theirs}.bias" for n, theirs in names.items()})
+
+
+def norms(stem: str, **names: str) -> dict[str, TensorSource]:
+    both = {ours: f"{theirs}.weight" for ours, theirs in names.items()}
+    return named(stem, **both, **{f"{n}_bias": f"{theirs}.bias" for n, theirs in names.items()})
