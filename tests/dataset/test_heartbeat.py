@@ -12,7 +12,7 @@ import pytest
 
 import stored
 from spile.dataset import format as fmt
-from spile.dataset.heartbeat import Presence, process_ended, read_workers
+from spile.dataset.heartbeat import HeartbeatObserver, Presence, process_ended, read_workers
 from spile.objects import LocalObjects
 
 
@@ -263,3 +263,21 @@ def test_torn_and_foreign_records_are_skipped(objects: LocalObjects) -> None:
 def test_an_empty_store_holds_nothing(objects: LocalObjects) -> None:
     assert Presence(objects, 30).held_by_others() == set()
     assert not objects.root.exists()
+
+
+def test_an_observer_counts_from_when_it_saw_a_counter_move(
+    clock: Callable[[float], None],
+) -> None:
+    observer = HeartbeatObserver(stale_after=30)
+    assert observer.silence("a") is None and not observer.is_stale("a")
+    observer.note("a", 1)
+    clock(29.0)
+    observer.note("a", 1)
+    assert observer.silence("a") == 29.0 and not observer.is_stale("a")
+    clock(1.0)
+    assert observer.is_stale("a")
+    observer.note("a", 2)
+    observer.note("b", 7)
+    assert observer.silence("a") == 0.0 and not observer.is_stale("a")
+    clock(30.0)
+    assert observer.is_stale("b") and not HeartbeatObserver().is_stale("b")

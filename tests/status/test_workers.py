@@ -15,13 +15,14 @@ import pytest
 import stored
 import tiny
 from spile.cli.look import status_text
+from spile.dataset.heartbeat import HeartbeatObserver
 from spile.status.status import Status, read_status
-from spile.status.workers import Observer, describe_workers, rate_of
+from spile.status.workers import describe_workers, rate_of
 
 SLICE = """
 import sys
 from pathlib import Path
-from spile.run.meter import Meter
+from spile.run.progress import Meter
 from spile.metrics import Counters
 from spile.objects import LocalObjects
 from spile.dataset.heartbeat import Presence
@@ -98,7 +99,7 @@ def test_slices_that_stand_still_have_failed_are_done_or_never_came(
     unfinished: stored.Stored,
 ) -> None:
     with started(unfinished.path, "0/4", "1/4", "2/4") as (still, failed, done):
-        observer = Observer(stale_after=3.0)
+        observer = HeartbeatObserver(stale_after=3.0)
 
         def look() -> Status:
             return read_status(unfinished.objects, observer)

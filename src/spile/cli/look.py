@@ -136,15 +136,15 @@ def add_watch(verbs: Verbs) -> None:
 
 
 def watch(arguments: argparse.Namespace) -> int:
+    from spile.dataset.heartbeat import HeartbeatObserver
     from spile.objects import open_objects
     from spile.status.status import read_status
-    from spile.status.workers import Observer
 
     for name in ("interval", "stale_after"):
         if not 0 < getattr(arguments, name) < 86400:
             raise ConfigError(f"--{name.replace('_', '-')} must be seconds, more than none")
     objects = open_objects(arguments.out)
-    observer = Observer(arguments.stale_after)
+    observer = HeartbeatObserver(arguments.stale_after)
     with contextlib.suppress(KeyboardInterrupt):  # looking is over; nothing was interrupted
         _watch(
             arguments.out,

@@ -7,6 +7,7 @@ known to be gone at once.
 """
 
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -26,13 +27,35 @@ _SETTLING_SECONDS = 0.2
 _LAST_WORDS = ("done", "failed", "stopped")
 
 
+class HeartbeatObserver:
+    """Remembers when each worker's counter last moved, by this process's clock alone."""
+
+    def __init__(self, stale_after: float = math.inf) -> None:
+        self._stale_after = stale_after
+        self._moved: dict[str, tuple[int, float]] = {}  # worker -> counter, when it last moved
+
+    def note(self, name: str, counter: int) -> None:
+        """Take in what a worker's record says now."""
+        known = self._moved.get(name)
+        if known is None or known[0] != counter:
+            self._moved[name] = (counter, time.monotonic())
+
+    def silence(self, name: str) -> float | None:
+        """Seconds since a worker's counter was seen to move; None if it was never noted."""
+        known = self._moved.get(name)
+        return None if known is None else time.monotonic() - known[1]
+
+    def is_stale(self, name: str) -> bool:
+        """Whether a worker has been silent for so long that it is taken for gone."""
+        return (self.silence(name) or 0.0) >= self._stale_after
+
+
 class Presence:
     """This worker's record, and what it sees of the others."""
 
     def __init__(self, objects: Objects, stale_after: float) -> None:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self.objects, self._stale_after = objects, stale_after
-        self._seen: dict[str, tuple[int, float]] = {}  # worker -> counter, when it last moved
+        self.objects, self._observer = objects, HeartbeatObserver(stale_after)
         self._left: set[str] = set()  # workers that have said their last word
         self._lock = threading.Lock()
         self._state: dict[str, Any] = {"state": "starting", "units": []}
@@ -114,12 +137,8 @@ class Presence:
     def _alive(self, name: str, record: Mapping[str, Any]) -> bool:
         if process_ended(record):
             return False
-        counter, now = record["counter"], time.monotonic()
-        known = self._seen.get(name)
-        if known is None or known[0] != counter:
-            self._seen[name] = (counter, now)
-            return True
-        return now - known[1] < self._stale_after
+        self._observer.note(name, record["counter"])
+        return not self._observer.is_stale(name)
 
     def _beat(self) -> None:
         while not self._stop.wait(_BEAT_SECONDS):

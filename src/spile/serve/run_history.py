@@ -15,6 +15,7 @@ from typing import Any
 
 from spile.core.errors import SpileError
 from spile.core.threads import mapped
+from spile.dataset.heartbeat import HeartbeatObserver
 from spile.dataset.ledger import Ledger
 from spile.objects import Objects
 from spile.status.status import Status, read_status
@@ -47,7 +48,7 @@ class RunHistory:
         self._samples: list[Seen] = []
         self._every = 1  # looks, of which one is kept
         self._looks = 0
-        self._beats: dict[str, tuple[Any, float]] = {}  # worker -> counter, when it last moved
+        self._observer = HeartbeatObserver()
         self._made: dict[int, tuple[float, int] | None] = {}  # unit -> when it was done, tokens
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="looking", daemon=True)
@@ -72,12 +73,11 @@ class RunHistory:
         with self._lock:
             status, samples = self._status, list(self._samples)
             made = sorted(each for each in self._made.values() if each is not None)
-            beats = dict(self._beats)
+            silence = {w["name"]: self._observer.silence(w["name"]) for w in status.workers}
         told = status.to_json()
-        now = time.monotonic()
         for worker in told["workers"]:
-            seen = beats.get(worker["name"])
-            worker["silent"] = round(now - seen[1], 1) if seen else None
+            seconds = silence[worker["name"]]
+            worker["silent"] = None if seconds is None else round(seconds, 1)
         # Workers may say how fast they are; else it is known by what becomes done.
         rate = told.get("rate") or _present_rate(samples)
         left = max(0, status.tokens_estimated - status.tokens)
@@ -118,9 +118,8 @@ class RunHistory:
             self._status = status
             self._made |= made
             for worker in status.workers:
-                name, counter = worker["name"], worker.get("counter")
-                if self._beats.get(name, (None,))[0] != counter:
-                    self._beats[name] = (counter, seen.clock)
+                if "counter" in worker:
+                    self._observer.note(worker["name"], worker["counter"])
             self._looks += 1
             if self._looks % self._every == 0 or not self._samples:
                 self._samples.append(seen)

@@ -6,10 +6,10 @@ from typing import Any
 
 from spile.core.threads import mapped
 from spile.dataset.format import Done, is_amount
-from spile.dataset.heartbeat import read_workers
+from spile.dataset.heartbeat import HeartbeatObserver, read_workers
 from spile.dataset.ledger import Ledger, Table, read_prediction
 from spile.objects import Objects
-from spile.status.workers import ALIVE, Observer, describe_workers, rate_of
+from spile.status.workers import ALIVE, describe_workers, rate_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Status:
         return asdict(self)
 
 
-def read_status(objects: Objects, observer: Observer | None = None) -> Status:
+def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> Status:
     """Add up what is done, and who is at work.
 
     `observer`: has looked before, and so can tell who has not moved since.

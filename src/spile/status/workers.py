@@ -12,7 +12,7 @@ from typing import Any
 
 from spile.dataset import format as fmt
 from spile.dataset.format import is_amount
-from spile.dataset.heartbeat import process_ended, rebooted
+from spile.dataset.heartbeat import HeartbeatObserver, process_ended, rebooted
 
 _MOST_SHARES = 10_000  # more are a stranger's joke
 ALIVE = ("running", "starting")
@@ -22,28 +22,8 @@ _PROGRESS = ("tokens", "documents", "units", "bytes", "durable", "rate", "averag
              "started", "updated")  # fmt: skip
 
 
-class Observer:
-    """Remembers when each worker's counter last moved."""
-
-    def __init__(self, stale_after: float) -> None:
-        self._stale_after = stale_after
-        self._seen: dict[str, tuple[int, float]] = {}
-
-    def unmoved(self, name: str, counter: int) -> float:
-        """Seconds since it was seen to move, by this process's clock."""
-        now = time.monotonic()
-        known = self._seen.get(name)
-        if known is None or known[0] != counter:
-            self._seen[name] = (counter, now)
-            return 0.0
-        return now - known[1]
-
-    def is_stale(self, seconds: float) -> bool:
-        return seconds >= self._stale_after
-
-
 def describe_workers(
-    records: Mapping[str, Mapping[str, Any]], observer: Observer | None = None
+    records: Mapping[str, Mapping[str, Any]], observer: HeartbeatObserver | None = None
 ) -> list[dict[str, Any]]:
     """One entry for each process, and for each share that nobody has taken."""
     found = [_describe(name, record, observer) for name, record in sorted(records.items())]
@@ -72,7 +52,9 @@ def rate_of(workers: Sequence[Mapping[str, Any]]) -> tuple[float | None, str | N
     return (sum(rates.values()) if rates else None), slowest
 
 
-def _describe(name: str, record: Mapping[str, Any], observer: Observer | None) -> dict[str, Any]:
+def _describe(
+    name: str, record: Mapping[str, Any], observer: HeartbeatObserver | None
+) -> dict[str, Any]:
     state = record.get("state", "unknown")
     told = {k: record[k] for k in _KEPT if k in record}
     told |= {k: 0 for k in ("units_done", "tokens") if k in told and not fmt.is_count(told[k])}
@@ -85,8 +67,9 @@ def _describe(name: str, record: Mapping[str, Any], observer: Observer | None) -
         if process_ended(record) or rebooted(record):
             worker["state"] = "dead"
         elif observer is not None:
-            worker["unmoved_seconds"] = observer.unmoved(name, record["counter"])
-            if observer.is_stale(worker["unmoved_seconds"]):
+            observer.note(name, record["counter"])
+            worker["unmoved_seconds"] = observer.silence(name)
+            if observer.is_stale(name):
                 worker["state"] = "stale"
     if "updated" in progress:
         worker["beat_age_seconds"] = max(0.0, time.time() - progress["updated"])
