@@ -7,10 +7,12 @@ from typing import Any
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
 
 import quick
 import tiny
+from spile.core.tensors import write_tensors
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -66,3 +68,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty short documents."""
     return tiny.write_corpus(tmp_path_factory.mktemp("corpus") / "docs.jsonl")
+
+
+@pytest.fixture(scope="session")
+def infinite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama; not finite are its embeddings of token 0, which also pads, and of BOS."""
+    directory = tiny.write_model(tmp_path_factory.mktemp("model") / "infinite")
+    tensors = tiny.random_tensors(tiny.CONFIG)
+    tensors["model.embed_tokens.weight"][0, :3] = [np.inf, -np.inf, np.nan]
+    tensors["model.embed_tokens.weight"][tiny.BOS, 5] = np.inf
+    (directory / "model.safetensors").unlink()
+    write_tensors(directory / "model.safetensors", tensors)
+    return directory

@@ -32,7 +32,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
     found = Shown(counters, 10_100_000)
     now = [1000.0]
     clock = type("Clock", (), {"monotonic": lambda: now[0], "time": lambda: now[0]})
-    monkeypatch.setattr("spile.run.meter.time", clock)
+    monkeypatch.setattr("spile.run.progress.time", clock)
     counters.add(tokens=23_000)
     found.line(80)
     now[0] += 9.0

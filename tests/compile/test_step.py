@@ -16,7 +16,7 @@ import saes
 import tiny
 from spile.cli.model import compile_text
 from spile.compile.step import Question, compile_step
-from spile.compile.targets import Target, find_target
+from spile.compile.targets import CompileTarget, find_target
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.models.config.hf_config import read_config
@@ -164,7 +164,7 @@ def test_a_program_that_the_compiler_refuses_for_its_size_does_not_fit(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chip = parse_topology("v5e-4").chip
-    target = Target("v5e-4", chip, jax.devices()[:1], 1, "libtpu")
+    target = CompileTarget("v5e-4", chip, jax.devices()[:1], 1, "libtpu")
     recipe = Recipe(taps="resid_post:0", seq_len=16)
     question = Question(read_arch(str(config)), recipe, Runtime(batch_tokens=32), target)
     said = "RESOURCE_EXHAUSTED: CompileTimeHbmOom: Used 20.1G, exceeds available HBM (15.75G)"
@@ -186,7 +186,7 @@ def test_a_program_that_the_compiler_refuses_for_its_size_does_not_fit(
 def pretended(topology: str, name: str, taps: str = "resid_post:-1", **given: Any) -> Question:
     """A question whose devices are never used: only their number matters."""
     wanted = parse_topology(topology)
-    target = Target(topology, wanted.chip, [None] * wanted.chips, wanted.hosts, "cpu")
+    target = CompileTarget(topology, wanted.chip, [None] * wanted.chips, wanted.hosts, "cpu")
     arch = read_config(json.loads((CONFIGS / f"{name}.json").read_text()), name)[1]
     return Question(arch, Recipe(taps=taps), Runtime(**given), target)
 

@@ -9,11 +9,11 @@ import pytest
 
 from spile.dataset.heartbeat import Presence
 from spile.objects import open_objects
-from spile.run.rank import Place
+from spile.run.rank import Rank
 from worlds import ABORTED, Member, planted, runs, wait_until
 
-PLACE = Place("127.0.0.1:9", 3, 0)
-JOINED = ("--coordinator", PLACE.coordinator, "--num-processes", "3", "--process-id", "0")
+RANK = Rank("127.0.0.1:9", 3, 0)
+JOINED = ("--coordinator", RANK.coordinator, "--num-processes", "3", "--process-id", "0")
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_world_that_had_begun_its_work_misses_nobody(
         "from spile.objects import open_objects\n"
         "from spile.dataset.heartbeat import Presence\n"
         f"presence = Presence(open_objects({str(tmp_path / 'out')!r}), 30)\n"
-        f"world = {{'coordinator': {PLACE.coordinator!r}, 'process': 0}}\n"
+        f"world = {{'coordinator': {RANK.coordinator!r}, 'process': 0}}\n"
         "presence.tell(state='running', world=world)\n"
         "presence.start()\n"
         "os.abort()"
@@ -125,7 +125,7 @@ def test_a_world_that_had_begun_its_work_misses_nobody(
 
 def came(folder: Path, process: int, *, start: bool = True) -> Presence:
     presence = Presence(open_objects(str(folder / "out")), 30)
-    presence.tell(world={"coordinator": PLACE.coordinator, "process": process})
+    presence.tell(world={"coordinator": RANK.coordinator, "process": process})
     if start:
         presence.start()
         presence._stop.set()  # no second word

@@ -1,12 +1,14 @@
-"""Memory of devices, where they say what they use and where they do not."""
+"""Memory of devices, said or counted; a chip's peak, published or measured."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from spile.run.devices import memory_limit, memory_used
+from spile.plan.chips import CHIPS
+from spile.run.devices import memory_limit, memory_used, peak_flops
 
 
 def saying(**stats: int) -> SimpleNamespace:
@@ -33,3 +35,27 @@ def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "proxy,cpu")
     device = SimpleNamespace(memory_stats=refuses)
     assert (memory_limit(device), memory_used(device)) == (None, 0)
+
+
+@dataclass
+class Device:
+    device_kind: str
+    platform: str
+
+
+def test_a_known_chip_has_its_published_peak() -> None:
+    h200 = Device("NVIDIA H200 NVL", "gpu")
+    assert peak_flops(h200, "bfloat16") == CHIPS["h200"].peak
+
+
+def test_another_is_measured() -> None:
+    """By a product of two matrices: a CPU does more than a million and less than 10^15 a second."""
+    found = peak_flops(jax.devices()[0], "float32")
+    assert found and 1e6 < found < 1e15
+
+
+def test_devices_that_share_a_processor_have_no_peak_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax, "local_device_count", lambda: 8)
+    assert peak_flops(jax.devices()[0], "float32") is None

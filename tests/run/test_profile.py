@@ -12,8 +12,7 @@ from spile.cli.extract import profile_summary
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DataError
 from spile.metrics import Counters
-from spile.run.profile import STEP, Profile
-from spile.run.trace import Traced, read_trace
+from spile.run.profile import STEP, Profile, Traced, read_trace
 
 
 def extract(model: Path, corpus: Path, out: Path, profile: str) -> Counters:

@@ -10,7 +10,7 @@ import pytest
 
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
-from spile.run.rank import Place, find_place
+from spile.run.rank import Rank, find_rank
 
 COORDINATOR = ("COORDINATOR_ADDRESS", "JAX_COORDINATOR_ADDRESS")
 PROCESSES = ("NUM_HOSTS", "JAX_NUM_PROCESSES")
@@ -46,48 +46,48 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def place_in(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Place | None:
+def rank_in(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Rank | None:
     """What is found where no flag is given."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return find_place(Runtime(), os.environ)
+    return find_rank(Runtime(), os.environ)
 
 
 @pytest.mark.parametrize("first", range(len(COORDINATOR)))
 def test_the_first_coordinator_that_is_given_counts(first: int) -> None:
     environment = {name: f"{name.lower()}:1" for name in COORDINATOR[first:]}
     runtime = Runtime(num_processes=2, process_id=0)
-    place = find_place(runtime, environment)
-    assert place == Place(f"{COORDINATOR[first].lower()}:1", 2, 0)
-    flagged = find_place(Runtime(coordinator="flag:1", num_processes=2, process_id=0), environment)
-    assert flagged == Place("flag:1", 2, 0)
+    rank = find_rank(runtime, environment)
+    assert rank == Rank(f"{COORDINATOR[first].lower()}:1", 2, 0)
+    flagged = find_rank(Runtime(coordinator="flag:1", num_processes=2, process_id=0), environment)
+    assert flagged == Rank("flag:1", 2, 0)
 
 
 @pytest.mark.parametrize("first", range(len(PROCESSES)))
 def test_the_first_number_of_processes_that_is_given_counts(first: int) -> None:
     environment = {name: str(7 + PROCESSES.index(name)) for name in PROCESSES[first:]}
-    place = find_place(Runtime(coordinator="h:1", process_id=0), environment)
-    assert place == Place("h:1", 7 + first, 0)
-    flagged = find_place(Runtime(coordinator="h:1", num_processes=2, process_id=0), environment)
-    assert flagged == Place("h:1", 2, 0)
+    rank = find_rank(Runtime(coordinator="h:1", process_id=0), environment)
+    assert rank == Rank("h:1", 7 + first, 0)
+    flagged = find_rank(Runtime(coordinator="h:1", num_processes=2, process_id=0), environment)
+    assert flagged == Rank("h:1", 2, 0)
 
 
 @pytest.mark.parametrize("first", range(len(PROCESS)))
 def test_the_first_process_id_that_is_given_counts(first: int) -> None:
     environment = {name: str(PROCESS.index(name)) for name in PROCESS[first:]}
-    place = find_place(Runtime(coordinator="h:1", num_processes=9), environment)
-    assert place == Place("h:1", 9, first)
-    flagged = find_place(Runtime(coordinator="h:1", num_processes=9, process_id=8), environment)
-    assert flagged == Place("h:1", 9, 8)
+    rank = find_rank(Runtime(coordinator="h:1", num_processes=9), environment)
+    assert rank == Rank("h:1", 9, first)
+    flagged = find_rank(Runtime(coordinator="h:1", num_processes=9, process_id=8), environment)
+    assert flagged == Rank("h:1", 9, 8)
 
 
 def test_the_first_process_leads_and_a_slice_has_a_name() -> None:
     environment = {"MEGASCALE_SLICE_ID": "3"}
-    place = find_place(JOINED, environment)
-    assert place == Place("h0:1234", 4, 1, "3")
-    assert str(place) == "slice 3, process 1 of 4"
-    assert not Place("h0:1234", 4, 1).leads
-    assert Place("h0:1234", 4, 0).leads
+    rank = find_rank(JOINED, environment)
+    assert rank == Rank("h0:1234", 4, 1, "3")
+    assert str(rank) == "slice 3, process 1 of 4"
+    assert not Rank("h0:1234", 4, 1).leads
+    assert Rank("h0:1234", 4, 0).leads
 
 
 @pytest.mark.parametrize(
@@ -104,17 +104,17 @@ def test_the_first_process_leads_and_a_slice_has_a_name() -> None:
 def test_a_single_process_makes_no_world(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert place_in(monkeypatch, environment) is None
+    assert rank_in(monkeypatch, environment) is None
 
 
 def test_one_of_one_process_and_hosts_on_their_own_make_no_world(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = Runtime(coordinator="h:1", num_processes=1, process_id=0)
-    assert find_place(one, {"TPU_WORKER_ID": "3"}) is None
+    assert find_rank(one, {"TPU_WORKER_ID": "3"}) is None
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    assert find_place(Runtime(world="host"), os.environ) is None
+    assert find_rank(Runtime(world="host"), os.environ) is None
 
 
 @pytest.mark.parametrize(
@@ -127,22 +127,22 @@ def test_one_of_one_process_and_hosts_on_their_own_make_no_world(
     ],
 )
 def test_slurm_says_all_of_it(nodes: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = place_in(monkeypatch, {**SLURM, "SLURM_STEP_NODELIST": nodes})
+    rank = rank_in(monkeypatch, {**SLURM, "SLURM_STEP_NODELIST": nodes})
     port = 65536 - 4096 + 5000 % 4096
     # Tasks of a host share its devices: each has that of its number there.
-    assert place == Place(f"{first}:{port}", 4, 2, devices=(1,))
+    assert rank == Rank(f"{first}:{port}", 4, 2, devices=(1,))
 
 
 def test_open_mpi_says_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = place_in(monkeypatch, OPEN_MPI)
+    rank = rank_in(monkeypatch, OPEN_MPI)
     port = 65536 - 4096 + 1531576320 // 4096 % 4096
-    assert place == Place(f"10.96.0.1:{port}", 3, 1, devices=(0,))
+    assert rank == Rank(f"10.96.0.1:{port}", 3, 1, devices=(0,))
 
 
 def test_flags_win_over_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    assert find_place(JOINED, os.environ) == Place("h0:1234", 4, 1)
+    assert find_rank(JOINED, os.environ) == Rank("h0:1234", 4, 1)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 def test_a_pod_on_gke_says_all_of_it(
     metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert place_in(monkeypatch, GKE) == Place("127.0.0.1:8482", 2, 1)
+    assert rank_in(monkeypatch, GKE) == Rank("127.0.0.1:8482", 2, 1)
 
 
 def test_two_slices_on_gke_are_one_world(
@@ -184,21 +184,21 @@ def test_two_slices_on_gke_are_one_world(
         "MEGASCALE_SLICE_ID": "1",
         "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.9:99",
     }
-    assert place_in(monkeypatch, {**GKE, **slices}) == Place("127.0.0.9:8482", 4, 3, "1")
+    assert rank_in(monkeypatch, {**GKE, **slices}) == Rank("127.0.0.9:8482", 4, 3, "1")
 
 
 def test_a_pod_on_gce_says_all_of_it(
     metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metadata["worker-network-endpoints"] = "a:1:127.0.0.1,b:2:127.0.0.2,c:3:127.0.0.3"
-    assert place_in(monkeypatch, {}) == Place("127.0.0.1:8482", 3, 2)
+    assert rank_in(monkeypatch, {}) == Rank("127.0.0.1:8482", 3, 2)
 
 
 def test_a_single_tpu_host_on_gce_makes_no_world(
     metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metadata.update({"worker-network-endpoints": "127.0.0.1", "agent-worker-number": "0"})
-    assert place_in(monkeypatch, {}) is None
+    assert rank_in(monkeypatch, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_what_makes_no_place_is_refused_with_what_to_do(
     runtime: Runtime, environment: dict[str, str], named: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        find_place(runtime, environment)
+        find_rank(runtime, environment)
     for name in named:
         assert name in str(refused.value)
 
@@ -247,11 +247,11 @@ def test_a_cluster_that_says_too_little_is_refused_with_what_to_do(
 ) -> None:
     incomplete = {name: value for name, value in OPEN_MPI.items() if name[-4:] != "RANK"}
     with pytest.raises(ConfigError, match="jax sees a cluster.*OMPI_COMM_WORLD_RANK.*--world host"):
-        place_in(monkeypatch, incomplete)
+        rank_in(monkeypatch, incomplete)
 
 
 @pytest.mark.parametrize("hosts", ["localhost", "a,b"])
 def test_a_pod_with_as_many_hosts_as_processes_is_taken(hosts: str) -> None:
     runtime = Runtime(coordinator="[::1]:1234", num_processes=2, process_id=1)
-    place = find_place(runtime, {"TPU_WORKER_HOSTNAMES": hosts})
-    assert place == Place("[::1]:1234", 2, 1)
+    rank = find_rank(runtime, {"TPU_WORKER_HOSTNAMES": hosts})
+    assert rank == Rank("[::1]:1234", 2, 1)

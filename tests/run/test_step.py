@@ -21,8 +21,7 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import Encoder
 from spile.models.files.sae_files import load_arrays, open_sae
 from spile.models.forward.decoder import needs_whole_block
-from spile.models.forward.params import Params, Schedule
-from spile.models.forward.weights import load_params
+from spile.models.forward.weights import LayerSchedule, Params, load_params
 from spile.models.taps import AFTER_BLOCKS, parse_taps
 from spile.run.step import Step, StepOutput
 
@@ -40,7 +39,7 @@ def make_step(
     checkpoint = open_checkpoint(str(model))
     chosen = parse_taps(taps, checkpoint.arch)
     depth = max(tap.layers_needed(checkpoint.arch) for tap in chosen)
-    schedule = Schedule.of(checkpoint.arch, depth, whole=needs_whole_block(chosen, depth))
+    schedule = LayerSchedule.of(checkpoint.arch, depth, whole=needs_whole_block(chosen, depth))
     params, _ = load_params(
         checkpoint,
         schedule,
@@ -354,7 +353,7 @@ def test_threads_that_meet_a_new_shape_together_compile_it_once(
 
 def load(model: Path, depth: int, *, whole: bool) -> tuple[Params, dict[str, str]]:
     checkpoint = open_checkpoint(str(model))
-    schedule = Schedule.of(checkpoint.arch, depth, whole=whole)
+    schedule = LayerSchedule.of(checkpoint.arch, depth, whole=whole)
     return load_params(checkpoint, schedule, head=False, dtype=jnp.dtype("float32"))
 
 

@@ -15,8 +15,8 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from spile.core.errors import ConfigError, DataError, Interrupted, SpileError, WorldError
 from spile.corpus.units import Unit
-from spile.run.rank import ABORTED, RESTART, Place
-from spile.run.world import Alone, World, compare
+from spile.run.rank import ABORTED, RESTART, Rank
+from spile.run.world import JoinedWorld, SingleWorld, World, compare
 from tiny import free_port
 
 
@@ -43,7 +43,8 @@ def pair() -> Iterator[Pair]:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda client: client.connect(), clients))
         first, second = (
-            World(Place(address, 2, number), clients[number], stops[number]) for number in (0, 1)
+            JoinedWorld(Rank(address, 2, number), clients[number], stops[number])
+            for number in (0, 1)
         )
         yield Pair(first, second, stops, pool)
         for world in (first, second):
@@ -155,7 +156,7 @@ def test_what_differs_between_processes_is_named_once(pair: Pair) -> None:
 
 
 def test_one_process_alone_has_nobody_to_ask() -> None:
-    alone = Alone()
+    alone = SingleWorld()
     assert alone.share("x", 1) == 1
     assert alone.gather("x", 1) == [1]
     assert [each.id for each, _ in alone.units(iter([unit(4)]), {})] == [4]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from spile.dataset.ledger import Prediction
     from spile.metrics import Counters
     from spile.run.extract import Outcome
-    from spile.run.rank import Place
-    from spile.run.trace import Traced
+    from spile.run.profile import Traced
+    from spile.run.rank import Rank
 
 _EXTRACT_HELP = """\
 Run a model over a corpus and keep the activations of the tapped places as a dataset.
@@ -93,28 +93,28 @@ class _Extraction:
     runtime: Runtime
     ray: RayOptions
     out: str
-    place: "Place | None"
+    rank: "Rank | None"
 
 
 def _extraction(arguments: argparse.Namespace) -> _Extraction:
     """From here on this process's lines say who it is."""
-    from spile.run.rank import find_place
-    from spile.run.share import find_share
+    from spile.run.rank import find_rank
+    from spile.run.units import find_share
 
     options = given(arguments)
     recipe, runtime = build(options)
     ray = RayOptions(**{name: options[name] for name in RayOptions.names() if name in options})
     if "out" not in options:
         raise ConfigError("--out is missing: where should the dataset go?")
-    place = share = None
+    rank = share = None
     if ray.engine == "local":
-        place, share = find_place(runtime, os.environ), find_share(runtime, os.environ)
-    who = ", ".join([f"share {share}"] * bool(share) + [str(place)] * bool(place))
+        rank, share = find_rank(runtime, os.environ), find_share(runtime, os.environ)
+    who = ", ".join([f"share {share}"] * bool(share) + [str(rank)] * bool(rank))
     if who:
         told = formatter(as_json=getattr(arguments, "log_json", False), who=who)
         for handler in logging.getLogger().handlers:
             handler.setFormatter(told)
-    return _Extraction(recipe, runtime, ray, options["out"], place)
+    return _Extraction(recipe, runtime, ray, options["out"], rank)
 
 
 def extract(arguments: argparse.Namespace) -> int:
@@ -123,13 +123,13 @@ def extract(arguments: argparse.Namespace) -> int:
     from spile.run.child import accompany, is_child
 
     asked = _extraction(arguments)
-    place, out = asked.place, asked.out
-    if place:
+    rank, out = asked.rank, asked.out
+    if rank:
         if not is_child():
             from spile.objects import open_objects
 
-            return accompany(arguments.argv, place, open_objects(out))
-        arguments.quiet |= not place.leads
+            return accompany(arguments.argv, rank, open_objects(out))
+        arguments.quiet |= not rank.leads
     if asked.ray.engine == "ray":
         from spile.fleet.ray import driver as ray_pool
 
@@ -144,7 +144,7 @@ def extract(arguments: argparse.Namespace) -> int:
             asked.recipe, out, asked.runtime, counters=counters, on_start=on_start,
             stop=arguments.stop,
         )  # fmt: skip
-    if place and not place.leads:
+    if rank and not rank.leads:
         return 0
     if arguments.json:
         spent = {"seconds": counters["unit_seconds"], "tokens_done": int(counters["tokens"])}
@@ -220,8 +220,7 @@ def _outcome_of(outcome: "Outcome", predicted: "Prediction", counters: "Counters
 
 
 def _profiled(profile: str, counters: "Counters") -> str:
-    from spile.run.profile import STEP, Profile
-    from spile.run.trace import read_trace
+    from spile.run.profile import STEP, Profile, read_trace
 
     path = Profile.parse(profile).newest()
     return profile_summary(counters, path, read_trace(path, STEP) if path else None)
@@ -291,4 +290,4 @@ def supervise(arguments: argparse.Namespace) -> int:
     asked = _extraction(arguments.parse(command))
     drives = asked.ray.engine == "ray"
     objects = open_objects(asked.out)
-    return Supervisor(command, asked.place, objects, patience, drives=drives).run()
+    return Supervisor(command, asked.rank, objects, patience, drives=drives).run()

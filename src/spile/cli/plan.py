@@ -16,7 +16,7 @@ from spile.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from spile.compile.step import Compiled
-    from spile.compile.targets import Target
+    from spile.compile.targets import CompileTarget
     from spile.models.layout import Cuts
     from spile.objects import Objects
     from spile.plan.estimate import Estimate
@@ -124,7 +124,7 @@ def _seconds(given: str | None) -> float:
     return seconds
 
 
-def _platform(target: "Target | None") -> tuple[str, int, str]:
+def _platform(target: "CompileTarget | None") -> tuple[str, int, str]:
     """The devices a run would use: where they are, how many, and what jax calls them."""
     if target:
         kind = target.chip.kind if target.chip else "cpu"
@@ -173,7 +173,7 @@ def unknown(on: str, why: str) -> Duration:
     return Duration(on=on, measured=False, rate=None, why=why)
 
 
-def _target(topology: str | None) -> "Target | None":
+def _target(topology: str | None) -> "CompileTarget | None":
     if topology is None:
         return None
     from spile.compile.targets import find_target
@@ -181,7 +181,7 @@ def _target(topology: str | None) -> "Target | None":
     return find_target(topology, None)
 
 
-def _elsewhere(job: "Job", runtime: Runtime, target: "Target", cost: "Estimate") -> Duration:
+def _elsewhere(job: "Job", runtime: Runtime, target: "CompileTarget", cost: "Estimate") -> Duration:
     from spile.compile.step import Question, compile_step
 
     asked = job.recipe

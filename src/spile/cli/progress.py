@@ -18,7 +18,7 @@ from rich.text import Text
 
 from spile.cli.style import FIELDS, clock, short, size
 from spile.metrics import Counters
-from spile.run.meter import Meter, Reading
+from spile.run.progress import Meter, MeterReading
 
 if TYPE_CHECKING:
     from spile.plan.estimate import Estimate
@@ -84,7 +84,7 @@ class Shown:
             chosen.pop()
         return _joined(parts, chosen)[:width]
 
-    def _parts(self, seen: Reading) -> dict[str, str]:
+    def _parts(self, seen: MeterReading) -> dict[str, str]:
         """In the order of the line."""
         parts = {
             "share": f"{self._share(seen):4.0%}",
@@ -105,11 +105,11 @@ class Shown:
         parts["bytes"] = f"{size(seen.bytes)} ({size(seen.durable)} safe)"
         return parts
 
-    def _share(self, seen: Reading) -> float:
+    def _share(self, seen: MeterReading) -> float:
         # The total is an estimate: its end may be reached a little early.
         return min(1.0, seen.tokens / self._total)
 
-    def _eta(self, seen: Reading) -> float | None:
+    def _eta(self, seen: MeterReading) -> float | None:
         rate = seen.average or seen.rate
         return max(0, self._total - seen.tokens) / rate if rate else None
 

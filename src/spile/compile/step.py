@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spile.compile.collectives import Collective, read_collectives, sent_by_all
-from spile.compile.targets import Target
+from spile.compile.targets import CompileTarget
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.corpus.pack import Batch
@@ -34,9 +34,9 @@ from spile.models.config.specs import (
 from spile.models.files.sae import Encoder
 from spile.models.files.sae_files import load_arrays
 from spile.models.forward.decoder import needs_whole_block
-from spile.models.forward.params import Params, Schedule
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
+from spile.models.forward.weights import LayerSchedule, Params
 from spile.models.layout import Cuts, Layout, fitting_layout, parse_layout
 from spile.models.taps import parse_taps
 from spile.plan.encode import stored_taps
@@ -92,7 +92,7 @@ class Question:
     arch: Arch
     recipe: Recipe
     runtime: Runtime
-    target: Target
+    target: CompileTarget
     encoders: Mapping[str, Encoder] = field(default_factory=dict[str, Encoder])  # by tap
 
     def __post_init__(self) -> None:
@@ -280,7 +280,7 @@ def search(question: Question) -> list[Compiled]:
     return sorted(found, key=order)
 
 
-def _speed(work: Workload, target: Target, found: dict[str, Collective]) -> dict[str, Any]:
+def _speed(work: Workload, target: CompileTarget, found: dict[str, Collective]) -> dict[str, Any]:
     """The roofline, and what follows from it."""
     chip = target.chip
     if chip is None or work.compute_dtype != "bfloat16":
@@ -297,7 +297,7 @@ def _speed(work: Workload, target: Target, found: dict[str, Collective]) -> dict
     }
 
 
-def _said(work: Workload, target: Target) -> list[str]:
+def _said(work: Workload, target: CompileTarget) -> list[str]:
     if target.chip is None:
         return ["nothing is known about this device: no estimate of its speed"]
     if work.compute_dtype != "bfloat16":
@@ -306,11 +306,11 @@ def _said(work: Workload, target: Target) -> list[str]:
     return [f"speed is a limit, at {reached} ({target.chip.why})"]
 
 
-def _schedule(work: Workload) -> Schedule:
-    return Schedule.of(work.arch, work.depth, whole=work.whole)
+def _schedule(work: Workload) -> LayerSchedule:
+    return LayerSchedule.of(work.arch, work.depth, whole=work.whole)
 
 
-def _abstract_step(work: Workload, target: Target) -> Step:
+def _abstract_step(work: Workload, target: CompileTarget) -> Step:
     """The step with shapes in place of weights."""
     shards = None
     if work.cuts.layout.size > 1:

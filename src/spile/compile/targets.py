@@ -23,7 +23,7 @@ _LIBTPU_HINT = "it is a package for x86-64 Linux alone"
 
 
 @dataclass(frozen=True)
-class Target:
+class CompileTarget:
     """Devices, what they stand for, and which compiler they belong to."""
 
     name: str
@@ -45,7 +45,7 @@ class Target:
         return (self.devices[0].memory_stats() or {}).get("bytes_limit")
 
 
-def find_target(topology: str | None, on: str | None) -> Target:
+def find_target(topology: str | None, on: str | None) -> CompileTarget:
     """What to compile for; must come before jax looks for devices.
 
     Raises:
@@ -64,12 +64,12 @@ def find_target(topology: str | None, on: str | None) -> Target:
     if on == "here":
         return _here(wanted)
     if on == "libtpu":
-        return Target(topology, wanted.chip, _compile_only(wanted), wanted.hosts, on)
+        return CompileTarget(topology, wanted.chip, _compile_only(wanted), wanted.hosts, on)
     notes += (
         "compiled for virtual CPU devices: the collectives are the same (a CPU widens bfloat16 to "
         "send it; it is counted as it is), the temporaries are not, so what fits is estimated",
     )
-    return Target(topology, wanted.chip, virtual_cpus(wanted.chips), wanted.hosts, on, notes)
+    return CompileTarget(topology, wanted.chip, virtual_cpus(wanted.chips), wanted.hosts, on, notes)
 
 
 def _default(wanted: Topology) -> tuple[str, tuple[str, ...]]:
@@ -81,7 +81,7 @@ def _default(wanted: Topology) -> tuple[str, tuple[str, ...]]:
     return "cpu", (f"libtpu cannot be imported here: {_LIBTPU_HINT}",)
 
 
-def _here(wanted: Topology | None) -> Target:
+def _here(wanted: Topology | None) -> CompileTarget:
     devices = jax.devices()
     kind = devices[0].device_kind
     if wanted and (len(devices) != wanted.chips or chip_of(kind) != wanted.chip):
@@ -90,7 +90,7 @@ def _here(wanted: Topology | None) -> Target:
             "--on cpu"
         )
     name = wanted.name if wanted else f"{len(devices)} x {kind}"
-    return Target(name, chip_of(kind), devices, jax.process_count(), "here")
+    return CompileTarget(name, chip_of(kind), devices, jax.process_count(), "here")
 
 
 def virtual_cpus(count: int) -> Sequence[Any]:

@@ -18,7 +18,7 @@ from spile.core.retry import backoff
 from spile.dataset.ledger import Ledger
 from spile.objects import Objects
 from spile.run.child import Child
-from spile.run.rank import ABORTED, Place
+from spile.run.rank import ABORTED, Rank
 
 _log = logging.getLogger("spile")
 _STOPPED = Interrupted.exit_code
@@ -59,14 +59,14 @@ class Supervisor:
     def __init__(
         self,
         argv: Sequence[str],
-        place: Place | None,
+        rank: Rank | None,
         objects: Objects,
         patience: Patience,
         *,
         drives: bool = False,
     ) -> None:
         """`drives`: the command only drives others, so that any unit done is its progress."""
-        self._argv, self._place, self._objects = argv, place, objects
+        self._argv, self._rank, self._objects = argv, rank, objects
         self._patience, self._drives = patience, drives
         self._stopping = threading.Event()
         self._child: Child | None = None
@@ -78,7 +78,7 @@ class Supervisor:
         failures, worked = 0, False
         while not self._stopping.is_set():
             before = self._done()
-            self._child = child = Child(self._argv, self._place, self._objects)
+            self._child = child = Child(self._argv, self._rank, self._objects)
             if self._stopping.is_set():  # it came while the child was being started
                 child.signal(signal.SIGTERM)
             code = child.wait()
@@ -119,16 +119,16 @@ class Supervisor:
 
     def _reported(self, child: Child) -> str | None:
         """The error that the work ended with."""
-        if self._place:
+        if self._rank:
             return None  # (a record of its world may be another's, and the code says what it was)
         errors = [str(record["error"]) for record in child.said() if record.get("error")]
         return printable(errors[0].splitlines()[0]) if errors else None
 
     def _alone(self) -> bool:
         """Whether the one to meet is away: a restart of all of them is not done at one time."""
-        if self._place is None or self._place.leads:
+        if self._rank is None or self._rank.leads:
             return False
-        host, _, port = self._place.coordinator.rpartition(":")
+        host, _, port = self._rank.coordinator.rpartition(":")
         with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=5):
             return False
         return True

@@ -13,7 +13,7 @@ from spile.dataset.ledger import Ledger
 from spile.dataset.write.quantization import DECODED, INT8_MAX
 from spile.plan.resolve import Job
 from spile.run.step import Step
-from spile.run.world import Alone
+from spile.run.world import World
 
 _log = logging.getLogger("spile")
 _ENOUGH = 16_384  # tokens that are kept
@@ -25,7 +25,7 @@ def channel_scales(
     ledger: Ledger,
     measuring: Step,
     batches: Callable[[PackedUnit], Iterator[Batch]],
-    world: Alone,
+    world: World,
 ) -> dict[str, np.ndarray]:
     """The stored scales; measured and stored first if nobody has done so.
 

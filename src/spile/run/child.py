@@ -17,7 +17,7 @@ from typing import Any
 
 from spile.dataset.heartbeat import process_ended, read_workers
 from spile.objects import Objects
-from spile.run.rank import RESTART, Place
+from spile.run.rank import RESTART, Rank
 
 _log = logging.getLogger("spile")
 
@@ -33,8 +33,8 @@ def is_child() -> bool:
 class Child:
     """A process that works; it ends with this one."""
 
-    def __init__(self, argv: Sequence[str], place: Place | None, objects: Objects) -> None:
-        self._place, self._objects = place, objects
+    def __init__(self, argv: Sequence[str], rank: Rank | None, objects: Objects) -> None:
+        self._rank, self._objects = rank, objects
         self._before = {n: record.get("counter") for n, record in read_workers(objects).items()}
         me, libc = os.getpid(), ctypes.CDLL(None)
         self._process = subprocess.Popen(
@@ -56,8 +56,8 @@ class Child:
         code = self._process.returncode
         if code >= 0:
             return None
-        if code == -signal.SIGABRT and self._place:
-            return _why(self._place, self._objects, self._before, self._process.pid)
+        if code == -signal.SIGABRT and self._rank:
+            return _why(self._rank, self._objects, self._before, self._process.pid)
         why = f"its process was ended by signal {-code} ({signal.strsignal(-code)})"
         return why + (_OUT_OF_MEMORY if code == -signal.SIGKILL else "")
 
@@ -65,16 +65,16 @@ class Child:
         """What it has written into the store, or the one who speaks for its world."""
         workers = read_workers(self._objects).items()
         new = [r for name, r in workers if r.get("counter") != self._before.get(name)]
-        if self._place:
-            where = self._place.coordinator
+        if self._rank:
+            where = self._rank.coordinator
             return [r for r in new if (r.get("world") or {}).get("coordinator") == where]
         host = socket.gethostname()
         return [r for r in new if r.get("pid") == self._process.pid and r.get("host") == host]
 
 
-def accompany(argv: Sequence[str], place: Place, objects: Objects) -> int:
+def accompany(argv: Sequence[str], rank: Rank, objects: Objects) -> int:
     """Run the same command in a child; returns its exit code, and says why if it was aborted."""
-    child = Child(argv, place, objects)
+    child = Child(argv, rank, objects)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: child.signal(number))
     code = child.wait()
@@ -99,15 +99,15 @@ def _die_with(parent: int, libc: ctypes.CDLL) -> None:
         os._exit(1)
 
 
-def _why(place: Place, objects: Objects, before: Mapping[str, Any], child: int) -> str:
+def _why(rank: Rank, objects: Objects, before: Mapping[str, Any], child: int) -> str:
     """Who was there, by the signs of life that are new since this process began."""
     came: dict[int, list[Mapping[str, Any]]] = {}
     worked = False  # so all had come, whatever they call the coordinator
     for name, record in read_workers(objects).items():
         world = record.get("world") or {}
-        mine = record.get("pid") == child and world.get("process") == place.process
+        mine = record.get("pid") == child and world.get("process") == rank.process
         worked |= mine and record.get("state") == "running"
-        if world.get("coordinator") == place.coordinator and (
+        if world.get("coordinator") == rank.coordinator and (
             record.get("counter") != before.get(name)
         ):
             came.setdefault(int(world["process"]), []).append(record)
@@ -117,14 +117,14 @@ def _why(place: Place, objects: Objects, before: Mapping[str, Any], child: int) 
             continue
         hosts = " and ".join(sorted(str(record.get("host")) for record in records))
         return f"two processes have the id {process} ({hosts}); give each its own"
-    missing = [n for n in range(place.processes) if n not in came]
+    missing = [n for n in range(rank.processes) if n not in came]
     if missing and not worked:
         names = ", ".join(map(str, missing))
         return (
             f"{'processes' if len(missing) > 1 else 'process'} {names} of "
-            f"{place.processes} never came; start every one of them"
+            f"{rank.processes} never came; start every one of them"
         )
-    others = {n: records for n, records in came.items() if n != place.process}
+    others = {n: records for n, records in came.items() if n != rank.process}
     gone = [n for n, records in others.items() if all(map(process_ended, records))]
     who = f"process {', '.join(map(str, gone))} is gone" if gone else "a process was not heard of"
     if len(gone) > 1:

@@ -1,11 +1,14 @@
-"""This process's devices: what they are, and how much of their memory is used."""
+"""This process's devices: what they are, how fast, and how much of their memory is used."""
 
 import os
+import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from spile.core.cache_dir import cache_directory
+from spile.plan.chips import chip_of
 
 # Measured at 7B shapes on an H200 (docs/benchmarks.md): cuBLAS is 3% faster than XLA's own
 # matrix products, and compiles sooner.
@@ -45,6 +48,30 @@ def memory_used(device: Any) -> int:
         for shard in array.addressable_shards
         if shard.device == device
     )
+
+
+def peak_flops(device: Any, dtype: str) -> float | None:
+    """FLOP/s of one device: as its maker publishes it, or else as large products reach here.
+
+    Devices that share one processor have none of their own.
+    """
+    chip = chip_of(device.device_kind)
+    if chip and dtype == "bfloat16":
+        return chip.peak
+    if device.platform == "cpu" and jax.local_device_count() > 1:
+        return None
+    size = 1024 if device.platform == "cpu" else 8192
+    precision = "highest" if dtype == "float32" else "default"
+    ones = jax.device_put(jnp.ones((size, size), dtype), device)
+    multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))
+    multiply(ones, ones).block_until_ready()  # compiled
+    return 2 * size**3 / min(_seconds(multiply, ones) for _ in range(3))
+
+
+def _seconds(multiply: Any, ones: jax.Array) -> float:
+    begin = time.perf_counter()
+    multiply(ones, ones).block_until_ready()
+    return time.perf_counter() - begin
 
 
 def _stats(device: Any) -> dict[str, int]:

@@ -3,14 +3,17 @@
 import logging
 import os
 import platform as host_platform
+import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -23,19 +26,18 @@ from spile.core.threads import mapped
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.tokenize import use_threads
 from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Ledger, Table, derive_manifest
-from spile.dataset.prediction import Prediction, read_prediction
-from spile.metrics import Counters, parse_backends
+from spile.dataset.ledger import Ledger, Prediction, Table, derive_manifest, read_prediction
+from spile.metrics import Counters, Reporter, Run, open_backends, parse_backends
 from spile.models.config.specs import array_axes
 from spile.models.files.sae import Arrays, Encoder
 from spile.models.files.sae_files import load_arrays
 from spile.models.forward.decoder import needs_whole_block
-from spile.models.forward.params import Schedule
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
-from spile.models.forward.weights import load_params
+from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.layout import ONE_DEVICE, Cuts
 from spile.objects import Spool, check_creates_once, is_bucket, open_objects
+from spile.objects.protocol import COUNTED
 from spile.plan.budget import Budget
 from spile.plan.encode import truncated_rows
 from spile.plan.estimate import (
@@ -44,22 +46,21 @@ from spile.plan.estimate import (
     planned_cuts,
     refuse_if_too_large,
     row_quantum,
+    step_of,
 )
 from spile.plan.resolve import Job, resolve, store_table
 from spile.run.calibrate import channel_scales
-from spile.run.devices import memory_limit, memory_used, prepared_device
-from spile.run.forecast import reporting
+from spile.run.devices import memory_limit, memory_used, peak_flops, prepared_device
 from spile.run.pipeline import Worker
 from spile.run.profile import Profile, ProfiledStep
-from spile.run.rank import find_place
-from spile.run.share import Share, find_share
-from spile.run.signals import stop_on_signal
+from spile.run.progress import reporting
+from spile.run.rank import find_rank
 from spile.run.step import Step
-from spile.run.telemetry import reporter
-from spile.run.units import Picker, StorePicker
-from spile.run.world import Alone, compare, join
+from spile.run.units import Picker, StorePicker, UnitShare, find_share
+from spile.run.world import SingleWorld, World, compare, join
 
 _log = logging.getLogger("spile")
+_ECHO_SECONDS = 1.0  # within which a signal is the same one again
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def extract(
     parse_backends(runtime.metrics)  # what cannot be is refused before anything is done
     if runtime.profile:
         Profile.parse(runtime.profile)
-    place, share = find_place(runtime, os.environ), find_share(runtime, os.environ)
+    rank, share = find_rank(runtime, os.environ), find_share(runtime, os.environ)
     runtime = replace(runtime, share=str(share) if share else None)
     with (
         stop_on_signal(stop or threading.Event()) as stop,
@@ -112,14 +113,14 @@ def extract(
         ledger = Ledger(open_objects(str(out), spool))
         presence = Presence(ledger.objects, runtime.stale_after)
         presence.tell(**{"share": str(share)} if share else {})
-        world = Alone()
-        if place:
-            presence.tell(world={"coordinator": place.coordinator, "process": place.process})
+        world = SingleWorld()
+        if rank:
+            presence.tell(world={"coordinator": rank.coordinator, "process": rank.process})
             presence.start()  # before joining: should that fail, it says who had come
-            world = join(place, runtime, stop)
+            world = join(rank, runtime, stop)
         try:
             counters = counters or Counters()
-            run = Run(ledger, runtime, world, presence, counters, stop, share, pick)
+            run = Extraction(ledger, runtime, world, presence, counters, stop, share, pick)
             outcome = run.extract(recipe, on_start)
             world.close()
         except BaseException as error:
@@ -134,16 +135,16 @@ def extract(
 
 
 @dataclass(frozen=True)
-class Run:
+class Extraction:
     """A slice at work on a dataset."""
 
     ledger: Ledger
     runtime: Runtime
-    world: Alone
+    world: World
     presence: Presence
     counters: Counters
     stop: threading.Event
-    share: Share | None
+    share: UnitShare | None
     pick: Callable[[Job, Presence], Picker] | None
 
     def extract(self, recipe: Recipe, on_start: Callable[[Job, Estimate], None] | None) -> Outcome:
@@ -212,7 +213,7 @@ class Run:
             picker=self.pick(job, self.presence) if self.pick else self._from_store(job),
             stop=self.stop,
         )
-        metrics = reporter(
+        metrics = _reporter(
             job, self.runtime, cost, cuts, device,
             counters=self.counters, world=self.world, out=self.ledger.objects.url,
             worker=self.presence.name if self.pick else None,
@@ -242,6 +243,36 @@ class Run:
             raise Interrupted
 
 
+@contextmanager
+def stop_on_signal(stop: threading.Event) -> Iterator[threading.Event]:
+    """SIGINT and SIGTERM ask the run to stop; a second one no longer waits for units in hand.
+
+    (Not one that comes at once: a launcher may signal this process and its parent, which passes
+    it on.)
+
+    They set a flag and raise nothing: an exception raised by a handler may land in a callback
+    of some library, which swallows it.
+    """
+    previous: dict[int, Any] = {}
+    first: dict[int, float] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        if time.monotonic() - first.setdefault(number, time.monotonic()) < _ECHO_SECONDS:
+            return
+        last = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, last)
+        signal.raise_signal(number)
+
+    if threading.current_thread() is threading.main_thread():
+        previous = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def steps_of(
     cost: Estimate, cuts: Cuts, device: Any, processes: int = 1
 ) -> Callable[[PackedUnit], Iterator[Batch]]:
@@ -262,16 +293,16 @@ def load_step(
     device: Any,
     batches: Callable[[PackedUnit], Iterator[Batch]],
     cuts: Cuts = ONE_DEVICE,
-    world: Alone | None = None,
+    world: World | None = None,
 ) -> Step:
     """The model on the devices, ready to run a job's batches."""
-    world = world or Alone()
+    world = world or SingleWorld()
     arch = job.checkpoint.arch
     shards = None
     if cuts.layout.size > 1:
         shards = Shards(make_mesh(cuts.layout, jax.devices()), cuts, array_axes(arch))
     whole = needs_whole_block(job.taps, job.layers)
-    schedule = Schedule.of(arch, job.layers, whole=whole)
+    schedule = LayerSchedule.of(arch, job.layers, whole=whole)
     params, digests = load_params(
         job.checkpoint,
         schedule,
@@ -350,6 +381,65 @@ def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any)
         "device kind": device.device_kind,
         "number of local devices": jax.local_device_count(),
     }
+
+
+def _reporter(
+    job: Job,
+    runtime: Runtime,
+    cost: Estimate,
+    cuts: Cuts,
+    device: Any,
+    *,
+    counters: Counters,
+    world: World,
+    out: str,
+    worker: str | None,
+) -> Reporter:
+    """What reports this process's metrics, if it is to.
+
+    Args:
+        worker: which of several that report to one rank, should their shares not say so.
+    """
+    every = float(runtime.metrics_every)
+    if not runtime.metrics or not (world.leads or runtime.metrics_from == "all"):
+        return Reporter({}, counters, every)
+    which = [worker] if worker else []
+    which += [f"share-{runtime.share.replace('/', '-of-')}"] if runtime.share else []
+    which += [f"process-{world.process}"] if world.processes > 1 else []
+    last = out.rstrip("/").rpartition("/")[2]
+    run = Run(
+        name=runtime.run_name or ("spile" if last in ("", ".", "..") else last),
+        worker="-".join(which),
+        config={**job.recipe.to_json(), **asdict(runtime), "device": device.device_kind},
+    )
+    counters.set(**_arithmetic(job, cost, cuts, device))
+    return Reporter(
+        open_backends(parse_backends(runtime.metrics), run),
+        counters,
+        every,
+        more=lambda: {**COUNTED.snapshot(), **_memory_metrics(device)},
+        tokens_before=cost.tokens * cost.units_done // max(1, cost.units),
+    )
+
+
+def _arithmetic(job: Job, cost: Estimate, cuts: Cuts, device: Any) -> dict[str, float]:
+    """What a token costs each device, and what the device can do at most."""
+    rows = max(1, cost.batch_rows // cuts.layout.groups)
+    work = replace(
+        step_of(job, rows, device.platform, cuts),
+        whole=needs_whole_block(job.taps, job.layers),
+        every_pair=False,  # of what the model asks for, whatever a kernel does besides
+    )
+    peak = peak_flops(device, job.recipe.compute_dtype)
+    return {"flops_per_token": work.flops / work.tokens, "peak_flops": peak} if peak else {}
+
+
+def _memory_metrics(device: Any) -> Mapping[str, float]:
+    found: dict[str, float] = {}
+    with suppress(RuntimeError):  # an array may go while it is looked at
+        found["memory_used"] = memory_used(device)
+    limit = memory_limit(device)
+    return found | ({"memory_limit": limit} if limit else {})
 
 
 def _gigabytes(size: int | None) -> str:

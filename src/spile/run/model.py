@@ -18,9 +18,8 @@ from spile.corpus.tokenize import TextTokenizer
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.forward.decoder import forward
 from spile.models.forward.kernels import for_platform
-from spile.models.forward.params import Params, Schedule
 from spile.models.forward.splice import SPLICED, Change, replaced
-from spile.models.forward.weights import load_params
+from spile.models.forward.weights import LayerSchedule, Params, load_params
 from spile.models.taps import Tap, parse_taps
 from spile.run.devices import prepared_device
 
@@ -46,7 +45,7 @@ class Model:
         self._dtype = compute_dtype or ("float32" if self._device.platform == "cpu" else "bfloat16")
         self.arch = checkpoint.arch
         self._tokenizer = TextTokenizer(checkpoint.directory, special_tokens)
-        self._schedule = Schedule.of(self.arch, self.arch.num_layers, whole=True)
+        self._schedule = LayerSchedule.of(self.arch, self.arch.num_layers, whole=True)
         dtype = jnp.dtype(self._dtype)
         self._params, _ = load_params(checkpoint, self._schedule, head=True, dtype=dtype)
         self._run = jax.jit(self._forward, static_argnames=("taps", "spliced"))

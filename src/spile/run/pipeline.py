@@ -1,7 +1,7 @@
 """One process at work: read-tokenize-pack, the device, and encode-hash-write, overlapped.
 
 Units flow through three stages joined by bounded queues: while one computes, the next is read and
-packed and the last one's shards become durable. Which unit comes next a picker says (`pick.py`);
+packed and the last one's shards become durable. Which unit comes next a picker says (`units.py`);
 should two workers do the same one, the first commit wins and the other's files are removed.
 In a world of several processes the leader takes units, and all of them do each one together.
 """
@@ -14,9 +14,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
+import jax
+
 from spile.core.config import Runtime
 from spile.core.errors import Interrupted
-from spile.core.threads import Producer
+from spile.core.threads import Consumer, Producer
 from spile.corpus.chats.pool import processes_for
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.units import Unit
@@ -25,18 +27,57 @@ from spile.dataset.ledger import Ledger
 from spile.metrics import Counters
 from spile.plan.resolve import Job
 from spile.plan.survey import documents_table
-from spile.run.clock import DeviceClock
 from spile.run.nonfinite import NonfiniteError
 from spile.run.profile import ProfiledStep
 from spile.run.sink import Prepared, Sink, Taker
-from spile.run.step import Step
+from spile.run.step import Step, StepOutput
 from spile.run.units import Picker
-from spile.run.world import Alone
+from spile.run.world import World
 
 _log = logging.getLogger("spile")
 _POLL_SECONDS = 0.5
 # The one that computes and the one after it. More would only be kept from other workers.
 _UNITS_HELD = 2
+
+
+class DeviceClock:
+    """Adds to the counters `device_busy` and `device_idle`, in seconds, and `computed`, in tokens;
+    `clocked` are those of them that were computed in that time.
+
+    A step runs from when it was started, or the one before it finished, to when it finishes. The
+    first one, before which there is nothing to wait for, only starts the clock.
+    """
+
+    def __init__(self, counters: Counters, depth: int) -> None:
+        self._counters = counters
+        self._last: float | None = None
+        self._watcher: Consumer[tuple[float, jax.Array, int]] = Consumer(
+            self._watch, depth, "device-clock"
+        )
+
+    def started(self, step: StepOutput) -> None:
+        """A step was started."""
+        self._watcher.put((step.started, step.finished, step.tokens))
+
+    @property
+    def waiting(self) -> int:
+        """Steps that were started and not seen to finish."""
+        return self._watcher.waiting
+
+    def _watch(self, started: tuple[float, jax.Array, int]) -> None:
+        begin, finished, tokens = started
+        finished.block_until_ready()
+        end = time.perf_counter()
+        self._counters.add(computed=tokens)
+        if self._last is not None:
+            idle = max(0.0, begin - self._last)
+            self._counters.add(
+                device_idle=idle, device_busy=end - self._last - idle, clocked=tokens, steps=1
+            )
+        self._last = end
+
+    def close(self) -> None:
+        self._watcher.abandon()
 
 
 class Worker:
@@ -52,7 +93,7 @@ class Worker:
         batches: Callable[[PackedUnit], Iterator[Batch]],
         made_by: Mapping[str, Any],
         presence: Presence,
-        world: Alone,
+        world: World,
         counters: Counters,
         picker: Picker,
         stop: threading.Event,

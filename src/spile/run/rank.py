@@ -31,7 +31,7 @@ _DETECTION_SECONDS = 60
 
 
 @dataclass(frozen=True)
-class Place:
+class Rank:
     """One process among those that are joined."""
 
     coordinator: str  # HOST:PORT
@@ -48,8 +48,8 @@ class Place:
         return f"slice {self.slice}, process {self.process} of {self.processes}"
 
 
-def find_place(runtime: Runtime, environ: Mapping[str, str]) -> Place | None:
-    """This process's place; None if it works alone.
+def find_rank(runtime: Runtime, environ: Mapping[str, str]) -> Rank | None:
+    """This process's rank; None if it works alone.
 
     Raises:
         ConfigError: if what is given does not make one.
@@ -59,13 +59,13 @@ def find_place(runtime: Runtime, environ: Mapping[str, str]) -> Place | None:
     coordinator = runtime.coordinator or _first(environ, _COORDINATOR)[1]
     processes = _number(runtime.num_processes, environ, _PROCESSES, "--num-processes")
     if coordinator is None and processes is None:
-        place = _checked(_detected(environ), environ)
-        if place is None and runtime.process_id is not None:
+        rank = _checked(_detected(environ), environ)
+        if rank is None and runtime.process_id is not None:
             raise ConfigError(
                 f"--process-id {runtime.process_id} is given, but neither how many processes there "
                 "are nor where they meet: add --num-processes N and --coordinator HOST:PORT"
             )
-        return place
+        return rank
     if processes is None:
         raise ConfigError(
             f"a coordinator is given ({coordinator}), but not how many processes there are: add "
@@ -88,25 +88,25 @@ def find_place(runtime: Runtime, environ: Mapping[str, str]) -> Place | None:
             f"{processes} processes are to be joined, but which of them is this? add "
             f"--process-id, from 0 to {processes - 1}"
         )
-    return _checked(Place(coordinator, processes, process, environ.get(_SLICE, "0")), environ)
+    return _checked(Rank(coordinator, processes, process, environ.get(_SLICE, "0")), environ)
 
 
-def _checked(place: Place | None, environ: Mapping[str, str]) -> Place | None:
-    if place is None:
+def _checked(rank: Rank | None, environ: Mapping[str, str]) -> Rank | None:
+    if rank is None:
         return None
-    _check_range(place.process, place.processes)
-    host, _, port = place.coordinator.rpartition(":")
+    _check_range(rank.process, rank.processes)
+    host, _, port = rank.coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--coordinator must be HOST:PORT, got {place.coordinator!r}")
+        raise ConfigError(f"--coordinator must be HOST:PORT, got {rank.coordinator!r}")
     pod = [name for name in environ.get(_POD, "").split(",") if name]
     slices = environ.get(_SLICES, "")
     joined = {len(pod), len(pod) * int(slices) if slices.isdecimal() else 0}
-    if len(pod) > 1 and place.processes not in joined:
+    if len(pod) > 1 and rank.processes not in joined:
         raise ConfigError(
-            f"the pod has {len(pod)} hosts ({_POD}), but {place.processes} processes are to be "
+            f"the pod has {len(pod)} hosts ({_POD}), but {rank.processes} processes are to be "
             f"joined: start one on each host, with --num-processes {len(pod)}"
         )
-    return place
+    return rank
 
 
 def _check_range(process: int, processes: int) -> None:
@@ -117,7 +117,7 @@ def _check_range(process: int, processes: int) -> None:
         )
 
 
-def _detected(environ: Mapping[str, str]) -> Place | None:
+def _detected(environ: Mapping[str, str]) -> Rank | None:
     """What jax finds by itself. It has no public name for that."""
     try:
         clusters: Any = importlib.import_module("jax._src.clusters")
@@ -139,7 +139,7 @@ def _detected(environ: Mapping[str, str]) -> Place | None:
     if coordinator is None or processes is None or process is None or processes < 2:
         return None
     devices = None if devices is None else tuple(devices)
-    return Place(coordinator, int(processes), int(process), environ.get(_SLICE, "0"), devices)
+    return Rank(coordinator, int(processes), int(process), environ.get(_SLICE, "0"), devices)
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str | None]:

@@ -22,8 +22,8 @@ from spile.objects import open_objects
 from spile.plan.estimate import Estimate
 from spile.plan.resolve import Job, store_table
 from spile.run.devices import memory_limit, prepared_device
-from spile.run.extract import Run
-from spile.run.world import Alone
+from spile.run.extract import Extraction
+from spile.run.world import SingleWorld
 
 _POLL_SECONDS = 0.02
 _PREFIX = ".spile-rehearsal-"
@@ -55,7 +55,7 @@ def why_not(job: Job, cost: Estimate) -> str | None:
 def rehearse(
     job: Job, runtime: Runtime, cost: Estimate, cuts: Cuts, seconds: float, near: Path | None
 ) -> Rehearsal | None:
-    """Run for so many seconds after the first step; None if there are too few steps to time.
+    """Extraction for so many seconds after the first step; None if there are too few steps to time.
 
     `near`: where the dataset goes, if that is a disk.
     """
@@ -74,7 +74,7 @@ def rehearse(
         stack.callback(presence.close, "done")
         timer = _Timer(counters, stop, seconds)
         stack.callback(timer.close)
-        run = Run(ledger, runtime, Alone(), presence, counters, stop, None, None)
+        run = Extraction(ledger, runtime, SingleWorld(), presence, counters, stop, None, None)
         try:
             run.work(store_table(job, ledger), cost, cuts, prepared_device())
         except Interrupted:

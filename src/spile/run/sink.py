@@ -31,7 +31,7 @@ from spile.metrics.values import tap_counts
 from spile.plan.resolve import Job
 from spile.run.nonfinite import by_stored_name, nonfinite_error
 from spile.run.step import StepOutput
-from spile.run.world import Alone
+from spile.run.world import World
 
 _log = logging.getLogger("spile")
 
@@ -108,7 +108,7 @@ class Sink:
         runtime: Runtime,
         counters: Counters,
         made_by: Mapping[str, Any],
-        world: Alone,
+        world: World,
         done: Callable[[int], None],
     ) -> None:
         """`done`: told of every unit that is committed."""

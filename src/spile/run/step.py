@@ -18,23 +18,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from spile.core.recipe import latent_names
 from spile.corpus.pack import Batch
 from spile.dataset.format import scale_name
-from spile.dataset.write.quantization import QUANTIZED
+from spile.dataset.write.quantization import FLOAT8, FLOAT8_MAX, INT8_MAX, QUANTIZED
 from spile.dataset.write.statistics import TapStats
 from spile.models.config.arch import Arch
 from spile.models.files.sae import Arrays, Encoder
 from spile.models.forward.decoder import forward
 from spile.models.forward.kernels import for_platform
-from spile.models.forward.params import Params, Schedule
 from spile.models.forward.sharding import P, Shards, local_runs, put
 from spile.models.forward.sparse_latents import top_latents
+from spile.models.forward.weights import LayerSchedule, Params
 from spile.models.layout import AXES
 from spile.models.taps import Tap
-from spile.run.quantize import encode
 
 _log = logging.getLogger("spile")
 
@@ -137,7 +136,7 @@ class Step:
         params: Params,
         arch: Arch,
         taps: tuple[Tap, ...],
-        schedule: Schedule,
+        schedule: LayerSchedule,
         *,
         compute_dtype: str,
         store_dtype: str,
@@ -212,7 +211,7 @@ class Step:
             def keep(name: str, found: Array, dtype: str, **counted: Array) -> None:
                 if dtype not in QUANTIZED:
                     found = found.astype(dtype)
-                encoded = encode(found, dtype, scales.get(name))
+                encoded = encode_rows(found, dtype, scales.get(name))
                 rows[name] = encoded.stored
                 if encoded.scale is not None:
                     rows[scale_name(name)] = encoded.scale
@@ -396,3 +395,54 @@ def _reduce(
 def _per_token(found: Bool[Array, "tokens ..."]) -> Int[Array, " tokens"]:
     """How many of each token's values."""
     return found.reshape(len(found), -1).sum(axis=-1, dtype=jnp.int32)
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Values in their stored form, and what reading them back gives.
+
+    The stored forms, and how they are read back, are in `dataset/write/quantization.py`.
+    """
+
+    stored: Shaped[Array, "rows ..."]
+    scale: Float[Array, " rows"] | None  # where each row has one
+    decoded: Shaped[Array, "rows ..."]
+    clipped: Int[Array, " rows"] | None  # values of each row that were too large
+
+
+def encode_rows(
+    values: Shaped[Array, "rows ..."],
+    dtype: str,
+    channel_scale: Float[Array, "..."] | None,
+) -> EncodedRows:
+    """Round values to the form in which they are stored, so that fewer bytes leave the device.
+
+    Values of a plain dtype pass through unchanged.
+    """
+    if dtype == "float8_e4m3":
+        return _by_row(values)
+    if dtype == "int8":
+        assert channel_scale is not None
+        return _by_channel(values, channel_scale)
+    return EncodedRows(values, None, values, None)
+
+
+def _by_row(values: Shaped[Array, "rows ..."]) -> EncodedRows:
+    wide = values.astype(jnp.float32)
+    # What is not finite is stored as NaN, and must not spoil the rest of its row.
+    present = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
+    largest = present.reshape(len(values), -1).max(axis=-1)
+    # Never so small that a device flushes it to zero.
+    smallest = float(np.finfo(np.float32).tiny)
+    scale = jnp.where(largest > 0, jnp.maximum(largest / FLOAT8_MAX, smallest), 1.0)
+    shaped = scale.reshape(*scale.shape, *[1] * (values.ndim - 1))
+    stored = (wide / shaped).astype(FLOAT8)
+    return EncodedRows(stored, scale, stored.astype(jnp.float32) * shaped, None)
+
+
+def _by_channel(values: Shaped[Array, "rows ..."], scale: Float[Array, "..."]) -> EncodedRows:
+    scale = scale[None]
+    steps = jnp.rint(values.astype(jnp.float32) / scale)
+    stored = jnp.clip(steps, -INT8_MAX, INT8_MAX).astype(jnp.int8)
+    beyond = (jnp.abs(steps) > INT8_MAX).reshape(len(values), -1).sum(axis=-1)
+    return EncodedRows(stored, None, stored.astype(jnp.float32) * scale, beyond)

@@ -32,9 +32,9 @@ from spile.run.devices import memory_limit, prepared_device
 from spile.run.extract import load_step, steps_of
 from spile.run.nonfinite import by_stored_name
 from spile.run.pipeline import Worker
-from spile.run.rank import find_place
+from spile.run.rank import find_rank
 from spile.run.ring import Begin, Filled, InTurn, Order, Ring
-from spile.run.world import Alone
+from spile.run.world import SingleWorld
 
 
 def stream(
@@ -66,7 +66,7 @@ def stream(
         counters: what the stages count, for those who watch.
     """
     runtime = runtime or Runtime()
-    if find_place(runtime, os.environ):
+    if find_rank(runtime, os.environ):
         raise ConfigError("spile.stream runs in one process, on all of its devices")
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
@@ -111,7 +111,7 @@ def stream(
         presence = Presence(ledger.objects, runtime.stale_after)
         Worker(
             job, ledger, step, runtime, batches=batches, made_by={}, presence=presence,
-            world=Alone(), counters=counters or Counters(), picker=InTurn(order, begin),
+            world=SingleWorld(), counters=counters or Counters(), picker=InTurn(order, begin),
             stop=stop, sink=ring,
         ).run()  # fmt: skip
 
@@ -234,8 +234,8 @@ class Stream:
         if filled.room is not None:
             places = self._order.places(filled.begin, filled.count)
             tables = {tap: (held, places) for tap, held in filled.room.taps.items()}
-            place = filled.begin.epoch, filled.begin.number
-            window = Window(place, filled.room, tables, places, {})
+            rank = filled.begin.epoch, filled.begin.number
+            window = Window(rank, filled.room, tables, places, {})
         self._window = filled, window
         return self._window
 

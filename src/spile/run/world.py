@@ -3,7 +3,7 @@
 All of it goes through jax's own coordination service, which process 0 runs: small values by name,
 and its heartbeat. That service's client has no public name in jax; this is the only module that
 uses it. A process that vanishes ends all others by an abort (exit 134) which nothing here can see:
-`parent.py` says what happened. Whoever fails in an orderly way tells the others why first.
+`child.py` says what happened. Whoever fails in an orderly way tells the others why first.
 """
 
 import importlib
@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from spile.core.config import Runtime
 from spile.core.errors import ConfigError, Interrupted, SpileError, WorldError
 from spile.corpus.units import Unit
 from spile.run.child import free_stdout, is_child
-from spile.run.rank import ABORTED, RESTART, Place
+from spile.run.rank import ABORTED, RESTART, Rank
 
 _log = logging.getLogger("spile")
 _POLL_MS = 500
@@ -36,39 +37,65 @@ _END = "spile/end"
 _SAID = 200  # characters of an error of jax's that are passed on
 
 
-class Alone:
+class World(ABC):
+    """The processes that do a unit together, as one of them sees the others."""
+
+    process: int  # this one, from 0
+    processes: int
+    leads: bool  # whether this one decides and commits
+
+    @abstractmethod
+    def share(self, name: str, value: Any) -> Any:
+        """Return the leader's value, in every process."""
+
+    @abstractmethod
+    def gather(self, name: str, value: Any) -> list[Any] | None:
+        """Return every process's value, in order, to the leader, and None to the others."""
+
+    @abstractmethod
+    def units(
+        self, picked: Iterator[Unit], known: Mapping[int, Unit]
+    ) -> Iterator[tuple[Unit, str]]:
+        """The units to do, each with its attempt's name; the leader picks them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave, once everybody is done."""
+
+    @abstractmethod
+    def failed(self, error: BaseException) -> BaseException:
+        """Tell the others; returns what the world failed with first."""
+
+
+class SingleWorld(World):
     """A world of one process: nobody to tell anything."""
 
     process, processes, leads = 0, 1, True
 
     def share(self, name: str, value: Any) -> Any:
-        """The leader's value, which all processes get."""
         return value
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
-        """Every process's value, in order, for the leader; the others get None."""
         return [value]
 
     def units(
         self, picked: Iterator[Unit], known: Mapping[int, Unit]
     ) -> Iterator[tuple[Unit, str]]:
-        """The units to do, with the attempt's name; the leader picks them."""
         return ((unit, secrets.token_hex(8)) for unit in picked)
 
     def close(self) -> None:
-        """Everybody is done."""
+        pass
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the others; returns what the world failed with first."""
         return error
 
 
-class World(Alone):
+class JoinedWorld(World):
     """Several processes, joined."""
 
-    def __init__(self, place: Place, client: Any, stop: threading.Event) -> None:
-        self.place = place
-        self.process, self.processes, self.leads = place.process, place.processes, place.leads
+    def __init__(self, rank: Rank, client: Any, stop: threading.Event) -> None:
+        self.rank = rank
+        self.process, self.processes, self.leads = rank.process, rank.processes, rank.leads
         self._client, self._stop = client, stop
         self._cause: dict[str, Any] | None = None
         self._left = threading.Event()
@@ -180,7 +207,7 @@ class World(Alone):
                     raise WorldError(0, f"{self._without_leader()}; {RESTART}", ABORTED) from error
 
     def _without_leader(self) -> str:
-        return f"process 0, at {self.place.coordinator}, no longer answers"
+        return f"process 0, at {self.rank.coordinator}, no longer answers"
 
     def _heed(self) -> None:
         if self._cause is not None:
@@ -220,23 +247,23 @@ def _error_of(cause: Mapping[str, Any]) -> SpileError:
     return WorldError(int(cause["process"]), where, int(cause["code"]))
 
 
-def join(place: Place, runtime: Runtime, stop: threading.Event) -> World:
+def join(rank: Rank, runtime: Runtime, stop: threading.Event) -> JoinedWorld:
     """Come together; returns when all processes are there."""
-    _log.info("joining %s at %s", place, place.coordinator)
-    if place.leads:
-        _check_port(place, runtime.bind_address)
+    _log.info("joining %s at %s", rank, rank.coordinator)
+    if rank.leads:
+        _check_port(rank, runtime.bind_address)
     else:
-        _reach(place, runtime.start_timeout, stop)
+        _reach(rank, runtime.start_timeout, stop)
     if is_child():
         free_stdout()
     # Its notifier would swallow SIGTERM; ours is told through `stop`.
     jax.config.update("jax_enable_preemption_service", False)
     initialize = partial(
         jax.distributed.initialize,
-        coordinator_address=place.coordinator,
-        num_processes=place.processes,
-        process_id=place.process,
-        local_device_ids=place.devices,
+        coordinator_address=rank.coordinator,
+        num_processes=rank.processes,
+        process_id=rank.process,
+        local_device_ids=rank.devices,
         initialization_timeout=runtime.start_timeout,
         heartbeat_timeout_seconds=runtime.heartbeat_timeout,
         coordinator_bind_address=runtime.bind_address,
@@ -244,7 +271,7 @@ def join(place: Place, runtime: Runtime, stop: threading.Event) -> World:
     )
     _beside(initialize, stop)
     state: Any = importlib.import_module("jax._src.distributed").global_state
-    return World(place, state.client, stop)
+    return JoinedWorld(rank, state.client, stop)
 
 
 def _beside(work: Callable[[], None], stop: threading.Event) -> None:
@@ -267,9 +294,9 @@ def _beside(work: Callable[[], None], stop: threading.Event) -> None:
         raise failed[0]
 
 
-def _check_port(place: Place, bind_address: str | None) -> None:
+def _check_port(rank: Rank, bind_address: str | None) -> None:
     """jax crashes where it cannot listen, and would share the port with a second process 0."""
-    port = place.coordinator.rpartition(":")[2]
+    port = rank.coordinator.rpartition(":")[2]
     address = bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{port}"
     host, _, port = address.rpartition(":")
     try:
@@ -286,9 +313,9 @@ def _check_port(place: Place, bind_address: str | None) -> None:
         ) from None
 
 
-def _reach(place: Place, timeout: int, stop: threading.Event) -> None:
+def _reach(rank: Rank, timeout: int, stop: threading.Event) -> None:
     """A wrong address is told apart from a process that is missing."""
-    host, _, port = place.coordinator.rpartition(":")
+    host, _, port = rank.coordinator.rpartition(":")
     deadline, told = time.monotonic() + timeout, False
     while True:
         if stop.is_set():
@@ -300,23 +327,23 @@ def _reach(place: Place, timeout: int, stop: threading.Event) -> None:
             # Clusters may make a host's name known only when the host has started.
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"--coordinator {place.coordinator}: no such host ({error.strerror}); it is "
+                    f"--coordinator {rank.coordinator}: no such host ({error.strerror}); it is "
                     "the address of process 0, as seen from here"
                 ) from None
             if not told:
-                _log.warning("%s: no such host yet (%s)", place.coordinator, error.strerror)
+                _log.warning("%s: no such host yet (%s)", rank.coordinator, error.strerror)
             told = True
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"--coordinator {place.coordinator}: not reached within {timeout} s "
+                    f"--coordinator {rank.coordinator}: not reached within {timeout} s "
                     f"({error.strerror or error}); is process 0 running there, and is that port "
                     "open to this host?"
                 ) from None
         stop.wait(0.2)
 
 
-def compare(world: Alone, mine: Mapping[str, Any]) -> None:
+def compare(world: World, mine: Mapping[str, Any]) -> None:
     """Every process must have been started alike; what differs is named.
 
     Raises:

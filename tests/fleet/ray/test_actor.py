@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from chaos.harness import Work, check_sound
-from spile.fleet.ray.actor import Host
+from spile.fleet.ray.actor import RayHost
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ class Running:
     """A host at work in a thread, as its actor's call is."""
 
     def __init__(self, work: Work, out: Path, **changes: Any) -> None:
-        self.host = Host()
+        self.host = RayHost()
         options = {"model": str(work.model), "corpus": str(work.corpus), **work.options, **changes}
         given = (options, str(out), "/nonexistent", {})
         pool = ThreadPoolExecutor(1)

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from chaos.harness import check_refused, run
 from spile.core.ray_options import RayOptions
-from spile.fleet.ray.placement import Places
+from spile.fleet.ray.placement import Placements
 
 
 class Nodes:
@@ -28,46 +28,47 @@ class Nodes:
         return self.listed
 
 
-def taken(places: Places, count: int = 99, resting: tuple[str, ...] = ()) -> list[Any]:
-    return [(place.name, dict(place.needs)) for place in places.free(count, resting)]
+def taken(placements: Placements, count: int = 99, resting: tuple[str, ...] = ()) -> list[Any]:
+    return [(place.name, dict(place.needs)) for place in placements.free(count, resting)]
 
 
 def test_a_slice_takes_a_nodes_accelerators_or_its_cpus() -> None:
     nodes = Nodes({"CPU": 8}, {"CPU": 96, "GPU": 8}, {"CPU": 0.5, "TPU": 4}, {})
-    places = Places(nodes, RayOptions())
-    assert taken(places) == [
+    placements = Placements(nodes, RayOptions())
+    assert taken(placements) == [
         ("n0", {"CPU": 8}), ("n1", {"GPU": 8, "CPU": 1}), ("n2", {"TPU": 4}),
     ]  # fmt: skip
-    assert taken(places) == []
+    assert taken(placements) == []
 
 
 def test_several_share_a_node_where_they_take_less() -> None:
-    places = Places(Nodes({"GPU": 2, "CPU": 8}, {"CPU": 64}), RayOptions(ray_resources="GPU=1"))
-    found = places.free(99, ())
+    nodes = Nodes({"GPU": 2, "CPU": 8}, {"CPU": 64})
+    placements = Placements(nodes, RayOptions(ray_resources="GPU=1"))
+    found = placements.free(99, ())
     assert [place.name for place in found] == ["n0", "n0"]
-    places.give_back(found[0])
-    assert [name for name, _ in taken(places)] == ["n0"]
+    placements.give_back(found[0])
+    assert [name for name, _ in taken(placements)] == ["n0"]
 
 
 def test_only_so_many_are_taken_and_none_where_one_has_just_failed() -> None:
-    places = Places(Nodes({"CPU": 1}, {"CPU": 1}, {"CPU": 1}), RayOptions())
-    assert [name for name, _ in taken(places, 1, ("n0",))] == ["n1"]
-    assert [name for name, _ in taken(places, 5, ("n0",))] == ["n2"]
-    assert taken(places, 0) == []
+    placements = Placements(Nodes({"CPU": 1}, {"CPU": 1}, {"CPU": 1}), RayOptions())
+    assert [name for name, _ in taken(placements, 1, ("n0",))] == ["n1"]
+    assert [name for name, _ in taken(placements, 5, ("n0",))] == ["n2"]
+    assert taken(placements, 0) == []
 
 
 def test_nodes_that_are_gone_have_no_room_and_those_that_join_have() -> None:
     nodes = Nodes({"CPU": 1})
-    places = Places(nodes, RayOptions())
+    placements = Placements(nodes, RayOptions())
     nodes.listed[0]["Alive"] = False
-    assert taken(places) == []
+    assert taken(placements) == []
     nodes.listed.append({"Alive": True, "NodeID": "new", "Resources": {"CPU": 2}})
-    assert taken(places) == [("new", {"CPU": 2})]
+    assert taken(placements) == [("new", {"CPU": 2})]
 
 
 def test_what_is_wanted_and_what_there_is_can_be_told() -> None:
-    places = Places(Nodes({"CPU": 4}, {}), RayOptions(ray_resources="GPU=1", ray_hosts=2))
-    assert places.described() == (
+    placements = Placements(Nodes({"CPU": 4}, {}), RayOptions(ray_resources="GPU=1", ray_hosts=2))
+    assert placements.described() == (
         "a slice takes GPU=1 on each of 2 nodes; the nodes have CPU=4, nothing"
     )
 

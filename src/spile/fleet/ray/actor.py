@@ -76,7 +76,7 @@ class ToldUnits:
         self._over.set()
 
 
-class Host:
+class RayHost:
     """The actor. `run` lasts as long as the slice; the other calls come beside it."""
 
     def __init__(self) -> None:

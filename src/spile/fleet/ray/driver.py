@@ -21,15 +21,14 @@ from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, Interrupted, StoreError, WorldError
 from spile.core.ray_options import RayOptions
 from spile.dataset.ledger import Ledger, Table
-from spile.fleet.ray.actor import Host
-from spile.fleet.ray.placement import Place, Places, connect, lost
+from spile.fleet.ray.actor import RayHost
+from spile.fleet.ray.placement import Placement, Placements, connect, lost
 from spile.metrics import Counters
 from spile.objects import open_objects
 from spile.plan.budget import Budget
 from spile.plan.estimate import Estimate
-from spile.run.extract import Outcome, outcome_of
+from spile.run.extract import Outcome, outcome_of, stop_on_signal
 from spile.run.rank import ABORTED
-from spile.run.signals import stop_on_signal
 
 _log = logging.getLogger("spile")
 _AHEAD = 3  # units that a slice has: written, computing, and being read
@@ -40,7 +39,7 @@ _DRAIN_SECONDS = 120.0
 _MOST_LOSSES = 10  # of slices that were at work on the same unit
 _MOST_ERRORS = 3  # that were told of, with the same unit in hand: others will meet them, too
 _MOST_FAILURES = 10  # by slice, in a row, without a unit done by anybody
-_REST_SECONDS, _REST_MOST = 1.0, 60.0  # of a place where a slice has just failed
+_REST_SECONDS, _REST_MOST = 1.0, 60.0  # of a placement where a slice has just failed
 _UNLIMITED = 1 << 16
 _SLOW_SECONDS = 30.0  # without a slice, after which that is said
 _PASSED_ON = ("JAX_", "XLA_", "LIBTPU_")  # credentials are each host's own
@@ -51,7 +50,7 @@ class _Slice:
     """One world of hosts, as the driver sees it."""
 
     number: int
-    place: Place
+    placement: Placement
     hosts: list[Any]  # actor handles; the first leads
     nodes: list[str] = field(default_factory=list)  # their names, once they have said hello
     ready: bool = False
@@ -111,8 +110,8 @@ class _Pool:
         self._ray, self._recipe, self._out, self._runtime = ray, recipe, out, runtime
         self._counters, self._stop = counters, stop
         self._ledger = Ledger(open_objects(out))
-        self._places = Places(ray, options)
-        self._host = ray.remote(Host)
+        self._placements = Placements(ray, options)
+        self._host = ray.remote(RayHost)
         self._most = options.ray_slices
         self._slices: list[_Slice] = []
         self._calls: dict[Any, _Call] = {}
@@ -125,7 +124,7 @@ class _Pool:
         # Unit -> slices lost with it in hand (-1: none was), and how many of them said why.
         self._losses: dict[int, tuple[int, int]] = {}
         self._failures = 0
-        self._resting: dict[str, float] = {}  # place -> until when
+        self._resting: dict[str, float] = {}  # placement -> until when
         self._looked = 0.0
         self._idle_since = time.monotonic()
 
@@ -145,7 +144,7 @@ class _Pool:
         finally:
             for slice in list(self._slices):
                 self._drop(slice)
-            self._places.close()
+            self._placements.close()
         assert self._table and self._cost
         self._ledger.complete(self._table)
         return outcome_of(self._ledger, self._table, self._cost, self._runtime)
@@ -169,19 +168,19 @@ class _Pool:
             most = 1  # the first makes the unit table, which would cost everyone a pass
         elif not self._left:
             most = 0
-        resting = {place for place, until in self._resting.items() if until > now}
-        for place in self._places.free(most - len(self._slices), resting):
-            options = self._places.options(place)
+        resting = {placement for placement, until in self._resting.items() if until > now}
+        for placement in self._placements.free(most - len(self._slices), resting):
+            options = self._placements.options(placement)
             hosts = [self._host.options(max_concurrency=_CALLS, **each).remote()
                      for each in options]  # fmt: skip
-            slice = _Slice(next(self._numbers), place, hosts)
+            slice = _Slice(next(self._numbers), placement, hosts)
             self._slices.append(slice)
             for number in range(len(hosts)):
                 self._ask(slice, "hello", host=number)
         if self._slices or not self._left and self._table:
             self._idle_since = now
         elif now - self._idle_since > _SLOW_SECONDS:
-            _log.warning("waiting for room on the cluster: %s", self._places.described())
+            _log.warning("waiting for room on the cluster: %s", self._placements.described())
             self._idle_since = now
         for slice in self._slices:
             if slice.ready and not any(c.what == "counts" and c.slice is slice
@@ -232,7 +231,7 @@ class _Pool:
         for host in slice.hosts:
             with suppress(Exception):  # it may be gone already, and its node, too
                 self._ray.kill(host)
-        self._places.give_back(slice.place)
+        self._placements.give_back(slice.placement)
         for unit in reversed(slice.units):
             if unit not in self._done:
                 self._left.appendleft(unit)
@@ -246,7 +245,7 @@ class _Pool:
         self._failures += 1
         rest = min(_REST_MOST, _REST_SECONDS * 2.0 ** min(self._failures - 1, 60))
         if self._failures > 1:
-            self._resting[slice.place.name] = time.monotonic() + rest
+            self._resting[slice.placement.name] = time.monotonic() + rest
         _log.warning("%s is lost: %s; its units go elsewhere", slice, why)
         lost, errors = self._losses.get(at_work, (0, 0))
         lost, errors = self._losses[at_work] = (lost + 1, errors + (code is not None))
@@ -304,9 +303,9 @@ class _Pool:
     def _heed(self, call: _Call, answer: Any) -> None:
         slice = call.slice
         if call.what == "hello":
-            slice.place.hellos[call.host] = answer
-            if len(slice.place.hellos) == len(slice.hosts):
-                self._start(slice, [slice.place.hellos[n] for n in range(len(slice.hosts))])
+            slice.placement.hellos[call.host] = answer
+            if len(slice.placement.hellos) == len(slice.hosts):
+                self._start(slice, [slice.placement.hellos[n] for n in range(len(slice.hosts))])
         elif answer is None:
             pass  # the answer of `run` says why
         elif call.what == "begun":

@@ -14,15 +14,15 @@ from spile.core.ray_options import RayOptions
 
 _log = logging.getLogger("spile")
 _TOPOLOGY, _SLICE_NAME = "ray.io/tpu-topology", "ray.io/tpu-slice-name"
-_GROUP = "group"  # the name of every place that is not one node
+_GROUP = "group"  # the name of every placement that is not one node
 _CONNECT_SECONDS = 5
 
 
 @dataclass(eq=False)
-class Place:
+class Placement:
     """Room for one slice."""
 
-    name: str  # of its node; a place where a slice has failed is left alone for a while
+    name: str  # of its node; a placement where a slice has failed is left alone for a while
     needs: Mapping[str, float]  # of each host
     hosts: int = 1
     group: Any = None
@@ -68,17 +68,17 @@ def lost(ray: Any, error: Exception) -> bool:
     return isinstance(error, errors.RayError) and not isinstance(error, errors.RayTaskError)
 
 
-class Places:
+class Placements:
     """The cluster's room, less what our slices take."""
 
     def __init__(self, ray: Any, options: RayOptions) -> None:
         self._ray, self._options = ray, options
         self._given = options.resources()
-        self._taken: list[Place] = []
+        self._taken: list[Placement] = []
         self._reserver = ThreadPoolExecutor(1, "reserve")  # Ray waits for it in the call
-        self._reserving: Future[Place] | None = None
+        self._reserving: Future[Placement] | None = None
 
-    def free(self, count: int, resting: Collection[str]) -> list[Place]:
+    def free(self, count: int, resting: Collection[str]) -> list[Placement]:
         """At most so many places for slices, which are taken then."""
         if count <= 0:
             return []
@@ -91,29 +91,29 @@ class Places:
         self._taken += found
         return found
 
-    def options(self, place: Place) -> list[dict[str, Any]]:
+    def options(self, placement: Placement) -> list[dict[str, Any]]:
         """How to make the actor of each host."""
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
-        needs = {**place.needs}
+        needs = {**placement.needs}
         sizes = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0)}
-        if place.group is None:
-            where = [strategies.NodeAffinitySchedulingStrategy(place.name, soft=False)]
+        if placement.group is None:
+            where = [strategies.NodeAffinitySchedulingStrategy(placement.name, soft=False)]
         else:
             where = [
-                strategies.PlacementGroupSchedulingStrategy(place.group, n)
-                for n in range(place.hosts)
+                strategies.PlacementGroupSchedulingStrategy(placement.group, n)
+                for n in range(placement.hosts)
             ]
         return [{**sizes, "resources": needs, "scheduling_strategy": each} for each in where]
 
-    def give_back(self, place: Place) -> None:
-        if place not in self._taken:
+    def give_back(self, placement: Placement) -> None:
+        if placement not in self._taken:
             return
-        self._taken.remove(place)
+        self._taken.remove(placement)
         with suppress(Exception):  # (the cluster may have dropped it with a node)
-            if place.reservation is not None:
-                place.reservation.shutdown()
-            elif place.group is not None:
-                self._ray.util.remove_placement_group(place.group)
+            if placement.reservation is not None:
+                placement.reservation.shutdown()
+            elif placement.group is not None:
+                self._ray.util.remove_placement_group(placement.group)
 
     def close(self) -> None:
         self._reserver.shutdown(wait=False, cancel_futures=True)
@@ -140,15 +140,15 @@ class Places:
                 room.append((node["NodeID"], needs, times))
         return room
 
-    def _nodes(self, count: int, resting: Collection[str]) -> list[Place]:
-        found: list[Place] = []
+    def _nodes(self, count: int, resting: Collection[str]) -> list[Placement]:
+        found: list[Placement] = []
         for name, needs, times in self._room():
-            used = sum(place.name == name for place in self._taken)
+            used = sum(placement.name == name for placement in self._taken)
             if name not in resting:
-                found += [Place(name, needs) for _ in range(times - used)]
+                found += [Placement(name, needs) for _ in range(times - used)]
         return found[:count]
 
-    def _groups(self, count: int, resting: Collection[str]) -> list[Place]:
+    def _groups(self, count: int, resting: Collection[str]) -> list[Placement]:
         """Hosts of different nodes, any of them."""
         hosts, room = self._options.ray_hosts, self._room()
         free = sum(times for _, _, times in room) // hosts if len(room) >= hosts else 0
@@ -156,14 +156,14 @@ class Places:
             return []
         needs = room[0][1]
         return [
-            Place(_GROUP, needs, hosts, self._ray.util.placement_group(
+            Placement(_GROUP, needs, hosts, self._ray.util.placement_group(
                 [dict(needs)] * hosts, strategy="STRICT_SPREAD"))
             for _ in range(min(count, free - len(self._taken)))
         ]  # fmt: skip
 
-    def _tpu_slices(self, resting: Collection[str]) -> list[Place]:
+    def _tpu_slices(self, resting: Collection[str]) -> list[Placement]:
         """One that Ray has reserved in the meantime; should there be more, it reserves the next."""
-        found: list[Place] = []
+        found: list[Placement] = []
         if self._reserving and self._reserving.done():
             done, self._reserving = self._reserving, None
             try:
@@ -185,11 +185,11 @@ class Places:
             self._reserving = self._reserver.submit(self._reserve)
         return found
 
-    def _reserve(self) -> Place:
+    def _reserve(self) -> Placement:
         version, _, topology = (self._options.ray_topology or "").partition(":")
         tpu: Any = importlib.import_module("ray.util.tpu")
         slice = tpu.slice_placement_group(topology, version, self._given or None)
-        return Place(
+        return Placement(
             _GROUP, dict(slice.bundle_resources), slice.num_bundles, slice.placement_group, slice
         )
 

@@ -9,7 +9,7 @@ import pytest
 
 from spile.dataset.format import TapInfo
 from spile.dataset.write import quantization as quant
-from spile.run.quantize import encode
+from spile.run.step import encode_rows
 
 SHAPES = [(24,), (4, 6), ()]
 TINY = np.finfo(np.float32).tiny
@@ -40,7 +40,7 @@ def on_device(
     """Stored, scale, decoded, clipped; compiled as in a step, where conversions may be elided."""
 
     def run(values: jax.Array, scale: jax.Array | None) -> list[jax.Array | None]:
-        made = encode(values, dtype, scale)
+        made = encode_rows(values, dtype, scale)
         return [made.stored, made.scale, made.decoded, made.clipped]
 
     given = None if scale is None else jnp.asarray(scale)

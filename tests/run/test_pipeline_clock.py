@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from spile.metrics import Counters
-from spile.run import clock
-from spile.run.clock import DeviceClock
+from spile.run import pipeline
+from spile.run.pipeline import DeviceClock
 from spile.run.step import Runs, StepOutput
 
 TOKENS = 12
@@ -87,7 +87,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
             finished.append(found)
         return found
 
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=now))
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(perf_counter=now))
     counters = Counters()
     device = DeviceClock(counters, 8)
     try:
