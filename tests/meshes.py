@@ -11,9 +11,8 @@ from spile.corpus.pack import Batch
 from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.decoder import needs_whole_block
-from spile.models.forward.params import Schedule
 from spile.models.forward.sharding import Shards, make_mesh
-from spile.models.forward.weights import load_params
+from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.layout import Cuts, Layout
 from spile.models.taps import AFTER_BLOCKS, parse_taps
 from spile.run.step import Step
@@ -31,7 +30,7 @@ def make_step(
     checkpoint = open_checkpoint(str(directory))
     chosen = parse_taps(taps, checkpoint.arch)
     depth = max(tap.layers_needed(checkpoint.arch) for tap in chosen)
-    schedule = Schedule.of(checkpoint.arch, depth, whole=needs_whole_block(chosen, depth))
+    schedule = LayerSchedule.of(checkpoint.arch, depth, whole=needs_whole_block(chosen, depth))
     shards = shards_of(checkpoint, layout) if layout else None
     params, _ = load_params(
         checkpoint,

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import open_checkpoint
-from spile.models.forward.params import Schedule
 from spile.models.forward.sharding import Shards, make_mesh
-from spile.models.forward.weights import load_params
+from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.layout import Cuts, Layout
 
 
@@ -36,7 +35,7 @@ def main(model: str, coordinator: str, processes: str, process: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is of what follows
     before = status("VmRSS")
     params, digests = load_params(
-        checkpoint, Schedule.of(arch, arch.num_layers, whole=True), head=True,
+        checkpoint, LayerSchedule.of(arch, arch.num_layers, whole=True), head=True,
         dtype=jnp.dtype("float32"), shards=shards, hashed=(int(process), int(processes)),
     )  # fmt: skip
     jax.block_until_ready(params)

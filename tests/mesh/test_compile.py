@@ -15,8 +15,8 @@ from spile.core.config import Recipe, Runtime
 from spile.corpus.pack import Batch
 from spile.models.config.specs import array_axes
 from spile.models.files.checkpoint import read_arch
-from spile.models.forward.params import Schedule
 from spile.models.forward.sharding import Shards, make_mesh
+from spile.models.forward.weights import LayerSchedule
 from spile.models.layout import Layout
 from spile.run.step import Step
 
@@ -49,7 +49,7 @@ def test_the_program_without_weights_is_that_of_extraction(model: Path, layout: 
     work = asked.workload(layout)
     mesh = make_mesh(layout, asked.target.devices)
     shards = Shards(mesh, work.cuts, array_axes(asked.arch))
-    schedule = Schedule.of(asked.arch, work.depth, whole=work.whole)
+    schedule = LayerSchedule.of(asked.arch, work.depth, whole=work.whole)
     abstract = Step(
         abstract_params(work, shards), asked.arch, work.taps, schedule, compute_dtype="float32",
         store_dtype="float32", device=asked.target.devices[0], shards=shards,

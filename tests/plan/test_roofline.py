@@ -18,7 +18,7 @@ from spile.models.config.arch import Arch
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import axis_sizes, block_specs, outer_specs
 from spile.models.forward.decoder import needs_whole_block
-from spile.models.forward.params import Params, Schedule
+from spile.models.forward.weights import LayerSchedule, Params
 from spile.models.layout import ONE_DEVICE, Cuts, Layout
 from spile.models.taps import parse_taps
 from spile.plan.chips import CHIPS
@@ -82,7 +82,7 @@ def test_the_formula_counts_what_the_compiler_counts_without_loops(taps: str) ->
     arch = read_config({**tiny.CONFIG, **WIDE}, "test")[1]
     given = {"seq_len": 64, "rows": 4, "compute_dtype": "float32", "store_dtype": "float32"}
     work = workload(arch, taps, **given)
-    unrolled = Schedule(work.depth, 1, 0)
+    unrolled = LayerSchedule(work.depth, 1, 0)
     scanned = abstract_params(replace(work, whole=True), None)
     block = {
         name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)

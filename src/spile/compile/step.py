@@ -39,7 +39,7 @@ from spile.models.forward.sparse_latents import device_arrays
 from spile.models.forward.weights import LayerSchedule, Params
 from spile.models.layout import Cuts, Layout, fitting_layout, parse_layout
 from spile.models.taps import parse_taps
-from spile.plan.encode import stored_taps
+from spile.plan.encoders import stored_taps
 from spile.plan.estimate import row_quantum
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
 from spile.run.step import Step

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -22,11 +23,14 @@ import jax.numpy as jnp
 import spile
 from spile.core.config import Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError, InputError, Interrupted, StoreError
+from spile.core.recipe import latent_names
 from spile.core.threads import mapped
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.tokenize import use_threads
 from spile.dataset.heartbeat import Presence
 from spile.dataset.ledger import Ledger, Prediction, Table, derive_manifest, read_prediction
+from spile.dataset.write.shard import read_tensors
+from spile.dataset.write.statistics import TapStats
 from spile.metrics import Counters, Reporter, Run, open_backends, parse_backends
 from spile.models.config.specs import array_axes
 from spile.models.files.sae import Arrays, Encoder
@@ -38,9 +42,8 @@ from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.layout import ONE_DEVICE, Cuts
 from spile.objects import Spool, check_creates_once, is_bucket, open_objects
 from spile.objects.protocol import COUNTED
-from spile.plan.budget import Budget
-from spile.plan.encode import truncated_rows
 from spile.plan.estimate import (
+    Budget,
     Estimate,
     estimate,
     planned_cuts,
@@ -361,8 +364,19 @@ def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -
         skipped=manifest["skipped"],
         estimate=cost,
         prediction=read_prediction(ledger.objects),
-        truncated=truncated_rows(ledger, table, manifest),
+        truncated=_truncated_rows(ledger, table, manifest),
     )
+
+
+def _truncated_rows(ledger: Ledger, table: Table, manifest: Mapping[str, Any]) -> dict[str, int]:
+    """Rows of which more latents were active than were kept; taps without any are not named."""
+    names = [latent_names(tap)[0] for tap in table.recipe.encode]
+    keys = [unit["statistics"]["key"] for unit in manifest["units"]] if names else []
+    read = mapped(partial(read_tensors, ledger.objects), keys, ledger.objects.parallel)
+    total = Counter[str]()
+    for tensors in read:
+        total.update({name: TapStats.from_tensors(name, tensors).truncated for name in names})
+    return {name: count for name, count in total.items() if count}
 
 
 def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any) -> dict[str, Any]:

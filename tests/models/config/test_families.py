@@ -131,7 +131,7 @@ def test_no_tensor_that_is_needed_is_listed_as_unused(family: Family) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        *(f"forward/{name}" for name in ("decoder", "moe", "attention", "ops", "params")),
+        *(f"forward/{name}" for name in ("decoder", "moe", "attention", "ops", "weights")),
         *(f"config/{name}" for name in ("specs", "rope")),
     ],
 )

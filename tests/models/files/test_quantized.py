@@ -15,8 +15,7 @@ from spile.core.errors import InputError
 from spile.core.tensors import map_tensor, read_header, write_tensors
 from spile.models.files import quantized as mxfp4
 from spile.models.files.checkpoint import open_checkpoint
-from spile.models.forward.params import Schedule
-from spile.models.forward.weights import load_params
+from spile.models.forward.weights import LayerSchedule, load_params
 
 
 def random_packed(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray]:
@@ -65,7 +64,7 @@ def test_a_packed_checkpoint_loads_as_its_decoded_self(tmp_path: Path) -> None:
     loaded = []
     for directory in (plain, packed):
         checkpoint = open_checkpoint(str(directory))
-        schedule = Schedule.of(checkpoint.arch, 2, whole=True)
+        schedule = LayerSchedule.of(checkpoint.arch, 2, whole=True)
         params, digests = load_params(
             checkpoint, schedule, head=False, dtype=jnp.dtype(jnp.float32)
         )

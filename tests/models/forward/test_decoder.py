@@ -29,8 +29,7 @@ from spile.models.forward import decoder
 from spile.models.forward.attention import Attention, blocked, masked
 from spile.models.forward.decoder import forward, needs_whole_block
 from spile.models.forward.kernels import for_platform
-from spile.models.forward.params import Schedule
-from spile.models.forward.weights import load_params
+from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, parse_taps
 
 TOLERANCE = 2e-5  # of the tap's largest value
@@ -114,7 +113,7 @@ def run(
     """Every tap's values [rows, kept, ...], by name."""
     arch = checkpoint.arch
     depth = max(tap.layers_needed(arch) for tap in taps)
-    schedule = Schedule.of(arch, depth, whole=needs_whole_block(taps, depth))
+    schedule = LayerSchedule.of(arch, depth, whole=needs_whole_block(taps, depth))
     head = any(tap.site in AFTER_BLOCKS for tap in taps)
     params, _ = load_params(checkpoint, schedule, head=head, dtype=jnp.dtype(dtype))
     step = partial(
@@ -291,7 +290,7 @@ def test_the_deepest_block_need_not_run_to_its_end(tmp_path: Path) -> None:
 def test_nothing_is_computed_that_no_tap_needs(tmp_path: Path) -> None:
     _, checkpoint = saved(SUPPORTED["llama-gqa"], tmp_path)
     arch = checkpoint.arch
-    schedule = Schedule.of(arch, 1, whole=False)
+    schedule = LayerSchedule.of(arch, 1, whole=False)
     params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype("float32"))
 
     def products(*taps: Tap) -> float:
@@ -337,7 +336,7 @@ def test_only_what_is_tapped_is_loaded_and_run(
     wanted = parse_taps(taps, checkpoint.arch)
     assert max(tap.layers_needed(checkpoint.arch) for tap in wanted) == depth
     assert needs_whole_block(wanted, depth) is whole
-    schedule = Schedule.of(checkpoint.arch, depth, whole=whole)
+    schedule = LayerSchedule.of(checkpoint.arch, depth, whole=whole)
     params, digests = load_params(checkpoint, schedule, head=False, dtype=jnp.dtype("float32"))
     assert {int(name.split(".")[2]) for name in digests if "layers" in name} == set(range(depth))
     assert len(params.tail) == depth - schedule.scanned
@@ -419,7 +418,7 @@ def test_logits_are_never_held_whole_where_they_are_too_large(
 ) -> None:
     _, checkpoint = saved(SUPPORTED["llama-gqa"], tmp_path)
     arch, taps = checkpoint.arch, (Tap("logprob"), Tap("entropy"))
-    schedule = Schedule.of(arch, arch.num_layers, whole=True)
+    schedule = LayerSchedule.of(arch, arch.num_layers, whole=True)
     params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype("float32"))
 
     def shapes() -> str:

@@ -14,7 +14,7 @@ from spile.models.config.arch import Arch, Experts, Layer
 from spile.models.config.rope import Rope
 from spile.models.config.specs import block_specs
 from spile.models.forward.moe import mix, route
-from spile.models.forward.params import Block
+from spile.models.forward.weights import Block
 
 ROWS, SEQ, WIDTH, INNER = 2, 7, 12, 20
 COUNT = 5

@@ -19,9 +19,8 @@ from spile.core.errors import ConfigError
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.attention import blocked
 from spile.models.forward.decoder import forward
-from spile.models.forward.params import Schedule
 from spile.models.forward.splice import SPLICED, Change, added, only, replaced
-from spile.models.forward.weights import load_params
+from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.taps import Tap, all_taps, parse_taps
 
 TOLERANCE = 2e-5  # of the largest logit
@@ -61,7 +60,7 @@ class Ours:
         tiny.write_tokenizer(directory)
         self.checkpoint: Checkpoint = open_checkpoint(str(directory))
         self.arch = self.checkpoint.arch
-        self.schedule = Schedule.of(self.arch, self.arch.num_layers, whole=True)
+        self.schedule = LayerSchedule.of(self.arch, self.arch.num_layers, whole=True)
         dtype = jnp.dtype("float32")
         self.params, _ = load_params(self.checkpoint, self.schedule, head=True, dtype=dtype)
 

@@ -25,8 +25,7 @@ from spile.models.config.arch import Arch
 from spile.models.config.families import Family
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.tensor_file import read_tensor
-from spile.models.forward.params import Params, Schedule
-from spile.models.forward.weights import Part, _Loading, load_params
+from spile.models.forward.weights import LayerSchedule, Params, ShardBuffer, _Loading, load_params
 from spile.objects.paths import AnyPath, RemotePath
 
 # tests/models/forward/test_decoder.py says why the others are refused
@@ -57,7 +56,7 @@ def load(
     checkpoint: Checkpoint, depth: int | None = None, *, whole: bool = True, head: bool = True
 ) -> tuple[Params, dict[str, str]]:
     arch = checkpoint.arch
-    schedule = Schedule.of(arch, arch.num_layers if depth is None else depth, whole=whole)
+    schedule = LayerSchedule.of(arch, arch.num_layers if depth is None else depth, whole=whole)
     return load_params(checkpoint, schedule, head=head, dtype=FLOAT32)
 
 
@@ -313,7 +312,7 @@ def test_floats_of_any_width_load_to_the_same_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_arrays_are_of_the_dtype_that_is_computed_in(dtype: str, tmp_path: Path) -> None:
     checkpoint = write(tmp_path / "model", tiny.random_tensors(tiny.CONFIG))
-    schedule = Schedule.of(checkpoint.arch, 3, whole=True)
+    schedule = LayerSchedule.of(checkpoint.arch, 3, whole=True)
     params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype(dtype))
     assert {str(a.dtype) for a in params.outer.values()} == {dtype}
     assert {str(a.dtype) for block in params.cycle for a in block.values()} == {dtype}
@@ -428,10 +427,10 @@ def test_of_a_tensor_in_a_bucket_a_process_fetches_the_rows_it_holds(
     """Columns lie scattered: of those, all that lies between them comes, too."""
     tiny.write_model(tmp_path)
     objects, remote = in_memory(tmp_path)
-    loading = _Loading(remote, Schedule.of(remote.arch, 1, whole=True), FLOAT32, None)
+    loading = _Loading(remote, LayerSchedule.of(remote.arch, 1, whole=True), FLOAT32, None)
     spec = loading.blocks[array]
     tensor = read_tensor(*open_checkpoint(str(tmp_path)).tensors[remote.names(spec, 0)[0]])
     out = np.empty(tensor[index].shape, np.float32)
-    loading._fill([Part(out, index)], spec, 0)
+    loading._fill([ShardBuffer(out, index)], spec, 0)
     assert np.array_equal(out, tensor[index])
     assert share * tensor.nbytes * 0.9 <= objects.fetched <= share * tensor.nbytes

@@ -8,12 +8,15 @@ there is a window, only the nearest of them.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spile.models.forward.ops import softcap
+from spile.models.forward.sharding import P, Shards
+from spile.models.layout import ROWS
 
 Queries = Float[Array, "rows seq heads dim"]
 Keys = Float[Array, "rows seq kv_heads dim"]
@@ -174,3 +177,29 @@ def _widths(most: int) -> list[int]:
     while widths[-1] < most:
         widths.append(widths[-2] * 2)
     return sorted({min(width, most) for width in widths})
+
+
+def attention_by_heads(
+    attention: Attention, segments: Places, positions: Places, shards: Shards
+) -> Attend:
+    """Attention on a mesh: each device attends for its rows and its heads.
+
+    The compiler could not cut this up by itself: a kernel is opaque to it.
+    """
+    along = shards.model_axis("heads")
+    heads, places = P(ROWS, None, along), P(ROWS)
+    repeat = along is not None and shards.model_axis("kv_heads") is None
+
+    def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
+        if repeat:  # fewer keys than devices: each takes copies of those its queries need
+            group = q.shape[2] // k.shape[2]
+            k, v = (jnp.repeat(array, group, axis=2) for array in (k, v))
+
+        def local(q: Any, k: Any, v: Any, segments: Any, positions: Any, *sinks: Any) -> Any:
+            return attention(segments, positions)(q, k, v, scoring, *(sinks or (None,)))
+
+        given = () if sinks is None else (sinks,)
+        specs = (heads, heads, heads, places, places, *(P(along) for _ in given))
+        return shards.each(local, specs, heads)(q, k, v, segments, positions, *given)
+
+    return attend

@@ -19,12 +19,18 @@ from jaxtyping import Array, Float, Int
 from spile.core.errors import ConfigError
 from spile.models.config.arch import Arch, Layer
 from spile.models.forward import moe
-from spile.models.forward.attention import Attend, Attention, Scoring, mixed, pattern
+from spile.models.forward.attention import (
+    Attend,
+    Attention,
+    Scoring,
+    attention_by_heads,
+    mixed,
+    pattern,
+)
 from spile.models.forward.ops import activate, linear, norm, rotary_angles, rotate, softcap
-from spile.models.forward.parallel import attention_by_heads, mixed_experts
-from spile.models.forward.params import Block, Params, Schedule
 from spile.models.forward.sharding import Shards
 from spile.models.forward.splice import At, Changes, in_block, in_scan
+from spile.models.forward.weights import Block, LayerSchedule, Params
 from spile.models.taps import AFTER_BLOCKS, Tap
 
 Hidden = Float[Array, "rows seq width"]
@@ -80,7 +86,7 @@ def forward(
     *,
     arch: Arch,
     taps: tuple[Tap, ...],
-    schedule: Schedule,
+    schedule: LayerSchedule,
     attention: Attention,
     store_dtype: str,
     shards: Shards | None = None,
@@ -154,7 +160,7 @@ def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
 
 
 def _run_blocks(
-    params: Params, x: Hidden, run: _Run, schedule: Schedule, dtypes: dict[str, jnp.dtype]
+    params: Params, x: Hidden, run: _Run, schedule: LayerSchedule, dtypes: dict[str, jnp.dtype]
 ) -> tuple[Hidden, Values]:
     sites = {site: layers for site, layers in run.wanted.items() if layers}
     # slots[site][layer]: where that block's value goes (see the module's first lines)
@@ -282,7 +288,7 @@ def _mlp(x: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
         logits, weights, ids = moe.route(x, block, arch.experts)
         values = {"router_logits": logits, "expert_weights": weights, "expert_ids": ids}
         if run.shards:
-            return mixed_experts(x, weights, ids, block, arch, run.shards), values
+            return moe.mixed_experts(x, weights, ids, block, arch, run.shards), values
         return moe.mix(x, weights, ids, block, arch), values
     gate = linear(x, block["w_gate"], block.get("b_gate")) if arch.gated else None
     up = linear(x, block["w_up"], block.get("b_up"))

@@ -4,13 +4,18 @@ Tokens are sorted by expert, and each expert multiplies its own run of them. The
 the chosen experts, and no token is ever left out for lack of room.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.config.arch import Arch, Experts
 from spile.models.forward.ops import activate, linear
-from spile.models.forward.params import Block
+from spile.models.forward.sharding import P, Shards
+from spile.models.forward.weights import Block
+from spile.models.layout import ROWS
 
 _GATHERED = 1 << 28  # bytes of expert weights laid side by side at once
 
@@ -72,6 +77,32 @@ def mix(
     out = jnp.where(here[order][:, None], each(hidden, "down"), 0)
     back = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, x.shape[-1])
     return jnp.einsum("rscd,rsc->rsd", back, weights)
+
+
+def mixed_experts(
+    x: Any, weights: Any, ids: Any, block: Block, arch: Arch, shards: Shards
+) -> jax.Array:
+    """`mix` on a mesh: each device runs its experts, or its part of every expert.
+
+    The results are added. The compiler could not cut this up by itself, as experts are chosen
+    token by token.
+    """
+    names = [name for name in block if name[:2] in ("w_", "b_") and not name.endswith("router")]
+    specs = [P(*shards.cuts.along(shards.axes[name], gathered=True)) for name in names]
+    cut = shards.model_axis("experts") or shards.model_axis("mlp")
+
+    def local(x: Any, weights: Any, ids: Any, *arrays: Any) -> Any:
+        held: Mapping[str, Any] = dict(zip(names, arrays, strict=True))
+        part = jax.lax.axis_index("model")
+        first = part * len(held["w_up"]) if shards.model_axis("experts") else 0
+        # A bias that all devices hold whole is added by one of them.
+        adds = part == 0 if cut and not shards.model_axis("experts") else True
+        out = mix(x, weights, ids, dict(held), arch, first=first, adds=adds)
+        return jax.lax.psum(out, "model") if cut else out
+
+    rows = P(ROWS)
+    arrays = [block[name] for name in names]
+    return shards.each(local, (rows, rows, rows, *specs), rows)(x, weights, ids, *arrays)
 
 
 def _ragged(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from spile.models.files.sae import AT_ONCE, Arrays, Encoder, activations
 
 
-class Top(NamedTuple):
+class TopLatents(NamedTuple):
     """Latents of rows, the largest first; of equals, the one of the lower number."""
 
     values: Float[Array, "rows kept"]  # zero where fewer are active
@@ -24,18 +24,18 @@ def device_arrays(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.nda
     return {n: a.astype(jnp.dtype(dtype)) if n == "W_enc" else a for n, a in arrays.items()}
 
 
-def top_latents(arrays: Arrays, rows: Shaped[Array, "rows ..."], *, encoder: Encoder) -> Top:
+def top_latents(arrays: Arrays, rows: Shaped[Array, "rows ..."], *, encoder: Encoder) -> TopLatents:
     """Of rows in any float dtype, a part of them at a time: all latents of all are too many."""
     sae = encoder.sae
     product = partial(jnp.dot, preferred_element_type=jnp.float32)
 
-    def of_row(row: Float[Array, " width"]) -> Top:
+    def of_row(row: Float[Array, " width"]) -> TopLatents:
         found = activations(
             sae, arrays, row.astype(jnp.float32), jnp, lambda a, b: product(a.astype(b.dtype), b)
         )
         values, ids = jax.lax.top_k(found, encoder.kept)
         active = jnp.minimum((found > 0).sum(), sae.k or sae.latents)
-        return Top(values, ids.astype(jnp.dtype(encoder.id_dtype)), active > encoder.kept)
+        return TopLatents(values, ids.astype(jnp.dtype(encoder.id_dtype)), active > encoder.kept)
 
     flat = rows.reshape(len(rows), -1)
     size = max(1, AT_ONCE // sae.latents)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool
 
-from spile.models.forward.params import Schedule
+from spile.models.forward.weights import LayerSchedule
 from spile.models.taps import Tap
 
 Change = Callable[[Array], Array]
@@ -62,7 +62,7 @@ def in_block(changes: Changes, layer: int | None = None) -> At:
     return at
 
 
-def in_scan(changes: Changes, place: int, schedule: Schedule, cycle: Array | None) -> At:
+def in_scan(changes: Changes, place: int, schedule: LayerSchedule, cycle: Array | None) -> At:
     """Those of the blocks at one place of a period, of which the one of `cycle` is run."""
 
     def at(site: str, values: Array) -> Array:

@@ -1,4 +1,6 @@
-"""From checkpoint files to device arrays: only the blocks that will run, checked and hashed.
+"""The decoder's weights, from checkpoint files to device arrays.
+
+Only the blocks that will run are read, checked and hashed.
 
 Every tensor's full hash is taken as it is read. The first worker of a dataset records them in the
 store, and every later one compares before its first commit, so that weights which changed under
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +22,11 @@ import xxhash
 from numpy.lib.array_utils import byte_bounds
 
 from spile.core.tensors import TensorInfo, as_bytes
+from spile.models.config.arch import Arch
 from spile.models.config.specs import ParamSpec, block_specs, head_specs, outer_specs
 from spile.models.files import quantized as mxfp4
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.tensor_file import read_tensor
-from spile.models.forward.params import Block, Params, Schedule
 from spile.models.forward.sharding import Shards, moved
 
 _THREADS = 8
@@ -32,11 +35,46 @@ _HASHED = 2 << 20
 _ALIGNED = 64
 
 Index = tuple[slice, ...]
+# Arrays by name; jax puts placeholders in their stead while it looks at the tree.
+Arrays = dict[str, Any]
+Block = Arrays  # of one block; inside `Params.cycle` each has a leading axis of cycles
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Params:
+    """The weights on the device; those after the blocks only where a tap asks for them.
+
+    Blocks whose kinds repeat are scanned: `cycle` has one entry for each block of a period, its
+    arrays stacked over the repetitions. What does not fill a period is in `tail`, block by block.
+    """
+
+    outer: Arrays
+    cycle: tuple[Block, ...]
+    tail: tuple[Block, ...]
 
 
 @dataclass(frozen=True)
-class Part:
-    """What some device is to hold of an array."""
+class LayerSchedule:
+    """How the first `depth` blocks are run: `cycles` times a period, then the rest."""
+
+    depth: int
+    period: int
+    cycles: int
+
+    @classmethod
+    def of(cls, arch: Arch, depth: int, *, whole: bool) -> "LayerSchedule":
+        """Without `whole` the last block stands apart: what no tap needs of it is left out."""
+        return cls(depth, arch.period, max(0, depth - (not whole)) // arch.period)
+
+    @property
+    def scanned(self) -> int:
+        return self.period * self.cycles
+
+
+@dataclass(frozen=True)
+class ShardBuffer:
+    """The part of an array that some device will hold, and where it lies in the whole."""
 
     out: np.ndarray
     index: Index
@@ -44,7 +82,7 @@ class Part:
 
 def load_params(
     checkpoint: Checkpoint,
-    schedule: Schedule,
+    schedule: LayerSchedule,
     *,
     head: bool,
     dtype: jnp.dtype,
@@ -103,7 +141,7 @@ class _Loading:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        schedule: Schedule,
+        schedule: LayerSchedule,
         dtype: jnp.dtype,
         shards: Shards | None,
     ) -> None:
@@ -113,7 +151,7 @@ class _Loading:
         self._digests: dict[str, str] = {}
 
     def whole(self, spec: ParamSpec, layer: int | None = None) -> jax.Array:
-        def fill(parts: list[Part]) -> None:
+        def fill(parts: list[ShardBuffer]) -> None:
             self._fill(parts, spec, layer)
 
         return self._array(spec.shape, spec.name, fill, stacked=False)
@@ -122,9 +160,9 @@ class _Loading:
         """The arrays of every block at this place of a period."""
         schedule = self._schedule
 
-        def fill(parts: list[Part]) -> None:
+        def fill(parts: list[ShardBuffer]) -> None:
             def fill_one(cycle: int) -> None:
-                those = [Part(part.out[cycle], part.index[1:]) for part in parts]
+                those = [ShardBuffer(part.out[cycle], part.index[1:]) for part in parts]
                 self._fill(those, spec, cycle * schedule.period + place)
 
             # Copying and hashing leave the interpreter alone; one core cannot keep up with a disk.
@@ -134,12 +172,18 @@ class _Loading:
         return self._array((schedule.cycles, *spec.shape), spec.name, fill, stacked=True)
 
     def _array(
-        self, shape: tuple[int, ...], name: str, fill: Callable[[list[Part]], None], stacked: bool
+        self,
+        shape: tuple[int, ...],
+        name: str,
+        fill: Callable[[list[ShardBuffer]], None],
+        stacked: bool,
     ) -> jax.Array:
-        def parts(indices: Iterable[Index]) -> dict[str, Part]:
+        def parts(indices: Iterable[Index]) -> dict[str, ShardBuffer]:
             """Devices that hold the same are given the same."""
             made = {str(i): i for i in indices}
-            buffers = {k: Part(_buffer(_shape(shape, i), self._dtype), i) for k, i in made.items()}
+            buffers = {
+                k: ShardBuffer(_buffer(_shape(shape, i), self._dtype), i) for k, i in made.items()
+            }
             fill(list(buffers.values()))
             return buffers
 
@@ -152,14 +196,14 @@ class _Loading:
         )
         return jax.make_array_from_callback(shape, sharding, lambda index: found[str(index)].out)
 
-    def _fill(self, parts: list[Part], spec: ParamSpec, layer: int | None) -> None:
+    def _fill(self, parts: list[ShardBuffer], spec: ParamSpec, layer: int | None) -> None:
         """Fill parts of one of our arrays; each tensor is read once for them all."""
         checkpoint = self._checkpoint
         source = checkpoint.source(spec.name)
         for number, name in enumerate(checkpoint.names(spec, layer)):
             wanted = _of_expert(parts, number, spec.shape[0]) if source.per_expert else parts
 
-            def take(tensor: np.ndarray, wanted: list[Part] = wanted) -> list[np.ndarray]:
+            def take(tensor: np.ndarray, wanted: list[ShardBuffer] = wanted) -> list[np.ndarray]:
                 taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)
                 return [taken[part.index] for part in wanted]
 
@@ -216,13 +260,13 @@ class _Loading:
         return state.hexdigest()
 
 
-def _of_expert(parts: list[Part], number: int, experts: int) -> list[Part]:
+def _of_expert(parts: list[ShardBuffer], number: int, experts: int) -> list[ShardBuffer]:
     """What one expert's tensor is to fill, of parts that begin with an axis of experts."""
-    found: list[Part] = []
+    found: list[ShardBuffer] = []
     for part in parts:
         held = range(experts)[part.index[0]]
         if number in held:
-            found.append(Part(part.out[held.index(number)], part.index[1:]))
+            found.append(ShardBuffer(part.out[held.index(number)], part.index[1:]))
     return found
 
 
