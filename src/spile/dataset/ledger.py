@@ -32,8 +32,8 @@ class Table:
     files: tuple[Mapping[str, Any], ...]
     units: tuple[Mapping[str, Any], ...]
     kept: float  # the share of tokens that become rows, estimated from a sample
-    # Where rows lie in a drawn order (`shuffle.py`), and units are no more those of their
-    # documents: the seed, and the sum of all index entries (`sums.py`).
+    # Where rows lie in a drawn order (`maintain/shuffle.py`), and units are no more those of their
+    # documents: the seed, and the sum of all index entries (`maintain/scatter.py`).
     shuffled: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:

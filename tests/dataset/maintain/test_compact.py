@@ -22,7 +22,6 @@ from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
 from spile.dataset.maintain import compact as module
 from spile.dataset.maintain import copy as checked
-from spile.dataset.maintain import rewrite
 from spile.dataset.maintain.compact import Compacted, compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
@@ -81,7 +80,6 @@ def test_units_become_one_with_the_same_rows(
     kind: str, was_compressed: bool, compress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checked, "WINDOW_BYTES", 100)
-    monkeypatch.setattr(rewrite, "WINDOW_BYTES", 100)
     made = stored.build(tmp_path / "out", taps=getattr(stored, kind), compress=was_compressed)
     dest = LocalObjects(tmp_path / "dest")
     result = compact(made.objects, dest, compress=compress)
@@ -171,7 +169,6 @@ def test_memory_is_a_window_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     whole = sum(rows.nbytes for rows in made.rows.values())
     made.rows.clear()
     monkeypatch.setattr(checked, "WINDOW_BYTES", 1 << 18)
-    monkeypatch.setattr(rewrite, "WINDOW_BYTES", 1 << 18)
     tracemalloc.start()
     try:
         result = compact(made.objects, LocalObjects(tmp_path / "dest"))

@@ -135,7 +135,7 @@ def test_rows_are_uniform_in_their_places_and_their_neighbours(tmp_path: Path) -
 
 
 def _parts(work: Any) -> Any:
-    return module.Source(work.source, work.table, work.records).parts(work.capacity)
+    return module.SourceRows(work.source, work.table, work.records).parts(work.capacity)
 
 
 def _records(ledger: Ledger) -> list[Any]:

@@ -17,7 +17,7 @@ from spile.core.index import INDEX_DTYPE
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.ledger import Table
-from spile.dataset.maintain.sums import entries_sum
+from spile.dataset.maintain.scatter import entries_sum
 from spile.dataset.write.documents import read_documents, rows_of
 from spile.dataset.write.shard import (
     contains_exactly,

@@ -18,8 +18,22 @@ from spile.core.index import INDEX_DTYPE
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
 from spile.dataset.ledger import Ledger, Table
-from spile.dataset.maintain import rewrite
-from spile.dataset.maintain.copy import CheckedFile, read_finished
+from spile.dataset.maintain.copy import (
+    SHARD_BYTES,
+    CheckedFile,
+    as_stored,
+    copy_records,
+    makers_of,
+    read_finished,
+    read_index,
+    read_rows,
+    read_statistics,
+    records_digest,
+    refuse_if_too_large,
+    refuse_nested,
+    refuse_strangers,
+    stored_bytes,
+)
 from spile.dataset.write.documents import merge_documents, read_documents
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once
@@ -63,7 +77,7 @@ class _Group:
         """What the new unit is made from: the same for the same source and cut alone."""
         return {
             "units": [self.records[0].unit, self.records[-1].unit],
-            "records": rewrite.records_digest(self.records),
+            "records": records_digest(self.records),
         }
 
 
@@ -72,7 +86,7 @@ def compact(
     dest: Objects,
     *,
     unit_bytes: int = UNIT_BYTES,
-    shard_bytes: int = rewrite.SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     compress: bool = False,
 ) -> Compacted:
     """Write a finished dataset anew, or continue to.
@@ -82,7 +96,7 @@ def compact(
         shard_bytes: of a shard; where the store holds a stream in memory, less.
         compress: byte planes and zstd, whatever the source has.
     """
-    rewrite.refuse_nested(source, dest)
+    refuse_nested(source, dest)
     table, records = read_finished(source)
     groups = list(_groups(table, records, unit_bytes))
     merged = replace(table, units=tuple(group.unit for group in groups))
@@ -90,19 +104,19 @@ def compact(
     made = _resumed(ledger, merged, groups)
     if not compress:
         missing = sum(group.rows for group in groups if group.unit["id"] not in made)
-        rewrite.refuse_if_too_large(dest, table.taps, missing)
+        refuse_if_too_large(dest, table.taps, missing)
     if len(made) < len(groups):
         check_creates_once(dest)
-    if not rewrite.copy_records(source, dest):
-        raise _other(dest)
+    if not copy_records(source, dest):
+        raise _other_dataset_error(dest)
     shard_bytes = min(shard_bytes, dest.most_streamed or shard_bytes)
     for number, group in enumerate(groups):
         if number not in made:
             made[number] = _write(source, ledger, table, group, shard_bytes, compress)
             _log.info("unit %d of %d: %d rows", number + 1, len(groups), group.rows)
     ledger.complete(merged)
-    if rewrite.as_stored(ledger.create_table(merged)) != rewrite.as_stored(merged):
-        raise _other(dest)
+    if as_stored(ledger.create_table(merged)) != as_stored(merged):
+        raise _other_dataset_error(dest)
     done = list(made.values())
     return Compacted(
         dest=dest.url,
@@ -111,8 +125,8 @@ def compact(
         units_before=len(records),
         shards=sum(len(each.shards) for each in done),
         shards_before=sum(len(each.shards) for each in records),
-        bytes=rewrite.stored_bytes(done),
-        bytes_before=rewrite.stored_bytes(records),
+        bytes=stored_bytes(done),
+        bytes_before=stored_bytes(records),
     )
 
 
@@ -124,7 +138,7 @@ def _groups(table: Table, records: Sequence[Done], unit_bytes: int) -> Iterator[
     held: list[int] = []
     size = rows = about = made = 0
     for number, record in enumerate(records):
-        more = rewrite.stored_bytes([record])
+        more = stored_bytes([record])
         too_many = (rows + record.rows) * INDEX_DTYPE.itemsize > _INDEX_BYTES
         too_many |= about + record.documents_table.bytes > _DOCUMENTS_BYTES
         if held and (size + more > unit_bytes or too_many):
@@ -163,7 +177,7 @@ def _read_index(source: Objects, group: _Group) -> np.ndarray:
     index = np.empty(group.rows, INDEX_DTYPE)
     reached = 0
     for done in group.records:
-        index[reached : reached + done.rows] = rewrite.read_index(source, done)
+        index[reached : reached + done.rows] = read_index(source, done)
         reached += done.rows
     return index
 
@@ -181,7 +195,7 @@ def _read_documents(
 # -- the destination -------------------------------------------------------------------------
 
 
-def _other(dest: Objects) -> ConfigError:
+def _other_dataset_error(dest: Objects) -> ConfigError:
     return ConfigError(
         f"{dest.url} holds another dataset, or this one compacted with another --unit-bytes; "
         "choose an empty place"
@@ -191,19 +205,19 @@ def _other(dest: Objects) -> ConfigError:
 def _resumed(ledger: Ledger, table: Table, groups: Sequence[_Group]) -> dict[int, Done]:
     """The units that are done already. Whatever else is there is not ours to add to."""
     found = ledger.read_table()
-    if found is not None and rewrite.as_stored(found) != rewrite.as_stored(table):
-        raise _other(ledger.objects)
-    rewrite.refuse_strangers(ledger.objects)
+    if found is not None and as_stored(found) != as_stored(table):
+        raise _other_dataset_error(ledger.objects)
+    refuse_strangers(ledger.objects)
     units = sorted(ledger.done_units())
     if units and units[-1] >= len(groups):
-        raise _other(ledger.objects)
+        raise _other_dataset_error(ledger.objects)
     return {unit: _ours(ledger, unit, groups[unit]) for unit in units}
 
 
 def _ours(ledger: Ledger, unit: int, group: _Group) -> Done:
     done = ledger.read_done(unit)
     if done is None or done.made_by.get(_COMPACTED) != group.origin():
-        raise _other(ledger.objects)
+        raise _other_dataset_error(ledger.objects)
     return done
 
 
@@ -218,10 +232,10 @@ def _write(
             for done in group.records:
                 for shard in done.shards:
                     if shard.tap == tap:
-                        for rows, scales in rewrite.read_rows(source, shard, info):
+                        for rows, scales in read_rows(source, shard, info):
                             writer.write(tap, rows, scales)
         for done in group.records:
-            for tap, stats in rewrite.read_statistics(source, done, table.taps).items():
+            for tap, stats in read_statistics(source, done, table.taps).items():
                 writer.stats[tap].merge(stats)
         documents = _read_documents(source, table, group, index)
         made = writer.finish(table=documents, **_described(table, group))
@@ -253,6 +267,6 @@ def _described(table: Table, group: _Group) -> dict[str, Any]:
         "made_by": {
             "spile": version("spile"),
             _COMPACTED: group.origin(),
-            "rows_by": rewrite.makers_of(group.records),
+            "rows_by": makers_of(group.records),
         },
     }

@@ -1,25 +1,40 @@
-"""Reading what is to be passed on: each byte hashed on its way, and held against the record.
+"""Copying a dataset: what compaction, shuffling and publishing share.
 
-A copy gets a checksum of its own, so damage that is copied can never be found again. Whoever
-makes copies reads through here, and lets nobody see them before `check` has passed.
+A copy gets a checksum of its own, so damage that is copied can never be found again. Therefore
+every file of the source is hashed as it is read and compared with its record, and nobody sees a
+copy before that has passed: the unit table of the new dataset is written last, and until then
+nothing opens as a dataset, and no `spile extract` takes it for one to continue.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 import xxhash
 
-from spile.core.errors import CorruptError, StoreError
+from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import TensorInfo
 from spile.dataset import format as fmt
-from spile.dataset.format import COMPRESSED, Done, Shard
+from spile.dataset.format import COMPRESSED, Done, Shard, TapInfo
 from spile.dataset.ledger import Ledger, Table, derive_manifest
 from spile.dataset.write.compression import PlaneReader
-from spile.dataset.write.shard import read_shard_header
-from spile.objects import Objects
+from spile.dataset.write.shard import (
+    contains_exactly,
+    index_tensors,
+    read_shard_header,
+    tap_tensors,
+)
+from spile.dataset.write.statistics import TapStats
+from spile.objects import PROBES, Objects
 
 WINDOW_BYTES = 16 << 20  # in hand at a time
+SHARD_BYTES = 1 << 30
+
+COPIED = {fmt.MODEL: "model", fmt.SCALES: "scales", fmt.CHECK: "check"}
+
+
+# -- the source ------------------------------------------------------------------------------
 
 
 def read_finished(source: Objects) -> tuple[Table, list[Done]]:
@@ -113,3 +128,126 @@ class CheckedFile:
             self._digest.update(memoryview(data)[self._hashed - start :])
             self._hashed = stop
         return data
+
+
+def read_index(source: Objects, done: Done, first: int = 0, last: int | None = None) -> np.ndarray:
+    """Entries first..last of a unit's index, all if not given."""
+    last = done.rows if last is None else last
+    index = np.empty(last - first, INDEX_DTYPE)
+    file = CheckedFile(source, done.index)
+    if not contains_exactly(file.header, index_tensors(done.rows)):
+        raise CorruptError(done.index.key, f"is not an index of {done.rows} rows")
+    for name in INDEX_DTYPE.names or ():
+        index[name] = file.rows(name, first, last)
+    file.check()
+    return index
+
+
+def read_rows(
+    source: Objects, shard: Shard, info: TapInfo, first: int = 0, last: int | None = None
+) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """A shard's rows first..last, a window at a time, with their scales where they have them.
+
+    The file is held against its record after the last of them.
+    """
+    last = shard.count if last is None else last
+    file = CheckedFile(source, shard)
+    if not contains_exactly(file.header, tap_tensors(shard.tap, shard.count, info)):
+        raise CorruptError(shard.key, f"does not hold {shard.count} rows of {shard.tap}")
+    scales = None
+    if info.scaled_by == "row":
+        scales = file.rows(fmt.scale_name(shard.tap), first, last)
+    step = max(1, WINDOW_BYTES // info.row_bytes)
+    for low in range(first, last, step):
+        high = min(low + step, last)
+        rows = file.rows(shard.tap, low, high)
+        yield rows, None if scales is None else scales[low - first : high - first]
+    file.check()
+
+
+def read_statistics(source: Objects, done: Done, taps: Iterable[str]) -> dict[str, TapStats]:
+    """Of a unit's rows, by tap."""
+    file = CheckedFile(source, done.statistics)
+    tensors = {name: file.rows(name) for name in file.header}
+    file.check()
+    return {tap: TapStats.from_tensors(tap, tensors) for tap in taps}
+
+
+# -- the destination -------------------------------------------------------------------------
+
+
+def refuse_nested(source: Objects, dest: Objects) -> None:
+    here, there = _place(source), _place(dest)
+    if f"{there}/".startswith(f"{here}/") or f"{here}/".startswith(f"{there}/"):
+        raise ConfigError(
+            f"{dest.url} and {source.url} lie one inside the other; choose a place outside of it"
+        )
+
+
+def _place(objects: Objects) -> str:
+    path = objects.local_path(fmt.UNITS)
+    return objects.url.rstrip("/") if path is None else str(path.parent.resolve())
+
+
+def refuse_strangers(objects: Objects, also: Collection[str] = ()) -> None:
+    """Whatever is not of a dataset is not ours to add to. `also`: more beginnings of keys."""
+    ours = (fmt.DONE, fmt.ATTEMPTS, fmt.WORKERS, PROBES, *also)
+    for key in objects.list():
+        name = objects.leftover_of(key) or key
+        if name not in (fmt.UNITS, fmt.MANIFEST, *COPIED) and not name.startswith(ours):
+            raise ConfigError(
+                f"{objects.url} holds {key}, which is not of a dataset; choose an empty place"
+            )
+
+
+def refuse_if_too_large(dest: Objects, taps: Mapping[str, TapInfo], rows: int) -> None:
+    each = INDEX_DTYPE.itemsize + sum(info.row_bytes for info in taps.values())
+    needed, free = each * rows, dest.free_bytes()
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"{dest.url}: {needed / 1e9:.2f} GB would be written, {free / 1e9:.2f} GB are free"
+        )
+
+
+def copy_records(source: Objects, dest: Objects) -> bool:
+    """What stands beside the units and is as true of the copy; False if others are there."""
+    for key, kind in COPIED.items():
+        try:
+            data = source.get(key)
+        except FileNotFoundError:
+            continue  # as `verify` says, where it must not be
+        fmt.decode_record(key, data, kind)
+        if not dest.create(key, data) and key != fmt.CHECK and dest.get(key) != data:
+            return False
+    return True
+
+
+def makers_of(records: Sequence[Done]) -> list[Mapping[str, object]]:
+    """Who made the rows in the first place."""
+    makers: list[Mapping[str, object]] = []
+    for done in records:
+        maker = {k: v for k, v in done.made_by.items() if k not in fmt.MADE_WHEN}
+        if maker not in makers:
+            makers.append(maker)
+    return makers
+
+
+# -- records ---------------------------------------------------------------------------------
+
+
+def stored_bytes(records: Iterable[Done]) -> int:
+    """Of all files that records name."""
+    return sum(file.bytes for done in records for file in done.files())
+
+
+def as_stored(table: Table) -> bytes:
+    """A table's bytes."""
+    return fmt.encode_record("units", table.to_json())
+
+
+def records_digest(records: Iterable[Done]) -> str:
+    """The same for the very same files alone."""
+    digest = xxhash.xxh3_128()
+    for done in records:
+        digest.update(fmt.encode_record("done", done.to_json()))
+    return digest.hexdigest()

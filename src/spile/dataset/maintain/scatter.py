@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.index import INDEX_DTYPE
@@ -24,9 +26,7 @@ from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, TapInfo
 from spile.dataset.ledger import Ledger, Table
-from spile.dataset.maintain.copy import WINDOW_BYTES
-from spile.dataset.maintain.rewrite import read_index, read_rows, refuse_strangers
-from spile.dataset.maintain.sums import Sums, entry_hashes
+from spile.dataset.maintain.copy import WINDOW_BYTES, read_index, read_rows, refuse_strangers
 from spile.dataset.read.rows import Bytes, Job, Rows, StoredRows
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects
@@ -34,9 +34,92 @@ from spile.objects import Objects
 WHOLE = "whole.json"  # a pass is finished, and its rows are those of the pass before
 SHUFFLED = "shuffled"
 
+_INDEX_SUM = "index"
+_SUM_MODULUS = 1 << 64
+
+Hashes = npt.NDArray[np.uint64]
+
+
+# -- whether two datasets hold the same rows ---------------------------------------------------
+
+
+def entry_hashes(index: np.ndarray) -> Hashes:
+    """A hash of each entry of an index."""
+    found = np.zeros(len(index), np.uint64)
+    for name in index.dtype.names or ():
+        found = _mixed(found ^ index[name].astype(np.int64).view(np.uint64))
+    return found
+
+
+def entries_sum(index: np.ndarray) -> int:
+    return int(entry_hashes(index).sum(dtype=np.uint64))
+
+
+def _mixed(values: Hashes) -> Hashes:
+    """Every bit of the result depends on every bit of the value (splitmix64's last steps)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+class RowSums:
+    """Sums of row hashes, which say whether two datasets hold the same rows in whatever order.
+
+    There is one of the index, and one of each tap. Each row is hashed with its index entry, so that
+    rows which have changed places without their entries are noticed; hashes are added, which
+    forgets the order and nothing else.
+    """
+
+    def __init__(self, values: Mapping[str, int] | None = None) -> None:
+        self._values: dict[str, int] = dict(values or {})
+
+    def add_entries(self, index: np.ndarray) -> None:
+        self._add(_INDEX_SUM, entries_sum(index))
+
+    def add_rows(
+        self, tap: str, rows: Bytes, scales: np.ndarray | None, entries: Iterable[int]
+    ) -> None:
+        """Args:
+        rows: their bytes.
+        entries: the hash of each one's entry.
+        """
+        digest = xxhash.xxh3_64_intdigest
+        if scales is None:
+            found = sum(map(digest, rows, entries))
+        else:
+            beside = scales.view(np.uint32).tolist()
+            each = zip(rows, entries, beside, strict=True)
+            found = sum(digest(row, entry ^ scale) for row, entry, scale in each)
+        self._add(tap, found)
+
+    def merge(self, other: "RowSums") -> None:
+        for name, value in other._values.items():
+            self._add(name, value)
+
+    def _add(self, name: str, value: int) -> None:
+        self._values[name] = (self._values.get(name, 0) + value) % _SUM_MODULUS
+
+    @property
+    def entries(self) -> int:
+        return self._values.get(_INDEX_SUM, 0)
+
+    def to_json(self) -> dict[str, str]:
+        return {name: f"{value:016x}" for name, value in sorted(self._values.items())}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> "RowSums":
+        return cls({name: int(value, 16) for name, value in body.items()})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowSums) and self._values == other._values
+
+
+# -- scattering rows ----------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """Rows first..last of a dataset: of one unit, or of several whole ones."""
 
     first: int
@@ -45,7 +128,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Piece:
+class NodePiece:
     """Rows first..last of a node, that are read together."""
 
     node: int
@@ -53,21 +136,21 @@ class Piece:
     last: int
 
 
-class Rowset(Protocol):
+class NodeRows(Protocol):
     """Rows, node by node."""
 
-    sums: Sums
+    sums: RowSums
 
-    def pieces(self, capacity: int) -> list[Piece]: ...
+    def pieces(self, capacity: int) -> list[NodePiece]: ...
 
-    def index(self, piece: Piece) -> np.ndarray: ...
+    def index(self, piece: NodePiece) -> np.ndarray: ...
 
-    def fill(self, tap: str, piece: Piece, rows: Bytes, scales: np.ndarray | None) -> None:
+    def fill(self, tap: str, piece: NodePiece, rows: Bytes, scales: np.ndarray | None) -> None:
         """Copy a tap's bytes, and the scale of each row where they have them."""
         ...
 
 
-class Room:
+class TapBuffer:
     """Memory for the rows of a tap, as they are stored; used again."""
 
     def __init__(self, info: TapInfo, count: int) -> None:
@@ -87,23 +170,23 @@ class Room:
         return rows.view(self._info.storage).reshape(len(rows), *self._info.shape)
 
 
-class Source:
+class SourceRows:
     """A dataset, as one node; every file is checked as it is read."""
 
     def __init__(self, objects: Objects, table: Table, records: Sequence[Done]) -> None:
         self._objects, self._table, self._records = objects, table, records
         self._starts = np.cumsum([0, *(done.rows for done in records)]).tolist()
-        self.sums = Sums()  # nothing is known before it is read
+        self.sums = RowSums()  # nothing is known before it is read
 
-    def parts(self, capacity: int) -> list[Part]:
+    def parts(self, capacity: int) -> list[DatasetPart]:
         """Small units together; a large one cut where its widest tap's shards end, if possible."""
         widest = max(self._table.taps, key=lambda tap: self._table.taps[tap].row_bytes)
-        parts: list[Part] = []
+        parts: list[DatasetPart] = []
         begun = 0
         for unit, done in enumerate(self._records):
             first, last = self._starts[unit], self._starts[unit + 1]
             if unit > begun and last - self._starts[begun] > capacity:
-                parts.append(Part(self._starts[begun], first, (begun, unit)))
+                parts.append(DatasetPart(self._starts[begun], first, (begun, unit)))
                 begun = unit
             if done.rows <= capacity:
                 continue
@@ -111,24 +194,26 @@ class Source:
             while first < last:
                 near = [end for end in ends if first < end <= first + capacity]
                 stop = max(near, default=min(first + capacity, last))
-                parts.append(Part(first, stop, (unit, unit + 1)))
+                parts.append(DatasetPart(first, stop, (unit, unit + 1)))
                 first = stop
             begun = unit + 1
         if begun < len(self._records):
-            parts.append(Part(self._starts[begun], self._starts[-1], (begun, len(self._records))))
+            parts.append(
+                DatasetPart(self._starts[begun], self._starts[-1], (begun, len(self._records)))
+            )
         return parts
 
-    def pieces(self, capacity: int) -> list[Piece]:
-        return [Piece(0, part.first, part.last) for part in self.parts(capacity)]
+    def pieces(self, capacity: int) -> list[NodePiece]:
+        return [NodePiece(0, part.first, part.last) for part in self.parts(capacity)]
 
-    def index(self, piece: Piece) -> np.ndarray:
+    def index(self, piece: NodePiece) -> np.ndarray:
         found = [
             read_index(self._objects, done, low, high)
             for done, low, high in self._units(piece)
         ]  # fmt: skip
         return np.concatenate([np.empty(0, INDEX_DTYPE), *found])
 
-    def fill(self, tap: str, piece: Piece, rows: Bytes, scales: np.ndarray | None) -> None:
+    def fill(self, tap: str, piece: NodePiece, rows: Bytes, scales: np.ndarray | None) -> None:
         info, at = self._table.taps[tap], 0
         for done, low, high in self._units(piece):
             for shard in done.shards:
@@ -144,7 +229,7 @@ class Source:
                         scales[part] = beside
                     at += len(values)
 
-    def _units(self, piece: Piece) -> Iterator[tuple[Done, int, int]]:
+    def _units(self, piece: NodePiece) -> Iterator[tuple[Done, int, int]]:
         unit = bisect_right(self._starts, piece.first) - 1
         while unit < len(self._records) and self._starts[unit] < piece.last:
             done, start = self._records[unit], self._starts[unit]
@@ -154,7 +239,7 @@ class Source:
             unit += 1
 
 
-class Level:
+class ScatteredRows:
     """What a pass has written: runs, each sorted by the nodes its rows are of.
 
     Of every node, the rows lie in some of the runs, together in each.
@@ -164,31 +249,31 @@ class Level:
         self._objects, self._taps = objects, table.taps
         self._stored = StoredRows(objects, table, records, {})
         self._segments: dict[int, list[tuple[int, int]]] = {}  # first row, and how many
-        self.sums = Sums()
+        self.sums = RowSums()
         for done, start in zip(records, self._stored.starts, strict=False):
             told = done.made_by[SHUFFLED]
             for child, count in enumerate(told["counts"]):
                 self._segments.setdefault(told["children"] + child, []).append((start, count))
                 start += count
-            self.sums.merge(Sums.from_json(told["sums"]))
+            self.sums.merge(RowSums.from_json(told["sums"]))
 
     def count(self, node: int) -> int:
         """Rows of a node."""
         return sum(count for _, count in self._segments.get(node, ()))
 
-    def pieces(self, capacity: int) -> list[Piece]:
+    def pieces(self, capacity: int) -> list[NodePiece]:
         return [
-            Piece(node, first, min(first + capacity, self.count(node)))
+            NodePiece(node, first, min(first + capacity, self.count(node)))
             for node in sorted(self._segments)
             for first in range(0, self.count(node), capacity)
         ]
 
-    def index(self, piece: Piece) -> np.ndarray:
+    def index(self, piece: NodePiece) -> np.ndarray:
         out, rows = np.empty(piece.last - piece.first, INDEX_DTYPE), self._rows(piece)
         self._run(self._stored.index_jobs(rows, out) if len(rows) else ())
         return out
 
-    def fill(self, tap: str, piece: Piece, rows: Bytes, scales: np.ndarray | None) -> None:
+    def fill(self, tap: str, piece: NodePiece, rows: Bytes, scales: np.ndarray | None) -> None:
         wanted = self._rows(piece)
         if not len(wanted):
             return
@@ -196,7 +281,7 @@ class Level:
         if scales is not None:
             self._run(self._stored.scale_jobs(tap, wanted, scales))
 
-    def _rows(self, piece: Piece) -> Rows:
+    def _rows(self, piece: NodePiece) -> Rows:
         """Which of all rows those of a piece are, ascending."""
         found: list[Rows] = [np.empty(0, np.int64)]
         before = 0
@@ -213,7 +298,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Pass:
+class ScatterPass:
     """What is drawn: of each row of `before`, the node it belongs to.
 
     Attributes:
@@ -229,7 +314,7 @@ class Pass:
     children: Sequence[int]
     shard_bytes: int
 
-    def run(self, before: Rowset, objects: Objects, capacity: int) -> Level:
+    def run(self, before: NodeRows, objects: Objects, capacity: int) -> ScatteredRows:
         """Write the runs that are not there yet."""
         refuse_strangers(objects, [WHOLE])
         ledger = Ledger(objects)
@@ -239,13 +324,13 @@ class Pass:
             if run not in there:
                 self._write(ledger, run, before, piece)
             records.append(self._ours(ledger, run))
-        level = Level(objects, self.table, records)
-        if isinstance(before, Level) and level.sums != before.sums:
-            raise lost(objects)
+        level = ScatteredRows(objects, self.table, records)
+        if isinstance(before, ScatteredRows) and level.sums != before.sums:
+            raise lost_rows_error(objects)
         objects.create(WHOLE, fmt.encode_record("runs", {**self.origin, "runs": len(records)}))
         return level
 
-    def found(self, objects: Objects) -> Level | None:
+    def found(self, objects: Objects) -> ScatteredRows | None:
         """What an earlier process has finished."""
         try:
             body = fmt.decode_record(WHOLE, objects.get(WHOLE), "runs")
@@ -253,17 +338,17 @@ class Pass:
             return None
         ledger = Ledger(objects)
         records = [self._ours(ledger, run) for run in range(int(body["runs"]))]
-        return Level(objects, self.table, records)
+        return ScatteredRows(objects, self.table, records)
 
     def _ours(self, ledger: Ledger, run: int) -> Done:
         done = ledger.read_done(run)
         if done is None:
             raise CorruptError(fmt.done_key(run), f"is missing from {ledger.objects.url}")
         if done.made_by.get(SHUFFLED, {}).get("origin") != self.origin:
-            raise other(ledger.objects)
+            raise other_dataset_error(ledger.objects)
         return done
 
-    def _write(self, ledger: Ledger, run: int, before: Rowset, piece: Piece) -> None:
+    def _write(self, ledger: Ledger, run: int, before: NodeRows, piece: NodePiece) -> None:
         taps, count = self.table.taps, piece.last - piece.first
         index = before.index(piece)
         entries = entry_hashes(index).tolist()
@@ -275,16 +360,16 @@ class Pass:
         places = random.integers(bounds[0], max(bounds[-1], bounds[0] + 1), count)
         drawn = np.searchsorted(bounds, places, side="right") - 1
         order = np.argsort(drawn, kind="stable")
-        sums = Sums()
+        sums = RowSums()
         sums.add_entries(index)
         writer = UnitWriter(ledger.objects, run, index[order], taps, self.shard_bytes)
         try:
             for tap, info in taps.items():
-                room = Room(info, count)
-                before.fill(tap, piece, room.rows, room.scales)
-                sums.add_rows(tap, room.rows, room.scales, entries)
-                for _, rows, scales in room.taken(order):
-                    writer.write(tap, room.values(rows), scales)
+                buffer = TapBuffer(info, count)
+                before.fill(tap, piece, buffer.rows, buffer.scales)
+                sums.add_rows(tap, buffer.rows, buffer.scales, entries)
+                for _, rows, scales in buffer.taken(order):
+                    writer.write(tap, buffer.values(rows), scales)
             told = {
                 "origin": self.origin,
                 "children": first,
@@ -304,13 +389,13 @@ class Pass:
             writer.discard()
 
 
-def lost(objects: Objects) -> CorruptError:
+def lost_rows_error(objects: Objects) -> CorruptError:
     return CorruptError(
         objects.url, "its rows are not those that were read; remove it and run the command again"
     )
 
 
-def other(objects: Objects) -> ConfigError:
+def other_dataset_error(objects: Objects) -> ConfigError:
     return ConfigError(
         f"{objects.url} holds another dataset, or this one shuffled with another --seed or "
         "--memory; choose an empty place"

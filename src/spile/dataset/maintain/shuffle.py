@@ -4,8 +4,8 @@ Rows are scattered (`scatter.py`) into parts that fit into memory; each part is 
 order and written. Units keep their numbers, their documents and the statistics of their documents'
 rows, so that all of those add up to what they were; which rows lie in a unit is chance.
 
-Nothing opens as a dataset before the sums of all rows (`sums.py`) have been found to be those of
-the source. What was made from what is in `made_by`: by that, the same command continues after a
+Nothing opens as a dataset before the sums of all rows (`RowSums`) have been found to be those of
+the source. `made_by` says what was made from what: by that, the same command continues after a
 kill, and any other is refused.
 """
 
@@ -25,20 +25,33 @@ from spile.core.errors import ConfigError
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
 from spile.dataset.ledger import Ledger, Table
-from spile.dataset.maintain import rewrite
-from spile.dataset.maintain.copy import CheckedFile, read_finished
+from spile.dataset.maintain.copy import (
+    SHARD_BYTES,
+    CheckedFile,
+    as_stored,
+    copy_records,
+    makers_of,
+    read_finished,
+    read_statistics,
+    records_digest,
+    refuse_if_too_large,
+    refuse_nested,
+    refuse_strangers,
+    stored_bytes,
+)
 from spile.dataset.maintain.scatter import (
     SHUFFLED,
-    Level,
-    Part,
-    Pass,
-    Piece,
-    Room,
-    Source,
-    lost,
-    other,
+    DatasetPart,
+    NodePiece,
+    RowSums,
+    ScatteredRows,
+    ScatterPass,
+    SourceRows,
+    TapBuffer,
+    entry_hashes,
+    lost_rows_error,
+    other_dataset_error,
 )
-from spile.dataset.maintain.sums import Sums, entry_hashes
 from spile.dataset.read.order import drawn, drawn_digest
 from spile.dataset.write.shard import read_tensors
 from spile.dataset.write.unit_writer import UnitWriter
@@ -71,7 +84,7 @@ def shuffle(
     seed: int = 0,
     memory: int = MEMORY,
     scratch: str | None = None,
-    shard_bytes: int = rewrite.SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     compress: bool = False,
 ) -> Shuffled:
     """Write a finished dataset anew with its rows in a drawn order, or continue to.
@@ -83,12 +96,19 @@ def shuffle(
     """
     if seed < 0:
         raise ConfigError(f"--seed must be 0 or more, got {seed}")
-    rewrite.refuse_nested(source, dest)
+    refuse_nested(source, dest)
     table, records = read_finished(source)
     work = _Shuffle(
-        source, dest, table, records, seed, memory, scratch or f"{dest.url.rstrip('/')}/scratch",
-        shard_bytes, compress,
-    )  # fmt: skip
+        source,
+        dest,
+        table,
+        records,
+        seed,
+        memory,
+        scratch or f"{dest.url.rstrip('/')}/scratch",
+        shard_bytes,
+        compress,
+    )
     return work.run()
 
 
@@ -119,13 +139,13 @@ class _Shuffle:
 
     @cached_property
     def makers(self) -> list[Mapping[str, object]]:
-        return rewrite.makers_of(self.records)
+        return makers_of(self.records)
 
     @cached_property
     def origin(self) -> dict[str, Any]:
         """What the order follows from: the same for the same source and the same way alone."""
         return {
-            "records": rewrite.records_digest(self.records),
+            "records": records_digest(self.records),
             "seed": self.seed,
             "capacity": self.capacity,
             "fan_out": self.fan_out,
@@ -134,7 +154,7 @@ class _Shuffle:
 
     def run(self) -> Shuffled:
         ledger = Ledger(self.dest)
-        parts = Source(self.source, self.table, self.records).parts(self.capacity)
+        parts = SourceRows(self.source, self.table, self.records).parts(self.capacity)
         passes = self._passes(parts)
         there = self._resumed(ledger)
         if len(there) < len(self.records):
@@ -142,10 +162,10 @@ class _Shuffle:
             if not there and not self.compress:
                 rows = sum(done.rows for done in self.records)
                 inside = self.scratch.startswith(self.dest.url)
-                rewrite.refuse_if_too_large(self.dest, self.table.taps, rows * (1 + inside))
+                refuse_if_too_large(self.dest, self.table.taps, rows * (1 + inside))
         if ledger.read_table() is None:
-            if not rewrite.copy_records(self.source, self.dest):
-                raise other(self.dest)
+            if not copy_records(self.source, self.dest):
+                raise other_dataset_error(self.dest)
             level = self._scattered(passes)
             made = self._gathered(ledger, level, parts, there)
             self._commit(ledger, level, made)
@@ -158,7 +178,7 @@ class _Shuffle:
             rows=sum(done.rows for done in made),
             units=len(made),
             shards=sum(len(done.shards) for done in made),
-            bytes=rewrite.stored_bytes(made),
+            bytes=stored_bytes(made),
             passes=len(passes) + 1,
         )
 
@@ -167,21 +187,21 @@ class _Shuffle:
         found = ledger.read_table()
         wanted = replace(self.table, shuffled=None)
         if found is not None and (
-            rewrite.as_stored(replace(found, shuffled=None)) != rewrite.as_stored(wanted)
+            as_stored(replace(found, shuffled=None)) != as_stored(wanted)
             or found.shuffled is None
             or found.shuffled["drawn"] != self._drawn()
         ):
-            raise other(self.dest)
-        rewrite.refuse_strangers(self.dest, [fmt.SCRATCH])
+            raise other_dataset_error(self.dest)
+        refuse_strangers(self.dest, [fmt.SCRATCH])
         units = sorted(ledger.done_units())
         if units and units[-1] >= len(self.records):
-            raise other(self.dest)
+            raise other_dataset_error(self.dest)
         return {unit: self.ours(ledger, unit) for unit in units}
 
     def ours(self, ledger: Ledger, unit: int) -> Done:
         done = ledger.read_done(unit)
         if done is None or done.made_by.get(SHUFFLED, {}).get("origin") != self.origin:
-            raise other(self.dest)
+            raise other_dataset_error(self.dest)
         return done
 
     def _drawn(self) -> str:
@@ -189,22 +209,29 @@ class _Shuffle:
 
     # -- rows into parts -----------------------------------------------------------------------
 
-    def _passes(self, parts: Sequence[Part]) -> list[Pass]:
+    def _passes(self, parts: Sequence[DatasetPart]) -> list[ScatterPass]:
         """As few as make parts of the whole, when each makes so many nodes of one."""
         widths = [1]  # parts in a node, from the last pass to the first
         while widths[-1] * self.fan_out < len(parts):
             widths.append(widths[-1] * self.fan_out)
         above = len(parts)
-        passes: list[Pass] = []
+        passes: list[ScatterPass] = []
         for number, width in enumerate(reversed(widths), 1):
             firsts = range(0, len(parts), width)
             bounds = [*(parts[first].first for first in firsts), parts[-1].last]
             nodes = len(range(0, len(parts), above))
             children = [min(node * (above // width), len(firsts)) for node in range(nodes)]
             passes.append(
-                Pass(number, self.seed, self.origin, self.table, bounds, [*children, len(firsts)],
-                     self._shard_bytes(self._store(number)))
-            )  # fmt: skip
+                ScatterPass(
+                    number,
+                    self.seed,
+                    self.origin,
+                    self.table,
+                    bounds,
+                    [*children, len(firsts)],
+                    self._shard_bytes(self._store(number)),
+                )
+            )
             above = width
         return passes
 
@@ -214,9 +241,9 @@ class _Shuffle:
     def _shard_bytes(self, objects: Objects) -> int:
         return min(self.shard_bytes, objects.most_streamed or self.shard_bytes)
 
-    def _scattered(self, passes: Sequence[Pass]) -> Level:
+    def _scattered(self, passes: Sequence[ScatterPass]) -> ScatteredRows:
         """What the last of the passes has made; those before it are not needed any more."""
-        level: Source | Level = Source(self.source, self.table, self.records)
+        level: SourceRows | ScatteredRows = SourceRows(self.source, self.table, self.records)
         begin = 0
         for number in range(len(passes), 0, -1):
             found = passes[number - 1].found(self._store(number))
@@ -228,13 +255,17 @@ class _Shuffle:
             level = each.run(level, self._store(each.number), self.capacity)
             if each.number > 1:
                 _clear(self._store(each.number - 1))
-        assert isinstance(level, Level)
+        assert isinstance(level, ScatteredRows)
         return level
 
     # -- parts into units ----------------------------------------------------------------------
 
     def _gathered(
-        self, ledger: Ledger, level: Level, parts: Sequence[Part], there: Mapping[int, Done]
+        self,
+        ledger: Ledger,
+        level: ScatteredRows,
+        parts: Sequence[DatasetPart],
+        there: Mapping[int, Done],
     ) -> list[Done]:
         made = dict(there)
         numbered = enumerate(parts)
@@ -248,11 +279,15 @@ class _Shuffle:
         return [made[unit] for unit in range(len(self.records))]
 
     def _write(
-        self, ledger: Ledger, level: Level, units: range, missing: Sequence[int],
+        self,
+        ledger: Ledger,
+        level: ScatteredRows,
+        units: range,
+        missing: Sequence[int],
         nodes: Sequence[int],
-    ) -> list[Done]:  # fmt: skip
+    ) -> list[Done]:
         """The units that are made of some parts: several of one, or one of several."""
-        pieces = [Piece(node, 0, level.count(node)) for node in nodes]
+        pieces = [NodePiece(node, 0, level.count(node)) for node in nodes]
         orders = [drawn(piece.last, self.seed, 0, piece.node) for piece in pieces]
         index = np.concatenate(
             [level.index(piece)[order] for piece, order in zip(pieces, orders, strict=True)]
@@ -267,15 +302,15 @@ class _Shuffle:
             for tap, info in self.table.taps.items():
                 at = 0
                 for piece, order in zip(pieces, orders, strict=True):
-                    room = Room(info, piece.last)
-                    level.fill(tap, piece, room.rows, room.scales)
-                    for _, rows, scales in room.taken(order):
+                    buffer = TapBuffer(info, piece.last)
+                    level.fill(tap, piece, buffer.rows, buffer.scales)
+                    for _, rows, scales in buffer.taken(order):
                         for place, unit in enumerate(units):
                             low = max(ends[place] - at, 0)
                             high = min(ends[place + 1] - at, len(rows))
                             if low < high and unit in writers:
                                 beside = None if scales is None else scales[low:high]
-                                writers[unit].write(tap, room, rows[low:high], beside)
+                                writers[unit].write(tap, buffer, rows[low:high], beside)
                         at += len(rows)
             return [writers.pop(unit).commit(ledger) for unit in missing]
         except BaseException:
@@ -283,18 +318,18 @@ class _Shuffle:
                 writer.discard()
             raise
 
-    def _commit(self, ledger: Ledger, level: Level, made: Sequence[Done]) -> None:
+    def _commit(self, ledger: Ledger, level: ScatteredRows, made: Sequence[Done]) -> None:
         """The table makes it a dataset, once the rows are found to be the same."""
-        sums = Sums()
+        sums = RowSums()
         for done in made:
-            sums.merge(Sums.from_json(done.made_by[SHUFFLED]["sums"]))
+            sums.merge(RowSums.from_json(done.made_by[SHUFFLED]["sums"]))
         if sums != level.sums:
-            raise lost(self.dest)
+            raise lost_rows_error(self.dest)
         told = {"seed": self.seed, "entries": f"{sums.entries:016x}", "drawn": self._drawn()}
         table = replace(self.table, shuffled=told)
         ledger.complete(table)
-        if rewrite.as_stored(ledger.create_table(table)) != rewrite.as_stored(table):
-            raise other(self.dest)
+        if as_stored(ledger.create_table(table)) != as_stored(table):
+            raise other_dataset_error(self.dest)
 
 
 class _Writer:
@@ -306,21 +341,23 @@ class _Writer:
         self._writer = UnitWriter(
             work.dest, unit, index, work.table.taps, shard_bytes, compress=work.compress
         )
-        self._sums = Sums()
+        self._sums = RowSums()
         self._sums.add_entries(index)
         self._entries: list[int] = entry_hashes(index).tolist()
         self._written = dict.fromkeys(work.table.taps, 0)
 
-    def write(self, tap: str, room: Room, rows: np.ndarray, scales: np.ndarray | None) -> None:
+    def write(
+        self, tap: str, buffer: TapBuffer, rows: np.ndarray, scales: np.ndarray | None
+    ) -> None:
         at = self._written[tap]
         self._sums.add_rows(tap, rows, scales, self._entries[at : at + len(rows)])
         self._written[tap] += len(rows)
-        self._writer.write(tap, room.values(rows), scales)
+        self._writer.write(tap, buffer.values(rows), scales)
 
     def commit(self, ledger: Ledger) -> Done:
         work, done = self._work, self._source
         try:
-            statistics = rewrite.read_statistics(work.source, done, work.table.taps)
+            statistics = read_statistics(work.source, done, work.table.taps)
             for tap, stats in statistics.items():
                 self._writer.stats[tap].merge(stats)
             origin = {"origin": work.origin, "sums": self._sums.to_json()}
@@ -330,9 +367,9 @@ class _Writer:
                 made_by={
                     "spile": version("spile"),
                     SHUFFLED: origin,
-                    "rows_by": work.makers
+                    "rows_by": work.makers,
                 },
-            )  # fmt: skip
+            )
             committed = ledger.commit(made)
         except BaseException:
             self.discard()
