@@ -11,8 +11,7 @@ import tiny
 from marks import some
 from meshes import make_batch, make_step
 from spile.dataset.write.statistics import TapStats
-from spile.models.files.sae import Encoder
-from spile.models.files.sae_files import load_arrays, open_sae
+from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
 from spile.models.layout import Layout
 
 FEW = [Layout(2, 2, 2)]
@@ -56,7 +55,7 @@ def test_rows_and_statistics_are_those_of_one_device(
 
 @pytest.mark.parametrize("layout", some([Layout(8), Layout(2, 2, 2)], Layout(2, 2, 2)), ids=str)
 def test_latents_are_those_of_one_device(model: Path, tmp_path: Path, layout: Layout) -> None:
-    encoder = Encoder.of(open_sae(str(saes.write_sae(tmp_path))), 7)
+    encoder = SparseEncoder.of(open_sae(str(saes.write_sae(tmp_path))), 7)
     encoders = {"resid_post.1": (encoder, load_arrays(encoder.sae)[0])}
     batch = make_batch(24, keep=True)
     one, mesh = (

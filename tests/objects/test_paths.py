@@ -18,7 +18,7 @@ from spile.core.identity import full_digest, sampled_digest
 from spile.core.tensors import write_tensors
 from spile.corpus.files import CorpusFile, Span, find_files
 from spile.corpus.reader import CorpusReader
-from spile.models.files.tensor_file import read_header, read_tensor
+from spile.models.files.safetensors import read_header, read_tensor
 from spile.objects import open_objects
 from spile.objects.paths import (
     AnyPath,

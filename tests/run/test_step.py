@@ -18,8 +18,7 @@ import tiny
 from spile.corpus.pack import Batch
 from spile.dataset.write.quantization import decode
 from spile.models.files.checkpoint import open_checkpoint
-from spile.models.files.sae import Encoder
-from spile.models.files.sae_files import load_arrays, open_sae
+from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.weights import LayerSchedule, Params, load_params
 from spile.models.taps import AFTER_BLOCKS, parse_taps
@@ -265,7 +264,7 @@ def test_what_is_not_finite_is_counted_as_it_was_computed(infinite: Path, store_
 def test_latents_of_what_is_not_finite_are_not_finite_either(
     infinite: Path, tmp_path: Path, store_dtype: str
 ) -> None:
-    encoder = Encoder.of(open_sae(str(saes.write_sae(tmp_path))), 5)
+    encoder = SparseEncoder.of(open_sae(str(saes.write_sae(tmp_path))), 5)
     encoders = {"embed": (encoder, load_arrays(encoder.sae)[0])}
     batch = make_batch(0)
     batch.tokens[batch.segments > 0] = 1 + batch.tokens[batch.segments > 0] % 6

@@ -9,6 +9,7 @@ from what the reference has. The result is kept in the store beside the manifest
 
 import importlib
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -17,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from spile.check.loss import Loss, LossCounter
-from spile.check.sparse import SparseTap, Top
 from spile.core.config import Recipe
 from spile.core.errors import InputError, StoreError
+from spile.core.recipe import latent_names
 from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
 from spile.dataset.read.dataset import Dataset, Document, open_dataset
+from spile.models.files.sae import Arrays, SparseEncoder, activations, load_arrays
 from spile.objects import open_objects
 from spile.objects.paths import local_copy
 from spile.plan.resolve import Job, resolve
@@ -36,7 +37,56 @@ _CONTEXTS_PER_DOCUMENT = 2
 # reference's own, are allowed to be far off. Unequal, so that as many on both sides never matter.
 _SPARED, _SPARED_FLOOR = 0.2, 0.1
 _FEWEST_ROWS = 16  # below float32, where fewer would make it a matter of luck
+_ROWS = 64  # whose latents, all of them, are held at once
 _NOWHERE = 1e200  # the squared distance of what is no number; JSON has no infinity
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Distances that rounding alone makes, and how well the stored rows still point.
+
+    A few channels are much larger than all others and dominate any total: `typical_channel`, the
+    median over channels of each one's own relative distance, shows what the rest has become.
+    """
+
+    relative_l2: float
+    typical_channel: float
+    cosine: float  # the mean over rows, of what is stored with what should be
+
+
+class LossCounter:
+    """Gathers the rows of one tap."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._gap, self._size = np.zeros(shape), np.zeros(shape)  # sums of squares, by channel
+        self._cosines: list[np.ndarray] = []
+
+    def add(self, exact: np.ndarray, rounded: np.ndarray, stored: np.ndarray) -> None:
+        """Rows in float32, the same as storing them alone would leave them, and as they are."""
+        wide, alone, found = (array.astype(np.float64) for array in (exact, rounded, stored))
+        # A row with infinity or NaN says nothing of rounding; `check` has other words for it.
+        finite = np.isfinite(wide) & np.isfinite(alone) & np.isfinite(found)
+        flat = (-1, math.prod(exact.shape[1:]))
+        sound = finite.reshape(flat).all(axis=1)
+        wide, alone, found = wide[sound], alone[sound], found[sound]
+        inside = tuple(map(slice, exact.shape[1:]))  # attention patterns: as long as the context
+        self._gap[inside] += np.square(wide - alone).sum(axis=0)
+        self._size[inside] += np.square(wide).sum(axis=0)
+        ours, theirs = wide.reshape(flat), found.reshape(flat)
+        lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+        known = lengths > 0
+        self._cosines.append((ours * theirs).sum(axis=1)[known] / lengths[known])
+
+    def result(self) -> Loss:
+        gap, size = self._gap.reshape(-1), self._size.reshape(-1)
+        used = size > 0
+        each = np.sqrt(gap[used] / size[used])
+        cosines = np.concatenate(self._cosines)
+        return Loss(
+            relative_l2=float(np.sqrt(gap.sum() / size.sum())) if used.any() else 0.0,
+            typical_channel=float(np.median(each)) if used.any() else 0.0,
+            cosine=float(cosines.mean()) if len(cosines) else 1.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -133,12 +183,13 @@ def _sampled(dataset: Dataset, job: Job, samples: int) -> Iterator[tuple[Documen
     with closing(job.reader()) as reader:
         for unit in chosen:
             read = reader.read(unit.spans, unit.first_doc, unit.skip)
-            for number in rng.permutation(len(read.ordinals)):
-                ordinal = read.ordinals[number]
+            for number in rng.permutation(len(read.usable)):
+                given = read.usable[number]
+                ordinal = given.ordinal
                 if ordinal not in seen and dataset.has_document(ordinal):
                     seen.add(ordinal)
-                    given = read.ids[number : number + 1]
-                    (tokens,) = given or job.tokenizer.encode([read.texts[number]])
+                    encode = job.tokenizer.encode
+                    tokens = encode([given.text])[0] if given.ids is None else given.ids
                     yield dataset.document(ordinal), tokens
                     break
 
@@ -248,9 +299,66 @@ class _Comparison:
         return float(np.sqrt(squares.max() if wide else squares.mean()))
 
 
+@dataclass(frozen=True)
+class TopLatents:
+    """The largest latents of rows, and which they are."""
+
+    values: np.ndarray
+    ids: np.ndarray
+
+    def __getitem__(self, rows: np.ndarray) -> "TopLatents":
+        return TopLatents(self.values[rows], self.ids[rows])
+
+    def nothing(self) -> "TopLatents":
+        return TopLatents(np.zeros_like(self.values), self.ids)
+
+    def squares(self, other: "TopLatents") -> np.ndarray:
+        """Squared distance of each row from another's, over all latents."""
+        ours, theirs = (each.values.astype(np.float64) for each in (self, other))
+        rows = np.arange(len(ours))[:, None]
+        most = 1 + max(int(self.ids.max(initial=0)), int(other.ids.max(initial=0)))
+        keys = [(rows * most + each.ids.astype(np.int64)).reshape(-1) for each in (self, other)]
+        _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)
+        common = ours.reshape(-1)[here] * theirs.reshape(-1)[there]
+        dots = np.bincount(here // ours.shape[1], common, minlength=len(ours))
+        lengths = np.square(ours).sum(axis=1) + np.square(theirs).sum(axis=1)
+        return np.where(np.isnan(lengths), lengths, np.maximum(lengths - 2 * dots, 0.0))
+
+
+class SparseTap:
+    """An encoded tap."""
+
+    def __init__(self, tap: str, encoder: SparseEncoder) -> None:
+        self.name, self._ids = latent_names(tap)
+        self._encoder = encoder
+        self._arrays: Arrays = load_arrays(encoder.sae)[0]
+
+    @property
+    def kept(self) -> int:
+        return self._encoder.kept
+
+    def encode(self, rows: np.ndarray) -> TopLatents:
+        """Of rows as the reference has them."""
+        flat = rows.reshape(len(rows), -1).astype(np.float32)
+        parts = [self._encode(flat[i : i + _ROWS]) for i in range(0, len(flat), _ROWS)]
+        values, ids = zip(*parts, strict=True)
+        return TopLatents(np.concatenate(values), np.concatenate(ids))
+
+    def _encode(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found = activations(self._encoder.sae, self._arrays, rows, np, np.matmul)
+        ids = np.argsort(-found, axis=1, kind="stable")[:, : self.kept]
+        return np.take_along_axis(found, ids, axis=1), ids
+
+    def stored(self, document: Document, rows: np.ndarray) -> TopLatents:
+        return TopLatents(document.read(self.name)[rows], document.read(self._ids)[rows])
+
+    def as_stored(self, dataset: Dataset, top: TopLatents) -> TopLatents:
+        return TopLatents(dataset.as_stored(self.name, top.values), top.ids)
+
+
 def _squares(values: Any, truth: Any, *, exact: bool) -> np.ndarray:
     """Squared distance of each row; of choices, the share that differs."""
-    if isinstance(truth, Top):
+    if isinstance(truth, TopLatents):
         return np.nan_to_num(truth.squares(values), nan=_NOWHERE, posinf=_NOWHERE)
     flat = (len(truth), -1)
     if exact:

@@ -31,8 +31,7 @@ from spile.models.config.specs import (
     head_specs,
     outer_specs,
 )
-from spile.models.files.sae import Encoder
-from spile.models.files.sae_files import load_arrays
+from spile.models.files.sae import SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
@@ -93,7 +92,9 @@ class Question:
     recipe: Recipe
     runtime: Runtime
     target: CompileTarget
-    encoders: Mapping[str, Encoder] = field(default_factory=dict[str, Encoder])  # by tap
+    encoders: Mapping[str, SparseEncoder] = field(
+        default_factory=dict[str, SparseEncoder]
+    )  # by tap
 
     def __post_init__(self) -> None:
         if self.seq_len > self.arch.max_positions:
@@ -319,7 +320,7 @@ def _abstract_step(work: Workload, target: CompileTarget) -> Step:
     shaped = partial(jax.ShapeDtypeStruct, sharding=shards.whole if shards else None)
     stored = stored_taps(work.taps, work.encoders, work.arch, work.seq_len, work.store_dtype)
 
-    def shapes(encoder: Encoder) -> dict[str, Any]:
+    def shapes(encoder: SparseEncoder) -> dict[str, Any]:
         arrays = device_arrays(load_arrays(encoder.sae)[0], work.compute_dtype)
         return {name: shaped(array.shape, array.dtype) for name, array in arrays.items()}
 

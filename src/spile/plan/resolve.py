@@ -18,23 +18,27 @@ from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import RowFilter
 from spile.core.identity import sampled_digests
 from spile.core.recipe import ResolvedRecipe
-from spile.corpus.chats.rows import Reading, read_as
+from spile.corpus.chats.rows import RowReader, read_as
+from spile.corpus.documents import Documents
 from spile.corpus.files import CorpusFile, find_files, lasting
 from spile.corpus.formats.token_ids import TokenIds, read_ids, settle_ids
-from spile.corpus.keep import refuse_missing, settled_columns, spelled
 from spile.corpus.pack import PackedUnit, pack_unit
 from spile.corpus.programs.program import Program, is_program
-from spile.corpus.reader import CorpusReader, Documents
+from spile.corpus.reader import (
+    CorpusReader,
+    keep_spelled,
+    refuse_missing_columns,
+    settled_columns,
+)
 from spile.corpus.select import ColumnFilter, selection_of
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import Unit, make_units, tokens_per_byte, without_duplicates
 from spile.dataset.ledger import Ledger, Table
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
-from spile.models.files.sae import Encoder
-from spile.models.files.sae_files import identity
+from spile.models.files.sae import SparseEncoder, identity
 from spile.models.taps import AFTER_BLOCKS, Tap, parse_taps
 from spile.objects.hub.names import continued, pinned
-from spile.plan.encode import each_source, find_encoders, stored_taps
+from spile.plan.encoders import each_source, find_encoders, stored_taps
 
 _log = logging.getLogger("spile")
 
@@ -55,8 +59,10 @@ class Job:
     files: list[CorpusFile]
     taps: tuple[Tap, ...]
     units: list[Unit]
-    reading: Reading | None = None  # of rows that are not plain texts
-    encoders: Mapping[str, Encoder] = field(default_factory=dict[str, Encoder])  # by tap
+    reading: RowReader | None = None  # of rows that are not plain texts
+    encoders: Mapping[str, SparseEncoder] = field(
+        default_factory=dict[str, SparseEncoder]
+    )  # by tap
 
     @property
     def layers(self) -> int:
@@ -101,7 +107,7 @@ class Job:
 
 
 def _reader(
-    recipe: ResolvedRecipe, files: list[CorpusFile], reading: Reading | None, processes: int = 0
+    recipe: ResolvedRecipe, files: list[CorpusFile], reading: RowReader | None, processes: int = 0
 ) -> CorpusReader:
     return CorpusReader(
         files,
@@ -121,10 +127,12 @@ def _encoded(
     tokenizer: TextTokenizer, documents: Documents
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Token ids of each document; and the flags of each, where it matters who speaks."""
-    if documents.ids:
-        return documents.ids, []
-    if any(documents.roles):
-        return tokenizer.encode_roles(documents.texts, documents.roles)
+    given = [document.ids for document in documents.usable if document.ids is not None]
+    if given:
+        return given, []
+    roles = [document.roles for document in documents.usable]
+    if any(roles):
+        return tokenizer.encode_roles(documents.texts, roles)
     return tokenizer.encode(documents.texts), []
 
 
@@ -196,7 +204,7 @@ def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
         "template": stored.template_source,
         "encode": stored.encode_source,
         "taps": ",".join(stored.taps),
-        "keep": spelled(stored.keep),
+        "keep": keep_spelled(stored.keep),
     }
     missing = {name for name in Recipe.names() if getattr(recipe, name) is None}
     source = stored.corpus_source
@@ -226,11 +234,11 @@ def _settled(
     recipe: Recipe,
     checkpoint: Checkpoint,
     taps: tuple[Tap, ...],
-    encoders: Mapping[str, Encoder],
+    encoders: Mapping[str, SparseEncoder],
     files: list[CorpusFile],
     platform: str,
     template: str | None,
-    reading: Reading | None,
+    reading: RowReader | None,
 ) -> ResolvedRecipe:
     arch = checkpoint.arch
     seq_len = recipe.seq_len or min(2048, arch.max_positions)
@@ -291,7 +299,9 @@ def _settled(
     )
 
 
-def _identity(recipe: Recipe, files: list[CorpusFile], reading: Reading | None) -> tuple[str, ...]:
+def _identity(
+    recipe: Recipe, files: list[CorpusFile], reading: RowReader | None
+) -> tuple[str, ...]:
     """What the corpus is: its files, or the program that gives it."""
     program = files[0].program
     if program is None:
@@ -307,16 +317,16 @@ def _make_table(
     checkpoint: Checkpoint,
     tokenizer: TextTokenizer,
     taps: tuple[Tap, ...],
-    encoders: Mapping[str, Encoder],
+    encoders: Mapping[str, SparseEncoder],
     files: list[CorpusFile],
-    reading: Reading | None,
+    reading: RowReader | None,
     heed: Callable[[], None],
     *,
     named: tuple[str, ...],
 ) -> Table:
     """`named`: columns to keep that were asked for, and so must be there."""
     with closing(_reader(resolved, files, reading)) as reader:
-        refuse_missing(reader, named)
+        refuse_missing_columns(reader, named)
         units = make_units(
             files,
             text_column=resolved.text_column,

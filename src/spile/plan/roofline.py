@@ -13,7 +13,7 @@ from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.write.quantization import QUANTIZED
 from spile.models.config.arch import Arch, Layer
 from spile.models.config.specs import ParamSpec, block_specs, head_specs, outer_specs
-from spile.models.files.sae import AT_ONCE, Encoder
+from spile.models.files.sae import AT_ONCE, SparseEncoder
 from spile.models.layout import Cuts
 from spile.models.taps import AFTER_BLOCKS, Tap
 from spile.plan.chips import Chip
@@ -56,7 +56,9 @@ class Workload:
     store_dtype: str
     whole: bool  # whether the deepest block runs to its end
     every_pair: bool = False  # whether attention scores what it then hides
-    encoders: Mapping[str, Encoder] = field(default_factory=dict[str, Encoder])  # by tap
+    encoders: Mapping[str, SparseEncoder] = field(
+        default_factory=dict[str, SparseEncoder]
+    )  # by tap
 
     @property
     def depth(self) -> int:

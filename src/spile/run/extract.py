@@ -33,8 +33,7 @@ from spile.dataset.write.shard import read_tensors
 from spile.dataset.write.statistics import TapStats
 from spile.metrics import Counters, Reporter, Run, open_backends, parse_backends
 from spile.models.config.specs import array_axes
-from spile.models.files.sae import Arrays, Encoder
-from spile.models.files.sae_files import load_arrays
+from spile.models.files.sae import Arrays, SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
@@ -314,7 +313,7 @@ def load_step(
         shards=shards,
         hashed=(world.process, world.processes),
     )
-    encoders: dict[str, tuple[Encoder, Arrays]] = {}
+    encoders: dict[str, tuple[SparseEncoder, Arrays]] = {}
     for tap, encoder in job.encoders.items():
         arrays, hashes = load_arrays(encoder.sae)
         encoders[tap] = encoder, device_arrays(arrays, job.recipe.compute_dtype)

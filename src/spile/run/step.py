@@ -26,7 +26,7 @@ from spile.dataset.format import scale_name
 from spile.dataset.write.quantization import FLOAT8, FLOAT8_MAX, INT8_MAX, QUANTIZED
 from spile.dataset.write.statistics import TapStats
 from spile.models.config.arch import Arch
-from spile.models.files.sae import Arrays, Encoder
+from spile.models.files.sae import Arrays, SparseEncoder
 from spile.models.forward.decoder import forward
 from spile.models.forward.kernels import for_platform
 from spile.models.forward.sharding import P, Shards, local_runs, put
@@ -143,7 +143,7 @@ class Step:
         device: Any,
         shards: Shards | None = None,
         scales: Mapping[str, Any] | None = None,
-        encoders: Mapping[str, tuple[Encoder, Arrays]] | None = None,
+        encoders: Mapping[str, tuple[SparseEncoder, Arrays]] | None = None,
     ) -> None:
         """Args:
         device: one of those it runs on; the only one, if there are no `shards`.
@@ -347,7 +347,7 @@ def _inputs(batch: Batch) -> tuple[np.ndarray | None, ...]:
     return (batch.tokens, batch.positions, batch.segments, batch.counts, batch.columns)
 
 
-def _encode(shards: Shards | None, encoder: Encoder) -> Any:
+def _encode(shards: Shards | None, encoder: SparseEncoder) -> Any:
     """Latents of runs of tokens: every device has all of the encoder."""
     function = partial(top_latents, encoder=encoder)
     return shards.each(function, [P(), P(AXES)], P(AXES)) if shards else function

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import saes
-from spile.models.files.sae import Encoder, Sae, activations
-from spile.models.files.sae_files import load_arrays, open_sae
+from spile.models.files.sae import Sae, SparseEncoder, activations, load_arrays, open_sae
 
 ROWS = np.random.default_rng(1).standard_normal((50, saes.WIDTH)).astype(np.float32)
 
@@ -61,8 +60,8 @@ def test_as_many_are_kept_as_asked_for_or_as_can_be_active(tmp_path: Path) -> No
     other = open_sae(str(saes.write_sae(tmp_path / "other")))
     small = open_sae(str(saes.write_sae(tmp_path / "small", latents=20)))
     large = open_sae(str(saes.write_sae(tmp_path / "large", latents=40_000, width=2)))
-    assert [Encoder.of(topk, k).kept for k in (None, 4, 30)] == [9, 4, 9]
-    assert [Encoder.of(other, k).kept for k in (None, 4, 100)] == [64, 4, 80]
-    assert Encoder.of(small, None).kept == 20
-    assert Encoder.of(other, 4).id_dtype == "int16"
-    assert Encoder.of(large, 4).id_dtype == "int32"
+    assert [SparseEncoder.of(topk, k).kept for k in (None, 4, 30)] == [9, 4, 9]
+    assert [SparseEncoder.of(other, k).kept for k in (None, 4, 100)] == [64, 4, 80]
+    assert SparseEncoder.of(small, None).kept == 20
+    assert SparseEncoder.of(other, 4).id_dtype == "int16"
+    assert SparseEncoder.of(large, 4).id_dtype == "int32"

@@ -14,8 +14,7 @@ import pytest
 import saes
 from spile.core.errors import InputError
 from spile.core.tensors import write_tensors
-from spile.models.files.sae import activations
-from spile.models.files.sae_files import identity, is_sae, load_arrays, open_sae
+from spile.models.files.sae import activations, identity, is_sae, load_arrays, open_sae
 
 TENSORS = saes.random_tensors("jumprelu")
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import saes
-from spile.models.files.sae import Encoder
-from spile.models.files.sae_files import load_arrays, open_sae
+from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
 from spile.models.forward import sparse_latents as latents
 from spile.models.forward.sparse_latents import device_arrays, top_latents
 
@@ -18,7 +17,7 @@ ROWS = np.random.default_rng(3).standard_normal((37, saes.WIDTH)).astype(np.floa
 
 
 def run(folder: Path, kept: int | None, rows: np.ndarray = ROWS, dtype: str = "float32") -> Any:
-    encoder = Encoder.of(open_sae(str(folder)), kept)
+    encoder = SparseEncoder.of(open_sae(str(folder)), kept)
     arrays = device_arrays(load_arrays(encoder.sae)[0], dtype)
     with jax.default_matmul_precision("highest"):
         top = jax.jit(lambda a, x: top_latents(a, x, encoder=encoder))(arrays, rows)

@@ -24,7 +24,7 @@ from spile.core.tensors import TensorInfo, as_bytes, write_tensors
 from spile.models.config.arch import Arch
 from spile.models.config.families import Family
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
-from spile.models.files.tensor_file import read_tensor
+from spile.models.files.safetensors import read_tensor
 from spile.models.forward.weights import LayerSchedule, Params, ShardBuffer, _Loading, load_params
 from spile.objects.paths import AnyPath, RemotePath
 

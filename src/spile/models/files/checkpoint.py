@@ -21,7 +21,7 @@ from spile.models.config.specs import ParamSpec, TensorSource, block_specs, oute
 from spile.models.files import quantized as mxfp4
 from spile.models.files.demo import demo_model
 from spile.models.files.lora import Adapter, read_adapter
-from spile.models.files.tensor_file import read_header
+from spile.models.files.safetensors import read_header
 from spile.objects.hub.names import pinned
 from spile.objects.paths import AnyPath, files_below, path_of, read_json
 

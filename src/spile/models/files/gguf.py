@@ -20,7 +20,6 @@ import numpy as np
 
 from spile.core.errors import InputError
 from spile.core.tensors import DTYPES_BY_NAME, as_bytes, build_header
-from spile.models.files.gguf_file import read_gguf
 from spile.models.files.gguf_tokenizer import prepare_tokenizer, write_json
 
 # Modules: name in GGUF -> name in Hugging Face (a leading dot: below the layer) and shape of the
@@ -84,7 +83,40 @@ _TANH = {"hidden_act": "gelu_pytorch_tanh"}  # Gemma 3 does not have this key an
 _ELSEWHERE = ("GGUF.", "general.", "mradermacher.", "quantize.", "split.", "tokenizer.")
 _IDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 _THETA = {"rope.freq_base": 1e4}
+_MOST_PARTS = 1 << 23  # numbers and texts; a vocabulary of 256k with its merges is a quarter of it
 _FLOATS = ("epsilon", "freq_base", "softcapping", "factor", "beta")  # all else is counted
+
+
+def read_gguf(gguf: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metadata and the tensors of a file, each by name.
+
+    Args:
+        gguf: the package of that name.
+
+    Raises:
+        InputError: if the file is not whole, or holds what no model does.
+    """
+
+    class Reader(gguf.GGUFReader):
+        """The package's own takes what lies beyond the end for an empty array, and counts on."""
+
+        parts = 0
+
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            self.parts += 1
+            if len(found) != int(count) or self.parts > _MOST_PARTS:
+                raise IndexError(f"{count} values do not fit at byte {offset}")
+            return found
+
+    try:
+        with np.errstate(all="ignore"):  # sizes that overflow do not fit their data either
+            reader = Reader(path)
+        meta = {name: entry.contents() for name, entry in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        reason = ascii(str(error))[1:-1][:200]
+        raise InputError(f"{path}: not a GGUF file, or truncated ({reason})") from error
+    return meta, {tensor.name: tensor for tensor in reader.tensors}
 
 
 @dataclass(frozen=True)

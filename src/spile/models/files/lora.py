@@ -19,7 +19,7 @@ import numpy as np
 from spile.core.errors import InputError
 from spile.core.identity import full_digest
 from spile.core.tensors import TensorInfo
-from spile.models.files.tensor_file import read_header, read_tensor
+from spile.models.files.safetensors import read_header, read_tensor
 from spile.objects.paths import AnyPath, path_of, read_json
 
 _CONFIG = "adapter_config.json"

@@ -1,16 +1,32 @@
-"""Sparse autoencoders: what one computes of a row of activations. No jax.
+"""Sparse autoencoders: what one computes of a row of activations, and how published ones lie on a
+disk. No jax.
 
 The arithmetic is SAELens' `encode`, written for either of numpy and jax.numpy: the device runs it
-in the compiled step, `spile check` on what HF transformers computed. How published ones lie on a
-disk is in `sae_files.py`.
+in the compiled step, `spile check` on what HF transformers computed.
+
+    cfg.json, sae_weights.safetensors      SAELens, of any version
+    params.npz                             Gemma Scope: jumprelu
+    params.safetensors, config.json        Gemma Scope 2: the same
+
+A key of cfg.json that is neither read nor known to leave the latents as they are is refused: to
+ignore it might mean other latents than the encoder's.
 """
 
 import math
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from spile.objects.paths import AnyPath
+import numpy as np
+import xxhash
+
+from spile.core.config import canonical_json
+from spile.core.errors import InputError
+from spile.core.identity import sampled_digest
+from spile.core.tensors import as_bytes
+from spile.models.files.safetensors import read_header, read_tensor
+from spile.objects.paths import AnyPath, files_below, path_of, read_json
 
 # What each kind of encoder is made of; a letter is an axis: width, latents.
 _TENSORS: dict[str, dict[str, str]] = {
@@ -26,6 +42,27 @@ _KEPT = 64  # latents of a row, where the encoder has no k of its own
 _LAYER_NORM_EPS = 1e-5
 
 Arrays = Mapping[str, Any]  # of numpy or of jax, by name
+
+CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+_NPZ, _PARAMS, _PARAMS_CONFIG = "params.npz", "params.safetensors", "config.json"
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+_MOST = 1 << 24  # latents
+
+# Of cfg.json: where, on what and how it was trained. None of it changes what it computes.
+_IGNORED = frozenset((
+    "dtype", "device", "metadata", "model_name", "model_class_name", "hook_layer", "context_size",
+    "model_from_pretrained_kwargs", "prepend_bos", "exclude_special_tokens", "neuronpedia_id",
+    "seqpos_slice", "dataset_path", "dataset_trust_remote_code", "sae_lens_version",
+    "sae_lens_training_version", "hf_hook_name", "finetuning_scaling_factor",
+    # (these of the decoder, and of training)
+    "l1_coefficient", "lp_norm", "l1_warm_up_steps", "use_ghost_grads", "noise_scale",
+    "normalize_sae_decoder", "decoder_orthogonal_init", "decoder_heuristic_init",
+    "decoder_heuristic_init_norm", "decoder_init_norm", "init_encoder_as_decoder_transpose",
+    "scale_sparsity_penalty_by_decoder_norm", "mse_loss_normalization", "aux_loss_coefficient",
+    "use_sparse_activations", "jumprelu_init_threshold", "jumprelu_bandwidth",
+    "jumprelu_sparsity_loss_mode", "jumprelu_tanh_scale", "l0_coefficient", "l0_warm_up_steps",
+    "pre_act_loss_coefficient", "n_batches_for_norm_estimate", "use_ste",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +98,14 @@ class Sae:
 
 
 @dataclass(frozen=True)
-class Encoder:
+class SparseEncoder:
     """An encoder, and how many latents of a row are kept."""
 
     sae: Sae
     kept: int
 
     @classmethod
-    def of(cls, sae: Sae, asked: int | None) -> "Encoder":
+    def of(cls, sae: Sae, asked: int | None) -> "SparseEncoder":
         """`asked`: for so many; never more than can be active."""
         return cls(sae, min(asked or sae.k or _KEPT, sae.k or sae.latents))
 
@@ -109,3 +146,217 @@ def activations(
         return active
     # (What is not above, not what is: NaN must not become zero.)
     return xp.where(found <= arrays["threshold"], 0.0, active)
+
+
+# -- published files -------------------------------------------------------------------------------
+
+
+def is_sae(folder: AnyPath) -> bool:
+    """Whether a directory holds an encoder, and not directories of them."""
+    return any((folder / name).is_file() for name in (CONFIG, _NPZ, _PARAMS))
+
+
+def open_sae(where: str) -> Sae:
+    """An encoder by its directory or URL, its settings and its tensors' shapes checked."""
+    folder = path_of(where)
+    if (folder / CONFIG).is_file():
+        sae = _saelens(folder)
+    elif (folder / _NPZ).is_file() or (folder / _PARAMS).is_file():
+        sae = _gemma_scope(folder)
+    else:
+        raise InputError(
+            f"--encode {where}: no {CONFIG} with {WEIGHTS} (SAELens) there, nor {_NPZ} or "
+            f"{_PARAMS} (Gemma Scope){_hint(folder)}"
+        )
+    _check_tensors(sae)
+    return sae
+
+
+def identity(sae: Sae) -> str:
+    """What an encoder is, whatever its name: its arithmetic, and its tensors by sampled blocks."""
+    digest = xxhash.xxh3_128_hexdigest(canonical_json(sae.arithmetic()))
+    return f"{sae.architecture} {sae.latents} {digest}-{sampled_digest(sae.file)}"
+
+
+def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """What `activations` needs, in float32, and the full hash of every tensor it is made of."""
+    arrays: dict[str, np.ndarray] = {}
+    digests: dict[str, str] = {}
+    read = _npz_arrays if sae.file.name == _NPZ else _safetensors_arrays
+    for name, tensor in read(sae).items():
+        digests[name] = xxhash.xxh3_128_hexdigest(as_bytes(tensor))
+        arrays[name] = np.asarray(tensor, np.float32)
+    if sae.rescales:
+        arrays["decoder_norm"] = np.linalg.norm(arrays.pop("W_dec"), axis=1)
+    return arrays, digests
+
+
+# -- SAELens -----------------------------------------------------------------------------------
+
+
+def _saelens(folder: AnyPath) -> Sae:
+    path = folder / CONFIG
+    config = _Config(str(path), read_json(path))
+    architecture, k = config.take("architecture", "standard"), config.take("k", None)
+    activation = config.take("activation_fn", config.take("activation_fn_str", "relu"))
+    given = config.take("activation_fn_kwargs", None) or {}
+    if not isinstance(given, dict):
+        config.refuse("activation_fn_kwargs", given, "an object")
+    # Before version 6, that was how SAELens said it.
+    if activation == "topk":
+        architecture, k = "topk", given.get("k")
+    if architecture not in ARCHITECTURES:
+        config.refuse("architecture", architecture, ", ".join(ARCHITECTURES))
+    if activation not in ("relu", "topk") or (given and {*given} != {"k"}):
+        config.refuse("activation_fn", f"{activation} {given or ''}".strip(), "relu or topk")
+    if (architecture == "topk") != (k is not None) or (k is not None and not _is_size(k)):
+        config.refuse("k", k, "a number for topk, and for nothing else")
+    normalize = config.take("normalize_activations", None) or "none"
+    normalize = "expected_average_only_in" if normalize is True else normalize
+    if normalize not in NORMALIZATIONS:
+        config.refuse(
+            "normalize_activations", normalize,
+            f"{', '.join(NORMALIZATIONS)}; if what it divides by is known, fold it into the "
+            "weights (sae.fold_activation_norm_scaling_factor) and save it again",
+        )  # fmt: skip
+    reshape = config.take("reshape_activations", "none")
+    if reshape not in ("none", "hook_z"):
+        config.refuse("reshape_activations", reshape, "none or hook_z")
+    about = config.values.get("metadata")
+    told = {**about, **config.values} if isinstance(about, dict) else config.values
+    head = told.get("hook_head_index", config.take("hook_head_index", None))
+    if head is not None:
+        config.refuse("hook_head_index", head, "an encoder of all heads together")
+    hook = told.get("hook_name", told.get("hook_point"))
+    width, latents = config.take("d_in", None), config.take("d_sae", None)
+    if not _is_size(width) or not _is_size(latents):
+        config.refuse("d_in and d_sae", f"{width} and {latents}", "two numbers")
+    subtracts = config.take("apply_b_dec_to_input", True)
+    rescales = config.take("rescale_acts_by_decoder_norm", False)
+    if type(subtracts) is not bool or type(rescales) is not bool:
+        config.refuse("apply_b_dec_to_input or rescale_acts_by_decoder_norm", "neither", "a switch")
+    config.refuse_unknown("hook_name", "hook_point", "hook_point_head_index", "hook_head_index")
+    return Sae(
+        directory=folder, file=folder / WEIGHTS, architecture=architecture, width=width,
+        latents=latents, k=min(k, latents) if k else None, normalize=normalize,
+        subtracts=subtracts, rescales=rescales and architecture == "topk",
+        hook=hook if isinstance(hook, str) else None,
+    )  # fmt: skip
+
+
+class _Config:
+    """A cfg.json, of which is noted what was read."""
+
+    def __init__(self, path: str, values: Mapping[str, Any]) -> None:
+        self.path, self.values, self._read = path, values, set[str]()
+
+    def take(self, name: str, default: Any) -> Any:
+        self._read.add(name)
+        return self.values.get(name, default)
+
+    def refuse(self, name: str, value: object, known: str) -> NoReturn:
+        raise InputError(f"{self.path}: {name} is {str(value)[:100]}; known: {known}")
+
+    def refuse_unknown(self, *also: str) -> None:
+        odd = sorted({*self.values} - self._read - _IGNORED - {*also})
+        if odd:
+            raise InputError(
+                f"{self.path}: unknown key {odd[0]!r}: whether it changes the latents is not "
+                "known, so none are computed"
+            )
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _MOST
+
+
+# -- Gemma Scope -------------------------------------------------------------------------------
+
+
+def _gemma_scope(folder: AnyPath) -> Sae:
+    file = folder / _NPZ if (folder / _NPZ).is_file() else folder / _PARAMS
+    config = folder / _PARAMS_CONFIG
+    if file.name == _PARAMS and config.is_file():
+        architecture = read_json(config).get("architecture")
+        if architecture not in ("jump_relu", "jumprelu"):
+            raise InputError(f"{config}: architecture is {architecture!r}; known: jump_relu")
+    shape = _shapes(file, folder).get("W_enc", ())
+    if len(shape) != 2 or not all(map(_is_size, shape)):
+        raise InputError(f"{file}: holds no matrix W_enc, which an encoder has")
+    return Sae(
+        directory=folder, file=file, architecture="jumprelu", width=shape[0], latents=shape[1],
+        subtracts=False, raw=True,
+    )  # fmt: skip
+
+
+# -- tensors -----------------------------------------------------------------------------------
+
+
+def _check_tensors(sae: Sae) -> None:
+    """All faults of the tensors that are needed; others (of the decoder) may be there."""
+    found = _shapes(sae.file, sae.directory)
+    faults = [f"no {name}" for name in sae.tensors() if name not in found]
+    faults += [
+        f"{name} has shape {list(found[name])}, expected {list(shape)}"
+        for name, shape in sae.tensors().items()
+        if name in found and found[name] != shape
+    ]
+    if faults:
+        raise InputError(f"{sae.file}: tensors do not fit a {sae.architecture} encoder of "
+                         f"{sae.width} to {sae.latents}: {'; '.join(faults)}")  # fmt: skip
+
+
+def _shapes(file: AnyPath, folder: AnyPath) -> dict[str, tuple[int, ...]]:
+    if file.name != _NPZ:
+        header = read_header(file, folder)
+        for name, info in header.items():
+            if info.dtype.name not in _FLOATS and _named(name) in ("W_enc", "b_enc", "threshold"):
+                raise InputError(f"{file}: {name} holds {info.dtype}, not {', '.join(_FLOATS)}")
+        return {_named(name): info.shape for name, info in header.items()}
+    try:
+        with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
+            return {
+                _named(entry.removesuffix(".npy")): _npy_shape(archive, entry)
+                for entry in archive.namelist()
+            }
+    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
+        raise InputError(f"{file}: not an npz file of plain arrays ({error})") from None
+
+
+def _npy_shape(archive: zipfile.ZipFile, entry: str) -> tuple[int, ...]:
+    with archive.open(entry) as stream:
+        version = np.lib.format.read_magic(stream)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }.get(version)
+        if read is None:
+            raise ValueError(f"{entry} is of version {version}")
+        shape, _, dtype = read(stream)
+        size = stream.tell() + dtype.itemsize * int(np.prod(shape, dtype=object))
+    if dtype.kind != "f" or archive.getinfo(entry).file_size != size:
+        raise ValueError(f"{entry} holds no plain numbers")
+    return shape
+
+
+def _named(name: str) -> str:
+    """Gemma Scope 2 writes its matrices small."""
+    return "W_" + name[2:] if name.startswith("w_") else name
+
+
+def _npz_arrays(sae: Sae) -> dict[str, np.ndarray]:
+    with sae.file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
+        names = {_named(name): name for name in found.files}
+        return {name: found[names[name]] for name in sae.tensors()}
+
+
+def _safetensors_arrays(sae: Sae) -> dict[str, np.ndarray]:
+    header = {_named(n): info for n, info in read_header(sae.file, sae.directory).items()}
+    return {name: read_tensor(sae.file, header[name]) for name in sae.tensors()}
+
+
+def _hint(folder: AnyPath) -> str:
+    pickles = (".pt", ".pth", ".bin", ".pkl")
+    if any(path.name.endswith(pickles) for path in files_below(folder)):
+        return "; pickles are never read, as reading them can run any program"
+    return ""

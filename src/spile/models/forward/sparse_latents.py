@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from spile.models.files.sae import AT_ONCE, Arrays, Encoder, activations
+from spile.models.files.sae import AT_ONCE, Arrays, SparseEncoder, activations
 
 
 class TopLatents(NamedTuple):
@@ -24,7 +24,9 @@ def device_arrays(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.nda
     return {n: a.astype(jnp.dtype(dtype)) if n == "W_enc" else a for n, a in arrays.items()}
 
 
-def top_latents(arrays: Arrays, rows: Shaped[Array, "rows ..."], *, encoder: Encoder) -> TopLatents:
+def top_latents(
+    arrays: Arrays, rows: Shaped[Array, "rows ..."], *, encoder: SparseEncoder
+) -> TopLatents:
     """Of rows in any float dtype, a part of them at a time: all latents of all are too many."""
     sae = encoder.sae
     product = partial(jnp.dot, preferred_element_type=jnp.float32)

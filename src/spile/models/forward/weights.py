@@ -26,7 +26,7 @@ from spile.models.config.arch import Arch
 from spile.models.config.specs import ParamSpec, block_specs, head_specs, outer_specs
 from spile.models.files import quantized as mxfp4
 from spile.models.files.checkpoint import Checkpoint
-from spile.models.files.tensor_file import read_tensor
+from spile.models.files.safetensors import read_tensor
 from spile.models.forward.sharding import Shards, moved
 
 _THREADS = 8

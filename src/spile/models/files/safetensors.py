@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from spile.core.errors import CorruptError, InputError
-from spile.core.tensors import TensorInfo, as_bytes, header_size, map_tensor, parse_header
+from spile.core.tensors import TensorInfo, as_bytes, map_tensor, read_header_from
 from spile.objects.paths import AnyPath, files_below, size_of
 
 
@@ -19,12 +19,14 @@ def read_header(file: AnyPath, folder: AnyPath) -> dict[str, TensorInfo]:
         pickled = any(path.name.endswith(".bin") for path in files_below(folder))
         hint = "; pickled .bin weights are never read" if pickled else ""
         raise InputError(f"{file}: no such file{hint}")
-    size = size_of(file)
     with file.open("rb") as stream:
+
+        def read(start: int, length: int) -> bytes:
+            stream.seek(start)
+            return stream.read(length)
+
         try:
-            first8 = stream.read(8)
-            rest = stream.read(header_size(str(file), first8, size) - 8)
-            return parse_header(str(file), first8 + rest, size)
+            return read_header_from(read, size_of(file), str(file))
         except CorruptError as error:
             raise InputError(str(error)) from error
 

@@ -1,0 +1,121 @@
+"""`--encode`: which sparse autoencoder encodes which tap; what is stored of each tap. No jax."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from spile.core.config import Recipe
+from spile.core.errors import ConfigError
+from spile.core.recipe import latent_names
+from spile.dataset.format import TapInfo
+from spile.models.config.arch import Arch
+from spile.models.files.sae import Sae, SparseEncoder, is_sae, open_sae
+from spile.models.taps import Tap
+from spile.objects.paths import path_of
+
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+def each_source(encode: str, change: Callable[[str], str]) -> str:
+    """`--encode` with every directory in it changed."""
+    return ",".join(
+        f"{tap}={change(where)}" if tap else change(where) for tap, where in _items(encode)
+    )
+
+
+def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, SparseEncoder]:
+    """The encoder of each tap that has one, by the tap's name.
+
+    Raises:
+        ConfigError: if an encoder and a tap do not belong together.
+    """
+    if recipe.encode is None:
+        if recipe.latents is not None:
+            raise ConfigError("--latents is for --encode, which says whose")
+        return {}
+    found: dict[str, SparseEncoder] = {}
+    for name, where in _found_in(recipe.encode, taps):
+        sae = open_sae(where)
+        tap = _tap_of(name, where, sae, taps, arch)
+        width = tap.width(arch, 1)
+        if tap.site == "attn_pattern" or tap.dtype(_FLOATS[0]) != _FLOATS[0]:
+            raise ConfigError(f"--encode {where}: {tap.site} is nothing that an encoder reads")
+        if sae.raw and tap.site == "embed" and arch.embed_scale != 1.0:
+            raise ConfigError(
+                f"--encode {where}: Gemma Scope's own files are for embeddings before their scale, "
+                "which this tap has; give SAELens' conversion of it"
+            )
+        if width != sae.width:
+            raise ConfigError(
+                f"--encode {where}: reads rows of {sae.width} values, {tap.name} has {width}"
+            )
+        if tap.name in found:
+            raise ConfigError(f"--encode names two encoders of {tap.name}; a tap has one")
+        found[tap.name] = SparseEncoder.of(sae, recipe.latents)
+    return {tap.name: found[tap.name] for tap in taps if tap.name in found}
+
+
+def stored_taps(
+    taps: Sequence[Tap],
+    encoders: Mapping[str, SparseEncoder],
+    arch: Arch,
+    seq_len: int,
+    store_dtype: str,
+) -> dict[str, TapInfo]:
+    """What is stored of every tap: its rows, or latents and their ids."""
+    infos: dict[str, TapInfo] = {}
+    for tap in taps:
+        encoder = encoders.get(tap.name)
+        if encoder is None:
+            dtype = tap.dtype(store_dtype)
+            infos[tap.name] = TapInfo(tap.shape(arch, seq_len), dtype, tap.aliases(arch))
+            continue
+        values, ids = latent_names(tap.name)
+        shape, latents = (encoder.kept,), encoder.sae.latents
+        infos[values] = TapInfo(shape, store_dtype, latents=latents)
+        infos[ids] = TapInfo(shape, encoder.id_dtype, latents=latents)
+    return infos
+
+
+def _items(encode: str) -> list[tuple[str, str]]:
+    """`TAP=DIR,DIR` -> pairs; no tap where none is named."""
+    items: list[tuple[str, str]] = []
+    for item in filter(None, map(str.strip, encode.split(","))):
+        named = re.fullmatch(r"([\w.:\[\]-]+)=(.+)", item)
+        items.append((named[1], named[2]) if named else ("", item))
+    if not items:
+        raise ConfigError(f"--encode {encode!r} names no directory")
+    return items
+
+
+def _found_in(encode: str, taps: Sequence[Tap]) -> list[tuple[str, str]]:
+    """The same, with a directory of directories named after taps taken apart."""
+    found: list[tuple[str, str]] = []
+    for name, where in _items(encode):
+        folder = path_of(where)
+        inside = [tap.name for tap in taps if is_sae(folder / tap.name)]
+        if name or is_sae(folder) or not inside:
+            found.append((name, where))
+        else:
+            found += [(tap, f"{where.rstrip('/')}/{tap}") for tap in inside]
+    return found
+
+
+def _tap_of(name: str, where: str, sae: Sae, taps: Sequence[Tap], arch: Arch) -> Tap:
+    """The tap that was named, that the encoder says it is for, or the only one."""
+    if name:
+        for tap in taps:
+            if name.replace(":", ".", 1) == tap.name or name in tap.aliases(arch):
+                return tap
+        among = ", ".join(tap.name for tap in taps)
+        raise ConfigError(f"--encode {name}={where}: {name} is not among --taps ({among})")
+    hooked = [tap for tap in taps if sae.hook and sae.hook in tap.aliases(arch)]
+    if hooked:
+        return hooked[0]
+    if sae.hook:
+        raise ConfigError(
+            f"--encode {where}: was made for {sae.hook}, which is not among --taps; tap it, or say "
+            f"--encode TAP={where}"
+        )
+    if len(taps) > 1:
+        raise ConfigError(f"--encode {where}: for which of the taps? Say --encode TAP={where}")
+    return taps[0]

@@ -1,0 +1,109 @@
+"""Which encoder is whose, and what is stored of a tap that has one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import saes
+import tiny
+from spile.core.config import Recipe
+from spile.core.errors import ConfigError
+from spile.dataset.format import TapInfo
+from spile.models.files.checkpoint import read_arch
+from spile.models.files.sae import SparseEncoder
+from spile.models.taps import parse_taps
+from spile.plan.encoders import each_source, find_encoders, stored_taps
+
+
+def found(
+    model: Path, encode: object, taps: str = "resid_post:0-1,mlp_out:1", k: int | None = None
+) -> dict[str, SparseEncoder]:
+    arch = read_arch(str(model))
+    return find_encoders(Recipe(encode=str(encode), latents=k), parse_taps(taps, arch), arch)
+
+
+def test_an_encoder_finds_its_tap_by_name_by_hook_or_by_being_alone(
+    model: Path, tmp_path: Path
+) -> None:
+    plain = saes.write_sae(tmp_path / "plain")
+    hooked = saes.write_sae(tmp_path / "hooked", hook="blocks.1.hook_mlp_out")
+    for name in ("resid_post.1", "resid_post:1", "blocks.1.hook_resid_post", "hidden_states[2]"):
+        assert {*found(model, f"{name}={plain}")} == {"resid_post.1"}
+    assert {*found(model, hooked)} == {"mlp_out.1"}
+    assert {*found(model, plain, "resid_mid:2")} == {"resid_mid.2"}
+    both = found(model, f"{hooked},resid_post.0={plain}", k=5)
+    assert list(both) == ["resid_post.0", "mlp_out.1"], "in the order of the taps"
+    assert [encoder.kept for encoder in both.values()] == [5, 5]
+    # What was named wins over what an encoder says of itself.
+    assert {*found(model, f"resid_post.0={hooked}")} == {"resid_post.0"}
+
+
+def test_a_directory_may_hold_one_for_each_tap(model: Path, tmp_path: Path) -> None:
+    for name, kind in (("resid_post.0", "topk"), ("mlp_out.1", "gated"), ("resid_post.2", "gated")):
+        saes.write_sae(tmp_path / name, kind)
+    each = found(model, tmp_path)
+    assert {tap: encoder.sae.architecture for tap, encoder in each.items()} == {
+        "resid_post.0": "topk", "mlp_out.1": "gated",
+    }  # fmt: skip
+
+
+def test_heads_are_read_as_one_row(model: Path, tmp_path: Path) -> None:
+    assert {*found(model, saes.write_sae(tmp_path), "z:1")} == {"z.1"}
+
+
+@pytest.mark.parametrize(
+    ("encode", "taps", "reason"),
+    [
+        ("DIR", "resid_post:0-1", "for which of the taps"),
+        ("mlp_out.1=DIR", "resid_post:0", r"mlp_out.1 is not among --taps \(resid_post.0\)"),
+        ("HOOKED", "resid_post:0", "was made for blocks.1.hook_mlp_out, which is not among --taps"),
+        ("resid_post.0=DIR,resid_post.0=HOOKED", "resid_post:0", "two encoders of resid_post.0"),
+        ("DIR", "mlp_hidden:0", "reads rows of 32 values, mlp_hidden.0 has 48"),
+        ("DIR", "attn_pattern:0", "attn_pattern is nothing that an encoder reads"),
+        ("DIR", "logprob", "logprob is nothing that an encoder reads"),
+        (",", "resid_post:0", "names no directory"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(
+    model: Path, tmp_path: Path, encode: str, taps: str, reason: str
+) -> None:
+    plain = saes.write_sae(tmp_path / "plain")
+    hooked = saes.write_sae(tmp_path / "hooked", hook="blocks.1.hook_mlp_out")
+    with pytest.raises(ConfigError, match=reason):
+        found(model, encode.replace("DIR", str(plain)).replace("HOOKED", str(hooked)), taps)
+
+
+def test_gemma_scopes_own_encoder_of_embeddings_is_refused_where_they_are_scaled(
+    tmp_path: Path,
+) -> None:
+    gemma = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 8}
+    scaled = tiny.write_model(tmp_path / "gemma", **gemma, hidden_act="gelu_pytorch_tanh")
+    (tmp_path / "sae").mkdir()
+    np.savez(tmp_path / "sae" / "params.npz", **saes.random_tensors("jumprelu"))  # type: ignore[arg-type]
+    assert {*found(scaled, tmp_path / "sae", "resid_post:0")} == {"resid_post.0"}
+    with pytest.raises(ConfigError, match="embeddings before their scale"):
+        found(scaled, tmp_path / "sae", "embed")
+
+
+def test_latents_of_nothing_are_refused(model: Path) -> None:
+    arch = read_arch(str(model))
+    with pytest.raises(ConfigError, match="--latents is for --encode"):
+        find_encoders(Recipe(latents=3), parse_taps("resid_post:0", arch), arch)
+
+
+def test_an_encoded_tap_is_stored_as_two(model: Path, tmp_path: Path) -> None:
+    arch = read_arch(str(model))
+    taps = parse_taps("resid_post:0,embed,logprob", arch)
+    encoders = find_encoders(
+        Recipe(encode=f"resid_post.0={saes.write_sae(tmp_path)}", latents=6), taps, arch
+    )
+    infos = stored_taps(taps, encoders, arch, 64, "float8_e4m3")
+    assert list(infos) == ["embed", "resid_post_latents.0", "resid_post_latent_ids.0", "logprob"]
+    assert infos["resid_post_latents.0"] == TapInfo((6,), "float8_e4m3", latents=80)
+    assert infos["resid_post_latent_ids.0"] == TapInfo((6,), "int16", latents=80)
+    assert infos["resid_post_latents.0"].row_bytes == 6 + 4
+
+
+def test_every_directory_is_made_to_last() -> None:
+    assert each_source("a, resid_post.1=b", lambda path: f"/x/{path}") == "/x/a,resid_post.1=/x/b"
