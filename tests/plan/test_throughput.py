@@ -12,7 +12,7 @@ from spile.models.layout import ONE_DEVICE
 from spile.objects import MemoryObjects
 from spile.plan.chips import CHIPS
 from spile.plan.resolve import resolve
-from spile.plan.throughput import Pace, pace_of
+from spile.plan.throughput import Throughput, measure_throughput
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -24,18 +24,21 @@ def test_the_rate_of_text_is_measured_and_that_of_known_chips_computed(
         compute_dtype=dtype,
     )  # fmt: skip
     job = resolve(recipe, Ledger(MemoryObjects("memory://pace")), "gpu")
-    found = pace_of(job, Runtime(), "gpu", ONE_DEVICE, CHIPS["h200"])
+    found = measure_throughput(job, Runtime(), "gpu", ONE_DEVICE, CHIPS["h200"])
     assert found.text_rate_per_core and found.text_rate_per_core > 1000
     assert (found.device_rate is None) == (dtype == "float32"), "nothing is known of that"
-    assert pace_of(job, Runtime(), "cpu", ONE_DEVICE, None).device_rate is None
+    assert measure_throughput(job, Runtime(), "cpu", ONE_DEVICE, None).device_rate is None
 
 
 def test_the_cores_that_devices_need_are_shown() -> None:
-    shown = Pace(250_000.0, 50_000.0, 16).rows()
+    shown = Throughput(250_000.0, 50_000.0, 16).rows()
     assert shown[0] == ("text to tokens", "250,000 tok/s a core")
     assert shown[1][1] == "0.2 cores (of 16 here) at 50,000 tok/s"
-    assert len(Pace(250_000.0, None, 16).rows()) == 1
-    assert Pace(None, 50_000.0, 16).rows() == [] and Pace(None, 1.0, 1).cores_needed is None
+    assert len(Throughput(250_000.0, None, 16).rows()) == 1
+    assert (
+        Throughput(None, 50_000.0, 16).rows() == []
+        and Throughput(None, 1.0, 1).cores_needed is None
+    )
 
 
 def test_a_plan_and_a_run_say_how_fast_text_comes(model: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def compile(arguments: argparse.Namespace) -> int:
     from spile.compile.targets import find_target
     from spile.models.files.checkpoint import read_arch
     from spile.models.taps import parse_taps
-    from spile.plan.encode import find_encoders
+    from spile.plan.encoders import find_encoders
 
     names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents")
     recipe = Recipe(**{name: getattr(arguments, name) for name in names})
@@ -235,9 +235,13 @@ def fetch(arguments: argparse.Namespace) -> int:
 
     with counted("files", quiet=arguments.json) as progress:
         made = fetch(
-            arguments.model, arguments.corpus, arguments.to, progress,
-            lora=arguments.lora, cache=arguments.cache,
-        )  # fmt: skip
+            arguments.model,
+            arguments.corpus,
+            arguments.to,
+            progress,
+            lora=arguments.lora,
+            cache=arguments.cache,
+        )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else fetch_text(made))
     return 0
 

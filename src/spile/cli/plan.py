@@ -71,7 +71,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from spile.plan.estimate import estimate, planned_cuts, refuse_if_too_large
     from spile.plan.resolve import resolve
     from spile.plan.survey import survey
-    from spile.plan.throughput import pace_of
+    from spile.plan.throughput import measure_throughput
 
     options = given(arguments)
     recipe, runtime = build(options)
@@ -92,10 +92,18 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--spool is for buckets; {objects.url} needs none")
     found = survey(job, ledger, runtime, processes=processes, exact=arguments.exact)
     cost = estimate(
-        job, runtime, platform, done=ledger.done_units(), free_bytes=objects.free_bytes(),
-        memory=memory, cuts=cuts, processes=processes, out=objects, found=found,
-    )  # fmt: skip
-    pace = pace_of(job, runtime, platform, cuts, chip_of(kind))
+        job,
+        runtime,
+        platform,
+        done=ledger.done_units(),
+        free_bytes=objects.free_bytes(),
+        memory=memory,
+        cuts=cuts,
+        processes=processes,
+        out=objects,
+        found=found,
+    )
+    pace = measure_throughput(job, runtime, platform, cuts, chip_of(kind))
     if target:
         time = _elsewhere(job, runtime, target, cost)
     else:
@@ -186,9 +194,12 @@ def _elsewhere(job: "Job", runtime: Runtime, target: "CompileTarget", cost: "Est
 
     asked = job.recipe
     recipe = Recipe(
-        model=asked.model_source, taps=",".join(asked.taps), seq_len=asked.seq_len,
-        compute_dtype=asked.compute_dtype, store_dtype=asked.store_dtype,
-    )  # fmt: skip
+        model=asked.model_source,
+        taps=",".join(asked.taps),
+        seq_len=asked.seq_len,
+        compute_dtype=asked.compute_dtype,
+        store_dtype=asked.store_dtype,
+    )
     question = Question(job.checkpoint.arch, recipe, runtime, target, job.encoders)
     return elsewhere(compile_step(question, question.layout()), cost)
 

@@ -1,27 +1,33 @@
-"""What a job will cost, before it runs: documents, tokens, bytes, memory. No jax."""
+"""What a job will cost, before it runs: documents, tokens, bytes, memory, dollars. No jax."""
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from spile.core.config import STORE_DTYPES, Runtime
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
-from spile.core.tensors import DTYPES_BY_NAME
+from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
+from spile.core.threads import mapped
 from spile.corpus.units import Unit
+from spile.dataset.ledger import Ledger, Table
 from spile.models.config.kernel_choice import why_unfused
 from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.objects import Objects
-from spile.plan.budget import price_of, row_bytes, unit_overhead
-from spile.plan.encode import stored_taps
+from spile.plan.encoders import stored_taps
 from spile.plan.resolve import Job
 from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
-from spile.plan.survey import Counted, Survey
+from spile.plan.survey import Counted, Survey, row_bytes
 
 _log = logging.getLogger("spile")
+# Bytes, roughly: of a token's text; of a document's entry in the table, and of each column kept.
+_CHARACTERS = 4
+_DOCUMENT = 32
+_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ def estimate(
         # Three units at once: one is packed, one computes, one is committed.
         host_bytes=in_flight * taps + 3 * 64 * max(u.tokens for u in job.units) + waiting,
         bytes_by_dtype={
-            dtype: kept_rows * (_row_bytes(job, dtype) + INDEX_DTYPE.itemsize) + overhead
+            dtype: kept_rows * (_row_bytes_as(job, dtype) + INDEX_DTYPE.itemsize) + overhead
             for dtype in STORE_DTYPES
         },
         monthly_dollars=price and price.monthly(min(whole, runtime.max_bytes or whole)),
@@ -216,7 +222,7 @@ def _by_table(job: Job, done: set[int]) -> tuple[Counted, Counted]:
     return added(job.units), added(unit for unit in job.units if unit.id not in done)
 
 
-def _row_bytes(job: Job, store_dtype: str) -> int:
+def _row_bytes_as(job: Job, store_dtype: str) -> int:
     """Of all taps, were they stored in this form."""
     arch, seq_len = job.checkpoint.arch, job.recipe.seq_len
     infos = stored_taps(job.taps, job.encoders, arch, seq_len, store_dtype)
@@ -253,3 +259,69 @@ def refuse_if_too_large(cost: Estimate, where: str) -> None:
             f"{cost.free_bytes / 1e9:.2f} GB are free; choose fewer taps or documents, or "
             "--ignore-space"
         )
+
+
+@dataclass(frozen=True)
+class Price:
+    """Of keeping bytes in a bucket."""
+
+    dollars: float  # a month for 2**30 bytes
+    where: str
+    source: str
+
+    def monthly(self, size: int) -> float:
+        return self.dollars * size / (1 << 30)
+
+
+# Requests and traffic out of the cloud are not in it.
+PRICES = {
+    "gs": Price(0.020, "Standard storage, us-central1", "https://cloud.google.com/storage/pricing"),
+    "s3": Price(0.023, "S3 Standard, us-east-1, to 50 TB", "https://aws.amazon.com/s3/pricing"),
+}
+
+
+def price_of(url: str) -> Price | None:
+    return PRICES.get(url.partition("://")[0])
+
+
+def unit_overhead(table: Table, unit: Mapping[str, Any]) -> int:
+    """Beside its rows a unit has statistics, and each of its files a header; and its documents."""
+    taps, recipe = table.taps.values(), table.recipe
+    headers = sum(HEADER_ALIGN + 16 * info.width for info in taps) + 3 * HEADER_ALIGN
+    characters = min(unit["num_docs"] * recipe.preview, _CHARACTERS * unit["tokens"])
+    return headers + characters + unit["num_docs"] * (_DOCUMENT + _KEPT * len(recipe.keep))
+
+
+class Budget:
+    """Whether a unit may still be begun.
+
+    What is done is counted by its records, what is in hand or about to be by its estimate, put
+    right by how the estimates of the done ones turned out.
+    """
+
+    def __init__(self, table: Table, ledger: Ledger, limit: int | None) -> None:
+        self._ledger, self._limit = ledger, limit
+        each = row_bytes(table)
+        self._estimated = {
+            int(unit["id"]): int(unit["tokens"] * table.kept) * each + unit_overhead(table, unit)
+            for unit in table.units
+        }
+        self._stored: dict[int, int] = {}  # by unit, of those that are done
+        self.spent = False  # whether a unit was refused
+
+    def allows(self, unit: int, done: Collection[int], in_hand: Collection[int]) -> bool:
+        """Args:
+        in_hand: units that anybody is at work on.
+        """
+        if self._limit is None:
+            return True
+        new = sorted({*done} & {*self._estimated} - {*self._stored})
+        for record in mapped(self._ledger.read_done, new, self._ledger.objects.parallel):
+            if record is not None:
+                self._stored[record.unit] = sum(file.bytes for file in record.files())
+        stored = sum(self._stored.values())
+        guessed = sum(self._estimated[unit] for unit in self._stored)
+        coming = sum(self._estimated[u] for u in {*in_hand, unit} - {*self._stored})
+        expected = stored + coming * (stored / guessed if guessed else 1.0)
+        self.spent = self.spent or expected > self._limit
+        return not self.spent

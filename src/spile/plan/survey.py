@@ -5,31 +5,32 @@ done already is counted by its records. Of the units that were not read the tabl
 put right by those that were, and how far that may be off follows from how much they differ.
 """
 
+import importlib
 import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from spile.core.config import Runtime
+from spile.core.index import INDEX_DTYPE
 from spile.core.threads import mapped
+from spile.corpus.documents import Documents
 from spile.corpus.pack import PackedUnit
-from spile.corpus.reader import Documents
 from spile.corpus.units import Unit, is_forward
-from spile.dataset.ledger import Ledger
+from spile.dataset.ledger import Ledger, Table
 from spile.dataset.write.documents import encode_documents
 from spile.dataset.write.unit_writer import unit_bytes
 from spile.objects import Objects
-from spile.plan.budget import row_bytes
 from spile.plan.resolve import Job
 
 SECONDS = 5.0  # of reading, unless all of it is asked for
 _FEWEST = 4  # units that are read, however long it takes: fewer say nothing of their spread
-# Student's t at 97.5%, by degrees of freedom.
-_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 10: 2.23, 15: 2.13, 30: 2.04, 60: 2.0}
+_CONFIDENCE = 0.95  # that the total is within its error
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,22 @@ def survey(
     return _concluded(left, done, counted)
 
 
+def row_bytes(table: Table) -> int:
+    """Bytes of a row: every tap and the index together."""
+    return sum(info.row_bytes for info in table.taps.values()) + INDEX_DTYPE.itemsize
+
+
 def documents_table(
     documents: Documents, packed: PackedUnit, refused: Mapping[int, str]
 ) -> dict[str, np.ndarray]:
     """What is kept of a unit's documents, read or left out."""
-    about = documents.about
-    reasons = zip(about.docs, about.skipped, strict=True)
+    every = documents.every
     return encode_documents(
-        docs=about.docs,
-        tokens=[packed.doc_tokens.get(doc, 0) for doc in about.docs],
-        skipped=[reason or refused.get(doc) for doc, reason in reasons],
-        previews=about.previews,
-        kept=about.values,
+        docs=[document.ordinal for document in every],
+        tokens=[packed.doc_tokens.get(document.ordinal, 0) for document in every],
+        skipped=[document.skipped or refused.get(document.ordinal) for document in every],
+        previews=[document.preview for document in every],
+        kept={name: [document.columns[name] for document in every] for name in documents.columns},
         index=packed.index,
     )
 
@@ -155,7 +160,8 @@ def _error(guess: Mapping[int, int], counted: Mapping[int, Counted]) -> int | No
     ratio = sum(c.tokens for c in counted.values()) / sum(guess[unit] for unit in counted)
     squares = sum((c.tokens - ratio * guess[unit]) ** 2 for unit, c in counted.items())
     variance = everything**2 * (1 - count / everything) / count * squares / (count - 1)
-    quantile = next((_T[n] for n in sorted(_T, reverse=True) if n <= count - 1), _T[1])
+    special: Any = importlib.import_module("scipy.special")  # (when it is needed: it takes a while)
+    quantile = float(special.stdtrit(count - 1, (1 + _CONFIDENCE) / 2))  # of Student's t
     return math.ceil(quantile * math.sqrt(variance))
 
 

@@ -14,7 +14,7 @@ from spile.plan.roofline import Roofline
 
 
 @dataclass(frozen=True)
-class Pace:
+class Throughput:
     """Rates are tokens a second."""
 
     text_rate_per_core: float | None  # of reading, tokenizing and packing; measured on a sample
@@ -39,7 +39,9 @@ class Pace:
         return shown
 
 
-def pace_of(job: Job, runtime: Runtime, platform: str, cuts: Cuts, chip: Chip | None) -> Pace:
+def measure_throughput(
+    job: Job, runtime: Runtime, platform: str, cuts: Cuts, chip: Chip | None
+) -> Throughput:
     """Measured on the head of the corpus, in processor seconds; the devices' rate is computed."""
     with closing(job.reader()) as reader:
         documents, _ = reader.sample(0)
@@ -53,4 +55,4 @@ def pace_of(job: Job, runtime: Runtime, platform: str, cuts: Cuts, chip: Chip | 
         work = step_of(job, batch_rows(job, runtime, platform, None, cuts), platform, cuts)
         rate = work.tokens / Roofline.of(work, 0.0, chip).seconds
     measured = packed.num_tokens / spent if packed.num_tokens and spent else None
-    return Pace(measured, rate, os.cpu_count() or 1)
+    return Throughput(measured, rate, os.cpu_count() or 1)

@@ -12,7 +12,7 @@ from spile.core.errors import ConfigError
 from spile.corpus.units import Unit
 from spile.dataset.heartbeat import Presence
 from spile.dataset.ledger import Ledger
-from spile.plan.budget import Budget
+from spile.plan.estimate import Budget
 from spile.plan.resolve import Job
 
 _log = logging.getLogger("spile")

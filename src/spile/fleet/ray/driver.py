@@ -25,8 +25,7 @@ from spile.fleet.ray.actor import RayHost
 from spile.fleet.ray.placement import Placement, Placements, connect, lost
 from spile.metrics import Counters
 from spile.objects import open_objects
-from spile.plan.budget import Budget
-from spile.plan.estimate import Estimate
+from spile.plan.estimate import Budget, Estimate
 from spile.run.extract import Outcome, outcome_of, stop_on_signal
 from spile.run.rank import ABORTED
 

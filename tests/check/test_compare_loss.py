@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spile.check.loss import Loss, LossCounter
+from spile.check.compare import Loss, LossCounter
 
 
 def test_the_numbers_are_those_of_all_rows_together() -> None:
