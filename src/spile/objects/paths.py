@@ -19,10 +19,9 @@ from typing import Any, BinaryIO, Literal, cast
 from spile.core.bounded_json import MAX_BYTES, JsonError, check_size, parse_json_object
 from spile.core.errors import InputError
 from spile.objects import open_objects
-from spile.objects.globs import matches, plain_depth
 from spile.objects.http import WebObjects, split_url
 from spile.objects.hub.names import open_named
-from spile.objects.protocol import Objects, exists
+from spile.objects.protocol import Objects, exists, matches, plain_depth
 
 _AHEAD = 1 << 20  # read at once by whoever reads a little at a time
 _PIECE = 8 << 20  # of a large range: several are fetched side by side

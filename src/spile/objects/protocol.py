@@ -6,9 +6,11 @@ Two kinds of object exist, and the difference is the whole safety of the store:
 Heartbeats, which nothing depends on, are the only objects ever replaced.
 """
 
+import glob
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
@@ -140,6 +142,28 @@ def check_key(url: str, key: str) -> list[str]:
     if key.startswith("/") or "\0" in key or any(part in ("", ".", "..") for part in parts):
         raise StoreError(f"{url}: {key!r} is not a key inside the store")
     return parts
+
+
+def matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a key (or a path), cut into names, is found by a pattern.
+
+    As `glob` does: `*` stays within a name, and finds none that begins with a dot.
+    """
+    if not pattern or not names:
+        return not names and all(part == "**" for part in pattern)
+    name, part = names[0], pattern[0]
+    hidden = name.startswith(".") and not part.startswith(".")
+    if part == "**":
+        return matches(names, pattern[1:]) or (not hidden and matches(names[1:], pattern))
+    return not hidden and fnmatchcase(name, part) and matches(names[1:], pattern[1:])
+
+
+def plain_depth(pattern: Sequence[str]) -> int:
+    """How many folders a pattern names plainly before it begins to match."""
+    depth = 0
+    while depth + 1 < len(pattern) and not glob.has_magic(pattern[depth]):
+        depth += 1
+    return depth
 
 
 def retrying(what: str, patience: float) -> Retrying:

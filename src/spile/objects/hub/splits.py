@@ -13,8 +13,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from spile.core.errors import InputError
-from spile.objects.globs import matches, plain_depth
 from spile.objects.hub.repository import HubObjects
+from spile.objects.protocol import matches, plain_depth
 
 # What `corpus/reader.py` reads; datasets of anything else come as the Hub's conversion, or through
 # the `datasets` library.
