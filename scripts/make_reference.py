@@ -28,7 +28,7 @@ from spile.core.ray_options import RayOptions
 _ALSO = (
     "spile.dataset.read.dataset.Document",
     "spile.dataset.read.batches.Batches",
-    "spile.dataset.read.view.Encoded",
+    "spile.dataset.read.window.Encoded",
     "spile.dataset.write.statistics.TapStats",
     "spile.run.extract.Outcome",
     "spile.interop.export.Exported",

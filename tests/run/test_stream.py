@@ -14,7 +14,7 @@ from marks import some
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.metrics import Counters
-from spile.run.stream import Stream
+from spile.run.stream import ActivationStream
 
 TAPS = ["resid_post.1", "mlp_out.0"]
 RUNTIME = Runtime(batch_tokens=256)
@@ -86,7 +86,7 @@ def plain(model: Path, corpus: Path) -> Recipe:
     return recipe(model, corpus)
 
 
-def streamed(chosen: Recipe, batch_size: int = 100, **more: Any) -> Stream:
+def streamed(chosen: Recipe, batch_size: int = 100, **more: Any) -> ActivationStream:
     return spile.stream(chosen, RUNTIME, **{"batch_size": batch_size, "window": 700, **more})
 
 
@@ -117,6 +117,36 @@ def test_a_state_continues_with_the_same_next_batch(plain: Recipe) -> None:
     again.close()
     with pytest.raises(ConfigError, match="of another stream: seed 4 there, 5 here"):
         streamed(plain, seed=5).load_state_dict(states[0])
+
+
+def test_a_state_counts_epochs_and_rows_as_that_of_a_dataset_does(
+    both: tuple[spile.Dataset, Recipe],
+) -> None:
+    ds, chosen = both
+    options: dict[str, Any] = {"epochs": 2, "window": 700}
+    rows = spile.stream(chosen, RUNTIME, batch_size=999, **options)
+    made = ds.batches(TAPS, 999, **options)
+    while True:
+        one, other = rows.state_dict(), made.state_dict()
+        assert [one[key] for key in ("epoch", "position")] == [other["epoch"], other["position"]]
+        assert (next(rows, None) is None) == (ended := next(made, None) is None)
+        if ended:
+            break
+    assert (one["epoch"], one["position"]) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"epoch": -1}, {"epoch": True}, {"position": "0"}, {"position": 701}, {"begin": None},
+     {"begin": [0, 0, 0]}, {"begin": [0, 0, 0, -1]}, {"begin": [5, 0, 0, 0]},
+     {"begin": [0, 0, 10_000, 0]}],
+)  # fmt: skip
+def test_what_is_no_state_is_refused_and_changes_nothing(plain: Recipe, wrong: Any) -> None:
+    stream = streamed(plain)
+    before = stream.state_dict()
+    with pytest.raises(ConfigError, match="no state of this stream"):
+        stream.load_state_dict({**before, **wrong})
+    assert stream.state_dict() == before
 
 
 def test_units_that_are_consumed_are_not_computed_again(plain: Recipe) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from spile.core.errors import ConfigError
 from spile.core.threads import Producer
 from spile.dataset.read.batches import Batches
-from spile.dataset.read.view import Affine, Encoded
+from spile.dataset.read.window import Affine, Encoded
 
 
 def on_devices(
@@ -91,8 +91,14 @@ def _put(
 def _made(values: Any, dtype: Any) -> Any:
     if isinstance(values, _Coded):
         affine = values.affine or Affine(None, None)
-        return _decoded(values.codes, values.scale, affine.shift, affine.factor,
-                        dtype=dtype, by_row=values.by_row)  # fmt: skip
+        return _decoded(
+            values.codes,
+            values.scale,
+            affine.shift,
+            affine.factor,
+            dtype=dtype,
+            by_row=values.by_row,
+        )
     if isinstance(values, jax.Array) and dtype is not None:
         return _cast(values, dtype=dtype)
     return values

@@ -17,7 +17,7 @@ from spile.core.errors import ConfigError
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.dataset import Dataset
-from spile.dataset.read.view import Encoded
+from spile.dataset.read.window import Encoded
 
 
 def _torch() -> Any:

@@ -7,22 +7,26 @@ its window begins: whoever continues from it computes from there on.
 """
 
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import numpy.typing as npt
 
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, InputError, Interrupted
 from spile.core.expressions import RowFilter
 from spile.corpus.tokenize import use_threads
+from spile.corpus.units import Unit
 from spile.dataset.heartbeat import Presence
 from spile.dataset.ledger import Ledger
-from spile.dataset.read.order import parse_window, refuse_other
+from spile.dataset.read.order import BatchOptions, EpochCursor, drawn, drawn_digest
 from spile.dataset.read.rows import StoredRows
-from spile.dataset.read.view import Batch, View, Window
+from spile.dataset.read.window import Batch, View, Window, WindowBuffer
 from spile.metrics import Counters
 from spile.models.taps import Tap
 from spile.objects import MemoryObjects
@@ -30,11 +34,15 @@ from spile.plan.estimate import estimate, planned_cuts
 from spile.plan.resolve import resolve, store_table
 from spile.run.devices import memory_limit, prepared_device
 from spile.run.extract import load_step, steps_of
-from spile.run.nonfinite import by_stored_name
+from spile.run.nonfinite import by_stored_name, nonfinite_error
 from spile.run.pipeline import Worker
 from spile.run.rank import find_rank
-from spile.run.ring import Begin, Filled, InTurn, Order, Ring
-from spile.run.world import SingleWorld
+from spile.run.sink import Prepared
+from spile.run.step import StepOutput
+from spile.run.world import RunContext, SingleWorld
+
+_POLL = 0.1  # seconds between looks at the stop flag while blocked
+_BUFFERS = 2  # a window is given while the next one is filled
 
 
 def stream(
@@ -53,7 +61,7 @@ def stream(
     encoded: bool = False,
     drop_last: bool = False,
     counters: Counters | None = None,
-) -> "Stream":
+) -> "ActivationStream":
     """What `Dataset.batches` gives, from the model itself: `{tap: rows, "index": entries}`.
 
     The model is loaded at once; it computes from the first batch asked for until `close`, which the
@@ -68,14 +76,20 @@ def stream(
     runtime = runtime or Runtime()
     if find_rank(runtime, os.environ):
         raise ConfigError("spile.stream runs in one process, on all of its devices")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     if shuffle not in ("window", None):
         raise ConfigError(f"shuffle is 'window' or None, not {shuffle!r}")
-    if type(seed) is not int or seed < 0:
-        raise ConfigError(f"seed must be a whole number, 0 or more; got {seed!r}")
-    if epochs is not None and epochs < 0:
-        raise ConfigError(f"epochs must be 0 or more, or None for no end; got {epochs}")
+    options = BatchOptions(
+        batch_size,
+        index=index,
+        seed=seed,
+        shuffle=shuffle,
+        window=window,
+        epochs=epochs,
+        where=where,
+        dtype=dtype,
+        encoded=encoded,
+        drop_last=drop_last,
+    )
     if where is not None:
         RowFilter(where, None)  # says what is wrong with it
     use_threads(runtime.threads)
@@ -98,82 +112,78 @@ def stream(
             known = ", ".join(job.table.taps)
             raise ConfigError(f"no tap {name!r} in the recipe; it has {known}")
     stored = StoredRows(ledger.objects, job.table, [], ledger.read_scales(job.table) or {})
-    view = View(
-        stored, {name: aliases.get(name, name) for name in names}, index=index, normalize=None,
-        dtype=dtype, encoded=encoded, statistics=_no_statistics,
-    )  # fmt: skip
-    order = Order(
-        fingerprint=job.table.fingerprint, units=tuple(job.units), seed=seed, shuffle=shuffle,
-        window=parse_window(window, view.row_bytes), where=where, epochs=epochs,
-    )  # fmt: skip
+    by_name = {name: aliases.get(name, name) for name in names}
+    view = View(stored, by_name, options, _no_statistics)
+    order = StreamOrder(
+        job.table.fingerprint, tuple(job.units), options, options.window_rows(view.row_bytes)
+    )
 
-    def work(ring: Ring, begin: Begin, stop: threading.Event) -> None:
+    def work(rows: WindowQueue, start: WindowStart, stop: threading.Event) -> None:
         presence = Presence(ledger.objects, runtime.stale_after)
-        Worker(
-            job, ledger, step, runtime, batches=batches, made_by={}, presence=presence,
-            world=SingleWorld(), counters=counters or Counters(), picker=InTurn(order, begin),
-            stop=stop, sink=ring,
-        ).run()  # fmt: skip
+        told = counters or Counters()
+        context = RunContext(ledger, runtime, SingleWorld(), presence, told, stop)
+        Worker(context, job, step, batches, UnitsInTurn(order, start), sink=rows).run()
 
     watched = {
         name: tap
         for name, tap in by_stored_name(job).items()
         if name in view.taps and (view.taps[name].dtype == "int8" or not runtime.allow_nonfinite)
     }
-    return Stream(view, order, work, batch_size, drop_last, watched)
+    return ActivationStream(view, order, work, watched)
 
 
 def _no_statistics(tap: str) -> Any:
     raise AssertionError(tap)
 
 
-Work = Callable[[Ring, Begin, threading.Event], None]
+# -- batches ----------------------------------------------------------------------------------
 
 
-class Stream:
+Work = Callable[["WindowQueue", "WindowStart", threading.Event], None]
+
+
+class ActivationStream:
     """An iterator; `state_dict` may be taken between any two batches."""
 
     def __init__(
-        self,
-        view: View,
-        order: Order,
-        work: Work,
-        batch_size: int,
-        drop_last: bool,
-        watched: Mapping[str, Tap],
+        self, view: View, order: "StreamOrder", work: Work, watched: Mapping[str, Tap]
     ) -> None:
-        """`work`: runs a worker whose rows go into a ring; `watched`: see there."""
-        self.view, self._order, self._work = view, order, work
-        self._batch_size, self._drop_last, self._watched = batch_size, drop_last, watched
-        self._begin, self._taken = Begin(), 0  # of the window in hand, and rows given of it
-        self._window: tuple[Filled, Window | None] | None = None
-        self._ring: Ring | None = None
+        """`work`: runs a worker whose rows go into a queue; `watched`: see `WindowQueue`."""
+        self.view, self._order, self._work, self._watched = view, order, work, watched
+        self._options = order.options
+        self._cursor = EpochCursor(order.identity, order.options.epochs, "stream")
+        self._start = WindowStart()  # of the window that the cursor stands in
+        self._window: tuple[FilledWindow, Window | None] | None = None
+        self._queue: WindowQueue | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands, as JSON."""
-        begin = self._begin
-        return {
-            "epoch": begin.epoch,
-            "position": begin.position + self._taken,
-            "begin": [begin.position, begin.number, begin.unit, begin.row],
-            **self._order.identity,
-        }
+        start = self._start
+        begin = [start.position, start.number, start.unit, start.row]
+        return {**self._cursor.state_dict(), "begin": begin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another stream of the same recipe stood."""
-        refuse_other(state, self._order.identity, "stream")
-        numbers: Any = [state.get("epoch"), state.get("position"), *(state.get("begin") or ())]
-        if len(numbers) != 6 or any(type(n) is not int or n < 0 for n in numbers):
-            raise ConfigError(f"no state of a stream: {dict(state)!r}")
-        epoch, position, first, number, unit, row = numbers
-        if not first <= position <= first + self._order.window or unit > len(self._order.units):
-            raise ConfigError(f"no state of a stream: {dict(state)!r}")
+        cursor = EpochCursor(self._order.identity, self._options.epochs, "stream")
+        cursor.load_state_dict(state)
+        start = self._parse_start(cursor, state.get("begin"))
         self.close()
-        self._begin, self._taken = Begin(epoch, first, number, unit, row), position - first
+        self._cursor, self._start = cursor, start
 
-    def __enter__(self) -> "Stream":
+    def _parse_start(self, cursor: EpochCursor, begin: Any) -> "WindowStart":
+        numbers: list[Any] = list(begin) if isinstance(begin, list | tuple) else []
+        if len(numbers) == 4 and all(type(n) is int and n >= 0 for n in numbers):
+            start = WindowStart(cursor.epoch, *numbers)
+            taken = cursor.position - start.position
+            if 0 <= taken <= self._order.window and start.unit <= len(self._order.units):
+                return start
+        raise ConfigError(
+            f"no state of this stream: position {cursor.position}, window begun at {begin!r}"
+        )
+
+    def __enter__(self) -> "ActivationStream":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -187,14 +197,13 @@ class Stream:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        self._thread = self._ring = self._window = None
+        self._thread = self._queue = self._window = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        epochs = self._order.epochs
-        while epochs is None or self._begin.epoch < epochs:
+        while not self._cursor.ended:
             batch = self._next_of_epoch()
             if batch is not None:
                 return batch
@@ -203,76 +212,307 @@ class Stream:
 
     def _next_of_epoch(self) -> Batch | None:
         """A batch of the epoch in hand; None when that has ended, and the next one is in hand."""
-        made, missing = self.view.begin(self._batch_size), self._batch_size
-        begin, taken, ended = self._begin, self._taken, False
+        batch_size, drop_last = self._options.batch_size, self._options.drop_last
+        made, missing = self.view.begin(batch_size), batch_size
+        start, position, ended = self._start, self._cursor.position, False
         while missing and not ended:
             filled, window = self._window or self._next_window()
-            if filled.begin != begin:
-                begin, taken = filled.begin, 0
+            start = filled.start
+            taken = position - start.position
             count = min(missing, filled.count - taken)
             if window is not None:
                 made.take(window, taken, count)
-            taken, missing = taken + count, missing - count
-            if taken == filled.count:
+            position, missing = position + count, missing - count
+            if taken + count == filled.count:
                 self._give_back()
                 ended = filled.ends
-        given = self._batch_size - missing
-        self._begin, self._taken = (Begin(begin.epoch + 1), 0) if ended else (begin, taken)
-        if given and not (missing and self._drop_last):
+        given = batch_size - missing
+        self._cursor.advance(given, ends=ended)
+        self._start = WindowStart(self._cursor.epoch) if ended else start
+        if given and not (missing and drop_last):
             return made.finish() if not missing else made.shortened().finish()
-        if begin.position + taken < (self._batch_size if self._drop_last else 1):
-            self._refuse_empty(begin.position + taken)
+        if position < (batch_size if drop_last else 1):
+            self._refuse_empty(position)
         return None
 
-    def _next_window(self) -> tuple[Filled, Window | None]:
+    def _next_window(self) -> "tuple[FilledWindow, Window | None]":
         try:
             filled = self._running().next()
         except BaseException:
             self.close()
             raise
         window = None
-        if filled.room is not None:
-            places = self._order.places(filled.begin, filled.count)
-            tables = {tap: (held, places) for tap, held in filled.room.taps.items()}
-            rank = filled.begin.epoch, filled.begin.number
-            window = Window(rank, filled.room, tables, places, {})
+        if filled.buffer is not None:
+            places = self._order.places(filled.start, filled.count)
+            tables = {tap: (held, places) for tap, held in filled.buffer.taps.items()}
+            place = filled.start.epoch, filled.start.number
+            window = Window(place, filled.buffer, tables, places, {})
         self._window = filled, window
         return self._window
 
     def _give_back(self) -> None:
         """The window's rows are all given, and its memory may be filled again."""
-        assert self._window and self._ring
+        assert self._window and self._queue
         filled, self._window = self._window[0], None
-        if filled.room is not None:
-            self._ring.release(filled.room)
+        if filled.buffer is not None:
+            self._queue.release(filled.buffer)
 
     def _refuse_empty(self, rows: int) -> None:
         """An epoch of which nothing is given would be followed by others without end."""
         if not rows:
             self.close()
             raise InputError("the corpus holds no row that is asked for")
-        if self._order.epochs is None:
+        if self._options.epochs is None:
             self.close()
-            raise ConfigError(f"an epoch has {rows} rows, fewer than batch_size {self._batch_size}")
+            size = self._options.batch_size
+            raise ConfigError(f"an epoch has {rows} rows, fewer than batch_size {size}")
 
-    def _running(self) -> Ring:
-        if self._ring is None:
+    def _running(self) -> "WindowQueue":
+        if self._queue is None:
             stop = self._stop = threading.Event()
-            ring = Ring(self.view, self._order, self._begin, stop, self._watched)
-            arguments = (self._work, ring, self._begin, stop)
+            rows = WindowQueue(self.view, self._order, self._start, stop, self._watched)
+            arguments = (self._work, rows, self._start, stop)
             self._thread = threading.Thread(
                 target=_run, args=arguments, name="spile-stream", daemon=True
             )
             self._thread.start()
-            self._ring = ring
-        return self._ring
+            self._queue = rows
+        return self._queue
 
 
-def _run(work: Work, ring: Ring, begin: Begin, stop: threading.Event) -> None:
+def _run(work: Work, rows: "WindowQueue", start: "WindowStart", stop: threading.Event) -> None:
     """(No stream is held by its own thread: one that is forgotten stops.)"""
     try:
-        work(ring, begin, stop)
+        work(rows, start, stop)
     except BaseException as error:
-        ring.fail(error)
+        rows.fail(error)
     else:
-        ring.fail(Interrupted())  # whoever waits still waits for what will not come
+        rows.fail(Interrupted())  # whoever waits still waits for what will not come
+
+
+# -- where rows wait: windows of them, filled by a worker while another is given -----------------
+
+
+@dataclass(frozen=True)
+class WindowStart:
+    """Where a window begins."""
+
+    epoch: int = 0
+    position: int = 0  # rows of the epoch that have come before it
+    number: int = 0  # of the window in the epoch
+    unit: int = 0  # units of the epoch, in its order, of which nothing is needed any more
+    row: int = 0  # of the next one, in stored order
+
+
+@dataclass(frozen=True)
+class FilledWindow:
+    """A window of rows, or an epoch's end (which has none)."""
+
+    start: WindowStart
+    buffer: WindowBuffer | None
+    count: int
+    ends: bool  # the epoch
+
+
+@dataclass(frozen=True)
+class StreamOrder:
+    """Which unit and which row come when.
+
+    Attributes:
+        window: rows of one.
+    """
+
+    fingerprint: str
+    units: tuple[Unit, ...]
+    options: BatchOptions
+    window: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the order follows from, as JSON."""
+        return {
+            "recipe": self.fingerprint,
+            "seed": self.options.seed,
+            "shuffle": self.options.shuffle,
+            "window": self.window,
+            "where": self.options.where,
+            "drawn": drawn_digest(self.options.seed),
+        }
+
+    def units_from(self, start: WindowStart) -> Iterator[Unit]:
+        """The units of all epochs, from the one that a window begins in."""
+        epoch, first, options = start.epoch, start.unit, self.options
+        while options.epochs is None or epoch < options.epochs:
+            count = len(self.units)
+            order = drawn(count, options.seed, epoch, 0) if options.shuffle else np.arange(count)
+            for number in order[first:]:
+                yield self.units[number]
+            epoch, first = epoch + 1, 0
+
+    def places(self, start: WindowStart, count: int) -> np.ndarray:
+        """Of a window's rows, the order in which they are given."""
+        if not self.options.shuffle:
+            return np.arange(count)
+        return drawn(count, self.options.seed, start.epoch, 1, start.number)
+
+
+class UnitsInTurn:
+    """Units one after another."""
+
+    def __init__(self, order: StreamOrder, start: WindowStart) -> None:
+        self._units = order.units_from(start)
+
+    def take(self) -> tuple[Unit | None, bool]:
+        unit = next(self._units, None)
+        return unit, unit is not None
+
+    def done(self, unit: int) -> None:
+        pass
+
+
+class WindowQueue:
+    """The sink of a worker whose rows are given a window at a time: memory for two of them."""
+
+    def __init__(
+        self,
+        view: View,
+        order: StreamOrder,
+        start: WindowStart,
+        stop: threading.Event,
+        watched: Mapping[str, Tap],
+    ) -> None:
+        """`watched`: taps of which no NaN may be given, by their stored names."""
+        self._view, self._order, self._stop, self._watched = view, order, stop, watched
+        where = order.options.where
+        self._filter = RowFilter(where, None) if where else None
+        self._free: queue.Queue[WindowBuffer] = queue.Queue()
+        for _ in range(_BUFFERS):
+            self._free.put(WindowBuffer(view.taps, {*view.taps}, view.index, order.window))
+        self._ready: queue.Queue[FilledWindow | BaseException] = queue.Queue()
+        self._start, self._count, self._buffer = start, 0, None
+        self._unit, self._row = start.unit, 0  # the unit in hand, and its next row
+        self._skip = start.row
+        self._current: Prepared | None = None
+
+    # -- the worker's side ---------------------------------------------------------------------
+
+    def begin(self, prepared: Prepared) -> None:
+        self._current, self._row = prepared, 0
+
+    def put(self, output: StepOutput) -> None:
+        assert self._current
+        entries = self._current.packed.index[self._row : self._row + int(output.runs.counts.sum())]
+        self._refuse_nonfinite(output)
+        keep = np.ones(len(entries), np.bool_) if not self._filter else self._filter.mask(entries)
+        keep[: max(0, self._skip - self._row)] = False
+        chosen = np.flatnonzero(keep)
+        taken = _Taken(self._view, output, entries)
+        while len(chosen):
+            if self._buffer is None:
+                self._buffer = self._wait()
+                if self._buffer is None:
+                    return
+            part = chosen[: self._order.window - self._count]
+            taken.copy(part, self._buffer, self._count)
+            self._count, chosen = self._count + len(part), chosen[len(part) :]
+            if self._count == self._order.window:
+                self._give(row=self._row + int(part[-1]) + 1)
+        self._row += len(entries)
+
+    def end(self, seconds: float) -> None:
+        self._unit, self._row, self._skip = self._unit + 1, 0, 0
+        if self._unit == len(self._order.units):
+            self._give(ends=True)
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        return self._ready.qsize(), 0
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    abandon = close
+
+    def fail(self, error: BaseException) -> None:
+        self._ready.put(error)
+
+    def _give(self, *, row: int = 0, ends: bool = False) -> None:
+        """A window is full, or the epoch has ended."""
+        start = self._start
+        self._ready.put(FilledWindow(start, self._buffer, self._count, ends))
+        if ends:
+            self._start, self._unit = WindowStart(start.epoch + 1), 0
+        else:
+            self._start = replace(
+                start,
+                position=start.position + self._count,
+                number=start.number + 1,
+                unit=self._unit,
+                row=row,
+            )
+        self._buffer, self._count = None, 0
+
+    def _wait(self) -> WindowBuffer | None:
+        while not self._stop.is_set():
+            try:
+                return self._free.get(timeout=_POLL)
+            except queue.Empty:
+                continue
+        return None
+
+    def _refuse_nonfinite(self, output: StepOutput) -> None:
+        assert self._current
+        found = [n for n in self._watched if any(s.nonfinite for s in output.stats_of(n))]
+        if found:
+            raise nonfinite_error(
+                output,
+                {name: self._watched[name] for name in found},
+                unit=self._current.unit.id,
+                packed=self._current.packed,
+                table=self._current.table,
+                first=self._row,
+                int8={tap for tap, info in self._view.taps.items() if info.dtype == "int8"},
+            )
+
+    # -- the reader's side ---------------------------------------------------------------------
+
+    def next(self) -> FilledWindow:
+        """The next window; raises what the worker failed with."""
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def release(self, buffer: WindowBuffer) -> None:
+        self._free.put(buffer)
+
+
+class _Taken:
+    """A step's rows, as bytes."""
+
+    def __init__(self, view: View, output: StepOutput, entries: np.ndarray) -> None:
+        self._entries = entries
+        self._rows: dict[str, list[tuple[np.ndarray, np.ndarray | None]]] = {
+            tap: list(output.pieces_of(tap)) for tap in view.taps
+        }
+
+    def copy(self, chosen: np.ndarray, buffer: WindowBuffer, at: int) -> None:
+        """Chosen rows, ascending, into a buffer."""
+        to = slice(at, at + len(chosen))
+        for tap, pieces in self._rows.items():
+            before, filled = 0, at
+            for rows, scales in pieces:
+                low, high = np.searchsorted(chosen, [before, before + len(rows)])
+                mine = chosen[low:high] - before
+                part = slice(filled, filled + len(mine))
+                flat = np.ascontiguousarray(rows[mine]).reshape(len(mine), -1)
+                if len(mine):
+                    buffer.taps[tap][part] = flat.view(np.uint8)
+                if scales is not None:
+                    buffer.scales[tap][part] = scales[mine]
+                before, filled = before + len(rows), filled + len(mine)
+        if buffer.index is not None:
+            buffer.index[to] = self._entries[chosen]

@@ -201,6 +201,28 @@ def test_each_epoch_gives_every_row_once_in_another_order(
     assert list(batches(ds, ROWS + 1, epochs=None, drop_last=True)) == []
 
 
+def test_an_epoch_that_has_ended_is_counted_at_once(ds: spile.Dataset) -> None:
+    for drop_last, given in ((False, 4), (True, 3)):
+        running = batches(ds, 1000, epochs=2, drop_last=drop_last)
+        for _ in range(given):
+            next(running)
+        state = running.state_dict()
+        assert (state["epoch"], state["position"]) == (1, 0)
+        rest = [item["index"].tobytes() for item in running]
+        assert len(rest) == given and running.state_dict()["epoch"] == 2
+        # A state that names the end of the epoch instead continues with the same batch.
+        again = batches(ds, 1000, epochs=2, drop_last=drop_last)
+        again.load_state_dict({**state, "epoch": 0, "position": min(1000 * given, ROWS)})
+        assert [item["index"].tobytes() for item in again] == rest
+
+
+@pytest.mark.parametrize("wrong", [{"epoch": -1}, {"epoch": None}, {"position": 1.0}])
+def test_what_is_no_state_is_refused(ds: spile.Dataset, wrong: dict[str, Any]) -> None:
+    state = batches(ds).state_dict()
+    with pytest.raises(ConfigError, match="no state of this iteration"):
+        batches(ds).load_state_dict({**state, **wrong})
+
+
 @pytest.mark.parametrize("shuffle", ["window", "full", None])
 def test_only_rows_that_were_asked_for_are_given(
     source: stored.Stored, ds: spile.Dataset, shuffle: str | None

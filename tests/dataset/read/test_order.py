@@ -9,7 +9,7 @@ from scipy import stats
 import spile
 import stored
 from spile.core.errors import ConfigError
-from spile.dataset.read.order import Order, Share, parse_window
+from spile.dataset.read.order import BatchOptions, Order, RankShare
 from spile.dataset.read.rows import StoredRows
 
 ROWS, BLOCK = 3072, 256
@@ -24,7 +24,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> StoredRows:
 
 
 def drawn(rows: StoredRows, seed: int, epoch: int = 0, **options: Any) -> np.ndarray:
-    order = Order(rows, seed=seed, **{"window": 1024, **options})
+    order = Order(rows, BatchOptions(1, seed=seed, **{"window": 1024, **options}), 1)
     windows = [order.window((epoch, number)) for number in range(len(order.ends(epoch)))]
     return np.concatenate([np.empty(0, np.int64), *(found[places] for found, places in windows)])
 
@@ -96,7 +96,8 @@ def test_an_epoch_is_the_rows_that_were_asked_for(
     kept = {None: pos >= 0, "pos % 3 == 1": pos % 3 == 1, "first": flags & 8 != 0,
             "pos > 99": pos > 99}[where]  # fmt: skip
     assert np.array_equal(np.sort(found), np.flatnonzero(kept))
-    order = Order(rows, shuffle=shuffle, where=where, **{"window": 1024, **options})  # type: ignore
+    more: dict[str, Any] = {"window": 1024, **options}
+    order = Order(rows, BatchOptions(1, shuffle=shuffle, where=where, **more), 1)  # type: ignore
     assert order.rows == len(found)
     ends = order.ends(0)
     assert np.diff(ends, prepend=0).max(initial=0) <= order.capacity
@@ -105,7 +106,7 @@ def test_an_epoch_is_the_rows_that_were_asked_for(
 @pytest.mark.parametrize("world", [1, 2, 4, 7])
 @pytest.mark.parametrize("batch", [1, 5, 64, 100])
 def test_ranks_share_every_batch_and_the_epoch_within_one_row(world: int, batch: int) -> None:
-    shares = [Share(batch, rank, world) for rank in range(world)]
+    shares = [RankShare(batch, rank, world) for rank in range(world)]
     counts = np.zeros(world, int)
     for position in range(0, 1003, batch):
         size = min(batch, 1003 - position)
@@ -118,11 +119,11 @@ def test_ranks_share_every_batch_and_the_epoch_within_one_row(world: int, batch:
 
 
 def test_a_window_is_given_in_rows_or_bytes() -> None:
-    assert parse_window(5, 100) == 5
-    assert parse_window("1MiB", 1024) == 1024
+    assert BatchOptions(1, window=5).window_rows(100) == 5
+    assert BatchOptions(1, window="1MiB").window_rows(1024) == 1024
     for wrong in (0, -1, "much", "10"):
         with pytest.raises(ConfigError, match="window must be"):
-            parse_window(wrong, 100)
+            BatchOptions(1, window=wrong).window_rows(100)
 
 
 @pytest.mark.parametrize(
@@ -130,4 +131,4 @@ def test_a_window_is_given_in_rows_or_bytes() -> None:
 )
 def test_what_cannot_be_is_refused(rows: StoredRows, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Order(rows, **{"window": 10, **options})
+        Order(rows, BatchOptions(1, **{"window": 10, **options}), 1)

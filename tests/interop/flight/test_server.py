@@ -20,10 +20,9 @@ import spile
 import stored
 import tiny
 from spile.core.errors import ConfigError, StoreError
-from spile.dataset.read.view import Encoded
+from spile.dataset.read.window import Encoded
 from spile.interop.flight.client import Connection, connect
-from spile.interop.flight.fanout import Fanout
-from spile.interop.flight.server import RowServer
+from spile.interop.flight.server import Fanout, RowServer
 
 LENGTHS = ((700, 300), (900,), (0,), (257, 600), (401,))
 OPTIONS: dict[str, Any] = {"seed": 3, "window": 1024}

@@ -27,7 +27,7 @@ from spile.dataset import format as fmt
 from spile.dataset.format import Done, TapInfo
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.maintain.copy import WINDOW_BYTES, read_index, read_rows, refuse_strangers
-from spile.dataset.read.rows import Bytes, Job, Rows, StoredRows
+from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects
 
@@ -292,7 +292,7 @@ class ScatteredRows:
             before += count
         return np.concatenate(found)
 
-    def _run(self, jobs: Iterable[Job]) -> None:
+    def _run(self, jobs: Iterable[ReadJob]) -> None:
         for _ in mapped(lambda job: job(), jobs, self._objects.parallel):
             pass
 

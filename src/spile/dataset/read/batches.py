@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from spile.core.errors import ConfigError
-from spile.dataset.read.order import Order, Schedule, Share, refuse_other
-from spile.dataset.read.view import Batch, View
-from spile.dataset.read.window import ReadAhead
+from spile.dataset.read.order import BatchOptions, EpochCursor, EpochSchedule, Order, RankShare
+from spile.dataset.read.window import Batch, ReadAhead, View
 
 
 class Batches:
@@ -19,23 +17,22 @@ class Batches:
     """
 
     def __init__(
-        self, view: View, order: Order, share: Share, *, epochs: int | None, drop_last: bool
+        self, view: View, order: Order, options: BatchOptions, share: RankShare | None = None
     ) -> None:
-        if epochs is not None and epochs < 0:
-            raise ConfigError(f"epochs must be 0 or more, or None for no end; got {epochs}")
-        self.view, self.share = view, share
-        self._order, self._epochs = order, epochs
-        self._schedule = Schedule(order, share, epochs, drop_last)
-        self._epoch, self._position = 0, 0  # rows of the epoch that all ranks have given so far
+        """`share`: of one of several workers; else it follows from the options."""
+        self.view, self._order, self._options = view, order, options
+        self.share = share or RankShare(options.batch_size, options.rank, options.world)
+        self._schedule = EpochSchedule(order, self.share, options.epochs, options.drop_last)
+        self._cursor = EpochCursor(order.identity, options.epochs, "iteration")
         self._given = 0
         self._number = 0  # of the next batch, counted from where the schedule begins
         self._ahead = ReadAhead(view, self._schedule)
 
     def __len__(self) -> int:
         """Batches in all epochs."""
-        if self._epochs is None:
+        if self._options.epochs is None:
             raise TypeError("batches without end have no length")
-        return self._epochs * self._schedule.batches_from(0)
+        return self._options.epochs * self._schedule.batches_from(0)
 
     @property
     def rows(self) -> int:
@@ -49,24 +46,20 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands, as JSON: the same for every rank and any number of them."""
-        return {"epoch": self._epoch, "position": self._position, **self._order.identity}
+        return self._cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another iterator over the same dataset stood."""
-        refuse_other(state, self._order.identity, "iteration")
-        epoch, position = state.get("epoch"), state.get("position")
-        if type(epoch) is not int or type(position) is not int or min(epoch, position) < 0:
-            raise ConfigError(f"no state of batches: epoch {epoch!r}, position {position!r}")
-        self._epoch, self._position = epoch, position
-        self._schedule, self._number = replace(self._schedule, begin=(epoch, position)), 0
+        self._cursor.load_state_dict(state)
+        begin = self._cursor.epoch, self._cursor.position
+        self._schedule, self._number = replace(self._schedule, begin=begin), 0
         self._ahead.close()  # what it has read may be another share of the rows
         self._ahead = ReadAhead(self.view, self._schedule)
 
     def in_turn(self, worker: int, workers: int) -> "Batches":
         """The same iteration from here on, for one of a few workers that take batches in turn."""
         share = replace(self.share, worker=worker, workers=workers)
-        drop_last = self._schedule.drop_last
-        taken = Batches(self.view, self._order, share, epochs=self._epochs, drop_last=drop_last)
+        taken = Batches(self.view, self._order, self._options, share)
         taken.load_state_dict(self.state_dict())
         return taken
 
@@ -87,14 +80,15 @@ class Batches:
         if not size:
             self._ahead = ReadAhead(self.view, self._schedule)  # the windows' memory is given back
             raise StopIteration
-        before = self._schedule.given_before(self._epoch)
-        low, high = self.share.part(self._position, size, before)
-        ends = self._order.ends(self._epoch)
+        epoch = self._cursor.epoch
+        before = self._schedule.given_before(epoch)
+        low, high = self.share.part(self._cursor.position, size, before)
+        ends = self._order.ends(epoch)
         made = self.view.begin(high - low)
         at = low
         while at < high:
             number = int(np.searchsorted(ends, at, side="right"))
-            window = self._ahead.window((self._epoch, number))
+            window = self._ahead.window((epoch, number))
             stop = min(high, int(ends[number]))
             made.take(window, window.begins[at], stop - at)
             at = stop
@@ -104,14 +98,15 @@ class Batches:
 
     def _next_size(self) -> int:
         """Rows of the next batch, for all ranks; 0 where there is none."""
-        while self._epochs is None or self._epoch < self._epochs:
-            if self._position < self.rows and self._schedule.batches_from(self._position):
-                return min(self.share.batch_size, self.rows - self._position)
-            if not self._schedule.batches_from(0):
-                return 0
-            self._epoch, self._position = self._epoch + 1, 0
-        return 0
+        cursor, schedule = self._cursor, self._schedule
+        if cursor.position and not schedule.batches_from(cursor.position):
+            cursor.advance(0, ends=True)  # a state that was loaded stands at an epoch's end
+        if cursor.ended or not schedule.batches_from(cursor.position):
+            return 0
+        return min(self.share.batch_size, self.rows - cursor.position)
 
     def _advance(self, size: int) -> None:
-        self._position, self._given = self._position + size, size
+        reached = self._cursor.position + size
+        self._cursor.advance(size, ends=not self._schedule.batches_from(reached))
+        self._given = size
         self._number += 1

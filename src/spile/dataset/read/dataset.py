@@ -22,9 +22,9 @@ from spile.dataset.format import Done, Shard
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.latents import Latents, read_latents
-from spile.dataset.read.order import Order, Share, Shuffle, parse_window
+from spile.dataset.read.order import BatchOptions, Normalize, Order, Shuffle
 from spile.dataset.read.rows import StoredRows, runs
-from spile.dataset.read.view import Normalize, View
+from spile.dataset.read.window import View
 from spile.dataset.write.documents import joined, read_documents
 from spile.dataset.write.quantization import DECODED, encode
 from spile.dataset.write.shard import read_tensors
@@ -290,16 +290,26 @@ class Dataset:
             rank: of `world`, whose share of every batch to give.
             drop_last: of each epoch, the batch that is short.
         """
-        names = [taps] if isinstance(taps, str) else list(taps)
-        view = View(self._stored, {name: self.name(name) for name in names}, index=index,
-                    normalize=normalize, dtype=dtype, encoded=encoded,
-                    statistics=self.statistics)  # fmt: skip
-        rows = parse_window(window, view.row_bytes)
-        order = Order(
-            self._stored, seed=seed, shuffle=shuffle, window=rows, block=block, where=where
+        options = BatchOptions(
+            batch_size,
+            index=index,
+            seed=seed,
+            shuffle=shuffle,
+            window=window,
+            block=block,
+            epochs=epochs,
+            where=where,
+            normalize=normalize,
+            dtype=dtype,
+            encoded=encoded,
+            rank=rank,
+            world=world,
+            drop_last=drop_last,
         )
-        share = Share(batch_size, rank=rank, world=world)
-        return Batches(view, order, share, epochs=epochs, drop_last=drop_last)
+        names = [taps] if isinstance(taps, str) else list(taps)
+        by_name = {name: self.name(name) for name in names}
+        view = View(self._stored, by_name, options, self.statistics)
+        return Batches(view, Order(self._stored, options, view.row_bytes), options)
 
     def _documents(self, unit: Done) -> Any:
         return self._table_of(unit.documents_table)

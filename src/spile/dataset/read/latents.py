@@ -17,7 +17,7 @@ from spile.core.recipe import ResolvedRecipe, latent_names
 _WINDOW_BYTES = 32 << 20  # read at a time
 
 
-class Readable(Protocol):
+class ReadableDataset(Protocol):
     """What is needed of a `Dataset`."""
 
     @property
@@ -75,7 +75,7 @@ def pair_of(recipe: ResolvedRecipe, tap: str) -> tuple[str, str] | None:
     return next((pair for encoded, pair in pairs if tap in (encoded, *pair)), None)
 
 
-def read_latents(dataset: Readable, tap: str, start: int, stop: int) -> Latents:
+def read_latents(dataset: ReadableDataset, tap: str, start: int, stop: int) -> Latents:
     """Latents of rows start..stop of an encoded tap.
 
     Args:
@@ -95,7 +95,7 @@ def read_latents(dataset: Readable, tap: str, start: int, stop: int) -> Latents:
     return found
 
 
-def top_rows(dataset: Readable, tap: str, channel: int, count: int) -> TopRows:
+def top_rows(dataset: ReadableDataset, tap: str, channel: int, count: int) -> TopRows:
     """Where in the dataset a tap is largest at one place, in memory that does not depend on it.
 
     Of equal values the row that comes first does; rows where it is not a number do not count.
@@ -125,7 +125,7 @@ def top_rows(dataset: Readable, tap: str, channel: int, count: int) -> TopRows:
 
 
 def _values_of(
-    dataset: Readable, tap: str, pair: tuple[str, str] | None, channel: int
+    dataset: ReadableDataset, tap: str, pair: tuple[str, str] | None, channel: int
 ) -> Iterator[tuple[int, np.ndarray]]:
     """The first row of each window, and the value at one place of each of its rows."""
     names = pair or (tap,)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from spile.core.errors import ConfigError
@@ -25,20 +26,110 @@ _BLOCK_BYTES = 8 << 20  # of a bucket, whose requests cost more than mixing less
 _SCANNED = 1 << 20  # rows whose index is looked at together
 
 Shuffle = Literal["window", "full"] | None
+Normalize = Literal["mean", "std", "norm"] | None
 Place = tuple[int, int]  # an epoch, and the number of a window in it
 
 
-def parse_window(window: int | str, row_bytes: int) -> int:
-    """Rows of a window that is given in rows, or in bytes of the rows asked for."""
-    try:
-        rows = parse_count(window) // max(1, row_bytes) if isinstance(window, str) else window
-    except ValueError:
-        rows = 0
-    if rows < 1:
-        raise ConfigError(
-            f"window must be a number of rows, or bytes of them, as in '512MiB'; got {window!r}"
-        )
-    return rows
+@dataclass(frozen=True)
+class BatchOptions:
+    """What a caller asks of shuffled rows; `Dataset.batches` says what each field means.
+
+    Raises:
+        ConfigError: if a field holds what it cannot.
+    """
+
+    batch_size: int
+    index: bool = True
+    seed: int = 0
+    shuffle: Shuffle = "window"
+    window: int | str = 1 << 16
+    block: int | None = None
+    epochs: int | None = 1
+    where: str | None = None
+    normalize: Normalize = None
+    dtype: npt.DTypeLike | None = None
+    encoded: bool = False
+    rank: int = 0
+    world: int = 1
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.normalize not in ("mean", "std", "norm", None):
+            raise ConfigError(f"normalize is 'mean', 'std', 'norm' or None, not {self.normalize!r}")
+        self.window_rows(1)
+        if self.shuffle not in ("window", "full", None):
+            raise ConfigError(f"shuffle is 'window', 'full' or None, not {self.shuffle!r}")
+        if type(self.seed) is not int or self.seed < 0:
+            raise ConfigError(f"seed must be a whole number, 0 or more; got {self.seed!r}")
+        if self.block is not None and self.block < 1:
+            raise ConfigError(f"block must be at least one row, got {self.block}")
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
+        if not 0 <= self.rank < self.world:
+            raise ConfigError(
+                f"rank must be 0 to world - 1, got rank {self.rank} of world {self.world}"
+            )
+        if self.epochs is not None and self.epochs < 0:
+            raise ConfigError(f"epochs must be 0 or more, or None for no end; got {self.epochs}")
+
+    def window_rows(self, row_bytes: int) -> int:
+        """Rows of a window, which may be given in bytes of the rows asked for."""
+        window = self.window
+        try:
+            rows = parse_count(window) // max(1, row_bytes) if isinstance(window, str) else window
+        except ValueError:
+            rows = 0
+        if rows < 1:
+            raise ConfigError(
+                f"window must be a number of rows, or bytes of them, as in '512MiB'; got {window!r}"
+            )
+        return rows
+
+
+class EpochCursor:
+    """Where a shuffled iteration stands: an epoch, and how many of its rows have been given.
+
+    An epoch that is known to have ended is counted at once: after its last batch, the iteration
+    stands at the beginning of the next.
+    """
+
+    def __init__(self, identity: Mapping[str, Any], epochs: int | None, what: str) -> None:
+        """`identity`: what the order follows from, as JSON; `what`: the word for it in errors."""
+        self.epoch, self.position = 0, 0
+        self._identity, self._epochs, self._what = dict(identity), epochs, what
+
+    @property
+    def ended(self) -> bool:
+        """Whether no epoch is left."""
+        return self._epochs is not None and self.epoch >= self._epochs
+
+    def advance(self, rows: int, *, ends: bool) -> None:
+        """Count rows that were given (by all ranks); `ends`: they were the last of the epoch."""
+        self.position += rows
+        if ends:
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration stands, as JSON."""
+        return {"epoch": self.epoch, "position": self.position, **self._identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to where a state says.
+
+        Raises:
+            ConfigError: if the state is of an order that follows from something else, or is none.
+        """
+        mine = self._identity
+        changed = [key for key in mine if key not in state or state[key] != mine[key]]
+        if changed:
+            told = ", ".join(f"{k} {state.get(k)!r} there, {mine[k]!r} here" for k in changed)
+            raise ConfigError(f"this state is of another {self._what}: {told}")
+        epoch, position = state.get("epoch"), state.get("position")
+        if type(epoch) is not int or type(position) is not int or min(epoch, position) < 0:
+            raise ConfigError(
+                f"no state of this {self._what}: epoch {epoch!r}, position {position!r}"
+            )
+        self.epoch, self.position = epoch, position
 
 
 def default_block(stored: StoredRows) -> int:
@@ -57,25 +148,12 @@ class Order:
         ends: of an epoch, how many rows have come when each window ends.
     """
 
-    def __init__(
-        self,
-        stored: StoredRows,
-        *,
-        seed: int = 0,
-        shuffle: Shuffle = "window",
-        window: int,
-        block: int | None = None,
-        where: str | None = None,
-    ) -> None:
-        if shuffle not in ("window", "full", None):
-            raise ConfigError(f"shuffle is 'window', 'full' or None, not {shuffle!r}")
-        if type(seed) is not int or seed < 0:
-            raise ConfigError(f"seed must be a whole number, 0 or more; got {seed!r}")
-        if block is not None and block < 1:
-            raise ConfigError(f"block must be at least one row, got {block}")
-        self._stored, self._seed, self._shuffle, self._window = stored, seed, shuffle, window
-        self._block = default_block(stored) if block is None else block
-        self._filter = None if where is None else RowFilter(where, None)
+    def __init__(self, stored: StoredRows, options: BatchOptions, row_bytes: int) -> None:
+        """`row_bytes`: that a window holds of each row."""
+        self._stored, self._seed, self._shuffle = stored, options.seed, options.shuffle
+        self._window = window = options.window_rows(row_bytes)
+        self._block = default_block(stored) if options.block is None else options.block
+        self._filter = None if options.where is None else RowFilter(options.where, None)
         self._counts, self._kept = self._scan()
         self.rows = int(self._counts.sum())
         self.capacity = min(self.rows, window + self._block - 1)
@@ -168,16 +246,8 @@ def drawn_digest(seed: int) -> str:
     return xxhash.xxh3_64_hexdigest(drawn(1000, seed).astype("<i8").tobytes())
 
 
-def refuse_other(state: Mapping[str, Any], mine: Mapping[str, Any], what: str) -> None:
-    """A state is continued only where the order follows from the same."""
-    changed = [key for key in mine if key not in state or state[key] != mine[key]]
-    if changed:
-        told = ", ".join(f"{k} {state.get(k)!r} there, {mine[k]!r} here" for k in changed)
-        raise ConfigError(f"this state is of another {what}: {told}")
-
-
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """Whose rows of each batch are given, and of which batches.
 
     The parts of a batch differ by one row at most, and so do their sums: who gets one more goes
@@ -189,14 +259,6 @@ class Share:
     world: int = 1
     worker: int = 0
     workers: int = 1
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
-        if not 0 <= self.rank < self.world:
-            raise ConfigError(
-                f"rank must be 0 to world - 1, got rank {self.rank} of world {self.world}"
-            )
 
     def part(self, position: int, size: int, before: int = 0) -> tuple[int, int]:
         """Of a batch that begins at a position of its epoch, the rows that are this rank's.
@@ -233,11 +295,11 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class EpochSchedule:
     """Which batches there are, counted from `begin`: an epoch, and a row of it."""
 
     order: Order
-    share: Share
+    share: RankShare
     epochs: int | None
     drop_last: bool
     begin: tuple[int, int] = (0, 0)

@@ -45,7 +45,7 @@ _LONG_RUN = 4  # rows on average, from which on runs are copied faster than thei
 
 Rows = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-Job = Callable[[], None]
+ReadJob = Callable[[], None]
 
 
 MappedFile = tuple[Path, TensorInfo, int]  # a file, a tensor in it, the number of its first row
@@ -149,19 +149,19 @@ class StoredRows:
 
     # -- chosen rows -------------------------------------------------------------------------
 
-    def jobs(self, tap: str, rows: Rows, out: Bytes) -> Iterator[Job]:
+    def jobs(self, tap: str, rows: Rows, out: Bytes) -> Iterator[ReadJob]:
         """What must be done, in any order, to copy a tap's bytes of ascending rows."""
         for shard, chosen, at in self._parts(tap, rows):
             source = _Source(partial(self.tensor, shard), out.shape[1], self._is_mapped(shard))
             yield from _reads(source, chosen, out[at : at + len(chosen)])
 
-    def scale_jobs(self, tap: str, rows: Rows, out: np.ndarray) -> Iterator[Job]:
+    def scale_jobs(self, tap: str, rows: Rows, out: np.ndarray) -> Iterator[ReadJob]:
         """The same of their scales, where each row has one."""
         for shard, chosen, at in self._parts(tap, rows):
             source = _Source(partial(self.scale, shard), out.itemsize, self._is_mapped(shard))
             yield from _reads(source, chosen, out[at : at + len(chosen)])
 
-    def index_jobs(self, rows: Rows, out: np.ndarray) -> Iterator[Job]:
+    def index_jobs(self, rows: Rows, out: np.ndarray) -> Iterator[ReadJob]:
         """The same of the index."""
         cuts = np.searchsorted(rows, self.starts)
         for position in np.flatnonzero(np.diff(cuts)).tolist():
@@ -279,7 +279,7 @@ def runs(rows: np.ndarray) -> list[int]:
     return [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
 
 
-def _reads(source: "_Source", rows: Rows, out: np.ndarray) -> Iterator[Job]:
+def _reads(source: "_Source", rows: Rows, out: np.ndarray) -> Iterator[ReadJob]:
     """Ascending rows of one tensor, cut where a stretch is long enough, or a gap too wide.
 
     Of a memory map a gap is not read, and only what is taken counts.

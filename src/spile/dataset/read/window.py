@@ -1,30 +1,236 @@
-"""A window of rows in memory, and the next one that is read meanwhile by threads."""
+"""Windows of rows in memory, and the batches that are taken from them.
 
+A `View` says what is given of rows: which taps, in which dtype, normalized or not. `ReadAhead`
+holds a window while threads read the next one. A `BatchBuilder` takes rows from windows into a
+batch, in memory that is used again.
+"""
+
+import math
+import os
 import resource
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from spile.dataset.read.order import Place, Schedule
-from spile.dataset.read.rows import Bytes, Job, Rows, runs
-from spile.dataset.read.view import Room, View, Window
+from spile.core.errors import ConfigError
+from spile.core.index import INDEX_DTYPE
+from spile.core.tensors import DTYPES_BY_NAME
+from spile.dataset.format import SCALE_DTYPE, TapInfo
+from spile.dataset.read.order import BatchOptions, EpochSchedule, Normalize, Place
+from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows, runs
+from spile.dataset.write.quantization import DECODED, decode
+from spile.dataset.write.statistics import TapStats
 
+Batch = dict[str, Any]  # arrays by name; `Encoded` where that was asked for
+
+_TAKERS = 4  # threads
+_WORTH_A_THREAD = 1 << 20  # bytes: a tenth of a millisecond
 _LONG_RUN = 16  # rows on average: fewer, and asking the disk ahead costs more than it gives
 _MAJOR_FAULTS = 16  # some come of anything
+_KEPT = 4  # buffers of each kind that are used again: as many batches as are mostly held
+
+
+class Encoded(NamedTuple):
+    """Values in eight bits, as they are stored, and what to multiply them by."""
+
+    codes: np.ndarray
+    scale: np.ndarray  # one for each row, or of one row's shape
+
+    def decode(self) -> np.ndarray:
+        """The values."""
+        return decode(self.codes, self.scale)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A tap's normalization: (values - shift) * factor."""
+
+    shift: np.ndarray | None  # of one row's shape
+    factor: np.ndarray | float | None
+
+
+class WindowBuffer:
+    """Memory for rows as they are stored: bytes of taps, and scales where rows have them."""
+
+    def __init__(self, taps: Mapping[str, TapInfo], held: set[str], index: bool, rows: int) -> None:
+        self.taps: dict[str, Bytes] = {
+            tap: np.empty((rows, taps[tap].width * taps[tap].storage.itemsize), np.uint8)
+            for tap in taps
+            if tap in held
+        }
+        self.scales = {
+            tap: np.empty(rows, SCALE_DTYPE) for tap, i in taps.items() if i.scaled_by == "row"
+        }
+        self.index = np.empty(rows, INDEX_DTYPE) if index else None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows to be given: of each tap a table that they lie in, and where, one after another."""
+
+    place: tuple[int, int]
+    buffer: WindowBuffer
+    tables: Mapping[str, tuple[Bytes, Rows]]
+    places: Rows  # in the buffer
+    begins: Mapping[int, int]  # by the epoch's row with which a stretch begins: its first place
+
+
+class View:
+    """The taps that were asked for, by the names they were asked by."""
+
+    def __init__(
+        self,
+        stored: StoredRows,
+        names: Mapping[str, str],
+        options: BatchOptions,
+        statistics: Callable[[str], TapStats],
+    ) -> None:
+        """`names`: the tap of each name that was asked for; `statistics`: of a tap."""
+        if "index" in names:
+            raise ConfigError("the index is no tap; it is given unless index=False")
+        self.stored, self.names = stored, names
+        self.index, self.encoded = options.index, options.encoded
+        self.taps = {tap: stored.table.taps[tap] for tap in names.values()}
+        self._dtype = None if options.dtype is None else _parsed(options.dtype)
+        normalize = options.normalize
+        self.affines = {
+            tap: _affine(normalize, statistics(tap), info)
+            for tap, info in self.taps.items()
+            if normalize
+        }
+        self.pool, self.takers = _Pool(), _Takers()
+
+    @property
+    def row_bytes(self) -> int:
+        """Held of each row."""
+        index = INDEX_DTYPE.itemsize if self.index else 0
+        return index + sum(info.row_bytes for info in self.taps.values())
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether no tap's rows need be copied into a window."""
+        return all(self.stored.mapped(tap) is not None for tap in self.taps)
+
+    def buffer(self, rows: int) -> WindowBuffer:
+        """Memory for a window; taps whose files can be mapped need none."""
+        held = {tap for tap in self.taps if self.stored.mapped(tap) is None}
+        return WindowBuffer(self.taps, held, self.index, rows)
+
+    def affine(self, name: str) -> Affine | None:
+        """How a tap is normalized; one that is given encoded is not, yet."""
+        return self.affines.get(self.names[name])
+
+    def scaled_by(self, name: str) -> Literal["row", "channel"] | None:
+        """What encoded values of a tap are to be multiplied by."""
+        return self.taps[self.names[name]].scaled_by
+
+    def begin(self, rows: int) -> "BatchBuilder":
+        return BatchBuilder(self, rows)
+
+    def given(self, tap: str) -> np.dtype[Any]:
+        """The dtype of a tap's rows."""
+        info = self.taps[tap]
+        if self.encoded and info.scaled_by:
+            return info.storage
+        wide = DECODED if info.scaled_by or self.affines else info.storage
+        return self._dtype or wide
+
+
+class BatchBuilder:
+    """A batch that is being filled."""
+
+    def __init__(self, view: View, rows: int) -> None:
+        self._view, self._rows, self._filled = view, rows, 0
+        pool, taps = view.pool, view.taps
+        self._raw = {
+            tap: pool.array(f"{tap} stored", rows, (info.width,), info.storage).view(np.uint8)
+            for tap, info in taps.items()
+        }
+        self._scales = {
+            tap: pool.array(f"{tap} scales", rows, (), SCALE_DTYPE)
+            for tap, info in taps.items()
+            if info.scaled_by == "row"
+        }
+        self._entries = pool.array("index", rows, (), INDEX_DTYPE) if view.index else None
+
+    def take(self, window: Window, first: int, count: int) -> None:
+        """The next rows, from a place of the window on."""
+        part, places = slice(self._filled, self._filled + count), slice(first, first + count)
+        for tap, raw in self._raw.items():
+            table, numbers = window.tables[tap]
+            self._view.takers.take(table, numbers[places], raw[part])
+        held = window.places[places]
+        for tap, scales in self._scales.items():
+            np.take(window.buffer.scales[tap], held, out=scales[part], mode="clip")
+        if self._entries is not None and window.buffer.index is not None:
+            np.take(window.buffer.index, held, out=self._entries[part], mode="clip")
+        self._filled += count
+
+    def shortened(self) -> "BatchBuilder":
+        """With the rows that have come."""
+        self._rows = self._filled
+        self._raw = {tap: raw[: self._rows] for tap, raw in self._raw.items()}
+        self._scales = {tap: scales[: self._rows] for tap, scales in self._scales.items()}
+        self._entries = None if self._entries is None else self._entries[: self._rows]
+        return self
+
+    def finish(self) -> Batch:
+        assert self._filled == self._rows
+        made = {tap: self._converted(tap) for tap in self._raw}
+        batch: Batch = {name: made[tap] for name, tap in self._view.names.items()}
+        if self._entries is not None:
+            batch["index"] = self._entries
+        return batch
+
+    def _converted(self, tap: str) -> Any:
+        view, info = self._view, self._view.taps[tap]
+        stored = self._raw[tap].view(info.storage).reshape(self._rows, *info.shape)
+        scale = self._scales.get(tap, view.stored.scales.get(tap))
+        if view.encoded and scale is not None:
+            return Encoded(stored, scale)
+        affine, dtype = view.affines.get(tap), view.given(tap)
+        if scale is None and affine is None and dtype == info.storage:
+            return stored
+        # In float32, and rounded once.
+        wide = view.pool.array(f"{tap} wide", self._rows, info.shape, DECODED)
+        if scale is not None:
+            decode(stored, scale, wide)
+        elif affine is None:
+            out = view.pool.array(f"{tap} given", self._rows, info.shape, dtype)
+            out[...] = stored
+            return out
+        else:
+            wide[...] = stored
+        if affine is not None and affine.shift is not None:
+            wide -= affine.shift
+        if affine is not None and affine.factor is not None:
+            wide *= affine.factor
+        if dtype == DECODED:
+            return wide
+        out = view.pool.array(f"{tap} given", self._rows, info.shape, dtype)
+        out[...] = wide
+        return out
+
+
+# -- windows that are read ahead ---------------------------------------------------------------
 
 
 class ReadAhead:
     """Windows in turn, in memory for two: the one in hand and the next."""
 
-    def __init__(self, view: View, schedule: Schedule) -> None:
+    def __init__(self, view: View, schedule: EpochSchedule) -> None:
         self._view, self._stored = view, view.stored
         self._order, self._schedule = schedule.order, schedule
         self._loading = ThreadPoolExecutor(1, "spile-window")
         threads = view.stored.objects.parallel
         self._reading = None if view.is_mapped else ThreadPoolExecutor(threads, "spile-read")
         self._cold, self._faults = False, resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        self._free: list[Room] = []
+        self._free: list[WindowBuffer] = []
         self._current: Window | None = None
         self._next: tuple[Place, Future[Window]] | None = None
 
@@ -32,7 +238,7 @@ class ReadAhead:
         """A window, whose memory is used again when another one is asked for."""
         if self._current is None or self._current.place != place:
             if self._current is not None:
-                self._free.append(self._current.room)
+                self._free.append(self._current.buffer)
                 self._current = None
             if self._next is None or self._next[0] != place:
                 self.close()
@@ -51,7 +257,7 @@ class ReadAhead:
         if self._next is not None:
             future, self._next = self._next[1], None
             if future.exception() is None:
-                self._free.append(future.result().room)
+                self._free.append(future.result().buffer)
 
     def _load(self, place: Place) -> Window:
         rows, places = self._order.window(place)
@@ -68,12 +274,12 @@ class ReadAhead:
             places = np.concatenate(mine)
             used = np.unique(places)
             rows, places = rows[used], np.searchsorted(used, places)
-        room = self._free.pop() if self._free else self._view.room(self._order.capacity)
-        tables = {tap: (held, places) for tap, held in room.taps.items()}
-        for tap in self._view.taps.keys() - room.taps.keys() if len(rows) else ():
+        buffer = self._free.pop() if self._free else self._view.buffer(self._order.capacity)
+        tables = {tap: (held, places) for tap, held in buffer.taps.items()}
+        for tap in self._view.taps.keys() - buffer.taps.keys() if len(rows) else ():
             tables[tap] = self._mapped(tap, rows, places)
-        self._run(self._jobs(rows, room))
-        return Window(place, room, tables, places, begins)
+        self._run(self._jobs(rows, buffer))
+        return Window(place, buffer, tables, places, begins)
 
     def _mapped(self, tap: str, rows: Rows, places: Rows) -> tuple[Bytes, Rows]:
         """Nothing is copied but for those who ask; the disk may begin, where it has to."""
@@ -92,19 +298,19 @@ class ReadAhead:
         self._cold |= faults > self._faults + _MAJOR_FAULTS
         return self._cold
 
-    def _jobs(self, rows: Rows, room: Room) -> Iterable[Job]:
+    def _jobs(self, rows: Rows, buffer: WindowBuffer) -> Iterable[ReadJob]:
         if not len(rows):
             return
         for tap in self._view.taps:
-            held, scales = room.taps.get(tap), room.scales.get(tap)
+            held, scales = buffer.taps.get(tap), buffer.scales.get(tap)
             if held is not None:
                 yield from self._stored.jobs(tap, rows, held[: len(rows)])
             if scales is not None:
                 yield from self._stored.scale_jobs(tap, rows, scales[: len(rows)])
-        if room.index is not None:
-            yield from self._stored.index_jobs(rows, room.index[: len(rows)])
+        if buffer.index is not None:
+            yield from self._stored.index_jobs(rows, buffer.index[: len(rows)])
 
-    def _run(self, jobs: Iterable[Job]) -> None:
+    def _run(self, jobs: Iterable[ReadJob]) -> None:
         """All of them, or the error of one, when none runs any more."""
         if self._reading is None:  # they are short: threads would only take turns
             for job in jobs:
@@ -114,3 +320,85 @@ class ReadAhead:
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
+
+
+# -- memory and threads ---------------------------------------------------------------------------
+
+
+class _Takers:
+    """np.take by a few threads: one core alone does not fill the memory's bandwidth."""
+
+    def __init__(self) -> None:
+        self._threads = min(_TAKERS, os.cpu_count() or 1)
+        self._others = ThreadPoolExecutor(max(1, self._threads - 1), "spile-take")
+
+    def take(self, table: Bytes, numbers: Rows, out: Bytes) -> None:
+        parts = min(self._threads, 1 + out.nbytes // _WORTH_A_THREAD)
+        cuts = [len(out) * part // parts for part in range(parts + 1)]
+        others = [
+            self._others.submit(_take, table, numbers[low:high], out[low:high])
+            for low, high in zip(cuts[1:], cuts[2:], strict=False)
+        ]
+        try:
+            _take(table, numbers[: cuts[1]], out[: cuts[1]])
+        finally:
+            wait(others)  # nobody writes into what is given to somebody else
+        for other in others:
+            other.result()
+
+
+def _take(table: Bytes, numbers: Rows, out: Bytes) -> None:
+    np.take(table, numbers, axis=0, out=out, mode="clip")  # with a mode, `out` is not buffered
+
+
+class _Pool:
+    """Arrays that are used again as soon as nobody holds them, nor a view of them.
+
+    Memory that is new costs more to touch for the first time than rows cost to copy.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[np.ndarray]] = {}
+
+    def array(
+        self, kind: str, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> np.ndarray:
+        kept = self._kept.setdefault(kind, [])
+        # A short batch, the last of an epoch, is no reason to forget long ones.
+        for at in range(len(kept)):
+            if _references(kept, at) == _UNHELD and len(kept[at]) >= rows:
+                return kept[at][:rows]
+        kept[:] = [kept[at] for at in range(len(kept)) if len(kept[at]) >= rows][-_KEPT + 1 :]
+        kept.append(np.empty((rows, *shape), dtype))
+        return kept[-1][:]
+
+
+def _references(held: list[Any], at: int) -> int:
+    return sys.getrefcount(held[at])
+
+
+_UNHELD = _references([np.empty(0)], 0)  # by this very way of asking
+
+
+def _parsed(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    if isinstance(dtype, str) and dtype in DTYPES_BY_NAME:
+        return DTYPES_BY_NAME[dtype]
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        known = ", ".join(DTYPES_BY_NAME)
+        raise ConfigError(f"no dtype {dtype!r}; there are {known}") from None
+    return found
+
+
+def _affine(normalize: Normalize, stats: TapStats, info: TapInfo) -> Affine:
+    """Statistics are of channels, whatever axes a row has."""
+    if normalize == "norm":
+        norm = stats.mean_norm
+        return Affine(None, math.sqrt(info.width) / norm if norm > 0 else 1.0)
+    shift = stats.mean.reshape(info.shape).astype(DECODED)
+    if normalize == "mean":
+        return Affine(shift, None)
+    deviation = np.sqrt(stats.variance).reshape(info.shape)
+    factor = np.divide(1, deviation, out=np.ones_like(deviation), where=deviation > 0)
+    return Affine(shift, factor.astype(DECODED))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from spile.core.errors import ConfigError, StoreError, printable
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.core.threads import Producer
-from spile.dataset.read.view import Batch
+from spile.dataset.read.window import Batch
 from spile.interop.flight.wire import Described, pyarrow
 
 _AHEAD = 1  # batches that wait here, beside the one that comes in

@@ -15,7 +15,7 @@ import numpy as np
 from spile.core.errors import StoreError
 from spile.core.index import INDEX_DTYPE
 from spile.dataset.format import SCALE_DTYPE, TapInfo
-from spile.dataset.read.view import Batch, Encoded, View
+from spile.dataset.read.window import Batch, Encoded, View
 from spile.dataset.write.quantization import DECODED, decode
 
 _VERSION = 1
