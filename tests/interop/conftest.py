@@ -7,7 +7,7 @@ import pytest
 
 import stored
 from spile.dataset.format import TapInfo
-from spile.interop.export import Exported, export, source
+from spile.interop.export import Exported, export, export_source
 
 
 def taps(dtype: str) -> stored.Taps:
@@ -41,7 +41,7 @@ def exported(
     """Export, in windows of a few rows."""
 
     def run(made: stored.Stored, to: str, **options: object) -> tuple[Path, Exported]:
-        monkeypatch.setattr(source, "WINDOW_BYTES", 400)
+        monkeypatch.setattr(export_source, "WINDOW_BYTES", 400)
         dest = tmp_path / to
         return dest, export(str(made.path), dest, to=to, **options)  # type: ignore[arg-type]
 

@@ -44,9 +44,12 @@ def verify(arguments: argparse.Namespace) -> int:
     journal = None if arguments.quick else Journal(objects.url, resume=arguments.resume)
     with counted("units", quiet=arguments.json) as progress:
         report = verify(
-            objects, partial=arguments.partial, quick=arguments.quick, journal=journal,
+            objects,
+            partial=arguments.partial,
+            quick=arguments.quick,
+            journal=journal,
             progress=progress,
-        )  # fmt: skip
+        )
     if arguments.json:
         print(json.dumps({"ok": report.ok, **dataclasses.asdict(report)}))
     else:
@@ -159,9 +162,12 @@ def compact(arguments: argparse.Namespace) -> int:
             f"--unit-bytes must be 1GiB or 500MB, got {arguments.unit_bytes!r}"
         ) from None
     made = compact(
-        open_objects(arguments.out), open_objects(arguments.dest), unit_bytes=unit_bytes,
-        shard_bytes=runtime.shard_bytes, compress=arguments.compress,
-    )  # fmt: skip
+        open_objects(arguments.out),
+        open_objects(arguments.dest),
+        unit_bytes=unit_bytes,
+        shard_bytes=runtime.shard_bytes,
+        compress=arguments.compress,
+    )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else compact_text(made))
     return 0
 

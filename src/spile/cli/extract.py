@@ -141,9 +141,13 @@ def extract(arguments: argparse.Namespace) -> int:
     quiet = arguments.quiet or (arguments.json and not arguments.log_json)
     with progress(counters, quiet=quiet, as_json=arguments.log_json) as on_start:
         outcome = make(
-            asked.recipe, out, asked.runtime, counters=counters, on_start=on_start,
+            asked.recipe,
+            out,
+            asked.runtime,
+            counters=counters,
+            on_start=on_start,
             stop=arguments.stop,
-        )  # fmt: skip
+        )
     if rank and not rank.leads:
         return 0
     if arguments.json:

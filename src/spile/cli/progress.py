@@ -66,9 +66,12 @@ class Shown:
         seen = self._meter.look()
         queues = {name: int(self._counters[f"queue_{name}"]) for name in _QUEUES}
         return {
-            **asdict(seen), "tokens_total": self._total, "share": self._share(seen),
-            "eta_seconds": self._eta(seen), "queues": queues,
-        }  # fmt: skip
+            **asdict(seen),
+            "tokens_total": self._total,
+            "share": self._share(seen),
+            "eta_seconds": self._eta(seen),
+            "queues": queues,
+        }
 
     def line(self, width: int) -> str:
         """As much as fits: what comes first is said the longest."""
@@ -77,8 +80,17 @@ class Shown:
             return "loading and compiling"[:width]
         parts = self._parts(seen)
         # Each is left out before those above it, wherever it stands in the line.
-        order = ("share", "tokens", "rate", "eta", "bytes", "average", "idle", "documents",
-                 "queues")  # fmt: skip
+        order = (
+            "share",
+            "tokens",
+            "rate",
+            "eta",
+            "bytes",
+            "average",
+            "idle",
+            "documents",
+            "queues",
+        )
         chosen = [name for name in order if name in parts]
         while len(chosen) > 1 and len(_joined(parts, chosen)) > width:
             chosen.pop()
@@ -159,9 +171,11 @@ def counted(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | 
         yield say
         return
     columns = (
-        SpinnerColumn(), BarColumn(), TextColumn(f"{{task.completed}} of {{task.total}} {what}"),
+        SpinnerColumn(),
+        BarColumn(),
+        TextColumn(f"{{task.completed}} of {{task.total}} {what}"),
         TimeRemainingColumn(),
-    )  # fmt: skip
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -39,10 +39,14 @@ def shuffle(arguments: argparse.Namespace) -> int:
 
     runtime = Runtime(shard_bytes=arguments.shard_bytes)
     made = shuffle(
-        open_objects(arguments.out), open_objects(arguments.dest), seed=arguments.seed,
-        memory=_count("--memory", arguments.memory), scratch=arguments.scratch,
-        shard_bytes=runtime.shard_bytes, compress=arguments.compress,
-    )  # fmt: skip
+        open_objects(arguments.out),
+        open_objects(arguments.dest),
+        seed=arguments.seed,
+        memory=_count("--memory", arguments.memory),
+        scratch=arguments.scratch,
+        shard_bytes=runtime.shard_bytes,
+        compress=arguments.compress,
+    )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else shuffle_text(made))
     return 0
 

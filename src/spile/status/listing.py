@@ -46,9 +46,15 @@ def list_files(objects: Objects, unit: int | None = None, tap: str | None = None
             for file in done.files():
                 info = table.taps.get(file.tap)
                 yield Listed(
-                    file.key, done.unit, file.tap, file.first, file.count, file.bytes,
-                    file.digest, info.dtype if info else None,
-                )  # fmt: skip
+                    file.key,
+                    done.unit,
+                    file.tap,
+                    file.first,
+                    file.count,
+                    file.bytes,
+                    file.digest,
+                    info.dtype if info else None,
+                )
 
     return [file for file in files() if tap is None or file.tap == tap]
 

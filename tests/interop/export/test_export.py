@@ -20,7 +20,7 @@ from spile.core.errors import ConfigError, DataError, StoreError
 from spile.dataset.format import TapInfo
 from spile.interop import export as module
 from spile.interop.export import FORMATS, Exported, export
-from spile.interop.export.source import Source, choose_taps
+from spile.interop.export.export_source import ExportSource, choose_taps
 
 Run = Callable[..., tuple[Path, Exported]]
 TAPS = "resid_post:all"
@@ -56,7 +56,7 @@ def test_rows_that_are_lost_on_the_way_are_noticed(
 ) -> None:
     form = FORMATS[to]
 
-    def damage(source: Source, at: Path) -> Any:
+    def damage(source: ExportSource, at: Path) -> Any:
         endings = (".arrow", ".parquet", ".npy", ".safetensors", ".pt", ".bin", ".gz")
         data = [p for p in at.rglob("*") if p.is_file() and (p.suffix in endings or to == "zarr")]
         largest = max(data, key=lambda path: (path.name != "zarr.json", path.stat().st_size))
@@ -66,7 +66,7 @@ def test_rows_that_are_lost_on_the_way_are_noticed(
         except Exception as error:  # each library has its own
             raise StoreError(f"cannot be read back: {error}") from error
 
-    monkeypatch.setitem(FORMATS, to, module.Format(**{**vars(form), "count": damage}))
+    monkeypatch.setitem(FORMATS, to, module.ExportFormat(**{**vars(form), "count": damage}))
     with pytest.raises(StoreError, match="rows were written, but it holds|cannot be read back"):
         export(str(floats.path), tmp_path / "dest", to=to, taps=TAPS)
     assert names(tmp_path) == []
@@ -91,12 +91,12 @@ def test_what_appears_meanwhile_is_not_overwritten(
 ) -> None:
     form, dest = FORMATS["npy"], tmp_path / "dest"
 
-    def write(source: Source, to: Path) -> int:
+    def write(source: ExportSource, to: Path) -> int:
         dest.mkdir()
         (dest / "mine").write_text("precious")
         return form.write(source, to)
 
-    monkeypatch.setitem(FORMATS, "npy", module.Format(**{**vars(form), "write": write}))
+    monkeypatch.setitem(FORMATS, "npy", module.ExportFormat(**{**vars(form), "write": write}))
     with pytest.raises(StoreError, match="dest: Directory not empty"):
         export(str(floats.path), dest, to="npy")
     assert names(tmp_path) == ["dest"]
@@ -174,7 +174,7 @@ def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
     taps: stored.Taps = {"resid_post.0": TapInfo((4,), "float32")}
     made = stored.build(tmp_path / "out", taps=taps)
     ds = spile.open(str(made.path))
-    source = Source(ds, ("resid_post.0",), {"resid_post.0": np.dtype(np.float16)}, 1)
+    source = ExportSource(ds, ("resid_post.0",), {"resid_post.0": np.dtype(np.float16)}, 1)
     with pytest.raises(DataError, match="resid_post.0 has values that float16 cannot hold"):
         source.convert("resid_post.0", np.full((2, 4), 70000, np.float32))
     kept = source.convert("resid_post.0", np.array([[np.inf, -np.inf, np.nan, 1]], np.float32))
@@ -209,15 +209,15 @@ def test_the_command_prints_what_it_made(floats: stored.Stored, tmp_path: Path) 
 _SLOW = """
 import sys, time
 from pathlib import Path
-from spile.interop.export import source
+from spile.interop.export import export_source
 from spile.interop.export import export
-read = source.Source.read
+read = export_source.ExportSource.read
 def slowly(self, *args):
     print("reading", flush=True)
     time.sleep(0.2)
     return read(self, *args)
-source.Source.read = slowly
-source.WINDOW_BYTES = 100
+export_source.ExportSource.read = slowly
+export_source.WINDOW_BYTES = 100
 export(sys.argv[1], sys.argv[2], to="npy")
 """
 
@@ -256,9 +256,9 @@ assert not heavy, heavy
 
 _PEAK = """
 import sys
-from spile.interop.export import source
+from spile.interop.export import export_source
 from spile.interop.export import export
-source.WINDOW_BYTES = 1 << 20
+export_source.WINDOW_BYTES = 1 << 20
 export(sys.argv[1], sys.argv[2], to=sys.argv[3], dtype="float32")
 status = dict(line.split(":") for line in open("/proc/self/status"))
 print(int(status["VmHWM"].split()[0]) - int(status["RssFile"].split()[0]))
@@ -275,10 +275,13 @@ def test_memory_does_not_grow_with_the_dataset(
     peaks = [
         subprocess.run(
             [sys.executable, "-c", _PEAK, str(made.path), str(tmp_path / name), to],
-            capture_output=True, text=True, check=True, env=tiny.environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+            env=tiny.environment(),
         ).stdout
         for name, made in (("a", small), ("b", large))
-    ]  # fmt: skip
+    ]
     few, many = (int(peak) // 1024 for peak in peaks)
     assert many - few < 48, (few, many)
 

@@ -15,18 +15,35 @@ import numpy as np
 
 from spile.core.errors import ConfigError, StoreError
 from spile.dataset.read.dataset import Dataset, open_dataset
-from spile.interop.export import activault, arrays, arrow, delphi, legacy, openmoss, saev
-from spile.interop.export.format import Format, require
-from spile.interop.export.source import Source, choose_dtypes, choose_taps
+from spile.interop.export import (
+    activault,
+    delphi,
+    legacy,
+    npy,
+    openmoss,
+    parquet,
+    saelens,
+    saev,
+    zarr,
+)
+from spile.interop.export.export_format import ExportFormat, require
+from spile.interop.export.export_source import ExportSource, choose_dtypes, choose_taps
 from spile.objects.local import sync
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, ExportFormat] = {
     form.name: form
     for form in (
-        arrow.SAELENS, arrow.PARQUET, arrays.NPY, arrays.ZARR, activault.ACTIVAULT,
-        openmoss.OPENMOSS, saev.SAEV, delphi.DELPHI, legacy.LEGACY,
+        saelens.SAELENS,
+        parquet.PARQUET,
+        npy.NPY,
+        zarr.ZARR,
+        activault.ACTIVAULT,
+        openmoss.OPENMOSS,
+        saev.SAEV,
+        delphi.DELPHI,
+        legacy.LEGACY,
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -91,11 +108,11 @@ def export(
 
 def _source(
     dataset: Dataset,
-    form: Format,
+    form: ExportFormat,
     taps: str | Sequence[str] | None,
     context_size: int | None,
     dtype: str | None,
-) -> Source:
+) -> ExportSource:
     chosen = choose_taps(dataset, taps)
     if context_size is not None and not form.contexts:
         raise ConfigError(f"--context-size: {form.name} has no sequences of one length")
@@ -103,7 +120,7 @@ def _source(
         raise ConfigError(f"--context-size must be at least 1, got {context_size}")
     context = (context_size or dataset.recipe.seq_len) if form.contexts else 1
     dtypes = choose_dtypes(dataset, chosen, dtype, form.dtypes, integers=form.integers)
-    source = Source(dataset, chosen, dtypes, context)
+    source = ExportSource(dataset, chosen, dtypes, context)
     form.check(source)
     if not source.rows:
         raise ConfigError(
@@ -116,7 +133,7 @@ def _source(
     return source
 
 
-def _refuse_too_large(source: Source) -> None:
+def _refuse_too_large(source: ExportSource) -> None:
     """By the statistics: at once, and not when half of the rows are written."""
     for tap, dtype in source.dtypes.items():
         largest = source.dataset.statistics(tap).max_abs

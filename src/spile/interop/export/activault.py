@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from spile.interop.export.format import Format, check_hooks, library, write_json
-from spile.interop.export.source import FILE_BYTES, Source
+from spile.interop.export.export_format import ExportFormat, check_hooks, library, write_json
+from spile.interop.export.export_source import FILE_BYTES, ExportSource
 
 _METADATA = "metadata.json"
 
@@ -26,7 +26,7 @@ def split_evenly(contexts: int, most: int) -> tuple[int, int]:
     return files, contexts // files
 
 
-def _write(source: Source, to: Path) -> int:
+def _write(source: ExportSource, to: Path) -> int:
     torch: Any = library("torch")
     widest = max(source.row_bytes(tap) for tap in source.taps)
     most = max(1, FILE_BYTES // (widest * source.context))
@@ -62,12 +62,14 @@ def _write(source: Source, to: Path) -> int:
     return files * each * source.context
 
 
-def _group(source: Source, number: int) -> uuid.UUID:
+def _group(source: ExportSource, number: int) -> uuid.UUID:
     """Ids that sort as the rows do, for readers that sort names to keep their order."""
     return uuid.UUID(int=number << 96 | int(source.dataset.fingerprint[:24], 16))
 
 
-def _write_file(torch: Any, source: Source, tap: str, start: int, stop: int, path: Path) -> None:
+def _write_file(
+    torch: Any, source: ExportSource, tap: str, start: int, stop: int, path: Path
+) -> None:
     values = source.read(tap, start, stop).reshape(-1, source.context, source.width(tap))
     if values.dtype.name == "bfloat16":  # torch does not know numpy's
         states = torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
@@ -84,7 +86,7 @@ def _write_file(torch: Any, source: Source, tap: str, start: int, stop: int, pat
         torch.save(bundle, file)
 
 
-def _config(source: Source, files: int, each: int) -> dict[str, Any]:
+def _config(source: ExportSource, files: int, each: int) -> dict[str, Any]:
     recipe = source.dataset.recipe
     return {
         "run_name": f"spile-{source.dataset.fingerprint[:12]}",
@@ -108,7 +110,7 @@ def _config(source: Source, files: int, each: int) -> dict[str, Any]:
     }
 
 
-def _count(source: Source, at: Path) -> Mapping[str, int]:
+def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
     """By the sizes of the stored tensors: the files are zip archives, and no pickle is read."""
     rows = dict.fromkeys(source.taps, 0)
     for tap in source.taps:
@@ -122,7 +124,7 @@ def _count(source: Source, at: Path) -> Mapping[str, int]:
     return rows
 
 
-ACTIVAULT = Format(
+ACTIVAULT = ExportFormat(
     name="activault",
     about="activault: torch.save files of one length in a folder per hook",
     write=_write,

@@ -14,8 +14,8 @@ import numpy as np
 from spile.core.errors import ConfigError
 from spile.core.recipe import latent_names
 from spile.core.tensors import as_bytes, build_header, read_header
-from spile.interop.export.format import Format, write_json
-from spile.interop.export.source import FILE_BYTES, Source
+from spile.interop.export.export_format import ExportFormat, write_json
+from spile.interop.export.export_source import FILE_BYTES, ExportSource
 
 _FOLDER = "latents"  # its readers take every entry of this folder for a module
 _SPLITS = 5  # files, at least, as delphi itself makes
@@ -23,7 +23,7 @@ _LEAST = 1e-5  # what is smaller delphi takes for zero
 _TOKEN = _ID = np.dtype(np.int64)
 
 
-def _write(source: Source, to: Path) -> int:
+def _write(source: ExportSource, to: Path) -> int:
     for tap, pair in _pairs(source).items():
         folder = to / _FOLDER / tap
         folder.mkdir(parents=True)
@@ -33,7 +33,7 @@ def _write(source: Source, to: Path) -> int:
     return source.rows
 
 
-def _write_splits(source: Source, pair: tuple[str, str], folder: Path) -> int:
+def _write_splits(source: ExportSource, pair: tuple[str, str], folder: Path) -> int:
     """Every entry is read twice: to learn how many each file will have, and to write it."""
     latents, dtype = source.dataset.num_latents(pair[0]), source.dtypes[pair[0]]
     counts = np.zeros(latents, np.int64)
@@ -60,16 +60,25 @@ class _Split:
     """A file that is filled piece by piece."""
 
     def __init__(
-        self, folder: Path, first: int, last: int, count: int, source: Source,
-        place: np.dtype[np.unsignedinteger], dtype: np.dtype[np.floating],
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        first: int,
+        last: int,
+        count: int,
+        source: ExportSource,
+        place: np.dtype[np.unsignedinteger],
+        dtype: np.dtype[np.floating],
+    ) -> None:
         self._path = folder / f"{first}_{last - 1}.safetensors"
         self._first, self._context, self._place, self._dtype = first, source.context, place, dtype
         shape = (source.contexts, source.context)
         header = build_header(
-            [("tokens", _TOKEN, shape), ("locations", place, (count, 3)),
-             ("activations", dtype, (count,))]
-        )  # fmt: skip
+            [
+                ("tokens", _TOKEN, shape),
+                ("locations", place, (count, 3)),
+                ("activations", dtype, (count,)),
+            ]
+        )
         self._locations = len(header) + source.rows * _TOKEN.itemsize
         self._activations = self._locations + count * 3 * place.itemsize
         with self._path.open("xb") as file:
@@ -89,7 +98,7 @@ class _Split:
 
 
 def _entries(
-    source: Source, pair: tuple[str, str]
+    source: ExportSource, pair: tuple[str, str]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Row, latent and value of all that is active, by row and then by latent."""
     each = _ID.itemsize + source.dtypes[pair[0]].itemsize
@@ -102,7 +111,7 @@ def _entries(
         yield start + rows, ids[rows, places], values[rows, places]
 
 
-def _config(source: Source, splits: int) -> dict[str, object]:
+def _config(source: ExportSource, splits: int) -> dict[str, object]:
     recipe = source.dataset.recipe
     # What the Hub has is called by its name alone there.
     model = re.sub(r"^hf://([^@]+)(@.*)?$", r"\1", recipe.model_source)
@@ -120,14 +129,14 @@ def _config(source: Source, splits: int) -> dict[str, object]:
     }
 
 
-def _pairs(source: Source) -> dict[str, tuple[str, str]]:
+def _pairs(source: ExportSource) -> dict[str, tuple[str, str]]:
     """The encoded taps that were chosen, by what they are called in the model."""
     recipe = source.dataset.recipe
     pairs = {tap: latent_names(tap) for tap in recipe.encode}
     return {tap: pair for tap, pair in pairs.items() if pair[0] in source.taps}
 
 
-def _check(source: Source) -> None:
+def _check(source: ExportSource) -> None:
     recipe = source.dataset.recipe
     if not recipe.encode:
         raise ConfigError(f"{source.dataset.url} holds no latents: it was made without --encode")
@@ -137,7 +146,7 @@ def _check(source: Source) -> None:
         raise ConfigError(f"delphi holds latents and nothing else; choose them: --taps {wanted}")
 
 
-def _count(source: Source, at: Path) -> Mapping[str, int]:
+def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
     rows = dict.fromkeys(source.taps, 0)
     for tap, pair in _pairs(source).items():
         files = sorted((at / _FOLDER / tap).glob("*.safetensors"))
@@ -148,7 +157,7 @@ def _count(source: Source, at: Path) -> Mapping[str, int]:
     return rows
 
 
-DELPHI = Format(
+DELPHI = ExportFormat(
     name="delphi",
     about="delphi: locations and activations of latents, by ranges of them",
     write=_write,

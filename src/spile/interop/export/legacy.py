@@ -15,8 +15,8 @@ import xxhash
 
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
-from spile.interop.export.format import Format, library, write_json
-from spile.interop.export.source import FILE_BYTES, Source, site_and_layer
+from spile.interop.export.export_format import ExportFormat, library, write_json
+from spile.interop.export.export_source import FILE_BYTES, ExportSource, site_and_layer
 
 _PREVIEW = 200  # characters, as there
 _METADATA = "metadata.json"
@@ -24,7 +24,7 @@ _METADATA = "metadata.json"
 Samples = dict[int, list[dict[str, Any]]]  # by layer
 
 
-def _write(source: Source, to: Path) -> int:
+def _write(source: ExportSource, to: Path) -> int:
     taps = _by_layer(source)
     preview = _previewer(source)
     shards: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ def _dump(to: Path, name: str, samples: Samples) -> dict[str, Any]:
     return {"bytes": len(data), "digest": xxhash.xxh3_128_hexdigest(data)}
 
 
-def _documents(source: Source) -> Iterator[int]:
+def _documents(source: ExportSource) -> Iterator[int]:
     """Every document of which rows are stored, once, in stored order."""
     seen: set[int] = set()
     for start, stop in source.windows(0, source.rows, INDEX_DTYPE.itemsize):
@@ -86,7 +86,7 @@ def _documents(source: Source) -> Iterator[int]:
                 yield doc
 
 
-def _previewer(source: Source) -> Callable[[np.ndarray], str]:
+def _previewer(source: ExportSource) -> Callable[[np.ndarray], str]:
     """Decodes the beginning of a document; to nothing, where the model's tokenizer has moved."""
     path = Path(source.dataset.recipe.model_source, "tokenizer.json")
     if not path.is_file():
@@ -101,7 +101,7 @@ def _previewer(source: Source) -> Callable[[np.ndarray], str]:
     return preview
 
 
-def _by_layer(source: Source) -> dict[int, str]:
+def _by_layer(source: ExportSource) -> dict[int, str]:
     layers = {layer: tap for tap in source.taps for _, layer in [site_and_layer(tap)]}
     if None in layers or len(layers) < len(source.taps):
         raise ConfigError(
@@ -111,11 +111,11 @@ def _by_layer(source: Source) -> dict[int, str]:
     return {layer: tap for layer, tap in layers.items() if layer is not None}
 
 
-def _check(source: Source) -> None:
+def _check(source: ExportSource) -> None:
     _by_layer(source)
 
 
-def _count(source: Source, at: Path) -> Mapping[str, int]:
+def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
     """Rows of the shards whose bytes are those that were pickled."""
     rows = 0
     metadata = cast(dict[str, Any], json.loads((at / _METADATA).read_bytes()))
@@ -128,7 +128,7 @@ def _count(source: Source, at: Path) -> Mapping[str, int]:
     return dict.fromkeys(source.taps, rows)
 
 
-LEGACY = Format(
+LEGACY = ExportFormat(
     name="legacy",
     about="activation-extract's shard_0001.pkl.gz, by layer and document (written, never read)",
     write=_write,

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from spile.core.tensors import as_bytes, build_header, read_header
-from spile.interop.export.format import Format, check_hooks, write_json
-from spile.interop.export.source import FILE_BYTES, Source
+from spile.interop.export.export_format import ExportFormat, check_hooks, write_json
+from spile.interop.export.export_source import FILE_BYTES, ExportSource
 
 _INT64, _BOOL = np.dtype(np.int64), np.dtype(np.bool_)
 
 
-def _write(source: Source, to: Path) -> int:
+def _write(source: ExportSource, to: Path) -> int:
     # Its loader wants the same chunks of every hook, so the widest tap decides for all.
     widest = max(source.row_bytes(tap) for tap in source.taps)
     for tap in source.taps:
@@ -25,7 +25,7 @@ def _write(source: Source, to: Path) -> int:
     return source.rows
 
 
-def _write_chunk(source: Source, tap: str, start: int, stop: int, path: Path) -> None:
+def _write_chunk(source: ExportSource, tap: str, start: int, stop: int, path: Path) -> None:
     shape = ((stop - start) // source.context, source.context)
     tensors = [
         ("activation", source.dtypes[tap], (*shape, source.width(tap))),
@@ -42,7 +42,7 @@ def _write_chunk(source: Source, tap: str, start: int, stop: int, path: Path) ->
         file.write(as_bytes(np.ones(shape, _BOOL)))  # every stored row is to be used
 
 
-def _count(source: Source, at: Path) -> Mapping[str, int]:
+def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
     rows = dict.fromkeys(source.taps, 0)
     for tap in source.taps:
         for path in (at / source.hook(tap)).glob("chunk-*.safetensors"):
@@ -51,7 +51,7 @@ def _count(source: Source, at: Path) -> Mapping[str, int]:
     return rows
 
 
-OPENMOSS = Format(
+OPENMOSS = ExportFormat(
     name="openmoss",
     about="OpenMOSS Language-Model-SAEs: safetensors chunks in a folder per hook",
     write=_write,

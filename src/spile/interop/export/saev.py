@@ -10,16 +10,16 @@ import numpy as np
 
 from spile.core.errors import ConfigError
 from spile.core.tensors import as_bytes
-from spile.interop.export.arrays import write_npy
-from spile.interop.export.format import Format, write_json
-from spile.interop.export.source import Source, site_and_layer
+from spile.interop.export.export_format import ExportFormat, write_json
+from spile.interop.export.export_source import ExportSource, site_and_layer
+from spile.interop.export.npy import write_npy
 
 _FILE_BYTES = 1 << 30
 _SHARDS = Path("saev", "shards")  # its readers accept no other place
 _TOKEN = np.dtype(np.int32)
 
 
-def _write(source: Source, to: Path) -> int:
+def _write(source: ExportSource, to: Path) -> int:
     layers = _layers(source)
     width = source.width(source.taps[0])
     per_example = source.context * source.row_bytes()
@@ -66,11 +66,11 @@ def _write(source: Source, to: Path) -> int:
     return source.rows
 
 
-def _layers(source: Source) -> list[int]:
+def _layers(source: ExportSource) -> list[int]:
     return [layer for _, layer in map(site_and_layer, source.taps) if layer is not None]
 
 
-def _check(source: Source) -> None:
+def _check(source: ExportSource) -> None:
     sites = {site for site, _ in map(site_and_layer, source.taps)}
     widths = {source.width(tap) for tap in source.taps}
     if len(sites) > 1 or len(widths) > 1 or len(_layers(source)) < len(source.taps):
@@ -80,7 +80,7 @@ def _check(source: Source) -> None:
         )
 
 
-def _count(source: Source, at: Path) -> Mapping[str, int]:
+def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
     (folder,) = (at / _SHARDS).iterdir()
     metadata = json.loads((folder / "metadata.json").read_bytes())
     each = metadata["max_tokens_per_shard"] // source.context // len(source.taps)
@@ -92,7 +92,7 @@ def _count(source: Source, at: Path) -> Mapping[str, int]:
     return dict.fromkeys(source.taps, examples * source.context)
 
 
-SAEV = Format(
+SAEV = ExportFormat(
     name="saev",
     about="saev: raw float32 by sequence, layer and token",
     write=_write,

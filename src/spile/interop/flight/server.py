@@ -2,6 +2,10 @@
 
 A trainer asks for the stream with a ticket, which may hold the state it goes on from, and gets
 every batch with the state after it. Nothing can be written or run through this server.
+
+`Fanout` is the one reader: each trainer gets the same batches, and none runs far ahead of another.
+A batch is held until everyone has taken it, and only so many are held. A trainer that takes nothing
+while others wait for it is left behind after a while.
 """
 
 import ipaddress
@@ -9,17 +13,25 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from spile.core.bounded_json import JsonError, parse_json
-from spile.core.errors import ConfigError, SpileError, printable
+from spile.core.errors import ConfigError, SpileError, StoreError, printable
+from spile.dataset.format import is_count
 from spile.dataset.read.batches import Batches
-from spile.interop.flight.fanout import Fanout
 from spile.interop.flight.wire import pyarrow, schema_of, to_arrow
 
 _MOST_TICKET = 1 << 16  # bytes
+MOST_TRAINERS = 256
+_POLL = 0.2  # seconds between looks at who is still there
+_PARTING = 5.0  # seconds in which one who has gone is known to be gone
 _GRACE = 2.0  # seconds for calls to end
+
+State = Mapping[str, Any]
 
 
 class RowServer:
@@ -48,9 +60,12 @@ class RowServer:
         self._closing: threading.Thread | None = None
         schema = schema_of(batches.view)
         self._fanout = Fanout(
-            batches, lambda batch: to_arrow(batch, schema), takers=trainers, buffer=buffer,
+            batches,
+            lambda batch: to_arrow(batch, schema),
+            takers=trainers,
+            buffer=buffer,
             patience=patience,
-        )  # fmt: skip
+        )
         flight = pyarrow("pyarrow.flight")
         where = f"[{host}]" if ":" in host else host
         try:
@@ -90,7 +105,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _flight_server(flight: Any, location: str, fanout: Fanout, schema: Any, token: Any) -> Any:
+def _flight_server(flight: Any, location: str, fanout: "Fanout", schema: Any, token: Any) -> Any:
     pa = pyarrow()
 
     class Bearer(flight.ServerMiddlewareFactory):
@@ -131,3 +146,208 @@ def _state_of(ticket: bytes) -> dict[str, Any] | None:
     if state is not None and not isinstance(state, dict):
         raise ConfigError("the ticket is not the state of batches")
     return cast(dict[str, Any], state) or None
+
+
+@dataclass(frozen=True)
+class HeldBatch:
+    """A batch that has been read; the states before and after it."""
+
+    batch: Any
+    before: State
+    after: State
+
+
+@dataclass
+class _Taker:
+    next: int  # the number of the batch it takes next
+    moved: float  # when it last took one
+    left_behind: bool = False
+
+
+class Fanout:
+    """Batches for several takers, who may come and go."""
+
+    def __init__(
+        self,
+        batches: Batches,
+        made: Callable[[Any], Any],
+        *,
+        takers: int,
+        buffer: int,
+        patience: float,
+    ) -> None:
+        """Args:
+        made: what is kept of a batch.
+        takers: that must have come before the first batch is read.
+        """
+        if takers < 1 or buffer < 1 or patience <= 0:
+            raise ConfigError("--trainers and --buffer must be at least 1, --patience more than 0")
+        self._batches, self._made, self._least = batches, made, takers
+        self._buffer, self._patience = buffer, patience
+        self._changed = threading.Condition()
+        self._held: deque[HeldBatch] = deque()
+        self._first = 0  # the number of the first that is held
+        self._takers: dict[int, _Taker] = {}
+        self._came = 0
+        self._begun = self._ended = False
+        self._start: State = batches.state_dict()
+        self._after: State = self._start  # after the last batch that was read
+        self._given = False  # whether there was one since it was last said where to read on
+        self._wanted: State | None = None  # where to read on, if elsewhere
+        self._error: BaseException | None = None
+
+    # -- takers --------------------------------------------------------------------------------
+
+    def join(self, state: State | None) -> int:
+        """A new taker's number.
+
+        Args:
+            state: of `Batches`, to go on from; None: with the first batch that is held.
+        """
+        with self._changed:
+            if state is not None:
+                self._check(state)
+                # Whoever comes back at once is not to be refused because of itself.
+                self._changed.wait_for(
+                    lambda: not self._takers or self._found(state) is not None, _PARTING
+                )
+            if len(self._takers) >= MOST_TRAINERS:
+                raise StoreError(f"{MOST_TRAINERS} trainers are connected, and no more can be")
+            over = self._ended and not self._held and not self._takers
+            wanted = state or (self._start if over else None)
+            first = self._first if wanted is None else self._place(wanted)
+            self._came += 1
+            self._takers[self._came] = _Taker(first, time.monotonic())
+            self._changed.notify_all()
+            return self._came
+
+    def _check(self, state: State) -> None:
+        whose = self._start.keys() - {"epoch", "position"}
+        known = is_count(state.get("epoch")) and is_count(state.get("position"))
+        if not known or any(state.get(name) != self._start[name] for name in whose):
+            raise ConfigError("this is no state of the iteration that is served")
+
+    def _found(self, state: State) -> int | None:
+        """The number of the batch that follows a state, if it is held or read next."""
+        for number, item in enumerate(self._held, self._first):
+            if item.before == state:
+                return number
+        return self._first + len(self._held) if self._after == state else None
+
+    def _place(self, state: State) -> int:
+        """The number of the batch that follows a state; reads on from there if nobody minds."""
+        found = self._found(state)
+        if found is not None:
+            return found
+        if self._takers:
+            raise ConfigError(
+                f"epoch {state.get('epoch')}, position {state.get('position')} is no longer held, "
+                "and others are connected; go on with `spile.open(…).batches`, or restart together"
+            )
+        self._wanted = self._after = dict(state)
+        self._first, self._ended, self._given = self._first + len(self._held), False, False
+        self._held.clear()
+        return self._first
+
+    def leave(self, number: int) -> None:
+        with self._changed:
+            self._takers.pop(number, None)
+            self._forget()
+
+    def next(self, number: int, is_there: Callable[[], bool]) -> HeldBatch | None:
+        """The next batch for a taker; None after the last one.
+
+        Args:
+            is_there: asked while there is nothing to take; False ends the waiting.
+        """
+        with self._changed:
+            while True:
+                taker = self._takers.get(number)
+                if taker is None or taker.left_behind:
+                    raise StoreError(
+                        f"left behind: nothing was taken for {self._patience:.0f} s while others "
+                        "waited; connect again with the last state_dict, or take more --patience"
+                    )
+                if self._error is not None:
+                    raise self._error
+                place = taker.next - self._first
+                if place < len(self._held):
+                    item = self._held[place]
+                    taker.next, taker.moved = taker.next + 1, time.monotonic()
+                    self._forget()
+                    return item
+                if self._ended or not is_there():
+                    return None
+                self._changed.wait(_POLL)
+
+    def _forget(self) -> None:
+        """What everyone has taken; without takers, the last are kept for those who come back."""
+        while self._held and self._takers and self._least_next() > self._first:
+            self._held.popleft()
+            self._first += 1
+        self._changed.notify_all()
+
+    def _least_next(self) -> int:
+        return min(taker.next for taker in self._takers.values())
+
+    # -- the reader ----------------------------------------------------------------------------
+
+    def run(self, stop: threading.Event) -> None:
+        """Read until all is given and taken, or told to stop.
+
+        Raises what reading failed with, when the takers have been told.
+        """
+        while not stop.is_set():
+            with self._changed:
+                ready = self._ready()
+                if self._ended and self._given and not self._takers:
+                    return
+                if not ready:
+                    self._leave_behind()
+                    self._changed.wait(_POLL)
+                    continue
+                wanted, self._wanted = self._wanted, None
+            try:
+                if wanted is not None:
+                    self._batches.load_state_dict(wanted)
+                before = self._batches.state_dict()
+                batch = next(self._batches, None)
+                item = None
+                if batch is not None:
+                    item = HeldBatch(self._made(batch), before, self._batches.state_dict())
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                raise
+            with self._changed:
+                if self._wanted is None:
+                    if item:
+                        self._held.append(item)
+                        self._after, self._given = item.after, True
+                    else:
+                        self._ended = True
+                    self._changed.notify_all()
+
+    def _ready(self) -> bool:
+        """Whether another batch is to be read now."""
+        self._begun |= len(self._takers) >= self._least
+        return (
+            self._begun
+            and bool(self._takers)
+            and not self._ended
+            and len(self._held) < self._buffer
+        )
+
+    def _leave_behind(self) -> None:
+        """Those who hold up others that wait."""
+        last = self._first + len(self._held)
+        waiting = any(taker.next == last for taker in self._takers.values())
+        for taker in self._takers.values():
+            late = time.monotonic() - taker.moved > self._patience
+            if late and taker.next == self._first < last and waiting:
+                taker.left_behind = True
+        kept = {number: t for number, t in self._takers.items() if not t.left_behind}
+        if len(kept) < len(self._takers):
+            self._takers = kept
+            self._forget()

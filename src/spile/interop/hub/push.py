@@ -7,6 +7,7 @@ against its record before it is sent.
 """
 
 import hashlib
+import importlib
 import logging
 import shlex
 import tempfile
@@ -22,7 +23,6 @@ from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard
 from spile.dataset.ledger import derive_manifest
 from spile.dataset.maintain.copy import CheckedFile, read_finished
-from spile.interop.export.format import library
 from spile.interop.hub.card import write_card
 from spile.objects import Objects, open_objects
 
@@ -65,7 +65,7 @@ def push(out: str, repo: str, *, private: bool = False, revision: str | None = N
         revision: a branch; made if it is not there.
     """
     try:
-        hub = library("huggingface_hub")
+        hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise ConfigError(
             f"push needs huggingface_hub ({error}); pip install 'spile[hub]'"
@@ -114,8 +114,13 @@ class _Source:
 
     def rest(self) -> dict[str, bytes]:
         """The records beside the units."""
-        kinds = {fmt.UNITS: "units", fmt.MODEL: "model", fmt.SCALES: "scales",
-                 fmt.MANIFEST: "manifest", fmt.CHECK: "check"}  # fmt: skip
+        kinds = {
+            fmt.UNITS: "units",
+            fmt.MODEL: "model",
+            fmt.SCALES: "scales",
+            fmt.MANIFEST: "manifest",
+            fmt.CHECK: "check",
+        }
         found: dict[str, bytes] = {}
         for key, kind in kinds.items():
             try:
@@ -162,8 +167,9 @@ class _Repository:
                 f"{self.repo} is public, and --private was given; choose another repository"
             )
         if self.revision != "main":
-            self._call(lambda: api.create_branch(
-                **self._where, branch=self.revision, exist_ok=True))  # fmt: skip
+            self._call(
+                lambda: api.create_branch(**self._where, branch=self.revision, exist_ok=True)
+            )
 
     def files(self) -> dict[str, Any]:
         """By path; each has its git hash, and that of its content if it is large."""
@@ -186,9 +192,11 @@ class _Repository:
                 for key, data in files.items()
             ]
             self._api.create_commit(
-                **self._where, operations=operations, commit_message=message,
+                **self._where,
+                operations=operations,
+                commit_message=message,
                 revision=self.revision,
-            )  # fmt: skip
+            )
 
         self._call(send)
         _log.info("%s: %d files committed (%s)", self.repo, len(files), message)

@@ -1,4 +1,4 @@
-"""Plain arrays, opened by numpy and by zarr."""
+"""A Zarr group, opened by zarr."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import stored
-from spile.interop.export import Exported, arrays
+from spile.interop.export import Exported, zarr
 
 Run = Callable[..., tuple[Path, Exported]]
 
@@ -17,31 +17,14 @@ def same(values: np.ndarray, expected: np.ndarray) -> bool:
     return values.dtype == wanted.dtype and np.array_equal(values, wanted)
 
 
-def test_numpy_opens_npy_files(written: stored.Stored, exported: Run) -> None:
-    dest, made = exported(written, "npy")
-    assert np.array_equal(np.load(dest / "index.npy"), written.index)
-    for tap, rows in written.rows.items():
-        values = np.load(dest / f"{tap}.npy", allow_pickle=False)
-        assert same(values, rows)
-        assert made.taps[tap] == values.dtype.name
-
-
-def test_floats_may_be_written_as_float16(floats: stored.Stored, exported: Run) -> None:
-    dest, made = exported(floats, "npy", dtype="float16")
-    assert made.taps["resid_post.0"] == "float16"
-    assert made.taps["expert_ids.1"] == "int16"
-    values = np.load(dest / "q.1.npy")
-    assert np.array_equal(values, floats.rows["q.1"].astype(np.float16))
-
-
 @pytest.mark.parametrize("chunk", [50, 1 << 20])
 def test_zarr_opens_the_group(
     written: stored.Stored, exported: Run, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    zarr = pytest.importorskip("zarr", reason="zarr is not installed")
-    monkeypatch.setattr(arrays, "_CHUNK_BYTES", chunk)
+    library = pytest.importorskip("zarr", reason="zarr is not installed")
+    monkeypatch.setattr(zarr, "_CHUNK_BYTES", chunk)
     dest, _ = exported(written, "zarr")
-    group = zarr.open_group(dest, mode="r")
+    group = library.open_group(dest, mode="r")
     assert {name for name, _ in group.members()} == {*written.rows, "index"}
     assert group.attrs["spile"]["fingerprint"] == written.table.fingerprint
     for tap, rows in written.rows.items():
@@ -54,7 +37,7 @@ def test_zarr_opens_the_group(
 def test_a_chunk_of_zarr_is_its_rows_and_nothing_else(
     floats: stored.Stored, exported: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrays, "_CHUNK_BYTES", 50 * 24)
+    monkeypatch.setattr(zarr, "_CHUNK_BYTES", 50 * 24)
     dest, _ = exported(floats, "zarr", taps="q.1")
     parts = [(dest / "q.1" / "c" / str(i) / "0" / "0").read_bytes() for i in range(3)]
     assert {len(part) for part in parts} == {1200}

@@ -1,8 +1,8 @@
-"""Plain arrays: one .npy file per tap, or a Zarr (v3) group. Both are written by hand."""
+"""A Zarr (v3) group, written by hand: an array per tap, and the index's columns."""
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,49 +10,15 @@ import numpy as np
 
 from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import as_bytes
-from spile.interop.export.format import Format, write_json
-from spile.interop.export.source import Source
+from spile.interop.export.export_format import ExportFormat, write_json
+from spile.interop.export.export_source import ExportSource
 
 _CHUNK_BYTES = 8 << 20
 
 Read = Callable[[int, int], np.ndarray]
 
 
-def write_npy(
-    path: Path, dtype: np.dtype[Any], shape: Sequence[int], pieces: Iterable[np.ndarray]
-) -> None:
-    """A .npy file whose rows stream after its header."""
-    header = {
-        "descr": np.lib.format.dtype_to_descr(dtype),
-        "fortran_order": False,
-        "shape": tuple(shape),
-    }
-    with path.open("xb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        for piece in pieces:
-            file.write(as_bytes(piece))
-
-
-def _write_npy(source: Source, to: Path) -> int:
-    for tap in source.taps:
-        windows = source.windows(0, source.rows, source.row_bytes(tap))
-        shape = (source.rows, *source.dataset.shape(tap))
-        pieces = (source.read(tap, a, b) for a, b in windows)
-        write_npy(to / f"{tap}.npy", source.dtypes[tap], shape, pieces)
-    windows = source.windows(0, source.rows, INDEX_DTYPE.itemsize)
-    pieces = (source.dataset.index(a, b) for a, b in windows)
-    write_npy(to / "index.npy", INDEX_DTYPE, (source.rows,), pieces)
-    write_json(to / "spile.json", source.about())
-    return source.rows
-
-
-def _count_npy(source: Source, at: Path) -> Mapping[str, int]:
-    index = len(np.load(at / "index.npy", mmap_mode="r"))
-    # A map of a file that is too short cannot be opened.
-    return {tap: min(index, len(np.load(at / f"{tap}.npy", mmap_mode="r"))) for tap in source.taps}
-
-
-def _write_zarr(source: Source, to: Path) -> int:
+def _write(source: ExportSource, to: Path) -> int:
     group = {"zarr_format": 3, "node_type": "group"}
     write_json(to / "zarr.json", {**group, "attributes": {"spile": source.about()}})
     for tap in source.taps:
@@ -111,7 +77,7 @@ def _chunk(at: Path, number: int, axes: int) -> Path:
     return at.joinpath("c", str(number), *["0"] * (axes - 1))
 
 
-def _count_zarr(source: Source, at: Path) -> Mapping[str, int]:
+def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
     index = min(_count_array(at / "index" / name) for name in INDEX_DTYPE.names or ())
     return {tap: min(index, _count_array(at / tap)) for tap in source.taps}
 
@@ -128,17 +94,10 @@ def _count_array(at: Path) -> int:
     return shape[0]
 
 
-NPY = Format(
-    name="npy",
-    about="one .npy file per tap, and index.npy",
-    write=_write_npy,
-    count=_count_npy,
-    integers=True,
-)
-ZARR = Format(
+ZARR = ExportFormat(
     name="zarr",
     about="a Zarr v3 group: an array per tap, and the index's columns",
-    write=_write_zarr,
-    count=_count_zarr,
+    write=_write,
+    count=_count,
     integers=True,
 )

@@ -17,7 +17,7 @@ FILE_BYTES = 256 << 20  # of a file that its readers, or we, hold whole
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """Some taps of a dataset, their rows cut into contexts and their values into a dtype."""
 
     dataset: Dataset

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from spile.core.errors import ConfigError
-from spile.interop.export.source import Source
+from spile.interop.export.export_source import ExportSource
 
 
-def _anything(source: Source) -> None:
+def _anything(source: ExportSource) -> None:
     pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class ExportFormat:
     """One format.
 
     Attributes:
@@ -31,16 +31,16 @@ class Format:
 
     name: str
     about: str
-    write: Callable[[Source, Path], int]
-    count: Callable[[Source, Path], Mapping[str, int]]
-    check: Callable[[Source], None] = _anything
+    write: Callable[[ExportSource, Path], int]
+    count: Callable[[ExportSource, Path], Mapping[str, int]]
+    check: Callable[[ExportSource], None] = _anything
     dtypes: tuple[str, ...] = ("float32", "float16")
     contexts: bool = False
     integers: bool = False
     needs: tuple[tuple[str, str], ...] = ()
 
 
-def check_hooks(source: Source) -> None:
+def check_hooks(source: ExportSource) -> None:
     """For formats that call taps by their TransformerLens names."""
     hooks = [source.hook(tap) for tap in source.taps]
     if len(set(hooks)) < len(hooks):
@@ -52,7 +52,7 @@ def library(module: str) -> Any:
     return importlib.import_module(module)
 
 
-def require(form: Format) -> None:
+def require(form: ExportFormat) -> None:
     """Refuse in one line what could not be written for want of a library."""
     for module, package in form.needs:
         try:

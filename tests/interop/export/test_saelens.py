@@ -1,4 +1,4 @@
-"""Parquet and SAELens' cached activations, opened by Arrow, `datasets` and SAELens."""
+"""SAELens' cached activations, opened by Arrow, `datasets` and SAELens."""
 
 import json
 import os
@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.feather as feather
-import pyarrow.parquet as pq
 import pytest
 
 import stored
-from spile.interop.export import Exported, arrow
+from spile.interop.export import Exported, saelens
 
 Run = Callable[..., tuple[Path, Exported]]
 NAMED = {
@@ -31,13 +29,10 @@ def contexts(rows: np.ndarray, size: int) -> np.ndarray:
     return rows[: count * size].reshape(count, size, -1)
 
 
-# -- SAELens ---------------------------------------------------------------------------------
-
-
 def test_the_files_are_streams_of_sequences(
     floats: stored.Stored, exported: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrow, "_SHARD_BYTES", 2000)
+    monkeypatch.setattr(saelens, "_SHARD_BYTES", 2000)
     dest, _ = exported(floats, "saelens", taps="resid_post:all")
     files = sorted(dest.glob("*.arrow"))
     assert [path.name for path in files] == [f"data-{i:05d}-of-00005.arrow" for i in range(5)]
@@ -73,9 +68,7 @@ def test_datasets_opens_what_saelens_reads(
     assert np.array_equal(found[:]["token_ids"], tokens)
     for tap, hook in NAMED.items():
         feature, values = found.features[hook], found[:][hook]
-        assert (feature.shape, feature.dtype) == (
-            (size, written.rows[tap][0].size), made.taps[tap]
-        )  # fmt: skip
+        assert (feature.shape, feature.dtype) == ((size, written.rows[tap][0].size), made.taps[tap])
         expected = contexts(written.rows[tap], size).astype(made.taps[tap])
         assert np.array_equal(values, expected), "(its numpy has float32 of every float)"
 
@@ -134,52 +127,3 @@ def test_saelens_reads_the_rows_and_trains_on_them(floats: stored.Stored, export
     assert np.array_equal(np.array(found["rows"], np.float32), floats.rows["resid_post.1"][:104])
     assert found["ids"] == floats.index["token_id"][:104].tolist()
     assert found["after"] < found["before"] / 2
-
-
-# -- Parquet ---------------------------------------------------------------------------------
-
-
-def check_table(table: pa.Table, written: stored.Stored) -> None:
-    assert table.num_rows == 111
-    for name in written.index.dtype.names or ():
-        assert np.array_equal(table.column(name).to_numpy(), written.index[name])
-    for tap, rows in written.rows.items():
-        wanted = rows.astype(np.float32) if rows.dtype.name == "bfloat16" else rows
-        column = table.column(tap).combine_chunks()
-        if rows.ndim > 1:
-            assert column.type.list_size == rows[0].size
-            column = column.flatten()
-        assert np.array_equal(column.to_numpy().reshape(rows.shape), wanted)
-
-
-def test_arrow_opens_parquet(
-    written: stored.Stored, exported: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arrow, "_FILE_BYTES", 3000)
-    dest, _ = exported(written, "parquet")
-    files = sorted(dest.glob("*.parquet"))
-    assert len(files) > 2
-    check_table(pa.concat_tables([pq.read_table(path) for path in files]), written)
-    about = json.loads(pq.read_schema(files[0]).metadata[b"spile"])
-    assert about["fingerprint"] == written.table.fingerprint
-    assert about["taps"]["q.1"]["shape"] == [2, 3]
-    assert "`blocks.0.hook_resid_post`" in (dest / "README.md").read_text()
-
-
-def test_documents_lie_beside_the_rows_in_columns_of_one_type(
-    exported: Run, tmp_path: Path
-) -> None:
-    dest, _ = exported(stored.build(tmp_path / "out", keep=("id", "mixed")), "parquet")
-    table = feather.read_table(dest / "documents.arrow")
-    assert table.column_names == ["doc", "tokens", "rows", "skipped", "preview", "id", "mixed"]
-    assert table["doc"].to_pylist() == list(range(11))
-    assert table["id"].to_pylist() == [f"id-{doc}" for doc in range(11)]
-    assert table["mixed"].to_pylist()[:4] == ["0", "1", "2", "mixed-3"]
-
-
-def test_datasets_opens_parquet(floats: stored.Stored, exported: Run, tmp_path: Path) -> None:
-    datasets: Any = pytest.importorskip("datasets", reason="datasets is not installed")
-    dest, _ = exported(floats, "parquet")
-    cache = str(tmp_path / "cache")
-    found = datasets.load_dataset(str(dest), split="train", cache_dir=cache)
-    check_table(found.data.table, floats)

@@ -1,0 +1,55 @@
+"""One .npy file per tap, and the index: written by hand, so that rows stream."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spile.core.index import INDEX_DTYPE
+from spile.core.tensors import as_bytes
+from spile.interop.export.export_format import ExportFormat, write_json
+from spile.interop.export.export_source import ExportSource
+
+
+def write_npy(
+    path: Path, dtype: np.dtype[Any], shape: Sequence[int], pieces: Iterable[np.ndarray]
+) -> None:
+    """A .npy file whose rows stream after its header."""
+    header = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": tuple(shape),
+    }
+    with path.open("xb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for piece in pieces:
+            file.write(as_bytes(piece))
+
+
+def _write(source: ExportSource, to: Path) -> int:
+    for tap in source.taps:
+        windows = source.windows(0, source.rows, source.row_bytes(tap))
+        shape = (source.rows, *source.dataset.shape(tap))
+        pieces = (source.read(tap, a, b) for a, b in windows)
+        write_npy(to / f"{tap}.npy", source.dtypes[tap], shape, pieces)
+    windows = source.windows(0, source.rows, INDEX_DTYPE.itemsize)
+    pieces = (source.dataset.index(a, b) for a, b in windows)
+    write_npy(to / "index.npy", INDEX_DTYPE, (source.rows,), pieces)
+    write_json(to / "spile.json", source.about())
+    return source.rows
+
+
+def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
+    index = len(np.load(at / "index.npy", mmap_mode="r"))
+    # A map of a file that is too short cannot be opened.
+    return {tap: min(index, len(np.load(at / f"{tap}.npy", mmap_mode="r"))) for tap in source.taps}
+
+
+NPY = ExportFormat(
+    name="npy",
+    about="one .npy file per tap, and index.npy",
+    write=_write,
+    count=_count,
+    integers=True,
+)
