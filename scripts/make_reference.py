@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 import spile
 from spile import cli
-from spile.core.config import Recipe, Runtime, flag_of
+from spile.core.config import RayOptions, Recipe, Runtime, flag_of
 from spile.core.options import Options
-from spile.core.ray_options import RayOptions
 
 # Beside what `spile` itself gives: what that returns, and the bridges to frameworks.
 _ALSO = (

@@ -15,7 +15,7 @@ import spile
 import spoilt
 import tiny
 from chaos.harness import Work
-from spile.metrics.names import NAMES, described
+from spile.metrics.values import NAMES, described
 from worlds import Group
 
 RECIPE = ("--taps", "embed,resid_post:1", "--seq-len", "64", "--unit-tokens", "700")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from spile.core.errors import ConfigError
-from spile.metrics import Run, open_backends, parse_backends
+from spile.metrics import MetricsRun, open_backends, parse_backends
 
-RUN = Run(name="spring", config={})
+RUN = MetricsRun(name="spring", config={})
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """What is reported of two moments: sums, rates between them, and nothing that is not known."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
-from spile.metrics.names import NAMES, described
-from spile.metrics.values import tap_counts, values_between
+from spile.metrics.values import NAMES, OF_TAPS, described, tap_counts, values_between
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def test_a_run_of_which_nothing_is_known_reports_its_sums_alone() -> None:
@@ -62,3 +65,19 @@ def test_every_value_has_a_name_in_the_table() -> None:
     now = {**dict.fromkeys(counted.split(), 1.0), **tap_counts("embed", 1, 1.0, 1)}
     found = {described(name)[0] for name in values_between({}, now, 1.0)}
     assert found == set(NAMES) - {"tap/max_abs"}, "which the counters themselves name"
+
+
+def test_the_page_has_every_name_with_its_unit_and_meaning() -> None:
+    _, _, values = PAGE.read_text("utf-8").partition("## Values")
+    rows = re.findall(r"^\| `(\S+)` \| (.*?) \| (.*?) \|$", values, re.M)
+    shown = {name.removesuffix("/TAP"): (unit, meaning) for name, unit, meaning in rows}
+    assert shown == {
+        name: (about.unit + " (total)" * about.total, about.meaning)
+        for name, about in NAMES.items()
+    }
+
+
+def test_a_tap_is_told_from_what_is_said_of_it() -> None:
+    assert described("tap/mean_norm/resid_post.20") == ("tap/mean_norm", "resid_post.20")
+    assert described("rate/tokens") == ("rate/tokens", "")
+    assert {"tap/mean_norm", "tap/max_abs", "tap/nonfinite"} == OF_TAPS

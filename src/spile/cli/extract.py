@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from spile.cli.flags import TAPS_HELP, Verbs, add_options
 from spile.cli.style import compared, formatter, lasting, program, size, skipped
-from spile.core.config import Recipe, Runtime, build, load_toml
+from spile.core.config import RayOptions, Recipe, Runtime, build, load_toml
 from spile.core.errors import ConfigError
-from spile.core.ray_options import RayOptions
 
 if TYPE_CHECKING:
     from spile.dataset.ledger import Prediction

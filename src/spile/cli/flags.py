@@ -5,9 +5,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from spile.core.config import Recipe, Runtime, flag_of
+from spile.core.config import RayOptions, Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError
-from spile.core.ray_options import RayOptions
 
 TAPS_HELP = """\
 taps:   site:layers, comma separated (`spile taps --model M` lists those of a model)

@@ -19,7 +19,7 @@ _BLOCKS = 16
 _THREADS = 16  # a bucket answers late, but many at once
 
 
-class Readable(Protocol):
+class ReadablePath(Protocol):
     """A path, or what can be read like one."""
 
     def open(self, mode: Literal["rb"], buffering: int) -> BinaryIO: ...
@@ -27,7 +27,7 @@ class Readable(Protocol):
     def read_bytes(self) -> bytes: ...
 
 
-def sampled_digest(path: Readable) -> str:
+def sampled_digest(path: ReadablePath) -> str:
     """`SIZE-HASH` of a file."""
     digest = xxhash.xxh3_128()
     with path.open("rb", _BLOCK) as file:
@@ -42,13 +42,13 @@ def sampled_digest(path: Readable) -> str:
     return f"{size}-{digest.hexdigest()}"
 
 
-def sampled_digests(paths: Iterable[Readable]) -> list[str]:
+def sampled_digests(paths: Iterable[ReadablePath]) -> list[str]:
     """Those of several files, some at a time."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(sampled_digest, paths))
 
 
-def full_digest(*paths: Readable) -> str:
+def full_digest(*paths: ReadablePath) -> str:
     """SHA-256 of small files, together."""
     digest = hashlib.sha256()
     for path in paths:

@@ -1,7 +1,7 @@
 """What a run counts, and where that goes: TensorBoard, Weights & Biases, Prometheus, others."""
 
-from spile.metrics.backends import Backend, Run, open_backends, parse_backends
+from spile.metrics.backends import Backend, MetricsRun, open_backends, parse_backends
 from spile.metrics.counters import Counters
 from spile.metrics.reporter import Reporter
 
-__all__ = ["Backend", "Counters", "Reporter", "Run", "open_backends", "parse_backends"]
+__all__ = ["Backend", "Counters", "Reporter", "MetricsRun", "open_backends", "parse_backends"]

@@ -1,8 +1,52 @@
-"""From what is counted to what is reported: sums, and rates between two moments."""
+"""Every value that is reported, and how it follows from what is counted.
+
+Sums are reported as they are, rates between two moments. docs/metrics.md holds the same table.
+"""
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is known of a reported value."""
+
+    meaning: str
+    unit: str = ""
+    total: bool = False  # a sum that only grows, since the process began
+
+
+# What is "now" is of the time since the last report. A value that is not known is not reported.
+NAMES = {
+    "progress/tokens": Metric("read by the model", "tokens", total=True),
+    "progress/documents": Metric("in units that were committed", "documents", total=True),
+    "progress/units": Metric("that were committed", "units", total=True),
+    "progress/bytes": Metric("rows written", "bytes", total=True),
+    "rate/tokens": Metric("read by the model, now", "tokens/s"),
+    "rate/text": Metric("read, tokenized and packed, a second of that work", "tokens/s"),
+    "rate/d2h": Metric("rows that left the device, now", "GB/s"),
+    "rate/write": Metric("rows written, now", "GB/s"),
+    "rate/upload": Metric("uploaded to a bucket, now", "GB/s"),
+    "device/busy_share": Metric("of the time in which steps ran, that they computed", "0 to 1"),
+    "device/idle_share": Metric("of that time, that the device had nothing to do", "0 to 1"),
+    "device/mfu": Metric("the model's matrix products against the peak, now", "0 to 1"),
+    "device/peak_flops": Metric("of a device: published, else measured here", "FLOP/s"),
+    "device/memory_used": Metric("of this process's first device", "bytes"),
+    "device/memory_limit": Metric("of that device, where it says so", "bytes"),
+    "wait/text_share": Metric("of the time, that the device's loop waited for text", "0 to 1"),
+    "wait/writing_share": Metric("of the time, that it waited for rows to be written", "0 to 1"),
+    "backlog/steps": Metric("computed and waiting to be written", "steps"),
+    "backlog/uploads": Metric("shards being uploaded to a bucket", "shards"),
+    "backlog/spooled": Metric("files in the spool", "files"),
+    "packing/efficiency": Metric("of a step's positions, that hold a token", "0 to 1"),
+    "store/retries": Metric("requests to buckets and sites, made again", "requests", total=True),
+    "tap/mean_norm": Metric("of a tap's rows, now; none after a NaN"),
+    "tap/max_abs": Metric("largest finite value of a tap, now"),
+    "tap/nonfinite": Metric("NaN and infinity in a tap", "values", total=True),
+}
+OF_TAPS = {name for name in NAMES if name.startswith("tap/")}
 
 _GB = 1e9
 _TOTALS = {
@@ -20,6 +64,14 @@ _PER_SECOND = {
     "rate/upload": ("uploaded", _GB), "wait/text_share": ("waited_for_text", 1.0),
     "wait/writing_share": ("waited_for_writing", 1.0),
 }  # fmt: skip
+
+
+def described(name: str) -> tuple[str, str]:
+    """`tap/mean_norm/resid_post.20` -> the name in the table, and the tap."""
+    if name in NAMES:
+        return name, ""
+    kind, _, tap = name.rpartition("/")
+    return kind, tap
 
 
 def tap_counts(tap: str, rows: int, norm_sum: float, nonfinite: int) -> dict[str, float]:

@@ -31,7 +31,7 @@ from spile.dataset.heartbeat import Presence
 from spile.dataset.ledger import Ledger, Prediction, Table, derive_manifest, read_prediction
 from spile.dataset.write.shard import read_tensors
 from spile.dataset.write.statistics import TapStats
-from spile.metrics import Counters, Reporter, Run, open_backends, parse_backends
+from spile.metrics import Counters, MetricsRun, Reporter, open_backends, parse_backends
 from spile.models.config.specs import array_axes
 from spile.models.files.sae import Arrays, SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
@@ -59,7 +59,7 @@ from spile.run.progress import reporting
 from spile.run.rank import find_rank
 from spile.run.step import Step
 from spile.run.units import Picker, StorePicker, UnitShare, find_share
-from spile.run.world import SingleWorld, World, compare, join
+from spile.run.world import RunContext, SingleWorld, World, compare, join
 
 _log = logging.getLogger("spile")
 _ECHO_SECONDS = 1.0  # within which a signal is the same one again
@@ -137,17 +137,11 @@ def extract(
 
 
 @dataclass(frozen=True)
-class Extraction:
+class Extraction(RunContext):
     """A slice at work on a dataset."""
 
-    ledger: Ledger
-    runtime: Runtime
-    world: World
-    presence: Presence
-    counters: Counters
-    stop: threading.Event
-    share: UnitShare | None
-    pick: Callable[[Job, Presence], Picker] | None
+    share: UnitShare | None = None
+    pick: Callable[[Job, Presence], Picker] | None = None
 
     def extract(self, recipe: Recipe, on_start: Callable[[Job, Estimate], None] | None) -> Outcome:
         runtime, world, ledger = self.runtime, self.world, self.ledger
@@ -203,23 +197,14 @@ class Extraction:
         profile = Profile.parse(self.runtime.profile) if self.runtime.profile else None
         profiled = ProfiledStep(step, profile) if profile and self.world.leads else None
         worker = Worker(
+            self,
             job,
-            self.ledger,
             profiled or step,
-            self.runtime,
-            batches=batches,
+            batches,
+            self.pick(job, self.presence) if self.pick else self._from_store(job),
             made_by=_made_by(device, cost),
-            presence=self.presence,
-            world=self.world,
-            counters=self.counters,
-            picker=self.pick(job, self.presence) if self.pick else self._from_store(job),
-            stop=self.stop,
         )
-        metrics = _reporter(
-            job, self.runtime, cost, cuts, device,
-            counters=self.counters, world=self.world, out=self.ledger.objects.url,
-            worker=self.presence.name if self.pick else None,
-        )  # fmt: skip
+        metrics = self._reporter(job, cost, cuts, device)
         predicts_for = device.device_kind if self.world.leads else None
         with (
             reporting(self.presence, self.counters, cost, predicts_for),
@@ -227,6 +212,31 @@ class Extraction:
             closing(profiled) if profiled else nullcontext(),
         ):
             worker.run()
+
+    def _reporter(self, job: Job, cost: Estimate, cuts: Cuts, device: Any) -> Reporter:
+        """What reports this process's metrics, if it is to."""
+        runtime, world = self.runtime, self.world
+        every = float(runtime.metrics_every)
+        if not runtime.metrics or not (world.leads or runtime.metrics_from == "all"):
+            return Reporter({}, self.counters, every)
+        # Which of several that report to one place; without a share, a worker's own name says so.
+        which = [self.presence.name] if self.pick else []
+        which += [f"share-{runtime.share.replace('/', '-of-')}"] if runtime.share else []
+        which += [f"process-{world.process}"] if world.processes > 1 else []
+        last = self.ledger.objects.url.rstrip("/").rpartition("/")[2]
+        run = MetricsRun(
+            name=runtime.run_name or ("spile" if last in ("", ".", "..") else last),
+            worker="-".join(which),
+            config={**job.recipe.to_json(), **asdict(runtime), "device": device.device_kind},
+        )
+        self.counters.set(**_arithmetic(job, cost, cuts, device))
+        return Reporter(
+            open_backends(parse_backends(runtime.metrics), run),
+            self.counters,
+            every,
+            more=lambda: {**COUNTED.snapshot(), **_memory_metrics(device)},
+            tokens_before=cost.tokens * cost.units_done // max(1, cost.units),
+        )
 
     def _from_store(self, job: Job) -> Picker:
         budget = Budget(job.table, self.ledger, self.runtime.max_bytes)
@@ -394,45 +404,6 @@ def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any)
         "device kind": device.device_kind,
         "number of local devices": jax.local_device_count(),
     }
-
-
-def _reporter(
-    job: Job,
-    runtime: Runtime,
-    cost: Estimate,
-    cuts: Cuts,
-    device: Any,
-    *,
-    counters: Counters,
-    world: World,
-    out: str,
-    worker: str | None,
-) -> Reporter:
-    """What reports this process's metrics, if it is to.
-
-    Args:
-        worker: which of several that report to one rank, should their shares not say so.
-    """
-    every = float(runtime.metrics_every)
-    if not runtime.metrics or not (world.leads or runtime.metrics_from == "all"):
-        return Reporter({}, counters, every)
-    which = [worker] if worker else []
-    which += [f"share-{runtime.share.replace('/', '-of-')}"] if runtime.share else []
-    which += [f"process-{world.process}"] if world.processes > 1 else []
-    last = out.rstrip("/").rpartition("/")[2]
-    run = Run(
-        name=runtime.run_name or ("spile" if last in ("", ".", "..") else last),
-        worker="-".join(which),
-        config={**job.recipe.to_json(), **asdict(runtime), "device": device.device_kind},
-    )
-    counters.set(**_arithmetic(job, cost, cuts, device))
-    return Reporter(
-        open_backends(parse_backends(runtime.metrics), run),
-        counters,
-        every,
-        more=lambda: {**COUNTED.snapshot(), **_memory_metrics(device)},
-        tokens_before=cost.tokens * cost.units_done // max(1, cost.units),
-    )
 
 
 def _arithmetic(job: Job, cost: Estimate, cuts: Cuts, device: Any) -> dict[str, float]:

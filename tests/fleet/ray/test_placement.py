@@ -11,7 +11,7 @@ import pytest
 
 import tiny
 from chaos.harness import check_refused, run
-from spile.core.ray_options import RayOptions
+from spile.core.config import RayOptions
 from spile.fleet.ray.placement import Placements
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from spile.metrics import Run
+from spile.metrics import MetricsRun
 from spile.metrics.backends.prometheus import Prometheus, host_and_port, open_backend
 
 
 @contextlib.contextmanager
 def opened(argument: str, worker: str = "") -> Iterator[Prometheus]:
-    backend = open_backend(argument, Run(name="spring", worker=worker, config={}))
+    backend = open_backend(argument, MetricsRun(name="spring", worker=worker, config={}))
     with contextlib.closing(backend):
         yield backend
 

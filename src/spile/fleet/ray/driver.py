@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import spile
-from spile.core.config import Recipe, Runtime
+from spile.core.config import RayOptions, Recipe, Runtime
 from spile.core.errors import ConfigError, Interrupted, StoreError, WorldError
-from spile.core.ray_options import RayOptions
 from spile.dataset.ledger import Ledger, Table
 from spile.fleet.ray.actor import RayHost
 from spile.fleet.ray.placement import Placement, Placements, connect, lost

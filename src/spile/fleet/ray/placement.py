@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from spile.core.config import RayOptions
 from spile.core.errors import ConfigError
-from spile.core.ray_options import RayOptions
 
 _log = logging.getLogger("spile")
 _TOPOLOGY, _SLICE_NAME = "ray.io/tpu-topology", "ray.io/tpu-slice-name"

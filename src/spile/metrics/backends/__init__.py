@@ -20,8 +20,8 @@ _log = logging.getLogger("spile")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """Whose metrics they are."""
+class MetricsRun:
+    """The run that reports: its name, its worker and its settings."""
 
     name: str
     worker: str = ""  # which of several, by a name that is fit for a folder; alone: empty
@@ -32,7 +32,7 @@ class Backend(Protocol):
     """Takes what a run reports. Only one thread ever calls it."""
 
     def log(self, tokens: int, values: Mapping[str, float]) -> None:
-        """Values by name (`metrics/names.py`), after so many tokens."""
+        """Values by name (`metrics/values.py`), after so many tokens."""
         ...
 
     def close(self) -> None:
@@ -40,11 +40,11 @@ class Backend(Protocol):
         ...
 
 
-Opening = Callable[[str, Run], Backend]
+Opening = Callable[[str, MetricsRun], Backend]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenBackend:
     """A backend that was asked for."""
 
     name: str
@@ -52,7 +52,7 @@ class Chosen:
     opening: Opening
 
 
-def parse_backends(text: str | None) -> list[Chosen]:
+def parse_backends(text: str | None) -> list[ChosenBackend]:
     """`tensorboard:DIR,wandb:PROJECT,prometheus:PORT`.
 
     Raises:
@@ -61,7 +61,7 @@ def parse_backends(text: str | None) -> list[Chosen]:
     return [_chosen(part.strip()) for part in text.split(",")] if text else []
 
 
-def _chosen(part: str) -> Chosen:
+def _chosen(part: str) -> ChosenBackend:
     name, _, argument = part.partition(":")
     if name in _OWN:
         try:
@@ -70,20 +70,20 @@ def _chosen(part: str) -> Chosen:
             raise ConfigError(
                 f"--metrics {name} needs {_OWN[name]}: pip install 'spile[{name}]'"
             ) from None
-        module: Any = importlib.import_module(f"spile.metrics.{name}")
+        module: Any = importlib.import_module(f"{__name__}.{name}")
         module.check(argument)
-        return Chosen(name, argument, module.open_backend)
+        return ChosenBackend(name, argument, module.open_backend)
     others = {found.name: found for found in entry_points(group=GROUP)}
     if name not in others:
         known = ", ".join([*_OWN, *sorted(others)])
         raise ConfigError(f"--metrics {part}: no such backend; choose from {known}")
     try:
-        return Chosen(name, argument, others[name].load())
+        return ChosenBackend(name, argument, others[name].load())
     except Exception as error:
         raise ConfigError(f"--metrics {name}: {others[name].value}: {error}") from error
 
 
-def open_backends(chosen: list[Chosen], run: Run) -> dict[str, Backend]:
+def open_backends(chosen: list[ChosenBackend], run: MetricsRun) -> dict[str, Backend]:
     """Those that open. One that does not is said to be missing, and the run goes on."""
     opened: dict[str, Backend] = {}
     for each in chosen:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spile.core.errors import ConfigError
-from spile.metrics.backends import Run
-from spile.metrics.names import NAMES, OF_TAPS, described
+from spile.metrics.backends import MetricsRun
+from spile.metrics.values import NAMES, OF_TAPS, described
 
 _LOOPBACK = "127.0.0.1"
 _PORTS_TRIED = 64
@@ -39,7 +39,7 @@ def host_and_port(argument: str) -> tuple[str, int]:
 class Prometheus:
     """Served by a thread of the library's own; nothing is computed when it is asked."""
 
-    def __init__(self, host: str, port: int, run: Run) -> None:
+    def __init__(self, host: str, port: int, run: MetricsRun) -> None:
         library: Any = importlib.import_module("prometheus_client")
         self._families: Any = importlib.import_module("prometheus_client.core")
         self._labels = {"run": run.name, "worker": run.worker}
@@ -81,5 +81,5 @@ class Prometheus:
         self._thread.join()
 
 
-def open_backend(argument: str, run: Run) -> Prometheus:
+def open_backend(argument: str, run: MetricsRun) -> Prometheus:
     return Prometheus(*host_and_port(argument), run)

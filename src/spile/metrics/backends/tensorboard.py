@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spile.core.errors import ConfigError
-from spile.metrics.backends import Run
+from spile.metrics.backends import MetricsRun
 
 
 def check(argument: str) -> None:
@@ -28,5 +28,5 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_backend(argument: str, run: Run) -> TensorBoard:
+def open_backend(argument: str, run: MetricsRun) -> TensorBoard:
     return TensorBoard(Path(argument) / run.name / run.worker)

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from spile.metrics.backends import Run
+from spile.metrics.backends import MetricsRun
 
 _PROJECT = "spile"
 
@@ -17,7 +17,7 @@ def check(argument: str) -> None:
 
 
 class WeightsAndBiases:
-    def __init__(self, project: str, run: Run) -> None:
+    def __init__(self, project: str, run: MetricsRun) -> None:
         library: Any = importlib.import_module("wandb")
         # Our lines stay our own, and a working directory is nobody's business.
         settings = library.Settings(
@@ -42,5 +42,5 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_backend(argument: str, run: Run) -> WeightsAndBiases:
+def open_backend(argument: str, run: MetricsRun) -> WeightsAndBiases:
     return WeightsAndBiases(argument or _PROJECT, run)

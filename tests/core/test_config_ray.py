@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from chaos.harness import check_refused, run
+from spile.core.config import RayOptions
 from spile.core.errors import ConfigError
-from spile.core.ray_options import RayOptions
 
 
 def test_resources_of_a_host_are_read() -> None:
