@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spile.corpus.chats.template import Rendered
+from spile.corpus.documents import Documents
 from spile.corpus.files import CorpusFile, find_files
-from spile.corpus.reader import CorpusReader, Documents
+from spile.corpus.reader import CorpusReader
 from spile.corpus.units import Unit, make_units
 
 NOT_UTF8 = b"caf\xe9"

@@ -16,7 +16,7 @@ import zstandard
 from spile.core.errors import DataError, InputError, SpileError
 from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
-from spile.corpus.reader import CorpusReader, Documents
+from spile.corpus.reader import CorpusReader
 from texts import NOT_UTF8, read, units_of, write_parquet
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -281,13 +281,6 @@ def test_units_read_in_any_order_give_the_same_texts(ending: str, tmp_path: Path
             found.update(zip(documents.ordinals, documents.texts, strict=True))
         reader.close()
         assert found == dict(enumerate(texts))
-
-
-def test_the_digest_of_documents_changes_with_text_and_ordinal() -> None:
-    base = Documents([0, 1], ["ab", "c"], Counter())
-    others = [([0, 1], ["a", "bc"]), ([0, 2], ["ab", "c"]), ([0], ["ab"])]
-    assert len({base.digest(), *(Documents(*o, Counter()).digest() for o in others)}) == 4
-    assert Documents([0, 1], ["ab", "c"], Counter({"empty": 3})).digest() == base.digest()
 
 
 def test_a_sample_measures_the_bytes_it_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import DataError, StoreError
-from spile.corpus.reader import Documents
+from spile.corpus.documents import Documents
 from spile.dataset.heartbeat import Presence, read_workers
 from spile.dataset.maintain.verify import verify
 from spile.dataset.write.unit_writer import UnitWriter

@@ -1,38 +1,27 @@
-"""The documents of a range of a file.
+"""The documents of a range of a file, each with all that belongs to it in one record.
 
 A document's ordinal counts every row or line of the corpus, usable or not, so that it can be known
 without parsing. Documents that cannot be used (empty, null, not UTF-8) are counted by reason.
 """
 
 import json
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, takewhile
-from typing import Any, BinaryIO, cast
-
-import numpy as np
-import xxhash
+from typing import Any, cast
 
 from spile.core.config import MAX_DOC_BYTES
-from spile.core.errors import DataError, InputError
-from spile.corpus.about import About, Names
-from spile.corpus.chats.pool import RenderPool, Row, can_render, made_at
-from spile.corpus.chats.rows import (
-    Chats,
-    Reading,
-    Roles,
-    Text,
-    decoded,
-    of_program,
-    of_value,
-    usable,
-)
+from spile.core.errors import ConfigError, DataError, InputError
+from spile.core.index import DOCUMENT_COLUMNS
+from spile.corpus.chats.pool import RenderPool, can_render, made_at
+from spile.corpus.chats.rows import Chats, RowReader, of_program
+from spile.corpus.documents import CorpusDocument, Documents
 from spile.corpus.files import CorpusFile, Span
 from spile.corpus.formats import arrow, parquet
 from spile.corpus.formats.columns import value_at
-from spile.corpus.formats.text import Streams
+from spile.corpus.formats.text import Streams, count_lines
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range
 from spile.corpus.select import FILTERED, TOO_LARGE, ColumnFilter, Selection
@@ -41,29 +30,10 @@ _READ_SIZE = 1 << 22
 _SAMPLE_BYTES = 1 << 18
 _SAMPLE_ROWS = 256
 DUPLICATE = "duplicate"
-
-
-@dataclass(frozen=True)
-class Documents:
-    """The usable documents of a unit, with their ordinals in the corpus."""
-
-    ordinals: list[int]
-    texts: list[str]
-    skipped: Counter[str]
-    roles: list[Roles] = field(default_factory=list[Roles])  # of each text; empty where it is plain
-    about: About = field(default_factory=About, compare=False)  # of every document, usable or not
-    ids: list[np.ndarray] = field(default_factory=list[np.ndarray])  # where they came so: no texts
-
-    def digest(self) -> str:
-        """A hash of exactly what was read; stored with the unit."""
-        digest = xxhash.xxh3_128()
-        for ordinal, data in zip(self.ordinals, self.contents(), strict=True):
-            digest.update(f"{ordinal} {len(data)}\n".encode() + data)
-        return digest.hexdigest()
-
-    def contents(self) -> Iterator[bytes]:
-        """What documents are told apart by: their texts, or their ids."""
-        return (i.tobytes() for i in self.ids) if self.ids else (t.encode() for t in self.texts)
+MOST_CHARACTERS = 1 << 28  # kept of the documents of a unit
+_DEFAULT_KEEP = ("id", "url")
+_KEEP_NONE = "none"
+_SAMPLED_FILES = 4
 
 
 class CorpusReader:
@@ -75,7 +45,7 @@ class CorpusReader:
         text_column: str | None,
         text_documents: str,
         *,
-        reading: Reading | None = None,
+        reading: RowReader | None = None,
         filter: ColumnFilter | None = None,
         selection: Selection | None = None,
         max_doc_bytes: int = MAX_DOC_BYTES,
@@ -93,7 +63,6 @@ class CorpusReader:
         self._selection = selection or Selection()
         self._max_doc_bytes = max_doc_bytes
         self._keep, self._preview = keep, preview
-        self._about = About()  # the documents in hand
         self._streams = Streams(files)
         self._source: ProgramSource | None = None  # of a program, of which a corpus has just one
         self._processes = processes if can_render(reading) else 0
@@ -115,49 +84,37 @@ class CorpusReader:
     def read(
         self, spans: tuple[Span, ...], first_ordinal: int, skip: Collection[int] = ()
     ) -> Documents:
-        """All usable documents of some spans, in order, but those to skip."""
-        about = self._about = About(self._keep, self._preview)
-        found = Documents([], [], Counter(), about=about)
-        ordinal, skipped = first_ordinal, {*skip}
+        """All documents of some spans, in order; those to `skip` are duplicates, and left out."""
+        found: list[CorpusDocument] = []
+        ordinal, repeated, characters = first_ordinal, {*skip}, 0
         for span in spans:
             ordinal = ordinal if span.doc is None else span.doc
             stop = ordinal + span.count
-            for document in self._chosen(self._documents(span)):
+            for each in self._documents(span):
                 if ordinal == stop:
-                    about.forget()  # the span was cut short; its bytes are still to be compared
-                    continue
-                again = ordinal in skipped and isinstance(document, Text)
-                document = DUPLICATE if again else document
-                about.add(ordinal, document if isinstance(document, str) else None)
-                self._add(found, ordinal, document)
+                    continue  # the span was cut short; its bytes are still to be compared
+                document = each.kept(ordinal, self._keep, self._preview)
+                if document.skipped is None:
+                    reason = self._refusal(document) or (DUPLICATE if ordinal in repeated else "")
+                    document = document.skip(reason) if reason else document
+                found.append(document)
+                characters += document.characters
+                if characters > MOST_CHARACTERS:
+                    raise InputError(
+                        f"what is kept of documents {found[0].ordinal} to {ordinal} is more than "
+                        f"{MOST_CHARACTERS >> 20} million characters, too much for one unit: keep "
+                        "fewer columns with --keep, or a shorter --preview"
+                    )
                 ordinal += 1
             if ordinal != stop:
                 raise DataError(
                     f"{self.files[span.file].path}: changed since the unit table was made (holds "
                     f"fewer documents); restore the file or use another --out"
                 )
-        return found
+        return Documents(found, self._keep)
 
-    def _add(self, found: Documents, ordinal: int, document: Text | str) -> None:
-        if isinstance(document, str):
-            found.skipped[document] += 1
-            return
-        found.ordinals.append(ordinal)
-        found.texts.append(document.text)
-        found.roles.append(document.roles)
-        if document.ids is not None:
-            found.ids.append(document.ids)
-
-    def _chosen(self, documents: Iterable[Text | str]) -> Iterator[Text | str]:
-        """Documents that are asked for; of others, and of what is none, the reason."""
-        for document in documents:
-            if isinstance(document, Text):
-                self._about.saw_text(document.text)
-                yield self._refusal(document) or document
-            else:
-                yield document
-
-    def _refusal(self, document: Text) -> str:
+    def _refusal(self, document: CorpusDocument) -> str:
+        """Why a document is left out by its size or its content; empty if it is not."""
         size = len(document.text) if document.ids is None else document.ids.nbytes
         if size > self._max_doc_bytes // 4 and len(document.content) > self._max_doc_bytes:
             return TOO_LARGE
@@ -175,7 +132,7 @@ class CorpusReader:
             documents, size = self.opened(source.program).sample()
             return self._collected([self._of_program(source, d) for d in documents]), size
         if source.is_table:
-            left, size, documents = _SAMPLE_ROWS, 0, list[Text | str]()
+            left, size, documents = _SAMPLE_ROWS, 0, list[CorpusDocument]()
             for group, each in source.groups(file, self._column, self._own_columns()):
                 part = group.part(0, min(group.count, left))
                 documents += self._documents(part)
@@ -186,7 +143,9 @@ class CorpusReader:
         with source.open() as stream:
             data = source.read(stream, _SAMPLE_BYTES)
             if source.kind == "json":
-                first = source.pieces(chain([data], _rest(source, stream)), _READ_SIZE)
+                first = source.pieces(
+                    chain([data], iter(partial(source.read, stream, _READ_SIZE), b"")), _READ_SIZE
+                )
                 # (One that comes in pieces teaches nothing, and may be the rest of the file.)
                 some = list(takewhile(lambda piece: piece.ends, islice(first, _SAMPLE_ROWS)))
                 rows = [piece.data for piece in some]
@@ -206,15 +165,16 @@ class CorpusReader:
         """The columns of a file; where rows have keys, those of its first rows."""
         if self.files[file].is_table:
             return self.files[file].schema().names
-        self._about = names = Names()
-        self.sample(file)
-        return [*names.found]
+        documents, _ = self.sample(file)
+        return [*dict.fromkeys(name for document in documents.every for name in document.columns)]
 
-    def _collected(self, documents: Iterable[Text | str]) -> Documents:
-        found = Documents([], [], Counter())
+    def _collected(self, documents: Iterable[CorpusDocument]) -> Documents:
+        found: list[CorpusDocument] = []
+        ordinal = 0
         for document in documents:
-            self._add(found, len(found.ordinals), document)
-        return found
+            found.append(replace(document, ordinal=ordinal))
+            ordinal += document.skipped is None
+        return Documents(found)
 
     def _own_columns(self) -> tuple[str, ...]:
         """What documents are made of; if nothing is named, the text column, found in each file."""
@@ -238,18 +198,19 @@ class CorpusReader:
                     f"have {', '.join(keys)}: choose one with {flag}"
                 )
 
-    def _documents(self, span: Span) -> Iterator[Text | str]:
+    # -- from a file's rows to documents -----------------------------------------------------
+
+    def _documents(self, span: Span) -> Iterator[CorpusDocument]:
+        """With all columns of their rows, before any is left out by its content."""
         source = self.files[span.file]
         if source.program:
             wanted = Range(span.first, span.count, span.stop, span.digest)
             documents = self.opened(source.program).read(wanted)
-            return self._about.noted(self._of_program(source, each) for each in documents)
+            return (self._of_program(source, each) for each in documents)
         if source.is_table:
             return self._rendered(self._of_table(source, span))
         if source.kind == "bin":
-            return self._rendered(
-                self._of_array(source, self._streams.read(span), span.start, span.first)
-            )
+            return self._of_array(source, self._streams.read(span), span.start, span.first)
         most = self._max_doc_bytes
         if source.kind == "json":
             rows = self._streams.elements(span, most)
@@ -257,49 +218,72 @@ class CorpusReader:
             rows = self._streams.lines(span, most, whole=self._is_whole(source))
         return self._rendered(self._parsed(source, rows, span.first))
 
-    def _rendered(self, found: Iterable[Text | str | Row]) -> Iterator[Text | str]:
-        """With the documents of rows that are left to other processes, in the same order."""
+    def _rendered(self, found: Iterable[CorpusDocument]) -> Iterator[CorpusDocument]:
+        """With texts made of those that are still rows, by other processes or here."""
         if self._reading and self._processes and not self._pool:
             self._pool = RenderPool(self._reading, self._processes)
-        found = self._about.noted(found)
-        if self._pool:
-            return self._pool.documents(found)
-        return (self._made(*item) if isinstance(item, tuple) else item for item in found)
+        return self._pool.documents(found) if self._pool else map(self._made, found)
 
-    def _of_table(self, source: CorpusFile, span: Span) -> Iterator[Text | str | Row]:
+    def _made(self, document: CorpusDocument) -> CorpusDocument:
+        if document.row is None:
+            return document
+        assert self._reading
+        where, row = document.row
+        made = made_at(where, partial(self._reading.document, row))
+        return replace(made, columns=document.columns)
+
+    def _of_table(self, source: CorpusFile, span: Span) -> Iterator[CorpusDocument]:
         columns, texts = self._columns(), not self._reading
         ids = self._reading.column if isinstance(self._reading, TokenIds) else None
         if source.kind == "arrow":
             batch = arrow.RecordBatchPlace(span.count, 0, span.start, span.stop, span.digest)
             rows = arrow.read_rows(
-                source.path, self._column, columns, batch, span.before, span.count,
-                texts=texts, ids=ids, keep=self._keep,
-            )  # fmt: skip
+                source.path,
+                self._column,
+                columns,
+                batch,
+                span.before,
+                span.count,
+                texts=texts,
+                ids=ids,
+                keep=self._keep,
+            )
         elif not columns and not self._keep:
-            for value in parquet.read_texts(
-                source.path, self._column, span.first, span.count, self._max_doc_bytes
-            ):
-                yield of_value(value)
+            yield from map(
+                CorpusDocument.of_bytes,
+                parquet.read_texts(
+                    source.path, self._column, span.first, span.count, self._max_doc_bytes
+                ),
+            )
             return
         else:
             rows = parquet.read_rows(
-                source.path, self._column, columns, span.first, span.count,
-                filter=self._filter, texts=texts, most=self._max_doc_bytes, ids=ids,
+                source.path,
+                self._column,
+                columns,
+                span.first,
+                span.count,
+                filter=self._filter,
+                texts=texts,
+                most=self._max_doc_bytes,
+                ids=ids,
                 keep=self._keep,
-            )  # fmt: skip
+            )
         for number, (row, kept) in enumerate(rows, span.first):
-            self._about.saw_row(kept)
-            yield FILTERED if row is None else self._of_row(f"{source.path} row {number}", row)
+            if row is None:
+                yield CorpusDocument(skipped=FILTERED)
+            else:
+                yield replace(self._of_row(f"{source.path} row {number}", row), columns=kept)
 
     def _of_array(
         self, source: CorpusFile, pieces: Iterable[bytes], start: int, first: int
-    ) -> Iterator[Text | str]:
+    ) -> Iterator[CorpusDocument]:
         assert isinstance(self._reading, TokenIds) and self._reading.flat
         whole = self._reading.flat.checked(source.path, pieces)
         documents = self._reading.flat.documents(whole, start, self._max_doc_bytes)
         for number, ids in enumerate(documents, first):
             if ids is None:
-                yield TOO_LARGE
+                yield CorpusDocument(skipped=TOO_LARGE)
                 continue
             where = f"{source.path} document {number}"
             yield made_at(where, partial(self._reading.of_ids, ids))
@@ -310,75 +294,135 @@ class CorpusReader:
             self._source = program.open(self._column, messages)
         return self._source
 
-    def _of_program(self, source: CorpusFile, document: ProgramDocument) -> Text | str:
-        self._about.saw_row(document.metadata)
-        if self._filter and not self._filter.matches(document.metadata):
-            return FILTERED
-        return made_at(str(source.path), lambda: of_program(document, self._reading))
+    def _of_program(self, source: CorpusFile, given: ProgramDocument) -> CorpusDocument:
+        if self._filter and not self._filter.matches(given.metadata):
+            return CorpusDocument(skipped=FILTERED, columns=given.metadata)
+        made = made_at(str(source.path), lambda: of_program(given, self._reading))
+        return replace(made, columns=given.metadata)
 
-    def _made(self, where: str, row: Mapping[str, Any]) -> Text | str:
-        assert self._reading
-        return made_at(where, partial(self._reading.document, row))
-
-    def _of_row(self, where: str, row: Mapping[str, Any]) -> Text | str | Row:
+    def _of_row(self, where: str, row: Mapping[str, Any]) -> CorpusDocument:
         """A row that is to be rendered is left as it is."""
         if self._filter and not self._filter.matches(row):
-            return FILTERED
+            return CorpusDocument(skipped=FILTERED)
         if self._reading is None:
-            return of_value(row[parquet.TEXT])
-        return where, row
-
-    # -- rows of bytes -----------------------------------------------------------------------
+            return CorpusDocument.of_bytes(row[parquet.TEXT])
+        return CorpusDocument(row=(where, row))
 
     def _is_whole(self, source: CorpusFile) -> bool:
         return source.kind == "text" and self._mode == "file"
 
     def _parsed(
         self, source: CorpusFile, rows: Iterable[bytes | None], first: int
-    ) -> Iterator[Text | str | Row]:
+    ) -> Iterator[CorpusDocument]:
+        """Documents of lines, or of the elements of a JSON array."""
         for number, row in enumerate(rows, first + 1):
             if row is None or len(row) > self._max_doc_bytes:
-                yield TOO_LARGE
+                yield CorpusDocument(skipped=TOO_LARGE)
             elif source.kind == "text":
-                yield decoded(row if self._is_whole(source) else row.removesuffix(b"\r"))
+                whole = self._is_whole(source)
+                yield CorpusDocument.of_bytes(row if whole else row.removesuffix(b"\r"))
             else:
                 yield self._of_json(source, row, number)
 
-    def _of_json(self, source: CorpusFile, row: bytes, number: int) -> Text | str | Row:
+    def _of_json(self, source: CorpusFile, row: bytes, number: int) -> CorpusDocument:
         if not row.strip():
-            return "empty"
+            return CorpusDocument(skipped="empty")
         where = f"{source.path} {'line' if source.kind == 'jsonl' else 'element'} {number}"
         try:
             record = json.loads(row.decode("utf-8").removeprefix("\ufeff"))
         except UnicodeDecodeError:
-            return "not UTF-8"
+            return CorpusDocument(skipped="not UTF-8")
         except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: not JSON ({error}); fix or remove that line") from None
         if isinstance(record, str) and not self._columns():
-            return usable(record)
+            return CorpusDocument.of_text(record)
         if not isinstance(record, dict):
             raise InputError(f"{where}: not a JSON object")
         keys = cast(dict[str, Any], record)
-        self._about.saw_row(keys)
-        if self._reading is None:
-            column = self._column or "text"
-            value = value_at(keys, column)
-            if value is not None and not isinstance(value, str):
-                raise InputError(
-                    f"{where}: {column!r} holds {type(value).__name__}, not text; "
-                    "choose another --text-column"
-                )
-            if self._filter and not self._filter.matches(keys):
-                return FILTERED
-            return usable(value)
-        return self._of_row(where, keys)
+        if self._reading is not None:
+            return replace(self._of_row(where, keys), columns=keys)
+        column = self._column or "text"
+        value = value_at(keys, column)
+        if value is not None and not isinstance(value, str):
+            raise InputError(
+                f"{where}: {column!r} holds {type(value).__name__}, not text; "
+                "choose another --text-column"
+            )
+        if self._filter and not self._filter.matches(keys):
+            return CorpusDocument(skipped=FILTERED, columns=keys)
+        return replace(CorpusDocument.of_text(value), columns=keys)
 
 
-def count_lines(data: bytes) -> int:
-    """Lines in some bytes; the last needs no newline, and nothing after a newline is no line."""
-    return data.count(b"\n") + (1 if data and not data.endswith(b"\n") else 0)
+# -- which columns are kept of each document ---------------------------------------------------
 
 
-def _rest(source: CorpusFile, stream: BinaryIO) -> Iterator[bytes]:
-    while data := source.read(stream, _READ_SIZE):
-        yield data
+def parse_keep(keep: str) -> tuple[str, ...]:
+    """The columns that `--keep` names, sorted: another order makes no other dataset."""
+    if keep == _KEEP_NONE:
+        return ()
+    names = [name.strip() for name in keep.split(",")]
+    for name in names:
+        if not name or not name.isprintable():
+            raise ConfigError(f"--keep {keep!r}: columns are separated by commas, as in id,url")
+        if name in DOCUMENT_COLUMNS:
+            raise ConfigError(
+                f"--keep {name}: the documents table has a column of that name; its own are "
+                f"{', '.join(DOCUMENT_COLUMNS)}"
+            )
+    return tuple(sorted({*names}))
+
+
+def keep_spelled(keep: tuple[str, ...]) -> str:
+    """What `parse_keep` reads."""
+    return ",".join(keep) or _KEEP_NONE
+
+
+def _can_be_named(name: str) -> bool:
+    """Whether `--keep` could name it: on resuming, the stored names are read so."""
+    if name in ("", _KEEP_NONE, *DOCUMENT_COLUMNS):
+        return False
+    return name == name.strip() and name.isprintable() and "," not in name
+
+
+def default_columns(reader: CorpusReader) -> tuple[str, ...]:
+    """Those kept where none is named: id and url, if the first file has them; of a program's
+    documents, all their metadata."""
+    file = reader.files[0]
+    if file.kind in ("text", "bin"):
+        return ()
+    found = reader.columns_of(0)
+    if file.program:
+        return tuple(sorted(filter(_can_be_named, found)))
+    return tuple(name for name in _DEFAULT_KEEP if name in found)
+
+
+def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None:
+    """Stop where a column that was named is not there.
+
+    The first rows of a few files say so; every table does when it is cut.
+    """
+    if not named:
+        return
+    last = len(reader.files) - 1
+    for number in sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)}):
+        file = reader.files[number]
+        if file.kind in ("text", "bin"):
+            raise InputError(f"{file.path}: such a file has no columns, which --keep names")
+        if not file.is_table:
+            found = reader.columns_of(number)
+            for name in named:
+                if name not in found:
+                    raise InputError(
+                        f"{file.path}: no {name!r} in its first documents, which --keep names; "
+                        f"they have {', '.join(sorted(found)) or 'none'}"
+                    )
+
+
+def settled_columns(
+    keep: str | None, files: list[CorpusFile], text_column: str | None, reading: RowReader | None
+) -> tuple[str, ...]:
+    """The columns that a recipe keeps, named or not."""
+    if keep is not None:
+        return parse_keep(keep)
+    with closing(CorpusReader(files, text_column, "line", reading=reading)) as reader:
+        return default_columns(reader)

@@ -70,8 +70,8 @@ def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], in
     unreadable = 0
     for file in chosen:
         documents, taken = reader.sample(file)
-        texts += [] if documents.ids else documents.texts
-        tokens += sum(map(len, documents.ids))
+        texts += [document.text for document in documents.usable if document.ids is None]
+        tokens += sum(len(d.ids) for d in documents.usable if d.ids is not None)
         size += taken
         unreadable += documents.skipped["not UTF-8"]
     if unreadable > 9 * len(texts):

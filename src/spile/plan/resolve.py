@@ -127,9 +127,8 @@ def _encoded(
     tokenizer: TextTokenizer, documents: Documents
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Token ids of each document; and the flags of each, where it matters who speaks."""
-    given = [document.ids for document in documents.usable if document.ids is not None]
-    if given:
-        return given, []
+    if documents.ids:
+        return documents.ids, []
     roles = [document.roles for document in documents.usable]
     if any(roles):
         return tokenizer.encode_roles(documents.texts, roles)

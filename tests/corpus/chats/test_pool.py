@@ -17,8 +17,9 @@ import pytest
 import tiny
 from spile.core.errors import DataError, InputError
 from spile.corpus.chats.pool import RenderPool, can_render, made_at
-from spile.corpus.chats.rows import Chats, Pairs, Text, Unusable
+from spile.corpus.chats.rows import Chats, Pairs
 from spile.corpus.chats.template import ChatTemplate
+from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import find_files
 from spile.corpus.reader import CorpusReader
 from spile.corpus.units import make_units
@@ -34,9 +35,9 @@ CHATS = Chats("chat", TEMPLATE)
 PAIRS = Pairs("q", "a", "Q: ", "?", TEMPLATE)
 
 
-def rows(count: int) -> list[Any]:
-    """Some are none: they pass by in their places."""
-    found: list[Any] = []
+def rows(count: int) -> list[CorpusDocument]:
+    """Rows to be rendered; some are left out before, and keep their places."""
+    found: list[CorpusDocument] = []
     for n in range(count):
         said = {3: "\ud800", 5: "no"}.get(n % 7, f" words of {n} ")
         chat: list[dict[str, Any]] = [
@@ -49,7 +50,8 @@ def rows(count: int) -> list[Any]:
         row["when"] = datetime.date(2024, 1, 1)  # of no concern
         if n == 333:
             chat[0]["when"] = row["when"]  # which cannot travel
-        found.append("left out before" if n % 17 == 2 else (f"f line {n}", row))
+        before = CorpusDocument(skipped="left out before")
+        found.append(before if n % 17 == 2 else CorpusDocument(row=(f"f line {n}", row)))
     return found
 
 
@@ -68,11 +70,11 @@ def pool(reading: Any) -> Iterator[RenderPool]:
 def test_documents_are_the_same_and_in_their_order(reading: Any, pool: RenderPool) -> None:
     given = rows(700)
     wanted = [
-        item if isinstance(item, str) else made_at(item[0], lambda r=item[1]: reading.document(r))
+        made_at(item.row[0], lambda r=item.row[1]: reading.document(r)) if item.row else item
         for item in given
     ]
     assert list(pool.documents(given)) == wanted
-    kinds = {item if isinstance(item, str) else "text" for item in wanted}
+    kinds = {item.skipped or "text" for item in wanted}
     assert kinds >= {"text", "left out before", "not UTF-8", "refused by the chat template", "null"}
     assert list(pool.documents([])) == []
 
@@ -80,8 +82,9 @@ def test_documents_are_the_same_and_in_their_order(reading: Any, pool: RenderPoo
 def test_what_is_no_chat_is_refused_by_its_place(pool: RenderPool, reading: Any) -> None:
     bad = {"chat": "text", "q": 1, "a": "x"}
     with pytest.raises(InputError, match=r"^f line 300: '(chat|q)' holds"):
-        list(pool.documents([*rows(300), ("f line 300", bad), *rows(300)]))
-    assert isinstance(next(pool.documents([("f", rows(5)[4][1])])), Text), "it goes on"
+        given = CorpusDocument(row=("f line 300", bad))
+        list(pool.documents([*rows(300), given, *rows(300)]))
+    assert next(pool.documents([rows(5)[4]])).skipped is None, "it goes on"
 
 
 def test_what_is_kept_of_a_document_stays_with_it(tmp_path: Path) -> None:
@@ -105,20 +108,18 @@ def test_what_is_kept_of_a_document_stays_with_it(tmp_path: Path) -> None:
             files, None, "line", reading=CHATS, keep=("id",), preview=40, processes=processes
         )
         with closing(reader):
-            about = reader.read(unit.spans, 0).about
-        found.append((about.docs, about.skipped, about.previews, about.values))
-    assert found[0] == found[1]
-    docs, skipped, previews, values = found[0]
-    assert values["id"] == [None if n % 11 == 5 else n for n in docs]
-    for n, reason, preview in zip(docs, skipped, previews, strict=True):
-        assert (reason is None) == (f"words of {n}" in (preview or "")), n
+            found.append(reader.read(unit.spans, 0).every)
+    assert found[0] == found[1] and len(found[0]) == 500
+    for n, document in enumerate(found[0]):
+        assert document.ordinal == n
+        assert [{**each[n].columns} for each in found] == [{"id": None if n % 11 == 5 else n}] * 2
+        assert (document.skipped is None) == (f"words of {n}" in (document.preview or "")), n
 
 
 def test_only_chats_take_so_long() -> None:
     assert can_render(CHATS) and can_render(PAIRS)
     assert not can_render(None) and not can_render(Pairs("q", "a", "", "", None))
-    with pytest.raises(Unusable):
-        CHATS.document({"chat": None})
+    assert CHATS.document({"chat": None}).skipped == "null"
 
 
 def test_a_process_that_was_killed_is_said_to_be() -> None:
@@ -134,14 +135,16 @@ ASKING = """
 import sys, time
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.reader import CorpusReader
+from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import find_files
 from spile.corpus.chats.rows import Chats
 from spile.corpus.chats.pool import RenderPool
+from spile.corpus.documents import CorpusDocument
 pool = RenderPool(Chats("chat", ChatTemplate("{{ messages[0].content }}")), 2)
 row = {"chat": [{"role": "user", "content": "x" * 100}]}
 print(*[process.pid for process in pool._processes], "jax" in sys.modules, flush=True)
 while True:
-    list(pool.documents([("", row)] * 1000))
+    list(pool.documents([CorpusDocument(row=("", row))] * 1000))
 """
 
 

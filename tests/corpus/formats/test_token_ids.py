@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import tiny
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DataError, InputError
-from spile.corpus.chats.rows import Unusable
 from spile.corpus.files import find_files
 from spile.corpus.formats.token_ids import FlatArray, TokenIds, settle_ids
-from spile.corpus.reader import TOO_LARGE, CorpusReader
+from spile.corpus.reader import CorpusReader
+from spile.corpus.select import TOO_LARGE
 from texts import units_of
 
 U2, U4 = np.dtype("<u2"), np.dtype("<u4")
@@ -110,13 +110,18 @@ def test_an_array_that_changed_is_refused_and_a_document_too_large_counted(tmp_p
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(None, "null"), ([], "empty"), ("text", "no list"), (3, "no list"), ([[1]], "no list"),
+    [("text", "no list"), (3, "no list"), ([[1]], "no list"),
      ([1.0], "no list"), ([True], "no list"), ([None, 1], "no list"), ([1 << 70], "no list"),
      ([1, -1], "token 1 is -1"), ([10], "token 0 is 10"), ([1 << 40], "is 1099511627776")],
 )  # fmt: skip
 def test_what_is_no_list_of_the_models_ids_is_said(value: Any, said: str) -> None:
-    with pytest.raises((Unusable, ValueError), match=said):
+    with pytest.raises(ValueError, match=said):
         TokenIds(10, "ids").document({"ids": value})
+
+
+@pytest.mark.parametrize(("value", "reason"), [(None, "null"), ([], "empty")])
+def test_nothing_is_left_out_and_counted(value: Any, reason: str) -> None:
+    assert TokenIds(10, "ids").document({"ids": value}).skipped == reason
 
 
 def test_ids_keep_their_values_and_order() -> None:

@@ -16,38 +16,36 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import IO, Any
 
 from spile.core.errors import DataError, InputError
 from spile.core.threads import mapped
-from spile.corpus.chats.rows import Chats, Pairs, Reading, Text, Unusable
+from spile.corpus.chats.rows import Chats, Pairs, RowReader
 from spile.corpus.chats.template import ChatTemplate
+from spile.corpus.documents import CorpusDocument, Row
 
 _ROWS = 64  # of a batch
 _LENGTH = struct.Struct("<Q")
 
-Row = tuple[str, Mapping[str, Any]]  # where it is from, and what it holds
 
-
-def made_at(where: str, make: Callable[[], Text]) -> Text | str:
-    """A text that can be read, or why it is left out."""
+def made_at(where: str, make: Callable[[], CorpusDocument]) -> CorpusDocument:
+    """The document that is made of what lies there."""
     made = _made(make)
     if isinstance(made, ValueError):
         raise InputError(f"{where}: {made}")
     return made
 
 
-def _made(make: Callable[[], Text]) -> Text | str | ValueError:
-    """Returned, not raised: a row that is no document of this kind at all."""
+def _made(make: Callable[[], CorpusDocument]) -> CorpusDocument | ValueError:
+    """The error is returned, not raised: a row that is no document of this kind at all."""
     try:
         made = make()
         made.text.encode("utf-8")
-    except Unusable as reason:
-        return str(reason)
     except UnicodeEncodeError:
-        return "not UTF-8"
+        return CorpusDocument(skipped="not UTF-8")
     except ValueError as error:
         return error
     return made
@@ -59,7 +57,7 @@ def processes_for(asked: int | None) -> int:
     return asked if asked is not None else (min(8, cores // 4) if cores >= 8 else 0)
 
 
-def can_render(reading: Reading | None) -> bool:
+def can_render(reading: RowReader | None) -> bool:
     """Whether making documents takes so long that processes help."""
     return isinstance(reading, Chats | Pairs) and reading.template is not None
 
@@ -67,7 +65,7 @@ def can_render(reading: Reading | None) -> bool:
 class RenderPool:
     """Processes that make documents of rows, by one way of reading."""
 
-    def __init__(self, reading: Reading, processes: int) -> None:
+    def __init__(self, reading: RowReader, processes: int) -> None:
         self._reading = reading
         described = marshal.dumps(_described(reading))
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
@@ -87,12 +85,12 @@ class RenderPool:
             self.close()
             raise
 
-    def documents(self, found: Iterable[Text | str | Row]) -> Iterator[Text | str]:
-        """Rows made into documents, or why they are left out; what else there is as it is."""
+    def documents(self, found: Iterable[CorpusDocument]) -> Iterator[CorpusDocument]:
+        """Those that are still rows are made into documents; the others pass through unchanged."""
         following = iter(found)
         batches = iter(lambda: list(islice(following, _ROWS)), [])
-        for found in mapped(self._render, batches, len(self._processes)):
-            yield from found
+        for rendered in mapped(self._render, batches, len(self._processes)):
+            yield from rendered
 
     def close(self) -> None:
         for process in self._processes:
@@ -103,12 +101,14 @@ class RenderPool:
             process.wait()
         self._processes = []
 
-    def _render(self, found: list[Text | str | Row]) -> list[Text | str]:
-        rows = [item for item in found if isinstance(item, tuple)]
-        documents = iter(self._documents(rows))
-        return [next(documents) if isinstance(item, tuple) else item for item in found]
+    def _render(self, found: list[CorpusDocument]) -> list[CorpusDocument]:
+        made = iter(self._documents([document.row for document in found if document.row]))
+        return [
+            replace(next(made), columns=document.columns) if document.row else document
+            for document in found
+        ]
 
-    def _documents(self, rows: list[Row]) -> list[Text | str]:
+    def _documents(self, rows: list[Row]) -> list[CorpusDocument]:
         columns = self._reading.columns
         try:
             asked = marshal.dumps([{name: row.get(name) for name in columns} for _, row in rows])
@@ -157,22 +157,22 @@ def _received(stream: IO[bytes]) -> bytes | None:
 # Answers are (text, roles), a reason, or (fault,): what is no document of this kind.
 
 
-def _answer(make: Callable[[], Text]) -> Any:
+def _answer(make: Callable[[], CorpusDocument]) -> Any:
     made = _made(make)
-    if isinstance(made, Text):
-        return (made.text, made.roles)
-    return made if isinstance(made, str) else (str(made),)
+    if isinstance(made, ValueError):
+        return (str(made),)
+    return (made.text, made.roles) if made.skipped is None else made.skipped
 
 
-def _understood(where: str, answer: Any) -> Text | str:
+def _understood(where: str, answer: Any) -> CorpusDocument:
     if isinstance(answer, str):
-        return answer
+        return CorpusDocument(skipped=answer)
     if len(answer) == 1:
         raise InputError(f"{where}: {answer[0]}")
-    return Text(*answer)
+    return CorpusDocument(*answer)
 
 
-def _described(reading: Reading) -> dict[str, Any]:
+def _described(reading: RowReader) -> dict[str, Any]:
     """What a process must know to read alike."""
     assert isinstance(reading, Chats | Pairs) and reading.template
     template = reading.template
@@ -189,7 +189,7 @@ def _described(reading: Reading) -> dict[str, Any]:
     }
 
 
-def _reading(described: Mapping[str, Any]) -> Reading:
+def _reading(described: Mapping[str, Any]) -> RowReader:
     date = described["date"] and datetime.date.fromisoformat(described["date"])
     template = ChatTemplate(described["template"], **described["options"], date=date)
     columns: dict[str, Any] = described["columns"]

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spile.core.errors import InputError
-from spile.corpus.select import TOO_LARGE
+from spile.corpus.documents import OVERSIZED, Oversized
 from spile.objects.paths import AnyPath
 
 NULL = "null"  # goes with every kind: whoever wrote the file saw no value
@@ -127,8 +127,8 @@ def leaf(batch: pa.RecordBatch, name: str) -> pa.Array:
     return pc.struct_field(column_of(batch, head), path)
 
 
-def text_values(column: pa.Array, most: int) -> list[bytes | str | None]:
-    """Texts as they are stored; of one that has more than `most` bytes, why it is left out."""
+def text_values(column: pa.Array, most: int) -> list[bytes | Oversized | None]:
+    """Texts as they are stored; `OVERSIZED` for those of more than `most` bytes."""
     if pa.types.is_dictionary(column.type):  # equal values stay one
         values = text_values(column.dictionary, most)
         return [None if i is None else values[i] for i in column.indices.to_pylist()]
@@ -140,7 +140,7 @@ def text_values(column: pa.Array, most: int) -> list[bytes | str | None]:
         return data.to_pylist()
     small = [size is None or size <= most for size in sizes.to_pylist()]
     kept = pc.if_else(pa.array(small), data, None).to_pylist()
-    return [value if ok else TOO_LARGE for value, ok in zip(kept, small, strict=True)]
+    return [value if ok else OVERSIZED for value, ok in zip(kept, small, strict=True)]
 
 
 def refuse_missing(

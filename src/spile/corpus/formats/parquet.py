@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spile.core.errors import InputError
+from spile.corpus.documents import OVERSIZED, Oversized
 from spile.corpus.formats.columns import (
     ColumnKinds,
     check_columns,
@@ -22,7 +23,7 @@ from spile.corpus.formats.columns import (
     text_column,
     text_values,
 )
-from spile.corpus.select import TOO_LARGE, ColumnFilter
+from spile.corpus.select import ColumnFilter
 from spile.objects.paths import AnyPath
 
 TEXT = ""  # the text's key, where a row is read by columns
@@ -95,10 +96,10 @@ def _is_of(leaf: str, names: Sequence[str]) -> bool:
 
 def read_texts(
     path: AnyPath, wanted: str | None, first: int, count: int, most: int
-) -> Iterator[bytes | str | None]:
+) -> Iterator[bytes | Oversized | None]:
     """Texts of `count` rows from row `first` on; only the row groups that hold them are read.
 
-    Of one that has more than `most` bytes, the reason why it is left out.
+    `OVERSIZED` stands for those of more than `most` bytes.
     """
     with _opened(path) as file:
         name = text_column(path, file.schema_arrow, wanted)
@@ -106,7 +107,7 @@ def read_texts(
         for group, low, high in _groups(file, first, count):
             # A column chunk of one value is that value, perhaps twice more as its least and most.
             if sizes[group][0] == 1 and sizes[group][1] > 3 * most + _AHEAD:
-                yield TOO_LARGE
+                yield OVERSIZED
                 continue
             for batch in _batches(file, [(group, low, high)], [name]):
                 yield from text_values(leaf(batch, name), most)

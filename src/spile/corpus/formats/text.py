@@ -1,4 +1,7 @@
-"""The bytes of spans, read forward: a compressed file is decompressed once, span after span."""
+"""Lines, and the bytes of spans in which they lie.
+
+Bytes are read forward, so that a compressed file is decompressed once, span after span.
+"""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -86,3 +89,8 @@ class Streams:
             if piece.ends:
                 yield piece.data if begins else None
             begins = piece.ends
+
+
+def count_lines(data: bytes) -> int:
+    """Lines in some bytes; the last needs no newline, and a trailing one does not start another."""
+    return data.count(b"\n") + (1 if data and not data.endswith(b"\n") else 0)

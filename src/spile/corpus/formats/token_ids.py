@@ -13,7 +13,7 @@ import numpy as np
 from spile.core.config import MAX_DOC_BYTES, Recipe, flag_of
 from spile.core.errors import ConfigError, InputError
 from spile.core.recipe import ResolvedRecipe
-from spile.corpus.chats.rows import Text, Unusable
+from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import CorpusFile
 from spile.corpus.formats.columns import kinds_of
 from spile.corpus.tokenize import TextTokenizer
@@ -108,20 +108,20 @@ class TokenIds:
     def columns(self) -> tuple[str, ...]:
         return (self.column,) if self.column else ()
 
-    def document(self, row: Mapping[str, Any]) -> Text:
+    def document(self, row: Mapping[str, Any]) -> CorpusDocument:
         value = row.get(self.column or "")
         if value is None:
-            raise Unusable("null")
+            return CorpusDocument(skipped="null")
         ids = np.asarray(value)
         if ids.ndim == 1 and not len(ids):
-            raise Unusable("empty")
+            return CorpusDocument(skipped="empty")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(
                 f"{self.column!r} holds no list of token ids; choose with --tokens-column"
             )
         return self.of_ids(ids)
 
-    def of_ids(self, ids: np.ndarray) -> Text:
+    def of_ids(self, ids: np.ndarray) -> CorpusDocument:
         """Raises ValueError for an id that the model does not know."""
         if ids.min() < 0 or ids.max() >= self.vocabulary:
             place = int(np.flatnonzero((ids < 0) | (ids >= self.vocabulary))[0])
@@ -130,7 +130,7 @@ class TokenIds:
                 f"token {place} is {ids[place]}, and the model's ids go from 0 to "
                 f"{self.vocabulary - 1}; these are of another tokenizer{width}"
             )
-        return Text("", ids=ids.astype("<i4"))
+        return CorpusDocument(ids=ids.astype("<i4"))
 
 
 def settle_ids(recipe: Recipe, files: list[CorpusFile], vocabulary: int) -> Recipe:

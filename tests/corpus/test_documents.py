@@ -1,4 +1,4 @@
-"""What is kept of each document while a unit is read."""
+"""The record of a document: what it keeps from its row, and what hashes tell apart."""
 
 import datetime
 from collections import Counter
@@ -11,24 +11,37 @@ import pytest
 
 import tiny
 from spile.core.errors import InputError
-from spile.corpus import about
-from spile.corpus.about import LONGEST, About, plain
+from spile.corpus import reader as reader_module
+from spile.corpus.documents import LONGEST, CorpusDocument, Documents, plain
 from spile.corpus.files import find_files
 from spile.corpus.reader import CorpusReader
 from spile.corpus.select import ColumnFilter, Selection
 from texts import units_of, write_parquet
 
 
-def read(path: Path, keep: tuple[str, ...] = (), preview: int = 20, **options: Any) -> About:
+def read(path: Path, keep: tuple[str, ...] = (), preview: int = 20, **options: Any) -> Documents:
     files = find_files(str(path))
     (unit,) = units_of(files)
     reader = CorpusReader(files, None, "line", keep=keep, preview=preview, **options)
     try:
         found = reader.read(unit.spans, unit.first_doc)
-        assert found.skipped == Counter(filter(None, found.about.skipped))
-        return found.about
+        assert found.columns == keep
+        assert found.skipped == Counter(filter(None, reasons(found)))
+        return found
     finally:
         reader.close()
+
+
+def reasons(found: Documents) -> list[str | None]:
+    return [document.skipped for document in found.every]
+
+
+def previews(found: Documents) -> list[str | None]:
+    return [document.preview for document in found.every]
+
+
+def values(found: Documents, column: str) -> list[Any]:
+    return [document.columns[column] for document in found.every]
 
 
 LINES = r"""{"text": "one", "id": 1, "url": "http://a"}
@@ -45,13 +58,13 @@ LINES = r"""{"text": "one", "id": 1, "url": "http://a"}
 def test_every_line_has_its_row_whatever_became_of_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINES)
     found = read(tmp_path, ("id", "url"))
-    assert found.docs == list(range(8))
-    assert found.skipped == [None, "empty", "empty", "null", None, "not UTF-8", None, None]
-    assert found.values["id"] == [
+    assert [document.ordinal for document in found.every] == list(range(8))
+    assert reasons(found) == [None, "empty", "empty", "null", None, "not UTF-8", None, None]
+    assert values(found, "id") == [
         1, 2, None, 3, None, r"\ud800", '{"a": "é", "b": [1, 2]}', "12345678901234567890",
     ]  # fmt: skip
-    assert found.values["url"] == ["http://a", *[None] * 7]
-    assert found.previews == [
+    assert values(found, "url") == ["http://a", *[None] * 7]
+    assert previews(found) == [
         "one", None, None, None, "a bare text", None, "nul \0 and bell \7", "a text of more than ",
     ]  # fmt: skip
 
@@ -59,13 +72,13 @@ def test_every_line_has_its_row_whatever_became_of_it(tmp_path: Path) -> None:
 def test_nothing_is_kept_where_nothing_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINES)
     found = read(tmp_path, preview=0)
-    assert (found.values, {*found.previews}) == ({}, {None})
-    assert len(found.docs) == 8
+    assert {*previews(found)} == {None} and not any(d.columns for d in found.every)
+    assert len(found.every) == 8
 
 
 def test_a_preview_is_cut_between_characters(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("🌳🌳🌳\nשלום\n")
-    assert read(tmp_path, preview=2).previews == ["🌳🌳", "של"]
+    assert previews(read(tmp_path, preview=2)) == ["🌳🌳", "של"]
 
 
 def test_columns_of_parquet_keep_what_python_can_say_of_them(tmp_path: Path) -> None:
@@ -82,27 +95,26 @@ def test_columns_of_parquet_keep_what_python_can_say_of_them(tmp_path: Path) -> 
     }
     write_parquet(tmp_path / "a.parquet", columns)
     found = read(tmp_path, tuple(columns)[1:])
-    assert found.skipped == [None, "null", None]
-    values = found.values
-    assert values["id"] == ["fine", r"caf\xe9", None]
-    assert values["nested"] == ['{"a": [1]}', None, '{"a": []}']
-    assert values["time"] == ["2024-05-06 07:08:09.000010000Z", None, None]
-    assert values["price"] == ["1.50", None, None]
-    assert values["kind"] == ["x", "y", "x"]
-    assert values["big"] == [str(2**64 - 1), 1, None]
-    assert values["score"][0] == 0.5 and values["score"][2] is None
+    assert reasons(found) == [None, "null", None]
+    assert values(found, "id") == ["fine", r"caf\xe9", None]
+    assert values(found, "nested") == ['{"a": [1]}', None, '{"a": []}']
+    assert values(found, "time") == ["2024-05-06 07:08:09.000010000Z", None, None]
+    assert values(found, "price") == ["1.50", None, None]
+    assert values(found, "kind") == ["x", "y", "x"]
+    assert values(found, "big") == [str(2**64 - 1), 1, None]
+    assert values(found, "score")[0] == 0.5 and values(found, "score")[2] is None
 
 
 def test_a_column_that_some_files_lack_is_empty_there(tmp_path: Path) -> None:
     texts = pa.array(["one", "two"])
     write_parquet(tmp_path / "a.parquet", {"text": texts, "id": pa.array([1, 2])})
     write_parquet(tmp_path / "b.parquet", {"text": texts})
-    assert read(tmp_path, ("id",)).values["id"] == [1, 2, None, None]
+    assert values(read(tmp_path, ("id",)), "id") == [1, 2, None, None]
 
 
 def test_texts_can_be_kept_whole_beside_what_is_read_of_them(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", {"text": pa.array(["one", "two"])})
-    assert read(tmp_path, ("text",), preview=1).values["text"] == ["one", "two"]
+    assert values(read(tmp_path, ("text",), preview=1), "text") == ["one", "two"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -114,15 +126,15 @@ def test_what_a_filter_leaves_out_says_nothing(kind: str, tmp_path: Path) -> Non
         lines = (f'{{"text": "{t}", "id": {i}}}\n' for t, i in zip(*rows.values(), strict=True))
         (tmp_path / "a.jsonl").write_text("".join(lines))
     found = read(tmp_path, ("id",), filter=ColumnFilter("id >= 4"))
-    assert found.values["id"] == [None, None, None, 4]
-    assert found.previews == [None, None, None, "four"]
+    assert values(found, "id") == [None, None, None, 4]
+    assert previews(found) == [None, None, None, "four"]
 
 
 def test_documents_that_a_hash_leaves_out_are_known_still(tmp_path: Path) -> None:
     path = tiny.write_corpus(tmp_path / "a.jsonl")
     found = read(path, ("id",), selection=Selection(fraction=0.5))
-    assert found.values["id"] == list(range(40)) and None not in found.previews
-    assert {*found.skipped} == {None, "beyond --fraction"}
+    assert values(found, "id") == list(range(40)) and None not in previews(found)
+    assert {*reasons(found)} == {None, "beyond --fraction"}
 
 
 def test_long_values_are_cut_and_say_so() -> None:
@@ -137,7 +149,31 @@ def test_long_values_are_cut_and_say_so() -> None:
 
 
 def test_too_much_for_a_unit_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(about, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(reader_module, "MOST_CHARACTERS", 100)
     path = tiny.write_corpus(tmp_path / "a.jsonl")
     with pytest.raises(InputError, match="what is kept of documents 0 to .*--keep"):
         read(path, ("id",))
+
+
+def test_a_document_is_skipped_for_a_reason_and_keeps_what_describes_it() -> None:
+    for given, reason in ((None, "null"), (" \n", "empty"), ("\ud800", "not UTF-8")):
+        assert CorpusDocument.of_text(given) == CorpusDocument(skipped=reason)
+    assert CorpusDocument.of_bytes(b"caf\xe9") == CorpusDocument(skipped="not UTF-8")
+    assert CorpusDocument.of_bytes(b"\xef\xbb\xbfone") == CorpusDocument("one")
+    document = CorpusDocument("one", ((0, 3, 1),), columns={"id": 7, "x": 8}).kept(5, ("id",), 2)
+    left_out = document.skip("why")
+    assert (left_out.ordinal, left_out.preview, left_out.skipped) == (5, "on", "why")
+    assert left_out.columns == {"id": 7} and not left_out.text and not left_out.roles
+
+
+def documents(ordinals: list[int], texts: list[str], *others: CorpusDocument) -> Documents:
+    pairs = zip(ordinals, texts, strict=True)
+    return Documents([*(CorpusDocument(text, ordinal=n) for n, text in pairs), *others])
+
+
+def test_the_digest_of_documents_changes_with_text_and_ordinal() -> None:
+    base = documents([0, 1], ["ab", "c"])
+    others = [([0, 1], ["a", "bc"]), ([0, 2], ["ab", "c"]), ([0], ["ab"])]
+    assert len({base.digest(), *(documents(*other).digest() for other in others)}) == 4
+    empty = CorpusDocument(skipped="empty", ordinal=2)
+    assert documents([0, 1], ["ab", "c"], empty).digest() == base.digest()

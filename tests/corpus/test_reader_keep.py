@@ -7,8 +7,13 @@ import pytest
 
 from spile.core.errors import ConfigError, InputError
 from spile.corpus.files import find_files
-from spile.corpus.keep import parse_keep, refuse_missing, settled_columns, spelled
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import (
+    CorpusReader,
+    keep_spelled,
+    parse_keep,
+    refuse_missing_columns,
+    settled_columns,
+)
 from texts import units_of, write_parquet
 
 PROGRAM = """
@@ -26,7 +31,7 @@ def test_names_are_separated_by_commas_and_have_one_order(
     keep: str, columns: tuple[str, ...]
 ) -> None:
     assert parse_keep(keep) == columns
-    assert parse_keep(spelled(columns)) == columns
+    assert parse_keep(keep_spelled(columns)) == columns
 
 
 @pytest.mark.parametrize("keep", ["id,,url", ",", "id,", "a\nb", "tokens", "id,preview"])
@@ -74,5 +79,5 @@ def test_a_key_that_no_sampled_row_has_is_refused(
     (tmp_path / name).write_text(content)
     reader = CorpusReader(find_files(str(tmp_path / name)), None, "line")
     with pytest.raises(InputError, match=reason):
-        refuse_missing(reader, ("url",))
+        refuse_missing_columns(reader, ("url",))
     reader.close()
