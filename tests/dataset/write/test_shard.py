@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from spile.core.errors import CorruptError
-from spile.dataset.write.shard import ShardWriter, open_tensor, read_shard_header
+from spile.dataset.format import TapInfo
+from spile.dataset.write.shard import (
+    ShardWriter,
+    contains_exactly,
+    index_tensors,
+    open_tensor,
+    read_shard_header,
+    tap_tensors,
+)
 from spile.objects import LocalObjects
 
 
@@ -185,3 +193,22 @@ def test_any_header_is_sound_or_refused(
         assert error.key == "s"
     else:
         assert all(0 <= i.start <= i.stop <= objects.size("s") for i in header.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3", "int8"])
+def test_a_file_contains_the_tensors_that_are_listed_and_no_others(
+    objects: LocalObjects, dtype: str
+) -> None:
+    info = TapInfo((2, 3), dtype)
+    specs = tap_tensors("z.0", 5, info)
+    assert [name for name, *_ in specs] == ["z.0", "z.0/scale"][: 1 + (dtype == "float8_e4m3")]
+    writer = ShardWriter(objects, "k", specs)
+    for _, kind, shape in specs:
+        writer.write(np.zeros(shape, kind))
+    writer.close()
+    header = read_shard_header(objects, "k")
+    assert contains_exactly(header, specs)
+    assert not contains_exactly(header, tap_tensors("z.0", 4, info))
+    assert not contains_exactly(header, specs[1:])
+    assert not contains_exactly(header, [*specs, ("more", np.int8, ())])
+    assert not contains_exactly(header, index_tensors(5))

@@ -208,9 +208,8 @@ class SourceRows:
 
     def index(self, piece: NodePiece) -> np.ndarray:
         found = [
-            read_index(self._objects, done, low, high)
-            for done, low, high in self._units(piece)
-        ]  # fmt: skip
+            read_index(self._objects, done, low, high) for done, low, high in self._units(piece)
+        ]
         return np.concatenate([np.empty(0, INDEX_DTYPE), *found])
 
     def fill(self, tap: str, piece: NodePiece, rows: Bytes, scales: np.ndarray | None) -> None:
@@ -377,10 +376,15 @@ class ScatterPass:
                 "sums": sums.to_json(),
             }
             done = writer.finish(
-                table={"doc": np.empty(0, np.int64)}, fingerprint=self.table.fingerprint,
-                tokens=0, documents=0, contexts=0, skipped={}, text_digest="",
+                table={"doc": np.empty(0, np.int64)},
+                fingerprint=self.table.fingerprint,
+                tokens=0,
+                documents=0,
+                contexts=0,
+                skipped={},
+                text_digest="",
                 made_by={SHUFFLED: told},
-            )  # fmt: skip
+            )
             committed = ledger.commit(done)
         except BaseException:
             writer.discard()
