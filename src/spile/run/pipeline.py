@@ -16,14 +16,11 @@ from typing import Any
 
 import jax
 
-from spile.core.config import Runtime
 from spile.core.errors import Interrupted
 from spile.core.threads import Consumer, Producer
 from spile.corpus.chats.pool import processes_for
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.units import Unit
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Ledger
 from spile.metrics import Counters
 from spile.plan.resolve import Job
 from spile.plan.survey import documents_table
@@ -32,7 +29,7 @@ from spile.run.profile import ProfiledStep
 from spile.run.sink import Prepared, Sink, Taker
 from spile.run.step import Step, StepOutput
 from spile.run.units import Picker
-from spile.run.world import World
+from spile.run.world import RunContext
 
 _log = logging.getLogger("spile")
 _POLL_SECONDS = 0.5
@@ -85,29 +82,25 @@ class Worker:
 
     def __init__(
         self,
+        context: RunContext,
         job: Job,
-        ledger: Ledger,
         step: Step | ProfiledStep,
-        runtime: Runtime,
-        *,
         batches: Callable[[PackedUnit], Iterator[Batch]],
-        made_by: Mapping[str, Any],
-        presence: Presence,
-        world: World,
-        counters: Counters,
         picker: Picker,
-        stop: threading.Event,
+        *,
+        made_by: Mapping[str, Any] | None = None,
         sink: Taker | None = None,
     ) -> None:
         """Args:
         batches: cuts a packed unit into steps.
+        made_by: provenance, kept in the record of every unit that is done.
         sink: takes the rows, instead of the store.
         """
-        self._job, self._ledger, self._step, self._runtime = job, ledger, step, runtime
-        self._batches, self._made_by = batches, made_by
-        self._presence, self._world = presence, world
-        self._counters, self._picker, self._stop = counters, picker, stop
-        self._sink = sink
+        self._context, self._job, self._step = context, job, step
+        self._batches, self._picker = batches, picker
+        self._made_by, self._sink = made_by or {}, sink
+        self._runtime, self._world = context.runtime, context.world
+        self._counters, self._stop = context.counters, context.stop
         self._ending = threading.Event()  # for whatever reason: no unit is waited for any more
         self._room = threading.Semaphore(_UNITS_HELD)
         self._since: float | None = None  # when the last unit was computed
@@ -119,14 +112,11 @@ class Worker:
             Interrupted: if told to stop first; units fully computed are committed, the one in
                 hand is abandoned.
         """
-        self._presence.tell(state="running")
+        self._context.presence.tell(state="running")
         self._run_stages()
 
     def _run_stages(self) -> None:
-        sink = self._sink or Sink(
-            self._job, self._ledger, self._presence, self._runtime, self._counters, self._made_by,
-            self._world, self._picker.done,
-        )  # fmt: skip
+        sink = self._sink or Sink(self._context, self._job, self._made_by, self._picker.done)
         feed = Producer(self._prepare(sink), 1, "read-tokenize-pack")
         clock = DeviceClock(self._counters, self._runtime.queue_depth)
         try:

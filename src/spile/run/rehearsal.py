@@ -55,7 +55,7 @@ def why_not(job: Job, cost: Estimate) -> str | None:
 def rehearse(
     job: Job, runtime: Runtime, cost: Estimate, cuts: Cuts, seconds: float, near: Path | None
 ) -> Rehearsal | None:
-    """Extraction for so many seconds after the first step; None if there are too few steps to time.
+    """Run for so many seconds after the first step; None if there are too few steps to time.
 
     `near`: where the dataset goes, if that is a disk.
     """
@@ -74,7 +74,7 @@ def rehearse(
         stack.callback(presence.close, "done")
         timer = _Timer(counters, stop, seconds)
         stack.callback(timer.close)
-        run = Extraction(ledger, runtime, SingleWorld(), presence, counters, stop, None, None)
+        run = Extraction(ledger, runtime, SingleWorld(), presence, counters, stop)
         try:
             run.work(store_table(job, ledger), cost, cuts, prepared_device())
         except Interrupted:

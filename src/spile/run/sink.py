@@ -16,22 +16,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spile.core.config import Runtime
 from spile.core.errors import DataError, StoreError
 from spile.core.threads import Consumer
 from spile.corpus.pack import PackedUnit
 from spile.corpus.units import Unit
 from spile.dataset.format import Shard
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Ledger
 from spile.dataset.write.statistics import TapStats
 from spile.dataset.write.unit_writer import UnitWriter
-from spile.metrics import Counters
 from spile.metrics.values import tap_counts
 from spile.plan.resolve import Job
 from spile.run.nonfinite import by_stored_name, nonfinite_error
 from spile.run.step import StepOutput
-from spile.run.world import World
+from spile.run.world import RunContext
 
 _log = logging.getLogger("spile")
 
@@ -102,25 +98,23 @@ class Sink:
 
     def __init__(
         self,
+        context: RunContext,
         job: Job,
-        ledger: Ledger,
-        presence: Presence,
-        runtime: Runtime,
-        counters: Counters,
         made_by: Mapping[str, Any],
-        world: World,
         done: Callable[[int], None],
     ) -> None:
         """`done`: told of every unit that is committed."""
-        self._job, self._ledger, self._presence = job, ledger, presence
-        self._runtime, self._counters, self._made_by = runtime, counters, made_by
-        self._world, self._done = world, done
+        self._job, self._made_by, self._done = job, made_by, done
+        self._ledger, self._presence = context.ledger, context.presence
+        self._runtime, self._counters = context.runtime, context.counters
+        self._world = context.world
         self._uncommitted: set[UnitWriter] = set()
         self._current: _Writing | None = None
         self._begun = itertools.count()
         self._failed: Exception | None = None  # what a lane failed with first
         self._failed_in = 0  # the unit; those before it may be whole still
         taps = list(job.table.taps)
+        runtime = context.runtime
         count = min(runtime.write_threads, len(taps))
         # Taps are files of their own: each lane writes some of them, and waits for no other.
         self._lanes = [

@@ -17,6 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,9 @@ import jax
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError, Interrupted, SpileError, WorldError
 from spile.corpus.units import Unit
+from spile.dataset.heartbeat import Presence
+from spile.dataset.ledger import Ledger
+from spile.metrics import Counters
 from spile.run.child import free_stdout, is_child
 from spile.run.rank import ABORTED, RESTART, Rank
 
@@ -88,6 +92,18 @@ class SingleWorld(World):
 
     def failed(self, error: BaseException) -> BaseException:
         return error
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What every stage of this process's run shares."""
+
+    ledger: Ledger
+    runtime: Runtime
+    world: World
+    presence: Presence
+    counters: Counters
+    stop: threading.Event  # when set, the run ends as soon as it can
 
 
 class JoinedWorld(World):
