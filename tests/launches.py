@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chaos.harness import Work
-from spile.launch.job import Container, Job
+from spile.launch.job import Container, LaunchJob
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 IMAGE = f"registry.example/team/spile@{DIGEST}"
@@ -41,16 +41,16 @@ def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return work, out
 
 
-def job(**changes: Any) -> Job:
+def job(**changes: Any) -> LaunchJob:
     given: dict[str, Any] = {"name": "run1", "extract": EXTRACT, **changes}
-    return Job(**given)
+    return LaunchJob(**given)
 
 
 def contained(**changes: Any) -> Container:
     return Container(image=IMAGE, **changes)
 
 
-def hostile_job(**changes: Any) -> Job:
+def hostile_job(**changes: Any) -> LaunchJob:
     """Its arguments, variables and secrets are hostile, each in its own way."""
     env = {f"E{number}": value for number, value in enumerate(HOSTILE)}
     secrets = {f"S{number}": value for number, value in enumerate(HOSTILE)}

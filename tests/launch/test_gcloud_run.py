@@ -13,9 +13,8 @@ from fake_gcloud import HOSTS, Cloud
 from launches import calls, job, path_with, recorder
 from spile.core.errors import LaunchError
 from spile.launch.command import Command, Result, run
-from spile.launch.gcloud import Gcloud
-from spile.launch.gcloud_run import Keeper
-from spile.launch.job import Job
+from spile.launch.gcloud import Gcloud, Keeper
+from spile.launch.job import LaunchJob
 from spile.launch.run import act, check
 from worlds import wait_until
 
@@ -38,7 +37,7 @@ def slept() -> list[float]:
     return []
 
 
-def keeper(of: Job, slept: list[float], **changes: Any) -> Keeper:
+def keeper(of: LaunchJob, slept: list[float], **changes: Any) -> Keeper:
     target = Gcloud(**{"zones": ("a",), **changes})
 
     def sleep(seconds: float) -> None:
@@ -54,7 +53,7 @@ def refused(keeper: Keeper) -> str:
     return str(caught.value)
 
 
-def working(folder: Path, code: int = 0, **changes: Any) -> tuple[Job, Path]:
+def working(folder: Path, code: int = 0, **changes: Any) -> tuple[LaunchJob, Path]:
     """A job whose program writes down that it ran, on whichever host."""
     tool = recorder(folder / "spile", code)
     return job(spile=str(tool), secrets={"TOKEN": SECRET}, **changes), tool

@@ -13,7 +13,7 @@ import yaml
 
 from launches import EXTRACT, HOSTILE, IMAGE, contained, hostile_job, job
 from spile.core.errors import ConfigError
-from spile.launch.job import Job
+from spile.launch.job import LaunchJob
 from spile.launch.kubernetes import Kubernetes, Tpu, parse_tpu
 
 FIXTURE = Path(__file__).parents[1] / "fixtures/kubernetes/jobset.json"
@@ -59,7 +59,7 @@ def validate(manifest: dict[str, Any]) -> None:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def applied(target: Kubernetes, of: Job) -> list[dict[str, Any]]:
+def applied(target: Kubernetes, of: LaunchJob) -> list[dict[str, Any]]:
     """What kubectl would read."""
     (command,) = target.render(of)
     assert command.stdin is not None
@@ -70,7 +70,7 @@ def applied(target: Kubernetes, of: Job) -> list[dict[str, Any]]:
     return manifests
 
 
-def inside(**changes: Any) -> Job:
+def inside(**changes: Any) -> LaunchJob:
     return job(container=contained(), **changes)
 
 

@@ -14,7 +14,7 @@ import pytest
 from launches import HOSTILE, calls, contained, hostile_job, job, path_with, recorder
 from spile.launch import script
 from spile.launch.command import Command, Result, run
-from spile.launch.job import Job, Seat
+from spile.launch.job import LaunchJob, Seat
 from worlds import wait_until
 
 SEAT = Seat(slice=1, slices=2)
@@ -33,11 +33,11 @@ class Host:
         )
         return run(command, 30)
 
-    def state(self, of: Job) -> script.State:
+    def state(self, of: LaunchJob) -> script.State:
         (state,) = script.states(self.hand(script.status(of, SEAT)))
         return state
 
-    def ended(self, of: Job) -> script.State:
+    def ended(self, of: LaunchJob) -> script.State:
         wait_until(lambda: self.state(of).name != "running", 20)
         return self.state(of)
 

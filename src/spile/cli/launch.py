@@ -26,9 +26,8 @@ def add_launch(verbs: Verbs) -> None:
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    from spile.launch.build import build_job, build_target, check_out
     from spile.launch.command import shown
-    from spile.launch.run import act, check, commands, told
+    from spile.launch.run import act, build_job, build_target, check, check_out, commands, told
 
     action, target = arguments.action, build_target(arguments)
     lines = getattr(arguments, "lines", 0)

@@ -1,20 +1,37 @@
 """TPU VMs of Google Cloud: made, by request or through the queue, and told what to run.
 
 Every slice is one TPU, by its own name; all its hosts are told at once (`--worker=all`) and find
-each other. `gcloud_run.py` does what this says.
+each other. `Gcloud` says what would be run; `Keeper` runs it: TPUs are made, started, watched, and
+made again when they are preempted.
 """
 
+import logging
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from spile.core.errors import ConfigError
+from spile.core.errors import ConfigError, Interrupted, LaunchError, printable
+from spile.core.retry import backoff
 from spile.launch import script
-from spile.launch.command import FILE, Command
-from spile.launch.job import Job, Seat, check_name
+from spile.launch.command import FILE, NOT_FOUND, Command, Result, run
+from spile.launch.job import LaunchJob, Seat, check_name
 from spile.launch.target import check_counts
 
+_log = logging.getLogger("spile")
+
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+_POLL = 30.0  # seconds between two looks at what runs, or waits in the queue
+_FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0
+_PERMANENT = 2  # the exit code after which a restart would fail alike
+_READY = "READY"
+_COMING = ("CREATING", "STARTING", "RESTARTING", "REPAIRING")
+_QUEUED = ("ACCEPTED", "CREATING", "PROVISIONING", "WAITING_FOR_RESOURCES")
+# What gcloud says, and what to do about it.
+_SIGN_IN = ("reauthentication", "invalid_grant", "gcloud auth login", "unauthenticated")
+_REFUSED = ("permission_denied", "permission denied", "quota", "invalid_argument", "not enabled")
+_FULL = ("no more capacity", "resource_exhausted", "stockout", "insufficient capacity")
 
 
 @dataclass(frozen=True)
@@ -66,7 +83,7 @@ class Gcloud:
     def makes(self) -> bool:
         return self.accelerator_type is not None
 
-    def nodes(self, job: Job) -> list[Node]:
+    def nodes(self, job: LaunchJob) -> list[Node]:
         """In the first zone; where they really are is found by asking."""
         names = self.tpus or tuple(f"{job.name}-{number}" for number in range(self.slices))
         return [Node(number, name, self.zones[0]) for number, name in enumerate(names)]
@@ -104,28 +121,28 @@ class Gcloud:
 
     # -- what runs on it ---------------------------------------------------------------------
 
-    def send(self, job: Job, node: Node) -> Command:
+    def send(self, job: LaunchJob, node: Node) -> Command:
         """The script goes as a file: a command line is no place for what it holds."""
         text = f'rm -f -- "$0"\n{script.start(job, self._seat(job, node))}'
         words = self._words("tpu-vm", "scp", node.zone)
         argv = (*words, "--worker=all", FILE, f"{node.name}:{_sent(job)}")
         return Command(argv=argv, where=str(node), file=text, suffix=".sh")
 
-    def start(self, job: Job, node: Node) -> Command:
+    def start(self, job: LaunchJob, node: Node) -> Command:
         return self._ssh(node, f"sh {_sent(job)}")
 
-    def state(self, job: Job, node: Node) -> Command:
+    def state(self, job: LaunchJob, node: Node) -> Command:
         return self._ssh(node, script.status(job, self._seat(job, node)))
 
-    def log(self, job: Job, node: Node, lines: int) -> Command:
+    def log(self, job: LaunchJob, node: Node, lines: int) -> Command:
         return self._ssh(node, script.logs(job, self._seat(job, node), lines))
 
-    def end(self, job: Job, node: Node) -> Command:
+    def end(self, job: LaunchJob, node: Node) -> Command:
         return self._ssh(node, script.stop(job, self._seat(job, node)))
 
     # -- as every target ---------------------------------------------------------------------
 
-    def render(self, job: Job) -> Sequence[Command]:
+    def render(self, job: LaunchJob) -> Sequence[Command]:
         """As if nothing went wrong, in the first zone."""
         found: list[Command] = []
         for node in self.nodes(job):
@@ -137,19 +154,19 @@ class Gcloud:
             found += [self.send(job, node), self.start(job, node)]
         return found
 
-    def status(self, job: Job) -> Sequence[Command]:
+    def status(self, job: LaunchJob) -> Sequence[Command]:
         return [*self.list_all(), *(self.state(job, node) for node in self.nodes(job))]
 
-    def logs(self, job: Job, lines: int) -> Sequence[Command]:
+    def logs(self, job: LaunchJob, lines: int) -> Sequence[Command]:
         return [self.log(job, node, lines) for node in self.nodes(job)]
 
-    def stop(self, job: Job) -> Sequence[Command]:
+    def stop(self, job: LaunchJob) -> Sequence[Command]:
         ends = [self.end(job, node) for node in self.nodes(job)]
         if not self.delete:
             return ends
         return [*ends, *(self.delete_node(node) for node in self.nodes(job))]
 
-    def _seat(self, job: Job, node: Node) -> Seat:
+    def _seat(self, job: LaunchJob, node: Node) -> Seat:
         return Seat(slice=node.slice, slices=len(self.nodes(job)))
 
     def _words(self, kind: str, verb: str, zone: str) -> tuple[str, ...]:
@@ -164,5 +181,236 @@ class Gcloud:
         return self._gcloud(node, "tpu-vm", "ssh", "--worker=all", f"--command={line}")
 
 
-def _sent(job: Job) -> str:
+def _sent(job: LaunchJob) -> str:
     return f".spile-{job.name}.sh"
+
+
+# -- what keeps them -------------------------------------------------------------------------------
+
+
+class Retry(Exception):
+    """It did not work now; it may later.
+
+    Attributes:
+        ran: whether the run was seen at work before.
+    """
+
+    def __init__(self, why: str, *, ran: bool = False) -> None:
+        self.ran = ran
+        super().__init__(why)
+
+
+class Keeper:
+    """The TPUs of one launch."""
+
+    def __init__(
+        self,
+        target: Gcloud,
+        job: LaunchJob,
+        *,
+        sleep: Callable[[float], object] | None = None,
+        call: Callable[[Command], Result] = run,
+    ) -> None:
+        self._target, self._job = target, job
+        self._stopped = threading.Event()
+        self._wait_for, self._call = sleep or self._stopped.wait, call
+
+    def submit(self) -> list[Result]:
+        """Start every slice; with `keep`, stay until each has come to its end."""
+        return self._each(self._keep if self._target.keep else self._start)
+
+    def locate(self, node: Node) -> Node:
+        """Where it is."""
+        found = self._find(node)
+        if found is None:
+            raise self._absent_error(node)
+        return found[0]
+
+    def ask(self, commands: Callable[[Node], Sequence[Command]]) -> list[Result]:
+        """One after the other for each node, where it is; nodes at once. The last is told of."""
+
+        def one(node: Node) -> Result:
+            result = Result(str(node), 0, "", "")
+            for command in commands(self.locate(node)):
+                result = self._call(command)
+                self._refuse(command, result)
+            return result
+
+        return self._each(one)
+
+    def _each(self, work: Callable[[Node], Result]) -> list[Result]:
+        nodes = self._target.nodes(self._job)
+
+        def guarded(node: Node) -> Result:
+            try:
+                return work(node)
+            except (LaunchError, Retry) as error:
+                return Result(node.name, 1, "", str(error))
+
+        pool = ThreadPoolExecutor(len(nodes))
+        try:
+            return list(pool.map(guarded, nodes))
+        finally:
+            self._stopped.set()  # a signal ends the threads, too, which hear of none
+            pool.shutdown()
+
+    def _sleep(self, seconds: float) -> None:
+        self._wait_for(seconds)
+        if self._stopped.is_set():
+            raise Interrupted
+
+    # -- one slice ---------------------------------------------------------------------------
+
+    def _start(self, node: Node) -> Result:
+        """Bring it up and start the run on all its hosts; hosts where it runs are left alone."""
+        failures = 0
+        while True:
+            try:
+                return self._try_start(node)
+            except Retry as error:
+                failures = self._wait(node, failures, str(error))
+
+    def _try_start(self, node: Node) -> Result:
+        up = self._bring_up(node)
+        for command in (self._target.send(self._job, up), self._target.start(self._job, up)):
+            result = self._call(command)
+            self._refuse(command, result)
+            if result.code:
+                raise Retry(f"not every host was reached ({_error(result)})")
+        return result
+
+    def _keep(self, node: Node) -> Result:
+        """Until its hosts have all ended well, whatever is preempted meanwhile."""
+        failures = 0
+        while True:
+            try:
+                self._try_start(node)
+                return self._watch(node)
+            except Retry as error:
+                failures = self._wait(node, 0 if error.ran else failures, str(error))
+
+    def _watch(self, node: Node) -> Result:
+        ran = False
+        while True:
+            self._sleep(_POLL)
+            found = self._find(node)
+            if found is None or found[1] != _READY:
+                raise Retry(f"the TPU is {found[1] if found else 'gone'}", ran=ran)
+            result = self._call(self._target.state(self._job, found[0]))
+            hosts = script.states(result)
+            for host in hosts:
+                if host.name == "ended" and host.code == _PERMANENT:
+                    raise LaunchError(f"{host}; nothing to gain by a restart")
+            if not result.code and hosts and all(host.code == 0 for host in hosts):
+                return Result(str(found[0]), 0, "finished", "")
+            ended = [str(host) for host in hosts if host.name != "running" and host.code != 0]
+            if ended:
+                raise Retry("; ".join(ended), ran=ran)
+            if result.code and not any(host.name == "running" for host in hosts):
+                raise Retry(f"its hosts do not answer ({_error(result)})", ran=ran)
+            ran = ran or bool(hosts)
+
+    def _bring_up(self, node: Node) -> Node:
+        """A TPU that is ready: found, or made in the first zone that has one."""
+        found = self._find(node)
+        if found is not None:
+            there, state = found
+            if state == _READY:
+                return there
+            if state in _COMING:
+                raise Retry(f"the TPU is {state}")
+            if not self._target.makes:
+                raise LaunchError(f"the TPU {there} is {state}: start it, or make it again")
+            _log.info("%s: is %s; making it again", there, state)
+            self._must(self._target.delete_node(there))
+        if not self._target.makes:
+            raise self._absent_error(node)
+        return self._make(node)
+
+    def _make(self, node: Node) -> Node:
+        said = ""
+        for place in self._target.everywhere(node):
+            made = self._call(command := self._target.create(place))
+            self._refuse(command, made)
+            if not made.code or _says(made, "already exists", "already_exists"):
+                return self._queue(place) if self._target.queued else place
+            said = _error(made)
+            if not _says(made, *_FULL):
+                break
+            _log.info("%s: %s", place, said)
+        raise Retry(said)
+
+    def _queue(self, node: Node) -> Node:
+        """Wait until the queue has come to it."""
+        while True:
+            result = self._call(command := self._target.describe_queued(node))
+            self._refuse(command, result)
+            state = result.out.strip()
+            if state == "ACTIVE":
+                return node
+            if result.code:
+                raise Retry(_error(result))
+            if state not in _QUEUED:
+                self._must(self._target.delete_node(node))
+                raise Retry(f"the request is {state}")
+            self._sleep(_POLL)
+
+    # -- what gcloud says ---------------------------------------------------------------------
+
+    def _find(self, node: Node) -> tuple[Node, str] | None:
+        """Where it is, and its state; None if there is none of that name."""
+        for place in self._target.everywhere(node):
+            result = self._call(command := self._target.describe(place))
+            if not result.code:
+                return place, result.out.strip()
+            if not _says(result, "not_found", "not found"):
+                self._refuse(command, result)
+                raise Retry(_error(result))
+        return None
+
+    def _absent_error(self, node: Node) -> LaunchError:
+        return LaunchError(
+            f"there is no TPU {node.name} in {', '.join(self._target.zones)}: name it by --tpu, or "
+            "say by --accelerator-type and --runtime-version what to make"
+        )
+
+    def _must(self, command: Command) -> None:
+        result = self._call(command)
+        self._refuse(command, result)
+        if result.code:
+            raise Retry(_error(result))
+
+    def _refuse(self, command: Command, result: Result) -> None:
+        """What no retry mends.
+
+        Raises:
+            LaunchError: with the remedy.
+        """
+        if not result.code:
+            return
+        verb = " ".join(command.argv[3:5])
+        if result.code == NOT_FOUND and _says(result, "not installed"):
+            raise LaunchError("gcloud is not installed here")
+        if _says(result, *_SIGN_IN):
+            raise LaunchError(f"gcloud {verb}: {_error(result)}; sign in again: gcloud auth login")
+        if verb.endswith(("create", "describe", "delete")) and _says(result, *_REFUSED):
+            raise LaunchError(f"gcloud {verb}: {_error(result)}")
+
+    def _wait(self, node: Node, failures: int, why: str) -> int:
+        if failures >= self._target.retries:
+            raise LaunchError(f"{why}; given up after {failures + 1} attempts")
+        seconds = backoff(failures + 1, _FIRST_WAIT, _LONGEST_WAIT)
+        _log.warning("%s: %s; again in %.0f s", node.name, why, seconds)
+        self._sleep(seconds)
+        return failures + 1
+
+
+def _says(result: Result, *words: str) -> bool:
+    said = result.err.lower()
+    return any(word in said for word in words)
+
+
+def _error(result: Result) -> str:
+    """gcloud's own line, which advice may follow."""
+    lines = [line for line in result.err.splitlines() if line.startswith("ERROR:")]
+    return printable(lines[0].strip()) if lines else result.said

@@ -79,7 +79,7 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class LaunchJob:
     """An extraction, as it is started on every host."""
 
     name: str
@@ -116,7 +116,7 @@ class Job:
                     "out (--world-size says how many are joined)"
                 )
 
-    def masked(self) -> "Job":
+    def masked(self) -> "LaunchJob":
         """The same job to look at: its secrets are not in it."""
         return replace(self, secrets=dict.fromkeys(self.secrets, MASK))
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from spile.core.errors import ConfigError
 from spile.launch.command import Command
-from spile.launch.job import GOOGLE_KEY, GRACE, PORT, Job
-from spile.launch.target import check_counts
-from spile.launch.yaml import to_yaml
+from spile.launch.job import GOOGLE_KEY, GRACE, PORT, LaunchJob
+from spile.launch.target import check_counts, to_yaml
 
 # GKE's name of each generation's machines, and how many chips a host of a larger slice has.
 _TPUS = {
@@ -98,11 +97,11 @@ class Kubernetes:
         """Of each slice."""
         return self.tpu.hosts if self.tpu else self.world_size
 
-    def render(self, job: Job) -> Sequence[Command]:
+    def render(self, job: LaunchJob) -> Sequence[Command]:
         text = "---\n".join(to_yaml(manifest) for manifest in self.manifests(job))
         return [Command(argv=(*self._kubectl(), "apply", "--filename=-"), stdin=text)]
 
-    def manifests(self, job: Job) -> list[dict[str, Any]]:
+    def manifests(self, job: LaunchJob) -> list[dict[str, Any]]:
         """What is applied, as data."""
         if job.container is None:
             raise ConfigError("--container IMAGE@sha256:DIGEST is missing: what should pods run?")
@@ -120,17 +119,17 @@ class Kubernetes:
             return [*found, self._indexed_job(job)]
         return [*found, *(self._jobset(job, number) for number in range(self.slices))]
 
-    def status(self, job: Job) -> Sequence[Command]:
+    def status(self, job: LaunchJob) -> Sequence[Command]:
         kinds = "jobs.batch,pods" if self.processes == 1 else f"{self._kind},pods"
         return [Command(argv=(*self._kubectl(), "get", kinds, self._selector(job)))]
 
-    def logs(self, job: Job, lines: int) -> Sequence[Command]:
+    def logs(self, job: LaunchJob, lines: int) -> Sequence[Command]:
         pods = self.slices * self.processes
         argv = (*self._kubectl(), "logs", self._selector(job), f"--tail={lines}", "--prefix",
                 f"--max-log-requests={max(5, pods)}")  # fmt: skip
         return [Command(argv=argv)]
 
-    def stop(self, job: Job) -> Sequence[Command]:
+    def stop(self, job: LaunchJob) -> Sequence[Command]:
         argv = (*self._kubectl(), "delete", f"{self._kind},secrets", self._selector(job))
         return [Command(argv=argv)]
 
@@ -144,17 +143,17 @@ class Kubernetes:
         return ("kubectl", *context, *namespace)
 
     @staticmethod
-    def _selector(job: Job) -> str:
+    def _selector(job: LaunchJob) -> str:
         return f"--selector=app.kubernetes.io/name=spile,app.kubernetes.io/instance={job.name}"
 
     @staticmethod
-    def _labels(job: Job) -> dict[str, str]:
+    def _labels(job: LaunchJob) -> dict[str, str]:
         return {"app.kubernetes.io/name": "spile", "app.kubernetes.io/instance": job.name}
 
-    def _metadata(self, job: Job, name: str) -> dict[str, Any]:
+    def _metadata(self, job: LaunchJob, name: str) -> dict[str, Any]:
         return {"name": name, "labels": self._labels(job)}
 
-    def _indexed_job(self, job: Job) -> dict[str, Any]:
+    def _indexed_job(self, job: LaunchJob) -> dict[str, Any]:
         """Slices of one host each: a pod that fails is tried again, alone."""
         env: list[dict[str, Any]] = []
         if self.slices > 1:
@@ -172,7 +171,7 @@ class Kubernetes:
         metadata = self._metadata(job, job.name)
         return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
-    def _jobset(self, job: Job, number: int) -> dict[str, Any]:
+    def _jobset(self, job: LaunchJob, number: int) -> dict[str, Any]:
         """A slice of several hosts: they end together and are started again together."""
         name = f"{job.name}-{number}"
         metadata = self._metadata(job, name)
@@ -207,7 +206,7 @@ class Kubernetes:
             },
         }  # fmt: skip
 
-    def _pod(self, job: Job, seat: list[dict[str, Any]]) -> dict[str, Any]:
+    def _pod(self, job: LaunchJob, seat: list[dict[str, Any]]) -> dict[str, Any]:
         assert job.container is not None
         env: list[dict[str, Any]] = [
             {"name": name, "value": _literal(value)} for name, value in job.env.items()
@@ -279,7 +278,7 @@ _UNPRIVILEGED = {
 }  # fmt: skip
 
 
-def _secret(job: Job) -> str:
+def _secret(job: LaunchJob) -> str:
     return f"{job.name}-env"
 
 

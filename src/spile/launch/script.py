@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 
 from spile.launch.command import Result
-from spile.launch.job import GRACE, Job, Seat, exported
+from spile.launch.job import GRACE, LaunchJob, Seat, exported
 
 _MARK = "@spile"  # begins the one line by which a host says how its run is
 _KILLED = 10  # seconds for what was killed to be gone
@@ -47,7 +47,7 @@ class State:
         return f"{what}: {self.said}" if self.said else what
 
 
-def start(job: Job, seat: Seat) -> str:
+def start(job: LaunchJob, seat: Seat) -> str:
     """Starts it and leaves it, unless it runs."""
     if job.container is not None:
         return _start_container(job, seat)
@@ -69,7 +69,7 @@ echo "started (pid $(cat "$d/pid"))"
 """
 
 
-def status(job: Job, seat: Seat) -> str:
+def status(job: LaunchJob, seat: Seat) -> str:
     """Says how it is, in one line."""
     if job.container is not None:
         name, engine = _container(job, seat), shlex.join(job.engine())
@@ -99,7 +99,7 @@ printf '{_MARK}\\t%s\\t%s\\t%s\\n' "$name" "$code" "$said"
 """
 
 
-def logs(job: Job, seat: Seat, lines: int) -> str:
+def logs(job: LaunchJob, seat: Seat, lines: int) -> str:
     if job.container is not None:
         return f"{shlex.join(job.engine())} logs --tail {lines} {_container(job, seat)} 2>&1\n"
     return f"""\
@@ -108,7 +108,7 @@ tail -n {lines} "$d/log"
 """
 
 
-def stop(job: Job, seat: Seat) -> str:
+def stop(job: LaunchJob, seat: Seat) -> str:
     """Asks it to stop, and insists after a while."""
     if job.container is not None:
         name, engine = _container(job, seat), shlex.join(job.engine())
@@ -140,7 +140,7 @@ def states(result: Result) -> list[State]:
     return found
 
 
-def _start_container(job: Job, seat: Seat) -> str:
+def _start_container(job: LaunchJob, seat: Seat) -> str:
     name, engine = _container(job, seat), shlex.join(job.engine())
     environment = job.environment(seat)
     line = job.container_run(tuple(environment), "--detach", f"--name={name}")
@@ -156,15 +156,15 @@ echo "started"
 """
 
 
-def _folder(job: Job, seat: Seat) -> str:
+def _folder(job: LaunchJob, seat: Seat) -> str:
     return f'd="$HOME"/.spile/{job.name}/{seat.number}\n'
 
 
-def _container(job: Job, seat: Seat) -> str:
+def _container(job: LaunchJob, seat: Seat) -> str:
     return f"spile-{job.name}-{seat.number}"
 
 
-def _setup(job: Job) -> str:
+def _setup(job: LaunchJob) -> str:
     if not job.setup:
         return ""
     # Its input is not ours: it would eat the rest of this script.
@@ -177,11 +177,11 @@ trap - EXIT
 """
 
 
-def _setup_of_host(job: Job) -> str:
+def _setup_of_host(job: LaunchJob) -> str:
     return f"{{\n{job.setup}\n}} >&2 </dev/null\n" if job.setup else ""
 
 
-def _enter(job: Job) -> str:
+def _enter(job: LaunchJob) -> str:
     return f"cd -- {shlex.quote(job.folder)}\n" if job.folder else ""
 
 

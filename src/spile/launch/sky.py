@@ -7,9 +7,8 @@ from typing import Any
 
 from spile.core.errors import ConfigError
 from spile.launch.command import FILE, Command
-from spile.launch.job import PORT, Job, Seat
-from spile.launch.target import check_counts
-from spile.launch.yaml import to_yaml
+from spile.launch.job import PORT, LaunchJob, Seat
+from spile.launch.target import check_counts, to_yaml
 
 _WORLD = f"""\
 export COORDINATOR_ADDRESS="$(printf '%s\\n' "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"
@@ -35,7 +34,7 @@ class Sky:
                 "its hosts: leave it out"
             )
 
-    def render(self, job: Job) -> Sequence[Command]:
+    def render(self, job: LaunchJob) -> Sequence[Command]:
         if job.container is not None or job.credentials is not None:
             raise ConfigError(
                 "--container and --credentials are not for sky, which has its own way to sign in: "
@@ -43,7 +42,7 @@ class Sky:
             )
         return [self._launch(job, number) for number in range(self.slices)]
 
-    def task(self, job: Job, number: int) -> dict[str, Any]:
+    def task(self, job: LaunchJob, number: int) -> dict[str, Any]:
         """The task's file, as data. No secret is in it, just their names."""
         wanted = {
             "infra": self.infra,
@@ -64,23 +63,23 @@ class Sky:
         }
         return {name: value for name, value in task.items() if value or name == "num_nodes"}
 
-    def script(self, job: Job) -> str:
+    def script(self, job: LaunchJob) -> str:
         """What each node runs."""
         world = _WORLD if self.world_size > 1 else ""
         enter = f"cd -- {shlex.quote(job.folder)}\n" if job.folder else ""
         return f"{world}{enter}exec {shlex.join(job.command)}\n"
 
-    def status(self, job: Job) -> Sequence[Command]:
+    def status(self, job: LaunchJob) -> Sequence[Command]:
         return [Command(argv=("sky", "jobs", "queue"))]
 
-    def logs(self, job: Job, lines: int) -> Sequence[Command]:
+    def logs(self, job: LaunchJob, lines: int) -> Sequence[Command]:
         how = ("--no-follow", f"--tail={lines}")
         return [self._each(job, number, "logs", *how) for number in range(self.slices)]
 
-    def stop(self, job: Job) -> Sequence[Command]:
+    def stop(self, job: LaunchJob) -> Sequence[Command]:
         return [self._each(job, number, "cancel", "--yes") for number in range(self.slices)]
 
-    def _launch(self, job: Job, number: int) -> Command:
+    def _launch(self, job: LaunchJob, number: int) -> Command:
         secrets = [f"--secret={name}" for name in job.secrets]
         argv = ("sky", "jobs", "launch", "--yes", "--detach-run", *secrets, FILE)
         return Command(
@@ -88,9 +87,9 @@ class Sky:
             suffix=".yaml", env=job.secrets,
         )  # fmt: skip
 
-    def _each(self, job: Job, number: int, verb: str, *how: str) -> Command:
+    def _each(self, job: LaunchJob, number: int, verb: str, *how: str) -> Command:
         argv = ("sky", "jobs", verb, f"--name={self._name(job, number)}", *how)
         return Command(argv=argv, where=f"slice {number}")
 
-    def _name(self, job: Job, number: int) -> str:
+    def _name(self, job: LaunchJob, number: int) -> str:
         return f"{job.name}-{number}" if self.slices > 1 else job.name

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spile.core.errors import ConfigError
 from spile.launch.command import Command
-from spile.launch.job import Job
+from spile.launch.job import LaunchJob
 from spile.launch.target import check_counts
 
 _OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?", re.DOTALL)
@@ -37,7 +37,7 @@ class Slurm:
         if any(c in self.folder for c in "%\\\n"):
             raise ConfigError(f"--log-folder: Slurm would read signs in it, got {self.folder!r}")
 
-    def render(self, job: Job) -> Sequence[Command]:
+    def render(self, job: LaunchJob) -> Sequence[Command]:
         """The script is read from standard input; the environment goes with the submission."""
         numbered = "%A_%a" if self.slices > 1 else "%j"
         argv = ["sbatch", "--parsable", f"--job-name={job.name}", f"--nodes={self.world_size}"]
@@ -50,7 +50,7 @@ class Slurm:
         env = job.environment()
         return [Command(argv=(*argv, *self.options), stdin=self.script(job), env=env)]
 
-    def script(self, job: Job) -> str:
+    def script(self, job: LaunchJob) -> str:
         """What Slurm runs on the first node of each job."""
         lines = ["#!/bin/sh", "set -e"]
         names = list(job.environment())
@@ -70,15 +70,15 @@ class Slurm:
         srun = ("srun", "--kill-on-bad-exit=1", *task, *command)
         return "\n".join([*lines, f"exec {shlex.join(srun)}"]) + "\n"
 
-    def status(self, job: Job) -> Sequence[Command]:
+    def status(self, job: LaunchJob) -> Sequence[Command]:
         return [Command(argv=("squeue", "--me", f"--name={job.name}", f"--format={_COLUMNS}"))]
 
-    def logs(self, job: Job, lines: int) -> Sequence[Command]:
+    def logs(self, job: LaunchJob, lines: int) -> Sequence[Command]:
         files = f"{shlex.quote(self._log(job, ''))}*"
         return [Command(argv=("sh", "-s"), stdin=f"tail -n {lines} -- {files}\n")]
 
-    def stop(self, job: Job) -> Sequence[Command]:
+    def stop(self, job: LaunchJob) -> Sequence[Command]:
         return [Command(argv=("scancel", "--me", f"--name={job.name}"))]
 
-    def _log(self, job: Job, numbered: str) -> str:
+    def _log(self, job: LaunchJob, numbered: str) -> str:
         return f"{self.folder}/{job.name}.log.{numbered}"

@@ -110,8 +110,8 @@ def _card(objects: HubObjects) -> dict[str, Any]:
         text = objects.get_range("README.md", 0, _CARD_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
         return {}
+    yaml = importlib.import_module("yaml")  # (when it is needed: it takes a while)
     head = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
-    yaml = importlib.import_module("yaml")  # comes with huggingface_hub
     try:
         found = yaml.safe_load(head[1]) if head else {}
     except (yaml.YAMLError, RecursionError) as error:
