@@ -25,9 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import Partial
 
 import spile
+from spile import SPLICE_SITES, on_devices, only, replaced
 from spile.core.tensors import map_tensor, read_header, write_tensors
-from spile.interop.jax_loader import on_devices
-from spile.models.forward.splice import SPLICED, only, replaced
 
 Arrays = dict[str, jax.Array]
 BANDWIDTH = 0.5  # of JumpReLU's gradient, where a row's mean square is 1
@@ -229,7 +228,7 @@ def reconstructed(sae: Arrays, values: jax.Array, *, k: int) -> jax.Array:
 def evaluate(
     ds: spile.Dataset,
     sae: Arrays,
-    model: spile.model | None,
+    model: spile.Model | None,
     args: argparse.Namespace,
     known: dict[str, float] | None = None,
 ) -> dict[str, float]:
@@ -287,9 +286,9 @@ def main() -> None:
     sae = folded(train(ds, args.out, args))
     if jax.process_index() == 0:
         save_for_saelens(args.out, sae, ds, args)
-        splices = args.tap.partition(".")[0] in SPLICED and args.eval_tokens
+        splices = args.tap.partition(".")[0] in SPLICE_SITES and args.eval_tokens
         source = ds.recipe.model_source, ds.recipe.lora_source
-        found = evaluate(ds, sae, spile.model(*source) if splices else None, args)
+        found = evaluate(ds, sae, spile.load_model(*source) if splices else None, args)
         (args.out / "evaluation.json").write_text(json.dumps(found, indent=1))
         print(json.dumps({name: round(value, 4) for name, value in found.items()}))
 

@@ -3,9 +3,11 @@
 cli.md       every verb and flag, from the parser itself
 options.md   every option of recipe, runtime and engine, with its kind and bounds
 python.md    every public name, from its signature and docstring
+modules.md   every module, from the first paragraph of its docstring, folder by folder
 """
 
 import argparse
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -23,7 +25,10 @@ from spile import cli
 from spile.core.config import RayOptions, Recipe, Runtime, flag_of
 from spile.core.options import Options
 
-# Beside what `spile` itself gives: what that returns, and the bridges to frameworks.
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src" / "spile"
+
+# Beside what `spile` itself gives: what that returns.
 _ALSO = (
     "spile.dataset.read.dataset.Document",
     "spile.dataset.read.batches.Batches",
@@ -31,9 +36,7 @@ _ALSO = (
     "spile.dataset.write.statistics.TapStats",
     "spile.run.extract.Outcome",
     "spile.interop.export.Exported",
-    "spile.interop.torch_loader.Loader",
-    "spile.interop.torch_loader.as_iterable",
-    "spile.interop.jax_loader.on_devices",
+    "spile.dataset.read.latents.TopRows",
 )
 _MADE = ("spile.Dataset", "spile.dataset.read.batches.Batches")  # by `open` and `batches` alone
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
@@ -104,14 +107,54 @@ def options_page() -> str:
 def python_page() -> str:
     about, _, example = (spile.__doc__ or "").partition("\n")
     lines = ["# Python", "", *_prose(about), *_prose(example, "python")]
-    for name in spile.__all__:
-        if not name.startswith("__"):
-            lines += _documented(f"spile.{name}", getattr(spile, name))
-    lines += ["## What these give, and bridges to frameworks", ""]
+    names = {name: getattr(spile, name) for name in spile.__all__ if not name.startswith("__")}
+    errors = {name: value for name, value in names.items() if _is_error(value)}
+    shown: dict[int, str] = {}
+    for name, value in names.items():
+        if name in errors:
+            continue
+        if id(value) in shown:
+            lines += [f"## `spile.{name}`", "", f"The same as `spile.{shown[id(value)]}`.", ""]
+        else:
+            lines += _documented(f"spile.{name}", value)
+            shown[id(value)] = name
+    lines += ["## Errors", "", "Each is a `spile.SpileError`, with the command's exit code.", ""]
+    for name, error in errors.items():
+        lines += [f"### `spile.{name}`", "", f"Exit code {error.exit_code}.", ""]
+        lines += _docstring(inspect.getdoc(error))
+    lines += ["## What these give", ""]
     for path in _ALSO:
         module, _, name = path.rpartition(".")
         lines += _documented(path, getattr(importlib.import_module(module), name), 3)
     return "\n".join(lines) + "\n"
+
+
+def _is_error(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, BaseException)
+
+
+def modules_page() -> str:
+    """Every module under its folder, in the order of docs/architecture.md."""
+    where = (
+        "Folders in the order in which data flows, as in [the architecture](../architecture.md)."
+    )
+    lines = ["# Modules", "", where, ""]
+    for folder, about in folders((ROOT / "docs" / "architecture.md").read_text()).items():
+        lines += [f"## `{folder}/`", "", about[:1].upper() + about[1:] + ".", ""]
+        lines += ["| module | |", "|---|---|"]
+        for path in sorted((SOURCES / folder).rglob("*.py")):
+            told = ast.get_docstring(ast.parse(path.read_text()))
+            if told:
+                name = path.relative_to(SOURCES).as_posix().removesuffix("/__init__.py")
+                first = told.partition("\n\n")[0]
+                lines.append(f"| `{name}` | {_cell(first)} |")
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def folders(page: str) -> dict[str, str]:
+    """The folders of `src/spile` in a page's table, and what it says of each."""
+    return dict(re.findall(r"^\| `(\w+)/` \| (.*) \|$", page, re.MULTILINE))
 
 
 def _documented(path: str, value: Any, level: int = 2) -> Iterator[str]:
@@ -216,7 +259,13 @@ def main(arguments: Sequence[str]) -> None:
     (dest,) = arguments
     folder = Path(dest)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, page in (("cli", cli_page), ("options", options_page), ("python", python_page)):
+    pages = {
+        "cli": cli_page,
+        "options": options_page,
+        "python": python_page,
+        "modules": modules_page,
+    }
+    for name, page in pages.items():
         (folder / f"{name}.md").write_text(page(), encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import spile
 from spile._moved import MOVED
 
 
@@ -32,3 +33,19 @@ def test_a_script_that_uses_an_old_path_runs_and_sees_one_line() -> None:
 def test_a_module_that_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("spile.engine")
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("spile.interop.torch_loader", "Loader", "TorchLoader"),
+        ("spile.interop.torch_loader", "as_iterable", "torch_dataset"),
+        ("spile.interop.trainers", "Rows", "TorchRows"),
+    ],
+)
+def test_an_old_name_gives_the_new_one_and_one_line(module: str, old: str, new: str) -> None:
+    home = importlib.import_module(module)
+    with pytest.warns(FutureWarning, match=f"{old} is now spile.{new}"):
+        assert getattr(home, old) is getattr(spile, new)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = home.nothing

@@ -1,6 +1,6 @@
-"""Old module paths that the documentation of 0.1 showed: importable for one release, with a line.
+"""Old paths and names that the documentation of 0.1 showed: they work for one release, with a line.
 
-Remove this file, and its line in `__init__.py`, with the release after.
+Remove this file, its line in `__init__.py` and every use of `renamed` with the release after.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import importlib.util
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 MOVED = {
     "spile.interop.jax": "spile.interop.jax_loader",
@@ -39,7 +39,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return _Alias(spec.name, importlib.import_module(_PARENTS[spec.name]))
         new = MOVED[spec.name]
         warnings.warn(
-            f"{spec.name} is now {new}; the old name goes with the next release",
+            f"{spec.name} is now {new}, and its public names are those of `spile` itself; "
+            "the old path goes with the next release",
             FutureWarning,
             stacklevel=2,
         )
@@ -62,6 +63,22 @@ class _Alias(types.ModuleType):
 
     def __dir__(self) -> list[str]:
         return dir(self.__dict__["_module"])
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
+    """Make a module's `__getattr__`: an old name gives the new one's value, with a line."""
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(
+            f"{module}.{name} is now spile.{names[name]}; the old name goes with the next release",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(module), names[name])
+
+    return find
 
 
 def install() -> None:

@@ -162,7 +162,7 @@ _TRAINED = "others' trainers have environments of their own: tests/interop/test_
 STATEMENTS = {
     ("docs/architecture.md", "some = ds.latents"): "docs/latents.md has a dataset of latents",
     ("docs/architecture.md", "for batch in spile.connect"): _SERVED,
-    ("docs/architecture.md", "m = spile.model"): _SPLICED,
+    ("docs/architecture.md", "m = spile.load_model"): _SPLICED,
     ("docs/architecture.md", "loss = m.loss"): _SPLICED,
     ("docs/reading.md", "for batch in spile.connect"): _SERVED,
     ("docs/sae.md", "SAETrainer"): _TRAINED,

@@ -71,6 +71,26 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
         assert re.search(rf"^{method}\(|\*\*`{method}`\*\*", page, re.MULTILINE), method
 
 
+def test_the_reference_has_every_module(site: Path) -> None:
+    page = (site / "docs/reference/modules.md").read_text()
+    for path in (ROOT / "src" / "spile").rglob("*.py"):
+        name = path.relative_to(ROOT / "src" / "spile").as_posix()
+        if "/" in name and path.name != "__init__.py":
+            assert re.search(rf"^\| `{name}` \| \S", page, re.MULTILINE), name
+
+
+def test_the_folders_are_listed_in_the_readme_and_in_the_architecture() -> None:
+    row = re.compile(r"^\| `(\w+)/` \| .* \|$", re.MULTILINE)
+    readme, architecture = (
+        [(found[1], found[0]) for found in row.finditer((ROOT / page).read_text())]
+        for page in ("README.md", "docs/architecture.md")
+    )
+    assert readme == architecture, "in the same words and in the same order"
+    assert {name for name, _ in readme} == {
+        path.parent.name for path in (ROOT / "src" / "spile").glob("*/__init__.py")
+    }
+
+
 def test_a_broken_link_fails_the_build(site: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(site, tmp_path / "broken")
     with (broken / "docs" / "index.md").open("a") as page:

@@ -132,7 +132,7 @@ def test_it_explains_held_out_rows_and_the_model_hardly_notices(
     assert [line["step"] for line in log] == list(range(1, 251))
     assert log[-1]["explained variance"] > log[20]["explained variance"]
     ds = spile.open(dataset)
-    model = spile.model(ds.recipe.model_source)
+    model = spile.load_model(ds.recipe.model_source)
     sae = example.folded(state)
     found = example.evaluate(ds, sae, model, args)
     assert found["L0"] == pytest.approx(6, abs=0.1)

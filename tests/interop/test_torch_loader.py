@@ -11,7 +11,7 @@ import torch
 import spile
 import stored
 from spile.core.errors import ConfigError
-from spile.interop.torch_loader import Loader
+from spile.interop.torch_loader import TorchLoader
 
 TAPS = {"resid_post.0": 3, "mlp_out.1": 2}
 
@@ -27,9 +27,9 @@ def plain(ds: spile.Dataset, **options: Any) -> list[dict[str, np.ndarray]]:
     return list(ds.batches(list(TAPS), 100, window=512, **options))
 
 
-def loader(ds: spile.Dataset, workers: int = 0, **options: Any) -> Loader:
+def loader(ds: spile.Dataset, workers: int = 0, **options: Any) -> TorchLoader:
     how = {"multiprocessing_context": "spawn"} if workers else {}
-    return Loader(ds, list(TAPS), 100, window=512, num_workers=workers, loader=how, **options)
+    return TorchLoader(ds, list(TAPS), 100, window=512, num_workers=workers, loader=how, **options)
 
 
 def same(tensors: list[dict[str, Any]], arrays: list[dict[str, np.ndarray]]) -> bool:
@@ -46,7 +46,7 @@ def same(tensors: list[dict[str, Any]], arrays: list[dict[str, np.ndarray]]) -> 
 def test_tensors_hold_the_rows_of_the_same_batches(ds: spile.Dataset) -> None:
     assert same(list(loader(ds)), plain(ds))
     assert len(loader(ds, epochs=2)) == 26
-    (wide,) = Loader(ds, "mlp_out.1", 2000, dtype="float32", index=False)
+    (wide,) = TorchLoader(ds, "mlp_out.1", 2000, dtype="float32", index=False)
     assert wide.keys() == {"mlp_out.1"}
     assert wide["mlp_out.1"].dtype == torch.float32
     with pytest.raises(ConfigError, match="encoded"):

@@ -12,14 +12,14 @@ import torch
 
 import spile
 import stored
-from spile.interop.trainers import Rows
+from spile.interop.trainers import TorchRows
 
 
 def test_rows_are_those_of_the_dataset_in_its_order_epoch_after_epoch(
     written: stored.Stored,
 ) -> None:
     ds = spile.open(str(written.path))
-    rows = Rows(ds, "blocks.1.hook_resid_post", 16, seed=3)
+    rows = TorchRows(ds, "blocks.1.hook_resid_post", 16, seed=3)
     assert iter(rows) is rows
     batches = ds.batches(["resid_post.1"], 16, seed=3, epochs=None, drop_last=True, dtype="float32")
     for _, wanted in zip(range(15), batches, strict=False):  # six batches an epoch
@@ -31,7 +31,7 @@ def test_rows_are_those_of_the_dataset_in_its_order_epoch_after_epoch(
 def test_heads_lie_one_after_another_and_the_dtype_is_what_was_asked_for(
     written: stored.Stored,
 ) -> None:
-    found = next(Rows(spile.open(str(written.path)), "q.1", 8, dtype="bfloat16", shuffle=None))
+    found = next(TorchRows(spile.open(str(written.path)), "q.1", 8, dtype="bfloat16", shuffle=None))
     assert found.dtype == torch.bfloat16 and found.shape == (8, 6)
     wanted = torch.from_numpy(written.rows["q.1"][:8].astype(np.float32).reshape(8, 6))
     assert torch.equal(found, wanted.to(torch.bfloat16)) or "int8" in str(written.path)
@@ -39,10 +39,10 @@ def test_heads_lie_one_after_another_and_the_dtype_is_what_was_asked_for(
 
 def test_a_trainer_goes_on_where_another_stood(written: stored.Stored) -> None:
     ds = spile.open(str(written.path))
-    first = Rows(ds, "resid_post.0", 10, seed=1)
+    first = TorchRows(ds, "resid_post.0", 10, seed=1)
     for _ in range(14):  # within the second epoch
         next(first)
-    second = Rows(ds, "resid_post.0", 10, seed=1)
+    second = TorchRows(ds, "resid_post.0", 10, seed=1)
     next(second)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for _ in range(5):
@@ -50,7 +50,7 @@ def test_a_trainer_goes_on_where_another_stood(written: stored.Stored) -> None:
 
 
 def test_it_ends_where_epochs_are_given(written: stored.Stored) -> None:
-    rows = Rows(spile.open(str(written.path)), "resid_post.0", 10, epochs=2)
+    rows = TorchRows(spile.open(str(written.path)), "resid_post.0", 10, epochs=2)
     assert len(list(rows)) == 2 * 11
 
 
@@ -58,7 +58,7 @@ def test_it_has_what_dictionary_learning_writes_beside_what_it_trains(
     written: stored.Stored,
 ) -> None:
     ds = spile.open(str(written.path))
-    config = json.loads(json.dumps(Rows(ds, "resid_post.0", 10, seed=4).config))
+    config = json.loads(json.dumps(TorchRows(ds, "resid_post.0", 10, seed=4).config))
     assert config["fingerprint"] == ds.fingerprint
     assert (config["tap"], config["batch_size"], config["seed"]) == ("resid_post.0", 10, 4)
 
@@ -71,10 +71,10 @@ import spile
 from sae_lens import StandardTrainingSAE, StandardTrainingSAEConfig
 from sae_lens.config import LoggingConfig, SAETrainerConfig
 from sae_lens.training.sae_trainer import SAETrainer
-from spile.interop.trainers import Rows
+from spile.interop.trainers import TorchRows
 
 ds = spile.open(sys.argv[1])
-x = next(Rows(ds, "resid_post.1", 96, shuffle=None))
+x = next(TorchRows(ds, "resid_post.1", 96, shuffle=None))
 sae = StandardTrainingSAE(StandardTrainingSAEConfig(d_in=6, d_sae=12, l1_coefficient=0.01))
 def error():
     with torch.no_grad():
@@ -84,7 +84,7 @@ before = error()
 settings = SAETrainerConfig(
     total_training_samples=8192, train_batch_size_samples=16, lr=1e-2, lr_end=1e-3
 )
-rows = Rows(ds, "blocks.1.hook_resid_post", 16, seed=0)
+rows = TorchRows(ds, "blocks.1.hook_resid_post", 16, seed=0)
 SAETrainer(cfg=settings, sae=sae, data_provider=rows).fit()
 print(json.dumps({"before": before, "after": error(), "state": rows.state_dict()}))
 """

@@ -1,7 +1,7 @@
 """Batches as JAX arrays: put on devices ahead of time, over a mesh, eight bits decoded there.
 
     batches = ds.batches(["resid_post.20"], 4096, encoded=True, drop_last=True)
-    for batch in on_devices(batches, NamedSharding(mesh, P("data"))): ...
+    for batch in spile.on_devices(batches, NamedSharding(mesh, P("data"))): ...
 
 Of a world of processes each gives its share (`rank=jax.process_index(), world=
 jax.process_count()`), and the global array holds the batch in the one order of all worlds.

@@ -1,6 +1,6 @@
 """Batches as torch tensors, from this process or from DataLoader's workers.
 
-    loader = Loader(ds, ["resid_post.20"], 4096, num_workers=4, seed=0)
+    loader = spile.TorchLoader(ds, ["resid_post.20"], 4096, num_workers=4, seed=0)
     for batch in loader: ...
 
 The batches and their order are those of `ds.batches`, whatever the number of workers: worker i of
@@ -13,11 +13,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from spile._moved import renamed
 from spile.core.errors import ConfigError
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.window import Encoded
+
+__getattr__ = renamed(__name__, {"Loader": "TorchLoader", "as_iterable": "torch_dataset"})
 
 
 def _torch() -> Any:
@@ -27,7 +30,7 @@ def _torch() -> Any:
         raise ConfigError(f"batches as tensors need torch: pip install torch ({error})") from None
 
 
-class Loader:
+class TorchLoader:
     """Resumable batches of tensors; options are those of `Dataset.batches`."""
 
     def __init__(
@@ -63,7 +66,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """From where the state stands."""
-        source = as_iterable(self._dataset, self._options, self.state_dict())
+        source = torch_dataset(self._dataset, self._options, self.state_dict())
         data: Any = importlib.import_module("torch.utils.data")
         options = {"num_workers": self._workers, **self._loader}
         for batch in data.DataLoader(source, batch_size=None, **options):
@@ -71,7 +74,7 @@ class Loader:
             yield batch
 
 
-def as_iterable(dataset: Dataset, options: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+def torch_dataset(dataset: Dataset, options: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
     """A torch `IterableDataset`, for those who have a DataLoader of their own.
 
     It gives whole batches: use batch_size=None.
@@ -83,7 +86,7 @@ def as_iterable(dataset: Dataset, options: Mapping[str, Any], state: Mapping[str
 
 def _reduced(rows: "_Rows") -> Any:
     """The class is made when torch is there; so it is again in workers that are not forked."""
-    return as_iterable, (rows.dataset, rows.options, rows.state)
+    return torch_dataset, (rows.dataset, rows.options, rows.state)
 
 
 class _Rows:

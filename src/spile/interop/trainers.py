@@ -1,6 +1,7 @@
 """Rows for others' trainers: one tap's, shuffled, as tensors without end.
 
-    rows = Rows(spile.open("acts/demo"), "resid_post.9", 4096, device="cuda", where="pos >= 1")
+    ds = spile.open("acts/demo")
+    rows = spile.TorchRows(ds, "resid_post.9", 4096, device="cuda", where="pos >= 1")
     SAETrainer(cfg=cfg, sae=sae, data_provider=rows).fit()  # SAELens
     trainSAE(data=rows, trainer_configs=[...], steps=10_000)  # dictionary_learning
 
@@ -11,12 +12,15 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from spile._moved import renamed
 from spile.dataset.read.dataset import Dataset
-from spile.interop.torch_loader import Loader
+from spile.interop.torch_loader import TorchLoader
+
+__getattr__ = renamed(__name__, {"Rows": "TorchRows"})
 
 
-class Rows:
-    """An iterator that can go on where it stood; options are those of `Loader`."""
+class TorchRows:
+    """An iterator that can go on where it stood; options are those of `TorchLoader`."""
 
     def __init__(
         self,
@@ -35,7 +39,7 @@ class Rows:
         """
         self._tap, self._device = tap, device
         self._dtype = getattr(importlib.import_module("torch"), dtype)
-        self._loader = Loader(
+        self._loader = TorchLoader(
             dataset, tap, batch_size, epochs=epochs, index=False, drop_last=True, **options
         )
         self._given: Iterator[dict[str, Any]] | None = None
@@ -43,7 +47,7 @@ class Rows:
         self.config = {"dataset": dataset.url, "fingerprint": dataset.fingerprint, "tap": tap}
         self.config |= {"batch_size": batch_size, **options}
 
-    def __iter__(self) -> "Rows":
+    def __iter__(self) -> "TorchRows":
         return self
 
     def __next__(self) -> Any:
