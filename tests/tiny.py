@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+import zygote
 from spile.core.tensors import write_tensors
 from spile.models.config.arch import Arch
 from spile.models.config.hf_config import read_config
@@ -116,9 +117,7 @@ def write_corpus(path: Path, documents: int = 40, *, seed: int = 0, mean: float 
 def spile(*arguments: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
     options = {"env": environment(), **options}
-    result = subprocess.run(
-        [sys.executable, "-m", "spile.cli", *arguments], capture_output=True, text=True, **options
-    )
+    result = zygote.run([sys.executable, "-m", "spile.cli", *arguments], **options)
     if check and result.returncode:
         raise AssertionError(f"exit {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result
@@ -126,7 +125,7 @@ def spile(*arguments: str, check: bool = True, **options: Any) -> subprocess.Com
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     """Start the command and return at once."""
-    return subprocess.Popen(
+    return zygote.Popen(
         [sys.executable, "-m", "spile.cli", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +14,7 @@ import numpy as np
 import quick
 import spile
 import tiny
+import zygote
 from chaos.harness import check_sound, content
 
 HEARTBEAT = 10  # seconds; the smallest that was tried
@@ -37,7 +37,7 @@ class Member:
         self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115
         self.began = time.monotonic()
         self.ended: float | None = None
-        self.process = subprocess.Popen(
+        self.process = zygote.Popen(
             [*prefix, sys.executable, "-m", "spile.cli", *arguments],
             stdout=self._out,
             stderr=self._err,

@@ -18,6 +18,7 @@ import xxhash
 
 import spile
 import tiny
+import zygote
 from spile import cli
 from spile.core.config import build
 from spile.objects import open_objects
@@ -59,7 +60,7 @@ def launch(spec: dict[str, Any], *arguments: object) -> subprocess.Popen[str]:
     if not spec:
         process = tiny.start(*map(str, arguments))
     else:
-        process = subprocess.Popen(
+        process = zygote.Popen(
             [sys.executable, str(LAUNCHER), json.dumps(spec), *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

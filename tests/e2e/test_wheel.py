@@ -65,8 +65,15 @@ rows = dataset.read("embed", 0, 10)
 assert rows.shape == (10, 32) and rows.dtype.name == "float32"
 assert len(dataset.index(0, 10)) == 10 and len(dataset.document(3)) > 0
 assert sum(len(batch["embed"]) for batch in dataset.batches(["embed"], 64)) == dataset.num_tokens
-for verb in (["status"], ["verify"], ["gc"], ["status", "--json"]):
+for verb in (["status"], ["verify"], ["gc"], ["status", "--json"], ["ls"]):
     assert cli.run([*verb, {out!r}]) == 0
+assert cli.run(["export", {out!r}, "--to", "npy", {out!r} + ".npy"]) == 0
+flags = ["--model", {model!r}, "--corpus", {corpus!r}, "--taps", "embed"]
+assert cli.run(["plan", *flags]) == 0
+launch = ["launch", "local", "--name", "run1", "--dry-run", "--", *flags, "--out", {out!r}]
+assert cli.run(launch) == 0
+# The supervisor itself needs no jax; the run it starts does, and says so by its exit code.
+assert cli.run(["supervise", "--max-restarts", "0", "--", "extract", "--out", {out!r} + ".no"]) != 0
 """
 
 
@@ -75,7 +82,12 @@ def test_reading_and_auditing_work_where_jax_is_absent(
 ) -> None:
     out = tmp_path / "out"
     Work(model, corpus).extract(out)
-    call(sys.executable, "-c", READ.format(absent=ABSENT, out=str(out)), cwd=tmp_path)
+    call(
+        sys.executable,
+        "-c",
+        READ.format(absent=ABSENT, out=str(out), model=str(model), corpus=str(corpus)),
+        cwd=tmp_path,
+    )
 
 
 @pytest.mark.parametrize(
