@@ -1,4 +1,4 @@
-"""Row filters: what the text means, row by row in plain Python, and every refusal in one line."""
+"""What conditions over rows and documents mean, in plain Python, and every refusal in one line."""
 
 import pickle
 from typing import Any
@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from spile.core.errors import ConfigError
-from spile.core.expressions import RowFilter
+from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.index import FIRST, FLAGS, INDEX_DTYPE
 
 COLUMNS = {"token_id": 2**31, "doc": 2**40, "offset": 2**31, "pos": 2**31}
@@ -268,3 +268,106 @@ def test_a_filter_survives_pickling() -> None:
     index = np.array([(5, 0, p, p, FIRST * (p == 0)) for p in range(6)], INDEX_DTYPE)
     assert again == rows
     assert again.mask(index).tolist() == [False, True, False, True, False, True]
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+ROW = {"language": "en", "score": 3.5, "n": 7, "ok": True, "none": None, "tags": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [
+        ("language == 'en'", True),
+        ("language != 'en'", False),
+        ("language in ('de', 'en') and score >= 3", True),
+        ("language not in ['de']", True),
+        ("3 < score < 4", True),
+        ("3 < score < 3.2", False),
+        ("not (n > 7 or n < 7)", True),
+        ("ok", True),
+        ("not ok", False),
+        ("n", False),  # no boolean
+        ("none is None", True),
+        ("language is not None", True),
+        ("absent is None", True),
+        ("none == 1 or none != 1", False),  # a missing value is neither
+        ("score >= 'x'", False),
+        ("'a' in tags", True),
+        ("n > score", True),
+        ("n == -7 or n == +7", True),
+    ],
+)
+def test_a_filter_is_what_python_would_say_of_values_that_are_there(
+    condition: str, holds: bool
+) -> None:
+    assert DocumentFilter(condition).matches(ROW) is holds
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "", "n >", "f(n)", "n.real > 1", "n[0] == 1", "1 == 1", "n + 1 == 2", "n is 3",
+        "__import__('os')", "lambda: 1", "n == x.y", "(n := 3)", "n" * 2000, "'text'",
+        "n == [m for m in (1,)]", "not " * 400 + "n",
+    ],
+)  # fmt: skip
+def test_what_is_no_condition_is_refused(condition: str) -> None:
+    with pytest.raises(ConfigError, match="--filter"):
+        DocumentFilter(condition)
+
+
+def test_a_filter_names_its_columns_once() -> None:
+    assert DocumentFilter("b > 1 and (a == 'x' or b < 0) and not c").columns == ("b", "a", "c")
+
+
+@settings(derandomize=True, database=None, max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(-5, 5), min_size=1, max_size=6),
+    st.sampled_from(["==", "<", "<=", ">", ">=", "!="]),
+    st.integers(-6, 6),
+    st.sampled_from(["n {} {}", "n {} {} and m == 0", "n {} {} or m == 1", "not n {} {}"]),
+)
+def test_bounds_never_exclude_a_row_that_matches(
+    values: list[int], operator: str, limit: int, form: str
+) -> None:
+    condition = DocumentFilter(form.format(operator, limit))
+    if any(condition.matches({"n": value, "m": 0}) for value in values):
+        assert condition.may_match({"n": (min(values), max(values)), "m": (0, 0)})
+
+
+def test_bounds_exclude_what_cannot_match() -> None:
+    assert not DocumentFilter("n > 5").may_match({"n": (0, 5)})
+    assert not DocumentFilter("n == 6 and m == 1").may_match({"n": (0, 5)})
+    assert not DocumentFilter("n == 6 or n < 0").may_match({"n": (0, 5)})
+    assert DocumentFilter("n == 6 or m == 1").may_match({"n": (0, 5)})
+    assert DocumentFilter("n > 'x'").may_match({"n": (0, 5)})
+
+
+def test_bounds_are_looked_at_in_chains_and_below_and() -> None:
+    assert not DocumentFilter("0 < n < 3").may_match({"n": (5, 9)})
+    assert DocumentFilter("0 < n < 30").may_match({"n": (5, 9)})
+    assert DocumentFilter("not (n > 5)").may_match({"n": (0, 5)}), "what is negated is left open"
+
+
+@pytest.mark.parametrize(
+    ("condition", "said"),
+    [
+        ("n >", "--filter 'n >': invalid syntax; columns, numbers, texts,"),
+        ("n + 1", "'n + 1' is no condition; columns"),
+        ("n == f(1)", "'f(1)' is neither a column nor a value written out; columns"),
+        ("n in {[1]}", "'{[1]}' is neither a column nor a value written out; columns"),
+        ("n is 3", "only None follows is; columns"),
+        ("n > 1 and " * 120 + "n", "it is too long; columns"),
+        ("1 == 1", "--filter '1 == 1': names no column"),
+    ],
+)
+def test_why_a_condition_is_refused(condition: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DocumentFilter(condition)
+    assert said in str(caught.value)
+
+
+def test_a_document_filter_survives_pickling() -> None:
+    again = pickle.loads(pickle.dumps(DocumentFilter("language in ('de', 'en') and n > 3")))
+    assert again.matches(ROW) and not again.matches({**ROW, "n": 3})

@@ -11,11 +11,12 @@ import pytest
 
 import tiny
 from spile.core.errors import InputError
+from spile.core.expressions import DocumentFilter
 from spile.corpus import reader as reader_module
 from spile.corpus.documents import LONGEST, CorpusDocument, Documents, plain
 from spile.corpus.files import find_files
 from spile.corpus.reader import CorpusReader
-from spile.corpus.select import ColumnFilter, Selection
+from spile.corpus.select import Selection
 from texts import units_of, write_parquet
 
 
@@ -125,7 +126,7 @@ def test_what_a_filter_leaves_out_says_nothing(kind: str, tmp_path: Path) -> Non
     else:
         lines = (f'{{"text": "{t}", "id": {i}}}\n' for t, i in zip(*rows.values(), strict=True))
         (tmp_path / "a.jsonl").write_text("".join(lines))
-    found = read(tmp_path, ("id",), filter=ColumnFilter("id >= 4"))
+    found = read(tmp_path, ("id",), filter=DocumentFilter("id >= 4"))
     assert values(found, "id") == [None, None, None, 4]
     assert previews(found) == [None, None, None, "four"]
 

@@ -1,16 +1,17 @@
-"""Which rows are kept: an expression over what is known of a token before the model runs.
+"""Conditions that a person writes: which rows are stored (`--where`), which documents are read
+(`--filter`).
 
-`where` is a small part of Python's expressions, read by `ast` and never executed: the flags are
-true or false, the columns of the index are integers, and the two do not mix. Bounds are followed
-through all arithmetic, and what could leave 64 bits or divide by zero is refused when the filter
-is made; what is accepted is therefore evaluated exactly. `every` then thins what `where` leaves.
+Both are a small part of Python's expressions, read by `ast` and never executed. One parser and one
+evaluator know and, or, not and chained comparisons; a vocabulary adds what the names mean, what may
+be compared, and the words of its errors.
 """
 
 import ast
 import difflib
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -21,7 +22,112 @@ from spile.core.errors import ConfigError
 from spile.core.index import FIRST, FLAGS
 
 _MAX_CHARACTERS = 1000
-_MAX_DEPTH = 32
+
+_Comparison = Callable[[Any, Any], Any]
+_ORDER: Mapping[type[ast.cmpop], _Comparison] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+class _Parser(ABC):
+    """From a text to a checked tree. Each method returns the canonical form of its node."""
+
+    max_depth: int
+
+    def parse(self, text: str) -> ast.expr:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of `1and`, which some Pythons dislike
+                tree = ast.parse(text, mode="eval").body
+        except SyntaxError as error:
+            raise self.syntax_error(error) from None
+        except (ValueError, MemoryError, RecursionError) as error:
+            raise self.error(f"cannot be read: {error or type(error).__name__}") from None
+        level: list[ast.AST] = [tree]
+        for _ in range(self.max_depth):
+            level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if level:
+            raise self.error(f"is nested too deeply: {self.max_depth} levels at most")
+        return self.condition(tree)
+
+    def condition(self, node: ast.expr) -> ast.expr:
+        """A node that is true or false."""
+        match node:
+            case ast.UnaryOp(op=ast.Not() as op, operand=operand):
+                return ast.UnaryOp(op=op, operand=self.condition(operand))
+            case ast.BoolOp(op=op, values=values):
+                parts: list[ast.expr] = []
+                for value in map(self.condition, values):
+                    if isinstance(value, ast.BoolOp) and type(value.op) is type(op):
+                        parts += value.values
+                    else:
+                        parts.append(value)
+                return ast.BoolOp(op=op, values=parts)
+            case ast.Compare():
+                return self.comparison(node)
+            case _:
+                return self.switch(node)
+
+    @abstractmethod
+    def comparison(self, node: ast.Compare) -> ast.expr: ...
+
+    @abstractmethod
+    def switch(self, node: ast.expr) -> ast.expr:
+        """A node that is true or false by itself: a name."""
+        ...
+
+    @abstractmethod
+    def error(self, reason: str, node: ast.expr | None = None) -> ConfigError: ...
+
+    @abstractmethod
+    def syntax_error(self, error: SyntaxError) -> ConfigError: ...
+
+
+class _Evaluator(ABC):
+    """The value of a tree that was checked."""
+
+    def evaluate(self, node: ast.expr) -> Any:
+        match node:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return self.negation(self.evaluate(operand))
+            case ast.BoolOp(op=op, values=values):
+                join = self.all if isinstance(op, ast.And) else self.any
+                return join(self.evaluate(value) for value in values)
+            case ast.Compare(left=left, ops=ops, comparators=comparators):
+                sides = [self.value(side) for side in (left, *comparators)]
+                pairs = zip(ops, sides, sides[1:], strict=False)
+                return self.all(self.compare(op, a, b) for op, a, b in pairs)
+            case _:
+                return self.switch(node)
+
+    @abstractmethod
+    def switch(self, node: ast.expr) -> Any: ...
+
+    @abstractmethod
+    def value(self, node: ast.expr) -> Any:
+        """What a side of a comparison is."""
+        ...
+
+    @abstractmethod
+    def compare(self, op: ast.cmpop, left: Any, right: Any) -> Any: ...
+
+    def all(self, parts: Iterable[Any]) -> Any:
+        return all(parts)
+
+    def any(self, parts: Iterable[Any]) -> Any:
+        return any(parts)
+
+    def negation(self, part: Any) -> Any:
+        return not part
+
+
+# -- rows: --where and --every ---------------------------------------------------------------------
+
 _LIMIT = 1 << 62  # every integer, given or computed, is smaller than this, and greater than its -
 
 # Each column's values are 0 or greater, and less than this.
@@ -34,16 +140,8 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: lambda left, right: left // right,
     ast.Mod: operator.mod,
 }
-ORDER: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    **ORDER,
+_ROW_COMPARISONS: Mapping[type[ast.cmpop], _Comparison] = {
+    **_ORDER,
     ast.In: np.isin,
     ast.NotIn: lambda left, right: ~np.isin(left, right),
 }
@@ -55,16 +153,20 @@ _INSTEAD: Mapping[type[ast.AST], str] = {
     ast.Is: "write '==' instead of 'is'",
     ast.IsNot: "write '!=' instead of 'is not'",
 }
-_LANGUAGE = (
+_ROW_LANGUAGE = (
     "only names, integers, and, or, not, comparisons, in, + - * // % and parentheses are understood"
 )
 
-_Bounds = tuple[int, int]  # least and greatest value
+_Range = tuple[int, int]  # least and greatest value
 
 
 @dataclass(frozen=True)
 class RowFilter:
     """Which tokens become stored rows. Two filters of one meaning and shape compare equal.
+
+    The flags are true or false, the columns of the index are integers, and the two do not mix.
+    Bounds are followed through all arithmetic, and what could leave 64 bits or divide by zero is
+    refused when the filter is made; what is accepted is therefore evaluated exactly.
 
     Attributes:
         where: the canonical text of the expression; None keeps every token.
@@ -78,7 +180,7 @@ class RowFilter:
 
     def __post_init__(self) -> None:
         if self.where is not None:
-            tree = _parsed(self.where)
+            tree = _parse_rows(self.where)
             object.__setattr__(self, "_tree", tree)
             object.__setattr__(self, "where", ast.unparse(tree))
         if self.every is not None:
@@ -102,7 +204,7 @@ class RowFilter:
 
     def mask(self, index: np.ndarray) -> np.ndarray:
         """True for each entry that is kept; `index` holds whole contexts, in order."""
-        kept = True if self._tree is None else _evaluate(self._tree, index)
+        kept = True if self._tree is None else _RowEvaluator(index).evaluate(self._tree)
         mask = np.array(np.broadcast_to(kept, len(index)))
         if self.every is not None:
             context = np.cumsum(index["flags"] & FIRST != 0)
@@ -113,7 +215,7 @@ class RowFilter:
         return mask
 
 
-def _parsed(text: str) -> ast.expr:
+def _parse_rows(text: str) -> ast.expr:
     """The checked tree, in canonical form."""
     text = " ".join(text.split())  # it may be spread over lines, in a TOML file
     if not text:
@@ -126,22 +228,7 @@ def _parsed(text: str) -> ast.expr:
         # A comment would reach over the line ends that were just taken out.
         if character == "#" or not (character.isascii() and character.isprintable()):
             raise ConfigError(f"--where, character {place}: {character!r} is not understood")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of `1and`, which some Pythons dislike
-            tree = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
-        place = min(error.offset or 0, len(text))
-        near = f"character {place}, {_shown(text[place - 1 :])}" if place else "at its end"
-        raise ConfigError(f"--where, {near}: {error.msg}") from None
-    except (ValueError, MemoryError, RecursionError) as error:
-        raise ConfigError(f"--where cannot be read: {error or type(error).__name__}") from None
-    level: list[ast.AST] = [tree]
-    for _ in range(_MAX_DEPTH):
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
-    if level:
-        raise ConfigError(f"--where is nested too deeply: {_MAX_DEPTH} levels at most")
-    tree = _Checker(text).boolean(tree)
+    tree = _RowParser(text).parse(text)
     if (length := len(ast.unparse(tree))) > _MAX_CHARACTERS:  # so that it can be read back
         raise ConfigError(
             f"--where may have {_MAX_CHARACTERS} characters at most; this has {length}, with the "
@@ -150,38 +237,29 @@ def _parsed(text: str) -> ast.expr:
     return tree
 
 
-class _Checker:
-    """Two walks that call each other, one for each type; both return canonical nodes."""
+class _RowParser(_Parser):
+    """Two walks that call each other, one for conditions and one for integers."""
+
+    max_depth = 32
 
     def __init__(self, text: str) -> None:
         self._text = text
 
-    def boolean(self, node: ast.expr) -> ast.expr:
+    def condition(self, node: ast.expr) -> ast.expr:
         """A node that is true or false."""
         if not self._is_boolean(node):
-            raise self._refused(
-                node, "is an integer where true or false is needed; compare it, as in pos > 0"
+            raise self.error(
+                "is an integer where true or false is needed; compare it, as in pos > 0", node
             )
-        match node:
-            case ast.UnaryOp(op=op, operand=operand):
-                return ast.UnaryOp(op=op, operand=self.boolean(operand))
-            case ast.BoolOp(op=op, values=values):
-                parts: list[ast.expr] = []
-                for value in map(self.boolean, values):
-                    if isinstance(value, ast.BoolOp) and type(value.op) is type(op):
-                        parts += value.values
-                    else:
-                        parts.append(value)
-                return ast.BoolOp(op=op, values=parts)
-            case ast.Compare():
-                return self._comparison(node)
-            case _:
-                return node
+        return super().condition(node)
 
-    def integer(self, node: ast.expr) -> tuple[ast.expr, _Bounds]:
+    def switch(self, node: ast.expr) -> ast.expr:
+        return node  # a flag
+
+    def integer(self, node: ast.expr) -> tuple[ast.expr, _Range]:
         """A node that is an integer, and the values it can have."""
         if self._is_boolean(node):
-            raise self._refused(node, "is true or false where an integer is needed")
+            raise self.error("is true or false where an integer is needed", node)
         match node:
             case ast.Name(id=name):
                 return node, (0, _COLUMNS[name] - 1)
@@ -197,33 +275,31 @@ class _Checker:
                     self._refuse_zero(node.right, right_bounds)
                 bounds = _bounds(op, left_bounds, right_bounds)
                 if not -_LIMIT < bounds[0] <= bounds[1] < _LIMIT:
-                    raise self._refused(
-                        node, "could reach 2**62; make it smaller first, as in doc % 1000 * pos"
+                    raise self.error(
+                        "could reach 2**62; make it smaller first, as in doc % 1000 * pos", node
                     )
                 return ast.BinOp(left=left, op=op, right=right), bounds
             case _:
                 value = self._literal(node)
                 return node, (value, value)
 
-    def _comparison(self, node: ast.Compare) -> ast.expr:
+    def comparison(self, node: ast.Compare) -> ast.expr:
         comparators: list[ast.expr] = []
         for number, (op, right) in enumerate(zip(node.ops, node.comparators, strict=True), 1):
-            if type(op) not in _COMPARISONS:
-                raise self._refused(node, _INSTEAD[type(op)])
+            if type(op) not in _ROW_COMPARISONS:
+                raise self.error(_INSTEAD[type(op)], node)
             if not isinstance(op, ast.In | ast.NotIn):
                 comparators.append(self.integer(right)[0])
                 continue
             if number < len(node.ops):
-                raise self._refused(
-                    node, "nothing can be compared with a list; join two with 'and'"
-                )
+                raise self.error("nothing can be compared with a list; join two with 'and'", node)
             comparators.append(self._members(right))
         return ast.Compare(left=self.integer(node.left)[0], ops=node.ops, comparators=comparators)
 
     def _members(self, node: ast.expr) -> ast.expr:
         """The list after `in`: in canonical form a tuple, sorted, without repetitions."""
         if not isinstance(node, ast.Tuple | ast.List | ast.Set) or not node.elts:
-            raise self._refused(node, "'in' needs a list of integers, as in pos in (1, 2) or (1,)")
+            raise self.error("'in' needs a list of integers, as in pos in (1, 2) or (1,)", node)
         values = {self._literal(element) for element in node.elts}
         elements: list[ast.expr] = [ast.Constant(value=value) for value in sorted(values)]
         return ast.Tuple(elts=elements, ctx=ast.Load())
@@ -235,9 +311,9 @@ class _Checker:
             sign = -1 if isinstance(node.op, ast.USub) else 1
             plain = node.operand
         if not isinstance(plain, ast.Constant) or type(plain.value) is not int:
-            raise self._refused(node, "is not an integer written out")
+            raise self.error("is not an integer written out", node)
         if plain.value >= _LIMIT:
-            raise self._refused(node, "integers must be less than 2**62")
+            raise self.error("integers must be less than 2**62", node)
         return sign * plain.value
 
     def _is_boolean(self, node: ast.expr) -> bool:
@@ -251,7 +327,7 @@ class _Checker:
                 known = [*FLAGS, *_COLUMNS]
                 close = difflib.get_close_matches(name.lower(), known, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise self._refused(node, f"no such name (known: {', '.join(known)}){hint}")
+                raise self.error(f"no such name (known: {', '.join(known)}){hint}", node)
             case ast.UnaryOp(op=ast.Not()) | ast.BoolOp() | ast.Compare():
                 return True
             case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
@@ -259,30 +335,35 @@ class _Checker:
             case ast.BinOp(op=op) if type(op) in _ARITHMETIC:
                 return False
             case ast.BinOp(op=op) | ast.UnaryOp(op=op):
-                raise self._refused(node, _INSTEAD.get(type(op), _LANGUAGE))
+                raise self.error(_INSTEAD.get(type(op), _ROW_LANGUAGE), node)
             case ast.Constant(value=value) if type(value) is int:
                 return False
             case _:
-                raise self._refused(node, _LANGUAGE)
+                raise self.error(_ROW_LANGUAGE, node)
 
-    def _refuse_zero(self, node: ast.expr, bounds: _Bounds) -> None:
+    def _refuse_zero(self, node: ast.expr, bounds: _Range) -> None:
         if bounds == (0, 0):
-            raise self._refused(node, "division by zero")
+            raise self.error("division by zero", node)
         if bounds[0] <= 0 <= bounds[1]:
-            raise self._refused(
-                node, "division by what could be zero; divide by a number, or add 1"
-            )
+            raise self.error("division by what could be zero; divide by a number, or add 1", node)
 
-    def _refused(self, node: ast.expr, reason: str) -> ConfigError:
+    def error(self, reason: str, node: ast.expr | None = None) -> ConfigError:
+        if node is None:
+            return ConfigError(f"--where {reason}")
         part = _shown(self._text[node.col_offset : node.end_col_offset])
         return ConfigError(f"--where, character {node.col_offset + 1}, {part}: {reason}")
+
+    def syntax_error(self, error: SyntaxError) -> ConfigError:
+        place = min(error.offset or 0, len(self._text))
+        near = f"character {place}, {_shown(self._text[place - 1 :])}" if place else "at its end"
+        return ConfigError(f"--where, {near}: {error.msg}")
 
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:39] + "…")
 
 
-def _bounds(op: ast.operator, left: _Bounds, right: _Bounds) -> _Bounds:
+def _bounds(op: ast.operator, left: _Range, right: _Range) -> _Range:
     """Of the result; a divisor's bounds are on one side of zero."""
     if isinstance(op, ast.Mod):
         if right[0] < 0:
@@ -293,30 +374,199 @@ def _bounds(op: ast.operator, left: _Bounds, right: _Bounds) -> _Bounds:
     return min(corners), max(corners)
 
 
-def _evaluate(node: ast.expr, index: np.ndarray) -> Any:
-    """An array with a value for each entry, or one value for all; the node has been checked."""
-    match node:
-        case ast.Name(id=name) if name in FLAGS:
-            return index["flags"] & FLAGS[name] != 0
-        case ast.Name(id=name):
-            values = index[name].astype(np.int64)
-            assert ((values >= 0) & (values < _COLUMNS[name])).all(), name
-            return values
-        case ast.UnaryOp(op=op, operand=operand):
-            value = _evaluate(operand, index)
-            return np.logical_not(value) if isinstance(op, ast.Not) else -value
-        case ast.BoolOp(op=op, values=values):
-            join = np.logical_and if isinstance(op, ast.And) else np.logical_or
-            return reduce(join, (_evaluate(value, index) for value in values))
-        case ast.BinOp(left=left, op=op, right=right):
-            return _ARITHMETIC[type(op)](_evaluate(left, index), _evaluate(right, index))
-        case ast.Compare(left=left, ops=ops, comparators=comparators):
-            sides = [_evaluate(side, index) for side in (left, *comparators)]
-            pairs = zip(sides, ops, sides[1:], strict=False)
-            return reduce(np.logical_and, (_COMPARISONS[type(op)](a, b) for a, op, b in pairs))
-        case ast.Tuple(elts=elements):
-            return [_evaluate(element, index) for element in elements]
-        case ast.Constant(value=value):
-            return value
-        case _:
-            raise AssertionError(ast.dump(node))
+class _RowEvaluator(_Evaluator):
+    """An array with a value for each entry of an index, or one value for all."""
+
+    def __init__(self, index: np.ndarray) -> None:
+        self._index = index
+
+    def switch(self, node: ast.expr) -> Any:
+        assert isinstance(node, ast.Name), ast.dump(node)
+        return self._index["flags"] & FLAGS[node.id] != 0
+
+    def value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Name(id=name):
+                values = self._index[name].astype(np.int64)
+                assert ((values >= 0) & (values < _COLUMNS[name])).all(), name
+                return values
+            case ast.UnaryOp(operand=operand):
+                return -self.value(operand)
+            case ast.BinOp(left=left, op=op, right=right):
+                return _ARITHMETIC[type(op)](self.value(left), self.value(right))
+            case ast.Tuple(elts=elements):
+                return [self.value(element) for element in elements]
+            case ast.Constant(value=value):
+                return value
+            case _:
+                raise AssertionError(ast.dump(node))
+
+    def compare(self, op: ast.cmpop, left: Any, right: Any) -> Any:
+        return _ROW_COMPARISONS[type(op)](left, right)
+
+    def all(self, parts: Iterable[Any]) -> Any:
+        return reduce(np.logical_and, parts)
+
+    def any(self, parts: Iterable[Any]) -> Any:
+        return reduce(np.logical_or, parts)
+
+    def negation(self, part: Any) -> Any:
+        return np.logical_not(part)
+
+
+# -- documents: --filter ---------------------------------------------------------------------------
+
+_COLUMN_COMPARISONS: Mapping[type[ast.cmpop], _Comparison] = {
+    **_ORDER,
+    ast.In: lambda value, options: value in options,
+    ast.NotIn: lambda value, options: value not in options,
+}
+_COLUMN_LANGUAGE = (
+    "columns, numbers, texts, lists of them, and, or, not, comparisons, in, is None and "
+    "parentheses are understood"
+)
+
+
+class DocumentFilter:
+    """Which documents are read: a condition over the columns of a document's row.
+
+    A comparison with a missing value is false: `score >= 3` where there is no score.
+
+    Attributes:
+        columns: those that the condition names, each once.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        parser = _ColumnParser(text)
+        if len(text) > _MAX_CHARACTERS:
+            raise parser.error("it is too long")
+        self._tree = parser.parse(text.strip())
+        self.columns = tuple(dict.fromkeys(parser.columns))
+        if not self.columns:
+            raise ConfigError(f"--filter {text!r}: names no column")
+
+    def matches(self, row: Mapping[str, Any]) -> bool:
+        return _ColumnEvaluator(row).evaluate(self._tree)
+
+    def may_match(self, bounds: Mapping[str, tuple[Any, Any]]) -> bool:
+        """Whether a row may match whose columns lie within bounds."""
+        return _BoundsEvaluator(bounds).evaluate(self._tree)
+
+
+class _ColumnParser(_Parser):
+    """Sides of comparisons become names or constants, of any type that Python writes out."""
+
+    max_depth = 256  # more than the longest text can hold
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.columns: list[str] = []
+
+    def switch(self, node: ast.expr) -> ast.expr:
+        if not isinstance(node, ast.Name):
+            raise self.error(f"{ast.unparse(node)[:80]!r} is no condition")
+        self.columns.append(node.id)
+        return node  # a column of booleans
+
+    def comparison(self, node: ast.Compare) -> ast.expr:
+        for op in node.ops:
+            if type(op) not in (*_COLUMN_COMPARISONS, ast.Is, ast.IsNot):
+                raise self.error(f"{type(op).__name__} is not understood")
+        for op, value in zip(node.ops, node.comparators, strict=True):
+            if isinstance(op, ast.Is | ast.IsNot) and not _is_none(value):
+                raise self.error("only None follows is")
+        left, *others = [self._side(side) for side in (node.left, *node.comparators)]
+        return ast.Compare(left=left, ops=node.ops, comparators=others)
+
+    def _side(self, node: ast.expr) -> ast.expr:
+        if isinstance(node, ast.Name):
+            self.columns.append(node.id)
+            return node
+        try:
+            return ast.Constant(value=ast.literal_eval(node))
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            part = ast.unparse(node)[:80]
+            raise self.error(f"{part!r} is neither a column nor a value written out") from None
+
+    def error(self, reason: str, node: ast.expr | None = None) -> ConfigError:
+        return ConfigError(f"--filter {self._text!r}: {reason}; {_COLUMN_LANGUAGE}")
+
+    def syntax_error(self, error: SyntaxError) -> ConfigError:
+        return self.error(error.msg)
+
+
+class _ColumnEvaluator(_Evaluator):
+    """True or false, of one row."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self._row = row
+
+    def switch(self, node: ast.expr) -> bool:
+        assert isinstance(node, ast.Name), ast.dump(node)
+        return self._row.get(node.id) is True
+
+    def value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            return self._row.get(node.id)
+        assert isinstance(node, ast.Constant), ast.dump(node)
+        return node.value
+
+    def compare(self, op: ast.cmpop, left: Any, right: Any) -> bool:
+        if isinstance(op, ast.Is | ast.IsNot):
+            return (left is None) is isinstance(op, ast.Is)
+        if left is None or right is None:
+            return False
+        try:
+            return bool(_COLUMN_COMPARISONS[type(op)](left, right))
+        except TypeError:  # a text is not less than a number
+            return False
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    least: Any
+    greatest: Any
+
+
+class _BoundsEvaluator(_Evaluator):
+    """False only where no row within bounds can match."""
+
+    def __init__(self, bounds: Mapping[str, tuple[Any, Any]]) -> None:
+        self._bounds = bounds
+
+    def switch(self, node: ast.expr) -> bool:
+        return True
+
+    def value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        assert isinstance(node, ast.Name), ast.dump(node)
+        return _Bounds(*self._bounds[node.id]) if node.id in self._bounds else None
+
+    def compare(self, op: ast.cmpop, left: Any, right: Any) -> bool:
+        if not isinstance(left, _Bounds) or isinstance(right, _Bounds):
+            return True
+        try:
+            match op:
+                case ast.Eq():
+                    return left.least <= right <= left.greatest
+                case ast.Lt():
+                    return left.least < right
+                case ast.LtE():
+                    return left.least <= right
+                case ast.Gt():
+                    return left.greatest > right
+                case ast.GtE():
+                    return left.greatest >= right
+                case _:
+                    return True
+        except TypeError:
+            return True
+
+    def negation(self, part: Any) -> bool:
+        return True
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None

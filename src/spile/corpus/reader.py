@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from spile.core.config import MAX_DOC_BYTES
 from spile.core.errors import ConfigError, DataError, InputError
+from spile.core.expressions import DocumentFilter
 from spile.core.index import DOCUMENT_COLUMNS
 from spile.corpus.chats.pool import RenderPool, can_render, made_at
 from spile.corpus.chats.rows import Chats, RowReader, of_program
@@ -24,7 +25,7 @@ from spile.corpus.formats.columns import value_at
 from spile.corpus.formats.text import Streams, count_lines
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range
-from spile.corpus.select import FILTERED, TOO_LARGE, ColumnFilter, Selection
+from spile.corpus.select import FILTERED, TOO_LARGE, Selection
 
 _READ_SIZE = 1 << 22
 _SAMPLE_BYTES = 1 << 18
@@ -46,7 +47,7 @@ class CorpusReader:
         text_documents: str,
         *,
         reading: RowReader | None = None,
-        filter: ColumnFilter | None = None,
+        filter: DocumentFilter | None = None,
         selection: Selection | None = None,
         max_doc_bytes: int = MAX_DOC_BYTES,
         keep: tuple[str, ...] = (),

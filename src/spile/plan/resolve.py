@@ -15,7 +15,7 @@ import numpy as np
 
 from spile.core.config import MAX_DOC_BYTES, PREVIEW, Recipe, flag_of
 from spile.core.errors import ConfigError, DriftError, InputError
-from spile.core.expressions import RowFilter
+from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.identity import sampled_digests
 from spile.core.recipe import ResolvedRecipe
 from spile.corpus.chats.rows import RowReader, read_as
@@ -30,7 +30,7 @@ from spile.corpus.reader import (
     refuse_missing_columns,
     settled_columns,
 )
-from spile.corpus.select import ColumnFilter, selection_of
+from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import Unit, make_units, tokens_per_byte, without_duplicates
 from spile.dataset.ledger import Ledger, Table
@@ -114,7 +114,7 @@ def _reader(
         recipe.text_column,
         recipe.text_documents,
         reading=reading,
-        filter=ColumnFilter(recipe.filter) if recipe.filter else None,
+        filter=DocumentFilter(recipe.filter) if recipe.filter else None,
         selection=selection_of(recipe),
         max_doc_bytes=recipe.max_doc_bytes,
         keep=recipe.keep,
@@ -332,7 +332,7 @@ def _make_table(
             text_documents=resolved.text_documents,
             columns=reading.columns if reading else (),
             keep=named,
-            also=ColumnFilter(resolved.filter).columns if resolved.filter else (),
+            also=DocumentFilter(resolved.filter).columns if resolved.filter else (),
             unit_tokens=resolved.unit_tokens,
             density=tokens_per_byte(reader, tokenizer.count) * selection_of(resolved).share,
             max_docs=resolved.max_docs,

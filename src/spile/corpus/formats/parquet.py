@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spile.core.errors import InputError
+from spile.core.expressions import DocumentFilter
 from spile.corpus.documents import OVERSIZED, Oversized
 from spile.corpus.formats.columns import (
     ColumnKinds,
@@ -23,7 +24,6 @@ from spile.corpus.formats.columns import (
     text_column,
     text_values,
 )
-from spile.corpus.select import ColumnFilter
 from spile.objects.paths import AnyPath
 
 TEXT = ""  # the text's key, where a row is read by columns
@@ -120,7 +120,7 @@ def read_rows(
     first: int,
     count: int,
     *,
-    filter: ColumnFilter | None,
+    filter: DocumentFilter | None,
     texts: bool,
     most: int,
     ids: str | None = None,
