@@ -19,7 +19,7 @@ _SYNC_BYTES = 64 << 20  # of a file, after which they are made durable
 _SYNCS = 8  # files at once, of which that is done: one for each tap that is being written
 
 
-def _explain(action: str, path: Path, error: OSError) -> StoreError:
+def _disk_error(action: str, path: Path, error: OSError) -> StoreError:
     if error.errno == errno.ENOSPC:
         return StoreError(
             f"disk full while {action} {path}; what is committed stays valid: "
@@ -100,7 +100,7 @@ class LocalObjects:
                     f"{self.url} does not support hard links, which exclusive commits need; "
                     "use a local file system for --out"
                 ) from error
-            raise _explain("creating", path, error) from error
+            raise _disk_error("creating", path, error) from error
         finally:
             with contextlib.suppress(OSError):  # never hides why the creation failed
                 temporary.unlink()
@@ -117,14 +117,14 @@ class LocalObjects:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            raise _explain("writing", path, error) from error
+            raise _disk_error("writing", path, error) from error
 
     def stream(self, key: str) -> "LocalStream":
         path = self._path(key)
         try:
             return LocalStream(path, self._open_new(path), self._syncs)
         except OSError as error:
-            raise _explain("creating", path, error) from error
+            raise _disk_error("creating", path, error) from error
 
     def list(self, prefix: str = "") -> Iterator[str]:
         start = self._path(prefix.removesuffix("/")) if prefix else self.root
@@ -148,7 +148,7 @@ class LocalObjects:
                 folder = folder.parent
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST):
-                raise _explain("deleting", path, error) from error
+                raise _disk_error("deleting", path, error) from error
 
     def leftover_of(self, key: str) -> str | None:
         base, separator, _ = key.rpartition(_TEMPORARY)
@@ -198,7 +198,7 @@ class LocalStream:
                 self._syncing = self._pool.submit(_make_durable, self._file.fileno())
                 self._since = 0
         except OSError as error:
-            raise _explain("writing", self._path, error) from error
+            raise _disk_error("writing", self._path, error) from error
 
     def _settle(self) -> None:
         """(An error that the disk reports late it reports once: it is raised again and again.)"""
@@ -214,7 +214,7 @@ class LocalStream:
         except FileNotFoundError:
             pass  # the folder is gone: `gc` saw the unit done by another attempt than this one
         except OSError as error:
-            raise _explain("writing", self._path, error) from error
+            raise _disk_error("writing", self._path, error) from error
         return ""
 
     def abandon(self) -> None:
