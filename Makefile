@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= acts/demo
 
-.PHONY: demo test lint chaos bench docs wheel clean
+.PHONY: demo test lint chaos chaos-kills chaos-buckets chaos-fleets chaos-models chaos-rest bench docs wheel clean
 
 demo: $(VENV)/.spile
 	$(BIN)/spile extract --model demo --corpus demo --taps resid_post:9,mlp_out:9 \
@@ -20,10 +20,34 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-chaos: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --dist worksteal tests/chaos --chaos-full
-	$(BIN)/pytest -n 2 --dist worksteal -m full tests --ignore tests/chaos --chaos-full
+# What is too long or too varied for `make test`, by subject. Each runs by itself.
+CHAOS := chaos-kills chaos-buckets chaos-fleets chaos-models chaos-rest
+FULL = $(BIN)/pytest -n 2 --dist worksteal --chaos-full
+
+chaos: $(CHAOS)
+
+chaos-kills: $(VENV)/.dev
+	$(FULL) tests/chaos/test_kill.py tests/chaos/test_world_kill.py tests/chaos/test_hostile.py
+	$(FULL) -m full tests/e2e/test_world.py tests/e2e/test_shuffle_docs.py tests/run
+
+chaos-buckets: $(VENV)/.dev
+	$(FULL) tests/chaos/test_buckets.py tests/chaos/test_hub.py
+	$(FULL) -m full tests/contracts tests/objects tests/e2e/test_buckets.py tests/e2e/test_hub.py tests/e2e/test_remote_inputs.py
+
+chaos-fleets: $(VENV)/.dev
+	$(FULL) tests/chaos/test_ray.py tests/chaos/test_shares.py tests/chaos/test_slurm.py tests/chaos/test_ssh.py tests/chaos/test_supervised.py
+	$(FULL) -m full tests/fleet tests/launch
+
+chaos-models: $(VENV)/.dev
+	$(FULL) -m full tests/models tests/check tests/compile
 	$(BIN)/pytest tests/run/test_mesh.py --chaos-full
+
+chaos-rest: $(VENV)/.dev $(VENV)/.saelens
+	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
+	  $(FULL) -m full tests --ignore tests/chaos --ignore tests/models --ignore tests/check --ignore tests/compile \
+	  --ignore tests/run --ignore tests/contracts --ignore tests/objects --ignore tests/fleet --ignore tests/launch \
+	  --ignore tests/e2e/test_world.py --ignore tests/e2e/test_shuffle_docs.py --ignore tests/e2e/test_buckets.py \
+	  --ignore tests/e2e/test_hub.py --ignore tests/e2e/test_remote_inputs.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/cpu.py

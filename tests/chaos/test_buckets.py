@@ -94,6 +94,7 @@ class Grown:
         return self._count() >= self._wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spooled", [False, True], ids=["memory", "spool"])
 @pytest.mark.parametrize("kind", STORES)
 def test_runs_killed_while_they_upload_end_in_the_same_dataset(
@@ -132,6 +133,7 @@ def test_runs_killed_while_they_upload_end_in_the_same_dataset(
         assert left == [], "the next process removes what those that were killed left"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", STORES)
 def test_of_ten_workers_that_race_for_every_unit_one_commits_it(
     kind: str, reference: Reference, tmp_path: Path, pytestconfig: pytest.Config

@@ -101,6 +101,7 @@ def killed_until_done(reference: Reference, out: Path, rng: random.Random, limit
             assert run("verify", out, "--partial", "--json").json["faults"] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
 def test_runs_killed_at_random_moments_end_in_the_same_dataset(
     seed: int, reference: Reference, tmp_path: Path, pytestconfig: pytest.Config
@@ -214,6 +215,7 @@ def test_two_processes_racing_for_every_unit_commit_each_once(
     check_same(out, reference.out)
 
 
+@pytest.mark.full
 def test_a_worker_that_slept_through_the_end_wakes_up_harmless(
     reference: Reference, tmp_path: Path
 ) -> None:
@@ -233,6 +235,7 @@ def test_a_worker_that_slept_through_the_end_wakes_up_harmless(
     check_same(out, reference.out)
 
 
+@pytest.mark.full
 def test_gc_in_a_loop_beside_killed_racing_writers_loses_no_commit(
     reference: Reference, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

@@ -127,6 +127,7 @@ def after_units(driver: Driver, out: Path, count: int = 1) -> None:
     )
 
 
+@pytest.mark.full
 def test_killed_workers_and_raylets_cost_no_unit_and_no_unit_is_done_twice(
     cluster: Cluster, reference: Reference, tmp_path: Path, full: bool
 ) -> None:
@@ -164,6 +165,7 @@ def test_killed_workers_and_raylets_cost_no_unit_and_no_unit_is_done_twice(
     assert raylets == wanted // 2
 
 
+@pytest.mark.full
 def test_units_whose_slice_did_not_live_to_say_so_are_not_waited_for(
     cluster: Cluster, reference: Reference, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def said(processes: list[subprocess.Popen[str]]) -> str:
     return "\n".join(p.communicate()[1] for p in processes if p.poll() is not None)
 
 
+@pytest.mark.full
 def test_shares_of_which_some_are_killed_and_one_is_slow_are_done_once_by_all(
     model: Path, tmp_path: Path, full: bool
 ) -> None:
@@ -91,6 +92,7 @@ def test_shares_of_which_some_are_killed_and_one_is_slow_are_done_once_by_all(
     assert lost <= machines // 3 + 1, "helpers did what others were doing"
 
 
+@pytest.mark.full
 def test_of_two_slices_with_their_own_coordinators_one_is_killed_and_started_again(
     model: Path, tmp_path: Path
 ) -> None:

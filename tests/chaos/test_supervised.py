@@ -65,6 +65,7 @@ def killed_until_done(work: Work, out: Path, rng: random.Random, limit: int) -> 
     return kills
 
 
+@pytest.mark.full
 def test_a_worker_killed_again_and_again_is_started_again(
     work: tuple[Work, Path], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

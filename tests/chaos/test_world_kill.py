@@ -77,6 +77,7 @@ def check_survivors(world: Group, lost: Member, seconds: float = SOON) -> None:
         assert member.last_line.endswith(AGAIN), member.err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("killed", "paused"), [(0, 1), (1, 0)])
 def test_a_world_that_loses_a_process_by_a_kill_and_one_by_a_pause_is_started_again(
     killed: int, paused: int, reference: Reference, tmp_path: Path, full: bool
@@ -111,6 +112,7 @@ def test_a_world_that_loses_a_process_by_a_kill_and_one_by_a_pause_is_started_ag
     reference.check_same(out)
 
 
+@pytest.mark.full
 def test_worlds_killed_at_random_moments_end_in_the_same_dataset(
     reference: Reference, tmp_path: Path, full: bool
 ) -> None:

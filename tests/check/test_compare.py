@@ -192,6 +192,7 @@ def rough(request: pytest.FixtureRequest, texts: Path, folder: Folder) -> Path:
     return extract(folder("out") / "rough", model, texts, taps, compute_dtype="bfloat16")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rough", some(ROUGH, "gemma2-gqa"), indirect=True)
 def test_a_healthy_dataset_computed_in_bfloat16_agrees(rough: Path) -> None:
     for report in (check(str(rough)), check_all(rough)):
@@ -200,6 +201,7 @@ def test_a_healthy_dataset_computed_in_bfloat16_agrees(rough: Path) -> None:
             assert 1e-4 < tap.floor <= tap.allowed / 2, "the reference has one, in bfloat16"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rough", some(ROUGH, "gemma2-gqa"), indirect=True)
 def test_a_fault_is_caught_in_bfloat16_too(rough: Path, tmp_path: Path) -> None:
     for plant in (
@@ -218,6 +220,7 @@ def test_a_fault_is_caught_in_bfloat16_too(rough: Path, tmp_path: Path) -> None:
         shutil.rmtree(out)
 
 
+@pytest.mark.full
 def test_where_few_rows_are_kept_more_documents_are_compared_below_float32(
     tmp_path: Path,
 ) -> None:
@@ -233,6 +236,7 @@ def test_where_few_rows_are_kept_more_documents_are_compared_below_float32(
     assert check(str(out), samples=20).documents == 20
 
 
+@pytest.mark.full
 def test_documents_are_spread_over_the_units_and_none_is_counted_twice(
     dataset: Path, texts: Path
 ) -> None:
@@ -362,8 +366,7 @@ FAULTS: dict[str, Plant] = {
     "infinity": not_numbers(-np.inf),
 }
 FEW_FAULTS = (
-    "another layer's rows", "two heads swapped", "a scale off by a thousandth", "one logit off",
-    "rows shifted by a token", "weights beyond the context", "infinity",
+    "another layer's rows", "a scale off by a thousandth", "rows shifted by a token",
 )  # fmt: skip
 
 
@@ -390,6 +393,7 @@ def test_forging_nothing_changes_nothing(dataset: Path) -> None:
     assert_healthy(check_all(dataset))
 
 
+@pytest.mark.full
 def test_one_wrong_expert_is_caught(texts: Path, tmp_path: Path) -> None:
     model = write(tmp_path / "model", randomised(FAMILIES["gptoss-gqa"]))
     taps = "expert_ids:0+1,expert_weights:1,resid_post:3"
@@ -447,6 +451,7 @@ def test_a_fault_of_the_engine_is_caught_where_it_begins_and_after(
     assert faulty(check(str(out))) == named
 
 
+@pytest.mark.full
 def test_norms_off_by_a_twentieth_are_caught_in_bfloat16_too(
     llama: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -477,6 +482,7 @@ def test_a_tap_that_no_fault_would_show_in_is_unclear_and_not_ok(
     assert "agree" not in lines[-1], "it neither agrees nor disagrees"
 
 
+@pytest.mark.full
 def test_a_model_of_one_layer_is_compared_with_the_token_before(
     texts: Path, tmp_path: Path
 ) -> None:
@@ -534,6 +540,7 @@ def test_swapped_heads_are_caught_in_eight_bits(eight_bits: Path, tmp_path: Path
     assert min(cosines, key=lambda name: cosines[name]) == "z.0"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", some(EIGHT, "int8"))
 def test_a_wrong_layer_is_caught_in_eight_bits(
     dtype: str, llama: Path, texts: Path, tmp_path: Path
@@ -684,6 +691,7 @@ def test_an_adapters_dataset_agrees_with_peft(
     assert_healthy(check(str(out), recipe=Recipe(lora=str(tmp_path / "moved"))))
 
 
+@pytest.mark.full
 def test_an_adapter_that_was_not_merged_is_caught(
     llama: Path, adapter: Path, texts: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import quick
 import saes
 import tiny
+import zygote
 from spile.cli.model import compile_text
 from spile.compile.step import Question, compile_step
 from spile.compile.targets import CompileTarget, find_target
@@ -39,12 +40,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return zygote.run(
         [sys.executable, "-m", "spile.cli", "compile", *map(str, arguments)],
-        capture_output=True,
-        text=True,
         env={**tiny.environment(), "XLA_FLAGS": quick.FLAGS},
-        check=False,
         **options,
     )
 
@@ -68,6 +66,7 @@ def test_a_config_is_enough_for_a_pod_of_virtual_devices(config: Path) -> None:
     assert found["limit"] in found["seconds"]
 
 
+@pytest.mark.full
 def test_an_encoder_is_compiled_with_the_step_and_counted(config: Path, tmp_path: Path) -> None:
     sae = saes.write_sae(tmp_path / "sae", "topk", width=64, latents=4096)
     given = ("--model", config, "--taps", "resid_post:2", "--topology", "v5e-4", "--on", "cpu",
@@ -87,6 +86,7 @@ def test_an_encoder_is_compiled_with_the_step_and_counted(config: Path, tmp_path
     assert refused.returncode == 2 and "nowhere" in refused.stderr
 
 
+@pytest.mark.full
 def test_the_text_says_what_is_not_the_chips(config: Path) -> None:
     given = ("--model", config, "--taps", "q:1", "--topology", "v6e-8", "--seq-len", "64")
     result = run(*given, "--on", "cpu", "--search", "--batch-tokens", "64")

@@ -62,6 +62,7 @@ def test_ids_are_those_of_transformers_on_a_small_tokenizer(add: bool, directory
     assert all((ids[0] == tiny.BOS) is (add or ids == wanted[8]) for ids in wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("add", [True, False])
 def test_ids_are_those_of_transformers_on_the_demo_model(add: bool) -> None:
     directory = demo_model()

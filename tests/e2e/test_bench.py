@@ -14,6 +14,7 @@ import tiny
 BENCH = Path(__file__).parents[2] / "bench"
 
 
+@pytest.mark.full
 def test_the_cpu_benchmark_prints_a_ratio_for_every_setting() -> None:
     small = ["--layers", "1", "--tokens", "400", "--rounds", "1"]
     result = subprocess.run(

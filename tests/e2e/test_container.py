@@ -119,6 +119,7 @@ def inside(
     return folder / "opt" / "bin"
 
 
+@pytest.mark.full
 def test_the_install_list_is_complete(inside: Path, model: Path, tmp_path: Path) -> None:
     assert call(inside / "spile", "--version", cwd=tmp_path) == f"spile {spile.__version__}\n"
     flags = ["--model", model, "--corpus", "demo", "--taps", "resid_post:1", "--max-docs", 2]

@@ -98,6 +98,7 @@ def test_a_disk_that_fills_up_keeps_what_is_committed_and_with_more_room_the_run
     check_same(out, tmp_path / "whole")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("free", some([0, 4096, 40960], 4096))
 def test_a_disk_that_is_full_from_the_start_is_refused(
     free: int, small_disk: Path, model: Path, corpus: Path

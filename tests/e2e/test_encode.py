@@ -10,7 +10,7 @@ import saes
 import spile
 import tiny
 from spile.check import compare as recheck
-from spile.check.compare import SparseTap, TopLatents, check
+from spile.check.compare import RowLatents, SparseTap, check
 from spile.core.config import Recipe
 from spile.core.errors import DriftError
 from spile.dataset.maintain.verify import verify
@@ -76,9 +76,9 @@ def test_the_dataset_is_sound_and_agrees_with_the_reference(out: Path) -> None:
 
 def test_check_finds_latents_that_are_others(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Turned(SparseTap):
-        def encode(self, rows: np.ndarray) -> TopLatents:
+        def encode(self, rows: np.ndarray) -> RowLatents:
             top = super().encode(rows)
-            return TopLatents(top.values, top.ids[:, ::-1])
+            return RowLatents(top.values, top.ids[:, ::-1])
 
     monkeypatch.setattr(recheck, "SparseTap", Turned)
     checked = check(str(out), samples=1)

@@ -46,6 +46,7 @@ def peak_of(work: Work, folder: Path) -> int:
     return int(peak.read_text())
 
 
+@pytest.mark.full
 def test_peak_memory_does_not_grow_with_the_corpus(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ def kept(out: Path) -> list[int]:
     return np.unique(dataset.index(0, dataset.num_tokens)["doc"]).tolist()
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_and_is_the_same(model: Path, corpus: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run("extract", *flags(model, corpus, whole)).code == 0

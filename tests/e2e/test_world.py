@@ -95,6 +95,7 @@ def check_refused(group: Group, code: int, *named: str, seconds: float = 60) -> 
 # -- the same rows ---------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_one_process_on_four_devices_makes_what_one_device_makes(
     made: Made, tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_process_that_is_late_to_every_call_changes_nothing(made: Made, tmp_pa
     assert sum(map(float, delays)) > 1
 
 
+@pytest.mark.full
 def test_other_worlds_on_other_meshes_go_on_where_one_was_stopped(
     made: Made, tmp_path: Path
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_mesh_that_does_not_divide_is_refused_by_all(made: Made, tmp_path: Pat
     refused_alike(made, tmp_path, 2, "--mesh data=3", "there are 2", mesh="data=3")
 
 
+@pytest.mark.full
 def test_a_batch_that_processes_cannot_share_is_refused_by_all(made: Made, tmp_path: Path) -> None:
     named = "--batch-tokens 64", "2 processes cannot share", "a multiple of 128"
     refused_alike(made, tmp_path, 2, *named, mesh="1d", options={"batch_tokens": 64})

@@ -90,6 +90,7 @@ print(json.dumps({"before": before, "after": error(), "state": rows.state_dict()
 """
 
 
+@pytest.mark.full
 def test_saelens_trains_straight_from_a_dataset(floats: stored.Stored) -> None:
     python = os.environ.get("SPILE_SAELENS_PYTHON")
     if not python:

@@ -104,6 +104,7 @@ def predictions(server: Any, prompt: list[int]) -> tuple[np.ndarray, np.ndarray]
     return np.array([each["id"] for each in top]), np.array([each["logprob"] for each in top])
 
 
+@pytest.mark.full
 def test_the_demo_models_log_probabilities_are_llama_cpps(server: Any, tmp_path: Path) -> None:
     corpus = tmp_path / "docs.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))

@@ -25,6 +25,7 @@ def stream(url: str, key: str, data: bytes) -> str:
     return writer.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", STORES)
 def test_a_long_listing_under_faults_goes_on_from_where_it_stood(kind: str) -> None:
     url = STORES[kind]()

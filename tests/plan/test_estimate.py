@@ -16,10 +16,11 @@ from spile.core.tensors import read_header
 from spile.dataset.ledger import Ledger
 from spile.objects import open_objects
 from spile.plan.estimate import batch_rows, estimate, refuse_if_too_large
-from spile.plan.resolve import Job, resolve
+from spile.plan.job import ExtractionJob
+from spile.plan.resolve import resolve
 
 
-def make_job(model: Path, corpus: Path, out: Path, **fields: Any) -> Job:
+def make_job(model: Path, corpus: Path, out: Path, **fields: Any) -> ExtractionJob:
     recipe = Recipe(
         model=str(model), corpus=str(corpus), taps="resid_post:all,logits", seq_len=64, **fields
     )
@@ -41,6 +42,7 @@ def test_the_estimate_meets_the_outcome(model: Path, corpus: Path, tmp_path: Pat
     assert per_row["resid_post.0"] == 32 * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "every", "unit_tokens"),
     [

@@ -41,6 +41,7 @@ def test_the_cores_that_devices_need_are_shown() -> None:
     )
 
 
+@pytest.mark.full
 def test_a_plan_and_a_run_say_how_fast_text_comes(model: Path, tmp_path: Path) -> None:
     work = Work(model, tiny.write_corpus(tmp_path / "c.txt"))
     plan = run("plan", *work.flags(tmp_path / "out"))

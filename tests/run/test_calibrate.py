@@ -19,7 +19,8 @@ from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.verify import verify
 from spile.dataset.write.quantization import scales_from_json
 from spile.objects import LocalObjects
-from spile.plan.resolve import Job, resolve, store_table
+from spile.plan.job import ExtractionJob, prepare_unit
+from spile.plan.resolve import resolve, store_table
 from spile.run.extract import load_step
 
 ENOUGH = 16_384  # tokens
@@ -40,12 +41,14 @@ def make_recipe(model: Path, corpus: Path, **more: Any) -> Recipe:
     return Recipe(model=str(model), corpus=str(corpus), **fields)
 
 
-def resolved(recipe: Recipe, out: Path) -> tuple[Job, Ledger]:
+def resolved(recipe: Recipe, out: Path) -> tuple[ExtractionJob, Ledger]:
     ledger = Ledger(LocalObjects(out))
     return store_table(resolve(recipe, ledger, "cpu"), ledger), ledger
 
 
-def measure(recipe: Recipe, out: Path, batch_rows: int = 16) -> tuple[Job, dict[str, np.ndarray]]:
+def measure(
+    recipe: Recipe, out: Path, batch_rows: int = 16
+) -> tuple[ExtractionJob, dict[str, np.ndarray]]:
     """As a run does before its first unit."""
     job, ledger = resolved(recipe, out)
     load_step(job, ledger, jax.devices()[0], partial(PackedUnit.batches, rows=batch_rows))
@@ -72,7 +75,7 @@ def test_scales_are_those_of_the_corpus_first_contexts(
     looked_at = 0
     with closing(job.reader()) as reader:
         for unit in job.units:
-            for count in job.pack(reader.read(unit.spans, unit.first_doc))[0].counts.tolist():
+            for count in prepare_unit(job, reader, unit).packed.counts.tolist():
                 looked_at += count if looked_at < ENOUGH else 0
     assert ENOUGH <= looked_at < ENOUGH + 64 < len(rows)
     assert len(job.units) > 3
@@ -83,6 +86,7 @@ def test_scales_are_those_of_the_corpus_first_contexts(
         assert not np.allclose(np.abs(others).max(axis=0), largest, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_scales_are_the_same_whatever_the_step_holds(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -125,7 +129,7 @@ def test_where_nothing_of_the_first_units_is_kept_later_ones_are_measured(
     job, scales = measure(make_recipe(model, corpus, **more), tmp_path / "out", 2)
     with closing(job.reader()) as reader:
         unit = job.units[0]
-        assert job.pack(reader.read(unit.spans, unit.first_doc))[0].num_rows == 0
+        assert prepare_unit(job, reader, unit).packed.num_rows == 0
     rows = stored_rows(
         make_recipe(model, corpus, store_dtype="float32", **more), tmp_path / "plain", "embed"
     )

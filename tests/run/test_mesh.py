@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 import quick
+from marks import some
 
 FILES = sorted((Path(__file__).parent.parent / "mesh").glob("test_*.py"))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+QUICKEST = [FILES[0].parent / f"test_{name}.py" for name in ("sharding", "step")]
+
+
+@pytest.mark.parametrize("file", some(FILES, *QUICKEST), ids=lambda file: file.stem)
 def test_what_is_in_tests_mesh_passes_on_eight_devices(
     file: Path, pytestconfig: pytest.Config
 ) -> None:

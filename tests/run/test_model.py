@@ -69,6 +69,7 @@ def test_arrays_of_a_change_need_no_new_program(loaded: spile.model) -> None:
     assert compiled._cache_size() == programs + 1
 
 
+@pytest.mark.full
 def test_lengths_do_not_show(loaded: spile.model) -> None:
     tokens = loaded.encode(TEXTS)
     together = loaded(tokens)["logits"]

@@ -74,6 +74,7 @@ def test_a_token_of_which_nothing_is_kept_is_named_all_the_same(
     assert f"layer 1, document {AT} " in message and f"token {token} (id " in message
 
 
+@pytest.mark.full
 def test_what_int8_cannot_hold_is_named_though_it_does_not_hold_it(
     spoilt: Path, letters: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_what_int8_cannot_hold_is_named_though_it_does_not_hold_it(
     assert f"document {AT} " in message and "which int8 cannot hold" in message
 
 
+@pytest.mark.full
 def test_it_is_named_by_the_tap_though_latents_are_stored(
     spoilt: Path, letters: Path, tmp_path: Path
 ) -> None:

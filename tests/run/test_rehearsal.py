@@ -65,6 +65,7 @@ def spent(recipe: Recipe, out: Path) -> tuple[float, float]:
     return each, 1 / (counters.pace() or 1)
 
 
+@pytest.mark.full
 def test_the_time_that_is_foretold_is_the_time_that_it_takes(larger: Path, tmp_path: Path) -> None:
     """By the processor's clock: by the wall's, whoever shares the machine is measured, too."""
     corpus = tiny.write_corpus(tmp_path / "c.jsonl", 400, mean=3.2)

@@ -227,6 +227,7 @@ def test_help_opens_and_closes_and_focus_is_seen(seen: Seen, server: web_page.Se
     assert set(found) == {"solid"}
 
 
+@pytest.mark.full
 def test_a_token_in_the_address_opens_the_page_and_leaves_it(
     seen: Seen, built: web_page.Built
 ) -> None:
@@ -247,6 +248,7 @@ def test_umap_is_offered_or_said_to_be_missing(seen: Seen, server: web_page.Serv
         expect(page.locator(".empty")).to_contain_text("pip install umap-learn")
 
 
+@pytest.mark.full
 def test_a_million_tokens_are_looked_through(
     seen: Seen, large: web_page.Built, record_property: Any
 ) -> None:
@@ -279,6 +281,7 @@ def test_a_million_tokens_are_looked_through(
     assert max(took.values()) < 3000, took
 
 
+@pytest.mark.full
 def test_a_run_is_seen_to_go_on(seen: Seen, model: Path, tmp_path: Path) -> None:
     corpus = tiny.write_corpus(tmp_path / "docs.jsonl", 5000)
     out = tmp_path / "out"

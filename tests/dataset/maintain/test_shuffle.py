@@ -104,6 +104,7 @@ def test_the_seed_fixes_the_order(tmp_path: Path) -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
+@pytest.mark.full
 def test_rows_are_uniform_in_their_places_and_their_neighbours(tmp_path: Path) -> None:
     """Chi-square over many seeds. Memory holds a third of the rows: they are scattered twice."""
     made = stored.build(tmp_path / "out", ((6,), (4, 2)), taps={"logprob": 1})

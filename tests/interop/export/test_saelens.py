@@ -114,6 +114,7 @@ print(json.dumps({"rows": x.tolist(), "ids": torch.cat(ids).int().tolist(),
 """
 
 
+@pytest.mark.full
 def test_saelens_reads_the_rows_and_trains_on_them(floats: stored.Stored, exported: Run) -> None:
     python = os.environ.get("SPILE_SAELENS_PYTHON")
     if not python:

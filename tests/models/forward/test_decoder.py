@@ -60,9 +60,13 @@ QUICK = quick.OPTIONS if jax.default_backend() == "cpu" else {}
 
 FULL = pytest.mark.full
 STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
+# Heads are as Llama's, and frequencies are compared with HF's in tests/models/config/test_rope.py.
 MORE = {
-    name for name in SUPPORTED if re.search("-m[hq]a", name) and "llama" not in name
-}  # heads are as Llama's
+    name
+    for name in SUPPORTED
+    if re.search("-m[hq]a|-rope|-yarn|-window|-nocap|-untied|-unbiased", name)
+    and name not in ("llama-mha-tied", "llama-mqa-bias", "mistral-window")
+}
 
 
 class Context(NamedTuple):
@@ -401,6 +405,7 @@ def test_logprob_and_entropy_are_those_of_the_logits(name: str, tmp_path: Path) 
         assert (logprob[:-1] < 0).all()
 
 
+@pytest.mark.full
 def test_the_head_may_run_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, checkpoint = saved(SUPPORTED["gemma2-gqa"], tmp_path, num_hidden_layers=1)
     columns = np.tile(np.arange(3, 40, dtype=np.int32), (ROWS, 1))
@@ -478,6 +483,7 @@ EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 ROUNDED = ("attn_out", "mlp_out", "resid_post", "final_norm")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch without bf16 hardware
 @pytest.mark.parametrize("family", some(COARSE, "llama", "gemma2", "gpt2", "qwen3_moe", "gpt_oss"))
 def test_bfloat16_stays_within_twice_its_own_floor(family: str, tmp_path: Path) -> None:
@@ -609,6 +615,7 @@ def test_what_is_stored_agrees_with_hf(name: str, pack: str, tmp_path: Path) -> 
     assert not too_near(others), "the control must fail"
 
 
+@pytest.mark.full
 def test_the_demo_model_agrees_with_hf(tmp_path: Path) -> None:
     recipe = spile.Recipe(
         model="demo",

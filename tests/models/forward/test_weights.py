@@ -386,6 +386,7 @@ def in_memory(directory: Path) -> tuple[Counting, Checkpoint]:
     return objects, replace(checkpoint, tensors=tensors)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "neox", "phi3-gqa", "gptoss-gqa", "mixtral"])
 def test_weights_in_a_bucket_load_as_those_of_a_disk(name: str, tmp_path: Path) -> None:
     (name, *_) = [variant for variant in VARIANTS if variant.startswith(name)]
