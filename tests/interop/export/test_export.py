@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import spile
 import stored
 import tiny
-from spile.core.errors import ConfigError, DataError, StoreError
+from spile.core.errors import ConfigError, StoreError
 from spile.dataset.format import TapInfo
 from spile.interop import export as module
 from spile.interop.export import FORMATS, Exported, export
-from spile.interop.export.export_source import ExportSource, choose_taps
+from spile.interop.export.export_source import ExportSource
 
 Run = Callable[..., tuple[Path, Exported]]
 TAPS = "resid_post:all"
@@ -131,24 +130,6 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "taps"),
-    [
-        (None, ["resid_post.0", "resid_post.1", "resid_post.2", "q.1", "expert_ids.1", "logprob"]),
-        ("logprob,resid_post.2", ["resid_post.2", "logprob"]),
-        ("blocks.1.attn.hook_q,hidden_states[1]", ["resid_post.0", "q.1"]),
-        ("resid_post:1-2", ["resid_post.1", "resid_post.2"]),
-        ("resid_post:0+2,q:all", ["resid_post.0", "resid_post.2", "q.1"]),
-        ("resid_post:all/2", ["resid_post.0", "resid_post.2"]),
-        (["q.1", "q.1"], ["q.1"]),
-    ],
-)
-def test_taps_are_chosen_by_any_of_their_names(
-    floats: stored.Stored, text: str | list[str] | None, taps: list[str]
-) -> None:
-    assert list(choose_taps(spile.open(str(floats.path)), text)) == taps
-
-
 def test_a_destination_that_is_no_place_of_its_own_is_refused(floats: stored.Stored) -> None:
     with pytest.raises(ConfigError, match="inside the dataset"):
         export(str(floats.path), floats.path / "npy", to="npy")
@@ -160,25 +141,6 @@ def test_an_unfinished_dataset_is_not_exported(tmp_path: Path) -> None:
     partial = stored.build(tmp_path / "out", commit=(1,))
     with pytest.raises(StoreError, match="1 of 5 units are done"):
         export(str(partial.path), tmp_path / "dest", to="npy")
-
-
-def test_a_missing_library_is_one_line_that_says_what_to_install(
-    floats: stored.Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ConfigError, match="--to activault needs torch.*pip install torch"):
-        export(str(floats.path), tmp_path / "dest", to="activault", taps=TAPS)
-
-
-def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
-    taps: stored.Taps = {"resid_post.0": TapInfo((4,), "float32")}
-    made = stored.build(tmp_path / "out", taps=taps)
-    ds = spile.open(str(made.path))
-    source = ExportSource(ds, ("resid_post.0",), {"resid_post.0": np.dtype(np.float16)}, 1)
-    with pytest.raises(DataError, match="resid_post.0 has values that float16 cannot hold"):
-        source.convert("resid_post.0", np.full((2, 4), 70000, np.float32))
-    kept = source.convert("resid_post.0", np.array([[np.inf, -np.inf, np.nan, 1]], np.float32))
-    assert kept.dtype == np.float16, "what was infinite before is no loss"
 
 
 def test_too_large_values_are_known_from_the_statistics(

@@ -21,7 +21,7 @@ import stored
 import tiny
 from spile.core.errors import ConfigError, StoreError
 from spile.dataset.read.window import Encoded
-from spile.interop.flight.client import Connection, connect
+from spile.interop.flight.client import connect
 from spile.interop.flight.server import Fanout, RowServer
 
 LENGTHS = ((700, 300), (900,), (0,), (257, 600), (401,))
@@ -255,16 +255,6 @@ def test_what_reading_fails_with_is_told(tmp_path: Path) -> None:
             pass
     thread.join(60)
     assert shard.key in str(raised[0])
-
-
-def test_a_wrong_address_says_so() -> None:
-    with pytest.raises(ConfigError, match="not the address of a server"):
-        connect("http://127.0.0.1:1")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        url = f"grpc://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(StoreError, match="connect"):
-            next(Connection(url, None, None, False))
 
 
 def test_one_that_stalls_does_not_keep_the_command_from_ending(ds: spile.Dataset) -> None:

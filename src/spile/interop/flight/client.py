@@ -93,7 +93,7 @@ class Connection:
             found = next(self._batches, None)
         except pyarrow().ArrowException as error:
             self.close()
-            raise self._explained(error) from None
+            raise self._stream_error(error) from None
         if found is None:
             self.close()
             raise StopIteration
@@ -112,7 +112,7 @@ class Connection:
         self._coming = Producer(received, _AHEAD, "spile-connect")
         return iter(self._coming)
 
-    def _explained(self, error: Exception) -> StoreError | ConfigError:
+    def _stream_error(self, error: Exception) -> StoreError | ConfigError:
         flight = pyarrow("pyarrow.flight")
         told = printable(str(error)).partition(". gRPC client debug context")[0]
         told = told.partition(". Detail:")[0][:400]

@@ -1,0 +1,53 @@
+"""`spile extract`: options of a file and of flags, and the lines at the end."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spile import cli
+from spile.cli.extract import extract_summary, given
+from spile.core.errors import ConfigError
+from spile.metrics import Counters
+from spile.run.extract import Outcome
+
+NO_ESTIMATE: Any = None  # the lines are not made of it
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return cli.make_parser().parse_args(["extract", *words])
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model = "a"\nout = "there"\nseq-len = 64\n'.replace("seq-len", "seq_len"))
+    options = given(parsed("--config", str(file), "--model", "b"))
+    assert options == {"model": "b", "out": "there", "seq_len": 64}
+
+
+def test_an_empty_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--out must be a non-empty text, got ''"):
+        given(parsed("--out", ""))
+
+
+def outcome(**changes: Any) -> Outcome:
+    values: dict[str, Any] = {"rows": 90, "tokens": 100, "documents": 5, "bytes": 2000}
+    values |= {"units": 2, "units_total": 2, "skipped": {}, "estimate": NO_ESTIMATE}
+    return Outcome(**{**values, **changes})
+
+
+def test_the_summary_says_what_was_made_and_what_to_do_next() -> None:
+    lines = extract_summary("my acts", outcome(), Counters()).splitlines()
+    assert lines[0] == "my acts: 5 documents, 90 rows per tap (of 100 tokens), 2.0 kB in 2 units"
+    assert [line.split()[0] for line in lines[1:]] == ["look", "verify", "read"]
+    assert lines[1].endswith("status 'my acts'") and lines[2].endswith("verify 'my acts'")
+
+
+def test_what_is_missing_is_said_with_the_reason() -> None:
+    made = outcome(units=1, skipped={"no tokens": 3}, truncated={"resid_post_latents.0": 4})
+    lines = extract_summary("acts", made, Counters()).splitlines()
+    assert lines[1].startswith("ended by --max-bytes with 1 of 2 units")
+    assert lines[2] == "left out: 3 no tokens"
+    assert lines[3].startswith("resid_post_latents.0: of 4 rows more latents were active")
+    assert lines[-2].endswith("verify acts --partial") and "partial=True" in lines[-1]

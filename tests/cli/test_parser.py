@@ -1,0 +1,125 @@
+"""The command as a whole: its verbs, its exit codes, how an error is said."""
+
+import argparse
+import json
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from spile import __version__, cli
+from spile.core.errors import ConfigError, Interrupted, SpileError, StoreError
+
+VERBS = [
+    "extract",
+    "plan",
+    "supervise",
+    "legacy",
+    "taps",
+    "compile",
+    "convert",
+    "check",
+    "export",
+    "compact",
+    "shuffle",
+    "serve-rows",
+    "push",
+    "fetch",
+    "status",
+    "watch",
+    "ls",
+    "serve",
+    "verify",
+    "gc",
+    "launch",
+]
+
+
+@pytest.fixture(autouse=True)
+def same_handlers() -> Iterator[None]:
+    """`run` takes the signals; the tests' own handlers come back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def verbs() -> dict[str, argparse.ArgumentParser]:
+    (group,) = (
+        action
+        for action in cli.make_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return group.choices
+
+
+def test_the_verbs_are_listed_in_the_order_of_the_work() -> None:
+    assert list(verbs()) == VERBS
+
+
+def test_every_verb_has_a_function_and_speaks_json() -> None:
+    for name, parser in verbs().items():
+        assert callable(parser.get_default("verb")), name
+        assert "--json" in parser.format_help(), name
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.run(["--version"])
+    assert capsys.readouterr().out == f"spile {__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["status"], ["extract", "--nothing"]])
+def test_a_bad_command_line_is_one_line_and_code_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(argv) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("spile: ") and told.count("\n") == 1
+    assert "--help`)" in told
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("a"), 2), (StoreError("b"), 3), (Interrupted(), 130), (KeyboardInterrupt(), 130)],
+)
+def test_what_a_verb_raises_is_its_exit_code(
+    error: BaseException,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("spile.status.status.read_status", fail)
+    assert cli.run(["status", "."]) == code
+    said = Interrupted() if isinstance(error, KeyboardInterrupt) else error
+    assert capsys.readouterr().err == f"spile: {said}\n"
+
+
+def test_what_is_no_deliberate_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("spile.status.status.read_status", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["status", "."])
+
+
+def test_an_error_is_json_where_the_log_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["extract", "--log-json", "--taps", "embed"]) == ConfigError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert told["level"] == "error" and "--out is missing" in told["message"]
+
+
+def test_a_strangers_words_do_not_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise SpileError("bad \x1b[31mname")
+
+    monkeypatch.setattr("spile.status.status.read_status", fail)
+    cli.run(["status", "."])
+    assert capsys.readouterr().err == "spile: bad \\x1b[31mname\n"

@@ -1,0 +1,43 @@
+"""`spile plan`: how long it is calibrated, and how sure its numbers are said to be."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spile.cli.plan import Duration, _seconds, _timed, _tokens, unknown
+from spile.core.errors import ConfigError
+
+
+def test_calibration_is_seconds_or_off() -> None:
+    assert (_seconds(None), _seconds("off"), _seconds("2.5")) == (5.0, 0.0, 2.5)
+    for bad in ("0", "-1", "3600", "long", "nan", ""):
+        with pytest.raises(ConfigError, match="--calibrate must be seconds such as 5, or off"):
+            _seconds(bad)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (0, "2,000 (all counted)"),
+        (None, "2,000 (estimated)"),
+        (50, "2,000 ± 2.5% (95%, of a sample)"),
+    ],
+)
+def test_tokens_say_how_they_are_known(error: int | None, told: str) -> None:
+    cost: Any = SimpleNamespace(tokens=2000, tokens_error=error)
+    assert _tokens(cost) == told
+
+
+def test_a_time_says_where_and_how_it_is_known() -> None:
+    assert _timed(unknown("here", "all of it is done")) == [("time here", "all of it is done")]
+    measured = Duration("here", True, 500.0, seconds=120.0, starting=4.0, compiling=9.0)
+    assert _timed(measured) == [
+        ("time here", "2.0 min at 500 tok/s (measured)"),
+        ("  until the first step", "4.0 s (compiling, in all: 9.0 s)"),
+    ]
+    elsewhere = Duration("v5e-64", False, 1e6, seconds=7200.0, dollars=12.5)
+    assert _timed(elsewhere) == [
+        ("time on v5e-64", "2.0 h at 1,000,000 tok/s (computed: at the chips' limit)"),
+        ("  on demand", "$12.50"),
+    ]

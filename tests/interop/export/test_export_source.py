@@ -1,0 +1,52 @@
+"""What an export reads: the taps that are chosen, and values in the dtype of the format."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import spile
+import stored
+from spile.core.errors import DataError
+from spile.dataset.format import TapInfo
+from spile.interop.export.export_source import ExportSource, choose_taps
+
+
+@pytest.mark.parametrize(
+    ("text", "taps"),
+    [
+        (None, ["resid_post.0", "resid_post.1", "resid_post.2", "q.1", "expert_ids.1", "logprob"]),
+        ("logprob,resid_post.2", ["resid_post.2", "logprob"]),
+        ("blocks.1.attn.hook_q,hidden_states[1]", ["resid_post.0", "q.1"]),
+        ("resid_post:1-2", ["resid_post.1", "resid_post.2"]),
+        ("resid_post:0+2,q:all", ["resid_post.0", "resid_post.2", "q.1"]),
+        ("resid_post:all/2", ["resid_post.0", "resid_post.2"]),
+        (["q.1", "q.1"], ["q.1"]),
+    ],
+)
+def test_taps_are_chosen_by_any_of_their_names(
+    floats: stored.Stored, text: str | list[str] | None, taps: list[str]
+) -> None:
+    assert list(choose_taps(spile.open(str(floats.path)), text)) == taps
+
+
+def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
+    taps: stored.Taps = {"resid_post.0": TapInfo((4,), "float32")}
+    made = stored.build(tmp_path / "out", taps=taps)
+    ds = spile.open(str(made.path))
+    source = ExportSource(ds, ("resid_post.0",), {"resid_post.0": np.dtype(np.float16)}, 1)
+    with pytest.raises(DataError, match="resid_post.0 has values that float16 cannot hold"):
+        source.convert("resid_post.0", np.full((2, 4), 70000, np.float32))
+    kept = source.convert("resid_post.0", np.array([[np.inf, -np.inf, np.nan, 1]], np.float32))
+    assert kept.dtype == np.float16, "what was infinite before is no loss"
+
+
+def test_windows_are_whole_contexts_and_cover_all_of_them(floats: stored.Stored) -> None:
+    ds = spile.open(str(floats.path))
+    source = ExportSource(ds, ("resid_post.0",), {"resid_post.0": np.dtype(np.float32)}, 8)
+    assert (source.contexts, source.rows) == (13, 104)
+    windows = list(source.windows(0, source.rows, source.row_bytes(), 1000))
+    assert windows[0] == (0, 40), "five contexts of 192 bytes are the most under a thousand"
+    assert [a for a, _ in windows[1:]] == [b for _, b in windows[:-1]]
+    assert windows[-1][1] == 104
+    assert list(source.windows(0, 8, source.row_bytes(), 1)) == [(0, 8)], "one context at least"

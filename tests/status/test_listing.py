@@ -1,0 +1,45 @@
+"""The files of a dataset, from its records alone."""
+
+from pathlib import Path
+
+import pytest
+
+import stored
+from spile.core.errors import ConfigError
+from spile.status.listing import list_files, to_json
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> stored.Stored:
+    return stored.build(tmp_path / "out", commit=(0, 2))
+
+
+def test_every_file_of_a_unit_that_is_done_is_listed(unfinished: stored.Stored) -> None:
+    files = list_files(unfinished.objects)
+    assert {file.unit for file in files} == {0, 2}
+    assert all(unfinished.objects.size(file.key) == file.bytes for file in files)
+    told = to_json(files)
+    assert told["units"] == 2 and told["files"] == len(files)
+    assert told["bytes"] == sum(file.bytes for file in files)
+
+
+def test_one_unit_or_tap_alone(unfinished: stored.Stored) -> None:
+    (tap, *_) = unfinished.table.taps
+    assert {file.tap for file in list_files(unfinished.objects, tap=tap)} == {tap}
+    assert {file.unit for file in list_files(unfinished.objects, unit=2)} == {2}
+    assert all(file.dtype is None for file in list_files(unfinished.objects, tap="index"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        ({"unit": 1}, "--unit 1: is not done yet"),
+        ({"unit": 5}, "--unit 5: the units are 0 to 4"),
+        ({"tap": "nothing"}, "--tap nothing: not in .*; it has .*documents"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    asked: dict[str, int], complaint: str, unfinished: stored.Stored
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        list_files(unfinished.objects, **asked)  # type: ignore[arg-type]
