@@ -1,6 +1,6 @@
 """A whole model to be called: its taps for given tokens, spliced where one likes.
 
-model = spile.model("demo")
+model = spile.load_model("demo")
 tokens = model.encode(["The capital of France is Paris."])
 clean = model.loss(tokens)
 steered = model.loss(tokens, splice={"resid_post.9": added(vector)})
@@ -65,9 +65,13 @@ class Model:
         ids, segments = self._padded(tokens)
         changes = self._changes(splice or {})
         found = self._run(
-            self._params, ids, segments, tuple(changes.values()),
-            taps=parse_taps(taps, self.arch), spliced=tuple(changes),
-        )  # fmt: skip
+            self._params,
+            ids,
+            segments,
+            tuple(changes.values()),
+            taps=parse_taps(taps, self.arch),
+            spliced=tuple(changes),
+        )
         return {tap: values.reshape(*ids.shape, *values.shape[1:]) for tap, values in found.items()}
 
     def loss(self, tokens: Tokens, *, splice: Splice | None = None) -> float:
@@ -124,7 +128,14 @@ class Model:
         )
         with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
             return forward(
-                params, ids, positions, segments, arch=self.arch, taps=taps, attention=attention,
-                schedule=self._schedule, store_dtype=self._dtype,
+                params,
+                ids,
+                positions,
+                segments,
+                arch=self.arch,
+                taps=taps,
+                attention=attention,
+                schedule=self._schedule,
+                store_dtype=self._dtype,
                 splice=dict(zip(spliced, changes, strict=True)),
-            )  # fmt: skip
+            )
