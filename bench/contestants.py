@@ -108,6 +108,7 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
     from spile.dataset.ledger import Ledger
     from spile.objects import open_objects
     from spile.plan.estimate import batch_rows
+    from spile.plan.job import prepare_unit
     from spile.plan.resolve import resolve
     from spile.run import extract as local
     from spile.run.devices import prepared_device
@@ -121,7 +122,7 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
     loaded = time.perf_counter() - begin
     begin = time.perf_counter()
     unit = job.units[0]
-    packed, _ = job.pack(job.reader().read(unit.spans, unit.first_doc))
+    packed = prepare_unit(job, job.reader(), unit, with_table=False).packed
     prepared = packed.num_tokens / (time.perf_counter() - begin)
     batches = list(packed.batches(rows))
     batches = batches[:-1] or batches  # the last is mostly padding

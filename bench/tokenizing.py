@@ -114,6 +114,7 @@ def measured(
     from spile.corpus.tokenize import use_threads
     from spile.dataset.ledger import Ledger
     from spile.objects import MemoryObjects
+    from spile.plan.job import prepare_documents, prepare_unit
     from spile.plan.resolve import resolve
 
     use_threads(threads)
@@ -122,12 +123,12 @@ def measured(
     )
     job = resolve(recipe, Ledger(MemoryObjects("memory://bench")), "cpu")
     reader = job.reader(processes)
-    job.pack(reader.read(job.units[0].spans, job.units[0].first_doc))  # threads are started
+    prepare_unit(job, reader, job.units[0], with_table=False)  # threads are started
     began, cpu, tokens, rust = time.perf_counter(), time.process_time(), 0, 0.0
     for unit in job.units:
         documents = reader.read(unit.spans, unit.first_doc)
         before = time.process_time() - time.thread_time()
-        packed, _ = job.pack(documents)
+        packed = prepare_documents(job, documents, with_table=False).packed
         rust += time.process_time() - time.thread_time() - before
         tokens += packed.num_tokens
     seconds, used = time.perf_counter() - began, time.process_time() - cpu

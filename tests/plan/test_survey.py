@@ -15,13 +15,16 @@ from spile.dataset.ledger import Ledger
 from spile.objects import open_objects
 from spile.plan import survey as surveying
 from spile.plan.estimate import estimate
-from spile.plan.resolve import Job, resolve
+from spile.plan.job import ExtractionJob
+from spile.plan.resolve import resolve
 from spile.plan.survey import Counted, survey
 
 RUNTIME = Runtime(shard_bytes=20_000)
 
 
-def job_of(model: Path, corpus: Path, out: Path, **fields: Any) -> tuple[Recipe, Job, Ledger]:
+def job_of(
+    model: Path, corpus: Path, out: Path, **fields: Any
+) -> tuple[Recipe, ExtractionJob, Ledger]:
     asked = {"taps": "resid_post:0+2,logprob", "seq_len": 64, "unit_tokens": 1500, **fields}
     recipe = Recipe(model=str(model), corpus=str(corpus), **asked)
     ledger = Ledger(open_objects(str(out)))

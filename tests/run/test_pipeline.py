@@ -11,14 +11,16 @@ import pytest
 import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import DataError, StoreError
-from spile.corpus.documents import Documents
+from spile.corpus.reader import CorpusReader
+from spile.corpus.units import Unit
 from spile.dataset.heartbeat import Presence, read_workers
 from spile.dataset.maintain.verify import verify
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.metrics import Counters
 from spile.objects import local as objects
 from spile.objects import open_objects
-from spile.plan.resolve import Job
+from spile.plan.job import ExtractionJob
+from spile.run import pipeline
 
 
 def recipe(model: Path, corpus: Path, **more: Any) -> Recipe:
@@ -140,15 +142,15 @@ def test_only_the_unit_that_computes_and_the_next_are_kept_from_others(
 def test_a_unit_that_is_whole_is_committed_when_the_next_cannot_be_read(
     model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, real = tmp_path / "out", Job.pack
+    out, real = tmp_path / "out", pipeline.prepare_unit
 
-    def failing(self: Job, documents: Documents) -> Any:
-        if documents.ordinals[0] > 0:
+    def failing(job: ExtractionJob, reader: CorpusReader, unit: Unit, **options: Any) -> Any:
+        if unit.first_doc > 0:
             raise DataError("the corpus is on fire")
-        return real(self, documents)
+        return real(job, reader, unit, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "pack", failing)
+        patch.setattr(pipeline, "prepare_unit", failing)
         with pytest.raises(DataError, match="the corpus is on fire"):
             spile.extract(recipe(model, corpus, taps="embed"), str(out))
     report = verify(open_objects(str(out)), partial=True)

@@ -27,7 +27,8 @@ from spile.dataset.read.dataset import Dataset, Document, open_dataset
 from spile.models.files.sae import Arrays, SparseEncoder, activations, load_arrays
 from spile.objects import open_objects
 from spile.objects.paths import local_copy
-from spile.plan.resolve import Job, resolve
+from spile.plan.job import ExtractionJob, prepare_unit
+from spile.plan.resolve import resolve
 
 _log = logging.getLogger("spile")
 _FLOAT32 = 2e-5  # what parity in float32 is held to
@@ -164,7 +165,9 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
     return report
 
 
-def _sampled(dataset: Dataset, job: Job, samples: int) -> Iterator[tuple[Document, np.ndarray]]:
+def _sampled(
+    dataset: Dataset, job: ExtractionJob, samples: int
+) -> Iterator[tuple[Document, np.ndarray]]:
     """Documents with stored rows, from units spread evenly, and all tokens of each.
 
     After `samples` of them come some more, should those not be enough.
@@ -182,14 +185,11 @@ def _sampled(dataset: Dataset, job: Job, samples: int) -> Iterator[tuple[Documen
     seen: set[int] = set()
     with closing(job.reader()) as reader:
         for unit in chosen:
-            read = reader.read(unit.spans, unit.first_doc, unit.skip)
-            for number in rng.permutation(len(read.usable)):
-                given = read.usable[number]
-                ordinal = given.ordinal
+            read = list(prepare_unit(job, reader, unit, with_table=False).tokens.items())
+            for number in rng.permutation(len(read)):
+                ordinal, tokens = read[number]
                 if ordinal not in seen and dataset.has_document(ordinal):
                     seen.add(ordinal)
-                    encode = job.tokenizer.encode
-                    tokens = encode([given.text])[0] if given.ids is None else given.ids
                     yield dataset.document(ordinal), tokens
                     break
 
@@ -197,7 +197,7 @@ def _sampled(dataset: Dataset, job: Job, samples: int) -> Iterator[tuple[Documen
 class _Comparison:
     """Squared distances, gathered document by document."""
 
-    def __init__(self, dataset: Dataset, job: Job) -> None:
+    def __init__(self, dataset: Dataset, job: ExtractionJob) -> None:
         self._dataset, self._recipe = dataset, job.recipe
         self._layers = job.checkpoint.arch.num_layers
         self._experts = job.checkpoint.arch.experts is not None
@@ -300,19 +300,19 @@ class _Comparison:
 
 
 @dataclass(frozen=True)
-class TopLatents:
+class RowLatents:
     """The largest latents of rows, and which they are."""
 
     values: np.ndarray
     ids: np.ndarray
 
-    def __getitem__(self, rows: np.ndarray) -> "TopLatents":
-        return TopLatents(self.values[rows], self.ids[rows])
+    def __getitem__(self, rows: np.ndarray) -> "RowLatents":
+        return RowLatents(self.values[rows], self.ids[rows])
 
-    def nothing(self) -> "TopLatents":
-        return TopLatents(np.zeros_like(self.values), self.ids)
+    def nothing(self) -> "RowLatents":
+        return RowLatents(np.zeros_like(self.values), self.ids)
 
-    def squares(self, other: "TopLatents") -> np.ndarray:
+    def squares(self, other: "RowLatents") -> np.ndarray:
         """Squared distance of each row from another's, over all latents."""
         ours, theirs = (each.values.astype(np.float64) for each in (self, other))
         rows = np.arange(len(ours))[:, None]
@@ -337,28 +337,28 @@ class SparseTap:
     def kept(self) -> int:
         return self._encoder.kept
 
-    def encode(self, rows: np.ndarray) -> TopLatents:
+    def encode(self, rows: np.ndarray) -> RowLatents:
         """Of rows as the reference has them."""
         flat = rows.reshape(len(rows), -1).astype(np.float32)
         parts = [self._encode(flat[i : i + _ROWS]) for i in range(0, len(flat), _ROWS)]
         values, ids = zip(*parts, strict=True)
-        return TopLatents(np.concatenate(values), np.concatenate(ids))
+        return RowLatents(np.concatenate(values), np.concatenate(ids))
 
     def _encode(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         found = activations(self._encoder.sae, self._arrays, rows, np, np.matmul)
         ids = np.argsort(-found, axis=1, kind="stable")[:, : self.kept]
         return np.take_along_axis(found, ids, axis=1), ids
 
-    def stored(self, document: Document, rows: np.ndarray) -> TopLatents:
-        return TopLatents(document.read(self.name)[rows], document.read(self._ids)[rows])
+    def stored(self, document: Document, rows: np.ndarray) -> RowLatents:
+        return RowLatents(document.read(self.name)[rows], document.read(self._ids)[rows])
 
-    def as_stored(self, dataset: Dataset, top: TopLatents) -> TopLatents:
-        return TopLatents(dataset.as_stored(self.name, top.values), top.ids)
+    def as_stored(self, dataset: Dataset, top: RowLatents) -> RowLatents:
+        return RowLatents(dataset.as_stored(self.name, top.values), top.ids)
 
 
 def _squares(values: Any, truth: Any, *, exact: bool) -> np.ndarray:
     """Squared distance of each row; of choices, the share that differs."""
-    if isinstance(truth, TopLatents):
+    if isinstance(truth, RowLatents):
         return np.nan_to_num(truth.squares(values), nan=_NOWHERE, posinf=_NOWHERE)
     flat = (len(truth), -1)
     if exact:
@@ -384,7 +384,7 @@ def _neighbour(tap: str, num_layers: int) -> str | None:
     return f"{site}.{int(layer) + 1 if int(layer) + 1 < num_layers else int(layer) - 1}"
 
 
-def _reference(job: Job, dtype: str) -> Any:
+def _reference(job: ExtractionJob, dtype: str) -> Any:
     """The model in transformers, its taps within reach."""
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     reference = importlib.import_module("spile.check.reference")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spile.models.layout import Cuts
     from spile.objects import Objects
     from spile.plan.estimate import Estimate
-    from spile.plan.resolve import Job
+    from spile.plan.job import ExtractionJob
     from spile.run.rehearsal import Rehearsal
 
 _CALIBRATE = 5.0  # seconds
@@ -145,7 +145,12 @@ def _platform(target: "CompileTarget | None") -> tuple[str, int, str]:
 
 
 def _here(
-    job: "Job", runtime: Runtime, cost: "Estimate", cuts: "Cuts", seconds: float, out: "Objects"
+    job: "ExtractionJob",
+    runtime: Runtime,
+    cost: "Estimate",
+    cuts: "Cuts",
+    seconds: float,
+    out: "Objects",
 ) -> Duration:
     if not seconds:
         return unknown("here", "not measured: --calibrate is off, or other devices are meant")
@@ -189,7 +194,9 @@ def _target(topology: str | None) -> "CompileTarget | None":
     return find_target(topology, None)
 
 
-def _elsewhere(job: "Job", runtime: Runtime, target: "CompileTarget", cost: "Estimate") -> Duration:
+def _elsewhere(
+    job: "ExtractionJob", runtime: Runtime, target: "CompileTarget", cost: "Estimate"
+) -> Duration:
     from spile.compile.step import Question, compile_step
 
     asked = job.recipe

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.index import BOS, EOS, ROLES, SPECIAL
+from spile.corpus.documents import Documents
 from spile.objects.paths import AnyPath, read_json
 
 
@@ -116,3 +117,18 @@ class TextTokenizer:
         if isinstance(listed, list) and listed:
             listed = cast(list[Any], listed)[0]
         return listed if isinstance(listed, int) else None
+
+
+def tokenize(
+    tokenizer: TextTokenizer, documents: Documents
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Token ids of each usable document; and the flags of its tokens, where it matters who speaks.
+
+    Documents that came as token ids are taken as they are.
+    """
+    if documents.ids:
+        return documents.ids, []
+    roles = [document.roles for document in documents.usable]
+    if any(roles):
+        return tokenizer.encode_roles(documents.texts, roles)
+    return tokenizer.encode(documents.texts), []

@@ -19,7 +19,7 @@ from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.objects import Objects
 from spile.plan.encoders import stored_taps
-from spile.plan.resolve import Job
+from spile.plan.job import ExtractionJob
 from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
 from spile.plan.survey import Counted, Survey, row_bytes
 
@@ -67,7 +67,7 @@ class Estimate:
 
 
 def batch_rows(
-    job: Job,
+    job: ExtractionJob,
     runtime: Runtime,
     platform: str,
     memory: int | None = None,
@@ -87,7 +87,9 @@ def batch_rows(
     return rows
 
 
-def fits(job: Job, runtime: Runtime, platform: str, memory: int | None, layout: Layout) -> bool:
+def fits(
+    job: ExtractionJob, runtime: Runtime, platform: str, memory: int | None, layout: Layout
+) -> bool:
     """Whether a step fits into each device of a layout."""
     try:
         cuts = Cuts.of(layout, axis_sizes(job.checkpoint.arch), quiet=True)
@@ -98,7 +100,12 @@ def fits(job: Job, runtime: Runtime, platform: str, memory: int | None, layout: 
 
 
 def planned_cuts(
-    job: Job, runtime: Runtime, platform: str, devices: int, memory: int | None, processes: int = 1
+    job: ExtractionJob,
+    runtime: Runtime,
+    platform: str,
+    devices: int,
+    memory: int | None,
+    processes: int = 1,
 ) -> Cuts:
     """How the model lies on so many devices, as asked for or as it fits."""
     layout = parse_layout(runtime.mesh, devices, processes, runtime.fsdp)
@@ -110,7 +117,7 @@ def planned_cuts(
     return Cuts.of(layout, axis_sizes(job.checkpoint.arch))
 
 
-def step_of(job: Job, rows: int, platform: str, cuts: Cuts) -> Workload:
+def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workload:
     """A step in which each group of devices reads so many rows."""
     recipe, arch = job.recipe, job.checkpoint.arch
     unfused = why_unfused(platform, arch, recipe.compute_dtype, recipe.seq_len)
@@ -134,7 +141,7 @@ def row_quantum(layout: Layout, processes: int) -> int:
 
 
 def estimate(
-    job: Job,
+    job: ExtractionJob,
     runtime: Runtime,
     platform: str,
     *,
@@ -210,7 +217,7 @@ def estimate(
     )
 
 
-def _by_table(job: Job, done: set[int]) -> tuple[Counted, Counted]:
+def _by_table(job: ExtractionJob, done: set[int]) -> tuple[Counted, Counted]:
     """The whole and what is left of it, by the unit table alone."""
 
     def added(units: Iterable[Unit]) -> Counted:
@@ -222,14 +229,14 @@ def _by_table(job: Job, done: set[int]) -> tuple[Counted, Counted]:
     return added(job.units), added(unit for unit in job.units if unit.id not in done)
 
 
-def _row_bytes_as(job: Job, store_dtype: str) -> int:
+def _row_bytes_as(job: ExtractionJob, store_dtype: str) -> int:
     """Of all taps, were they stored in this form."""
     arch, seq_len = job.checkpoint.arch, job.recipe.seq_len
     infos = stored_taps(job.taps, job.encoders, arch, seq_len, store_dtype)
     return sum(info.row_bytes for info in infos.values())
 
 
-def _warnings(job: Job) -> Iterator[str]:
+def _warnings(job: ExtractionJob) -> Iterator[str]:
     """Taps whose rows are many times a residual stream's, which is easily overlooked."""
     stream = job.checkpoint.arch.width * DTYPES_BY_NAME[job.recipe.store_dtype].itemsize
     advice = {

@@ -8,10 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from spile.core.config import MAX_DOC_BYTES, PREVIEW, Recipe, flag_of
 from spile.core.errors import ConfigError, DriftError, InputError
@@ -19,10 +16,8 @@ from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.identity import sampled_digests
 from spile.core.recipe import ResolvedRecipe
 from spile.corpus.chats.rows import RowReader, read_as
-from spile.corpus.documents import Documents
 from spile.corpus.files import CorpusFile, find_files, lasting
 from spile.corpus.formats.token_ids import TokenIds, read_ids, settle_ids
-from spile.corpus.pack import PackedUnit, pack_unit
 from spile.corpus.programs.program import Program, is_program
 from spile.corpus.reader import (
     CorpusReader,
@@ -31,14 +26,15 @@ from spile.corpus.reader import (
     settled_columns,
 )
 from spile.corpus.select import selection_of
-from spile.corpus.tokenize import TextTokenizer
+from spile.corpus.tokenize import TextTokenizer, tokenize
 from spile.corpus.units import Unit, make_units, tokens_per_byte, without_duplicates
 from spile.dataset.ledger import Ledger, Table
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.sae import SparseEncoder, identity
-from spile.models.taps import AFTER_BLOCKS, Tap, parse_taps
+from spile.models.taps import Tap, parse_taps
 from spile.objects.hub.names import continued, pinned
 from spile.plan.encoders import each_source, find_encoders, stored_taps
+from spile.plan.job import ExtractionJob, open_reader, pack_documents
 
 _log = logging.getLogger("spile")
 
@@ -48,93 +44,6 @@ _UNIT_TOKENS_ACCELERATOR = 4_000_000
 _SOURCES = {"model": "model", "lora": "model", "corpus": "dataset"}  # what they are on the Hub
 
 
-@dataclass(frozen=True)
-class Job:
-    """Everything a run needs to know before it touches a device."""
-
-    recipe: ResolvedRecipe
-    table: Table
-    checkpoint: Checkpoint
-    tokenizer: TextTokenizer
-    files: list[CorpusFile]
-    taps: tuple[Tap, ...]
-    units: list[Unit]
-    reading: RowReader | None = None  # of rows that are not plain texts
-    encoders: Mapping[str, SparseEncoder] = field(
-        default_factory=dict[str, SparseEncoder]
-    )  # by tap
-
-    @property
-    def layers(self) -> int:
-        """Blocks that must be loaded and run."""
-        return max(tap.layers_needed(self.checkpoint.arch) for tap in self.taps)
-
-    @property
-    def needs_head(self) -> bool:
-        return any(tap.site in AFTER_BLOCKS for tap in self.taps)
-
-    @property
-    def row_filter(self) -> RowFilter:
-        return RowFilter(self.recipe.where, self.recipe.every)
-
-    def reader(self, processes: int = 0) -> CorpusReader:
-        """`processes`: that render chats, beside this one."""
-        return _reader(self.recipe, self.files, self.reading, processes)
-
-    def pack(self, documents: Documents) -> tuple[PackedUnit, dict[int, str]]:
-        """A unit's documents as the model will read them, and which are left out now, and why."""
-        encoded, roles = _encoded(self.tokenizer, documents)
-        selection = selection_of(self.recipe)
-        chosen: list[int] = []
-        refused: dict[int, str] = {}
-        for number, tokens in enumerate(encoded):
-            if reason := selection.refuses_length(len(tokens)):
-                refused[documents.ordinals[number]] = reason
-            else:
-                chosen.append(number)
-        recipe = self.recipe
-        packed = pack_unit(
-            [documents.ordinals[number] for number in chosen],
-            [encoded[number] for number in chosen],
-            self.tokenizer,
-            seq_len=recipe.seq_len,
-            long_docs=recipe.long_docs,
-            pack=recipe.pack,
-            rows=self.row_filter,
-            roles=[roles[number] for number in chosen] if roles else (),
-        )
-        return packed, refused
-
-
-def _reader(
-    recipe: ResolvedRecipe, files: list[CorpusFile], reading: RowReader | None, processes: int = 0
-) -> CorpusReader:
-    return CorpusReader(
-        files,
-        recipe.text_column,
-        recipe.text_documents,
-        reading=reading,
-        filter=DocumentFilter(recipe.filter) if recipe.filter else None,
-        selection=selection_of(recipe),
-        max_doc_bytes=recipe.max_doc_bytes,
-        keep=recipe.keep,
-        preview=recipe.preview,
-        processes=processes,
-    )
-
-
-def _encoded(
-    tokenizer: TextTokenizer, documents: Documents
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Token ids of each document; and the flags of each, where it matters who speaks."""
-    if documents.ids:
-        return documents.ids, []
-    roles = [document.roles for document in documents.usable]
-    if any(roles):
-        return tokenizer.encode_roles(documents.texts, roles)
-    return tokenizer.encode(documents.texts), []
-
-
 def resolve(
     recipe: Recipe,
     ledger: Ledger,
@@ -142,7 +51,7 @@ def resolve(
     *,
     heed: Callable[[], None] = lambda: None,
     cache: str | None = None,
-) -> Job:
+) -> ExtractionJob:
     """Settle a recipe against a store, which may be empty, and to which nothing is written.
 
     `heed` is called now and then while the corpus is indexed, and may raise to stop that.
@@ -182,10 +91,12 @@ def resolve(
         named=resolved.keep if recipe.keep else (),
     )  # fmt: skip
     units = [Unit.from_json(unit) for unit in table.units]
-    return Job(table.recipe, table, checkpoint, tokenizer, files, taps, units, reading, encoders)
+    return ExtractionJob(
+        table.recipe, table, checkpoint, tokenizer, files, taps, units, reading, encoders
+    )
 
 
-def store_table(job: Job, ledger: Ledger) -> Job:
+def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
     """Make the job's unit table the store's; whoever came first with one decides."""
     table = ledger.create_table(job.table)
     _refuse_drift(ledger.objects.url, table, job.recipe, job.files)
@@ -324,7 +235,7 @@ def _make_table(
     named: tuple[str, ...],
 ) -> Table:
     """`named`: columns to keep that were asked for, and so must be there."""
-    with closing(_reader(resolved, files, reading)) as reader:
+    with closing(open_reader(resolved, files, reading)) as reader:
         refuse_missing_columns(reader, named)
         units = make_units(
             files,
@@ -370,12 +281,10 @@ def _kept(resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokeniz
         return 1.0
     documents, _ = reader.sample(0)
     first = slice(resolved.max_docs)
-    encoded, roles = _encoded(tokenizer, documents)
-    packed = pack_unit(
-        documents.ordinals[first], encoded[first], tokenizer,
-        seq_len=resolved.seq_len, long_docs=resolved.long_docs, pack=resolved.pack,
-        rows=RowFilter(resolved.where, resolved.every), roles=roles[first],
-    )  # fmt: skip
+    tokens, flags = tokenize(tokenizer, documents)
+    packed = pack_documents(
+        resolved, tokenizer, documents.ordinals[first], tokens[first], flags[first]
+    )
     # A sample of which nothing is kept teaches nothing: `doc >= 10000`, say.
     return packed.num_rows / packed.num_tokens if packed.num_rows else 1.0
 

@@ -13,20 +13,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from spile.core.config import Runtime
 from spile.core.index import INDEX_DTYPE
 from spile.core.threads import mapped
-from spile.corpus.documents import Documents
-from spile.corpus.pack import PackedUnit
 from spile.corpus.units import Unit, is_forward
 from spile.dataset.ledger import Ledger, Table
-from spile.dataset.write.documents import encode_documents
 from spile.dataset.write.unit_writer import unit_bytes
 from spile.objects import Objects
-from spile.plan.resolve import Job
+from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
 
 SECONDS = 5.0  # of reading, unless all of it is asked for
 _FEWEST = 4  # units that are read, however long it takes: fewer say nothing of their spread
@@ -62,7 +58,7 @@ class Survey:
 
 
 def survey(
-    job: Job, ledger: Ledger, runtime: Runtime, *, processes: int = 1, exact: bool = False
+    job: ExtractionJob, ledger: Ledger, runtime: Runtime, *, processes: int = 1, exact: bool = False
 ) -> Survey:
     """Count for a few seconds, or with `exact` to the end."""
     done = _done(job, ledger)
@@ -73,8 +69,8 @@ def survey(
         for unit in _drawn(job, left):
             if not exact and len(counted) >= _FEWEST and time.monotonic() > until:
                 break
-            documents = reader.read(unit.spans, unit.first_doc, unit.skip)
-            counted[unit.id] = _count(job, documents, runtime, ledger.objects, processes)
+            prepared = prepare_unit(job, reader, unit)
+            counted[unit.id] = _count(job, prepared, runtime, ledger.objects, processes)
     return _concluded(left, done, counted)
 
 
@@ -83,29 +79,14 @@ def row_bytes(table: Table) -> int:
     return sum(info.row_bytes for info in table.taps.values()) + INDEX_DTYPE.itemsize
 
 
-def documents_table(
-    documents: Documents, packed: PackedUnit, refused: Mapping[int, str]
-) -> dict[str, np.ndarray]:
-    """What is kept of a unit's documents, read or left out."""
-    every = documents.every
-    return encode_documents(
-        docs=[document.ordinal for document in every],
-        tokens=[packed.doc_tokens.get(document.ordinal, 0) for document in every],
-        skipped=[document.skipped or refused.get(document.ordinal) for document in every],
-        previews=[document.preview for document in every],
-        kept={name: [document.columns[name] for document in every] for name in documents.columns},
-        index=packed.index,
-    )
-
-
-def _drawn(job: Job, units: Sequence[Unit]) -> list[Unit]:
+def _drawn(job: ExtractionJob, units: Sequence[Unit]) -> list[Unit]:
     """In an order in which any first few are a sample of all, where files can be read so."""
     forward = any(is_forward(file) or file.program for file in job.files)
     drawn = {unit.id: xxhash.xxh3_64_intdigest(f"survey {unit.id}".encode()) for unit in units}
     return list(units) if forward else sorted(units, key=lambda unit: drawn[unit.id])
 
 
-def _done(job: Job, ledger: Ledger) -> dict[int, Counted]:
+def _done(job: ExtractionJob, ledger: Ledger) -> dict[int, Counted]:
     each = row_bytes(job.table)
     records = mapped(ledger.read_done, sorted(ledger.done_units()), ledger.objects.parallel)
     return {
@@ -118,11 +99,10 @@ def _done(job: Job, ledger: Ledger) -> dict[int, Counted]:
 
 
 def _count(
-    job: Job, documents: Documents, runtime: Runtime, objects: Objects, processes: int
+    job: ExtractionJob, prepared: PreparedUnit, runtime: Runtime, objects: Objects, processes: int
 ) -> Counted:
-    packed, refused = job.pack(documents)
+    packed, table = prepared.packed, prepared.documents_table
     parts = [packed.run_of(part, processes)[1] for part in range(processes)]
-    table = documents_table(documents, packed, refused)
     shard = min(runtime.shard_bytes, objects.most_streamed or runtime.shard_bytes)
     taps, rows = job.table.taps, packed.num_rows
     size = unit_bytes(taps, parts, table, shard) - rows * row_bytes(job.table)

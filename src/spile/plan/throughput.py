@@ -9,7 +9,7 @@ from spile.core.config import Runtime
 from spile.models.layout import Cuts
 from spile.plan.chips import Chip
 from spile.plan.estimate import batch_rows, step_of
-from spile.plan.resolve import Job
+from spile.plan.job import ExtractionJob, prepare_documents
 from spile.plan.roofline import Roofline
 
 
@@ -40,15 +40,15 @@ class Throughput:
 
 
 def measure_throughput(
-    job: Job, runtime: Runtime, platform: str, cuts: Cuts, chip: Chip | None
+    job: ExtractionJob, runtime: Runtime, platform: str, cuts: Cuts, chip: Chip | None
 ) -> Throughput:
     """Measured on the head of the corpus, in processor seconds; the devices' rate is computed."""
     with closing(job.reader()) as reader:
         documents, _ = reader.sample(0)
-        job.pack(documents)  # threads are started, what is compiled once is
+        prepare_documents(job, documents)  # threads are started, what is compiled once is
         began = time.process_time()
         documents, _ = reader.sample(0)
-        packed, _ = job.pack(documents)
+        packed = prepare_documents(job, documents).packed
         spent = time.process_time() - began
     rate = None
     if chip and job.recipe.compute_dtype == "bfloat16":

@@ -11,7 +11,7 @@ from spile.corpus.pack import Batch, PackedUnit
 from spile.dataset.format import SCALE_DTYPE
 from spile.dataset.ledger import Ledger
 from spile.dataset.write.quantization import DECODED, INT8_MAX
-from spile.plan.resolve import Job
+from spile.plan.job import ExtractionJob, prepare_unit
 from spile.run.step import Step
 from spile.run.world import World
 
@@ -21,7 +21,7 @@ _HEADROOM = 1.25  # over the largest value seen: what is larger still is clipped
 
 
 def channel_scales(
-    job: Job,
+    job: ExtractionJob,
     ledger: Ledger,
     measuring: Step,
     batches: Callable[[PackedUnit], Iterator[Batch]],
@@ -46,7 +46,7 @@ def channel_scales(
 
 
 def _largest(
-    job: Job, step: Step, batches: Callable[[PackedUnit], Iterator[Batch]]
+    job: ExtractionJob, step: Step, batches: Callable[[PackedUnit], Iterator[Batch]]
 ) -> dict[str, np.ndarray]:
     """The largest value of each channel, of the rows that this process holds."""
     taps = [name for name, info in job.table.taps.items() if info.scaled_by == "channel"]
@@ -74,12 +74,12 @@ def _scales(by_process: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     }
 
 
-def _first_contexts(job: Job) -> Iterator[PackedUnit]:
+def _first_contexts(job: ExtractionJob) -> Iterator[PackedUnit]:
     """The first packed rows that hold anything to keep: the same whoever measures."""
     missing = _ENOUGH
     with closing(job.reader()) as reader:
         for unit in job.units:
-            packed, _ = job.pack(reader.read(unit.spans, unit.first_doc, unit.skip))
+            packed = prepare_unit(job, reader, unit, with_table=False).packed
             before = np.cumsum(packed.counts) - packed.counts
             count = int(np.searchsorted(before, missing))
             yield packed.first(count)

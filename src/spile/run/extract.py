@@ -50,7 +50,8 @@ from spile.plan.estimate import (
     row_quantum,
     step_of,
 )
-from spile.plan.resolve import Job, resolve, store_table
+from spile.plan.job import ExtractionJob
+from spile.plan.resolve import resolve, store_table
 from spile.run.calibrate import channel_scales
 from spile.run.devices import memory_limit, memory_used, peak_flops, prepared_device
 from spile.run.pipeline import Worker
@@ -92,9 +93,9 @@ def extract(
     runtime: Runtime | None = None,
     *,
     counters: Counters | None = None,
-    on_start: Callable[[Job, Estimate], None] | None = None,
+    on_start: Callable[[ExtractionJob, Estimate], None] | None = None,
     stop: threading.Event | None = None,
-    pick: Callable[[Job, Presence], Picker] | None = None,
+    pick: Callable[[ExtractionJob, Presence], Picker] | None = None,
 ) -> Outcome:
     """Make the dataset, or continue it; returns when every unit is done, or `max_bytes` are.
 
@@ -141,9 +142,11 @@ class Extraction(RunContext):
     """A slice at work on a dataset."""
 
     share: UnitShare | None = None
-    pick: Callable[[Job, Presence], Picker] | None = None
+    pick: Callable[[ExtractionJob, Presence], Picker] | None = None
 
-    def extract(self, recipe: Recipe, on_start: Callable[[Job, Estimate], None] | None) -> Outcome:
+    def extract(
+        self, recipe: Recipe, on_start: Callable[[ExtractionJob, Estimate], None] | None
+    ) -> Outcome:
         runtime, world, ledger = self.runtime, self.world, self.ledger
         use_threads(runtime.threads)
         device = prepared_device()
@@ -183,7 +186,7 @@ class Extraction(RunContext):
             world.share("committed", True)
         return outcome_of(ledger, job.table, cost, self.runtime)
 
-    def work(self, job: Job, cost: Estimate, cuts: Cuts, device: Any) -> None:
+    def work(self, job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> None:
         """Load the model, and do units as long as there are any."""
         batches = steps_of(cost, cuts, device, self.world.processes)
         before = memory_used(device)
@@ -191,8 +194,12 @@ class Extraction(RunContext):
             step = load_step(job, self.ledger, device, batches, cuts, self.world)
         if jax.device_count() > 1:
             loaded = memory_used(device)
-            _log.info("each device: %.2f GB in use before loading, %.2f GB after, of %s",
-                      before / 1e9, loaded / 1e9, _gigabytes(memory_limit(device)))  # fmt: skip
+            _log.info(
+                "each device: %.2f GB in use before loading, %.2f GB after, of %s",
+                before / 1e9,
+                loaded / 1e9,
+                _gigabytes(memory_limit(device)),
+            )
         self._heed()
         profile = Profile.parse(self.runtime.profile) if self.runtime.profile else None
         profiled = ProfiledStep(step, profile) if profile and self.world.leads else None
@@ -213,7 +220,7 @@ class Extraction(RunContext):
         ):
             worker.run()
 
-    def _reporter(self, job: Job, cost: Estimate, cuts: Cuts, device: Any) -> Reporter:
+    def _reporter(self, job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> Reporter:
         """What reports this process's metrics, if it is to."""
         runtime, world = self.runtime, self.world
         every = float(runtime.metrics_every)
@@ -238,11 +245,11 @@ class Extraction(RunContext):
             tokens_before=cost.tokens * cost.units_done // max(1, cost.units),
         )
 
-    def _from_store(self, job: Job) -> Picker:
+    def _from_store(self, job: ExtractionJob) -> Picker:
         budget = Budget(job.table, self.ledger, self.runtime.max_bytes)
         return StorePicker(job, self.ledger, self.presence, budget, self.stop, self.share)
 
-    def _cuts(self, job: Job, device: Any) -> Cuts:
+    def _cuts(self, job: ExtractionJob, device: Any) -> Cuts:
         runtime, world = self.runtime, self.world
         devices, limit = jax.device_count(), memory_limit(device)
         cuts = planned_cuts(job, runtime, device.platform, devices, limit, world.processes)
@@ -300,7 +307,7 @@ def steps_of(
 
 
 def load_step(
-    job: Job,
+    job: ExtractionJob,
     ledger: Ledger,
     device: Any,
     batches: Callable[[PackedUnit], Iterator[Batch]],
@@ -334,9 +341,16 @@ def load_step(
     world.share("weights", True)
     compute_dtype, store_dtype = job.recipe.compute_dtype, job.recipe.store_dtype
     make = partial(
-        Step, params, arch, job.taps, schedule,
-        compute_dtype=compute_dtype, device=device, shards=shards, encoders=encoders,
-    )  # fmt: skip
+        Step,
+        params,
+        arch,
+        job.taps,
+        schedule,
+        compute_dtype=compute_dtype,
+        device=device,
+        shards=shards,
+        encoders=encoders,
+    )
     scales = None
     if store_dtype == "int8":
         measuring = make(store_dtype=compute_dtype)
@@ -390,9 +404,21 @@ def _truncated_rows(ledger: Ledger, table: Table, manifest: Mapping[str, Any]) -
 
 def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any) -> dict[str, Any]:
     """What must be the same in every process of a world."""
-    own = ("process_id", "bind_address", "threads", "write_threads", "render_processes",
-           "coordinator", "spool", "cache", "metrics", "metrics_every", "metrics_from", "run_name",
-           "profile")  # fmt: skip
+    own = (
+        "process_id",
+        "bind_address",
+        "threads",
+        "write_threads",
+        "render_processes",
+        "coordinator",
+        "spool",
+        "cache",
+        "metrics",
+        "metrics_every",
+        "metrics_from",
+        "run_name",
+        "profile",
+    )
     flags = {**asdict(recipe), **asdict(runtime), "out": ledger.objects.url}
     return {
         # (First: another version may have other flags.)
@@ -406,7 +432,7 @@ def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any)
     }
 
 
-def _arithmetic(job: Job, cost: Estimate, cuts: Cuts, device: Any) -> dict[str, float]:
+def _arithmetic(job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> dict[str, float]:
     """What a token costs each device, and what the device can do at most."""
     rows = max(1, cost.batch_rows // cuts.layout.groups)
     work = replace(

@@ -18,7 +18,7 @@ from spile.corpus.pack import Batch, PackedUnit
 from spile.dataset.write.documents import kept_of
 from spile.models.forward.sharding import local_runs
 from spile.models.taps import Tap
-from spile.plan.resolve import Job
+from spile.plan.job import ExtractionJob
 from spile.run.profile import ProfiledStep
 from spile.run.step import Step, StepOutput
 
@@ -94,7 +94,7 @@ class NonfiniteError(DataError):
         return NonfiniteError(self.found, self.found.token(*place) if place else None)
 
 
-def by_stored_name(job: Job) -> dict[str, Tap]:
+def by_stored_name(job: ExtractionJob) -> dict[str, Tap]:
     """Taps in the order in which the model meets them, by what their values are stored as."""
     encoded = {tap.name: latent_names(tap.name)[0] for tap in job.taps if tap.name in job.encoders}
     return {encoded.get(tap.name, tap.name): tap for tap in job.taps}

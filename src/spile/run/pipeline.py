@@ -9,7 +9,6 @@ In a world of several processes the leader takes units, and all of them do each 
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Any
@@ -22,8 +21,7 @@ from spile.corpus.chats.pool import processes_for
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.units import Unit
 from spile.metrics import Counters
-from spile.plan.resolve import Job
-from spile.plan.survey import documents_table
+from spile.plan.job import ExtractionJob, prepare_unit
 from spile.run.nonfinite import NonfiniteError
 from spile.run.profile import ProfiledStep
 from spile.run.sink import Prepared, Sink, Taker
@@ -83,7 +81,7 @@ class Worker:
     def __init__(
         self,
         context: RunContext,
-        job: Job,
+        job: ExtractionJob,
         step: Step | ProfiledStep,
         batches: Callable[[PackedUnit], Iterator[Batch]],
         picker: Picker,
@@ -172,9 +170,11 @@ class Worker:
                 sink.put(output)
             to_write, to_commit = sink.waiting
             self._counters.set(
-                queue_text=feed.waiting, queue_device=clock.waiting, queue_write=to_write,
+                queue_text=feed.waiting,
+                queue_device=clock.waiting,
+                queue_write=to_write,
                 queue_commit=to_commit,
-            )  # fmt: skip
+            )
         self._since = time.perf_counter()
         sink.end(self._since - began)
 
@@ -184,17 +184,26 @@ class Worker:
         with closing(self._job.reader(processes_for(self._runtime.render_processes))) as reader:
             known = {unit.id: unit for unit in self._job.units}
             for unit, attempt in self._world.units(self._units(sink), known):
-                with self._counters.timed("reading"):
-                    documents = reader.read(unit.spans, unit.first_doc, unit.skip)
-                with self._counters.timed("preparing"):
-                    packed, refused = self._job.pack(documents)
-                    table = documents_table(documents, packed, refused) if self._world.leads else {}
+                prepared = prepare_unit(
+                    self._job,
+                    reader,
+                    unit,
+                    with_table=self._world.leads,
+                    timed=self._counters.timed,
+                )
+                packed = prepared.packed
                 self._counters.add(prepared=packed.num_tokens)
                 with self._counters.timed("compiling"):
                     for batch in self._batches(packed):
                         self._step.compile(batch)  # beside the unit that computes, not in its way
-                skipped = documents.skipped + Counter(refused.values())
-                yield Prepared(unit, attempt, packed, skipped, documents.digest(), table)
+                yield Prepared(
+                    unit,
+                    attempt,
+                    packed,
+                    prepared.skipped,
+                    prepared.digest,
+                    prepared.documents_table,
+                )
 
     def _units(self, sink: Taker) -> Iterator[Unit]:
         """Units to do, as long as the picker has any."""

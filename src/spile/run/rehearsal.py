@@ -20,7 +20,8 @@ from spile.metrics import Counters
 from spile.models.layout import Cuts
 from spile.objects import open_objects
 from spile.plan.estimate import Estimate
-from spile.plan.resolve import Job, store_table
+from spile.plan.job import ExtractionJob
+from spile.plan.resolve import store_table
 from spile.run.devices import memory_limit, prepared_device
 from spile.run.extract import Extraction
 from spile.run.world import SingleWorld
@@ -40,7 +41,7 @@ class Rehearsal:
     processor: float  # seconds of all cores that each token took
 
 
-def why_not(job: Job, cost: Estimate) -> str | None:
+def why_not(job: ExtractionJob, cost: Estimate) -> str | None:
     """Why nothing can be measured here, if so."""
     if not isinstance(job.checkpoint.directory, Path):
         return "the weights are not on this machine: `spile fetch` brings them"
@@ -53,7 +54,12 @@ def why_not(job: Job, cost: Estimate) -> str | None:
 
 
 def rehearse(
-    job: Job, runtime: Runtime, cost: Estimate, cuts: Cuts, seconds: float, near: Path | None
+    job: ExtractionJob,
+    runtime: Runtime,
+    cost: Estimate,
+    cuts: Cuts,
+    seconds: float,
+    near: Path | None,
 ) -> Rehearsal | None:
     """Run for so many seconds after the first step; None if there are too few steps to time.
 

@@ -24,7 +24,7 @@ from spile.dataset.format import Shard
 from spile.dataset.write.statistics import TapStats
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.metrics.values import tap_counts
-from spile.plan.resolve import Job
+from spile.plan.job import ExtractionJob
 from spile.run.nonfinite import by_stored_name, nonfinite_error
 from spile.run.step import StepOutput
 from spile.run.world import RunContext
@@ -99,7 +99,7 @@ class Sink:
     def __init__(
         self,
         context: RunContext,
-        job: Job,
+        job: ExtractionJob,
         made_by: Mapping[str, Any],
         done: Callable[[int], None],
     ) -> None:
@@ -228,7 +228,7 @@ class Sink:
             found = output.stats_of(tap)
             self._watch(tap, found)
             if any(stats.nonfinite for stats in found) and not self._may_keep(tap):
-                raise self._nonfinite(item, output)
+                raise self._nonfinite_error(item, output)
             for stats in found:
                 writer.stats[tap].merge(stats)
             for rows, scales in output.pieces_of(tap):
@@ -253,7 +253,7 @@ class Sink:
         """NaN and infinity. (int8 has neither.)"""
         return self._runtime.allow_nonfinite and self._job.table.taps[tap].dtype != "int8"
 
-    def _nonfinite(self, item: _Shared, output: StepOutput) -> DataError:
+    def _nonfinite_error(self, item: _Shared, output: StepOutput) -> DataError:
         prepared, stored = item.unit.prepared, self._job.table.taps
         return nonfinite_error(
             output,

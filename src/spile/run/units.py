@@ -13,7 +13,7 @@ from spile.corpus.units import Unit
 from spile.dataset.heartbeat import Presence
 from spile.dataset.ledger import Ledger
 from spile.plan.estimate import Budget
-from spile.plan.resolve import Job
+from spile.plan.job import ExtractionJob
 
 _log = logging.getLogger("spile")
 # Between looks for a unit that others hold. A fleet that waits for its last unit asks less and
@@ -104,7 +104,7 @@ class StorePicker:
 
     def __init__(
         self,
-        job: Job,
+        job: ExtractionJob,
         ledger: Ledger,
         presence: Presence,
         budget: Budget,

@@ -1,4 +1,4 @@
-"""One host of a slice on a Ray cluster: what runs in the actor. The driver is `ray_pool.py`.
+"""One host of a slice on a Ray cluster: what runs in the actor. The driver is `driver.py`.
 
 It is told units by number and answers when each is committed; rows go from here to the store.
 Answers are plain values: what failed is told by its text and exit code, as a process would.
@@ -23,7 +23,7 @@ from spile.metrics import Counters
 
 if TYPE_CHECKING:
     from spile.plan.estimate import Estimate
-    from spile.plan.resolve import Job
+    from spile.plan.job import ExtractionJob
 
 _WORKER_ID = "TPU_WORKER_ID"
 _POLL_SECONDS = 0.5
@@ -40,7 +40,7 @@ class ToldUnits:
         self._waiting: dict[int, threading.Event] = {}
         self._over = threading.Event()  # no unit will be committed any more
 
-    def begin(self, job: "Job", presence: Presence) -> "ToldUnits":
+    def begin(self, job: "ExtractionJob", presence: Presence) -> "ToldUnits":
         self._known = {unit.id: unit for unit in job.units}
         self._presence = presence
         return self

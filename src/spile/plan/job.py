@@ -1,0 +1,185 @@
+"""What a run is to do, and how one unit of it is prepared for the model. No jax.
+
+Whoever needs a unit (a run, its plan, a check, a benchmark) prepares it by the one function here:
+read, tokenize, select, pack, and the table of its documents.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from spile.core.expressions import DocumentFilter, RowFilter
+from spile.core.recipe import ResolvedRecipe
+from spile.corpus.chats.rows import RowReader
+from spile.corpus.documents import Documents
+from spile.corpus.files import CorpusFile
+from spile.corpus.pack import PackedUnit, pack_unit
+from spile.corpus.reader import CorpusReader
+from spile.corpus.select import selection_of
+from spile.corpus.tokenize import TextTokenizer, tokenize
+from spile.corpus.units import Unit
+from spile.dataset.ledger import Table
+from spile.dataset.write.documents import encode_documents
+from spile.models.files.checkpoint import Checkpoint
+from spile.models.files.sae import SparseEncoder
+from spile.models.taps import AFTER_BLOCKS, Tap
+
+
+@dataclass(frozen=True)
+class ExtractionJob:
+    """Everything a run needs to know before it touches a device."""
+
+    recipe: ResolvedRecipe
+    table: Table
+    checkpoint: Checkpoint
+    tokenizer: TextTokenizer
+    files: list[CorpusFile]
+    taps: tuple[Tap, ...]
+    units: list[Unit]
+    reading: RowReader | None = None  # of rows that are not plain texts
+    encoders: Mapping[str, SparseEncoder] = field(
+        default_factory=dict[str, SparseEncoder]
+    )  # by tap
+
+    @property
+    def layers(self) -> int:
+        """Blocks that must be loaded and run."""
+        return max(tap.layers_needed(self.checkpoint.arch) for tap in self.taps)
+
+    @property
+    def needs_head(self) -> bool:
+        return any(tap.site in AFTER_BLOCKS for tap in self.taps)
+
+    def reader(self, processes: int = 0) -> CorpusReader:
+        """`processes`: that render chats, beside this one."""
+        return open_reader(self.recipe, self.files, self.reading, processes)
+
+
+def open_reader(
+    recipe: ResolvedRecipe, files: list[CorpusFile], reading: RowReader | None, processes: int = 0
+) -> CorpusReader:
+    """A reader of a recipe's documents; `processes` render chats, beside this one."""
+    return CorpusReader(
+        files,
+        recipe.text_column,
+        recipe.text_documents,
+        reading=reading,
+        filter=DocumentFilter(recipe.filter) if recipe.filter else None,
+        selection=selection_of(recipe),
+        max_doc_bytes=recipe.max_doc_bytes,
+        keep=recipe.keep,
+        preview=recipe.preview,
+        processes=processes,
+    )
+
+
+@dataclass(frozen=True)
+class PreparedUnit:
+    """A unit as the model will read it.
+
+    Attributes:
+        documents: all of them; those that are left out say why.
+        tokens: the token ids of each document that was read, by its ordinal, also of those that
+            are left out for their length.
+        digest: a hash of exactly what was read.
+        documents_table: what is stored of the documents; empty if it was not asked for.
+    """
+
+    documents: Documents
+    tokens: Mapping[int, np.ndarray]
+    packed: PackedUnit
+    digest: str
+    documents_table: Mapping[str, np.ndarray]
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """How many documents are left out, by reason."""
+        return self.documents.skipped
+
+
+def prepare_unit(
+    job: ExtractionJob,
+    reader: CorpusReader,
+    unit: Unit,
+    *,
+    with_table: bool = True,
+    timed: Callable[[str], AbstractContextManager[object]] = lambda stage: nullcontext(),
+) -> PreparedUnit:
+    """Read a unit's documents and prepare them.
+
+    Args:
+        reader: one of the job's.
+        with_table: whether the documents' table is wanted: it is stored by one process alone.
+        timed: times the stages `reading` and `preparing`.
+    """
+    with timed("reading"):
+        documents = reader.read(unit.spans, unit.first_doc, unit.skip)
+    with timed("preparing"):
+        return prepare_documents(job, documents, with_table=with_table)
+
+
+def prepare_documents(
+    job: ExtractionJob, documents: Documents, *, with_table: bool = True
+) -> PreparedUnit:
+    """Tokenize documents, leave out those of the wrong length, and pack the others."""
+    digest = documents.digest()
+    tokens, flags = tokenize(job.tokenizer, documents)
+    ordinals = documents.ordinals
+    selection = selection_of(job.recipe)
+    reasons = [selection.refuses_length(len(ids)) for ids in tokens]
+    chosen = [number for number, reason in enumerate(reasons) if not reason]
+    packed = pack_documents(
+        job.recipe,
+        job.tokenizer,
+        [ordinals[number] for number in chosen],
+        [tokens[number] for number in chosen],
+        [flags[number] for number in chosen] if flags else (),
+    )
+    left_out = {
+        ordinal: reason for ordinal, reason in zip(ordinals, reasons, strict=True) if reason
+    }
+    if left_out:
+        every = [
+            document.skip(left_out[document.ordinal]) if document.ordinal in left_out else document
+            for document in documents.every
+        ]
+        documents = replace(documents, every=every)
+    table = _documents_table(documents, packed) if with_table else {}
+    by_ordinal = dict(zip(ordinals, tokens, strict=True))
+    return PreparedUnit(documents, by_ordinal, packed, digest, table)
+
+
+def pack_documents(
+    recipe: ResolvedRecipe,
+    tokenizer: TextTokenizer,
+    ordinals: list[int],
+    tokens: list[np.ndarray],
+    flags: Sequence[np.ndarray],
+) -> PackedUnit:
+    """Pack tokenized documents as a recipe says; `flags` as in `pack_unit`."""
+    return pack_unit(
+        ordinals,
+        tokens,
+        tokenizer,
+        seq_len=recipe.seq_len,
+        long_docs=recipe.long_docs,
+        pack=recipe.pack,
+        rows=RowFilter(recipe.where, recipe.every),
+        roles=flags,
+    )
+
+
+def _documents_table(documents: Documents, packed: PackedUnit) -> dict[str, np.ndarray]:
+    """What is stored of a unit's documents, left out or not."""
+    every = documents.every
+    return encode_documents(
+        docs=[document.ordinal for document in every],
+        tokens=[packed.doc_tokens.get(document.ordinal, 0) for document in every],
+        skipped=[document.skipped for document in every],
+        previews=[document.preview for document in every],
+        kept={name: [document.columns[name] for document in every] for name in documents.columns},
+        index=packed.index,
+    )
