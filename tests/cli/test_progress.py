@@ -16,7 +16,7 @@ import pytest
 
 import tiny
 from chaos.harness import Work
-from spile.cli.progress import Shown
+from spile.cli.progress import ProgressLine
 from spile.metrics import Counters
 
 # The command, which says how it goes more often than every ten seconds.
@@ -27,9 +27,9 @@ OFTEN = (
 
 
 @pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
+def shown(monkeypatch: pytest.MonkeyPatch) -> ProgressLine:
     counters = Counters()
-    found = Shown(counters, 10_100_000)
+    found = ProgressLine(counters, 10_100_000)
     now = [1000.0]
     clock = type("Clock", (), {"monotonic": lambda: now[0], "time": lambda: now[0]})
     monkeypatch.setattr("spile.run.progress.time", clock)
@@ -42,7 +42,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
     return found
 
 
-def test_everything_is_said_where_there_is_room(shown: Shown) -> None:
+def test_everything_is_said_where_there_is_room(shown: ProgressLine) -> None:
     assert shown.line(160) == (
         " 12%  1.20k docs  1.23M tok  135k/s  avg 135k/s  ETA 1:06  idle 11%  q 1·2·0·1  "
         "2.1 GB (1.8 GB safe)"
@@ -50,18 +50,18 @@ def test_everything_is_said_where_there_is_room(shown: Shown) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 10, 20, 40, 60, 80, 100])
-def test_a_line_is_never_wider_than_the_terminal(width: int, shown: Shown) -> None:
+def test_a_line_is_never_wider_than_the_terminal(width: int, shown: ProgressLine) -> None:
     assert len(shown.line(width)) <= width
 
 
-def test_eighty_columns_hold_what_matters(shown: Shown) -> None:
+def test_eighty_columns_hold_what_matters(shown: ProgressLine) -> None:
     line = shown.line(77)
     for part in (" 12%", "1.23M tok", "135k/s", "ETA 1:06", "2.1 GB (1.8 GB safe)", "avg 135k/s"):
         assert part in line
     assert shown.line(24) == " 12%  1.23M tok  135k/s"
 
 
-def test_numbers_are_told_to_programs(shown: Shown) -> None:
+def test_numbers_are_told_to_programs(shown: ProgressLine) -> None:
     told = shown.fields()
     assert json.loads(json.dumps(told)) == told
     assert (told["tokens"], told["documents"], told["durable"]) == (1_234_567, 1204, 1_800_000_000)
@@ -70,7 +70,7 @@ def test_numbers_are_told_to_programs(shown: Shown) -> None:
 
 
 def test_a_run_that_is_loading_says_so() -> None:
-    assert Shown(Counters(), 0).line(80) == "loading and compiling"
+    assert ProgressLine(Counters(), 0).line(80) == "loading and compiling"
 
 
 def test_every_line_of_a_run_is_json_where_that_is_asked_for(

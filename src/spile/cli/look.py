@@ -15,7 +15,7 @@ from spile.cli.style import compared, lasting, short, size, skipped
 from spile.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from spile.status.listing import Listed
+    from spile.status.listing import ListedFile
     from spile.status.status import Status
 
 _SHOWN_WORKERS = 40  # of a fleet; --json has them all  # of a fleet; --json has them all
@@ -238,9 +238,9 @@ def ls(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def listing_lines(out: str, files: Sequence["Listed"]) -> Iterator[str]:
+def listing_lines(out: str, files: Sequence["ListedFile"]) -> Iterator[str]:
     """What there is of each tap, then every file."""
-    taps: dict[str, list[Listed]] = {}
+    taps: dict[str, list[ListedFile]] = {}
     for file in files:
         taps.setdefault(file.tap, []).append(file)
     units = len({file.unit for file in files})

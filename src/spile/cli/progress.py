@@ -42,7 +42,7 @@ def progress(counters: Counters, *, quiet: bool, as_json: bool = False) -> Itera
 
     def on_start(job: object, cost: "Estimate") -> None:
         show = _live if sys.stderr.isatty() and not as_json else _plain
-        shown = Shown(counters, cost.remaining_tokens)
+        shown = ProgressLine(counters, cost.remaining_tokens)
         thread = threading.Thread(target=show, args=(shown, stop), daemon=True)
         threads.append(thread)
         thread.start()
@@ -55,8 +55,8 @@ def progress(counters: Counters, *, quiet: bool, as_json: bool = False) -> Itera
             thread.join()
 
 
-class Shown:
-    """What there is to say, in as many words as there is room for."""
+class ProgressLine:
+    """A run's progress, in as many words as there is room for."""
 
     def __init__(self, counters: Counters, total: int) -> None:
         self._counters, self._total, self._meter = counters, max(1, total), Meter(counters)
@@ -130,7 +130,7 @@ def _joined(parts: dict[str, str], chosen: list[str]) -> str:
     return "  ".join(text for name, text in parts.items() if name in chosen)
 
 
-def _live(shown: Shown, stop: threading.Event) -> None:
+def _live(shown: ProgressLine, stop: threading.Event) -> None:
     console = Console(stderr=True)
     with Live(console=console, transient=True, auto_refresh=False) as live:
         for turn in _turns(stop, _LIVE_SECONDS):
@@ -139,7 +139,7 @@ def _live(shown: Shown, stop: threading.Event) -> None:
             live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
 
 
-def _plain(shown: Shown, stop: threading.Event) -> None:
+def _plain(shown: ProgressLine, stop: threading.Event) -> None:
     # (Where standard error is no terminal COLUMNS may still say how wide lines are to be.)
     width = shutil.get_terminal_size((160, 24)).columns if os.environ.get("COLUMNS") else 160
     for _ in _turns(stop, _PLAIN_SECONDS):

@@ -30,7 +30,7 @@ _log = logging.getLogger("spile")
 
 
 @dataclass(frozen=True)
-class Seen:
+class TotalsSeen:
     """Totals at a time of this machine's clocks."""
 
     at: float  # since the epoch, to be shown
@@ -45,7 +45,7 @@ class RunHistory:
         """`grown` is called when units have been done since the last look."""
         self._objects, self._grown = objects, grown
         self._lock = threading.Lock()
-        self._samples: list[Seen] = []
+        self._samples: list[TotalsSeen] = []
         self._every = 1  # looks, of which one is kept
         self._looks = 0
         self._observer = HeartbeatObserver()
@@ -112,7 +112,7 @@ class RunHistory:
 
     def _note(self, status: Status) -> None:
         told = vars(status)
-        seen = Seen(time.time(), time.monotonic(), {name: told[name] for name in _COUNTED})
+        seen = TotalsSeen(time.time(), time.monotonic(), {name: told[name] for name in _COUNTED})
         made = self._newly_made() if status.units_done != len(self._made) else {}
         with self._lock:
             self._status = status
@@ -140,7 +140,7 @@ class RunHistory:
         return made
 
 
-def _present_rate(samples: list[Seen]) -> float | None:
+def _present_rate(samples: list[TotalsSeen]) -> float | None:
     """Tokens a second, of the last minutes."""
     if len(samples) < 2:
         return None

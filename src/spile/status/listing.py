@@ -12,7 +12,7 @@ _BESIDE = ("index", "statistics", "documents")
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedFile:
     """One file: a shard of a tap, or what lies beside them in a unit."""
 
     key: str
@@ -25,7 +25,9 @@ class Listed:
     dtype: str | None  # of a tap
 
 
-def list_files(objects: Objects, unit: int | None = None, tap: str | None = None) -> list[Listed]:
+def list_files(
+    objects: Objects, unit: int | None = None, tap: str | None = None
+) -> list[ListedFile]:
     """Those of the units that are done; of one unit or one tap, if that is asked for."""
     ledger = Ledger(objects)
     table = ledger.table()
@@ -40,12 +42,12 @@ def list_files(objects: Objects, unit: int | None = None, tap: str | None = None
             raise ConfigError(f"--unit {unit}: is not done yet")
         units = [unit]
 
-    def files() -> Iterator[Listed]:
+    def files() -> Iterator[ListedFile]:
         records = mapped(ledger.read_done, units, objects.parallel)
         for done in (record for record in records if record is not None):
             for file in done.files():
                 info = table.taps.get(file.tap)
-                yield Listed(
+                yield ListedFile(
                     file.key,
                     done.unit,
                     file.tap,
@@ -59,7 +61,7 @@ def list_files(objects: Objects, unit: int | None = None, tap: str | None = None
     return [file for file in files() if tap is None or file.tap == tap]
 
 
-def to_json(files: list[Listed]) -> dict[str, object]:
+def to_json(files: list[ListedFile]) -> dict[str, object]:
     """With what they add up to, tap by tap."""
     taps: dict[str, dict[str, object]] = {}
     for file in files:
