@@ -5,21 +5,21 @@ from pathlib import Path
 import numpy as np
 
 import saes
-from spile.check.compare import SparseTap, TopLatents
+from spile.check.compare import RowLatents, SparseTap
 from spile.models.files.sae import SparseEncoder, open_sae
 
 
-def dense(top: TopLatents, latents: int) -> np.ndarray:
+def dense(top: RowLatents, latents: int) -> np.ndarray:
     out = np.zeros((len(top.values), latents))
     for row, (values, ids) in enumerate(zip(top.values, top.ids, strict=True)):
         out[row, ids] = values
     return out
 
 
-def random_top(seed: int, rows: int = 30, kept: int = 5, latents: int = 12) -> TopLatents:
+def random_top(seed: int, rows: int = 30, kept: int = 5, latents: int = 12) -> RowLatents:
     rng = np.random.default_rng(seed)
     ids = np.array([rng.permutation(latents)[:kept] for _ in range(rows)])
-    return TopLatents(np.maximum(rng.standard_normal((rows, kept)), 0).astype(np.float32), ids)
+    return RowLatents(np.maximum(rng.standard_normal((rows, kept)), 0).astype(np.float32), ids)
 
 
 def test_distances_are_over_all_latents() -> None:
@@ -34,7 +34,7 @@ def test_distances_are_over_all_latents() -> None:
 
 def test_the_order_of_latents_in_a_row_does_not_matter() -> None:
     ours = random_top(0)
-    turned = TopLatents(ours.values[:, ::-1], ours.ids[:, ::-1].astype(np.int16))
+    turned = RowLatents(ours.values[:, ::-1], ours.ids[:, ::-1].astype(np.int16))
     assert np.all(ours.squares(turned) < 1e-14)
 
 

@@ -12,7 +12,7 @@ from spile.cli.extract import profile_summary
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DataError
 from spile.metrics import Counters
-from spile.run.profile import STEP, Profile, Traced, read_trace
+from spile.run.profile import Profile, Traced, read_trace
 
 
 def extract(model: Path, corpus: Path, out: Path, profile: str) -> Counters:
@@ -49,7 +49,7 @@ def test_the_trace_holds_the_steps_that_were_asked_for_and_no_others(
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     assert any(event.get("args", {}).get("hlo_module") == "jit_run" for event in events)
     assert list(path.parent.glob("*.xplane.pb")), "what XProf opens"
-    traced = read_trace(path, STEP)
+    traced = read_trace(path)
     assert traced.steps == (3, 4, 5)
     assert traced.seconds and all(seconds >= 0 for seconds in traced.seconds.values())
     assert sum(traced.seconds.values()) < 60
@@ -81,7 +81,7 @@ def event(name: str, begin: float, lasts: float, tid: int = 1, **args: str) -> d
 def test_an_operation_is_told_without_those_it_holds(tmp_path: Path) -> None:
     trace = write_trace(
         tmp_path / "t.json.gz",
-        event(STEP, 0, 5, tid=9, step_num="10"),
+        event("spile_step", 0, 5, tid=9, step_num="10"),
         event("call", 0, 1000, hlo_op="fused_call.2"),
         event("dot", 100, 300, hlo_op="dot.17"),
         event("dot", 500, 200, hlo_op="dot.18"),
@@ -89,7 +89,7 @@ def test_an_operation_is_told_without_those_it_holds(tmp_path: Path) -> None:
         event("add", 2000, 100, tid=2, hlo_op="add"),
         event("a host's", 0, 10**6),
     )
-    traced = read_trace(trace, STEP)
+    traced = read_trace(trace)
     assert traced.steps == (10,)
     want = {"fused_call": 500e-6, "dot": 500e-6, "add": 100e-6}
     assert traced.seconds == pytest.approx(want)
@@ -103,10 +103,10 @@ def test_operations_of_a_tpu_have_a_line_of_their_own(tmp_path: Path) -> None:
         tmp_path / "t.json.gz", line(1, "XLA Ops"), line(2, "Steps"),
         event("fusion.1", 0, 2e6), event("fusion.2", 3e6, 1e6), event("10", 0, 9e6, tid=2),
     )  # fmt: skip
-    assert read_trace(trace, STEP) == Traced((), {"fusion": 3.0})
+    assert read_trace(trace) == Traced((), {"fusion": 3.0})
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(b"{}")
     with pytest.raises(DataError, match="no trace"):
-        read_trace(tmp_path / "t", STEP)
+        read_trace(tmp_path / "t")

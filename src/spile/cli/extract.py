@@ -223,10 +223,10 @@ def _outcome_of(outcome: "Outcome", predicted: "Prediction", counters: "Counters
 
 
 def _profiled(profile: str, counters: "Counters") -> str:
-    from spile.run.profile import STEP, Profile, read_trace
+    from spile.run.profile import Profile, read_trace
 
     path = Profile.parse(profile).newest()
-    return profile_summary(counters, path, read_trace(path, STEP) if path else None)
+    return profile_summary(counters, path, read_trace(path) if path else None)
 
 
 def profile_summary(counters: "Counters", path: Path | None, traced: "Traced | None") -> str:

@@ -97,8 +97,13 @@ class Supervisor:
                 _log.error("%s; given up after %d restarts without a unit done", why, failures - 1)
                 return code
             pause = self._patience.pause(failures)
-            _log.warning("%s; restart %d of %d in %.1f s; what is committed stays",
-                         why, failures, self._patience.max_restarts, pause)  # fmt: skip
+            _log.warning(
+                "%s; restart %d of %d in %.1f s; what is committed stays",
+                why,
+                failures,
+                self._patience.max_restarts,
+                pause,
+            )
             self._stopping.wait(pause)
         return _STOPPED
 

@@ -116,10 +116,6 @@ class Topology:
     shape: str | None = None  # of the torus, where there is one
 
     @property
-    def per_host(self) -> int:
-        return self.chips // self.hosts
-
-    @property
     def libtpu_name(self) -> str | None:
         return f"{self.chip.name}:{self.shape}" if self.shape else None
 

@@ -225,8 +225,11 @@ def _cache(path: RemotePath) -> None:
     library(".utils").disable_progress_bars()
     library(".utils.logging").set_verbosity_error()
     trying = retrying(f"fetching {path}", PATIENCE)
-    where = {"repo_type": objects.repository.kind, "revision": objects.commit,
-             "endpoint": endpoint()}  # fmt: skip
+    where = {
+        "repo_type": objects.repository.kind,
+        "revision": objects.commit,
+        "endpoint": endpoint(),
+    }
     while True:
         try:
             found = Path(hub.hf_hub_download(objects.repository.name, path.key, **where))

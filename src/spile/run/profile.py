@@ -16,7 +16,13 @@ from spile.corpus.pack import Batch
 from spile.run.step import Step, StepOutput
 
 _DIRECTORY = "spile-profile"
-STEP = "spile_step"  # what a step is called in a trace
+_STEP = "spile_step"  # what a step is called in a trace
+# Traces are read in Chrome's format. `jax.profiler.ProfileData` reads the .xplane.pb beside it, but
+# its events have no display name (a TPU's operations are then called by their whole HLO text), and
+# it is not certain to be the same in every jax that Spile runs with.
+_OPERATIONS = "XLA Ops"  # the line of a TPU's trace that has them, and nothing else
+# What these hold may run elsewhere, and is counted by itself.
+_AROUND = ("while", "call", "conditional")
 
 _log = logging.getLogger("spile")
 
@@ -67,7 +73,7 @@ class ProfiledStep:
         number, self._count = self._count, self._count + 1
         if number == self._profile.first:
             self._start()
-        with jax.profiler.StepTraceAnnotation(STEP, step_num=number):
+        with jax.profiler.StepTraceAnnotation(_STEP, step_num=number):
             output = self._step(batch)
         if number == self._profile.end - 1:
             output.finished.block_until_ready()  # it was only started
@@ -98,11 +104,6 @@ class ProfiledStep:
             _log.warning("--profile: there were only %d steps; nothing was traced", self._count)
 
 
-_OPERATIONS = "XLA Ops"  # the line of a TPU's trace that has them, and nothing else
-# What these hold may run elsewhere, and is counted by itself.
-_AROUND = ("while", "call", "conditional")
-
-
 @dataclass(frozen=True)
 class Traced:
     """Seconds of each kind of operation, all devices together; and which steps were started."""
@@ -114,8 +115,8 @@ class Traced:
         return sorted(self.seconds.items(), key=lambda item: -item[1])[:count]
 
 
-def read_trace(path: Path, step: str) -> Traced:
-    """A trace in Chrome's format; `step`: what steps are called in it.
+def read_trace(path: Path) -> Traced:
+    """Read a trace in Chrome's format.
 
     Raises:
         DataError: if it is something else.
@@ -125,7 +126,7 @@ def read_trace(path: Path, step: str) -> Traced:
             events = json.load(file)["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: no trace: {error}") from error
-    steps = {int(event["args"]["step_num"]) for event in events if event.get("name") == step}
+    steps = {int(event["args"]["step_num"]) for event in events if event.get("name") == _STEP}
     seconds: dict[str, float] = {}
     for kind, spent in _operations(events):
         seconds[kind] = seconds.get(kind, 0.0) + spent

@@ -1,6 +1,6 @@
 """The compiled step: one fixed-shape batch in, every tap's rows and their statistics out.
 
-The same function whatever the engine. It is compiled ahead of its first use for each of a few
+It is compiled ahead of its first use for each of a few
 shapes, and what is called is the compiled program itself: another shape cannot slip in and be
 compiled again without anyone noticing.
 """
@@ -318,10 +318,14 @@ class Step:
             (shapes, contexts),
             self._run,
             lambda: (
-                self.params, self._scales, self._encoders,
-                *[None if a is None else like(a, by_rows) for a in inputs], contexts, runs.size,
+                self.params,
+                self._scales,
+                self._encoders,
+                *[None if a is None else like(a, by_rows) for a in inputs],
+                contexts,
+                runs.size,
             ),
-        )  # fmt: skip
+        )
         compact = self._program(
             (shapes, runs.places.shape),
             self._compact,

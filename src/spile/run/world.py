@@ -175,7 +175,7 @@ class JoinedWorld(World):
         self._part()
         if cause.get("process", self.process) == self.process and isinstance(error, Interrupted):
             return error
-        return _error_of(cause)
+        return _world_error(cause)
 
     def _tell(self, error: BaseException) -> None:
         text, code = f"{type(error).__name__}: {error}", 1
@@ -227,7 +227,7 @@ class JoinedWorld(World):
 
     def _heed(self) -> None:
         if self._cause is not None:
-            raise _error_of(self._cause)
+            raise _world_error(self._cause)
         if self._stop.is_set():
             raise Interrupted
 
@@ -246,7 +246,7 @@ class JoinedWorld(World):
             self._cause = self._cause or cause
             self._stop.set()
             if not self._left.wait(_GRACE):
-                _log.error("%s", _error_of(self._cause))
+                _log.error("%s", _world_error(self._cause))
                 self._part()
                 os._exit(int(self._cause["code"]))
             return
@@ -258,7 +258,7 @@ def _lost_contact(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and any(s in str(error) for s in lost)
 
 
-def _error_of(cause: Mapping[str, Any]) -> SpileError:
+def _world_error(cause: Mapping[str, Any]) -> SpileError:
     where = f"process {cause['process']} ({cause['host']}): {cause['text']}"
     return WorldError(int(cause["process"]), where, int(cause["code"]))
 

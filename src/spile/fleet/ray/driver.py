@@ -79,9 +79,12 @@ def extract(
     on_start: Callable[[object, Estimate], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Outcome:
-    """Make the dataset, or continue it, on a Ray cluster; as `engine.local.extract` elsewhere."""
-    given = [n for n in ("share", "coordinator", "num_processes", "process_id", "bind_address")
-             if getattr(runtime, n) is not None]  # fmt: skip
+    """Make the dataset, or continue it, on a Ray cluster; as `run.extract.extract` elsewhere."""
+    given = [
+        n
+        for n in ("share", "coordinator", "num_processes", "process_id", "bind_address")
+        if getattr(runtime, n) is not None
+    ]
     if given:
         flag = "--" + given[0].replace("_", "-")
         raise ConfigError(f"{flag} is not for --engine ray, which says itself who does what")
@@ -169,8 +172,9 @@ class _Pool:
         resting = {placement for placement, until in self._resting.items() if until > now}
         for placement in self._placements.free(most - len(self._slices), resting):
             options = self._placements.options(placement)
-            hosts = [self._host.options(max_concurrency=_CALLS, **each).remote()
-                     for each in options]  # fmt: skip
+            hosts = [
+                self._host.options(max_concurrency=_CALLS, **each).remote() for each in options
+            ]
             slice = _Slice(next(self._numbers), placement, hosts)
             self._slices.append(slice)
             for number in range(len(hosts)):
@@ -181,8 +185,9 @@ class _Pool:
             _log.warning("waiting for room on the cluster: %s", self._placements.described())
             self._idle_since = now
         for slice in self._slices:
-            if slice.ready and not any(c.what == "counts" and c.slice is slice
-                                       for c in self._calls.values()):  # fmt: skip
+            if slice.ready and not any(
+                c.what == "counts" and c.slice is slice for c in self._calls.values()
+            ):
                 self._ask(slice, "counts")
 
     def _ask(self, slice: _Slice, what: str, *given: Any, host: int = 0, unit: int = -1) -> None:

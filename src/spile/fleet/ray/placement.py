@@ -156,10 +156,14 @@ class Placements:
             return []
         needs = room[0][1]
         return [
-            Placement(_GROUP, needs, hosts, self._ray.util.placement_group(
-                [dict(needs)] * hosts, strategy="STRICT_SPREAD"))
+            Placement(
+                _GROUP,
+                needs,
+                hosts,
+                self._ray.util.placement_group([dict(needs)] * hosts, strategy="STRICT_SPREAD"),
+            )
             for _ in range(min(count, free - len(self._taken)))
-        ]  # fmt: skip
+        ]
 
     def _tpu_slices(self, resting: Collection[str]) -> list[Placement]:
         """One that Ray has reserved in the meantime; should there be more, it reserves the next."""
