@@ -12,14 +12,13 @@ from spile.corpus.chats.template import Rendered
 from spile.corpus.documents import Documents
 from spile.corpus.files import CorpusFile, find_files
 from spile.corpus.reader import CorpusReader
-from spile.corpus.units import Unit, make_units
+from spile.corpus.units import CutOptions, Unit, make_units
 
 NOT_UTF8 = b"caf\xe9"
 
 
 def units_of(files: list[CorpusFile], size: int = 1 << 30, **options: Any) -> list[Unit]:
-    given = {"text_column": None, "text_documents": "line", "max_docs": None, "max_tokens": None}
-    return make_units(files, unit_tokens=size, density=1.0, **{**given, **options})
+    return make_units(files, CutOptions(unit_tokens=size, density=1.0, **options))
 
 
 def read(corpus: Path | str, column: str | None = None, documents: str = "line") -> Documents:

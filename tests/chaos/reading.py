@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spile.corpus.files import find_files
 from spile.corpus.reader import CorpusReader
-from spile.corpus.units import make_units, tokens_per_byte
+from spile.corpus.units import CutOptions, make_units, tokens_per_byte
 
 
 def status(field: str) -> int:
@@ -27,10 +27,7 @@ def main(corpus: str, most: str) -> None:
     files = find_files(corpus)
     reader = CorpusReader(files, None, "line", max_doc_bytes=int(most))
     density = tokens_per_byte(reader, lambda texts: sum(len(text.split()) for text in texts))
-    units = make_units(
-        files, text_column=None, text_documents="line", unit_tokens=1 << 20, density=density,
-        max_docs=None, max_tokens=None,
-    )  # fmt: skip
+    units = make_units(files, CutOptions(unit_tokens=1 << 20, density=density))
     read, skipped, digest = 0, Counter[str](), hashlib.sha256()
     for unit in units:
         found = reader.read(unit.spans, unit.first_doc)

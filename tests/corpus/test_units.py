@@ -20,7 +20,7 @@ from spile.corpus import units as units_module
 from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
 from spile.corpus.reader import CorpusReader
-from spile.corpus.units import Unit, make_units, tokens_per_byte
+from spile.corpus.units import CutOptions, Unit, make_units, tokens_per_byte
 
 KINDS = ("jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "parquet")
 Corpus = list[tuple[str, list[str]]]  # kind and documents of each file
@@ -48,9 +48,8 @@ def write(folder: Path, corpus: Corpus, *, last_newline: bool = True) -> list[st
 
 def cut(folder: Path, size: int, **options: Any) -> list[Unit]:
     """Units of about `size` bytes."""
-    given = {"text_column": None, "text_documents": "line", "max_docs": None, "max_tokens": None}
     files = find_files(str(folder))
-    return make_units(files, unit_tokens=size, density=1.0, **{**given, **options})
+    return make_units(files, CutOptions(unit_tokens=size, density=1.0, **options))
 
 
 def read(folder: Path, units: list[Unit], documents: str = "line") -> dict[int, str]:
@@ -178,10 +177,7 @@ def test_a_unit_ends_with_the_document_that_fills_it(tmp_path: Path) -> None:
 def test_the_estimate_of_a_unit_is_its_bytes_times_the_density(tmp_path: Path) -> None:
     write(tmp_path, [("txt", ["123456789"] * 40)])
     files = find_files(str(tmp_path))
-    units = make_units(
-        files, text_column=None, text_documents="line", unit_tokens=25, density=0.25,
-        max_docs=None, max_tokens=None,
-    )  # fmt: skip
+    units = make_units(files, CutOptions(unit_tokens=25, density=0.25))
     assert [unit.num_docs for unit in units] == [10] * 4
     assert [unit.tokens for unit in units] == [25] * 4
 
@@ -330,8 +326,6 @@ def test_the_pass_over_the_corpus_can_be_stopped_anywhere(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_units(
-            find_files(str(path)), text_column=None, text_documents="line", unit_tokens=10,
-            density=1.0, max_docs=None, max_tokens=None, heed=heed,
-        )  # fmt: skip
+        options = CutOptions(unit_tokens=10, density=1.0)
+        make_units(find_files(str(path)), options, heed=heed)
     assert calls == 5

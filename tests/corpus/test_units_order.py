@@ -14,7 +14,7 @@ from spile.core.errors import ConfigError, DataError, InputError
 from spile.corpus import units as order
 from spile.corpus.files import Span, find_files
 from spile.corpus.reader import DUPLICATE, CorpusReader
-from spile.corpus.units import Unit, make_units, without_duplicates
+from spile.corpus.units import CutOptions, Unit, make_units, without_duplicates
 from texts import units_of
 
 KINDS = ("parquet", "jsonl", "jsonl.gz", "json", "txt", "arrow")
@@ -182,9 +182,8 @@ def of_program(file: Path, name: str, **options: Any) -> tuple[CorpusReader, lis
     reader = CorpusReader(files, None, "line")
     assert files[0].program
     program = reader.opened(files[0].program)
-    given = {"text_column": None, "text_documents": "line", "max_docs": None, "max_tokens": None}
-    options = {**given, "shuffle": 5, **options}
-    return reader, make_units(files, unit_tokens=200, density=1.0, program=program, **options)
+    chosen = CutOptions(unit_tokens=200, density=1.0, **{"shuffle": 5, **options})
+    return reader, make_units(files, chosen, program)
 
 
 def test_a_program_with_numbers_is_drawn_from_and_an_iterator_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from security.hostile import DEEP, JSON, NUMBERS, damaged, fuzz, only_our_errors, refused
 from spile.corpus.files import find_files
 from spile.corpus.reader import CorpusReader
-from spile.corpus.units import make_units
+from spile.corpus.units import CutOptions, make_units
 from spile.models.files.gguf import convert
 
 UINT8, UINT64, STRING, ARRAY = 0, 10, 8, 9
@@ -128,10 +128,7 @@ def test_metadata_of_another_kind_are_refused(
 
 def read_corpus(path: Path) -> None:
     files = find_files(str(path))
-    units = make_units(
-        files, text_column=None, text_documents="line", unit_tokens=64, density=0.25,
-        max_docs=None, max_tokens=None,
-    )  # fmt: skip
+    units = make_units(files, CutOptions(unit_tokens=64, density=0.25))
     reader = CorpusReader(files, None, "line")
     try:
         reader.sample(0)

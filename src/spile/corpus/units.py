@@ -83,75 +83,81 @@ def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], in
     return tokens / size if tokens and size else _TOKENS_PER_BYTE
 
 
+@dataclass(frozen=True, kw_only=True)
+class CutOptions:
+    """How a corpus is cut into units.
+
+    Attributes:
+        unit_tokens: how many tokens a unit has, about.
+        density: tokens per byte.
+        text_column: the column of texts; None: the one that can be nothing else.
+        text_documents: whether a text file holds a document on each `line`, or is one (`file`).
+        columns: those that documents are made of, where they are not plain texts.
+        filtered: others that are looked at.
+        keep: others that must be there, to be kept.
+        flat: how token ids lie in .bin files.
+        max_docs: documents to cut, at most.
+        max_tokens: tokens, about; the last unit is whole.
+        shuffle: a seed. The whole corpus is cut then, before anything is chosen.
+    """
+
+    unit_tokens: int
+    density: float
+    text_column: str | None = None
+    text_documents: str = "line"
+    columns: Sequence[str] = ()
+    filtered: Sequence[str] = ()
+    keep: Sequence[str] = ()
+    flat: FlatArray | None = None
+    max_docs: int | None = None
+    max_tokens: int | None = None
+    shuffle: int | None = None
+
+
 def make_units(
     files: list[CorpusFile],
-    *,
-    text_column: str | None,
-    text_documents: str,
-    columns: Sequence[str] = (),
-    keep: Sequence[str] = (),
-    also: Sequence[str] = (),
-    unit_tokens: int,
-    density: float,
-    max_docs: int | None,
-    max_tokens: int | None,
-    heed: Callable[[], None] = lambda: None,
+    options: CutOptions,
     program: ProgramSource | None = None,
-    flat: FlatArray | None = None,
-    shuffle: int | None = None,
+    heed: Callable[[], None] = lambda: None,
 ) -> list[Unit]:
-    """Cut the corpus; `density` is tokens per byte. Deterministic in its arguments.
+    """Cut the corpus. The result depends on the files and the options alone.
 
-    `heed` is called for every file and every few megabytes, and may raise to stop the pass.
-    `program`: opened, where the corpus is one. `flat`: how token ids lie in .bin files.
-    `columns`: those of chats; `also`: others that are looked at; `keep`: that must be there.
-    `shuffle`: a seed; what is cut is then the whole corpus, before anything is chosen.
+    Args:
+        program: opened, where the corpus is one.
+        heed: is called for every file and every few megabytes, and may raise to stop the pass.
     """
-    most = max_docs if shuffle is None else None
-    forward = [shuffle is not None and is_forward(file) for file in files]
-    if shuffle is not None:
+    seed = options.shuffle
+    if seed is not None:
         refuse_iterator(program)
-    builder = _Builder(unit_bytes=max(1, int(unit_tokens / density)), max_docs=most)
+    forward = [seed is not None and is_forward(file) for file in files]
+    builder = _Builder(
+        unit_bytes=max(1, int(options.unit_tokens / options.density)),
+        max_docs=options.max_docs if seed is None else None,
+    )
     known = ColumnKinds()
     for number, file in enumerate(files):
         heed()
         before = builder.closed
         if program:
-            for part in program.ranges(builder.unit_bytes, most, heed):
-                builder.add(
-                    Span(number, part.first, part.count, 0, part.size, part.digest), part.size
-                )
-        elif file.is_table:
-            groups = file.groups(number, text_column, columns, keep, also=also, known=known)
-            _cut_table(builder, groups, heed)
-        elif file.kind == "bin":
-            assert flat
-            docs = builder.docs
-            _cut_bytes(builder, number, flat.checked(file.path, _chunks(file, heed)), flat.ends)
-            flat.refuse_endless(file.path, builder.docs - docs)
-        elif file.kind == "text":
-            ends = _no_ends if text_documents == "file" else _line_ends
-            _cut_bytes(builder, number, _chunks(file, heed), ends)
+            for part in program.ranges(builder.unit_bytes, builder.max_docs, heed):
+                span = Span(number, part.first, part.count, 0, part.size, part.digest)
+                builder.add(span, part.size)
         else:
-            _check_head(file, [*(columns or [text_column or "text"]), *also], known)
-            if file.kind == "json":
-                _cut_elements(builder, number, file, heed)
-            else:
-                _cut_bytes(builder, number, _chunks(file, heed), _line_ends)
+            _cut_file(builder, number, file, options, known, heed)
         if builder.full:
             break
         if forward[number] and builder.closed > before:
             builder.close()  # else its last unit would tie the next file to it
-    units = builder.finish(density)
-    if shuffle is not None:
-        chosen = first_documents(shuffled(units, shuffle, forward), max_docs, program)
+    units = builder.finish(options.density)
+    if seed is not None:
+        chosen = first_documents(shuffled(units, seed, forward), options.max_docs, program)
         units = [replace(unit, id=number) for number, unit in enumerate(chosen)]
     if not units:
         names = ", ".join(str(f.path) for f in files[:3])
         raise InputError(f"the corpus is empty: no document in {len(files)} files ({names})")
-    if max_tokens is not None:
+    if options.max_tokens is not None:
         totals = np.cumsum([unit.tokens for unit in units])
-        units = units[: int(np.searchsorted(totals, max_tokens)) + 1]
+        units = units[: int(np.searchsorted(totals, options.max_tokens)) + 1]
     return units
 
 
@@ -227,6 +233,34 @@ class _Builder:
             Unit(i, first, count, max(1, round(size * density)), spans)
             for i, (first, count, size, spans) in enumerate(self._done)
         ]
+
+
+def _cut_file(
+    builder: _Builder,
+    number: int,
+    file: CorpusFile,
+    options: CutOptions,
+    known: ColumnKinds,
+    heed: Callable[[], None],
+) -> None:
+    column, columns, filtered = options.text_column, options.columns, options.filtered
+    if file.is_table:
+        groups = file.groups(number, column, columns, options.keep, also=filtered, known=known)
+        _cut_table(builder, groups, heed)
+    elif file.kind == "bin":
+        flat, docs = options.flat, builder.docs
+        assert flat
+        _cut_bytes(builder, number, flat.checked(file.path, _chunks(file, heed)), flat.ends)
+        flat.refuse_endless(file.path, builder.docs - docs)
+    elif file.kind == "text":
+        ends = _no_ends if options.text_documents == "file" else _line_ends
+        _cut_bytes(builder, number, _chunks(file, heed), ends)
+    else:
+        _check_head(file, [*(columns or [column or "text"]), *filtered], known)
+        if file.kind == "json":
+            _cut_elements(builder, number, file, heed)
+        else:
+            _cut_bytes(builder, number, _chunks(file, heed), _line_ends)
 
 
 def _cut_table(

@@ -27,7 +27,7 @@ from spile.corpus.reader import (
 )
 from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer, tokenize
-from spile.corpus.units import Unit, make_units, tokens_per_byte, without_duplicates
+from spile.corpus.units import CutOptions, Unit, make_units, tokens_per_byte, without_duplicates
 from spile.dataset.ledger import Ledger, Table
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.sae import SparseEncoder, identity
@@ -237,22 +237,21 @@ def _make_table(
     """`named`: columns to keep that were asked for, and so must be there."""
     with closing(open_reader(resolved, files, reading)) as reader:
         refuse_missing_columns(reader, named)
-        units = make_units(
-            files,
+        options = CutOptions(
+            unit_tokens=resolved.unit_tokens,
+            density=tokens_per_byte(reader, tokenizer.count) * selection_of(resolved).share,
             text_column=resolved.text_column,
             text_documents=resolved.text_documents,
             columns=reading.columns if reading else (),
+            filtered=DocumentFilter(resolved.filter).columns if resolved.filter else (),
             keep=named,
-            also=DocumentFilter(resolved.filter).columns if resolved.filter else (),
-            unit_tokens=resolved.unit_tokens,
-            density=tokens_per_byte(reader, tokenizer.count) * selection_of(resolved).share,
+            flat=reading.flat if isinstance(reading, TokenIds) else None,
             max_docs=resolved.max_docs,
             max_tokens=resolved.max_tokens,
-            heed=heed,
-            program=reader.opened(files[0].program) if files[0].program else None,
-            flat=reading.flat if isinstance(reading, TokenIds) else None,
             shuffle=resolved.shuffle_docs,
         )
+        program = reader.opened(files[0].program) if files[0].program else None
+        units = make_units(files, options, program, heed)
         if resolved.dedupe:
             units = without_duplicates(units, reader, heed)
         kept = _kept(resolved, reader, tokenizer)

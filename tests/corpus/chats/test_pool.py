@@ -22,7 +22,7 @@ from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import find_files
 from spile.corpus.reader import CorpusReader
-from spile.corpus.units import make_units
+from texts import units_of
 
 SOURCE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
@@ -98,10 +98,7 @@ def test_what_is_kept_of_a_document_stays_with_it(tmp_path: Path) -> None:
             )
             file.write(line + "\n")
     files = find_files(str(path))
-    (unit,) = make_units(
-        files, text_column=None, text_documents="line", columns=("chat",), unit_tokens=1 << 20,
-        density=0.25, max_docs=None, max_tokens=None,
-    )  # fmt: skip
+    (unit,) = units_of(files, columns=("chat",))
     found: list[Any] = []
     for processes in (0, 2):
         reader = CorpusReader(

@@ -113,12 +113,12 @@ def test_other_columns_that_change_or_are_missing_are_found_when_the_corpus_is_c
     write_parquet(tmp_path / "a.parquet", {**text, "score": pa.array([1])})
     write_parquet(tmp_path / "b.parquet", {**text, "score": pa.array([0.5])})
     files = find_files(str(tmp_path))
-    assert len(units_of(files, also=["score"])[0].spans) == 2, "numbers are numbers"
+    assert len(units_of(files, filtered=["score"])[0].spans) == 2, "numbers are numbers"
     write_parquet(tmp_path / "b.parquet", {**text, "score": pa.array(["high"])})
     with pytest.raises(InputError, match=r"b\.parquet: 'score' is string there, but int64 in"):
-        units_of(files, also=["score"])
+        units_of(files, filtered=["score"])
     with pytest.raises(InputError, match=r"a\.parquet: no column 'none'; it has score, text"):
-        units_of(files, also=["none"])
+        units_of(files, filtered=["none"])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
