@@ -9,6 +9,7 @@ that are signed, and expire.
 import base64
 import hashlib
 import json
+import random
 import re
 import sys
 import threading
@@ -27,6 +28,9 @@ from hub_network import Network, ranged
 
 _PAGE = 20  # files in a listing's page: small, so that there are several
 _LARGE = (".safetensors", ".zst", ".parquet")
+# A dataset of many files.
+BYTES = random.Random(0).randbytes(100_000)
+FILES = {f"data/train-{n:05d}-of-00030.parquet": BYTES[n:] for n in range(30)}
 
 
 @dataclass
@@ -390,3 +394,14 @@ _ROUTES: tuple[tuple[str, str, bool | None, Callable[..., None]], ...] = (
     ("GET", r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", False, Handler.resolve),
     ("GET", r"/(?!datasets/)([^/]+/[^/]+)/resolve/([^/]+)/(.+)", False, Handler.resolve_model),
 )
+
+
+def sha(hub: Hub, repo: str = "me/texts", branch: str = "main") -> str:
+    return hub.repositories[repo].sha(branch)
+
+
+def requests(hub: Hub) -> list[str]:
+    """What was asked since the last time."""
+    paths = [path for _, path, _ in hub.seen]
+    hub.seen.clear()
+    return paths

@@ -15,10 +15,8 @@ import zstandard
 from remote import BUCKETS, Counting, counted, upload
 from spile.core.errors import ConfigError, DataError, InputError, StoreError
 from spile.core.identity import full_digest, sampled_digest
-from spile.core.tensors import write_tensors
 from spile.corpus.files import CorpusFile, Span, find_files
 from spile.corpus.reader import CorpusReader
-from spile.models.files.safetensors import read_header, read_tensor
 from spile.objects import open_objects
 from spile.objects.paths import (
     AnyPath,
@@ -296,19 +294,3 @@ def test_a_bucket_that_fails_while_a_file_is_read_is_not_taken_for_a_damaged_fil
     file = CorpusFile(path, "text" if kind == "txt" else kind, "".join(compression))
     with pytest.raises(StoreError, match="^reading memory://counted: no rights$"):
         units_of([file])
-
-
-def test_of_weights_the_header_and_what_is_used_of_a_tensor_are_fetched(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)
-    path = tmp_path / "w.safetensors"
-    write_tensors(path, {"a": values, "b": -values})
-    objects, remote = counted(path.read_bytes(), path.name)
-    header = read_header(remote, remote)
-    assert header == read_header(path, tmp_path)
-    assert objects.ranges == [(0, 1 << 20)], "a header is most often shorter than that"
-    objects.ranges.clear()
-    assert np.array_equal(read_tensor(remote, header["b"]), -values)
-    rows = read_tensor(remote, header["a"], slice(2048 * 10, 2048 * 20))
-    assert np.array_equal(rows[10:20], values[10:20])
-    a, b = header["a"], header["b"]
-    assert objects.ranges == [(b.start, b.stop), (a.start + 20480, a.start + 40960)]

@@ -1,8 +1,5 @@
 """Files on the Hub: found by names, pinned to a commit, read by ranges, refused in one line."""
 
-import logging
-import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -10,34 +7,16 @@ import pytest
 
 import hub_server
 from hub_network import Network
-from hub_server import Hub
+from hub_server import BYTES, FILES, Hub, requests, sha
 from spile.core.errors import ConfigError, InputError, StoreError
 from spile.corpus.files import find_files
 from spile.objects import http as web
 from spile.objects import open_objects
-from spile.objects.hub.names import continued, pinned
+from spile.objects.hub.names import pinned
 from spile.objects.hub.repository import HubObjects, Repository, commit_of, note_files
-from spile.objects.hub.splits import find_splits
 from spile.objects.paths import RemotePath, files_below, files_matching, path_of
 
-BYTES = random.Random(0).randbytes(100_000)
-FILES = {f"data/train-{n:05d}-of-00030.parquet": BYTES[n:] for n in range(30)}
 REPO = Repository("dataset", "me/texts")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    server = Hub()
-    hub_server.use(server.url, tmp_path / "home", monkeypatch)
-    card = b"---\nlicense: mit\n---\n"
-    server.publish("me/texts", {**FILES, "README.md": card, "a b+c.txt": b"x"})
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def sha(hub: Hub, repo: str = "me/texts", branch: str = "main") -> str:
-    return hub.repositories[repo].sha(branch)
 
 
 def download(hub: Hub, key: str) -> None:
@@ -51,13 +30,6 @@ def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for name in ("hub.repository._opened", "hub.repository.open_hub", "hub.names.open_hub"):
         monkeypatch.setattr(f"spile.objects.{name}", HubObjects)  # nothing is remembered
-
-
-def requests(hub: Hub) -> list[str]:
-    """What was asked since the last time."""
-    paths = [path for _, path, _ in hub.seen]
-    hub.seen.clear()
-    return paths
 
 
 # -- files -----------------------------------------------------------------------------------
@@ -260,141 +232,6 @@ def test_without_a_network_a_model_that_another_program_fetched_is_there(
     assert (folder / "x.safetensors").read_bytes() == BYTES
     assert not (folder / "tokenizer.json").is_file()
     assert requests(hub) == []
-
-
-# -- names -----------------------------------------------------------------------------------
-
-
-def test_names_are_pinned_to_the_commit_of_today(hub: Hub) -> None:
-    hub.publish("models/me/llama", {"config.json": b"{}"})
-    model = f"hf://me/llama@{sha(hub, 'models/me/llama')}"
-    assert pinned("me/llama", "model") == pinned("me/llama@main", "model") == model
-    assert pinned(model, "model") == model
-    data = f"hf://datasets/me/texts@{sha(hub)}"
-    for name in ("me/texts", "me/texts:default", "me/texts::train", "me/texts@main:default:train"):
-        assert pinned(name, "dataset") == f"{data}:default:train"
-    assert pinned("hf://datasets/me/texts/data", "dataset") == f"{data}/data"
-    for other in ("s3://me/x", "a/b/c", "/me/texts", "./me/texts", "me/texts.jsonl", "x", "m.f:g"):
-        assert pinned(other, "dataset") == other
-
-
-def test_what_is_here_comes_before_what_the_hub_has(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "me" / "texts").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    requests(hub)
-    with caplog.at_level(logging.INFO, "spile"):
-        assert pinned("me/texts", "dataset") == "me/texts"
-    assert "me/texts: what is here is read" in caplog.text
-    assert requests(hub) == []
-
-
-def test_a_name_without_a_commit_goes_on_from_the_stored_one() -> None:
-    commit = "a" * 40
-    stored = f"hf://datasets/me/texts@{commit}:default:train"
-    for same in ("me/texts", "me/texts:default", "me/texts::train", "hf://datasets/me/texts::"):
-        assert continued(same, stored, "dataset") == stored
-    for other in ("me/texts:x", "me/texts::test", "me/texts@v2", f"me/texts@{'b' * 40}",
-                  "you/texts", "hf://datasets/me/texts", "/local", "demo"):  # fmt: skip
-        assert continued(other, stored, "dataset") == other
-    assert continued("me/m", f"hf://me/m@{commit}", "model") == f"hf://me/m@{commit}"
-    assert continued("hf://me/m/sub", f"hf://me/m@{commit}/sub", "model").endswith(f"{commit}/sub")
-    assert continued("me/m", "/here", "model") == "me/m"
-
-
-# -- configs and splits ----------------------------------------------------------------------
-
-CARD = b"""---
-configs:
-- config_name: large
-  data_files:
-  - split: train
-    path: [all/*.parquet, more/**/*.parquet]
-  - split: held
-    path: held.jsonl
-- config_name: small
-  data_dir: few
-  default: true
-- config_name: plain
-  data_files: "few/train-*"
-- config_name: gone
-  data_files: none/*
----
-# Texts
-"""
-CARD_FILES = ("all/1.parquet", "all/deep/2.parquet", "more/3.parquet", "more/x/y/4.parquet",
-              "held.jsonl", "few/train-00000-of-00001.parquet",
-              "few/test-00000-of-00001.parquet")  # fmt: skip
-
-
-def splits_of(hub: Hub, *names: str, card: bytes = b"") -> dict[str, dict[str, list[str]]]:
-    hub.publish("me/made", {**dict.fromkeys(names, b"x"), **({"README.md": card} if card else {})})
-    table = find_splits(HubObjects(Repository("dataset", "me/made"), sha(hub, "me/made"))).table
-    return {config: dict(splits()) for config, splits in table.items()}
-
-
-def test_a_card_says_which_files_are_which_split(hub: Hub) -> None:
-    assert splits_of(hub, *CARD_FILES, card=CARD) == {
-        "large": {"train": ["all/1.parquet", "more/3.parquet", "more/x/y/4.parquet"],
-                  "held": ["held.jsonl"]},
-        "small": {"train": [CARD_FILES[5]], "test": [CARD_FILES[6]]},
-        "plain": {"train": [CARD_FILES[5]]},
-        "gone": {"train": []},
-    }  # fmt: skip
-    found = find_files(pinned("me/made:large:train", "dataset"))
-    assert [file.path.name for file in found] == ["1.parquet", "3.parquet", "4.parquet"]
-    assert [file.kind for file in find_files(pinned("me/made:large:held", "dataset"))] == ["jsonl"]
-    assert pinned("me/made::test", "dataset").endswith(":small:test")
-    assert "has several splits, and none was chosen; there are: test, train" in refused("me/made")
-    assert "has no config 'x'; there are: gone, large, plain, small" in refused("me/made:x")
-    assert "has no split 'y'; there are: held, train" in refused("me/made:large:y")
-    assert "no file is what README.md says of gone:train" in refused("me/made:gone")
-
-
-@pytest.mark.parametrize(
-    ("names", "table"),
-    [
-        (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet",
-          "data/test-00000-of-00001.parquet"], {"default": {"train": 2, "test": 1}}),
-        (["en/train-00000-of-00001.parquet", "de/validation-00000-of-00001.parquet"],
-         {"en": {"train": 1}, "de": {"validation": 1}}),
-        (["a.parquet", "b.parquet", "LICENSE.txt", "notes.jsonl"], {"default": {"train": 2}}),
-        (["train/a.jsonl", "dev/b.jsonl.gz"], {"default": {"train": 1, "validation": 1}}),
-        (["data/train_sft-00000-of-00001.parquet"], {"default": {"train_sft": 1}}),
-        (["part-00000-of-00002.parquet", "part-00001-of-00002.parquet"], {"default": {"train": 2}}),
-        (["c4-train.00000-of-00002.jsonl", "c4-validation.00000-of-00001.jsonl"],
-         {"default": {"train": 1, "validation": 1}}),
-        (["x/train/0000.parquet", "x/train-part1/0000.parquet", "x/mine/0000.parquet"],
-         {"x": {"train": 2, "mine": 1}}),
-        (["train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow",
-          "train/state.json", "dataset_dict.json"], {"default": {"train": 1, "test": 1}}),
-        (["script.py", "data.csv", "requirements.txt"], {}),
-    ],
-)  # fmt: skip
-def test_without_a_card_the_files_names_say_so(
-    hub: Hub, names: list[str], table: dict[str, dict[str, int]]
-) -> None:
-    found = splits_of(hub, *names)
-    counts = {c: {s: len(files) for s, files in splits.items()} for c, splits in found.items()}
-    assert counts == table
-
-
-def test_other_formats_are_read_as_the_hub_has_converted_them(hub: Hub) -> None:
-    hub.publish("me/csv", {"train.csv": b"text\nx\n", "notes.txt": b"read me"})
-    assert pinned("me/csv", "dataset") == f"datasets:me/csv@{sha(hub, 'me/csv')}:default:train"
-    hub.publish("me/csv", {"default/train/0000.parquet": b"x"}, "refs/convert/parquet")
-    converted = sha(hub, "me/csv", "refs/convert/parquet")
-    name = pinned("me/csv", "dataset")
-    assert name == f"hf://datasets/me/csv@{converted}:default:train"
-    assert [file.path.name for file in find_files(name)] == ["0000.parquet"]
-    assert pinned(f"me/csv@{sha(hub, 'me/csv')}", "dataset").startswith("datasets:me/csv@")
-    hub.publish("me/large", {"train.csv": b"text\nx\n"})
-    hub.publish("me/large", {"default/partial-train/0000.parquet": b"x"}, "refs/convert/parquet")
-    assert pinned("me/large", "dataset").startswith("datasets:me/large@"), "only its beginning is"
-    for odd in (b"---\nconfigs: [\n---\n", b"---\nconfigs: " + b"[" * 400 + b"\n---\n"):
-        hub.publish("me/odd", {"README.md": odd, "a.parquet": b"x"})
-        assert "README.md: its metadata is no YAML" in refused("me/odd")
 
 
 def test_commits_are_taken_as_they_are(hub: Hub) -> None:
