@@ -1,9 +1,14 @@
 """Arrow IPC files in both of their forms: where their record batches lie, and the rows of one.
 
-Either form is a row of messages; that which is called a file has its name before them and a table
-of contents behind, for which there is no need. Batches are found by their headers alone, and of
-one that is read the header must be what it was. On a disk they are mapped: who wants a few rows of
-a large batch does not read the others.
+Either form is a sequence of messages. The one called a file has its name before them and a table
+of contents behind, which is not needed. Batches are found by their headers alone; the header of a
+batch that is read must be what it was when the corpus was cut. Local files are mapped: whoever
+wants a few rows of a large batch does not read the others.
+
+The messages are walked here rather than by `pyarrow.ipc`, whose readers do not say where a batch
+lies or what its header hashes to, which the unit table records; they read the bodies of remote
+files to find the next header, and trust the sizes and the table of contents of a hostile one. One
+message's schema and batch are left to `pyarrow.ipc`, and validated before anything is taken out.
 """
 
 # pyright: standard

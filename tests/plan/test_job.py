@@ -1,0 +1,93 @@
+"""A unit prepared for the model: what is read, left out, packed and told of its documents."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+from spile.core.config import Recipe
+from spile.dataset.ledger import Ledger
+from spile.objects import MemoryObjects
+from spile.plan.job import ExtractionJob, PreparedUnit, prepare_documents, prepare_unit
+from spile.plan.resolve import resolve
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return tiny.write_corpus(tmp_path / "c.jsonl")
+
+
+def job_of(model: Path, corpus: Path, **fields: Any) -> ExtractionJob:
+    asked = {"taps": "embed", "seq_len": 64, "unit_tokens": 1500, "keep": "id", **fields}
+    recipe = Recipe(model=str(model), corpus=str(corpus), **asked)
+    return resolve(recipe, Ledger(MemoryObjects("memory://job")), "cpu")
+
+
+def prepared(job: ExtractionJob, **options: Any) -> list[PreparedUnit]:
+    with closing(job.reader()) as reader:
+        return [prepare_unit(job, reader, unit, **options) for unit in job.units]
+
+
+def test_documents_of_the_wrong_length_say_so_and_keep_what_describes_them(
+    model: Path, corpus: Path
+) -> None:
+    every = prepared(job_of(model, corpus))
+    lengths = {doc: len(ids) for unit in every for doc, ids in unit.tokens.items()}
+    fewest = sorted(lengths.values())[len(lengths) // 2]
+    short = {doc for doc, length in lengths.items() if length < fewest}
+    assert short
+    for whole, unit in zip(every, prepared(job_of(model, corpus, min_tokens=fewest)), strict=True):
+        left_out = {d.ordinal for d in unit.documents.every if d.skipped == "under --min-tokens"}
+        assert left_out == short & {*whole.tokens} == {*unit.tokens} - {*unit.packed.doc_tokens}
+        assert unit.skipped == whole.skipped + type(unit.skipped)(
+            {"under --min-tokens": len(left_out)} if left_out else {}
+        )
+        assert unit.digest == whole.digest, "of what was read, left out afterwards or not"
+        for one, other in zip(unit.documents.every, whole.documents.every, strict=True):
+            assert (one.ordinal, one.preview, one.columns) == (
+                other.ordinal,
+                other.preview,
+                other.columns,
+            )
+
+
+def test_the_tokens_are_those_that_are_packed(model: Path, corpus: Path) -> None:
+    for unit in prepared(job_of(model, corpus)):
+        index = unit.packed.index
+        for doc, ids in unit.tokens.items():
+            rows = index[index["doc"] == doc]
+            assert np.array_equal(rows["token_id"][np.argsort(rows["offset"])], ids)
+
+
+def test_the_table_names_every_document_and_is_made_where_it_is_wanted(
+    model: Path, corpus: Path
+) -> None:
+    job = job_of(model, corpus)
+    for unit in prepared(job):
+        assert unit.documents_table["doc"].tolist() == [d.ordinal for d in unit.documents.every]
+    assert all(unit.documents_table == {} for unit in prepared(job, with_table=False))
+
+
+def test_the_stages_are_timed_in_their_order(model: Path, corpus: Path) -> None:
+    stages: list[str] = []
+
+    @contextmanager
+    def timed(stage: str) -> Iterator[None]:
+        stages.append(stage)
+        yield
+
+    job = job_of(model, corpus)
+    prepared(job, timed=timed)
+    assert stages == ["reading", "preparing"] * len(job.units)
+
+
+def test_a_sample_is_prepared_as_a_unit_is(model: Path, corpus: Path) -> None:
+    job = job_of(model, corpus, keep="none")
+    with closing(job.reader()) as reader:
+        documents, _ = reader.sample(0)
+    sample = prepare_documents(job, documents)
+    assert sample.packed.num_docs == len(documents.usable) > 10
