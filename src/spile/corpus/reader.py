@@ -221,7 +221,9 @@ class CorpusReader:
 
     def _rendered(self, found: Iterable[CorpusDocument]) -> Iterator[CorpusDocument]:
         """With texts made of those that are still rows, by other processes or here."""
-        if self._reading and self._processes and not self._pool:
+        if self._reading is None:
+            return iter(found)
+        if self._processes and not self._pool:
             self._pool = RenderPool(self._reading, self._processes)
         return self._pool.documents(found) if self._pool else map(self._made, found)
 
