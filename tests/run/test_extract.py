@@ -1,0 +1,55 @@
+"""A run's frame: how it takes signals, and how it cuts units into steps."""
+
+import signal
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spile.models.layout import ONE_DEVICE
+from spile.run import extract as running
+from spile.run.extract import steps_of, stop_on_signal
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_asks_to_stop_and_its_echo_is_the_same_one(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with stop_on_signal(threading.Event()) as stop:
+        assert not stop.is_set()
+        signal.raise_signal(number)
+        assert stop.is_set()
+        signal.raise_signal(number)  # as a launcher sends it to a process and to its parent
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = SimpleNamespace(at=0.0)
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: hand.at))
+    with stop_on_signal(threading.Event()) as stop:
+        signal.raise_signal(signal.SIGINT)
+        hand.at = 2.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert stop.is_set()
+
+
+def test_signals_are_the_main_threads_own() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[Any] = []
+
+    def work() -> None:
+        with stop_on_signal(threading.Event()):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+@pytest.mark.parametrize(("platform", "fewest"), [("cpu", 16), ("gpu", 2), ("tpu", 2)])
+def test_a_last_step_may_be_smaller_where_compiling_it_pays(platform: str, fewest: int) -> None:
+    cost: Any = SimpleNamespace(batch_rows=16)
+    cut = steps_of(cost, ONE_DEVICE, SimpleNamespace(platform=platform))
+    assert (cut.keywords["rows"], cut.keywords["fewest"]) == (16, fewest)  # type: ignore[attr-defined]
