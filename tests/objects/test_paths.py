@@ -25,6 +25,7 @@ from spile.objects.paths import (
     files_matching,
     local_copy,
     path_of,
+    read_json,
 )
 from texts import units_of
 
@@ -294,3 +295,33 @@ def test_a_bucket_that_fails_while_a_file_is_read_is_not_taken_for_a_damaged_fil
     file = CorpusFile(path, "text" if kind == "txt" else kind, "".join(compression))
     with pytest.raises(StoreError, match="^reading memory://counted: no rights$"):
         units_of([file])
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", "nested too deeply: 32 levels at most"),
+        (b'{"a": "' + b"x" * 200 + b'"}', "larger than 200 bytes"),
+    ],
+)
+def test_a_json_file_that_is_no_object_is_one_line(data: bytes, said: str, tmp_path: Path) -> None:
+    local = tmp_path / "a.json"
+    local.write_bytes(data)
+    _, remote = counted(data, "a.json")
+    for path in (local, remote):
+        with pytest.raises(InputError) as caught:
+            read_json(path, max_bytes=200)
+        assert str(caught.value).startswith(f"{path}: {said}")
+
+
+def test_a_json_file_is_read_wherever_it_lies_and_may_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'{"a": [1]}')
+    _, remote = counted(b'{"a": [1]}', "a.json")
+    assert read_json(tmp_path / "a.json") == read_json(remote) == {"a": [1]}
+    missing = tmp_path / "b.json"
+    assert read_json(missing, missing_ok=True) == {}
+    for path, said in ((missing, "no such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(InputError, match=said):
+            read_json(path)
