@@ -1,0 +1,70 @@
+"""The tree keeps its rules: names are unique, tests mirror it, and jax stays in its folders."""
+
+import ast
+import collections
+from pathlib import Path
+
+SOURCES = Path(__file__).parents[1] / "src" / "spile"
+TESTS = Path(__file__).parent
+MODULES = sorted(path.relative_to(SOURCES) for path in SOURCES.rglob("*.py"))
+JAX = ("models/forward/", "run/", "compile/", "interop/jax_loader.py")
+
+# Modules whose behaviour another file states: what they do shows only with others beside them.
+EXEMPT = {
+    "corpus/chats/rows.py": "e2e/test_chats.py",
+    "corpus/files.py": "corpus/test_units.py",
+    "dataset/read/window.py": "dataset/read/test_batches.py",
+    "fleet/ray/driver.py": "chaos/test_ray.py",
+    "models/forward/sharding.py": "mesh/test_sharding.py",
+    "objects/hub/datasets_library.py": "corpus/formats/test_datasets_library.py",
+    "objects/memory.py": "contracts/test_objects.py",
+    "plan/fetch.py": "e2e/test_hub.py",
+    "plan/resolve.py": "e2e/test_drift.py",
+}
+
+
+def tree(module: Path) -> ast.Module:
+    return ast.parse((SOURCES / module).read_text())
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    homes = collections.defaultdict[str, list[str]](list)
+    for module in MODULES:
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(module))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+def mirrored(module: Path) -> bool:
+    """Whether tests/a/b/test_c.py, or test_c_SUBJECT.py beside it, is there for a/b/c.py."""
+    folder = TESTS / module.parent
+    return any(folder.glob(f"test_{module.stem}.py")) or any(
+        folder.glob(f"test_{module.stem}_*.py")
+    )
+
+
+def test_every_module_has_its_test_file_or_a_reason() -> None:
+    modules = [module for module in MODULES if module.stem not in ("__init__", "__main__")]
+    missing = {str(module) for module in modules if not mirrored(module)}
+    assert missing - EXEMPT.keys() == set(), "write its tests, or say here where they are"
+    assert EXEMPT.keys() - missing == set(), "these have tests of their own, or are gone"
+    assert [path for path in EXEMPT.values() if not (TESTS / path).exists()] == []
+
+
+def test_jax_is_imported_in_its_folders_alone() -> None:
+    found = set()
+    for module in MODULES:
+        if str(module).startswith(JAX):
+            continue
+        for node in ast.walk(tree(module)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            found |= {f"{module}: {name}" for name in names if name.partition(".")[0] == "jax"}
+    assert found == set()
+
+
+def test_every_module_says_what_it_holds() -> None:
+    silent = [m for m in MODULES if m.stem != "__init__" and not ast.get_docstring(tree(m))]
+    assert silent == []
