@@ -38,10 +38,9 @@ def test_no_two_public_classes_share_a_name() -> None:
 
 def mirrored(module: Path) -> bool:
     """Whether tests/a/b/test_c.py, or test_c_SUBJECT.py beside it, is there for a/b/c.py."""
+    name = f"test_{module.stem.lstrip('_')}"
     folder = TESTS / module.parent
-    return any(folder.glob(f"test_{module.stem}.py")) or any(
-        folder.glob(f"test_{module.stem}_*.py")
-    )
+    return (folder / f"{name}.py").exists() or any(folder.glob(f"{name}_*.py"))
 
 
 def test_every_module_has_its_test_file_or_a_reason() -> None:
