@@ -148,7 +148,6 @@ COMMANDS = (
 # Blocks that are no commands: page, how the first line begins, and what they are.
 NO_COMMANDS = {
     ("docs/architecture.md", "corpus ─►"): "a drawing",
-    ("docs/architecture.md", "src/spile/"): "the tree",
     ("docs/architecture.md", "cli"): "the order of dependencies",
     ("docs/architecture.md", "spile extract --model M"): "the verbs, a line each",
     ("docs/deploy.md", "spile launch TARGET"): "the shape of all that follow",
