@@ -8,6 +8,7 @@ end, and it can be killed. Whatever a fork cannot do (other settings of jax, whi
 import) is started in the ordinary way.
 """
 
+import atexit
 import contextlib
 import gc
 import json
@@ -48,6 +49,11 @@ class _Server:
         )  # fmt: skip
         theirs.close()
         self._socket = ours
+
+    def close(self) -> None:
+        """End it, and with it whatever a test left running."""
+        self._socket.close()
+        self._process.wait()
 
     def fork(self, request: dict[str, Any], fds: list[int]) -> int:
         data = json.dumps(request).encode()
@@ -139,6 +145,7 @@ def _server_for(environment: dict[str, str]) -> _Server | None:
     with _lock:
         if _server is None:
             _server = _Server(environment)
+            atexit.register(_server.close)
     return _server if _settled(environment) == _server.settled else None
 
 
@@ -255,8 +262,6 @@ def _run(words: list[str]) -> int:
         sys.excepthook(*sys.exc_info())
         code = 1
     _shutdown()
-    import atexit  # noqa: PLC0415
-
     atexit._run_exitfuncs()
     return code
 
