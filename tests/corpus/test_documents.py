@@ -42,7 +42,7 @@ def previews(found: Documents) -> list[str | None]:
 
 
 def values(found: Documents, column: str) -> list[Any]:
-    return [document.columns[column] for document in found.every]
+    return found.kept(column)
 
 
 LINES = r"""{"text": "one", "id": 1, "url": "http://a"}
@@ -161,10 +161,12 @@ def test_a_document_is_skipped_for_a_reason_and_keeps_what_describes_it() -> Non
         assert CorpusDocument.of_text(given) == CorpusDocument(skipped=reason)
     assert CorpusDocument.of_bytes(b"caf\xe9") == CorpusDocument(skipped="not UTF-8")
     assert CorpusDocument.of_bytes(b"\xef\xbb\xbfone") == CorpusDocument("one")
-    document = CorpusDocument("one", ((0, 3, 1),), columns={"id": 7, "x": 8}).kept(5, ("id",), 2)
-    left_out = document.skip("why")
-    assert (left_out.ordinal, left_out.preview, left_out.skipped) == (5, "on", "why")
-    assert left_out.columns == {"id": 7} and not left_out.text and not left_out.roles
+    document = CorpusDocument("one", ((0, 3, 1),), columns={"id": 7, "x": 8}, ordinal=5)
+    document.keep(("id",), 2)
+    assert (document.text, document.preview, document.columns) == ("one", "on", {"id": 7})
+    document.skip("why")
+    assert (document.ordinal, document.preview, document.skipped) == (5, "on", "why")
+    assert document.columns == {"id": 7} and not document.text and not document.roles
 
 
 def documents(ordinals: list[int], texts: list[str], *others: CorpusDocument) -> Documents:

@@ -6,10 +6,10 @@ what, the columns of its row, a preview, or the reason why it is left out.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -32,17 +32,17 @@ class Oversized:
 OVERSIZED = Oversized()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CorpusDocument:
-    """A document, or the reason why there is none.
+    """A document, or the reason why there is none. Made once, and filled in on its way.
 
     Attributes:
         text: what the model will read; empty where the document came as token ids.
         roles: which characters of the text are whose.
         ids: token ids in int32, where the document came so.
         skipped: why it is left out; None if it is not.
-        columns: the columns of its row, as the file has them; once it is `kept`, those that were
-            asked for, fit for a table.
+        columns: the columns of its row, as the file has them; after `keep`, those that were asked
+            for, fit for a table. None: it has no row.
         preview: the first characters of its text, left out or not; None if there is none.
         ordinal: its number in the corpus; in a sample, among those that are not left out.
         row: what its text is still to be made of.
@@ -52,26 +52,26 @@ class CorpusDocument:
     roles: Roles = ()
     ids: np.ndarray | None = None
     skipped: str | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    columns: Mapping[str, Any] | None = field(default=None, compare=False)
     preview: str | None = None
     ordinal: int = -1
     row: Row | None = None
 
     @classmethod
-    def of_text(cls, text: str | None) -> "CorpusDocument":
+    def of_text(cls, text: str | None, columns: Mapping[str, Any] | None = None) -> Self:
         """A document of a plain text."""
         if text is None:
-            return cls(skipped="null")
+            return cls(skipped="null", columns=columns)
         if not text.strip():
-            return cls(skipped="empty")
+            return cls(skipped="empty", columns=columns)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:  # a lone surrogate, as JSON escapes can spell
-            return cls(skipped="not UTF-8")
-        return cls(text)
+            return cls(skipped="not UTF-8", columns=columns)
+        return cls(text, columns=columns)
 
     @classmethod
-    def of_bytes(cls, data: bytes | Oversized | None) -> "CorpusDocument":
+    def of_bytes(cls, data: bytes | Oversized | None) -> Self:
         """A document of a text's bytes, as a line or a column has them."""
         if data is None:
             return cls(skipped="null")
@@ -87,36 +87,34 @@ class CorpusDocument:
         """What documents are told apart by: the text, or the ids."""
         return self.text.encode() if self.ids is None else self.ids.tobytes()
 
-    def skip(self, reason: str) -> "CorpusDocument":
-        """The same, left out: nothing of what the model would read is held any longer."""
-        return replace(self, text="", roles=(), ids=None, row=None, skipped=reason)
-
     @property
     def characters(self) -> int:
         """Of its preview and the values of its columns."""
-        values = (self.preview, *self.columns.values())
+        values = (self.preview, *(self.columns or {}).values())
         return sum(len(value) for value in values if isinstance(value, str))
 
-    def kept(self, ordinal: int, columns: tuple[str, ...], preview: int) -> "CorpusDocument":
-        """The same, with its number and only what is kept beside its rows.
+    def with_columns(self, columns: Mapping[str, Any] | None) -> Self:
+        """Itself, with the columns of the row that it was made of."""
+        self.columns = columns
+        return self
+
+    def keep(self, columns: tuple[str, ...], preview: int) -> None:
+        """Leave of its row only what is kept beside the dataset's rows.
 
         Args:
-            columns: those that are kept of its row.
+            columns: those that are kept.
             preview: how many characters of its text.
         """
         # A filter skips many rows unread: none of those that it leaves out says anything.
-        read = self.skipped != FILTERED
-        values = {name: plain(self.columns.get(name)) if read else None for name in columns}
-        shown = fitted(self.text[:preview]) if preview and self.skipped is None else None
-        return CorpusDocument(
-            self.text,
-            self.roles,
-            self.ids,
-            self.skipped,
-            columns=values,
-            preview=shown,
-            ordinal=ordinal,
-        )
+        row: Mapping[str, Any] = {} if self.skipped == FILTERED else self.columns or {}
+        self.columns = {name: plain(row.get(name)) for name in columns} if columns else None
+        if preview and self.skipped is None:
+            self.preview = fitted(self.text[:preview])
+
+    def skip(self, reason: str) -> None:
+        """Leave it out, and hold nothing any longer of what the model would read."""
+        self.text, self.roles, self.ids, self.row = "", (), None, None
+        self.skipped = reason
 
 
 @dataclass(frozen=True)
@@ -148,15 +146,17 @@ class Documents:
         """How many are left out, by reason."""
         return Counter(d.skipped for d in self.every if d.skipped is not None)
 
+    def kept(self, column: str) -> list[Any]:
+        """The values of a column, of every document."""
+        return [document.columns and document.columns[column] for document in self.every]
+
     def digest(self) -> str:
         """A hash of exactly what was read; stored with the unit."""
         digest = xxhash.xxh3_128()
-        for document, data in zip(self.usable, self.contents(), strict=True):
+        for document in self.usable:
+            data = document.content
             digest.update(f"{document.ordinal} {len(data)}\n".encode() + data)
         return digest.hexdigest()
-
-    def contents(self) -> Iterator[bytes]:
-        return (document.content for document in self.usable)
 
 
 def plain(value: Any) -> bool | int | float | str | None:

@@ -7,7 +7,6 @@ without parsing. Documents that cannot be used (empty, null, not UTF-8) are coun
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any, cast
@@ -91,15 +90,15 @@ class CorpusReader:
         for span in spans:
             ordinal = ordinal if span.doc is None else span.doc
             stop = ordinal + span.count
-            for each in self._documents(span):
+            for document in self._documents(span):
                 if ordinal == stop:
                     continue  # the span was cut short; its bytes are still to be compared
-                document = each.kept(ordinal, self._keep, self._preview)
-                if document.skipped is None:
-                    reason = self._refusal(document) or (DUPLICATE if ordinal in repeated else "")
-                    document = document.skip(reason) if reason else document
+                document.ordinal = ordinal
+                document.keep(self._keep, self._preview)
+                if document.skipped is None and (reason := self._refusal(document, repeated)):
+                    document.skip(reason)
                 found.append(document)
-                characters += document.characters
+                characters += document.characters if self._keep or self._preview else 0
                 if characters > MOST_CHARACTERS:
                     raise InputError(
                         f"what is kept of documents {found[0].ordinal} to {ordinal} is more than "
@@ -114,13 +113,16 @@ class CorpusReader:
                 )
         return Documents(found, self._keep)
 
-    def _refusal(self, document: CorpusDocument) -> str:
+    def _refusal(self, document: CorpusDocument, repeated: Collection[int]) -> str:
         """Why a document is left out by its size or its content; empty if it is not."""
         size = len(document.text) if document.ids is None else document.ids.nbytes
         if size > self._max_doc_bytes // 4 and len(document.content) > self._max_doc_bytes:
             return TOO_LARGE
-        by_hash = self._selection.by_hash
-        return self._selection.refuses_content(document.content) if by_hash else ""
+        if self._selection.by_hash and (
+            reason := self._selection.refuses_content(document.content)
+        ):
+            return reason
+        return DUPLICATE if document.ordinal in repeated else ""
 
     def sample(self, file: int) -> tuple[Documents, int]:
         """Documents from a file's head, and the bytes they took in the file's own measure
@@ -167,13 +169,14 @@ class CorpusReader:
         if self.files[file].is_table:
             return self.files[file].schema().names
         documents, _ = self.sample(file)
-        return [*dict.fromkeys(name for document in documents.every for name in document.columns)]
+        rows = [document.columns or {} for document in documents.every]
+        return [*dict.fromkeys(name for row in rows for name in row)]
 
     def _collected(self, documents: Iterable[CorpusDocument]) -> Documents:
-        found: list[CorpusDocument] = []
+        found = [*documents]
         ordinal = 0
-        for document in documents:
-            found.append(replace(document, ordinal=ordinal))
+        for document in found:
+            document.ordinal = ordinal
             ordinal += document.skipped is None
         return Documents(found)
 
@@ -233,7 +236,7 @@ class CorpusReader:
         assert self._reading
         where, row = document.row
         made = made_at(where, partial(self._reading.document, row))
-        return replace(made, columns=document.columns)
+        return made.with_columns(document.columns)
 
     def _of_table(self, source: CorpusFile, span: Span) -> Iterator[CorpusDocument]:
         columns, texts = self._columns(), not self._reading
@@ -276,7 +279,7 @@ class CorpusReader:
             if row is None:
                 yield CorpusDocument(skipped=FILTERED)
             else:
-                yield replace(self._of_row(f"{source.path} row {number}", row), columns=kept)
+                yield self._of_row(f"{source.path} row {number}", row).with_columns(kept)
 
     def _of_array(
         self, source: CorpusFile, pieces: Iterable[bytes], start: int, first: int
@@ -301,7 +304,7 @@ class CorpusReader:
         if self._filter and not self._filter.matches(given.metadata):
             return CorpusDocument(skipped=FILTERED, columns=given.metadata)
         made = made_at(str(source.path), lambda: of_program(given, self._reading))
-        return replace(made, columns=given.metadata)
+        return made.with_columns(given.metadata)
 
     def _of_row(self, where: str, row: Mapping[str, Any]) -> CorpusDocument:
         """A row that is to be rendered is left as it is."""
@@ -343,7 +346,7 @@ class CorpusReader:
             raise InputError(f"{where}: not a JSON object")
         keys = cast(dict[str, Any], record)
         if self._reading is not None:
-            return replace(self._of_row(where, keys), columns=keys)
+            return self._of_row(where, keys).with_columns(keys)
         column = self._column or "text"
         value = value_at(keys, column)
         if value is not None and not isinstance(value, str):
@@ -353,7 +356,7 @@ class CorpusReader:
             )
         if self._filter and not self._filter.matches(keys):
             return CorpusDocument(skipped=FILTERED, columns=keys)
-        return replace(CorpusDocument.of_text(value), columns=keys)
+        return CorpusDocument.of_text(value, keys)
 
 
 # -- which columns are kept of each document ---------------------------------------------------

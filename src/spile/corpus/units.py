@@ -170,7 +170,7 @@ def without_duplicates(
     for unit in units:
         heed()
         found = reader.read(unit.spans, unit.first_doc)
-        digests = b"".join(map(xxhash.xxh3_128_digest, found.contents()))
+        digests = b"".join(xxhash.xxh3_128_digest(document.content) for document in found.usable)
         hashes.append(np.frombuffer(digests, np.uint64).reshape(-1, 2))
         ordinals.append(found.ordinals)
     every = np.concatenate(hashes)

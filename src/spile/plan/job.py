@@ -143,7 +143,9 @@ def prepare_documents(
     }
     if left_out:
         every = [
-            document.skip(left_out[document.ordinal]) if document.ordinal in left_out else document
+            replace(document, text="", roles=(), ids=None, skipped=left_out[document.ordinal])
+            if document.ordinal in left_out and document.skipped is None
+            else document
             for document in documents.every
         ]
         documents = replace(documents, every=every)
@@ -180,6 +182,6 @@ def _documents_table(documents: Documents, packed: PackedUnit) -> dict[str, np.n
         tokens=[packed.doc_tokens.get(document.ordinal, 0) for document in every],
         skipped=[document.skipped for document in every],
         previews=[document.preview for document in every],
-        kept={name: [document.columns[name] for document in every] for name in documents.columns},
+        kept={name: documents.kept(name) for name in documents.columns},
         index=packed.index,
     )

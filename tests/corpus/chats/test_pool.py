@@ -109,7 +109,7 @@ def test_what_is_kept_of_a_document_stays_with_it(tmp_path: Path) -> None:
     assert found[0] == found[1] and len(found[0]) == 500
     for n, document in enumerate(found[0]):
         assert document.ordinal == n
-        assert [{**each[n].columns} for each in found] == [{"id": None if n % 11 == 5 else n}] * 2
+        assert [each[n].columns for each in found] == [{"id": None if n % 11 == 5 else n}] * 2
         assert (document.skipped is None) == (f"words of {n}" in (document.preview or "")), n
 
 

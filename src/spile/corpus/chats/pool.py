@@ -16,7 +16,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import IO, Any
@@ -104,7 +103,7 @@ class RenderPool:
     def _render(self, found: list[CorpusDocument]) -> list[CorpusDocument]:
         made = iter(self._documents([document.row for document in found if document.row]))
         return [
-            replace(next(made), columns=document.columns) if document.row else document
+            next(made).with_columns(document.columns) if document.row else document
             for document in found
         ]
 
