@@ -122,6 +122,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             return super()._wait(timeout)  # type: ignore[misc]
         if self.returncode is None and not self._read_end(timeout):
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        assert self.returncode is not None
         return self.returncode
 
 
@@ -253,13 +254,13 @@ def _run(words: list[str]) -> int:
         else:
             print(leaving.code, file=sys.stderr)  # noqa: T201
             code = 1
-    except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())
+    except KeyboardInterrupt as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     _shutdown()
     atexit._run_exitfuncs()

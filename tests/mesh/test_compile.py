@@ -10,7 +10,7 @@ import pytest
 
 from meshes import make_step
 from spile.compile.step import Question, abstract_params, compile_step, search
-from spile.compile.targets import Target
+from spile.compile.targets import CompileTarget
 from spile.core.config import Recipe, Runtime
 from spile.corpus.pack import Batch
 from spile.models.config.specs import array_axes
@@ -25,7 +25,7 @@ LAYERS, WIDTH, SEQ = 3, 32, 24
 
 
 def question(model: Path, taps: str = TAPS, devices: int = 8) -> Question:
-    target = Target("test", None, jax.devices()[:devices], 1, "here")
+    target = CompileTarget("test", None, jax.devices()[:devices], 1, "here")
     recipe = Recipe(model=str(model), taps=taps, seq_len=SEQ, compute_dtype="float32")
     return Question(read_arch(str(model)), recipe, Runtime(batch_tokens=2 * SEQ), target)
 

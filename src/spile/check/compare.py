@@ -187,7 +187,7 @@ def _sampled(
         for unit in chosen:
             read = list(prepare_unit(job, reader, unit, with_table=False).tokens.items())
             for number in rng.permutation(len(read)):
-                ordinal, tokens = read[number]
+                ordinal, tokens = read[int(number)]
                 if ordinal not in seen and dataset.has_document(ordinal):
                     seen.add(ordinal)
                     yield dataset.document(ordinal), tokens
@@ -321,7 +321,7 @@ class RowLatents:
         _, here, there = np.intersect1d(*keys, assume_unique=True, return_indices=True)
         common = ours.reshape(-1)[here] * theirs.reshape(-1)[there]
         dots = np.bincount(here // ours.shape[1], common, minlength=len(ours))
-        lengths = np.square(ours).sum(axis=1) + np.square(theirs).sum(axis=1)
+        lengths: np.ndarray = np.square(ours).sum(axis=1) + np.square(theirs).sum(axis=1)
         return np.where(np.isnan(lengths), lengths, np.maximum(lengths - 2 * dots, 0.0))
 
 

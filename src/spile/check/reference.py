@@ -4,6 +4,9 @@ It knows where things are called what, and nothing of how a family computes: wha
 decoder believes about an architecture is not consulted here.
 """
 
+# torch and transformers are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager

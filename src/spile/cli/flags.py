@@ -39,11 +39,12 @@ class Verbs:
         self, name: str, handle: Callable[[argparse.Namespace], int], help: str, **more: Any
     ) -> argparse.ArgumentParser:
         """Add a verb that calls `handle`; returns its parser, which has --json already."""
+        told: dict[str, Any] = {"description": help, **more}
         sub = self._group.add_parser(
             name,
             help=help,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            **{"description": help, **more},
+            **told,
         )
         sub.set_defaults(verb=handle)
         sub.add_argument("--json", action="store_true", help="print one JSON object")

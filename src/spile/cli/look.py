@@ -7,7 +7,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spile.cli.flags import Verbs
@@ -188,7 +188,7 @@ def _blocks(out: str, look: Callable[[], "Status"], interval: float, as_json: bo
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
+def _keys() -> Generator[Callable[[float], bool], None, None]:
     """Yields what waits for a key that leaves, and says whether one came."""
     import termios
     import tty

@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,9 @@ OnStart = Callable[[object, "Estimate"], None]
 
 
 @contextmanager
-def progress(counters: Counters, *, quiet: bool, as_json: bool = False) -> Iterator[OnStart]:
+def progress(
+    counters: Counters, *, quiet: bool, as_json: bool = False
+) -> Generator[OnStart, None, None]:
     """Show a run's counters while it lasts; yields what to call when the work is known."""
     if quiet:
         yield lambda job, cost: None
@@ -154,7 +156,7 @@ def _turns(stop: threading.Event, seconds: float) -> Iterator[int]:
 
 
 @contextmanager
-def counted(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+def counted(what: str, *, quiet: bool) -> Generator[Callable[[int, int], None] | None, None, None]:
     """A bar on a terminal, plain lines elsewhere; yields what to call with (done, total)."""
     if quiet:
         yield None

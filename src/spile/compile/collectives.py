@@ -6,11 +6,11 @@ What stands inside a loop is counted as often as the loop runs.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 # Bytes sent by a device, of the bytes of the result, in a group of n.
-_SENT = {
+_SENT: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: float(n - 1),

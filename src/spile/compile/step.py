@@ -4,6 +4,9 @@ Only a model's config.json is needed. What the compiled program says (memory, co
 what follows from formulas (arithmetic, traffic) make an estimate of tokens a second, and of cost.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import dataclasses
 import logging
 import time

@@ -5,6 +5,9 @@ alone) as many virtual CPU devices take their place: the model is cut alike and 
 collectives appear, but the rest of the program is a CPU's.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import importlib.util
 import os
 from collections.abc import Sequence

@@ -12,6 +12,9 @@ from spile.core.options import shown
 MAX_BYTES = 256 << 20  # the index of the largest checkpoints has a tenth of it
 MAX_DEPTH = 32
 
+# A value of which nobody has looked yet what it is.
+Json = dict[str, Any] | list[Any] | str | int | float | bool | None
+
 
 class JsonError(ValueError):
     """Bytes are not the JSON that was asked for; the text says why, without saying where.

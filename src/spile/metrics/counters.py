@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
@@ -44,7 +44,7 @@ class Counters:
             return dict(self._values)
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Generator[None, None, None]:
         """Adds the seconds that pass inside."""
         begin = time.perf_counter()
         try:

@@ -8,6 +8,7 @@ norm. HF's `hidden_states[i + 1]` is the same thing, except its last entry, whic
 import difflib
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +130,7 @@ SITES = {
 AFTER_BLOCKS = ("final_norm", "logits", "logprob", "entropy")
 _ORDER = {name: i for i, name in enumerate(SITES)}
 _LENS = {name: site.name for site in SITES.values() for name in site.lens}
-_MISSING = {
+_MISSING: dict[str, tuple[Callable[[Arch], bool], str]] = {
     "rotary": (lambda arch: bool(arch.ropes), "its positions are learned, nothing is rotated"),
     "sequential": (lambda arch: not arch.parallel, "attention and MLP run in parallel there"),
     "experts": (lambda arch: arch.experts is not None, "it has no experts"),

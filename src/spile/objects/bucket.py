@@ -13,10 +13,10 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import obstore
@@ -126,9 +126,11 @@ class BucketObjects:
         trying, last = self._trying("listing", prefix), ""
         while True:
             try:
-                for page in obstore.list(
+                # (One of its overloads is of a package that need not be here.)
+                pages = cast("Any", obstore).list(
                     self._store, prefix=prefix.removesuffix("/") or None, offset=last or None
-                ):
+                )
+                for page in pages:
                     for found in page:
                         if found["path"] > last:
                             last = found["path"]
@@ -172,7 +174,7 @@ class BucketObjects:
     def _confirm(self, key: str, data: Any, etag: str) -> None:
         """That what arrived is what was sent."""
         if self._etags_are_md5 and hashlib.md5(data, usedforsecurity=False).hexdigest() != etag:
-            if self.get(key) != memoryview(data):
+            if memoryview(self.get(key)) != memoryview(data):
                 raise StoreError(
                     f"{self.url}/{key}: what arrived is not what was sent; run the same command "
                     "again"
@@ -192,7 +194,7 @@ class BucketObjects:
                 self._answered = True
                 return _plain(put["e_tag"])
             except exceptions.AlreadyExistsError:
-                if not unsure or self.get(key) != memoryview(data):
+                if not unsure or memoryview(self.get(key)) != memoryview(data):
                     return None
                 return _plain(self._read(key, lambda: obstore.head(self._store, key))["e_tag"])
             except Exception as error:
@@ -281,7 +283,7 @@ class _Held:
         self._filled = end
 
     @contextlib.contextmanager
-    def content(self) -> Iterator[memoryview]:
+    def content(self) -> Generator[memoryview, None, None]:
         yield self._buffer[: self._filled].data
 
     def release(self) -> None:

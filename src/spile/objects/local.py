@@ -5,7 +5,7 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -232,7 +232,7 @@ def _make_durable(descriptor: int) -> None:
 
 
 @contextlib.contextmanager
-def _absence() -> Iterator[None]:
+def _absence() -> Generator[None, None, None]:
     """Below a file there is nothing: that is absence too."""
     try:
         yield

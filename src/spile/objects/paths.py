@@ -11,7 +11,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal, cast
@@ -209,7 +209,7 @@ def _sorted(paths: Iterable[AnyPath]) -> list[AnyPath]:
 
 
 @contextlib.contextmanager
-def local_copy(folder: AnyPath) -> Iterator[Path]:
+def local_copy(folder: AnyPath) -> Generator[Path, None, None]:
     """A folder for programs that read disks alone: itself, or a copy for as long as it is used."""
     if isinstance(folder, Path):
         yield folder

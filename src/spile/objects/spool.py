@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class SpooledFile:
             ) from error
 
     @contextlib.contextmanager
-    def content(self) -> Iterator[Any]:
+    def content(self) -> Generator[Any, None, None]:
         if not self._file.tell():
             yield b""
             return
@@ -106,7 +106,7 @@ class SpooledFile:
 
 
 @contextlib.contextmanager
-def _alone(root: Path) -> Iterator[None]:
+def _alone(root: Path) -> Generator[None, None, None]:
     """One process at a time: a folder that was just made must not be swept."""
     descriptor = os.open(root, os.O_RDONLY)
     try:

@@ -24,16 +24,16 @@ _SCORE = 4  # bytes: scores are float32
 _SCALE = 4  # bytes, of each row in eight bits
 # What must run for a tap in the deepest block, if nothing behind it is tapped there.
 _QKV = ("wq", "wk", "wv")
-_REACH = {
+_ATTENTION = (*_QKV, "scores", "mixing", "wo")
+_REACH: dict[str, tuple[str, ...]] = {
     "attn_in": (), "q": ("wq",), "q_rot": ("wq",), "k": ("wk",), "k_rot": ("wk",), "v": ("wv",),
     "attn_pattern": ("wq", "wk", "scores"), "z": (*_QKV, "scores", "mixing"),
+    **dict.fromkeys(("attn_out", "resid_mid", "mlp_in"), _ATTENTION),
+    **dict.fromkeys(
+        ("router_logits", "expert_weights", "expert_ids"), (*_ATTENTION, "w_router")
+    ),
+    "mlp_hidden": (*_ATTENTION, "w_gate", "w_up"),
 }  # fmt: skip
-_ATTENTION = (*_QKV, "scores", "mixing", "wo")
-_REACH |= dict.fromkeys(("attn_out", "resid_mid", "mlp_in"), _ATTENTION)
-_REACH |= dict.fromkeys(
-    ("router_logits", "expert_weights", "expert_ids"), (*_ATTENTION, "w_router")
-)
-_REACH["mlp_hidden"] = (*_ATTENTION, "w_gate", "w_up")
 
 
 def sweet_spot(arch: Arch, platform: str) -> int:
@@ -85,7 +85,7 @@ class Workload:
     @cached_property
     def weights(self) -> int:
         """Bytes of the model's arrays, as they are kept."""
-        late = set() if self.head else {spec.name for spec in head_specs(self.arch)}
+        late = set[str]() if self.head else {spec.name for spec in head_specs(self.arch)}
         outer = [spec for spec in outer_specs(self.arch) if spec.name not in late]
         values = sum(math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in outer)
         blocks = block_specs(self.arch)

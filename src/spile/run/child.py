@@ -67,7 +67,7 @@ class Child:
         new = [r for name, r in workers if r.get("counter") != self._before.get(name)]
         if self._rank:
             where = self._rank.coordinator
-            return [r for r in new if (r.get("world") or {}).get("coordinator") == where]
+            return [r for r in new if _world(r).get("coordinator") == where]
         host = socket.gethostname()
         return [r for r in new if r.get("pid") == self._process.pid and r.get("host") == host]
 
@@ -99,12 +99,17 @@ def _die_with(parent: int, libc: ctypes.CDLL) -> None:
         os._exit(1)
 
 
+def _world(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a sign of life says of the world of its process, if it has one."""
+    return record.get("world") or {}
+
+
 def _why(rank: Rank, objects: Objects, before: Mapping[str, Any], child: int) -> str:
     """Who was there, by the signs of life that are new since this process began."""
     came: dict[int, list[Mapping[str, Any]]] = {}
     worked = False  # so all had come, whatever they call the coordinator
     for name, record in read_workers(objects).items():
-        world = record.get("world") or {}
+        world = _world(record)
         mine = record.get("pid") == child and world.get("process") == rank.process
         worked |= mine and record.get("state") == "running"
         if world.get("coordinator") == rank.coordinator and (

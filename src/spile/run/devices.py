@@ -1,5 +1,8 @@
 """This process's devices: what they are, how fast, and how much of their memory is used."""
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import os
 import time
 from typing import Any

@@ -1,5 +1,8 @@
 """One dataset from start to finish: by this process, or with others it is joined to."""
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import logging
 import os
 import platform as host_platform
@@ -8,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -263,7 +266,7 @@ class Extraction(RunContext):
 
 
 @contextmanager
-def stop_on_signal(stop: threading.Event) -> Iterator[threading.Event]:
+def stop_on_signal(stop: threading.Event) -> Generator[threading.Event, None, None]:
     """SIGINT and SIGTERM ask the run to stop; a second one no longer waits for units in hand.
 
     (Not one that comes at once: a launcher may signal this process and its parent, which passes

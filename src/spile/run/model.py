@@ -6,6 +6,9 @@ clean = model.loss(tokens)
 steered = model.loss(tokens, splice={"resid_post.9": added(vector)})
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 from collections.abc import Mapping, Sequence
 
 import jax

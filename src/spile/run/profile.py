@@ -1,5 +1,8 @@
 """`--profile steps=10:15`: a trace of some steps, for TensorBoard, XProf and Perfetto."""
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import gzip
 import json
 import logging

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,7 @@ class Meter:
 @contextmanager
 def reporting(
     presence: Presence, counters: Counters, cost: "Estimate", predicts_for: str | None
-) -> Iterator[None]:
+) -> Generator[None, None, None]:
     """Signs of life say how it goes.
 
     `predicts_for`: the device, in the process that makes the prediction.

@@ -5,6 +5,9 @@ shapes, and what is called is the compiled program itself: another shape cannot 
 compiled again without anyone noticing.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import logging
 import math
 import threading

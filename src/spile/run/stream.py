@@ -6,6 +6,9 @@ follows from the recipe, the seed and the window alone. A state says with which 
 its window begins: whoever continues from it computes from there on.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import os
 import queue
 import threading

@@ -6,6 +6,9 @@ uses it. A process that vanishes ends all others by an abort (exit 134) which no
 `child.py` says what happened. Whoever fails in an orderly way tells the others why first.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import importlib
 import itertools
 import json

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spile.core.bounded_json import JsonError, parse_json
+from spile.core.bounded_json import Json, JsonError, parse_json
 from spile.core.errors import ConfigError
 
 MOST_BYTES = 4 << 20  # of one, as it is handed in
@@ -109,7 +109,7 @@ def _from_npy(data: bytes) -> np.ndarray:
 
 def _from_json(data: bytes) -> np.ndarray:
     try:
-        value: Any = parse_json(data)
+        value: Json = parse_json(data)
     except JsonError as error:
         raise ConfigError("neither a .npy file nor JSON") from error
     if not isinstance(value, list) or not value:

@@ -4,10 +4,10 @@ import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -324,15 +324,17 @@ def plain(value: Any) -> Any:
     if isinstance(value, Ready):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(key): plain(each) for key, each in items}
     if isinstance(value, np.ndarray):
-        if value.dtype.kind in "iu":
-            return value.tolist()
-        value = value.tolist()
+        array = cast("np.ndarray", value)
+        if array.dtype.kind in "iu":
+            return array.tolist()
+        value = array.tolist()
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(each) for each in cast("Sequence[Any]", value)]
     if isinstance(value, np.generic):
-        value = value.item()
+        value = cast("np.generic[Any]", value).item()
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if value is None or isinstance(value, str | int | bool):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from spile.core.bounded_json import Json
 from spile.dataset import format as fmt
 from spile.dataset.format import is_amount
 from spile.dataset.heartbeat import HeartbeatObserver, process_ended, rebooted
@@ -28,7 +29,7 @@ def describe_workers(
     """One entry for each process, and for each share that nobody has taken."""
     found = [_describe(name, record, observer) for name, record in sorted(records.items())]
     current = _without_earlier(found)
-    leaders = [worker for worker in current if (worker.get("world") or {}).get("process", 0) == 0]
+    leaders = [worker for worker in current if _leads(worker)]
     most = max((w["progress"].get("tokens", 0) for w in leaders), default=0)
     for worker in leaders:
         if worker["state"] in (*ALIVE, "stale"):
@@ -46,10 +47,16 @@ def rate_of(workers: Sequence[Mapping[str, Any]]) -> tuple[float | None, str | N
         for worker in workers
         if worker["state"] == "running"
         and "rate" in worker["progress"]
-        and (worker.get("world") or {}).get("process", 0) == 0  # the others count the same tokens
+        and _leads(worker)  # the others count the same tokens
     }
     slowest = min(rates, key=lambda name: rates[name]) if len(rates) > 1 else None
     return (sum(rates.values()) if rates else None), slowest
+
+
+def _leads(worker: Mapping[str, Any]) -> bool:
+    """Whether it speaks for its world; one without a world speaks for itself."""
+    world: Mapping[str, Any] = worker.get("world") or {}
+    return world.get("process", 0) == 0
 
 
 def _describe(
@@ -77,7 +84,7 @@ def _describe(
 
 
 def _progress(record: Mapping[str, Any]) -> dict[str, float]:
-    told = record.get("progress")
+    told: Json = record.get("progress")
     if not isinstance(told, dict):
         return {}
     return {name: told[name] for name in _PROGRESS if is_amount(told.get(name))}

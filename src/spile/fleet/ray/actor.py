@@ -90,8 +90,8 @@ class RayHost:
         with socket.socket() as found:
             found.bind(("", 0))
             port = int(found.getsockname()[1])
-        labels = getattr(ray.get_runtime_context(), "get_node_labels", dict)()
-        number = os.environ.get(_WORKER_ID) or labels.get("ray.io/tpu-worker-id", "")
+        labels: Mapping[str, str] = getattr(ray.get_runtime_context(), "get_node_labels", dict)()
+        number: str = os.environ.get(_WORKER_ID) or labels.get("ray.io/tpu-worker-id", "")
         return {
             "address": f"{ray.util.get_node_ip_address()}:{port}",
             "worker": int(number) if number.isdecimal() else None,

@@ -50,10 +50,10 @@ class _Slice:
     number: int
     placement: Placement
     hosts: list[Any]  # actor handles; the first leads
-    nodes: list[str] = field(default_factory=list)  # their names, once they have said hello
+    nodes: list[str] = field(default_factory=list[str])  # their names, once they have said hello
     ready: bool = False
-    units: list[int] = field(default_factory=list)  # given, in order
-    counted: dict[str, float] = field(default_factory=dict)
+    units: list[int] = field(default_factory=list[int])  # given, in order
+    counted: dict[str, float] = field(default_factory=dict[str, float])
 
     def __str__(self) -> str:
         return f"slice {self.number} ({', '.join(self.nodes) or 'not placed yet'})"
@@ -333,8 +333,8 @@ class _Pool:
             self._left.extend(int(u["id"]) for u in table.units if u["id"] not in self._done)
             self._budget = Budget(table, self._ledger, self._runtime.max_bytes)
             self._looked = 0.0  # the others may start
-        warnings = tuple(cost["warnings"])
-        self._cost = self._cost or Estimate(**{**cost, "warnings": warnings})
+        told: dict[str, Any] = {**cost, "warnings": tuple(cost["warnings"])}
+        self._cost = self._cost or Estimate(**told)
         slice.ready = True
         _log.info("%s is at work; %d slices", slice, sum(s.ready for s in self._slices))
 

@@ -27,7 +27,9 @@ class Placement:
     hosts: int = 1
     group: Any = None
     reservation: Any = None  # of a TPU slice
-    hellos: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by host
+    hellos: dict[int, Mapping[str, Any]] = field(
+        default_factory=dict[int, Mapping[str, Any]]
+    )  # by host
 
 
 def connect(address: str) -> Any:

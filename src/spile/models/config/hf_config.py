@@ -6,9 +6,10 @@ activations.
 """
 
 import difflib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
+from spile.core.bounded_json import Json
 from spile.core.errors import InputError
 from spile.models.config.arch import Arch, Experts, Layer
 from spile.models.config.families import FAMILIES, Family
@@ -89,7 +90,7 @@ class _Config:
 
 def find_family(config: Mapping[str, Any], where: str) -> Family:
     """The row for a config, by its `architectures` entry."""
-    given = config.get("architectures") or []
+    given: Json = config.get("architectures") or []
     if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
         raise InputError(f"{where}: 'architectures' must name one model class, got {given!r}")
     for family in FAMILIES:
@@ -107,7 +108,7 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
     """An `Arch` from the contents of a HF `config.json`; every key is accounted for."""
     family = find_family(values, where)
     if family.nested:
-        inner = values.get(family.nested)
+        inner: Json = values.get(family.nested)
         if not isinstance(inner, Mapping):
             raise InputError(f"{where}: has no {family.nested} for {family.name}")
         _refuse_outer(values, family, where)
@@ -210,9 +211,9 @@ def _ropes(config: _Config) -> tuple[Rope, ...]:
         "original_max_position_embeddings": config.extra("original_max_position_embeddings"),
     }
     local = config.extra("rope_local_base_freq")
-    every = [common]
+    every: list[dict[str, Any]] = [common]
     if local is not None:
-        nested = parameters or {}
+        nested: Json = parameters or {}
         if not isinstance(nested, Mapping) or set(nested) - set(_KINDS):
             raise InputError(f"{where}: rope_parameters must be given for {', '.join(_KINDS)}")
         every = [
@@ -242,12 +243,13 @@ def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
         raise InputError(
             f"{config.where}: sliding_window_pattern must be a positive number, got {pattern!r}"
         )
-    slides = {
+    rules: dict[str, Callable[[int], bool]] = {
         "never": lambda i: False,
         "always": lambda i: window is not None,
         "upper": lambda i: window is not None and i >= first,
         "pattern": lambda i: (i + 1) % pattern != 0,
-    }[rule]
+    }
+    slides = rules[rule]
     kinds = [_KINDS[slides(i)] for i in range(count)]
     given = config.extra("layer_types") if "layer_types" in config.family.reads else None
     if given is not None:
@@ -273,7 +275,7 @@ def _refuse_unknown(config: _Config) -> None:
             decoded = (
                 key == "quantization_config"
                 and isinstance(value, Mapping)
-                and value.get("quant_method") in family.quantized
+                and cast("Mapping[str, Any]", value).get("quant_method") in family.quantized
             )
             if value not in harmless[key] and not decoded:
                 raise InputError(f"{where}: {key} = {value!r} is not supported for {family.name}")
@@ -289,7 +291,7 @@ def _refuse_unknown(config: _Config) -> None:
 
 
 def _are_kinds(given: Any, kinds: tuple[str, ...]) -> bool:
-    return isinstance(given, list) and all(kind in kinds for kind in given)
+    return isinstance(given, list) and all(kind in kinds for kind in cast("list[Any]", given))
 
 
 def _refuse_outer(values: Mapping[str, Any], family: Family, where: str) -> None:

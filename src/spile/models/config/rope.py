@@ -7,10 +7,11 @@ then rounded; the rotation itself is in `ops.py`.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from spile.core.bounded_json import Json
 from spile.core.errors import InputError
 
 # scaling kind -> keys it must have, keys it may have (an unknown key is refused, never guessed)
@@ -60,7 +61,7 @@ class Rope:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str, *, default_theta: float) -> "Rope":
         """From a HF config as transformers 4 (`rope_theta`, `rope_scaling`) or 5 writes it."""
-        given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        given: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(given, Mapping):
             raise InputError(f"{where}: rope scaling must be an object, got {given!r}")
         written = dict(given)
@@ -147,7 +148,7 @@ def _checked(value: Any, name: str, where: str) -> Any:
     if name.endswith((" short_factor", " long_factor")):
         if not isinstance(value, list):
             raise InputError(f"{where}: {name} must be a list of numbers, got {value!r}")
-        return tuple(positive(v, name, where) for v in value)
+        return tuple(positive(v, name, where) for v in cast("list[Any]", value))
     return positive(value, name, where)
 
 

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import PurePosixPath
 
+from spile.core.bounded_json import Json
 from spile.core.errors import InputError
 from spile.core.identity import full_digest, sampled_digests
 from spile.core.tensors import TensorInfo
@@ -168,7 +169,7 @@ def _weight_files(directory: AnyPath) -> tuple[AnyPath, ...]:
     if not index.is_file():
         _refuse_pickles(directory, single)
         return (single,)
-    listed = read_json(index).get("weight_map")
+    listed: Json = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
         raise InputError(f"{index}: has no usable weight_map")
     names = sorted(set(listed.values()))

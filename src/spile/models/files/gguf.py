@@ -74,7 +74,11 @@ _GEMMA2_SIZES = {**_SIZES, **_WINDOW, **{name: name for name in _CAPPED}}
 # `rope.scaling.type` -> what must be stated with it, what may be.
 _YARN = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
 _BETAS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-_SCALINGS = {"none": ({}, {}), "linear": ({"factor": "factor"}, {}), "yarn": (_YARN, _BETAS)}
+_SCALINGS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "none": ({}, {}),
+    "linear": ({"factor": "factor"}, {}),
+    "yarn": (_YARN, _BETAS),
+}
 _USUAL = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
 _SILU = {**_USUAL, "attention_bias": False, "hidden_act": "silu"}
 _GELU = {**_USUAL, "attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"}
@@ -103,7 +107,7 @@ def read_gguf(gguf: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         parts = 0
 
         def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
-            found = super()._get(offset, dtype, count, override_order)
+            found = gguf.GGUFReader._get(self, offset, dtype, count, override_order)
             self.parts += 1
             if len(found) != int(count) or self.parts > _MOST_PARTS:
                 raise IndexError(f"{count} values do not fit at byte {offset}")

@@ -304,13 +304,14 @@ def _merges(
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+    untyped: Any = tokenizer  # (its stubs know a bare list)
     for kinds, special in (((_CONTROL, _UNKNOWN), True), ((_USER_DEFINED,), False)):
         added = [
             AddedToken(_as_piece(token, kind), special=special, normalized=False)
             for token, kind in zip(tokens, types, strict=True)
             if kind in kinds
         ]
-        tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
+        untyped.add_special_tokens(added) if special else untyped.add_tokens(added)
 
 
 def _post_process(

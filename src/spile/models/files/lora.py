@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from spile.core.bounded_json import Json
 from spile.core.errors import InputError
 from spile.core.identity import full_digest
 from spile.core.tensors import TensorInfo
@@ -330,7 +331,7 @@ def _read_settings(config: Mapping[str, Any], where: str) -> _Settings:
         return value
 
     def patterns(key: str) -> dict[str, Any]:
-        value = config.get(key) or {}
+        value: Json = config.get(key) or {}
         if not isinstance(value, dict):
             raise InputError(f"{where}: {key} must be an object, got {value!r}")
         if len(value) > _MOST_PATTERNS:

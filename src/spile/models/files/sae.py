@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 import xxhash
 
+from spile.core.bounded_json import Json
 from spile.core.config import canonical_json
 from spile.core.errors import InputError
 from spile.core.identity import sampled_digest
@@ -199,7 +200,7 @@ def _saelens(folder: AnyPath) -> Sae:
     config = _Config(str(path), read_json(path))
     architecture, k = config.take("architecture", "standard"), config.take("k", None)
     activation = config.take("activation_fn", config.take("activation_fn_str", "relu"))
-    given = config.take("activation_fn_kwargs", None) or {}
+    given: Json = config.take("activation_fn_kwargs", None) or {}
     if not isinstance(given, dict):
         config.refuse("activation_fn_kwargs", given, "an object")
     # Before version 6, that was how SAELens said it.
@@ -222,7 +223,7 @@ def _saelens(folder: AnyPath) -> Sae:
     reshape = config.take("reshape_activations", "none")
     if reshape not in ("none", "hook_z"):
         config.refuse("reshape_activations", reshape, "none or hook_z")
-    about = config.values.get("metadata")
+    about: Json = config.values.get("metadata")
     told = {**about, **config.values} if isinstance(about, dict) else config.values
     head = told.get("hook_head_index", config.take("hook_head_index", None))
     if head is not None:

@@ -5,6 +5,9 @@ position within it. A token sees those of its own segment that come before it, a
 there is a window, only the nearest of them.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -8,6 +8,9 @@ deepest scanned block needs a slot to throw away.
 On a mesh a device holds some rows of the batch, and of the tapped values a run of all tokens.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 from dataclasses import dataclass
 from functools import partial
 

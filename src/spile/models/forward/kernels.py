@@ -5,6 +5,9 @@ see each other. jax has it, but not in its public interface: `for_platform` look
 there, and says why where another implementation is taken.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import importlib
 import logging
 from functools import partial

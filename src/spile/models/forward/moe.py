@@ -4,6 +4,9 @@ Tokens are sorted by expert, and each expert multiplies its own run of them. The
 the chosen experts, and no token is ever left out for lack of room.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,6 +1,9 @@
 """The arithmetic of one block that is not attention. Casts follow the reference (HF) exactly:
 norms and rotary angles in float32, their results in the compute dtype."""
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 from functools import partial
 
 import jax

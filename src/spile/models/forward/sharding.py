@@ -5,6 +5,9 @@ long as it can, and so that each process holds one run of a step's stored rows, 
 (`mesh_utils.create_device_mesh` orders them by the torus instead, and tears both apart.)
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

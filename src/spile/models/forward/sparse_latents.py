@@ -1,5 +1,8 @@
 """A sparse autoencoder on the device: of each row the latents that are largest."""
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 from functools import partial
 from typing import NamedTuple
 

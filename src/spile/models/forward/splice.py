@@ -4,6 +4,9 @@ A change is a function of the values [rows, seq, ...]. Arrays that it needs go w
 `jax.tree_util.Partial`, so that others of their shape need no new program.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 from collections.abc import Callable, Mapping
 
 import jax

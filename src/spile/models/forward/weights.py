@@ -7,6 +7,9 @@ store, and every later one compares before its first commit, so that weights whi
 the same path cannot slip into half of a dataset.
 """
 
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
 import math
 import mmap
 from collections.abc import Callable, Iterable

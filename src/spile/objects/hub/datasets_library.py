@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import importlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from spile.core.errors import ConfigError, InputError, SpileError, StoreError
@@ -62,7 +62,7 @@ def refuse_script(repository: Repository, commit: str) -> None:
 
 
 @contextlib.contextmanager
-def reading(where: str) -> Iterator[None]:
+def reading(where: str) -> Generator[None, None, None]:
     """Whatever the library raises is one line."""
     try:
         yield

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,8 @@ class HubObjects(WebObjects):
             with _understanding(self.repository):
                 for item in json.loads(answer.body or b""):
                     if item["type"] == "file":
-                        digest = (item.get("lfs") or {}).get("oid") or item["oid"]
+                        large: Mapping[str, Any] = item.get("lfs") or {}
+                        digest = large.get("oid") or item["oid"]
                         found[item["path"]] = Entry(item["path"], int(item["size"]), digest)
             following = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers.get("link") or "")
             url = following[1] if following else ""
@@ -207,7 +208,7 @@ def _asked(repository: Repository, url: str) -> Answer:
 
 
 @contextlib.contextmanager
-def _understanding(repository: Repository) -> Iterator[None]:
+def _understanding(repository: Repository) -> Generator[None, None, None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import Any
 
+from spile.core.bounded_json import Json
 from spile.core.errors import InputError
 from spile.objects.hub.repository import HubObjects
 from spile.objects.protocol import matches, plain_depth
@@ -94,11 +95,14 @@ def one_of(where: str, what: str, asked: str, there: Iterable[str]) -> str:
 
 def find_splits(objects: HubObjects) -> Splits:
     """What a repository offers."""
-    configs = _card(objects).get("configs")
+    configs: Json = _card(objects).get("configs")
     if not isinstance(configs, list):
         found = _by_names(list(objects.list()))
-        return Splits(objects.url, {config: partial(dict, found[config]) for config in found})
-    named = [c for c in configs if isinstance(c, dict) and isinstance(c.get("config_name"), str)]
+        return Splits(
+            objects.url, {config: partial(dict[str, list[str]], found[config]) for config in found}
+        )
+    listed: list[Json] = configs
+    named = [c for c in listed if isinstance(c, dict) and isinstance(c.get("config_name"), str)]
     table = {c["config_name"]: cache(partial(_of_config, objects, c)) for c in named}
     defaults = [c["config_name"] for c in named if c.get("default") is True]
     return Splits(objects.url, table, *defaults[:1])
@@ -113,7 +117,7 @@ def _card(objects: HubObjects) -> dict[str, Any]:
     yaml = importlib.import_module("yaml")  # (when it is needed: it takes a while)
     head = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
     try:
-        found = yaml.safe_load(head[1]) if head else {}
+        found: Json = yaml.safe_load(head[1]) if head else {}
     except (yaml.YAMLError, RecursionError) as error:
         line = str(error).splitlines()[0]
         raise InputError(f"{objects.url}/README.md: its metadata is no YAML ({line})") from error
@@ -123,16 +127,16 @@ def _card(objects: HubObjects) -> dict[str, Any]:
 def _of_config(objects: HubObjects, config: Mapping[str, Any]) -> dict[str, list[str]]:
     """The splits of a config of the card; `data_files` has several forms."""
     folder = str(config.get("data_dir") or "").strip("/")
-    given = config.get("data_files")
+    given: Json = config.get("data_files")
     if given is None:
         return _by_split(_data(objects.list(f"{folder}/" if folder else "")))
-    parts = given if isinstance(given, list) else [given]
+    parts: list[Json] = given if isinstance(given, list) else [given]
     if isinstance(given, dict):
         parts = [{"split": split, "path": path} for split, path in given.items()]
     splits: dict[str, list[str]] = {}
     for part in parts:
-        named = part if isinstance(part, dict) else {"split": "train", "path": part}
-        paths = named.get("path")
+        named: dict[str, Any] = part if isinstance(part, dict) else {"split": "train", "path": part}
+        paths: Json = named.get("path")
         found = splits.setdefault(str(named.get("split", "train")), [])
         for pattern in paths if isinstance(paths, list) else [paths]:
             new = _matching(objects, f"{folder}/{pattern}".lstrip("/"))
