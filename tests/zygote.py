@@ -103,7 +103,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     def _read_end(self, timeout: float | None) -> bool:
         """Whether it has ended: its status comes through a pipe."""
         assert self._ended is not None
-        if not select.select([self._ended], [], [], timeout)[0]:
+        waiting = select.poll()  # select() knows no descriptors above 1,023
+        waiting.register(self._ended, select.POLLIN | select.POLLHUP)
+        if not waiting.poll(None if timeout is None else max(0, timeout) * 1000):
             return False
         status = os.read(self._ended, 4)
         os.close(self._ended)
