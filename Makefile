@@ -17,7 +17,7 @@ test: lint $(VENV)/.saelens
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright src
 	$(BIN)/lint-imports
 
 # What is too long or too varied for `make test`, by subject. Each runs by itself.
@@ -43,6 +43,7 @@ chaos-models: $(VENV)/.dev
 	$(BIN)/pytest tests/run/test_mesh.py --chaos-full
 
 chaos-rest: $(VENV)/.dev $(VENV)/.saelens
+	$(BIN)/pyright
 	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
 	  $(FULL) -m full tests --ignore tests/chaos --ignore tests/models --ignore tests/check --ignore tests/compile \
 	  --ignore tests/run --ignore tests/contracts --ignore tests/objects --ignore tests/fleet --ignore tests/launch \

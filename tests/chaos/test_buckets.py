@@ -50,6 +50,7 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Referenc
     return made(model, tmp_path_factory.mktemp("bucket"), 60, 400)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("spooled", [False, True], ids=["memory", "spool"])
 def test_a_network_that_fails_loses_and_doubles_nothing(

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import tiny
 from documented.pages import ROOT
 
@@ -21,6 +23,7 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.full
 def test_the_notebook_finds_a_feature(tmp_path: Path) -> None:
     path = tmp_path / NOTEBOOK.name
     shutil.copy(NOTEBOOK, path)

@@ -82,6 +82,7 @@ def write_wide_model(directory: Path) -> int:
     return size
 
 
+@pytest.mark.full
 def test_a_process_that_holds_a_quarter_of_the_weights_needs_no_more_memory_than_that(
     tmp_path: Path,
 ) -> None:

@@ -126,6 +126,7 @@ def test_three_backends_and_a_stranger_are_told_the_same_of_a_real_run(
     assert str(trace) in printed
 
 
+@pytest.mark.full
 def test_a_backend_that_fails_is_heard_once_and_the_run_goes_on(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_backend_that_fails_is_heard_once_and_the_run_goes_on(
     assert spile.open(str(tmp_path / "out")).num_tokens
 
 
+@pytest.mark.full
 def test_each_process_of_a_world_may_report_and_names_the_packed_row_of_a_nan(
     tmp_path: Path,
 ) -> None:

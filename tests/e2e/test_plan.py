@@ -48,6 +48,7 @@ def test_a_sample_says_so(
     assert "(all counted)" in run("plan", *flags, "--exact").out
 
 
+@pytest.mark.full
 def test_other_chips_are_computed(corpus: Path, tmp_path: Path) -> None:
     model = tiny.write_model(tmp_path / "model", hidden_size=256, num_hidden_layers=2)
     work = Work(model, corpus, {"taps": "resid_post:1", "seq_len": 128})

@@ -145,6 +145,7 @@ def test_a_killed_run_goes_on_to_the_same_dataset(
     check_same(out, made.forms[form])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", some(FORMS, "float8"))
 def test_the_other_compression_may_go_on_and_rows_stay_the_same(
     form: str, made: Made, begun: Callable[[str, Path], None], tmp_path: Path
@@ -158,6 +159,7 @@ def test_the_other_compression_may_go_on_and_rows_stay_the_same(
     check_same(out, made.forms[form])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", some(["heartbeat", "commit before"], "commit before"))
 def test_scales_that_a_killed_run_measured_are_the_next_ones(
     place: str, made: Made, tmp_path: Path
@@ -172,6 +174,7 @@ def test_scales_that_a_killed_run_measured_are_the_next_ones(
     check_same(out, made.forms["int8"])
 
 
+@pytest.mark.full
 def test_two_workers_at_once_agree_on_the_scales(made: Made, tmp_path: Path) -> None:
     out, gate = tmp_path / "out", tmp_path / "gate"
     gate.mkdir()

@@ -101,6 +101,7 @@ def test_what_is_extracted_from_a_bucket_is_what_is_extracted_from_a_disk(
     assert recipes[0] == recipes[1], "where things lie is no part of what they are"
 
 
+@pytest.mark.full
 def test_a_run_that_began_on_a_disk_goes_on_from_a_bucket_and_by_itself(
     model: Path, texts: Path, tmp_path: Path
 ) -> None:

@@ -198,12 +198,14 @@ def test_a_process_with_other_arguments_is_named_with_the_flag(
     refused_alike(made, tmp_path, 2, *named, own_flags=own)
 
 
+@pytest.mark.full
 def test_a_process_with_another_version_is_named(made: Made, tmp_path: Path) -> None:
     other = planted(tmp_path / "plant", "import spile\nspile.__version__ = '0.0.0'")
     named = "process 1 (", "spile '0.0.0'", repr(spile.__version__)
     refused_alike(made, tmp_path, 2, *named, environments={1: other})
 
 
+@pytest.mark.full
 def test_a_mesh_that_does_not_divide_is_refused_by_all(made: Made, tmp_path: Path) -> None:
     refused_alike(made, tmp_path, 2, "--mesh data=3", "there are 2", mesh="data=3")
 
@@ -268,6 +270,7 @@ def listens(address: str) -> bool:
     return True
 
 
+@pytest.mark.full
 def test_processes_that_never_came_are_named(waiting: Waiting) -> None:
     named = "processes 1, 3 of 4 never came", "start all processes again"
     check_refused(waiting.missing, ABORTED, *named)

@@ -111,6 +111,7 @@ def test_a_run_is_not_continued_with_other_settings(
         trained(example, dataset, whole[0], "--k", "5")
 
 
+@pytest.mark.full
 def test_several_devices_give_the_weights_of_one(
     dataset: str, whole: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:

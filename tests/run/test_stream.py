@@ -90,6 +90,7 @@ def streamed(chosen: Recipe, batch_size: int = 100, **more: Any) -> ActivationSt
     return spile.stream(chosen, RUNTIME, **{"batch_size": batch_size, "window": 700, **more})
 
 
+@pytest.mark.full
 def test_the_seed_and_the_window_fix_the_order_whatever_the_batch_size(plain: Recipe) -> None:
     first = list(streamed(plain, seed=1, epochs=2))
     other = list(streamed(plain, 37, seed=1, epochs=2))

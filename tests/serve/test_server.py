@@ -185,6 +185,7 @@ def test_a_bucket_is_shown_through_a_cache(
     assert any((tmp_path / "cache").rglob("*.piece"))
 
 
+@pytest.mark.full
 def test_a_million_tokens_are_answered_for_at_once(
     large: web_page.Built, record_property: Callable[[str, object], None]
 ) -> None:

@@ -149,6 +149,7 @@ def test_what_is_no_request_ends_with_an_error_of_ours(
     assert server.ask("/api/run").status == 200
 
 
+@pytest.mark.full
 def test_slow_clients_keep_nobody_waiting_and_are_ended(server: web_page.Served) -> None:
     port = urlsplit(server.base).port or 0
     slow = [socket.create_connection(("127.0.0.1", port), timeout=90) for _ in range(40)]

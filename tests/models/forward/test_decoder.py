@@ -1,7 +1,6 @@
 """Parity with HF transformers: the ground truth for every tap of every family."""
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -60,13 +59,12 @@ QUICK = quick.OPTIONS if jax.default_backend() == "cpu" else {}
 
 FULL = pytest.mark.full
 STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
-# Heads are as Llama's, and frequencies are compared with HF's in tests/models/config/test_rope.py.
-MORE = {
-    name
-    for name in SUPPORTED
-    if re.search("-m[hq]a|-rope|-yarn|-window|-nocap|-untied|-unbiased", name)
-    and name not in ("llama-mha-tied", "llama-mqa-bias", "mistral-window")
-}
+# The suite tries one model of each family. Heads are the same for all, frequencies are compared
+# with HF's in tests/models/config/test_rope.py, and the rest is one switch each.
+EACH = ("llama-gqa", "mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "gemma2-gqa", "gemma3-gqa",
+        "gpt2", "neox", "phi3-gqa", "olmo2-gqa", "mixtral-gqa", "qwen3moe-gqa", "gptoss-gqa",
+        "starcoder2-gqa", "stablelm-gqa")  # fmt: skip
+MORE = {name for name in SUPPORTED if name not in EACH}
 
 
 class Context(NamedTuple):
@@ -347,6 +345,7 @@ def test_only_what_is_tapped_is_loaded_and_run(
     assert schedule.scanned == (depth if whole else max(0, depth - 1))
 
 
+@pytest.mark.full
 def test_blocks_of_several_kinds_may_end_anywhere(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
