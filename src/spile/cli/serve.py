@@ -61,8 +61,8 @@ def serve(arguments: argparse.Namespace) -> int:
     thread = threading.Thread(target=server.serve_forever, name="serving", daemon=True)
     thread.start()
     url = server.url
-    print(json.dumps({"url": url}) if arguments.json else f"{arguments.out}: {url}", flush=True)
-    try:
+    try:  # from here on: whoever reads the line may end it at once
+        print(json.dumps({"url": url}) if arguments.json else f"{arguments.out}: {url}", flush=True)
         while not arguments.stop.wait(_LOOK_SECONDS):
             continue
     except KeyboardInterrupt:
