@@ -227,7 +227,7 @@ class Keeper:
         return found[0]
 
     def ask(self, commands: Callable[[Node], Sequence[Command]]) -> list[Result]:
-        """One after the other for each node, where it is; nodes at once. The last is told of."""
+        """Run each node's commands in order, all nodes at once; return each node's last result."""
 
         def one(node: Node) -> Result:
             result = Result(str(node), 0, "", "")
