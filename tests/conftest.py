@@ -1,6 +1,8 @@
 """Tests run hostile: strict dtype promotion, no implicit rank promotion, warnings are errors."""
 
+import gc
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import quick
 import tiny
 from spile.core.tensors import write_tensors
 
+sys.setswitchinterval(5e-4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -56,6 +59,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="one more of its kind: --chaos-full"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a collection need not look through torch and jax each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

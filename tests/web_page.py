@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,12 @@ def tokens(text: str) -> np.ndarray:
     return np.array([tiny.BOS, *(alphabet[_char(byte)] for byte in text.encode())], np.int32)
 
 
+@cache
 def _alphabet() -> list[str]:
     return sorted(_char(byte) for byte in range(256))
 
 
+@cache
 def _char(byte: int) -> str:
     """Byte-level BPE's own name of a byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -2,17 +2,19 @@
 
 Importing jax, numpy and Arrow costs more than most commands under test do themselves. `Popen` here
 starts `python -m MODULE`, `python FILE` and `python -c CODE` as a fork of a process that has the
-libraries imported, and nothing else: no backend, no threads, nothing of Spile that a test may have
-changed. What is started is a process like any other: it has its own pid, files, environment and
-end, and it can be killed. Whatever a fork cannot do (other settings of jax, which are read on
-import) is started in the ordinary way.
+libraries and Spile's modules imported, and nothing else: no backend, no threads. What is started
+is a process like any other: it has its own pid, files, environment and end, and it can be killed.
+Whatever a fork cannot do (other settings of jax, which are read on import) is started in the
+ordinary way.
 """
 
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -25,8 +27,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import spile
+
 _PRELOADED = ("jax", "jax.numpy", "ml_dtypes", "numpy", "pyarrow", "pyarrow.parquet", "tokenizers",
               "xxhash", "rich.console", "obstore", "argparse", "logging")  # fmt: skip
+_LATE = ("spile.check.reference",)  # it imports torch
 # Read when jax is imported, or when the interpreter starts.
 _SETTLED = ("JAX_", "PYTHON")
 _server: "_Server | None" = None
@@ -166,7 +171,10 @@ def _serve(connection: socket.socket) -> None:
     """Fork for each request; tell the end of each child through the pipe that came with it."""
     for name in _PRELOADED:
         with contextlib.suppress(ImportError):
-            __import__(name)
+            importlib.import_module(name)
+    for found in pkgutil.walk_packages(spile.__path__, "spile."):
+        if found.name not in _LATE and not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
     gc.collect()
     gc.freeze()  # a collection in a child need not touch, and so copy, what is shared
     ends: dict[int, int] = {}

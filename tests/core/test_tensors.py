@@ -24,6 +24,7 @@ from spile.core.tensors import (
     build_header,
     header_size,
     map_tensor,
+    map_tensors,
     parse_header,
     read_header,
     read_header_from,
@@ -167,6 +168,18 @@ def test_a_map_is_read_only(tmp_path: Path) -> None:
     mapped = map_tensor(tmp_path / "f", read_header(tmp_path / "f")["x"])
     with pytest.raises(ValueError, match="read-only"):
         mapped[0, 0] = 1.0
+
+
+def test_all_tensors_of_a_file_are_views_of_one_read_only_map(tmp_path: Path) -> None:
+    tensors = {"x": BASE, "none": BASE[:0], "flags": BASE[0] > 3, "odd": BASE[1]}
+    write_tensors(tmp_path / "f", tensors)
+    mapped = map_tensors(tmp_path / "f", read_header(tmp_path / "f"))
+    assert {name: a.tolist() for name, a in mapped.items()} == {
+        name: a.tolist() for name, a in tensors.items()
+    }
+    assert len({id(a.base) for a in mapped.values()}) == 1
+    with pytest.raises(ValueError, match="read-only"):
+        mapped["x"][0, 0] = 1.0
 
 
 def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:

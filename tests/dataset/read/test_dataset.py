@@ -1,6 +1,7 @@
 """The reader: what was written, from any range, without copies where none are needed."""
 
 import json
+import mmap
 import subprocess
 import sys
 from collections.abc import Callable
@@ -301,8 +302,7 @@ def test_rows_of_one_shard_are_a_read_only_view_of_the_file(written: stored.Stor
     shard = next(s for s in written.done(1).shards if s.first > 0 and s.count > 1)
     first = written.starts[1] + shard.first
     rows = ds.read(shard.tap, first, first + shard.count)
-    assert isinstance(rows, np.memmap)
-    assert str(rows.filename) == str(written.path / shard.key)
+    assert isinstance(rows.base.base, mmap.mmap)
     assert np.shares_memory(rows, ds.read(shard.tap, first + 1, first + 2))
     assert not rows.flags.writeable
     across = ds.read(shard.tap, first - 1, first + 1)

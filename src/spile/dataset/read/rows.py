@@ -177,8 +177,7 @@ class StoredRows:
 
     def _copy_entries(self, unit: Done, rows: Rows, out: np.ndarray) -> None:
         for name in INDEX_DTYPE.names or ():
-            # (slices of np.memmap cost several times those of an array)
-            out[name] = np.take(np.asarray(self._entries(unit, name)), rows)
+            out[name] = np.take(self._entries(unit, name), rows)
 
     def _parts(self, tap: str, rows: Rows) -> Iterator[tuple[Shard, Rows, int]]:
         """Of ascending rows, those of each shard, counted from its first; and how many before."""

@@ -21,6 +21,7 @@ from spile.core.tensors import (
     as_bytes,
     build_header,
     map_tensor,
+    map_tensors,
     parse_header,
     read_header_from,
 )
@@ -193,7 +194,7 @@ def read_tensors(objects: Objects, key: str) -> dict[str, np.ndarray]:
     """Every tensor of a small file (an index, statistics): memory maps, or fetched at once."""
     path = objects.local_path(key)
     if path is not None:
-        return {n: map_tensor(path, i) for n, i in read_shard_header(objects, key).items()}
+        return map_tensors(path, read_shard_header(objects, key))
     try:
         data = objects.get(key)
     except FileNotFoundError:
