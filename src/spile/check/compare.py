@@ -21,6 +21,7 @@ import numpy as np
 from spile.core.config import Recipe
 from spile.core.errors import InputError, StoreError
 from spile.core.recipe import latent_names
+from spile.corpus.units import Unit
 from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
 from spile.dataset.read.dataset import Dataset, Document, open_dataset
@@ -184,8 +185,12 @@ def _sampled(
     rng = np.random.default_rng(0)
     seen: set[int] = set()
     with closing(job.reader()) as reader:
+        prepared: Unit | None = None
+        read: list[tuple[int, np.ndarray]] = []
         for unit in chosen:
-            read = list(prepare_unit(job, reader, unit, with_table=False).tokens.items())
+            if unit is not prepared:  # of few units each is chosen many times, one after another
+                prepared = unit
+                read = list(prepare_unit(job, reader, unit, with_table=False).tokens.items())
             for number in rng.permutation(len(read)):
                 ordinal, tokens = read[int(number)]
                 if ordinal not in seen and dataset.has_document(ordinal):
