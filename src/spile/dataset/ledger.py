@@ -19,6 +19,7 @@ from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, TapInfo
 from spile.dataset.write.quantization import scales_from_json, scales_to_json
+from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, exists
 
 
@@ -144,13 +145,12 @@ class Ledger:
             StoreError: if a file it would name has vanished; nothing is created then.
         """
         key = fmt.done_key(done.unit)
-        prefix = fmt.attempt_prefix(done.unit, done.attempt)
-        sizes = {entry.key: entry.size for entry in self.objects.entries(prefix)}
-        gone = [file.key for file in done.files() if sizes.get(file.key) != file.bytes]
+        gone = self.missing_files(done)
         if gone:
             # `gc` takes the files of an attempt that lost; anything else had no right to.
-            if self.read_done(done.unit) is not None:
-                return False
+            stored = self.read_done(done.unit)
+            if stored is not None:
+                return stored.attempt == done.attempt
             raise StoreError(
                 f"{self.objects.url}/{gone[0]}: vanished before unit {done.unit} was committed; "
                 "nothing but spile may delete there (`gc --abandoned` only when nothing runs): "
@@ -159,7 +159,18 @@ class Ledger:
         if self.objects.create(key, fmt.encode_record("done", done.to_json())):
             return True
         stored = self.read_done(done.unit)
-        return stored is not None and stored.attempt == done.attempt
+        if stored is None:
+            raise StoreError(
+                f"{self.objects.url}/{key}: is said to exist, and cannot be read; "
+                "run the same command again"
+            )
+        return stored.attempt == done.attempt
+
+    def missing_files(self, done: Done) -> list[str]:
+        """Files that a record names and that are not there, or not as long as it says."""
+        prefix = fmt.attempt_prefix(done.unit, done.attempt)
+        sizes = {entry.key: entry.size for entry in self.objects.entries(prefix)}
+        return [file.key for file in done.files() if sizes.get(file.key) != file.bytes]
 
     def complete(self, table: Table) -> bool:
         """Create the manifest if every unit is done; says whether they are."""
@@ -195,6 +206,53 @@ class Ledger:
         except OSError as error:
             raise StoreError(f"{self.objects.url}/{key}: {error.strerror or error}") from error
         return fmt.decode_record(key, data, kind)
+
+
+class Attempt:
+    """The files of one attempt at a unit: removed, unless a record may name them.
+
+    A commit that fails or is interrupted may have created its record all the same: whoever removed
+    the files then would lose a unit that exists. So they are removed before the commit begins, or
+    when the record has been read back and names another attempt, and at no other time. What is left
+    behind otherwise is taken by `gc`. Nobody else calls `Ledger.commit` or `UnitWriter.discard`.
+
+    with Attempt(ledger, writer) as attempt:
+        writer.write(...)
+        committed = attempt.commit(writer.finish(...))
+    """
+
+    def __init__(self, ledger: Ledger, writer: UnitWriter) -> None:
+        self.writer, self._ledger = writer, ledger
+        self._removable = True
+
+    def commit(self, done: Done) -> bool:
+        """Create the done record; False if another attempt came first, and this one is removed."""
+        self.release()
+        if self._ledger.commit(done):
+            return True
+        self._remove()
+        return False
+
+    def release(self) -> None:
+        """From here on a record may name the files, whoever creates it."""
+        self._removable = False
+
+    def discard(self) -> None:
+        """Remove the files, unless a record may name them."""
+        if self._removable:
+            self._removable = False
+            self._remove()
+
+    def _remove(self) -> None:
+        # Tidying up never hides why an attempt ended.
+        with contextlib.suppress(OSError, StoreError):
+            self.writer.discard()
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
 
 def _audit_table(table: Table) -> None:

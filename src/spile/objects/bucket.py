@@ -193,10 +193,16 @@ class BucketObjects:
                 put = obstore.put(self._store, key, data, mode="create", use_multipart=False)
                 self._answered = True
                 return _plain(put["e_tag"])
-            except exceptions.AlreadyExistsError:
+            except exceptions.AlreadyExistsError as error:
+                try:
+                    there = self._read(key, lambda: obstore.head(self._store, key))
+                except FileNotFoundError:
+                    # Not 412 but 409: another request for this key was under way, and has failed.
+                    trying.again(_line(error), error)
+                    continue
                 if not unsure or memoryview(self.get(key)) != memoryview(data):
                     return None
-                return _plain(self._read(key, lambda: obstore.head(self._store, key))["e_tag"])
+                return _plain(there["e_tag"])
             except Exception as error:
                 self._failed(trying, error)
                 unsure = True

@@ -364,8 +364,16 @@ def load_step(
 def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:
     """What is there, once there is nothing left to do."""
     manifest = ledger.read_manifest()
-    if manifest is None:  # (the budget is spent)
-        found = mapped(ledger.read_done, sorted(ledger.done_units()), ledger.objects.parallel)
+    if manifest is None:
+        there = ledger.done_units()
+        missing = [int(unit["id"]) for unit in table.units if int(unit["id"]) not in there]
+        budget = Budget(table, ledger, runtime.max_bytes)
+        if missing and budget.allows(missing[0], there, missing):
+            raise StoreError(
+                f"{ledger.objects.url}: {len(missing)} of {len(table.units)} units are missing, "
+                f"such as {missing[0]}; run the same command again"
+            )
+        found = mapped(ledger.read_done, sorted(there), ledger.objects.parallel)
         manifest = derive_manifest(table, (done for done in found if done is not None))
     if not manifest["units"]:
         raise ConfigError(

@@ -9,18 +9,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from spile.core.errors import DataError, StoreError
+from spile.core.errors import DataError
 from spile.core.threads import Consumer
 from spile.corpus.pack import PackedUnit
 from spile.corpus.units import Unit
 from spile.dataset.format import Shard
+from spile.dataset.ledger import Attempt
 from spile.dataset.write.statistics import TapStats
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.metrics.values import tap_counts
@@ -49,7 +49,7 @@ class _Writing:
     """A unit whose rows are being written."""
 
     prepared: Prepared
-    writer: UnitWriter
+    attempt: Attempt
     number: int  # in the order in which they were begun
     rows: int = 0  # of this process's part, that have come
     seconds: float = 0.0  # that it took to compute
@@ -60,7 +60,7 @@ class _Shared:
 
     def __init__(self, unit: _Writing, output: StepOutput | None, lanes: int) -> None:
         self.unit, self.output = unit, output  # no output: the unit's end
-        self.first = unit.writer.first + unit.rows  # of its rows, within the unit
+        self.first = unit.attempt.writer.first + unit.rows  # of its rows, within the unit
         self._left = itertools.count(lanes - 1, -1)
 
     def last(self) -> bool:
@@ -108,7 +108,7 @@ class Sink:
         self._ledger, self._presence = context.ledger, context.presence
         self._runtime, self._counters = context.runtime, context.counters
         self._world = context.world
-        self._uncommitted: set[UnitWriter] = set()
+        self._uncommitted: set[Attempt] = set()
         self._current: _Writing | None = None
         self._begun = itertools.count()
         self._failed: Exception | None = None  # what a lane failed with first
@@ -139,8 +139,9 @@ class Sink:
             run=prepared.packed.run_of(self._world.process, self._world.processes),
             durable=lambda size: self._counters.add(durable=size),
         )
-        self._uncommitted.add(writer)
-        self._current = _Writing(prepared, writer, next(self._begun))
+        attempt = Attempt(self._ledger, writer)
+        self._uncommitted.add(attempt)
+        self._current = _Writing(prepared, attempt, next(self._begun))
 
     def put(self, output: StepOutput) -> None:
         self._share(output)
@@ -194,10 +195,8 @@ class Sink:
         self._tidy()
 
     def _tidy(self) -> None:
-        for writer in list(self._uncommitted):
-            # Tidying up never hides why the run ended.
-            with suppress(OSError, StoreError):
-                writer.discard()
+        for attempt in list(self._uncommitted):
+            attempt.discard()
         self._uncommitted.clear()
 
     # -- the writing threads -----------------------------------------------------------------
@@ -219,7 +218,7 @@ class Sink:
             raise self._failed from self._failed.__cause__
 
     def _write(self, taps: list[str], item: _Shared) -> None:
-        output, writer = item.output, item.unit.writer
+        output, writer = item.output, item.unit.attempt.writer
         if output is None:
             if item.last():
                 self._commits.put(item.unit)
@@ -272,19 +271,19 @@ class Sink:
             self._commit(written)
 
     def _commit(self, written: _Writing) -> None:
-        prepared, writer = written.prepared, written.writer
-        packed = prepared.packed
+        prepared, packed = written.prepared, written.prepared.packed
         if self._world.leads:
             self._record(written)
         else:
-            files = [asdict(file) for file in writer.finish_part()]
-            self._uncommitted.discard(writer)  # the leader's record may name them from here on
+            files = [asdict(file) for file in written.attempt.writer.finish_part()]
+            written.attempt.release()  # the leader's record may name them from here on
             self._world.gather(f"part/{written.number}", files)
         # Packed rows of which nothing is kept are read, and never run.
         unrun = packed.num_tokens - int(packed.lengths.sum())
         self._counters.add(
             units=1, tokens=unrun, documents=packed.num_docs, unit_seconds=written.seconds
         )
+        self._uncommitted.discard(written.attempt)
         self._done(prepared.unit.id)
         self._tell()
 
@@ -296,9 +295,9 @@ class Sink:
 
     def _record(self, written: _Writing) -> None:
         """The unit exists when this has been written."""
-        prepared, writer, packed = written.prepared, written.writer, written.prepared.packed
+        prepared, attempt, packed = written.prepared, written.attempt, written.prepared.packed
         parts = self._world.gather(f"part/{written.number}", []) or []
-        done = writer.finish(
+        done = attempt.writer.finish(
             [[Shard(**file) for file in part] for part in parts[1:]],
             table=prepared.table,
             fingerprint=self._job.table.fingerprint,
@@ -314,8 +313,5 @@ class Sink:
                 "seconds": round(written.seconds, 3),
             },
         )
-        # From here on a record may name these files, even if `commit` itself raises.
-        self._uncommitted.discard(writer)
-        if not self._ledger.commit(done):
-            writer.discard()
+        if not attempt.commit(done):
             _log.info("unit %d was done by another worker first", prepared.unit.id)

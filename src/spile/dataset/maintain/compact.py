@@ -17,7 +17,7 @@ from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
-from spile.dataset.ledger import Ledger, Table
+from spile.dataset.ledger import Attempt, Ledger, Table
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
     CheckedFile,
@@ -30,6 +30,7 @@ from spile.dataset.maintain.copy import (
     read_statistics,
     records_digest,
     refuse_if_too_large,
+    refuse_missing,
     refuse_nested,
     refuse_strangers,
     stored_bytes,
@@ -218,6 +219,7 @@ def _ours(ledger: Ledger, unit: int, group: _Group) -> Done:
     done = ledger.read_done(unit)
     if done is None or done.made_by.get(_COMPACTED) != group.origin():
         raise _other_dataset_error(ledger.objects)
+    refuse_missing(ledger, done)
     return done
 
 
@@ -227,7 +229,7 @@ def _write(
     """One merged unit, a window of rows at a time."""
     number, index = int(group.unit["id"]), _read_index(source, group)
     writer = UnitWriter(ledger.objects, number, index, table.taps, shard_bytes, compress=compress)
-    try:
+    with Attempt(ledger, writer) as attempt:
         for tap, info in table.taps.items():
             for done in group.records:
                 for shard in done.shards:
@@ -239,14 +241,9 @@ def _write(
                 writer.stats[tap].merge(stats)
         documents = _read_documents(source, table, group, index)
         made = writer.finish(table=documents, **_described(table, group))
-        committed = ledger.commit(made)
-    except BaseException:
-        writer.discard()
-        raise
-    if not committed:
-        writer.discard()
-        return _ours(ledger, number, group)
-    return made
+        if attempt.commit(made):
+            return made
+    return _ours(ledger, number, group)
 
 
 def _described(table: Table, group: _Group) -> dict[str, Any]:

@@ -200,6 +200,17 @@ def refuse_strangers(objects: Objects, also: Collection[str] = ()) -> None:
             )
 
 
+def refuse_missing(ledger: Ledger, done: Done) -> None:
+    """A unit that an earlier run has made is not made again: its files must be there."""
+    missing = ledger.missing_files(done)
+    if missing:
+        raise CorruptError(
+            missing[0],
+            f"is not what {fmt.done_key(done.unit)} says: missing, or cut short; remove "
+            f"{ledger.objects.url} and run the command again",
+        )
+
+
 def refuse_if_too_large(dest: Objects, taps: Mapping[str, TapInfo], rows: int) -> None:
     each = INDEX_DTYPE.itemsize + sum(info.row_bytes for info in taps.values())
     needed, free = each * rows, dest.free_bytes()

@@ -25,12 +25,19 @@ from spile.core.index import INDEX_DTYPE
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, TapInfo
-from spile.dataset.ledger import Ledger, Table
-from spile.dataset.maintain.copy import WINDOW_BYTES, read_index, read_rows, refuse_strangers
+from spile.dataset.ledger import Attempt, Ledger, Table
+from spile.dataset.maintain.copy import (
+    WINDOW_BYTES,
+    read_index,
+    read_rows,
+    refuse_missing,
+    refuse_strangers,
+)
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows
 from spile.dataset.write.unit_writer import UnitWriter
-from spile.objects import Objects
+from spile.objects import PROBES, Objects
 
+OWNER = "owner.json"  # what the runs there are made from; they are nobody else's
 WHOLE = "whole.json"  # a pass is finished, and its rows are those of the pass before
 SHUFFLED = "shuffled"
 
@@ -315,7 +322,9 @@ class ScatterPass:
 
     def run(self, before: NodeRows, objects: Objects, capacity: int) -> ScatteredRows:
         """Write the runs that are not there yet."""
-        refuse_strangers(objects, [WHOLE])
+        refuse_strangers(objects, [OWNER, WHOLE])
+        if not objects.create(OWNER, self._owner()) and not self._owns(objects):
+            raise other_dataset_error(objects)
         ledger = Ledger(objects)
         there = ledger.done_units()
         records: list[Done] = []
@@ -339,12 +348,31 @@ class ScatterPass:
         records = [self._ours(ledger, run) for run in range(int(body["runs"]))]
         return ScatteredRows(objects, self.table, records)
 
+    def clear(self, objects: Objects) -> None:
+        """Remove the runs, if they are this shuffle's; anything else there is a stranger's."""
+        if self._owns(objects):
+            runs = (fmt.DONE, fmt.ATTEMPTS, PROBES, WHOLE)
+            for key in [*objects.list()]:
+                if (objects.leftover_of(key) or key).startswith(runs):
+                    objects.delete(key)
+            objects.delete(OWNER)
+
+    def _owner(self) -> bytes:
+        return fmt.encode_record("owner", dict(self.origin))
+
+    def _owns(self, objects: Objects) -> bool:
+        try:
+            return objects.get(OWNER) == self._owner()
+        except FileNotFoundError:
+            return False
+
     def _ours(self, ledger: Ledger, run: int) -> Done:
         done = ledger.read_done(run)
         if done is None:
             raise CorruptError(fmt.done_key(run), f"is missing from {ledger.objects.url}")
         if done.made_by.get(SHUFFLED, {}).get("origin") != self.origin:
             raise other_dataset_error(ledger.objects)
+        refuse_missing(ledger, done)
         return done
 
     def _write(self, ledger: Ledger, run: int, before: NodeRows, piece: NodePiece) -> None:
@@ -362,7 +390,7 @@ class ScatterPass:
         sums = RowSums()
         sums.add_entries(index)
         writer = UnitWriter(ledger.objects, run, index[order], taps, self.shard_bytes)
-        try:
+        with Attempt(ledger, writer) as attempt:
             for tap, info in taps.items():
                 buffer = TapBuffer(info, count)
                 before.fill(tap, piece, buffer.rows, buffer.scales)
@@ -385,12 +413,7 @@ class ScatterPass:
                 text_digest="",
                 made_by={SHUFFLED: told},
             )
-            committed = ledger.commit(done)
-        except BaseException:
-            writer.discard()
-            raise
-        if not committed:
-            writer.discard()
+            attempt.commit(done)
 
 
 def lost_rows_error(objects: Objects) -> CorruptError:

@@ -9,6 +9,7 @@ the source. `made_by` says what was made from what: by that, the same command co
 kill, and any other is refused.
 """
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from spile.core.config import canonical_json
 from spile.core.errors import ConfigError
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
-from spile.dataset.ledger import Ledger, Table
+from spile.dataset.ledger import Attempt, Ledger, Table
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
     CheckedFile,
@@ -35,6 +36,7 @@ from spile.dataset.maintain.copy import (
     read_statistics,
     records_digest,
     refuse_if_too_large,
+    refuse_missing,
     refuse_nested,
     refuse_strangers,
     stored_bytes,
@@ -171,8 +173,8 @@ class _Shuffle:
             self._commit(ledger, level, made)
         else:
             made = list(there.values())
-        for number in range(1, len(passes) + 1):
-            _clear(self._store(number))
+        for each in passes:
+            each.clear(self._store(each.number))
         return Shuffled(
             dest=self.dest.url,
             rows=sum(done.rows for done in made),
@@ -202,6 +204,7 @@ class _Shuffle:
         done = ledger.read_done(unit)
         if done is None or done.made_by.get(SHUFFLED, {}).get("origin") != self.origin:
             raise other_dataset_error(self.dest)
+        refuse_missing(ledger, done)
         return done
 
     def _drawn(self) -> str:
@@ -254,7 +257,7 @@ class _Shuffle:
             _log.info("pass %d of %d: rows are scattered", each.number, len(passes) + 1)
             level = each.run(level, self._store(each.number), self.capacity)
             if each.number > 1:
-                _clear(self._store(each.number - 1))
+                passes[each.number - 2].clear(self._store(each.number - 1))
         assert isinstance(level, ScatteredRows)
         return level
 
@@ -294,11 +297,13 @@ class _Shuffle:
         )
         ends = _shares(len(index), [self.records[unit].rows for unit in units])
         writers = {
-            unit: _Writer(self, units[place], index[ends[place] : ends[place + 1]])
+            unit: _Writer(self, ledger, units[place], index[ends[place] : ends[place + 1]])
             for place, unit in enumerate(units)
             if unit in missing
         }
-        try:
+        with contextlib.ExitStack() as held:
+            for writer in writers.values():
+                held.enter_context(writer.attempt)
             for tap, info in self.table.taps.items():
                 at = 0
                 for piece, order in zip(pieces, orders, strict=True):
@@ -312,11 +317,7 @@ class _Shuffle:
                                 beside = None if scales is None else scales[low:high]
                                 writers[unit].write(tap, buffer, rows[low:high], beside)
                         at += len(rows)
-            return [writers.pop(unit).commit(ledger) for unit in missing]
-        except BaseException:
-            for writer in writers.values():
-                writer.discard()
-            raise
+            return [writers[unit].commit(ledger) for unit in missing]
 
     def _commit(self, ledger: Ledger, level: ScatteredRows, made: Sequence[Done]) -> None:
         """The table makes it a dataset, once the rows are found to be the same."""
@@ -335,12 +336,13 @@ class _Shuffle:
 class _Writer:
     """A unit of the new dataset."""
 
-    def __init__(self, work: _Shuffle, unit: int, index: np.ndarray) -> None:
+    def __init__(self, work: _Shuffle, ledger: Ledger, unit: int, index: np.ndarray) -> None:
         self._work, self._source = work, work.records[unit]
         shard_bytes = min(work.shard_bytes, work.dest.most_streamed or work.shard_bytes)
         self._writer = UnitWriter(
             work.dest, unit, index, work.table.taps, shard_bytes, compress=work.compress
         )
+        self.attempt = Attempt(ledger, self._writer)
         self._sums = RowSums()
         self._sums.add_entries(index)
         self._entries: list[int] = entry_hashes(index).tolist()
@@ -356,28 +358,20 @@ class _Writer:
 
     def commit(self, ledger: Ledger) -> Done:
         work, done = self._work, self._source
-        try:
-            statistics = read_statistics(work.source, done, work.table.taps)
-            for tap, stats in statistics.items():
-                self._writer.stats[tap].merge(stats)
-            origin = {"origin": work.origin, "sums": self._sums.to_json()}
-            made = self._writer.finish(
-                table=self._documents(),
-                **{name: getattr(done, name) for name in _KEPT},
-                made_by={
-                    "spile": version("spile"),
-                    SHUFFLED: origin,
-                    "rows_by": work.makers,
-                },
-            )
-            committed = ledger.commit(made)
-        except BaseException:
-            self.discard()
-            raise
-        if not committed:
-            self.discard()
-            return work.ours(ledger, done.unit)
-        return made
+        statistics = read_statistics(work.source, done, work.table.taps)
+        for tap, stats in statistics.items():
+            self._writer.stats[tap].merge(stats)
+        origin = {"origin": work.origin, "sums": self._sums.to_json()}
+        made = self._writer.finish(
+            table=self._documents(),
+            **{name: getattr(done, name) for name in _KEPT},
+            made_by={
+                "spile": version("spile"),
+                SHUFFLED: origin,
+                "rows_by": work.makers,
+            },
+        )
+        return made if self.attempt.commit(made) else work.ours(ledger, done.unit)
 
     def _documents(self) -> dict[str, np.ndarray]:
         """As they were, but for where their rows lie."""
@@ -385,9 +379,6 @@ class _Writer:
         CheckedFile(source, file).check()
         tensors = read_tensors(source, file.key)
         return {**tensors, "first_row": np.full(file.count, -1, np.int64)}
-
-    def discard(self) -> None:
-        self._writer.discard()
 
 
 _KEPT = ("fingerprint", "tokens", "documents", "contexts", "skipped", "text_digest")
@@ -397,8 +388,3 @@ def _shares(rows: int, wanted: Sequence[int]) -> list[int]:
     """Where each of some units ends, that share rows as they shared those of the source."""
     before = np.cumsum([0, *wanted]).tolist()
     return [rows * at // max(1, before[-1]) for at in before]
-
-
-def _clear(objects: Objects) -> None:
-    for key in list(objects.list()):
-        objects.delete(key)
