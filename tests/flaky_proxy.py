@@ -10,6 +10,10 @@ SHARE of the requests fail, in each of these ways equally often:
     cut         half of the answer comes, then a reset
     stall       nothing happens for two seconds, then all is well
 
+`PUT /-/plan` with a list of `[METHOD, PART OF A PATH, STATUS, BODY, DONE]` says what the next such
+requests are answered, each once and in this order; where DONE, the server has done what it was
+asked to all the same. What has not come yet is counted as `planned`.
+
 `GET /-/counts` says how many requests came, and how many failed in which way.
 """
 
@@ -32,6 +36,7 @@ class Proxy:
     def __init__(self, upstream: int, share: float, seed: int) -> None:
         self._upstream, self._share, self._random = upstream, share, random.Random(seed)
         self._counts: Counter[str] = Counter()
+        self._plan: list[tuple[str, str, str, str, bool]] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -47,9 +52,18 @@ class Proxy:
         first, headers = await _head(reader)
         method, path = first.split(b" ")[:2]
         if path == b"/-/counts":
-            await _answer(writer, b"200 OK", json.dumps(self._counts).encode())
+            await _answer(
+                writer, b"200 OK", json.dumps({**self._counts, "planned": len(self._plan)}).encode()
+            )
+            return True
+        if path == b"/-/plan":
+            self._plan += json.loads(await reader.readexactly(int(headers[b"content-length"])))
+            await _answer(writer, b"200 OK", b"")
             return True
         self._counts["requests"] += 1
+        planned = next((p for p in self._plan if _is_of(p, method, path)), None)
+        if planned:
+            self._plan.remove(planned)
         way = self._random.choice(WAYS) if self._random.random() < self._share else ""
         if way:
             self._counts[way] += 1
@@ -60,6 +74,12 @@ class Proxy:
         if headers.get(b"expect", b"").lower() == b"100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await reader.readexactly(length)
+        if planned:
+            _, _, status_line, said, done = planned
+            if done:
+                await self._ask(first, headers, body)
+            await _answer(writer, status_line.encode(), said.encode())
+            return True
         if way in ("503", "429"):
             status = b"503 Service Unavailable" if way == "503" else b"429 Too Many Requests"
             await _answer(writer, status, b"" if method == b"HEAD" else b"<Error/>")
@@ -94,6 +114,10 @@ class Proxy:
         }
         answered.setdefault(b"content-length", b"%d" % len(answer))
         return status, answered, answer
+
+
+def _is_of(planned: tuple[str, str, str, str, bool], method: bytes, path: bytes) -> bool:
+    return planned[0].encode() == method and planned[1].encode() in path
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[bytes, Headers]:

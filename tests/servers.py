@@ -102,6 +102,12 @@ def counts(proxy: str) -> dict[str, int]:
         return json.load(answer)
 
 
+def plan(proxy: str, *answers: tuple[str, str, str, str, bool]) -> None:
+    """What a proxy answers to the next requests of a kind (see flaky_proxy.py)."""
+    data = json.dumps(answers).encode()
+    urllib.request.urlopen(urllib.request.Request(f"{proxy}/-/plan", data, method="PUT")).close()
+
+
 def unfinished_uploads() -> str:
     """What S3 says of multipart uploads that were begun in the tests' bucket and not ended."""
     with urllib.request.urlopen(f"{s3_endpoint()}/{_BUCKET}?uploads") as answer:

@@ -243,7 +243,10 @@ class BucketObjects:
             raise StoreError(f"{self.url}: there is no such bucket") from error
         if isinstance(error, _REFUSED) or "<Code>ExpiredToken<" in str(error):
             raise StoreError(f"{what}; check the credentials and their rights") from error
-        if isinstance(error, _HOPELESS) or (status and status not in PASSING):
+        passing = status in PASSING or "<Code>RequestTimeout<" in str(
+            error
+        )  # (which S3 says by 400)
+        if isinstance(error, _HOPELESS) or (status and not passing):
             raise StoreError(what) from error
         trying.again(_line(error), error)
 
