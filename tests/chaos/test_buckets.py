@@ -156,11 +156,11 @@ def test_of_ten_workers_that_race_for_every_unit_one_commits_it(
 
 
 def test_a_service_that_is_gone_for_good_ends_the_run_in_one_line(
-    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket, "PATIENCE_AT_FIRST", 0.5)
     for name, value in servers.s3_environment(f"http://127.0.0.1:{tiny.free_port()}").items():
         monkeypatch.setenv(name, value)
-    result = run("extract", *reference.work.flags("s3://nowhere/x"))
+    result = run("extract", *Work(model, corpus, OPTIONS).flags("s3://nowhere/x"))
     assert result.code == 3 and len(result.err.splitlines()) == 1, result.err
     assert "s3://nowhere/x" in result.err

@@ -1,6 +1,7 @@
 """Exactly once: whatever is killed, wherever, the dataset ends up as if nothing had happened.
 
-`pytest -m chaos tests/chaos --chaos-full` kills more than a hundred times; the suite, a dozen.
+`pytest -m chaos tests/chaos --chaos-full` kills more than a hundred times; the suite, eight times,
+one after the other in one dataset.
 """
 
 import json
@@ -21,10 +22,6 @@ pytestmark = pytest.mark.chaos
 
 KILLED = -signal.SIGKILL
 LAST = -1  # unit, and so the number of them
-# Places that the suite leaves to `make chaos`: all records are created in the same way, and of each
-# moment of that one record is tried always.
-AT_LENGTH = ("units torn", "units linked", "model torn", "model written", "model linked",
-             "shard header", "done written", "manifest torn", "manifest written")  # fmt: skip
 # Heads, heads by keys and single numbers; of the rows some are dropped, and then every other one.
 RECIPE = {
     "taps": "q:1,attn_pattern:0,resid_post:2,logprob",
@@ -39,31 +36,46 @@ RECIPE = {
 
 @dataclass(frozen=True)
 class Reference:
-    """An uninterrupted run: the work, what it made, and how long it took."""
+    """An uninterrupted run: the work, and what it made."""
 
     work: Work
     out: Path
     units: int
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a process takes for it, in seconds."""
+
     duration: float
     at_work: float  # the part of it after the model was loaded
 
 
 @pytest.fixture(scope="session")
-def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Reference:
     folder = tmp_path_factory.mktemp("reference")
-    work = Work(model, tiny.write_corpus(folder / "corpus.jsonl", 60, seed=3), RECIPE)
-    work.extract(folder / "warm")  # compiles, so that no kill ever tears the cache
+    documents = 60 if pytestconfig.getoption("--chaos-full") else 24
+    work = Work(model, tiny.write_corpus(folder / "corpus.jsonl", documents, seed=3), RECIPE)
+    work.extract(folder / "out")  # compiles, so that no kill ever tears the cache
+    units = len(list((folder / "out" / "done").iterdir()))
+    assert 5 <= units <= 15
+    return Reference(work, folder / "out", units)
+
+
+@pytest.fixture(scope="session")
+def pace(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pace:
+    out = tmp_path_factory.mktemp("pace") / "out"
     began = time.monotonic()
-    process = start(work, folder / "out")
-    wait_for(lambda: any((folder / "out").glob("workers/*.json")), process)
+    process = start(reference.work, out)
+    wait_for(lambda: any(out.glob("workers/*.json")), process)
     loaded = time.monotonic()
-    out, err = process.communicate()
+    _, err = process.communicate()
     assert process.returncode == 0, err
     ended = time.monotonic()
-    check_same(folder / "warm", folder / "out")
-    units = len(list((folder / "out" / "done").iterdir()))
-    assert 10 <= units <= 15
-    return Reference(work, folder / "out", units, ended - began, ended - loaded)
+    check_same(out, reference.out)
+    return Pace(ended - began, ended - loaded)
 
 
 def start(work: Work, out: Path, **spec: object) -> subprocess.Popen[str]:
@@ -75,7 +87,9 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def killed_until_done(reference: Reference, out: Path, rng: random.Random, limit: int) -> int:
+def killed_until_done(
+    reference: Reference, pace: Pace, out: Path, rng: random.Random, limit: int
+) -> int:
     """Run, kill, and run again until a run comes to its end; returns the number of kills."""
     witness = Witness(out)
     kills = 0
@@ -85,9 +99,9 @@ def killed_until_done(reference: Reference, out: Path, rng: random.Random, limit
         if kills < limit and rng.random() < 0.5:
             # Half of the kills fall while units are being written, which is brief.
             wait_for(lambda n=workers: len(list(out.glob("workers/*.json"))) > n, process)
-            moment = rng.uniform(0, reference.at_work)
+            moment = rng.uniform(0, pace.at_work)
         else:
-            moment = rng.uniform(0, reference.duration)
+            moment = rng.uniform(0, pace.duration)
         try:
             _, err = process.communicate(timeout=moment if kills < limit else 120)
             assert process.returncode == 0, err
@@ -104,89 +118,126 @@ def killed_until_done(reference: Reference, out: Path, rng: random.Random, limit
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
 def test_runs_killed_at_random_moments_end_in_the_same_dataset(
-    seed: int, reference: Reference, tmp_path: Path, pytestconfig: pytest.Config
+    seed: int, reference: Reference, pace: Pace, tmp_path: Path
 ) -> None:
-    full = pytestconfig.getoption("--chaos-full")
-    if seed != 1 and not full:
-        pytest.skip("--chaos-full")
     rng = random.Random(seed)
-    wanted = 28 if full else 2
+    wanted = 28
     kills = dataset = 0
     while kills < wanted:
         out = tmp_path / str(dataset)
-        kills += killed_until_done(reference, out, rng, wanted - kills)
+        kills += killed_until_done(reference, pace, out, rng, wanted - kills)
         check_same(out, reference.out)
         dataset += 1
 
 
-@pytest.mark.parametrize(
-    ("place", "nth", "done", "torn"),
-    [
-        ("units torn", 1, 0, "units.json"),
-        ("units written", 1, 0, "units.json"),
-        ("units linked", 1, 0, "units.json"),
-        ("model torn", 1, 0, "model.json"),
-        ("model written", 1, 0, "model.json"),
-        ("model linked", 1, 0, "model.json"),
-        ("heartbeat", 1, 0, "workers"),
-        ("heartbeat", 4, None, "workers"),
-        ("shard header", 1, 0, ""),
-        # (another thread may be committing the unit before just then)
-        ("shard header", 15, None, None),
-        ("shard rows", 20, None, None),
-        ("commit before", 1, 0, ""),
-        ("commit before", LAST, LAST - 1, ""),
-        ("done torn", 5, 4, "done"),
-        ("done written", 5, 4, "done"),
-        ("done linked", 5, 5, "done"),
-        ("commit after", 5, 5, ""),
-        ("commit after", LAST, LAST, ""),
-        ("manifest torn", 1, LAST, "manifest.json"),
-        ("manifest written", 1, LAST, "manifest.json"),
-        ("manifest linked", 1, LAST, "manifest.json"),
-    ],
-)
+@dataclass(frozen=True)
+class Kill:
+    """The `nth` time a process comes to a place, after so many commits of its own.
+
+    `torn`: the record that it was making, or a folder of such, of which it leaves a temporary file.
+    """
+
+    place: str
+    nth: int
+    commits: int | None
+    torn: str | None
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.nth}"
+
+
+PLACES = [
+    Kill("units torn", 1, 0, "units.json"),
+    Kill("units written", 1, 0, "units.json"),
+    Kill("units linked", 1, 0, "units.json"),
+    Kill("model torn", 1, 0, "model.json"),
+    Kill("model written", 1, 0, "model.json"),
+    Kill("model linked", 1, 0, "model.json"),
+    Kill("heartbeat", 1, 0, "workers"),
+    Kill("heartbeat", 4, None, "workers"),
+    Kill("shard header", 1, 0, ""),
+    # (another thread may be committing the unit before just then)
+    Kill("shard header", 15, None, None),
+    Kill("shard rows", 20, None, None),
+    Kill("commit before", 1, 0, ""),
+    Kill("commit before", LAST, LAST - 1, ""),
+    Kill("done torn", 5, 4, "done"),
+    Kill("done written", 5, 4, "done"),
+    Kill("done linked", 5, 5, "done"),
+    Kill("commit after", 5, 5, ""),
+    Kill("commit after", LAST, LAST, ""),
+    Kill("manifest torn", 1, LAST, "manifest.json"),
+    Kill("manifest written", 1, LAST, "manifest.json"),
+    Kill("manifest linked", 1, LAST, "manifest.json"),
+]
+# One after the other in one dataset. All records are created in the same way: of each moment of
+# that one record is tried.
+CHAIN = [
+    Kill("units written", 1, 0, "units.json"),
+    Kill("heartbeat", 1, 0, "workers"),
+    Kill("commit before", 1, 0, ""),
+    Kill("done torn", 2, 1, "done"),
+    Kill("shard rows", 6, None, None),
+    Kill("commit after", LAST, LAST, ""),
+    Kill("manifest torn", 1, 0, "manifest.json"),
+    Kill("manifest linked", 1, 0, "manifest.json"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kill", PLACES, ids=str)
 def test_a_kill_at_an_exact_place_neither_loses_nor_doubles_a_unit(
-    place: str,
-    nth: int,
-    done: int | None,
-    torn: str | None,
-    reference: Reference,
-    tmp_path: Path,
-    pytestconfig: pytest.Config,
+    kill: Kill, reference: Reference, tmp_path: Path
 ) -> None:
-    if place in AT_LENGTH and not pytestconfig.getoption("--chaos-full"):
-        pytest.skip("--chaos-full: the other records are made the same way")
     out = tmp_path / "out"
-    process = start(reference.work, out, kill=place, nth=from_end(nth, reference))
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == KILLED, err
     witness = Witness(out)
+    killed(kill, reference, out, witness)
+    reference.work.extract(out)
+    witness.check()
+    check_same(out, reference.out)
+
+
+def test_a_run_killed_at_one_exact_place_after_another_neither_loses_nor_doubles_a_unit(
+    reference: Reference, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    witness = Witness(out)
+    for kill in CHAIN:
+        killed(kill, reference, out, witness)
+    reference.work.extract(out)
+    witness.check()
+    check_same(out, reference.out)
+
+
+def killed(kill: Kill, reference: Reference, out: Path, witness: Witness) -> None:
+    """Run and be killed there; what was committed stands, and what is there is sound."""
+    before, temporary = len(witness.seen), {*out.rglob("*.tmp-*")}
+
+    def from_end(count: int) -> int:
+        return count if count >= 0 else reference.units - before + 1 + count
+
+    process = start(reference.work, out, kill=kill.place, nth=from_end(kill.nth))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == KILLED, f"{kill}: {err}"
     witness.look()
     # It died where it was meant to: so many commits stand, and the record that it was making, or a
     # folder of such, has a temporary file. (A prediction or a heartbeat may be made at any time.)
-    assert done is None or len(witness.seen) == from_end(done, reference)
-    left = {path.relative_to(out).parts[0].partition(".tmp-")[0] for path in out.rglob("*.tmp-*")}
-    if torn is not None:
-        anytime = {"workers", "prediction.json"} - {torn}
-        if done is None:  # another thread may be committing a unit just then
+    if kill.commits is not None:
+        assert len(witness.seen) - before == from_end(kill.commits), kill
+    made = {path.relative_to(out).parts[0] for path in {*out.rglob("*.tmp-*")} - temporary}
+    left = {name.partition(".tmp-")[0] for name in made}
+    if kill.torn is not None:
+        anytime = {"workers", "prediction.json"} - {kill.torn}
+        if kill.commits is None:  # another thread may be committing a unit just then
             anytime.add("done")
-        assert left - anytime == ({torn} if torn else set())
+        assert left - anytime == ({kill.torn} if kill.torn else set()), kill
     witness.check()
     if (out / "units.json").exists():
         assert run("verify", out, "--partial", "--json").json["faults"] == []
         assert len(spile.open(str(out), partial=True).taps) == 4
 
-    reference.work.extract(out)
 
-    witness.check()
-    check_same(out, reference.out)
-
-
-def from_end(count: int, reference: Reference) -> int:
-    return count if count >= 0 else reference.units + 1 + count
-
-
+@pytest.mark.full
 def test_two_processes_that_share_the_units_make_one_dataset(
     reference: Reference, tmp_path: Path
 ) -> None:
@@ -239,16 +290,16 @@ def test_a_worker_that_slept_through_the_end_wakes_up_harmless(
 
 @pytest.mark.full
 def test_gc_in_a_loop_beside_killed_racing_writers_loses_no_commit(
-    reference: Reference, tmp_path: Path, pytestconfig: pytest.Config
+    reference: Reference, pace: Pace, tmp_path: Path
 ) -> None:
     rng = random.Random(7)
-    wanted = 40 if pytestconfig.getoption("--chaos-full") else 2
+    wanted = 40
     kills = dataset = 0
     while kills < wanted:
         out, stop = tmp_path / str(dataset), tmp_path / f"stop{dataset}"
         collector = launch({"until": str(stop)}, "gc", out, "--json")
         witness = Witness(out)
-        kills += race_until_done(reference, out, rng, wanted - kills, witness)
+        kills += race_until_done(reference, pace, out, rng, wanted - kills, witness)
         stop.touch()
         printed, err = collector.communicate(timeout=60)
         assert collector.returncode == 0, err
@@ -264,14 +315,14 @@ def test_gc_in_a_loop_beside_killed_racing_writers_loses_no_commit(
 
 
 def race_until_done(
-    reference: Reference, out: Path, rng: random.Random, limit: int, witness: Witness
+    reference: Reference, pace: Pace, out: Path, rng: random.Random, limit: int, witness: Witness
 ) -> int:
     """Two blind writers at a time, killed and replaced until both have come to their end."""
     kills = 0
 
     def another() -> tuple[subprocess.Popen[str], float]:
         process = start(reference.work, out, blind=True)
-        return process, time.monotonic() + rng.uniform(0.3, 1.2) * reference.duration
+        return process, time.monotonic() + rng.uniform(0.3, 1.2) * pace.duration
 
     racing = [another(), another()]
     while racing:

@@ -186,11 +186,10 @@ def test_units_whose_slice_did_not_live_to_say_so_are_not_waited_for(
     check_same(out, expected)
 
 
+@pytest.mark.full
 def test_slices_of_two_hosts_are_replaced_whole(
-    cluster: Cluster, reference: Reference, tmp_path: Path, full: bool
+    cluster: Cluster, reference: Reference, tmp_path: Path
 ) -> None:
-    if not full:
-        pytest.skip("--chaos-full")
     work, expected = reference
     for _ in range(3):
         cluster.add(num_cpus=1)
@@ -210,12 +209,11 @@ def test_slices_of_two_hosts_are_replaced_whole(
     check_equal(out, expected)
 
 
+@pytest.mark.full
 def test_tpu_slices_are_placed_as_they_are_wired(
-    cluster: Cluster, reference: Reference, tmp_path: Path, full: bool
+    cluster: Cluster, reference: Reference, tmp_path: Path
 ) -> None:
     """Nodes that say they are hosts of two v4 slices; their numbers are not Ray's."""
-    if not full:
-        pytest.skip("--chaos-full")
     work, expected = reference
     for name in ("a", "b"):
         for worker in (1, 0):
@@ -236,11 +234,10 @@ def test_tpu_slices_are_placed_as_they_are_wired(
     check_equal(out, expected)
 
 
+@pytest.mark.full
 def test_errors_and_stops_end_the_run_as_they_would_without_ray(
-    cluster: Cluster, reference: Reference, tmp_path: Path, full: bool
+    cluster: Cluster, reference: Reference, tmp_path: Path
 ) -> None:
-    if not full:
-        pytest.skip("--chaos-full")
     work, expected = reference
     cluster.add(num_cpus=1)
     out = tmp_path / "out"
@@ -274,11 +271,10 @@ def test_errors_and_stops_end_the_run_as_they_would_without_ray(
     check_same(out, expected)
 
 
+@pytest.mark.full
 def test_a_node_that_joins_speeds_the_work_up(
-    cluster: Cluster, reference: Reference, tmp_path: Path, full: bool
+    cluster: Cluster, reference: Reference, tmp_path: Path
 ) -> None:
-    if not full:
-        pytest.skip("--chaos-full")
     work, expected = reference
     cluster.add(num_cpus=1)
     out = tmp_path / "out"
@@ -304,11 +300,10 @@ def timed(driver: Driver, out: Path, units: int) -> float:
     return (time.monotonic() - began) / (done(out) - before)
 
 
+@pytest.mark.full
 def test_a_unit_costs_less_than_50_ms_more_than_without_ray(
-    cluster: Cluster, model: Path, tmp_path: Path, full: bool
+    cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
-    if not full:
-        pytest.skip("--chaos-full")
     work = Work(model, tiny.write_corpus(tmp_path / "corpus.jsonl", 300, seed=8))
     work.options.update(taps="embed", unit_tokens=60)
     cluster.add(num_cpus=1)

@@ -1,19 +1,19 @@
 """A real Slurm of several nodes: arrays and joined nodes, cancelled and requeued as they work.
 
-The joined ones with `--chaos-full`.
+In the suite an array that nobody disturbs; the others with `--chaos-full`.
 """
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import tiny
-from chaos.harness import Witness, Work
+from chaos.harness import Witness, Work, run
 from launches import SLOW, made
 from slurm_cluster import Cluster, need_slurm
 from worlds import HEARTBEAT, check_equal, on_devices, planted
@@ -24,23 +24,29 @@ pytestmark = pytest.mark.chaos
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[Cluster]:
     need_slurm()
-    ports = [tiny.free_port() for _ in range(4)]
-    with Cluster(tmp_path_factory.mktemp("slurm"), 3, ports) as cluster:
+    nodes = 3 if pytestconfig.getoption("--chaos-full") else 2
+    ports = [tiny.free_port() for _ in range(nodes + 1)]
+    with Cluster(tmp_path_factory.mktemp("slurm"), nodes, ports) as cluster:
         yield cluster
 
 
 class Launch:
     """A run on that cluster, as a user would start it and look at it."""
 
-    def __init__(self, cluster: Cluster, folder: Path, flags: list[str]) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, flags: list[str], *, planting: str | None = SLOW
+    ) -> None:
         self._cluster, self._folder, self._flags = cluster, folder, flags
         self._program = folder / "spile"
         self._program.write_text(f'#!/bin/sh\nexec {sys.executable} -m spile.cli "$@"\n')
         self._program.chmod(0o755)
-        plant = planted(folder / "plant", SLOW)
-        env = {"JAX_PLATFORMS": "cpu", "SPILE_PLANT": "1", **plant, **on_devices(1)}
+        env = {"JAX_PLATFORMS": "cpu", **on_devices(1)}
+        if planting:
+            env |= {"SPILE_PLANT": "1", **planted(folder / "plant", planting)}
         self._env = [f"--env={name}={value}" for name, value in env.items()]
 
     def start(self, *how: str) -> str:
@@ -53,12 +59,10 @@ class Launch:
         flags = list(words)
         place = flags.index("slurm") + 1
         flags[place:place] = ["--name", "run1", "--log-folder", str(self._folder)]
-        done = subprocess.run(
-            [sys.executable, "-m", "spile.cli", "launch", *flags], capture_output=True, text=True,
-            env={**os.environ, **self._cluster.environment},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        with mock.patch.dict(os.environ, self._cluster.environment):
+            done = run("launch", *flags)
+        assert done.code == 0, done.err
+        return done.out
 
     def said(self) -> str:
         logs = sorted(self._folder.glob("run1.log.*"))
@@ -86,6 +90,19 @@ def done(out: Path) -> int:
     return len(list(out.glob("done/*.json")))
 
 
+def test_an_array_makes_the_same(cluster: Cluster, made: tuple[Work, Path], tmp_path: Path) -> None:
+    work, expected = made
+    out = tmp_path / "out"
+    launch = Launch(cluster, tmp_path, work.flags(out), planting=None)
+    launch.start("--slices", "2")
+    assert "run1" in launch.call("status", "slurm")
+    launch.until(launch.ended)
+    check_equal(out, expected)
+    logs = launch.call("logs", "slurm")
+    assert all(f"share {number}/2" in logs for number in range(2)), logs
+
+
+@pytest.mark.full
 def test_an_array_of_which_one_is_cancelled_and_one_requeued_makes_the_same(
     cluster: Cluster, made: tuple[Work, Path], tmp_path: Path
 ) -> None:
@@ -106,11 +123,10 @@ def test_an_array_of_which_one_is_cancelled_and_one_requeued_makes_the_same(
     assert "interrupted; what is committed stays valid" in launch.call("logs", "slurm")
 
 
+@pytest.mark.full
 def test_joined_nodes_that_are_requeued_as_they_work_make_the_same(
-    cluster: Cluster, made: tuple[Work, Path], tmp_path: Path, full: bool
+    cluster: Cluster, made: tuple[Work, Path], tmp_path: Path
 ) -> None:
-    if not full:
-        pytest.skip("--chaos-full")
     work, expected = made
     out = tmp_path / "out"
     flags = work.flags(out, heartbeat_timeout=HEARTBEAT, start_timeout=60)

@@ -1,20 +1,22 @@
 """Hosts with an sshd each, a world over them launched by ssh, and links that are cut.
 
-One cut in the suite; with `--chaos-full` more, at random moments.
+In the suite one is down from the beginning; with `--chaos-full` they are cut as they work, too.
 """
 
+import os
 import random
-import subprocess
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-import tiny
-from chaos.harness import Result, Witness, Work
-from launches import SLOW, made
+from chaos.harness import Result, Witness, Work, run
+from launches import SLOW, made, path_with
 from netns import Hosts, need_hosts
 from worlds import ABORTED, HEARTBEAT, check_equal, on_devices, planted, wait_until
 
@@ -38,11 +40,17 @@ class Launch:
     """A run on those hosts, as a user would start it and look at it."""
 
     def __init__(
-        self, hosts: Hosts, name: str, folder: Path, flags: list[str], restarts: int = 0
-    ) -> None:
+        self, hosts: Hosts, name: str, folder: Path, flags: list[str], restarts: int = 0,
+        *, planting: str = SLOW,
+    ) -> None:  # fmt: skip
         self.hosts, self.name, self._flags, self._restarts = hosts, name, flags, restarts
+        self._tools = folder / "tools"
+        self._tools.mkdir()
+        ssh = self._tools / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexec {shlex.join(hosts.inside())} {shutil.which("ssh")} "$@"\n')
+        ssh.chmod(0o755)
         self._program = folder / "spile"
-        paths = planted(folder / "plant", SLOW)["PYTHONPATH"]
+        paths = planted(folder / "plant", planting)["PYTHONPATH"]
         self._program.write_text(f'#!/bin/sh\nexec {sys.executable} -m spile.cli "$@"\n')
         self._program.chmod(0o755)
         self._env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **on_devices(1)}
@@ -58,11 +66,8 @@ class Launch:
         where = ["--hosts", self.hosts.file, "--ssh-config", self.hosts.config, "--name", self.name]
         flags = list(words)
         flags[flags.index("ssh") + 1 : flags.index("ssh") + 1] = map(str, where)
-        done = subprocess.run(
-            [*self.hosts.inside(), sys.executable, "-m", "spile.cli", "launch", *flags],
-            env={**tiny.environment(), "PYTHONWARNINGS": "error"}, capture_output=True, text=True,
-        )  # fmt: skip
-        return Result(done.returncode, done.stdout, done.stderr)
+        with mock.patch.dict(os.environ, PATH=path_with(self._tools)):
+            return run("launch", *flags)
 
     def code(self, number: int) -> int | None:
         """What the process on that host ended with."""
@@ -86,6 +91,47 @@ def done(out: Path) -> int:
     return len(list(out.glob("done/*.json")))
 
 
+def test_a_world_of_which_a_host_was_down_is_launched_there_again_and_makes_the_same(
+    hosts: Hosts, made: tuple[Work, Path], tmp_path: Path
+) -> None:
+    work, expected = made
+    out = tmp_path / "out"
+    launch = Launch(hosts, "late", tmp_path, work.flags(out, start_timeout=120), planting="")
+    hosts.cut("h2")
+    check_half_started(launch)
+    hosts.mend("h2")
+    check_other_half_started(launch)
+    wait_until(lambda: None not in launch.codes(), 120, launch.said)
+    check_ended(launch)
+    check_equal(out, expected)
+
+
+def check_half_started(launch: Launch) -> None:
+    """One host is down: the other is started, and the line names the one that was not."""
+    down = launch.start()
+    assert down.code == 3, down.out
+    assert down.err.startswith("spile: 1 of 2 failed: h2 (slice 0, process 1): ssh: connect to")
+    assert "run the same command again: what runs already is left alone" in down.err
+    assert "h1 (slice 0, process 0): started (pid " in down.out
+
+
+def check_other_half_started(launch: Launch) -> None:
+    again = launch.start()
+    assert again.code == 0, again.err
+    assert "h1 (slice 0, process 0): already running" in again.out
+    assert "h2 (slice 0, process 1): started (pid " in again.out
+
+
+def check_ended(launch: Launch) -> None:
+    assert launch.codes() == [0, 0], launch.said()
+    status = launch.call("status", "ssh")
+    assert status.out.count("ended with exit code 0") == 2, status.out + status.err
+    logs = launch.call("logs", "ssh", "--lines", "5")
+    assert "== h1 (slice 0" in logs.out
+    assert "never started" not in logs.out
+
+
+@pytest.mark.full
 def test_a_world_launched_by_ssh_whose_link_is_cut_is_launched_again_and_makes_the_same(
     hosts: Hosts, made: tuple[Work, Path], tmp_path: Path
 ) -> None:
@@ -102,35 +148,21 @@ def test_a_world_launched_by_ssh_whose_link_is_cut_is_launched_again_and_makes_t
     witness.look()
     before = done(out)
     assert not (out / "manifest.json").exists()
-    # One host is down: the other is started, and the line names the one that was not.
-    down = launch.start()
-    assert down.code == 3, down.out
-    assert down.err.startswith("spile: 1 of 2 failed: h2 (slice 0, process 1): ssh: connect to")
-    assert "run the same command again: what runs already is left alone" in down.err
-    assert "h1 (slice 0, process 0): started" in down.out
+    check_half_started(launch)
     hosts.mend("h2")
-    again = launch.start()
-    assert again.code == 0, again.err
-    assert "h1 (slice 0, process 0): already running" in again.out
-    assert "h2 (slice 0, process 1): started" in again.out
+    check_other_half_started(launch)
     wait_until(lambda: None not in launch.codes(), 90, launch.said)
-    assert launch.codes() == [0, 0], launch.said()
     assert done(out) > before
-    status = launch.call("status", "ssh")
-    assert status.out.count("ended with exit code 0") == 2, status.out + status.err
-    logs = launch.call("logs", "ssh", "--lines", "5")
-    assert "== h1 (slice 0" in logs.out
-    assert "never started" not in logs.out
+    check_ended(launch)
     witness.look()
     witness.check()
     check_equal(out, expected)
 
 
+@pytest.mark.full
 def test_links_cut_at_random_moments_end_in_the_same_dataset(
-    hosts: Hosts, made: tuple[Work, Path], tmp_path: Path, full: bool
+    hosts: Hosts, made: tuple[Work, Path], tmp_path: Path
 ) -> None:
-    if not full:
-        pytest.skip("--chaos-full")
     work, expected = made
     out, rng = tmp_path / "out", random.Random(5)
     flags = work.flags(out, heartbeat_timeout=HEARTBEAT, start_timeout=15)
@@ -156,11 +188,10 @@ def test_links_cut_at_random_moments_end_in_the_same_dataset(
     check_equal(out, expected)
 
 
+@pytest.mark.full
 def test_a_supervised_world_whose_link_is_cut_comes_back_by_itself(
-    hosts: Hosts, made: tuple[Work, Path], tmp_path: Path, full: bool
+    hosts: Hosts, made: tuple[Work, Path], tmp_path: Path
 ) -> None:
-    if not full:
-        pytest.skip("--chaos-full")
     work, expected = made
     out = tmp_path / "out"
     flags = work.flags(out, heartbeat_timeout=HEARTBEAT, start_timeout=60)

@@ -1,6 +1,6 @@
 """Under supervision: whatever is killed is started again, and the dataset is made once.
 
-One kill in the suite; with `--chaos-full` more, a stop, and two processes of a world.
+All of it with `--chaos-full`: tests/fleet/test_supervise.py is the suite's.
 """
 
 import random
@@ -67,9 +67,9 @@ def killed_until_done(work: Work, out: Path, rng: random.Random, limit: int) -> 
 
 @pytest.mark.full
 def test_a_worker_killed_again_and_again_is_started_again(
-    work: tuple[Work, Path], tmp_path: Path, pytestconfig: pytest.Config
+    work: tuple[Work, Path], tmp_path: Path
 ) -> None:
-    wanted = 20 if pytestconfig.getoption("--chaos-full") else 1
+    wanted = 20
     rng, kills = random.Random(4), 0
     while kills < wanted:
         out = tmp_path / str(kills)
@@ -77,11 +77,10 @@ def test_a_worker_killed_again_and_again_is_started_again(
         check_same(out, work[1])
 
 
+@pytest.mark.full
 def test_a_run_that_is_stopped_drains_and_the_same_command_goes_on(
-    work: tuple[Work, Path], tmp_path: Path, pytestconfig: pytest.Config
+    work: tuple[Work, Path], tmp_path: Path
 ) -> None:
-    if not pytestconfig.getoption("--chaos-full"):
-        pytest.skip("--chaos-full: tests/fleet/test_supervise.py stops processes, too")
     out = tmp_path / "out"
     for code in (130, 0):
         member = supervised(work[0], out, tmp_path)
@@ -97,11 +96,10 @@ def test_a_run_that_is_stopped_drains_and_the_same_command_goes_on(
     check_same(out, work[1])
 
 
+@pytest.mark.full
 def test_a_world_of_two_supervised_processes_comes_back_by_itself(
-    work: tuple[Work, Path], tmp_path: Path, pytestconfig: pytest.Config
+    work: tuple[Work, Path], tmp_path: Path
 ) -> None:
-    if not pytestconfig.getoption("--chaos-full"):
-        pytest.skip("--chaos-full")
     out, where = tmp_path / "out", "127.0.0.1:7788"
     joined = ("--coordinator", where, "--num-processes", "2", "--heartbeat-timeout", "10")
     joined += ("--start-timeout", "60", "--process-id")

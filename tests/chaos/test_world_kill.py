@@ -80,10 +80,8 @@ def check_survivors(world: Group, lost: Member, seconds: float = SOON) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("killed", "paused"), [(0, 1), (1, 0)])
 def test_a_world_that_loses_a_process_by_a_kill_and_one_by_a_pause_is_started_again(
-    killed: int, paused: int, reference: Reference, tmp_path: Path, full: bool
+    killed: int, paused: int, reference: Reference, tmp_path: Path
 ) -> None:
-    if paused == 0 and not full:
-        pytest.skip("--chaos-full")
     out = tmp_path / "out"
     witness = Witness(out)
     with reference.world(out, 2) as world:
@@ -114,10 +112,10 @@ def test_a_world_that_loses_a_process_by_a_kill_and_one_by_a_pause_is_started_ag
 
 @pytest.mark.full
 def test_worlds_killed_at_random_moments_end_in_the_same_dataset(
-    reference: Reference, tmp_path: Path, full: bool
+    reference: Reference, tmp_path: Path
 ) -> None:
     rng = random.Random(11)
-    wanted, processes = (40, 4) if full else (1, 2)
+    wanted, processes = 40, 4
     kills = dataset = 0
     while kills < wanted:
         out = tmp_path / str(dataset)
@@ -174,13 +172,12 @@ def wait_for_a_moment(world: Group, out: Path, rng: random.Random, *, early: boo
     return SOON
 
 
+@pytest.mark.full  # (some of them are in tests/e2e/test_world.py)
 @pytest.mark.parametrize("mesh", ["1d", "2d", "3d", "fsdp=4", "data=4", "auto"])
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_every_world_makes_the_same_dataset_on_every_mesh(
-    processes: int, mesh: str, reference: Reference, tmp_path: Path, full: bool
+    processes: int, mesh: str, reference: Reference, tmp_path: Path
 ) -> None:
-    if not full:
-        pytest.skip("--chaos-full: some of them are in tests/e2e/test_world.py")
     out = tmp_path / "out"
     devices = 4 // processes
     with reference.world(out, processes, mesh, devices=devices, environments={}) as world:
@@ -192,10 +189,8 @@ def test_every_world_makes_the_same_dataset_on_every_mesh(
 
 
 @pytest.fixture
-def hosts(full: bool) -> Iterator[tuple[str, str]]:
+def hosts() -> Iterator[tuple[str, str]]:
     """Two network namespaces, joined by a cable: 10.78.0.1 and 10.78.0.2."""
-    if not full:
-        pytest.skip("--chaos-full")
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("needs root and iproute2")
     names = tuple(f"spile_{os.getpid()}_{n}" for n in (1, 2))
@@ -226,6 +221,7 @@ def hosts(full: bool) -> Iterator[tuple[str, str]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.full
 def test_a_world_whose_link_is_cut_ends_on_both_sides(
     hosts: tuple[str, str], reference: Reference, tmp_path: Path
 ) -> None:
