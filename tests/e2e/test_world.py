@@ -1,9 +1,10 @@
 """Processes that do each unit together: the same dataset, whoever they are, and how they refuse."""
 
 import json
+import re
 import signal
 import socket
-from collections.abc import Iterator
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ import pytest
 import spile
 import tiny
 from chaos.harness import Work, run
+from spile.core.config import Runtime
+from spile.core.errors import ConfigError
+from spile.dataset import format as fmt
+from spile.objects import LocalObjects
+from spile.run.child import _why as why_it_ended
+from spile.run.rank import Rank
+from spile.run.world import join
 from worlds import ABORTED, Group, check_equal, planted
 
 # Rows of several shapes, of which some are dropped, and then every other one.
@@ -71,9 +79,9 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    work = Work(model, corpus, RECIPE)
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     out = tmp_path_factory.mktemp("made") / "out"
+    work = Work(model, tiny.write_corpus(out.with_name("docs.jsonl"), 16), RECIPE)
     work.extract(out)
     return Made(work, out, len(list((out / "done").iterdir())))
 
@@ -166,33 +174,13 @@ def test_other_worlds_on_other_meshes_go_on_where_one_was_stopped(
 # -- what users get wrong --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """Worlds that wait for somebody: they do so together, beside the tests that follow."""
-
-    missing: Group
-    twice: Group
-
-
-@pytest.fixture(scope="module")
-def waiting(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Waiting]:
-    folder = tmp_path_factory.mktemp("waiting")
-    with (
-        made.world(folder / "missing", 4, 1, ids=[0, 2], start_timeout=5) as missing,
-        made.world(folder / "twice", 3, 1, ids=[0, 1, 1], start_timeout=8) as twice,
-    ):
-        yield Waiting(missing, twice)
-
-
 def refused_alike(made: Made, tmp_path: Path, code: int, *named: str, **changes: Any) -> None:
     with made.world(tmp_path / "out", 2, 1, **changes) as world:
         check_refused(world, code, *named)
     assert done(tmp_path / "out") == 0
 
 
-def test_a_process_with_other_arguments_is_named_with_the_flag(
-    made: Made, waiting: Waiting, tmp_path: Path
-) -> None:
+def test_a_process_with_other_arguments_is_named_with_the_flag(made: Made, tmp_path: Path) -> None:
     own = {1: ["--shard-bytes", "8192"]}
     named = "process 1 (", "--shard-bytes 8192", "process 0 has 1073741824"
     refused_alike(made, tmp_path, 2, *named, own_flags=own)
@@ -216,6 +204,7 @@ def test_a_batch_that_processes_cannot_share_is_refused_by_all(made: Made, tmp_p
     refused_alike(made, tmp_path, 2, *named, mesh="1d", options={"batch_tokens": 64})
 
 
+@pytest.mark.full
 def test_a_model_that_no_mesh_holds_is_refused_by_all(made: Made, tmp_path: Path) -> None:
     code = "import spile.run.extract as local\nlocal.memory_limit = lambda device: 10_000"
     small = planted(tmp_path / "plant", code)
@@ -223,6 +212,7 @@ def test_a_model_that_no_mesh_holds_is_refused_by_all(made: Made, tmp_path: Path
     refused_alike(made, tmp_path, 2, *named, environments={0: small, 1: small})
 
 
+@pytest.mark.full
 def test_what_one_process_fails_with_all_of_them_say(made: Made, tmp_path: Path) -> None:
     """The second has another model by the same name: its working directory is another one."""
     here, there = tmp_path / "here", tmp_path / "there"
@@ -234,24 +224,30 @@ def test_what_one_process_fails_with_all_of_them_say(made: Made, tmp_path: Path)
     )
 
 
-def test_a_port_that_is_taken_is_refused(made: Made, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with made.world(tmp_path / "out", 2, 1, ids=[0], coordinator=address) as world:
-            check_refused(world, 2, "cannot listen", address.rpartition(":")[2], "in use")
+        port = address.rpartition(":")[2]
+        with pytest.raises(ConfigError, match=rf"cannot listen on \S+:{port} .*in use"):
+            join(Rank(address, 2, 0), Runtime(), threading.Event())
 
 
 @pytest.mark.parametrize(
     ("host", "named"), [("127.0.0.1", "not reached within 1 s"), ("x.invalid", "no such host")]
 )
-def test_a_coordinator_that_is_not_there_is_named(
-    host: str, named: str, made: Made, tmp_path: Path
-) -> None:
+def test_a_coordinator_that_is_not_there_is_named(host: str, named: str) -> None:
     address = f"{host}:{tiny.free_port()}"
+    with pytest.raises(ConfigError, match=f"^--coordinator {re.escape(address)}: {named}"):
+        join(Rank(address, 2, 1), Runtime(start_timeout=1), threading.Event())
+
+
+@pytest.mark.full
+def test_a_process_that_finds_no_coordinator_says_so(made: Made, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{tiny.free_port()}"
     with made.world(tmp_path / "out", 2, 1, ids=[1], coordinator=address, start_timeout=1) as world:
-        check_refused(world, 2, f"--coordinator {address}", named)
+        check_refused(world, 2, f"--coordinator {address}", "not reached within 1 s")
 
 
 def test_a_process_that_waits_for_others_can_be_stopped(made: Made, tmp_path: Path) -> None:
@@ -271,10 +267,28 @@ def listens(address: str) -> bool:
 
 
 @pytest.mark.full
-def test_processes_that_never_came_are_named(waiting: Waiting) -> None:
+def test_processes_that_never_came_are_named(made: Made, tmp_path: Path) -> None:
     named = "processes 1, 3 of 4 never came", "start all processes again"
-    check_refused(waiting.missing, ABORTED, *named)
+    with made.world(tmp_path / "out", 4, 1, ids=[0, 2], start_timeout=5) as world:
+        check_refused(world, ABORTED, *named)
 
 
-def test_two_processes_with_one_id_are_told_so(waiting: Waiting) -> None:
-    check_refused(waiting.twice, ABORTED, "two processes have the id 1", "give each its own")
+@pytest.mark.full
+def test_two_processes_with_one_id_are_told_so(made: Made, tmp_path: Path) -> None:
+    with made.world(tmp_path / "out", 3, 1, ids=[0, 1, 1], start_timeout=8) as world:
+        check_refused(world, ABORTED, "two processes have the id 1", "give each its own")
+
+
+def test_two_signs_of_life_of_one_id_are_two_processes(tmp_path: Path) -> None:
+    """Unless they have one parent, which has started the process again."""
+    objects, rank = LocalObjects(tmp_path), Rank("127.0.0.1:9", 3, 0)
+
+    def said(*parents: int) -> str:
+        for number, parent in enumerate(parents):
+            body = {"units": [], "counter": 1, "pid": 10 + number, "host": "h", "parent": parent,
+                    "world": {"coordinator": rank.coordinator, "process": 1}}  # fmt: skip
+            objects.replace(fmt.worker_key(f"w{number}"), fmt.encode_record("worker", body))
+        return why_it_ended(rank, objects, {}, 9)
+
+    assert said(5, 6) == "two processes have the id 1 (h and h); give each its own"
+    assert said(5, 5) == "processes 0, 2 of 3 never came; start every one of them"
