@@ -20,7 +20,6 @@ from spile.dataset.format import Done
 from spile.dataset.ledger import Attempt, Ledger, Table
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
-    CheckedFile,
     as_stored,
     copy_records,
     makers_of,
@@ -35,6 +34,7 @@ from spile.dataset.maintain.copy import (
     refuse_strangers,
     stored_bytes,
 )
+from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.write.documents import merge_documents, read_documents
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once

@@ -7,28 +7,24 @@ nothing opens as a dataset, and no `spile extract` takes it for one to continue.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 
 import numpy as np
 import xxhash
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.index import INDEX_DTYPE
-from spile.core.tensors import TensorInfo
 from spile.dataset import format as fmt
-from spile.dataset.format import COMPRESSED, Done, Shard, TapInfo
+from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.ledger import Ledger, Table, derive_manifest
-from spile.dataset.write.compression import PlaneReader
+from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
 from spile.dataset.write.shard import (
     contains_exactly,
     index_tensors,
-    read_shard_header,
     tap_tensors,
 )
 from spile.dataset.write.statistics import TapStats
 from spile.objects import PROBES, Objects
 
-WINDOW_BYTES = 16 << 20  # in hand at a time
 SHARD_BYTES = 1 << 30
 
 COPIED = {fmt.MODEL: "model", fmt.SCALES: "scales", fmt.CHECK: "check"}
@@ -60,74 +56,6 @@ def read_finished(source: Objects) -> tuple[Table, list[Done]]:
             fmt.MANIFEST, "is missing or does not follow from the done records; see `spile verify`"
         )
     return table, records
-
-
-class CheckedFile:
-    """One file of a unit. Bytes are hashed in their order, mostly as they are read."""
-
-    def __init__(self, objects: Objects, file: Shard) -> None:
-        self._objects, self._file = objects, file
-        self._digest = xxhash.xxh3_128()
-        self._hashed = 0
-        try:
-            size = objects.size(file.key)
-        except FileNotFoundError:
-            raise CorruptError(file.key, "is missing") from None
-        if size != file.bytes:
-            raise CorruptError(file.key, f"has {size} bytes, {file.bytes} were written")
-
-    @cached_property
-    def header(self) -> dict[str, TensorInfo]:
-        return read_shard_header(self._objects, self._file.key)
-
-    @cached_property
-    def _planes(self) -> PlaneReader | None:
-        key = self._file.key
-        return PlaneReader(key, self._file.bytes, self._fetch) if key.endswith(COMPRESSED) else None
-
-    def rows(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Rows first..last of a tensor, all if not given."""
-        info = self.header[name]
-        last = info.shape[0] if last is None else last
-        if not self._hashed:  # what stands before the rows is read first, and hashed with it
-            self._read(0, min(each.start for each in self.header.values()), 1)
-        each = (info.stop - info.start) // max(1, info.shape[0])
-        start, stop = info.start + first * each, info.start + last * each
-        data = self._read(start, stop, info.dtype.itemsize)
-        return np.frombuffer(data, info.dtype).reshape(last - first, *info.shape[1:])
-
-    def pieces(self) -> Iterator[bytes]:
-        """What has not been hashed yet: all of it, if nothing was read. Then compare.
-
-        Raises:
-            CorruptError: if the file is not the one that was written.
-        """
-        while self._hashed < self._file.bytes:
-            yield self._fetch(self._hashed, min(self._hashed + WINDOW_BYTES, self._file.bytes))
-        if self._digest.hexdigest() != self._file.digest:
-            raise CorruptError(
-                self._file.key, "checksum does not match (damaged, or another file in its place)"
-            )
-
-    def check(self) -> None:
-        """Hash the rest, and compare."""
-        for _ in self.pieces():
-            pass
-
-    def _read(self, start: int, stop: int, itemsize: int) -> bytes | bytearray:
-        """Of the file as it was before it was compressed."""
-        if self._planes:
-            return self._planes.read(start, stop, itemsize)
-        return self._fetch(start, stop)
-
-    def _fetch(self, start: int, stop: int) -> bytes:
-        data = self._objects.get_range(self._file.key, start, stop)
-        if len(data) != stop - start:
-            raise CorruptError(self._file.key, f"gave {len(data)} of {stop - start} bytes")
-        if start <= self._hashed < stop:
-            self._digest.update(memoryview(data)[self._hashed - start :])
-            self._hashed = stop
-        return data
 
 
 def read_index(source: Objects, done: Done, first: int = 0, last: int | None = None) -> np.ndarray:

@@ -27,12 +27,12 @@ from spile.dataset import format as fmt
 from spile.dataset.format import Done, TapInfo
 from spile.dataset.ledger import Attempt, Ledger, Table
 from spile.dataset.maintain.copy import (
-    WINDOW_BYTES,
     read_index,
     read_rows,
     refuse_missing,
     refuse_strangers,
 )
+from spile.dataset.read.checked_file import WINDOW_BYTES
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import PROBES, Objects

@@ -28,7 +28,6 @@ from spile.dataset.format import Done
 from spile.dataset.ledger import Attempt, Ledger, Table
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
-    CheckedFile,
     as_stored,
     copy_records,
     makers_of,
@@ -54,6 +53,7 @@ from spile.dataset.maintain.scatter import (
     lost_rows_error,
     other_dataset_error,
 )
+from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.read.order import drawn, drawn_digest
 from spile.dataset.write.shard import read_tensors
 from spile.dataset.write.unit_writer import UnitWriter

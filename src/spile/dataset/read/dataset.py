@@ -21,6 +21,7 @@ from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.read.batches import Batches
+from spile.dataset.read.checked_file import checked
 from spile.dataset.read.latents import Latents, read_latents
 from spile.dataset.read.order import BatchOptions, Normalize, Order, Shuffle
 from spile.dataset.read.rows import StoredRows, runs
@@ -73,18 +74,30 @@ class Dataset:
         table: Table,
         units: Sequence[Done],
         scales: Mapping[str, np.ndarray],
+        verify: bool = False,
     ) -> None:
-        # `scales`: of each channel, for taps that are stored with them
-        self._stored = StoredRows(objects, table, units, scales)
-        self._objects, self._table, self._units = objects, table, self._stored.units
+        """Args:
+        scales: of each channel, for taps that are stored with them.
+        verify: check each file when it is first read.
+        """
+        self._unchecked, self._verify = objects, verify
+        self._objects = checked(objects, units) if verify else objects
+        self._stored = StoredRows(self._objects, table, units, scales)
+        self._table, self._units = table, self._stored.units
         self._table_of = lru_cache(_TABLES)(self._read_table)
         self._aliases = {alias: tap for tap, info in table.taps.items() for alias in info.aliases}
 
     def __reduce__(self) -> Any:
         """As another process opens it: the same units, whatever has been done since."""
-        kept = self._objects
+        kept, scales = self._unchecked, dict(self._stored.scales)
         cache = (kept.folder, kept.most) if isinstance(kept, CachedObjects) else None
-        return _again, (self.url, cache, self._table, self._units, dict(self._stored.scales))
+        return _again, (self.url, cache, self._table, self._units, scales, self._verify)
+
+    def verified(self) -> "Dataset":
+        """The same dataset; each of its files is checked when it is first read."""
+        if self._verify:
+            return self
+        return Dataset(self._unchecked, self._table, self._units, self._stored.scales, verify=True)
 
     @property
     def taps(self) -> list[str]:
@@ -347,10 +360,12 @@ def open_dataset(
     partial: bool = False,
     cache: str | Path | None = None,
     cache_bytes: int | str = "10GiB",
+    verify: bool = False,
 ) -> Dataset:
     """Open a finished dataset; with `partial`, whatever units are done so far.
 
     Args:
+        verify: compare each file with its checksum when it is first read: it is read whole then.
         cache: of a bucket, a local folder in which what was read is kept.
         cache_bytes: how much, at most.
 
@@ -374,7 +389,7 @@ def open_dataset(
         known = [unit["id"] for unit in table.units]
         if [unit.unit for unit in units] != known or len({*known}) != len(known):
             raise CorruptError(fmt.MANIFEST, f"names other units than {fmt.UNITS}")
-        return Dataset(objects, table, units, _needed(scales))
+        return Dataset(objects, table, units, _needed(scales), verify)
     done = sorted(ledger.done_units() & {int(unit["id"]) for unit in table.units})
     if not partial and len(done) < len(table.units):
         raise StoreError(
@@ -386,7 +401,7 @@ def open_dataset(
     for record in records:
         if record.fingerprint != table.fingerprint:
             raise CorruptError(fmt.done_key(record.unit), "belongs to another recipe")
-    return Dataset(objects, table, records, _needed(scales) if records else {})
+    return Dataset(objects, table, records, _needed(scales) if records else {}, verify)
 
 
 def _open_objects(url: str, cache: tuple[Path, int] | None) -> Objects:

@@ -1,7 +1,8 @@
 """Writing a dataset in another tool's format: `spile export OUT --to FORMAT DEST`.
 
-Rows are read window by window, counted again in the files that were written, and only then does
-the directory get its name: whatever lies at DEST is whole.
+Every file of the dataset is checked before its rows are read. Rows are read window by window and
+counted again in the files that were written, and only then does the directory get its name:
+whatever lies at DEST is whole.
 """
 
 import shutil
@@ -81,7 +82,8 @@ def export(
     if form is None:
         raise ConfigError(f"--to {to}: no such format; there are {', '.join(FORMATS)}")
     require(form)
-    dataset = open_dataset(out) if isinstance(out, str) else out
+    # Damage must not be copied: the copy's own checksums would vouch for it.
+    dataset = (open_dataset(out) if isinstance(out, str) else out).verified()
     target = _destination(str(dest), dataset)
     source = _source(dataset, form, taps, context_size, dtype)
     try:

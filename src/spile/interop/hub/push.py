@@ -22,7 +22,8 @@ from spile.core.retry import backoff
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard
 from spile.dataset.ledger import derive_manifest
-from spile.dataset.maintain.copy import CheckedFile, read_finished
+from spile.dataset.maintain.copy import read_finished
+from spile.dataset.read.checked_file import CheckedFile
 from spile.interop.hub.card import write_card
 from spile.objects import Objects, open_objects
 

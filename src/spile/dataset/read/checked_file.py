@@ -1,0 +1,128 @@
+"""Files that are held against their records while they are read.
+
+A copy gets checksums of its own, so damage that is copied can never be found again: whatever copies
+rows reads them through here.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import xxhash
+
+from spile.core.errors import CorruptError
+from spile.core.tensors import TensorInfo
+from spile.dataset.format import COMPRESSED, Done, Shard
+from spile.dataset.write.compression import PlaneReader
+from spile.dataset.write.shard import read_shard_header
+from spile.objects import Objects
+
+WINDOW_BYTES = 16 << 20  # in hand at a time
+
+
+class CheckedFile:
+    """One file of a unit. Bytes are hashed in their order, mostly as they are read."""
+
+    def __init__(self, objects: Objects, file: Shard) -> None:
+        self._objects, self._file = objects, file
+        self._digest = xxhash.xxh3_128()
+        self._hashed = 0
+        try:
+            size = objects.size(file.key)
+        except FileNotFoundError:
+            raise CorruptError(file.key, "is missing") from None
+        if size != file.bytes:
+            raise CorruptError(file.key, f"has {size} bytes, {file.bytes} were written")
+
+    @cached_property
+    def header(self) -> dict[str, TensorInfo]:
+        return read_shard_header(self._objects, self._file.key)
+
+    @cached_property
+    def _planes(self) -> PlaneReader | None:
+        key = self._file.key
+        return PlaneReader(key, self._file.bytes, self._fetch) if key.endswith(COMPRESSED) else None
+
+    def rows(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
+        """Rows first..last of a tensor, all if not given."""
+        info = self.header[name]
+        last = info.shape[0] if last is None else last
+        if not self._hashed:  # what stands before the rows is read first, and hashed with it
+            self._read(0, min(each.start for each in self.header.values()), 1)
+        each = (info.stop - info.start) // max(1, info.shape[0])
+        start, stop = info.start + first * each, info.start + last * each
+        data = self._read(start, stop, info.dtype.itemsize)
+        return np.frombuffer(data, info.dtype).reshape(last - first, *info.shape[1:])
+
+    def pieces(self) -> Iterator[bytes]:
+        """What has not been hashed yet: all of it, if nothing was read. Then compare.
+
+        Raises:
+            CorruptError: if the file is not the one that was written.
+        """
+        while self._hashed < self._file.bytes:
+            yield self._fetch(self._hashed, min(self._hashed + WINDOW_BYTES, self._file.bytes))
+        if self._digest.hexdigest() != self._file.digest:
+            raise CorruptError(
+                self._file.key, "checksum does not match (damaged, or another file in its place)"
+            )
+
+    def check(self) -> None:
+        """Hash the rest, and compare."""
+        for _ in self.pieces():
+            pass
+
+    def _read(self, start: int, stop: int, itemsize: int) -> bytes | bytearray:
+        """Of the file as it was before it was compressed."""
+        if self._planes:
+            return self._planes.read(start, stop, itemsize)
+        return self._fetch(start, stop)
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        data = self._objects.get_range(self._file.key, start, stop)
+        if len(data) != stop - start:
+            raise CorruptError(self._file.key, f"gave {len(data)} of {stop - start} bytes")
+        if start <= self._hashed < stop:
+            self._digest.update(memoryview(data)[self._hashed - start :])
+            self._hashed = stop
+        return data
+
+
+def checked(objects: Objects, units: Iterable[Done]) -> Objects:
+    """The same objects; each file that a unit names is checked when it is first read."""
+    return cast(Objects, CheckedObjects(objects, units))
+
+
+class CheckedObjects:
+    """A store whose files are hashed once, before anything of them is given out."""
+
+    def __init__(self, objects: Objects, units: Iterable[Done]) -> None:
+        self.objects = objects
+        self._files = {file.key: file for done in units for file in done.files()}
+        self._locks = {key: threading.Lock() for key in self._files}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.objects, name)
+
+    def get(self, key: str) -> bytes:
+        self._check(key)
+        return self.objects.get(key)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        self._check(key)
+        return self.objects.get_range(key, start, stop)
+
+    def local_path(self, key: str) -> Path | None:
+        self._check(key)
+        return self.objects.local_path(key)
+
+    def _check(self, key: str) -> None:
+        if key not in self._files:  # a record, or a file that was found sound
+            return
+        with self._locks[key]:
+            if key in self._files:
+                CheckedFile(self.objects, self._files[key]).check()
+                del self._files[key]
