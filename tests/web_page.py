@@ -21,6 +21,7 @@ import numpy as np
 
 import stored
 import tiny
+import zygote
 from spile.core.index import BOS, END, FIRST, INDEX_DTYPE, LAST
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.write.documents import encode_documents
@@ -238,14 +239,22 @@ class _Still(urllib.request.HTTPRedirectHandler):
         return None
 
 
+_SERVE = """
+import faulthandler
+faulthandler.enable()
+from spile.cli import main
+main()
+"""
+
+
 @contextmanager
 def served(out: Path | str, *arguments: str) -> Iterator[Served]:
     """`spile serve` on a port of its own; it must end by itself when asked to."""
-    command = [sys.executable, "-m", "spile.cli", "serve", str(out), "--port", "0", "--json"]
+    command = [sys.executable, "-c", _SERVE, "serve", str(out), "--port", "0", "--json"]
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
+        process = zygote.Popen(
             [*command, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True,
-            env={**tiny.environment(), "PYTHONFAULTHANDLER": "1"},
+            env=tiny.environment(),
         )  # fmt: skip
         assert process.stdout is not None
         try:

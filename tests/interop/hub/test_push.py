@@ -1,8 +1,8 @@
-"""`spile push`, by the Hub's own client in a process of its own, to a real server."""
+"""`spile push`, by the Hub's own client, to a real server."""
 
-import json
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import snapshot_download
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
+import hub_server
 import servers
 import stored
 import tiny
+import zygote
+from chaos.harness import Result, run
 from hub_server import Hub, Repository
 from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import open_dataset
+from spile.interop.hub import push
 from spile.objects import LocalObjects, open_objects
 
 REPO = "me/acts"
@@ -30,11 +36,8 @@ push.COMMIT_FILES, push._FIRST_PAUSE = 1, 0.01
 from spile.cli import main
 main(["push", *sys.argv[1:]])
 """
-_DOWNLOAD = """
-import sys
-from huggingface_hub import snapshot_download
-snapshot_download(sys.argv[1], repo_type="dataset", local_dir=sys.argv[2], revision=sys.argv[3])
-"""
+# The client's own are not ours to mend.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
@@ -47,10 +50,17 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
-    made = stored.build(tmp_path_factory.mktemp("out") / "out", taps=stored.SCALED)
+    made = stored.build(tmp_path_factory.mktemp("out") / "out", taps=stored.SCALED, shard_bytes=300)
     made.objects.create("attempts/00000001/lost/q.1.00000.safetensors", b"an orphan")
     made.objects.create("workers/w.json", b"a heartbeat")
     return made
+
+
+@pytest.fixture(autouse=True)
+def no_bars() -> Iterator[None]:
+    disable_progress_bars()
+    yield
+    enable_progress_bars()
 
 
 @dataclass
@@ -59,46 +69,46 @@ class Client:
 
     hub: Hub
     home: Path
+    patch: pytest.MonkeyPatch
 
-    def environment(self, **changes: str) -> dict[str, str]:
-        clean = {k: v for k, v in tiny.environment().items() if not k.startswith("HF_")}
-        return clean | {
-            "HF_ENDPOINT": self.hub.url, "HF_TOKEN": "writer", "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HOME": str(self.home),
-            "PYTHONWARNINGS": "ignore",  # the client's own are not ours to mend
-            **changes,
-        }  # fmt: skip
+    def run(self, *arguments: object, endpoint: str = "", **changes: str) -> Result:
+        with self.patch.context() as patch:
+            more = {"HF_TOKEN": "writer", **changes}
+            hub_server.use(endpoint or self.hub.url, self.home, patch, **more)
+            patch.setattr(push, "COMMIT_FILES", 1)
+            patch.setattr(push, "_FIRST_PAUSE", 0.01)
+            return run("push", *arguments)
 
-    def start(self, *arguments: object, **changes: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        """In a process of its own."""
+        settings = hub_server.settings(self.hub.url, self.home, HF_TOKEN="writer")
         command = [sys.executable, "-c", _PUSH, *map(str, arguments)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(command, text=True, env=self.environment(**changes), **pipes)
+        return zygote.Popen(command, text=True, env={**tiny.environment(), **settings}, **pipes)
 
-    def push(self, *arguments: object, **changes: str) -> dict[str, Any]:
-        process = self.start(*arguments, "--json", **changes)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        return json.loads(out)
+    def push(self, *arguments: object) -> dict[str, Any]:
+        result = self.run(*arguments, "--json")
+        assert result.code == 0, result.err
+        return result.json
 
     def refused(self, code: int, *arguments: object, **changes: str) -> str:
-        process = self.start(*arguments, **changes)
-        out, err = process.communicate(timeout=120)
-        assert (process.returncode, out) == (code, ""), err
-        (line,) = [line for line in err.splitlines() if not line.startswith("spile: me/acts: ")]
-        assert "Traceback" not in err
+        result = self.run(*arguments, **changes)
+        assert (result.code, result.out) == (code, ""), result.err
+        lines = result.err.splitlines()
+        (line,) = [line for line in lines if not line.startswith("spile: me/acts: ")]
         assert "writer" not in line
         return line
 
-    def download(self, dest: Path, revision: str = "main") -> LocalObjects:
-        command = [sys.executable, "-c", _DOWNLOAD, REPO, str(dest), revision]
-        result = subprocess.run(command, env=self.environment(), capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+    def download(self, dest: Path) -> LocalObjects:
+        with self.patch.context() as patch:
+            hub_server.use(self.hub.url, self.home, patch, HF_TOKEN="writer")
+            snapshot_download(REPO, repo_type="dataset", local_dir=str(dest))
         return LocalObjects(dest)
 
 
 @pytest.fixture
-def client(hub: Hub, tmp_path: Path) -> Client:
-    return Client(hub, tmp_path / "home")
+def client(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Client:
+    return Client(hub, tmp_path / "home", monkeypatch)
 
 
 def named(made: stored.Stored) -> set[str]:
@@ -143,8 +153,8 @@ def test_what_is_pushed_downloads_as_the_same_dataset(
         assert one.read(tap, 0, 111).tobytes() == other.read(tap, 0, 111).tobytes()
 
 
-def test_pushing_again_sends_nothing_and_leaves_a_card_that_was_edited(
-    hub: Hub, client: Client, dataset: stored.Stored
+def test_pushing_again_sends_nothing_and_what_is_there_is_overwritten_by_nothing(
+    hub: Hub, client: Client, dataset: stored.Stored, tmp_path: Path
 ) -> None:
     client.push(dataset.path, REPO)
     hub.repositories[REPO].branches["main"]["README.md"].data = b"---\nlicense: mit\n---\nmine\n"
@@ -154,6 +164,12 @@ def test_pushing_again_sends_nothing_and_leaves_a_card_that_was_edited(
     assert again["files_there"] == len(named(dataset)) + 1
     assert (len(hub.repositories[REPO].commits), len(hub.uploads)) == (commits, uploads)
     assert files(hub)["README.md"].endswith(b"mine\n")
+    compacted = LocalObjects(tmp_path / "compacted")
+    compact(dataset.objects, compacted)
+    before = files(hub)
+    line = client.refused(2, compacted.url, REPO)
+    assert "me/acts holds another dataset (done/00000000.json differs)" in line
+    assert files(hub) == before
 
 
 def test_an_interrupted_push_is_continued(hub: Hub, client: Client, dataset: stored.Stored) -> None:
@@ -181,8 +197,15 @@ def test_an_interrupted_push_is_continued(hub: Hub, client: Client, dataset: sto
     assert len(hub.uploads) == len({*hub.uploads}), "not even what was sent but not committed"
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("method", "path"), [("POST", "/commit/"), ("GET", "/tree/")])
+@pytest.mark.parametrize(
+    ("method", "path", "late"),
+    [
+        ("POST", "/commit/", True),
+        ("GET", "/tree/", False),
+        pytest.param("POST", "/commit/", False, marks=pytest.mark.full),
+        pytest.param("GET", "/tree/", True, marks=pytest.mark.full),
+    ],
+)
 def test_a_server_that_fails_once_is_asked_again(
     method: str, path: str, late: bool, hub: Hub, client: Client, dataset: stored.Stored
 ) -> None:
@@ -240,7 +263,7 @@ def test_who_may_not_push_is_told_so_in_one_line(
 
 def test_without_a_network_it_is_one_line(client: Client, dataset: stored.Stored) -> None:
     nowhere = f"http://127.0.0.1:{tiny.free_port()}"
-    line = client.refused(3, dataset.path, REPO, HF_ENDPOINT=nowhere)
+    line = client.refused(3, dataset.path, REPO, endpoint=nowhere)
     assert line.startswith(f"spile: {nowhere}/datasets/{REPO}: cannot be reached (")
     line = client.refused(2, dataset.path, REPO, HF_HUB_OFFLINE="1")
     assert line.endswith("HF_HUB_OFFLINE is set; unset it to push")
@@ -271,18 +294,6 @@ def test_a_public_repository_is_refused_where_a_private_one_was_asked_for(
     assert files(hub) == {}
 
 
-def test_another_dataset_in_the_repository_is_refused(
-    hub: Hub, client: Client, dataset: stored.Stored, tmp_path: Path
-) -> None:
-    compacted = LocalObjects(tmp_path / "compacted")
-    compact(dataset.objects, compacted)
-    client.push(dataset.path, REPO)
-    before = files(hub)
-    line = client.refused(2, compacted.url, REPO)
-    assert "me/acts holds another dataset (done/00000000.json differs)" in line
-    assert files(hub) == before
-
-
 def test_an_unfinished_dataset_is_refused(hub: Hub, client: Client, tmp_path: Path) -> None:
     made = stored.build(tmp_path / "out", commit=(0, 1))
     assert "2 of 5 units are done; finish" in client.refused(3, made.path, REPO)
@@ -301,13 +312,18 @@ def test_a_damaged_file_is_not_sent(hub: Hub, client: Client, tmp_path: Path) ->
 
 
 def test_a_dataset_in_a_bucket_is_pushed_through_a_folder_that_goes_away(
-    hub: Hub, client: Client, dataset: stored.Stored, tmp_path: Path
+    hub: Hub,
+    client: Client,
+    dataset: stored.Stored,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = servers.new_s3_store()
     compact(dataset.objects, open_objects(out))
     folder = tmp_path / "tmp"
     folder.mkdir()
-    client.push(out, REPO, TMPDIR=str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    client.push(out, REPO)
     assert list(folder.iterdir()) == []
     fetched = client.download(tmp_path / "fetched")
     assert verify(fetched).ok
@@ -318,7 +334,7 @@ def test_a_dataset_in_a_bucket_is_pushed_through_a_folder_that_goes_away(
 def test_without_the_library_it_is_one_line(dataset: stored.Stored) -> None:
     script = "import sys; sys.modules['huggingface_hub'] = None\n" + _PUSH
     command = [sys.executable, "-c", script, str(dataset.path), REPO]
-    result = subprocess.run(command, capture_output=True, text=True, env=tiny.environment())
+    result = zygote.run(command, env=tiny.environment())
     assert result.returncode == 2
     assert result.stderr.startswith("spile: push needs huggingface_hub (")
     assert result.stderr.endswith("pip install 'spile[hub]'\n")
