@@ -1,10 +1,13 @@
 """Datasets made straight through the writer and the ledger, from random rows: no model, no jax."""
 
+import copy
 import dataclasses
 import math
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -368,6 +371,20 @@ def build(
         assert ledger.commit(stored.attempt(unit, shard_bytes=shard_bytes))
     ledger.complete(table)
     return stored
+
+
+_folder = tempfile.TemporaryDirectory(prefix="spile-stored-", ignore_cleanup_errors=True)
+_made: dict[str, Stored] = {}
+
+
+def copied(path: Path, units: Sequence[Sequence[int]] = UNITS, **options: Any) -> Stored:
+    """As `build`, but made once in a process and copied from then on: a test may spoil it."""
+    asked = repr((units, sorted(options.items())))
+    if asked not in _made:
+        _made[asked] = build(Path(_folder.name) / str(len(_made)), units, **options)
+    made = copy.deepcopy(_made[asked])
+    shutil.copytree(made.path, path)
+    return dataclasses.replace(made, path=path)
 
 
 @contextmanager
