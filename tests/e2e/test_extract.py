@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 
 import spile
 import tiny
+import zygote
 from chaos.harness import (
     Work,
     check_refused,
@@ -75,18 +77,19 @@ def test_what_the_compiler_optimizes_is_the_reference_still(
 ) -> None:
     """(The suite compiles in a hurry: `quick.py`. This is what users run.)"""
     taps = "embed,resid_post:all,attn_out:1,mlp_hidden:1,logprob"
-    work = Work(model, corpus, {"taps": taps, "seq_len": 64, "compute_dtype": "float32"})
+    options = {"taps": taps, "seq_len": 64, "compute_dtype": "float32", "max_docs": 12}
+    work = Work(model, corpus, options)
     env = tiny.environment()
     env.pop("XLA_FLAGS", None)
     tiny.spile("extract", *work.flags(tmp_path / "out", store_dtype="float32"), env=env)
-    checked = run("check", tmp_path / "out", "--samples", 4, "--json")
+    checked = run("check", tmp_path / "out", "--samples", 2, "--json")
     assert checked.code == 0 and checked.json["ok"], checked.out
 
 
-@pytest.fixture
-def begun(made: Made, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def killed(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same dataset, begun by a process that was killed after three units."""
-    out = tmp_path / "begun"
+    out = tmp_path_factory.mktemp("killed") / "begun"
     process = launch({"kill": "commit after", "nth": 3}, "extract", *made.work.flags(out))
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -94,14 +97,20 @@ def begun(made: Made, tmp_path: Path) -> Path:
     return out
 
 
+@pytest.fixture
+def begun(killed: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(killed, tmp_path / "begun"))
+
+
 @pytest.mark.parametrize("module", some([False, True], True))
 def test_the_commands_that_extract_suggests_work_as_they_stand(
     module: bool, made: Made, tmp_path: Path
 ) -> None:
-    def call(command: list[str] | str) -> str:
+    def call(command: str) -> str:
         result = subprocess.run(
             command,
-            shell=isinstance(command, str),
+            shell=True,
             cwd=tmp_path,
             env=tiny.environment(),
             capture_output=True,
@@ -112,7 +121,9 @@ def test_the_commands_that_extract_suggests_work_as_they_stand(
 
     script = [str(Path(sys.executable).with_name("spile"))]
     start = [sys.executable, "-m", "spile.cli"] if module else script
-    first, *more = call([*start, "extract", "--out", str(made.out)]).splitlines()
+    command = [*start, "extract", "--out", str(made.out)]
+    told = zygote.run(command, cwd=tmp_path, env=tiny.environment(), check=True).stdout
+    first, *more = told.splitlines()
     assert "40 documents" in first
     suggested = [line for line in more if line.startswith("  ")]
     answers: dict[str, str] = {}
@@ -189,21 +200,6 @@ def test_toml_gives_options_and_flags_win(made: Made, tmp_path: Path) -> None:
     check_same(out, made.out)
 
 
-def test_python_makes_what_the_command_makes(made: Made, tmp_path: Path) -> None:
-    recipe = spile.Recipe(
-        model=str(made.work.model),
-        corpus=str(made.work.corpus),
-        taps=made.work.options["taps"],
-        seq_len=made.work.options["seq_len"],
-        unit_tokens=made.work.options["unit_tokens"],
-        compute_dtype=made.work.options["compute_dtype"],
-    )
-    runtime = spile.Runtime(batch_tokens=made.work.options["batch_tokens"])
-    outcome = spile.extract(recipe, str(tmp_path / "api"), runtime)
-    assert outcome.rows == spile.open(str(made.out)).num_tokens
-    check_same(tmp_path / "api", made.out)
-
-
 def test_a_finished_dataset_is_left_as_it_is_at_once(made: Made) -> None:
     def state() -> dict[str, tuple[int, bytes]]:
         return {name: (os.stat(made.out / name).st_mtime_ns, data)
@@ -223,8 +219,14 @@ def test_quiet_says_nothing(made: Made) -> None:
     assert (result.stdout, result.stderr) == ("", "")
 
 
-def test_shards_are_split_at_shard_bytes(made: Made, tmp_path: Path) -> None:
-    made.work.extract(tmp_path / "out", shard_bytes=8192)
+def test_python_makes_what_the_command_makes_in_shards_of_any_size(
+    made: Made, tmp_path: Path
+) -> None:
+    options = dict(made.work.options)
+    runtime = spile.Runtime(batch_tokens=options.pop("batch_tokens"), shard_bytes=8192)
+    recipe = spile.Recipe(model=str(made.work.model), corpus=str(made.work.corpus), **options)
+    outcome = spile.extract(recipe, str(tmp_path / "out"), runtime)
+    assert outcome.rows == spile.open(str(made.out)).num_tokens
     sizes: dict[str, list[int]] = {}
     for path in (tmp_path / "out" / "attempts").rglob("*.safetensors"):
         if path.name[0] in "emr":  # taps, not index or statistics
@@ -253,7 +255,7 @@ def test_other_batches_threads_and_queues_continue_a_dataset(made: Made, begun: 
 def test_plan_writes_nothing(made: Made, begun: Path, tmp_path: Path) -> None:
     before, listing = files(begun), sorted(tmp_path.rglob("*"))
     assert run("plan", "--calibrate", "off", *made.work.flags(tmp_path / "new")).code == 0
-    resumed = run("plan", "--out", begun, "--json").json
+    resumed = run("plan", "--calibrate", "off", "--out", begun, "--json").json
     assert resumed["units_done"] == 3
     assert resumed["remaining_bytes"] < resumed["total_bytes"]
     assert sorted(tmp_path.rglob("*")) == listing
@@ -280,30 +282,30 @@ def test_a_place_without_a_dataset_is_refused_by_name(verb: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", some([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
-@pytest.mark.parametrize("moment", ["loading", "at work"])
 def test_a_signal_stops_cleanly_and_the_same_command_resumes(
-    number: signal.Signals, moment: str, made: Made, tmp_path: Path
+    number: signal.Signals, made: Made, tmp_path: Path
 ) -> None:
     work = dataclasses.replace(
         made.work, options={**made.work.options, "taps": "resid_post:1", "unit_tokens": 60}
     )
     out = tmp_path / "out"
-    process = launch({}, "extract", *work.flags(out))
-    assert process.stderr
-    told = process.stderr.readline()
-    assert "unit table" in told
-    if moment == "at work":
-        wait_for(lambda: len(list((out / "done").glob("*.json"))) >= 2, process)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    (line,) = said(err)
-    assert line.startswith("spile: interrupted")
-    if (out / "units.json").exists():
-        audit = run("verify", out, "--partial", "--json").json
-        assert (audit["faults"], audit["orphans"]) == ([], [])
-        assert audit["units_done"] < audit["units"]
-        assert (moment == "loading") == (audit["units_done"] == 0)
+    for moment in ("loading", "at work"):
+        process = launch({}, "extract", *work.flags(out))
+        assert process.stderr
+        if moment == "loading":
+            assert "unit table" in process.stderr.readline()
+        else:
+            wait_for(lambda: len(list((out / "done").glob("*.json"))) >= 2, process)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert said(err)[-1].startswith("spile: interrupted")
+        assert len(said(err)) == (1 if moment == "loading" else 2), err
+        if moment == "at work" or (out / "units.json").exists():
+            audit = run("verify", out, "--partial", "--json").json
+            assert (audit["faults"], audit["orphans"]) == ([], [])
+            assert audit["units_done"] < audit["units"]
+            assert (moment == "loading") == (audit["units_done"] == 0)
     result = run("extract", *work.flags(out))
     assert result.code == 0, result.err
     work.extract(tmp_path / "whole")
