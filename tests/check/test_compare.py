@@ -75,7 +75,23 @@ def healthy(llama: Path, texts: Path, folder: Folder) -> Path:
 
 @pytest.fixture
 def dataset(healthy: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(healthy, tmp_path / "out", ignore=lambda *_: [fmt.CHECK]))
+    return copied(healthy, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def embeddings(llama: Path, texts: Path, folder: Folder) -> Path:
+    """The same of the embeddings alone."""
+    return extract(folder("out") / "embed", llama, texts, "embed", compute_dtype="float32")
+
+
+@pytest.fixture
+def small(embeddings: Path, tmp_path: Path) -> Path:
+    return copied(embeddings, tmp_path / "out")
+
+
+def copied(dataset: Path, out: Path) -> Path:
+    """To be spoilt; and without what was checked before."""
+    return Path(shutil.copytree(dataset, out, ignore=lambda *_: [fmt.CHECK]))
 
 
 def write(directory: Path, model: Any) -> Path:
@@ -144,16 +160,6 @@ def faulty(report: CheckReport) -> set[str]:
     return {name for name, tap in report.taps.items() if tap.error > tap.allowed}
 
 
-def test_every_tap_of_a_healthy_dataset_agrees(healthy: Path) -> None:
-    report = check(str(healthy))
-    assert_healthy(report)
-    assert set(report.taps) == set(spile.open(str(healthy)).taps)
-    assert {tap.allowed for tap in report.taps.values()} == {2e-5}
-    assert report.documents == 4
-    assert report.fingerprint == spile.open(str(healthy)).fingerprint
-    assert report.reference.startswith("transformers ") and "torch " in report.reference
-
-
 # family, options, taps beside the usual
 OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "the last token of each document": (
@@ -164,10 +170,14 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "stored in half the bits": (
         "olmo2-gqa", {"store_dtype": "bfloat16", "special_tokens": "none"}, "attn_pattern:0",
     ),
+    "few rows in half the bits": (
+        "olmo2-gqa", {"where": "not bos", "every": 5, "store_dtype": "bfloat16"},
+        "attn_pattern:0,q_rot:1",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some(OPTIONS, "few rows", "stored in half the bits"))
+@pytest.mark.parametrize("case", some(OPTIONS, "few rows in half the bits"))
 def test_whatever_was_asked_for_a_healthy_dataset_agrees(
     case: str, texts: Path, tmp_path: Path
 ) -> None:
@@ -248,11 +258,11 @@ def test_documents_are_spread_over_the_units_and_none_is_counted_twice(
     assert whole.tokens == sum(tokens)
 
 
-def test_what_is_done_of_an_unfinished_dataset_is_checked(dataset: Path) -> None:
-    (dataset / fmt.MANIFEST).unlink()
-    (dataset / fmt.done_key(0)).unlink()
-    (dataset / fmt.done_key(2)).unlink()
-    report = check_all(dataset)
+def test_what_is_done_of_an_unfinished_dataset_is_checked(small: Path) -> None:
+    (small / fmt.MANIFEST).unlink()
+    (small / fmt.done_key(0)).unlink()
+    (small / fmt.done_key(2)).unlink()
+    report = check_all(small)
     assert_healthy(report)
     assert 0 < report.documents < DOCUMENTS
 
@@ -365,16 +375,38 @@ FAULTS: dict[str, Plant] = {
     "a number that is none": not_numbers(np.nan),
     "infinity": not_numbers(-np.inf),
 }
-FEW_FAULTS = (
-    "another layer's rows", "a scale off by a thousandth", "rows shifted by a token",
+FEW_FAULTS = (  # of different taps
+    "another layer's rows", "two heads swapped", "a scale off by a thousandth",
+    "one row of another token", "rows shifted by a token", "weights beyond the context",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some(FAULTS, *FEW_FAULTS))
+def test_every_tap_of_a_healthy_dataset_agrees_and_planted_faults_are_named(
+    healthy: Path, tmp_path: Path
+) -> None:
+    report = check(str(healthy))
+    assert_healthy(report)
+    assert set(report.taps) == set(spile.open(str(healthy)).taps)
+    assert {tap.allowed for tap in report.taps.values()} == {2e-5}
+    assert report.documents == 4
+    assert report.fingerprint == spile.open(str(healthy)).fingerprint
+    assert report.reference.startswith("transformers ") and "torch " in report.reference
+    assert_caught(copied(healthy, tmp_path / "out"), *(FAULTS[case] for case in FEW_FAULTS))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FAULTS)
 def test_a_planted_fault_is_caught_by_the_name_of_its_tap(case: str, dataset: Path) -> None:
-    with forged(dataset) as values:
-        named = FAULTS[case](values)
     finite = case not in ("a number that is none", "infinity")
+    assert_caught(dataset, FAULTS[case], finite=finite)
+
+
+def assert_caught(dataset: Path, *plants: Plant, finite: bool = True) -> None:
+    """Each by the name of its tap, and no other."""
+    with forged(dataset) as values:
+        each = [plant(values) for plant in plants]
+    named = set[str]().union(*each)
+    assert len(named) == sum(map(len, each))
     assert verify(LocalObjects(dataset)).ok == finite, "no checksum tells"
     report = check_all(dataset)
     assert faulty(report) == named
@@ -387,6 +419,7 @@ def test_a_planted_fault_is_caught_by_the_name_of_its_tap(case: str, dataset: Pa
     assert f"{len(named)} taps disagree" in lines[-1]
 
 
+@pytest.mark.full
 def test_forging_nothing_changes_nothing(dataset: Path) -> None:
     with forged(dataset) as values:
         assert sum(map(len, values("embed"))) == spile.open(str(dataset)).num_tokens
@@ -554,33 +587,33 @@ def test_a_wrong_layer_is_caught_in_eight_bits(
     assert faulty(check(str(out))) == named
 
 
-def test_tokens_that_are_not_the_corpus_are_no_basis_for_a_comparison(dataset: Path) -> None:
-    with forged(dataset) as values:
+def test_tokens_that_are_not_the_corpus_are_no_basis_for_a_comparison(small: Path) -> None:
+    with forged(small) as values:
         for array in values("index/token_id"):
             array[:] = (array + 1) % 256
     with pytest.raises(StoreError, match=r"document \d+: other tokens than the corpus's"):
-        check(str(dataset))
-    assert not (dataset / fmt.CHECK).exists()
+        check(str(small))
+    assert not (small / fmt.CHECK).exists()
 
 
-def test_offsets_beyond_a_document_are_no_basis_for_a_comparison(dataset: Path) -> None:
-    with forged(dataset) as values:
+def test_offsets_beyond_a_document_are_no_basis_for_a_comparison(small: Path) -> None:
+    with forged(small) as values:
         for array in values("index/offset"):
             array += 1000
     with pytest.raises(StoreError, match=r"document \d+: other tokens than the corpus's"):
-        check(str(dataset))
+        check(str(small))
 
 
-def test_the_result_is_kept_beside_the_manifest_and_replaced_by_the_next(dataset: Path) -> None:
-    objects = LocalObjects(dataset)
+def test_the_result_is_kept_beside_the_manifest_and_replaced_by_the_next(small: Path) -> None:
+    objects = LocalObjects(small)
     before = {*objects.list()}
-    first = check(str(dataset), samples=1)
+    first = check(str(small), samples=1)
     assert {*objects.list()} == before | {"check.json"}
     record = fmt.decode_record(fmt.CHECK, objects.get(fmt.CHECK), "check")
     assert record == json.loads(json.dumps(first.to_json()))
     taps, keys = record["taps"], {"error", "floor", "control", "loss", "allowed", "ok"}
     assert (record["ok"], {frozenset(tap) for tap in taps.values()}) == (True, {frozenset(keys)})
-    second = check(str(dataset), samples=3)
+    second = check(str(small), samples=3)
     assert {*objects.list()} == before | {"check.json"}
     replaced = fmt.decode_record(fmt.CHECK, objects.get(fmt.CHECK), "check")
     assert (replaced["documents"], replaced["tokens"]) == (3, second.tokens)
@@ -589,20 +622,20 @@ def test_the_result_is_kept_beside_the_manifest_and_replaced_by_the_next(dataset
     assert (report.faults, report.orphans) == ([], [])
 
 
-def test_damage_to_the_record_is_a_fault(dataset: Path) -> None:
-    check(str(dataset), samples=1)
-    objects = LocalObjects(dataset)
-    for position in (0, 40, (dataset / fmt.CHECK).stat().st_size // 2):
-        flip(dataset / fmt.CHECK, position)
+def test_damage_to_the_record_is_a_fault(small: Path) -> None:
+    check(str(small), samples=1)
+    objects = LocalObjects(small)
+    for position in (0, (small / fmt.CHECK).stat().st_size // 2):
+        flip(small / fmt.CHECK, position)
         (fault,) = verify(objects).faults
         assert fault.startswith("check.json: ")
-        flip(dataset / fmt.CHECK, position)
+        flip(small / fmt.CHECK, position)
     assert verify(objects).ok
     objects.replace(fmt.CHECK, objects.get(fmt.MANIFEST))
     assert verify(objects).faults == ["check.json: holds a 'manifest' record, expected 'check'"]
     with pytest.raises(CorruptError):
         fmt.decode_record(fmt.CHECK, objects.get(fmt.CHECK), "check")
-    check(str(dataset), samples=1)
+    check(str(small), samples=1)
     assert verify(objects).ok, "a new check mends it"
 
 
@@ -622,15 +655,15 @@ def test_what_has_moved_is_found_where_it_is_now(llama: Path, texts: Path, tmp_p
     assert_healthy(check(str(out), recipe=now))
 
 
-def test_another_model_or_corpus_is_refused(dataset: Path, texts: Path, tmp_path: Path) -> None:
+def test_another_model_or_corpus_is_refused(small: Path, texts: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "other", randomised(FAMILIES["llama-gqa"], seed=1))
     with pytest.raises(DriftError, match="model weights: stored"):
-        check(str(dataset), recipe=Recipe(model=str(other)))
+        check(str(small), recipe=Recipe(model=str(other)))
     lines = texts.read_text().splitlines(keepends=True)
     (tmp_path / "docs.jsonl").write_text("".join(lines[::-1]))
     with pytest.raises(DriftError, match="corpus file .*docs.jsonl"):
-        check(str(dataset), recipe=Recipe(corpus=str(tmp_path / "docs.jsonl")))
-    assert not (dataset / fmt.CHECK).exists()
+        check(str(small), recipe=Recipe(corpus=str(tmp_path / "docs.jsonl")))
+    assert not (small / fmt.CHECK).exists()
 
 
 def test_a_dataset_without_a_finished_unit_is_refused(
@@ -648,11 +681,11 @@ def test_a_dataset_without_a_finished_unit_is_refused(
 
 @pytest.mark.parametrize("missing", ["transformers", "torch"])
 def test_without_transformers_the_error_says_what_to_install(
-    missing: str, dataset: Path, monkeypatch: pytest.MonkeyPatch
+    missing: str, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(InputError) as caught:
-        check(str(dataset))
+        check(str(small))
     message = str(caught.value)
     assert missing in message and message.endswith("pip install 'spile[check]'")
     assert "\n" not in message
