@@ -258,7 +258,7 @@ def test_statistics_are_of_their_tap_or_refused(data: st.DataObject) -> None:
     changes = data.draw(st.dictionaries(st.sampled_from(sorted(good)), spoilt, min_size=1))
     tensors = {name: array for name, array in {**good, **changes}.items() if array is not None}
     with only_our_errors():
-        total = merged([TapStats.from_tensors("t", tensors)], 3)
+        total = merged([TapStats.from_tensors("t", tensors, 3)], 3)
         assert total.mean.shape == total.m2.shape == total.variance.shape == (3,)
         assert total.count >= 0
 

@@ -54,6 +54,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 _MOST = 1 << 56  # rows, documents or bytes
 _MOST_AMOUNT = 1e18  # seconds, tokens a second, sums
 _MAX_AXES = 8
+_MAX_WIDTH = 1 << 28  # values of one row: attention over a million tokens by 64 heads fits
 _NOT_A_RECORD = {
     "syntax": "is not JSON (damaged or truncated)",
     "depth": "is nested too deeply for a record",
@@ -183,7 +184,7 @@ class TapInfo:
         sizes, names = cast(list[Any], shape), cast(list[Any], aliases)
         possible = len(sizes) <= _MAX_AXES and all(n and is_count(n) for n in sizes)
         possible = possible and is_count(latents) and (not latents or len(sizes) == 1)
-        if not possible or math.prod(sizes) >= _MOST or not all(map(is_name, names)):
+        if not possible or math.prod(sizes) > _MAX_WIDTH or not all(map(is_name, names)):
             raise ValueError(f"not a tap: {value!r}")
         return cls(tuple(sizes), dtype, tuple(names), latents)
 

@@ -409,7 +409,9 @@ def _truncated_rows(ledger: Ledger, table: Table, manifest: Mapping[str, Any]) -
     read = mapped(partial(read_tensors, ledger.objects), keys, ledger.objects.parallel)
     total = Counter[str]()
     for tensors in read:
-        total.update({name: TapStats.from_tensors(name, tensors).truncated for name in names})
+        for name in names:
+            stats = TapStats.from_tensors(name, tensors, table.taps[name].width)
+            total[name] += stats.truncated
     return {name: count for name, count in total.items() if count}
 
 

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.dataset.write.statistics import TapStats, merged
 from stored import describe
 
@@ -27,7 +28,7 @@ def agree(stats: TapStats, rows: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("offset", [0.3, 100.0, -1000.0])
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.integers(0, 400), max_size=12), st.integers(0, 2**32 - 1))
 def test_merged_groups_are_the_statistics_of_all_rows(
     offset: float, cuts: list[int], seed: int
@@ -89,7 +90,7 @@ def test_tensors_read_back_exactly_and_are_told_apart_by_tap() -> None:
     second.nonfinite, second.clipped = 2, 3
     tensors = {**first.to_tensors("mlp_out.1"), **second.to_tensors("mlp_out.10")}
     for tap, wanted in (("mlp_out.1", first), ("mlp_out.10", second)):
-        read = TapStats.from_tensors(tap, tensors)
+        read = TapStats.from_tensors(tap, tensors, 4)
         assert read.to_tensors("x").keys() == wanted.to_tensors("x").keys()
         for name, value in wanted.to_tensors("x").items():
             assert np.array_equal(read.to_tensors("x")[name], value)

@@ -93,12 +93,14 @@ def read_rows(
     file.check()
 
 
-def read_statistics(source: Objects, done: Done, taps: Iterable[str]) -> dict[str, TapStats]:
+def read_statistics(
+    source: Objects, done: Done, taps: Mapping[str, TapInfo]
+) -> dict[str, TapStats]:
     """Of a unit's rows, by tap."""
     file = CheckedFile(source, done.statistics)
     tensors = {name: file.rows(name) for name in file.header}
     file.check()
-    return {tap: TapStats.from_tensors(tap, tensors) for tap in taps}
+    return {tap: TapStats.from_tensors(tap, tensors, info.width) for tap, info in taps.items()}
 
 
 # -- the destination -------------------------------------------------------------------------

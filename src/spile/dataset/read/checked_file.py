@@ -75,7 +75,7 @@ class CheckedFile:
         for _ in self.pieces():
             pass
 
-    def _read(self, start: int, stop: int, itemsize: int) -> bytes | bytearray:
+    def _read(self, start: int, stop: int, itemsize: int) -> bytes | memoryview:
         """Of the file as it was before it was compressed."""
         if self._planes:
             return self._planes.read(start, stop, itemsize)

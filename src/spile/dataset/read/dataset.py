@@ -261,7 +261,7 @@ class Dataset:
         def parts() -> Iterator[TapStats]:
             for unit in self._units:
                 tensors = read_tensors(self._objects, unit.statistics.key)
-                yield TapStats.from_tensors(tap, tensors)
+                yield TapStats.from_tensors(tap, tensors, self.width(tap))
 
         return merged(parts(), self.width(tap))
 

@@ -105,7 +105,7 @@ class PlaneReader:
         # The last frame read, by index and item size. One tuple, so that threads may share us.
         self._last: tuple[int, int, _Bytes] = (-1, 0, np.empty(0, np.uint8))
 
-    def read(self, start: int, stop: int, itemsize: int) -> bytearray:
+    def read(self, start: int, stop: int, itemsize: int) -> memoryview:
         """Bytes `start` to `stop` of the original stream, all written with that item size.
 
         Raises:
@@ -113,24 +113,25 @@ class PlaneReader:
         """
         if not 0 <= start <= stop <= self.size:
             raise CorruptError(self._where, f"holds {self.size} bytes, not {start} to {stop}")
-        out = bytearray(stop - start)
+        # Memory is taken as frames are decoded: a table that promises too much costs nothing.
+        out = np.empty(stop - start, np.uint8)
         if start == stop:
-            return out
+            return out.data
         begin = int(self._plain_at.searchsorted(start, "right")) - 1
         end = int(self._plain_at.searchsorted(stop, "left"))
-        rest, skip = np.frombuffer(out, np.uint8), start - int(self._plain_at[begin])
+        rest, skip = out, start - int(self._plain_at[begin])
         index, known, block = self._last
         if (index, known) == (begin, itemsize):
             rest, skip, begin = _fill(rest, block[skip:]), 0, begin + 1
             if begin == end:
-                return out
+                return out.data
         bounds: list[int] = self._packed_at[begin : end + 1].tolist()
         packed = memoryview(self._get(bounds[0], bounds[-1]))
         for index, (at, to) in enumerate(pairwise(bounds), begin):
             block = self._decode(index, packed[at - bounds[0] : to - bounds[0]], itemsize)
             rest, skip = _fill(rest, block[skip:]), 0
         self._last = (end - 1, itemsize, block)
-        return out
+        return out.data
 
     def _decode(self, index: int, frame: memoryview, itemsize: int) -> _Bytes:
         size = int(self._plain_at[index + 1] - self._plain_at[index])

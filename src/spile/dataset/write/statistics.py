@@ -6,7 +6,7 @@ batch size, the mesh or the machine count.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,18 +71,18 @@ class TapStats:
         }
 
     @classmethod
-    def from_tensors(cls, tap: str, tensors: Mapping[str, np.ndarray]) -> "TapStats":
-        """What `to_tensors` gave.
+    def from_tensors(cls, tap: str, tensors: Mapping[str, np.ndarray], width: int) -> "TapStats":
+        """What `to_tensors` gave, of rows of `width` values.
 
         Raises:
             CorruptError: if one of them is missing, or of another shape or kind.
         """
 
-        def moments(name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        def moments(name: str, shape: tuple[int, ...]) -> np.ndarray:
             found = tensors.get(f"{tap}/{name}")
             if found is None or found.ndim != 1 or found.dtype != np.float64:
                 raise CorruptError("statistics", f"hold no {name} of {tap}")
-            if shape is not None and found.shape != shape:
+            if found.shape != shape:
                 raise CorruptError("statistics", f"hold a {name} of {tap} of another size")
             return np.array(found)
 
@@ -92,7 +92,7 @@ class TapStats:
                 raise CorruptError("statistics", f"hold no {name} of {tap}")
             return int(found[0])
 
-        mean = moments("mean")
+        mean = moments("mean", (width,))
         return cls(
             count("count"),
             mean,
@@ -106,7 +106,11 @@ class TapStats:
 
 
 def merged(parts: Iterable[TapStats], width: int) -> TapStats:
-    total = TapStats.empty(width)
+    """All groups of rows together. (Nothing is allocated by `width` where there is a group.)"""
+    total: TapStats | None = None
     for part in parts:
-        total.merge(part)
-    return total
+        if total is None:
+            total = replace(part)
+        else:
+            total.merge(part)
+    return total or TapStats.empty(width)

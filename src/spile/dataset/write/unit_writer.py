@@ -140,7 +140,7 @@ class UnitWriter:
         """Statistics of the rows that follow those known so far."""
         tensors = read_tensors(self._objects, key)
         for tap, stats in self.stats.items():
-            stats.merge(TapStats.from_tensors(tap, tensors))
+            stats.merge(TapStats.from_tensors(tap, tensors, len(stats.mean)))
 
     def discard(self) -> None:
         """Remove what was written; only ever called when no record names it."""

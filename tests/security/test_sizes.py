@@ -1,0 +1,72 @@
+"""Counts and sizes that a stranger wrote: nothing is allocated by them before bytes back them."""
+
+import resource
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spile
+import stored
+from spile.core.errors import CorruptError
+from spile.dataset import format as fmt
+from spile.dataset.maintain.verify import verify
+from spile.dataset.write.compression import PlaneReader
+from spile.objects import LocalObjects
+
+HUGE = 1 << 50
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> stored.Stored:
+    return stored.build(tmp_path / "out", ((30, 20), (25,)))
+
+
+def forge(dataset: stored.Stored, key: str, kind: str, change: Any) -> None:
+    """Change a record and seal it anew, as whoever wants to harm would."""
+    path = dataset.path / key
+    body = fmt.decode_record(key, path.read_bytes(), kind)
+    change(body)
+    path.write_bytes(fmt.encode_record(kind, body))
+
+
+def test_documents_that_are_not_there_are_a_fault_and_cost_nothing(dataset: stored.Stored) -> None:
+    forge(dataset, fmt.UNITS, "units", lambda body: body["units"][1].update(num_docs=HUGE))
+    faults = verify(LocalObjects(dataset.path)).faults
+    assert any("does not name each document of its unit once" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("shape", [[HUGE], [1 << 20, 1 << 20]])
+def test_rows_wider_than_any_are_refused(dataset: stored.Stored, shape: list[int]) -> None:
+    def widen(body: dict[str, Any]) -> None:
+        next(iter(body["taps"].values()))["shape"] = shape
+
+    forge(dataset, fmt.UNITS, "units", widen)
+    with pytest.raises(CorruptError, match="is not a unit table"):
+        spile.open(str(dataset.path))
+    assert not verify(LocalObjects(dataset.path)).ok
+
+
+def test_statistics_of_another_width_are_refused(dataset: stored.Stored) -> None:
+    def widen(body: dict[str, Any]) -> None:
+        for info in body["taps"].values():
+            info["shape"] = [1 << 27]
+
+    forge(dataset, fmt.UNITS, "units", widen)
+    ds = spile.open(str(dataset.path))
+    with pytest.raises(CorruptError, match="of another size"):
+        ds.statistics(ds.taps[0])
+
+
+def test_a_compressed_file_that_promises_gigabytes_takes_none() -> None:
+    frames, plain, packed = 128, 64 << 20, 4096
+    table = struct.pack("<III", packed, plain, 0) * frames
+    head = struct.pack("<II", 0x184D2A5E, len(table) + 9)
+    data = bytes(packed * frames) + head + table + struct.pack("<IBI", frames, 0x80, 0x8F92EAB1)
+    reader = PlaneReader("f", len(data), lambda start, stop: data[start:stop])
+    assert reader.size == 8 << 30
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CorruptError, match="frame 0 does not decompress"):
+        reader.read(0, reader.size, 1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10  # KiB
