@@ -1,5 +1,6 @@
 """Attention in packed rows: each document as if it were alone, in every implementation."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,8 @@ def compiled(attention: Attention) -> Any:
     return jax.jit(attend, static_argnums=5, compiler_options=quick.OPTIONS)
 
 
+FEW = ("masked", "blocked", "blocked-5")  # the suite's; the others are blocks of another size
+each_implementation = pytest.mark.parametrize("name", some(IMPLEMENTATIONS, *FEW))
 COMPILED = {name: compiled(each) for name, each in IMPLEMENTATIONS.items()}
 # windows of one token, within a block, as long as one, across several, beyond the row
 SCORINGS = {
@@ -80,20 +83,22 @@ def one_by_one(
     scoring: Scoring = PLAIN,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Every token of every document alone, in float64: what attention is."""
+    """Every head of every document alone, in float64: what attention is."""
     q, k, v = (a.astype(np.float64) for a in arrays)
     group = q.shape[2] // k.shape[2]
     out = np.zeros_like(q)
-    for row, column in zip(*np.nonzero(segments), strict=True):
-        seen = [j for j in range(column + 1) if segments[row, j] == segments[row, column]]
-        seen = seen[-scoring.window :] if scoring.window else seen
+    for row, number in np.ndindex(ROWS, segments.max(initial=0)):
+        own = segments[row] == number + 1
+        ago = np.arange(own.sum())[:, None] - np.arange(own.sum())
+        seen = (ago >= 0) & (ago < (scoring.window or SEQ))
         for head in range(q.shape[2]):
-            scores = k[row, seen, head // group] @ q[row, column, head] * scoring.scale
+            scores = q[row, own, head] @ k[row, own, head // group].T * scoring.scale
             if scoring.cap:
                 scores = scoring.cap * np.tanh(scores / scoring.cap)
             nothing = 0.0 if sinks is None else np.exp(float(sinks[head]))
-            weights = np.exp(scores) / (np.exp(scores).sum() + nothing)
-            out[row, column, head] = weights @ v[row, seen, head // group]
+            weights = np.where(seen, np.exp(scores), 0.0)
+            weights /= weights.sum(axis=1, keepdims=True) + nothing
+            out[row, own, head] = weights @ v[row, own, head // group]
     return out
 
 
@@ -126,7 +131,7 @@ def assert_as_if_alone(
     np.testing.assert_allclose(found[real], wanted[real], atol=3e-6)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@each_implementation
 @settings(deadline=None, max_examples=25)
 @given(rows=packings(), seed=st.integers(0, 1000))
 def test_packed_documents_attend_as_if_alone(name: str, rows: list[list[int]], seed: int) -> None:
@@ -134,19 +139,25 @@ def test_packed_documents_attend_as_if_alone(name: str, rows: list[list[int]], s
 
 
 @pytest.mark.parametrize("name", some(["masked", "blocked-5", "blocked-16"], "blocked-5"))
-@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
-@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize(
+    ("scoring", "sinks"),
+    some(
+        itertools.product(SCORINGS, (False, True)),
+        *(("window-1", False), ("window-5", False), ("window-100", True), ("capped", False)),
+        *(("scaled", True), ("window and cap", True)),
+    ),
+)
 @settings(deadline=None, max_examples=5)
 @given(rows=packings(), seed=st.integers(0, 1000))
 @example(rows=[[37], [20, 17], [6, 1, 30], []], seed=0)
 def test_windows_caps_scales_and_sinks_are_as_defined(
-    name: str, sinks: np.ndarray | None, scoring: str, rows: list[list[int]], seed: int
+    name: str, sinks: bool, scoring: str, rows: list[list[int]], seed: int
 ) -> None:
     arrays = values(np.random.default_rng(seed))
-    assert_as_if_alone(name, rows, arrays, SCORINGS[scoring], sinks)
+    assert_as_if_alone(name, rows, arrays, SCORINGS[scoring], SINKS if sinks else None)
 
 
-@pytest.mark.parametrize("name", ["masked", "blocked-5"])
+@pytest.mark.parametrize("name", some(["masked", "blocked-5"], "blocked-5"))
 @pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 1)], ids=["mha", "mqa"])
 def test_heads_find_the_keys_and_sinks_of_their_own(name: str, heads: int, kv: int) -> None:
     rows = [[20, 9], [37], [1, 1, 30]]
@@ -165,7 +176,7 @@ LAYOUTS: dict[str, list[list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@each_implementation
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_does_not_matter_how_documents_fall_on_blocks(name: str, layout: str) -> None:
     arrays = values(np.random.default_rng(5))
@@ -173,7 +184,7 @@ def test_it_does_not_matter_how_documents_fall_on_blocks(name: str, layout: str)
         assert_as_if_alone(name, LAYOUTS[layout], arrays, scoring)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@each_implementation
 def test_nothing_leaks_between_documents(name: str) -> None:
     rng = np.random.default_rng(7)
     segments, positions = places([[9, 14, 3], [20, 17], [30]])
@@ -192,7 +203,7 @@ def test_nothing_leaks_between_documents(name: str) -> None:
         assert not np.array_equal(after[rest], before[rest])
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@each_implementation
 def test_no_token_sees_a_later_one(name: str) -> None:
     rng = np.random.default_rng(8)
     segments, positions = places([[20, 17]] * ROWS)
@@ -206,7 +217,7 @@ def test_no_token_sees_a_later_one(name: str) -> None:
         assert not np.array_equal(after[:, place + 1 :], before[:, place + 1 :])
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@each_implementation
 def test_a_window_counts_the_token_itself_and_ends_where_it_should(name: str) -> None:
     rng = np.random.default_rng(10)
     segments, positions = places([[37]] * ROWS)
@@ -244,7 +255,7 @@ def test_weights_add_up_to_one_or_leave_the_sinks_their_part(sinks: np.ndarray |
         assert (total < 1.0).all()
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@each_implementation
 def test_scores_and_sinks_of_any_size_stay_finite(name: str) -> None:
     q, k, v = values(np.random.default_rng(12))
     segments, positions = places([[20, 12], [37], [1]])
@@ -258,8 +269,8 @@ def test_scores_and_sinks_of_any_size_stay_finite(name: str) -> None:
         np.testing.assert_allclose(found[real][:, 0], plain[real][:, 0], atol=1e-6)  # takes nothing
 
 
-@pytest.mark.parametrize("name", ["masked", "blocked-16"])
-@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+@pytest.mark.parametrize("name", some(["masked", "blocked-16"], "blocked-16"))
+@pytest.mark.parametrize("sinks", [pytest.param(None, marks=pytest.mark.full), SINKS])
 def test_bfloat16_stays_within_its_own_rounding(name: str, sinks: np.ndarray | None) -> None:
     rng = np.random.default_rng(9)
     segments, positions = places([[20, 12], [37]])
