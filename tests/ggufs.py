@@ -1,5 +1,7 @@
 """GGUF files for tests, written as llama.cpp's converter writes them."""
 
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 def source(case: str) -> torch.nn.Module:
     """A random model; norms too, so that a forgotten one shows."""
+    return deepcopy(_made(case))
+
+
+@cache
+def _made(case: str) -> torch.nn.Module:
     _, name, changes, _ = CASES[case]
     config_class = getattr(transformers, f"{name}{'Text' if name == 'Gemma3' else ''}Config")
     sizes = {"vocab_size": VOCAB} if name == "GPT2" else SIZES
@@ -188,6 +195,11 @@ def as_stored(case: str, model: torch.nn.Module) -> dict[str, np.ndarray]:
         stored["rope_factors_long.weight"] = np.array(LONG, np.float32)
         stored["rope_factors_short.weight"] = np.array(SHORT, np.float32)
     return stored
+
+
+@cache
+def _stored(case: str) -> dict[str, np.ndarray]:
+    return as_stored(case, _made(case))
 
 
 def interleave(array: np.ndarray, heads: int) -> np.ndarray:
@@ -262,7 +274,7 @@ def write_case(
     """One of CASES with changes; None takes something away."""
     arch, _, _, stated = CASES[case]
     all_meta = {**stated, **byte_tokens(), **(meta or {})}
-    all_tensors = {**as_stored(case, source(case)), **(tensors or {})}
+    all_tensors = {**_stored(case), **(tensors or {})}
     kept = {name: array for name, array in all_tensors.items() if array is not None}
     types: dict[str, Types] = {}
     if quantise is not None:

@@ -116,7 +116,7 @@ def test_names_of_ours_and_of_other_tools_are_taps(text: str, wanted: str) -> No
 @pytest.mark.parametrize("family", ARCHS)
 def test_an_alias_and_the_name_are_the_same_tap(family: str) -> None:
     """But for a stream between two blocks, which is what one leaves and the other enters with."""
-    arch = ARCHS[family]
+    arch = replace(ARCHS[family], layers=ARCHS[family].layers[:11])  # numbers of two digits, too
     owners: dict[str, list[Tap]] = {}
     for tap in all_taps(arch):
         assert parse_taps(tap.name, arch) == (tap,)
