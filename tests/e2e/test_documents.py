@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import spile
-from chaos.harness import check_refused, extracted, run
-from e2e.test_selection import ROWS, write
+from chaos.harness import check_refused, run
+from e2e.test_selection import ROWS, extracted, write
 
 
 def documents(out: Path) -> list[dict[str, Any]]:

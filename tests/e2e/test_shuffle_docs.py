@@ -1,6 +1,7 @@
 """Units in a drawn order make a dataset like any other: resumed, audited, compacted, checked."""
 
 import json
+import shutil
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -29,10 +30,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(model: Path, corpus: Path, out: Path, **more: Any) -> list[object]:
-    given = {"model": model, "corpus": corpus, "taps": "resid_post:1", "seq_len": 64,
-             "unit_tokens": 300, "compute_dtype": "float32", "shuffle_docs": 0, **more,
+    given = {"model": model, "corpus": corpus, "taps": "embed", "seq_len": 64,
+             "unit_tokens": 600, "compute_dtype": "float32", "shuffle_docs": 0, **more,
              "out": out}  # fmt: skip
     return [part for k, v in given.items() for part in (f"--{k.replace('_', '-')}", v)]
+
+
+@pytest.fixture(scope="module")
+def shuffled(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "out"
+    assert run("extract", *flags(model, corpus, out)).code == 0
+    return out
 
 
 def kept(out: Path) -> list[int]:
@@ -65,10 +73,9 @@ def test_limits_are_samples_of_the_whole_corpus(model: Path, corpus: Path, tmp_p
 
 
 def test_merged_units_know_documents_that_do_not_follow_one_another(
-    model: Path, corpus: Path, tmp_path: Path
+    shuffled: Path, tmp_path: Path
 ) -> None:
-    out, dest, again = (tmp_path / name for name in ("out", "dest", "again"))
-    assert run("extract", *flags(model, corpus, out)).code == 0
+    out, dest, again = shuffled, tmp_path / "dest", tmp_path / "again"
     said = run("compact", out, dest, "--json")
     assert said.code == 0 and said.json["units"] == 1 < said.json["units_before"], said.err
     assert run("compact", dest, again).code == 0
@@ -82,7 +89,7 @@ def test_merged_units_know_documents_that_do_not_follow_one_another(
         for doc in (0, 1, 44, FILES * DOCUMENTS - 1):
             one, other = source.document(doc), copy.document(doc)
             assert np.array_equal(one.index, other.index)
-            assert np.array_equal(one.read("resid_post.1"), other.read("resid_post.1"))
+            assert np.array_equal(one.read("embed"), other.read("embed"))
     job = resolve(spile.Recipe(), Ledger(open_objects(str(again))), "cpu")
     with closing(job.reader()) as reader:
         (unit,) = job.units
@@ -93,10 +100,9 @@ def test_merged_units_know_documents_that_do_not_follow_one_another(
 
 
 def test_a_document_that_is_in_two_units_or_in_none_is_found(
-    model: Path, corpus: Path, tmp_path: Path
+    shuffled: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    extracted(model, corpus, out, shuffle_docs=0)
+    out = Path(shutil.copytree(shuffled, tmp_path / "out"))
     table = Ledger(open_objects(str(out))).table()
     for change in (1, -1):
         body = json.loads(json.dumps(table.to_json()))
