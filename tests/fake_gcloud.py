@@ -27,7 +27,7 @@ class Cloud:
         program = folder / "bin" / "gcloud"
         program.parent.mkdir()
         program.write_text(
-            f"#!/bin/sh\nexport FAKE_CLOUD='{folder}'\nexec {sys.executable} {__file__} \"$@\"\n"
+            f"#!/bin/sh\nexport FAKE_CLOUD='{folder}'\nexec {sys.executable} -S {__file__} \"$@\"\n"
         )
         program.chmod(0o755)
 

@@ -19,6 +19,11 @@ from chaos.harness import check_sound, content
 
 HEARTBEAT = 10  # seconds; the smallest that was tried
 ABORTED = 134
+_PLANTED = """
+import os, runpy
+os.environ["PYTHONPATH"] = {paths!r}
+runpy.run_module("spile.cli", run_name="__main__", alter_sys=True)
+"""
 
 
 class Member:
@@ -37,8 +42,13 @@ class Member:
         self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115
         self.began = time.monotonic()
         self.ended: float | None = None
+        program, environment = ["-m", "spile.cli"], dict(environment)
+        if not prefix and "SPILE_PLANT" not in environment:
+            # What is planted is for its child alone; a fork can be told of it later.
+            paths = environment.pop("PYTHONPATH", None)
+            program = ["-c", _PLANTED.format(paths=paths)] if paths else program
         self.process = zygote.Popen(
-            [*prefix, sys.executable, "-m", "spile.cli", *arguments],
+            [*prefix, sys.executable, *program, *arguments],
             stdout=self._out,
             stderr=self._err,
             env={**tiny.environment(), **environment},

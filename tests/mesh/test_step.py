@@ -14,8 +14,8 @@ from spile.dataset.write.statistics import TapStats
 from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
 from spile.models.layout import Layout
 
-FEW = [Layout(2, 2, 2)]
-MORE = [Layout(8), Layout(1, 1, 8), Layout(1, 8), Layout(4, 1, 2)]
+CUT_THREE_WAYS = Layout(2, 2, 2)
+LAYOUTS = [Layout(8), Layout(1, 1, 8), Layout(1, 8), Layout(4, 1, 2), CUT_THREE_WAYS]
 TAPS = "embed,q:1,k:0,attn_pattern:0,z:all,mlp_hidden:1,resid_post:all,final_norm,logits,entropy"
 
 
@@ -28,12 +28,13 @@ def together(stats: list[TapStats], width: int) -> TapStats:
 
 @pytest.mark.parametrize(
     ("layout", "keep"),
-    [
-        *((each, False) for each in FEW),
-        (Layout(1, 1, 3), True),
-        *(pytest.param(each, False, marks=pytest.mark.full) for each in MORE),
-        *(pytest.param(each, True, marks=pytest.mark.full) for each in (Layout(8), *FEW)),
-    ],
+    some(
+        [
+            *((each, False) for each in LAYOUTS),
+            *((each, True) for each in (Layout(8), Layout(1, 1, 3), CUT_THREE_WAYS)),
+        ],
+        (CUT_THREE_WAYS, True),
+    ),
     ids=str,
 )
 def test_rows_and_statistics_are_those_of_one_device(
@@ -53,7 +54,7 @@ def test_rows_and_statistics_are_those_of_one_device(
         np.testing.assert_allclose(cut.variance, exact.variance, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", some([Layout(8), Layout(2, 2, 2)], Layout(2, 2, 2)), ids=str)
+@pytest.mark.parametrize("layout", some([Layout(8), CUT_THREE_WAYS], CUT_THREE_WAYS), ids=str)
 def test_latents_are_those_of_one_device(model: Path, tmp_path: Path, layout: Layout) -> None:
     encoder = SparseEncoder.of(open_sae(str(saes.write_sae(tmp_path))), 7)
     encoders = {"resid_post.1": (encoder, load_arrays(encoder.sae)[0])}
@@ -97,16 +98,20 @@ def test_what_cannot_be_cut_is_whole_on_every_device(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "store_dtype", ["float8_e4m3", pytest.param("int8", marks=pytest.mark.full)]
+    ("store_dtype", "tap"),
+    some(
+        [("float8_e4m3", "embed"), ("float8_e4m3", "resid_post.1"), ("int8", "resid_post.1")],
+        ("float8_e4m3", "embed"),
+    ),
 )
-def test_eight_bits_are_those_of_one_device(model: Path, store_dtype: str) -> None:
-    scales = {"resid_post.1": np.full(32, 0.05, np.float32)} if store_dtype == "int8" else None
+def test_eight_bits_are_those_of_one_device(model: Path, store_dtype: str, tap: str) -> None:
+    scales = {tap: np.full(32, 0.05, np.float32)} if store_dtype == "int8" else None
     batch = make_batch(8)
     one, mesh = (
-        make_step(model, "resid_post:1", layout, store_dtype, scales=scales)(batch)
+        make_step(model, tap, layout, store_dtype, scales=scales)(batch)
         for layout in (None, Layout(2, 2, 2))
     )
-    pieces = [list(each.pieces_of("resid_post.1")) for each in (one, mesh)]
+    pieces = [list(each.pieces_of(tap)) for each in (one, mesh)]
     rows = [np.concatenate([r for r, _ in each]).astype(np.float32) for each in pieces]
     apart = np.abs(rows[0] - rows[1])
     assert (apart > 0).mean() < 0.01, "rounding may fall either way, rarely"
@@ -127,8 +132,20 @@ def collectives(step: object, rows: int) -> set[str]:
 def test_devices_that_read_different_rows_send_each_other_nothing(model: Path) -> None:
     taps = "resid_post:all,q:0,attn_pattern:1,logprob"
     assert collectives(make_step(model, taps, Layout(8)), 16) == set()
-    assert "all-gather" in collectives(make_step(model, taps, Layout(1, 8)), 16)
-    assert "all-reduce" in collectives(make_step(model, taps, Layout(1, 1, 2)), 16)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    some(
+        [(Layout(1, 8), "all-gather"), (Layout(1, 1, 2), "all-reduce")],
+        (Layout(1, 1, 2), "all-reduce"),
+    ),
+    ids=str,
+)
+def test_devices_that_share_weights_send_each_other_what_they_need(
+    model: Path, layout: Layout, kind: str
+) -> None:
+    assert kind in collectives(make_step(model, "resid_post:0", layout), 16)
 
 
 def test_each_device_holds_its_share_of_the_weights(model: Path) -> None:

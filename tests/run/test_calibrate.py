@@ -21,16 +21,17 @@ from spile.dataset.write.quantization import scales_from_json
 from spile.objects import LocalObjects
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.resolve import resolve, store_table
+from spile.run import calibrate
 from spile.run.extract import load_step
 
-ENOUGH = 16_384  # tokens
+ENOUGH = 2_048  # tokens; users' runs look at more
 HEADROOM = 1.25
 
 
 @pytest.fixture(scope="module")
 def long_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some more tokens than are looked at."""
-    return tiny.write_corpus(tmp_path_factory.mktemp("corpus") / "long.jsonl", 450)
+    return tiny.write_corpus(tmp_path_factory.mktemp("corpus") / "long.jsonl", 60)
 
 
 def make_recipe(model: Path, corpus: Path, **more: Any) -> Recipe:
@@ -65,12 +66,15 @@ def stored_rows(recipe: Recipe, out: Path, tap: str) -> np.ndarray:
 
 
 def test_scales_are_those_of_the_corpus_first_contexts(
-    model: Path, long_corpus: Path, tmp_path: Path
+    model: Path, long_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, scales = measure(make_recipe(model, long_corpus), tmp_path / "out")
+    monkeypatch.setattr(calibrate, "_ENOUGH", ENOUGH)
+    job, scales = measure(make_recipe(model, long_corpus, unit_tokens=750), tmp_path / "out")
     assert {tap: scale.shape for tap, scale in scales.items()} == {"resid_post.0": (32,)}
     rows = stored_rows(
-        make_recipe(model, long_corpus, store_dtype="float32"), tmp_path / "plain", "resid_post.0"
+        make_recipe(model, long_corpus, unit_tokens=750, store_dtype="float32"),
+        tmp_path / "plain",
+        "resid_post.0",
     )
     looked_at = 0
     with closing(job.reader()) as reader:

@@ -8,22 +8,27 @@ from pathlib import Path
 import pytest
 
 import quick
-from marks import some
 
-FILES = sorted((Path(__file__).parent.parent / "mesh").glob("test_*.py"))
-
-
-QUICKEST = [FILES[0].parent / f"test_{name}.py" for name in ("sharding", "step")]
+FOLDER = Path(__file__).parent.parent / "mesh"
+SUITE = ["test_sharding.py", "test_step.py"]  # in one process: starting it costs the most
 
 
-@pytest.mark.parametrize("file", some(FILES, *QUICKEST), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "files",
+    [SUITE, *(pytest.param([path.name], marks=pytest.mark.full)
+              for path in sorted(FOLDER.glob("test_*.py")) if path.name not in SUITE)],
+    ids=" ".join,
+)  # fmt: skip
 def test_what_is_in_tests_mesh_passes_on_eight_devices(
-    file: Path, pytestconfig: pytest.Config
+    files: list[str], pytestconfig: pytest.Config
 ) -> None:
     flags = f"--xla_force_host_platform_device_count=8 {quick.FLAGS}"
-    more = ["--chaos-full"] if pytestconfig.getoption("--chaos-full") else []
+    # The suite checks shapes against their declarations where there is one device.
+    quicker = ["--override-ini", "addopts=--strict-markers --import-mode=importlib"]
+    more = ["--chaos-full"] if pytestconfig.getoption("--chaos-full") else quicker
+    paths = [str(FOLDER / name) for name in files]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), *more],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, *more],
         capture_output=True,
         text=True,
         env={**os.environ, "XLA_FLAGS": flags},

@@ -127,7 +127,7 @@ def test_only_the_unit_that_computes_and_the_next_are_kept_from_others(
     thread.start()
     try:
         assert writing.wait(60)
-        time.sleep(1.0)  # time enough to take more
+        time.sleep(0.3)  # time enough to take more
         (worker,) = read_workers(open_objects(str(out))).values()
         assert worker["units"] == [0, 1]
     finally:

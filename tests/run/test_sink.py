@@ -70,13 +70,13 @@ def test_as_many_lanes_as_you_like_write_the_same_bytes(
 ) -> None:
     wanted = recipe(model, corpus, store_dtype="float8_e4m3")
     found: list[dict[tuple[int, str], bytes]] = []
-    for threads in (1, 2, 8):
+    for threads in (1, 8):
         out = tmp_path / f"{threads}"
         runtime = Runtime(shard_bytes=4096, batch_tokens=128, write_threads=threads)
         spile.extract(wanted, str(out), runtime)
         assert verify(open_objects(str(out))).ok
         found.append(files_of(out))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     names = {name for _, name in found[0]}
     assert {"embed.00001.safetensors", "resid_pre.0.00001.safetensors"} < names, "several shards"
     assert len({unit for unit, _ in found[0]}) > 2
@@ -187,7 +187,7 @@ def test_an_error_while_a_shard_is_made_durable_is_raised(
 def test_what_int8_cannot_hold_is_refused_whatever_is_allowed(
     corpus: Path, tmp_path: Path, infinite: Path
 ) -> None:
-    for dtype, allow in (("bfloat16", False), ("float8_e4m3", False), ("int8", True)):
+    for dtype, allow in (("float8_e4m3", False), ("int8", True)):
         wanted = recipe(infinite, corpus, taps="embed", store_dtype=dtype)
         with pytest.raises(DataError, match="embed: NaN or infinity in unit 0") as caught:
             spile.extract(wanted, str(tmp_path / dtype), Runtime(allow_nonfinite=allow))

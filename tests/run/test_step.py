@@ -15,6 +15,7 @@ import pytest
 
 import saes
 import tiny
+from marks import some
 from spile.corpus.pack import Batch
 from spile.dataset.write.quantization import decode
 from spile.models.files.checkpoint import open_checkpoint
@@ -87,7 +88,7 @@ def scales_of(output: StepOutput, tap: str) -> np.ndarray | None:
     return scales
 
 
-@pytest.mark.parametrize("store_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("store_dtype", some(["float32", "bfloat16", "float16"], "bfloat16"))
 def test_statistics_are_those_of_the_stored_values(model: Path, store_dtype: str) -> None:
     step = make_step(model, "resid_post:0+2,embed", store_dtype)
     output = step(make_batch())
@@ -108,7 +109,11 @@ def test_statistics_are_those_of_the_stored_values(model: Path, store_dtype: str
 
 
 @pytest.mark.parametrize(
-    ("store_dtype", "keep"), [("bfloat16", None), ("float32", [[0, 3, 12, 13, 39], [5], []])]
+    ("store_dtype", "keep"),
+    [
+        pytest.param("bfloat16", None, marks=pytest.mark.full),
+        ("float32", [[0, 3, 12, 13, 39], [5], []]),
+    ],
 )
 def test_statistics_of_shaped_taps_are_those_of_each_stored_value(
     model: Path, store_dtype: str, keep: list[list[int]] | None
@@ -138,12 +143,12 @@ def test_statistics_of_shaped_taps_are_those_of_each_stored_value(
 def test_the_rows_that_are_kept_are_those_of_a_step_that_keeps_all(model: Path) -> None:
     step = make_step(model, SHAPED)
     keep = [[0, 3, 12, 13, 39], [5, 16], []]
-    whole, some = step(make_batch()), step(make_batch(keep=keep, most=8))
-    assert some.runs.parts.reshape(-1).tolist() == [5, 2, 0]
-    assert some.tokens == whole.tokens == 57
+    whole, few = step(make_batch()), step(make_batch(keep=keep, most=8))
+    assert few.runs.parts.reshape(-1).tolist() == [5, 2, 0]
+    assert few.tokens == whole.tokens == 57
     for tap in whole.rows:
         pairs = zip(
-            by_packed_row(some.rows_of(tap), some),
+            by_packed_row(few.rows_of(tap), few),
             by_packed_row(whole.rows_of(tap), whole),
             strict=True,
         )
@@ -247,7 +252,9 @@ def test_eight_bits_are_those_of_the_float32_rows_and_statistics_are_of_what_is_
     assert (clipped > 0) == (store_dtype == "int8")
 
 
-@pytest.mark.parametrize("store_dtype", ["float32", "bfloat16", *QUANTIZED])
+@pytest.mark.parametrize(
+    "store_dtype", some(["float32", "bfloat16", *QUANTIZED], "bfloat16", "int8")
+)
 def test_what_is_not_finite_is_counted_as_it_was_computed(infinite: Path, store_dtype: str) -> None:
     scales = {"embed": np.full(32, 0.1, np.float32)} if store_dtype == "int8" else None
     step = make_step(infinite, "embed", store_dtype, scales)
@@ -255,12 +262,12 @@ def test_what_is_not_finite_is_counted_as_it_was_computed(infinite: Path, store_
     batch.tokens[batch.segments > 0] = 1 + batch.tokens[batch.segments > 0] % 6
     batch.tokens[0, [0, 39]], batch.tokens[1, 3] = 0, tiny.BOS
     assert [s.nonfinite for s in step(batch).stats_of("embed")] == [6, 1]
-    some = make_batch(0, keep=[[1, 39], [2], [0]], most=6)  # what pads a row is its first token
-    some.tokens[:] = batch.tokens
-    assert [s.nonfinite for s in step(some).stats_of("embed")] == [3, 0, 3]
+    few = make_batch(0, keep=[[1, 39], [2], [0]], most=6)  # what pads a row is its first token
+    few.tokens[:] = batch.tokens
+    assert [s.nonfinite for s in step(few).stats_of("embed")] == [3, 0, 3]
 
 
-@pytest.mark.parametrize("store_dtype", ["bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("store_dtype", some(["bfloat16", "float8_e4m3"], "float8_e4m3"))
 def test_latents_of_what_is_not_finite_are_not_finite_either(
     infinite: Path, tmp_path: Path, store_dtype: str
 ) -> None:
@@ -283,7 +290,7 @@ COUNTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("store_dtype", ["float32", "float8_e4m3"])
+@pytest.mark.parametrize("store_dtype", some(["float32", "float8_e4m3"], "float8_e4m3"))
 def test_rows_leave_the_device_without_padding(model: Path, store_dtype: str) -> None:
     """Whatever is kept of each row; and only a few lengths are ever compiled."""
     step, table = make_step(model, "embed", store_dtype), make_step(model, "embed").params
@@ -318,14 +325,14 @@ def test_rows_leave_the_device_without_padding(model: Path, store_dtype: str) ->
 
 def test_a_new_shape_is_compiled_once_and_what_is_compiled_ahead_not_again(model: Path) -> None:
     # Shapes of this test alone: jax itself remembers a program that another step has compiled.
-    some, all_of_them, fewer = (40, 17, 0, 3, 3, 1, 2), (40,) * 7, (9, 40, 0, 3, 3, 1)
+    several, all_of_them, fewer = (40, 17, 0, 3, 3, 1, 2), (40,) * 7, (9, 40, 0, 3, 3, 1)
     step = make_step(model, "embed", "float8_e4m3")
     with compilations() as compiled:
-        step.compile(make_batch(0, some))
+        step.compile(make_batch(0, several))
     assert len(compiled) == 2, "the model, and leaving out what is not kept"
     with compilations() as compiled:
-        step.compile(make_batch(1, some))
-        jax.block_until_ready(step(make_batch(2, some)).rows)
+        step.compile(make_batch(1, several))
+        jax.block_until_ready(step(make_batch(2, several)).rows)
     assert compiled == []
     with compilations() as compiled:
         for seed in (3, 4):

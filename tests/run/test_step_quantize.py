@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from marks import some
 from spile.dataset.format import TapInfo
 from spile.dataset.write import quantization as quant
 from spile.run.step import encode_rows
@@ -48,7 +49,7 @@ def on_device(
     return [None if array is None else np.asarray(array) for array in made]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", some([True, False], True))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_float8_is_what_reading_gives(shape: tuple[int, ...], compiled: bool) -> None:
     values = random_values(shape)
@@ -62,7 +63,7 @@ def test_float8_is_what_reading_gives(shape: tuple[int, ...], compiled: bool) ->
     assert np.abs(decoded - flat(values)).max() > 0, "something was lost"
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", some([True, False], True))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_is_what_reading_gives_and_counts_what_it_cannot_hold(
     shape: tuple[int, ...], compiled: bool
@@ -108,7 +109,7 @@ def test_what_is_not_finite_spoils_only_itself_in_float8(bad: float) -> None:
     assert np.isfinite(scale).all() and scale[20] == 1, "a row of nothing finite"
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", some([True, False], True))
 def test_rows_too_small_for_a_scale_stay_finite(compiled: bool) -> None:
     sizes = [1e-38, 1e-45, 2e-38, 1e-37, 448 * float(TINY), 1e-35, 0.0]
     values = np.zeros((1, len(sizes), 8), np.float32)

@@ -109,7 +109,7 @@ def test_a_state_continues_with_the_same_next_batch(plain: Recipe) -> None:
         whole.append({name: values.copy() for name, values in batch.items()})
         states.append(begun.state_dict())
     again = streamed(plain, 150, seed=4, epochs=2)
-    for at in (len(whole) // 2 + 1, 0, 3, len(whole) - 1, len(whole)):
+    for at in (len(whole) // 2 + 1, 0, len(whole)):
         again.load_state_dict(json.loads(json.dumps(states[at])))
         assert again.state_dict() == states[at]
         found = [next(again) for _ in range(min(2, len(whole) - at))]
@@ -136,30 +136,30 @@ def test_a_state_counts_epochs_and_rows_as_that_of_a_dataset_does(
     assert (one["epoch"], one["position"]) == (2, 0)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"epoch": -1}, {"epoch": True}, {"position": "0"}, {"position": 701}, {"begin": None},
-     {"begin": [0, 0, 0]}, {"begin": [0, 0, 0, -1]}, {"begin": [5, 0, 0, 0]},
-     {"begin": [0, 0, 10_000, 0]}],
-)  # fmt: skip
-def test_what_is_no_state_is_refused_and_changes_nothing(plain: Recipe, wrong: Any) -> None:
+WRONG: list[dict[str, Any]] = [
+    {"epoch": -1}, {"epoch": True}, {"position": "0"}, {"position": 701}, {"begin": None},
+    {"begin": [0, 0, 0]}, {"begin": [0, 0, 0, -1]}, {"begin": [5, 0, 0, 0]},
+    {"begin": [0, 0, 10_000, 0]},
+]  # fmt: skip
+
+
+def test_what_is_no_state_is_refused_and_changes_nothing(plain: Recipe) -> None:
     stream = streamed(plain)
     before = stream.state_dict()
-    with pytest.raises(ConfigError, match="no state of this stream"):
-        stream.load_state_dict({**before, **wrong})
-    assert stream.state_dict() == before
+    for wrong in WRONG:
+        with pytest.raises(ConfigError, match="no state of this stream"):
+            stream.load_state_dict({**before, **wrong})
+        assert stream.state_dict() == before, wrong
 
 
 def test_units_that_are_consumed_are_not_computed_again(plain: Recipe) -> None:
     counters = Counters()
     begun = streamed(plain, 100, counters=counters)
-    given = list(begun)
-    everything = counters["prepared"]
-    late = streamed(plain, 100)
-    for _ in given[:-1]:
-        next(late)
-    state = late.state_dict()
-    late.close()
+    states, given = [begun.state_dict()], []
+    for batch in begun:
+        given.append(batch)
+        states.append(begun.state_dict())
+    everything, state = counters["prepared"], states[-2]
     fewer = Counters()
     again = streamed(plain, 100, counters=fewer)
     again.load_state_dict(state)
@@ -194,7 +194,7 @@ def test_a_slow_reader_holds_back_the_model(plain: Recipe) -> None:
         while time.monotonic() < waited + 30 and counters["prepared"] < 500:
             time.sleep(0.05)
         before = counters["prepared"]
-        time.sleep(1)
+        time.sleep(0.3)
         assert counters["prepared"] <= before + 1500, "at most the units that are held"
     assert left_over() == []
 

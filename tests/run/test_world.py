@@ -15,6 +15,7 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from spile.core.errors import ConfigError, DataError, Interrupted, SpileError, WorldError
 from spile.corpus.units import Unit
+from spile.run import world as world_module
 from spile.run.rank import ABORTED, RESTART, Rank
 from spile.run.world import JoinedWorld, SingleWorld, World, compare
 from tiny import free_port
@@ -78,7 +79,7 @@ def test_a_leader_that_was_told_to_stop_does_not_say_that_all_is_done(pair: Pair
     pair.stops[0].set()
     assert list(pair.leader.units(iter([]), {})) == []
     waiting = pair.pool.submit(lambda: list(pair.follower.units(iter([]), {})))
-    time.sleep(1)
+    time.sleep(0.3)
     assert not waiting.done()
     pair.stops[1].set()
     with pytest.raises(Interrupted):
@@ -136,6 +137,7 @@ def test_a_process_that_is_stuck_is_ended_with_the_cause_and_the_leader_leaves_a
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(world_module, "_GRACE", 0.2)
     pair.leader.failed(DataError("mine"))  # which the follower, in a step, cannot hear
     assert codes == [DataError.exit_code]
     assert caplog.messages == [f"process 0 ({socket.gethostname()}): mine"]

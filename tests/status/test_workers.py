@@ -14,6 +14,7 @@ import pytest
 
 import stored
 import tiny
+import zygote
 from spile.cli.look import status_text
 from spile.dataset.heartbeat import HeartbeatObserver
 from spile.status.status import Status, read_status
@@ -25,7 +26,9 @@ from pathlib import Path
 from spile.run.progress import Meter
 from spile.metrics import Counters
 from spile.objects import LocalObjects
+from spile.dataset import heartbeat
 from spile.dataset.heartbeat import Presence
+heartbeat._BEAT_SECONDS = 0.1
 presence, counters = Presence(LocalObjects(Path(sys.argv[1])), 30), Counters()
 presence.tell(share=sys.argv[2])
 presence.report(Meter(counters).beat)
@@ -46,7 +49,7 @@ class Slice:
     """A process that gives signs of life as a worker does."""
 
     def __init__(self, path: Path, share: str, unit: int) -> None:
-        self.process = subprocess.Popen(
+        self.process = zygote.Popen(
             [sys.executable, "-c", SLICE, str(path), share, str(unit)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=tiny.environment(),
         )  # fmt: skip
@@ -99,7 +102,7 @@ def test_slices_that_stand_still_have_failed_are_done_or_never_came(
     unfinished: stored.Stored,
 ) -> None:
     with started(unfinished.path, "0/4", "1/4", "2/4") as (still, failed, done):
-        observer = HeartbeatObserver(stale_after=3.0)
+        observer = HeartbeatObserver(stale_after=1.0)
 
         def look() -> Status:
             return read_status(unfinished.objects, observer)
@@ -110,7 +113,7 @@ def test_slices_that_stand_still_have_failed_are_done_or_never_came(
         seen(look, still.name, lambda w: w["progress"].get("tokens") and w["state"] == "running")
         still.process.send_signal(signal.SIGSTOP)
         stale = seen(look, still.name, lambda w: w["state"] == "stale")
-        assert stale["unmoved_seconds"] >= 3.0 and stale["units"] == [2]
+        assert stale["unmoved_seconds"] >= 1.0 and stale["units"] == [2]
         status = look()
         assert status.state == "unfinished", "nobody is known to be at work"
         states = {w["share"]: w["state"] for w in status.workers}

@@ -13,7 +13,7 @@ from spile.fleet.ray.actor import RayHost
 @pytest.fixture
 def work(model: Path, corpus: Path) -> Work:
     work = Work(model, corpus)
-    work.options["taps"] = "resid_post:1"
+    work.options["taps"] = "embed"
     return work
 
 
