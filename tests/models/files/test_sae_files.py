@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,11 @@ sae.save_model(f"{folder}/saved")
 """
 
 
+@pytest.mark.full
 def test_latents_are_those_of_saelens(tmp_path: Path) -> None:
-    python = os.environ.get("SPILE_SAELENS_PYTHON")
+    """The suite holds them to its formulas, which tests/models/files/test_sae.py writes out."""
+    beside = Path(sys.prefix, "saelens", "bin", "python")  # where `make` installs it
+    python = os.environ.get("SPILE_SAELENS_PYTHON") or (str(beside) if beside.exists() else None)
     if not python:
         pytest.skip("SPILE_SAELENS_PYTHON does not name an interpreter that has sae-lens")
     normal = ("none", "layer_norm", "constant_norm_rescale")

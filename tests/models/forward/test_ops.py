@@ -1,8 +1,11 @@
 """The arithmetic beside attention, held to HF's modules: the same casts in the same places."""
 
+import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +18,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+import quick
+from marks import some
 from spile.models.config.hf_config import ACTIVATIONS
 from spile.models.forward.ops import (
     NORMS,
@@ -118,14 +123,21 @@ def test_the_clamped_gate_is_gpt_oss(dtype: str) -> None:
     assert (gate > 1.5).any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rotated", [8, 4, 2])
+ROTATED = some(itertools.product(DTYPES, [8, 4, 2]), ("float32", 8), ("bfloat16", 4))
+
+
+@pytest.mark.parametrize(("dtype", "rotated"), ROTATED)
 def test_rotation_is_hfs_and_leaves_what_it_does_not_reach(dtype: str, rotated: int) -> None:
     dim = 8
     q, k = random(2, 30, 4, dim), random(2, 30, 1, dim, seed=1)
     positions = np.stack([np.arange(30), np.arange(30)[::-1] * 7]).astype(np.int32)
     frequencies = (1e4 ** -(np.arange(0, rotated, 2) / rotated)).astype(np.float32)
-    cos, sin = rotary_angles(jnp.asarray(positions), frequencies, 1.25)
+
+    @partial(jax.jit, compiler_options=quick.OPTIONS)
+    def turn(q: Any, k: Any, positions: Any) -> tuple[Any, Any]:
+        cos, sin = rotary_angles(positions, frequencies, 1.25)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
     angles = torch.tensor(positions).float()[..., None] * torch.tensor(frequencies)
     angles = torch.cat([angles, angles], dim=-1)
     turned = apply_rotary_pos_emb(
@@ -135,12 +147,13 @@ def test_rotation_is_hfs_and_leaves_what_it_does_not_reach(dtype: str, rotated: 
         (angles.sin() * 1.25).to(DTYPES[dtype]),
         unsqueeze_dim=2,
     )
-    for x, wanted in zip((q, k), turned, strict=True):
-        found = rotate(ours(x, dtype), cos, sin)
-        assert np.array_equal(found[..., rotated:], ours(x[..., rotated:], dtype))
+    both = turn(ours(q, dtype), ours(k, dtype), jnp.asarray(positions))
+    for x, array, wanted in zip((q, k), both, turned, strict=True):
+        found = np.asarray(array)
+        assert np.array_equal(found[..., rotated:], np.asarray(ours(x, dtype))[..., rotated:])
         assert found.dtype == dtype
         step = 2**-6 if dtype == "bfloat16" else 5e-6
-        ours_ = np.asarray(found[..., :rotated], np.float32)
+        ours_ = found[..., :rotated].astype(np.float32)
         np.testing.assert_allclose(ours_, wanted.float().numpy(), atol=step)
 
 
