@@ -55,6 +55,9 @@ def _compile_once(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--chaos-full"):
+        for item in items:
+            if item.get_closest_marker("varied"):
+                item.add_marker("full")  # (`-m full` selects it, too)
         return
     for item in items:
         if item.get_closest_marker("full"):

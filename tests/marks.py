@@ -1,9 +1,10 @@
 """Which of several cases of a kind the suite tries; `make chaos` tries them all."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def some(cases: Iterable[Any], *kept: Any) -> list[Any]:
@@ -15,3 +16,11 @@ def some(cases: Iterable[Any], *kept: Any) -> list[Any]:
 
 def _left(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full)
+
+
+def examples(count: int, **others: Any) -> Callable[[Any], Any]:
+    """Hypothesis tries so many examples in `make chaos`, and a quarter of them in the suite."""
+    if settings.get_current_profile_name() == "suite":
+        count = min(count, max(12, count // 4))
+    chosen = settings(**{"deadline": None, "max_examples": count, **others})
+    return lambda test: pytest.mark.varied(chosen(test))

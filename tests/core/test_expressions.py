@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.core.errors import ConfigError
 from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.index import FIRST, FLAGS, INDEX_DTYPE
@@ -93,7 +94,7 @@ def parsed(where: str) -> RowFilter:
 
 
 @given(where=BOOLEANS, index=INDEXES)
-@settings(max_examples=250, deadline=None)
+@examples(250)
 def test_the_mask_is_what_python_says_of_each_row(where: str, index: np.ndarray) -> None:
     mask = parsed(where).mask(index)
     assert mask.dtype == np.bool_ and mask.shape == index.shape
@@ -101,7 +102,7 @@ def test_the_mask_is_what_python_says_of_each_row(where: str, index: np.ndarray)
 
 
 @given(where=BOOLEANS, index=INDEXES)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_canonical_text_reads_back_as_itself_and_means_the_same(
     where: str, index: np.ndarray
 ) -> None:
@@ -117,7 +118,7 @@ def test_the_canonical_text_reads_back_as_itself_and_means_the_same(
     every=st.none() | st.integers(),
     index=INDEXES,
 )
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_any_text_makes_a_filter_or_an_error_of_one_line(
     where: str, every: int | None, index: np.ndarray
 ) -> None:
@@ -238,7 +239,7 @@ def test_only_a_filter_that_asks_for_nothing_keeps_all() -> None:
     every=st.integers(1, 5),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_every_nth_of_the_rows_left_is_counted_anew_in_each_context(
     lengths: list[int], where: str | None, every: int, data: st.DataObject
 ) -> None:
@@ -321,7 +322,7 @@ def test_a_filter_names_its_columns_once() -> None:
     assert DocumentFilter("b > 1 and (a == 'x' or b < 0) and not c").columns == ("b", "a", "c")
 
 
-@settings(derandomize=True, database=None, max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.lists(st.integers(-5, 5), min_size=1, max_size=6),
     st.sampled_from(["==", "<", "<=", ">", ">=", "!="]),

@@ -12,9 +12,10 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.core.errors import CorruptError
 from spile.core.tensors import (
     DTYPES,
@@ -260,7 +261,7 @@ def test_every_truncation_of_a_valid_file_is_refused() -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_noise_gives_corrupt_error_or_nothing(noise: bytes) -> None:
     for file in (noise, container(noise), container(b"{" + noise + b"}")):
         try:
@@ -271,7 +272,7 @@ def test_noise_gives_corrupt_error_or_nothing(noise: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_damaged_header_is_refused_or_still_tiles_its_file(data: st.DataObject) -> None:
     file = bytearray(valid_file())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -296,7 +297,7 @@ FAULT = st.tuples(
 
 
 @given(LAYOUT, st.lists(FAULT, max_size=2), st.integers(-1, 1))
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_a_strangers_header_is_refused_or_tiles_its_file(
     layout: list[tuple[str, list[int]]], faults: list[tuple[int, str | None, Any, Any]], rest: int
 ) -> None:

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
+from marks import examples
 from spile.core.expressions import RowFilter
 from spile.core.index import END, FIRST, LAST
 from spile.corpus.pack import PackedUnit, bucket, first_fit_decreasing, pack_unit
@@ -68,7 +69,7 @@ def contexts_of(unit: PackedUnit) -> list[tuple[int, int, list[int]]]:
 
 
 @given(documents=DOCUMENTS, seq_len=SEQ_LEN)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @pytest.mark.parametrize("pack", ["ffd", "none"])
 @pytest.mark.parametrize("long_docs", ["split", "truncate"])
 def test_every_token_is_placed_once_and_contexts_are_whole_and_apart(
@@ -104,7 +105,7 @@ def test_every_token_is_placed_once_and_contexts_are_whole_and_apart(
     rows=st.integers(1, 9),
     where=st.sampled_from([None, "pos % 3 == 1"]),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_batches_cover_the_rows_in_order_and_pad_the_last(
     tokenizer: TextTokenizer,
     documents: list[np.ndarray],
@@ -141,7 +142,7 @@ def test_batches_cover_the_rows_in_order_and_pad_the_last(
     fewest=st.integers(1, 12),
     where=st.sampled_from([None, "pos % 3 == 1"]),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_last_batch_is_the_smallest_halving_that_holds_what_is_left(
     tokenizer: TextTokenizer,
     documents: list[np.ndarray],
@@ -211,7 +212,7 @@ def test_a_batch_is_made_for_16_or_64_or_256_contexts_a_row(
     rows=st.integers(0, 40),
     where=st.sampled_from([None, "pos % 3 == 1", "end"]),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_first_rows_are_a_unit_of_their_own(
     tokenizer: TextTokenizer,
     documents: list[np.ndarray],
@@ -286,7 +287,7 @@ def test_a_unit_without_tokens_has_no_rows(tokenizer: TextTokenizer) -> None:
 
 
 @given(documents=DOCUMENTS, seq_len=SEQ_LEN)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @pytest.mark.parametrize("long_docs", ["split", "truncate"])
 def test_each_document_ends_once_at_the_last_token_kept(
     long_docs: str, tokenizer: TextTokenizer, documents: list[np.ndarray], seq_len: int
@@ -313,7 +314,7 @@ FILTERS = st.builds(
 
 
 @given(documents=DOCUMENTS, seq_len=SEQ_LEN, rows=FILTERS, pack=st.sampled_from(["ffd", "none"]))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_filter_drops_entries_and_rows_but_moves_nothing(
     tokenizer: TextTokenizer,
     documents: list[np.ndarray],
@@ -410,7 +411,7 @@ def plain_first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[i
 
 
 @given(st.integers(1, 30), st.data())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_bins_are_those_of_the_textbook(capacity: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=40))
     bins = first_fit_decreasing(np.array(lengths, np.int64), capacity)
@@ -433,7 +434,7 @@ def test_rows_are_filled_to_98_percent_on_log_normal_lengths(
     assert unit.num_tokens / unit.tokens.size >= 0.98
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(DOCUMENTS, SEQ_LEN, st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_parts_take_every_row_once_and_store_one_run_each(
     tokenizer: TextTokenizer,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
@@ -14,6 +14,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
 import tiny
+from marks import examples
 from spile.core.errors import ConfigError, InputError, StoreError
 from spile.core.index import BOS, EOS, ROLES, SPECIAL
 from spile.corpus.chats.template import Rendered
@@ -238,7 +239,7 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(derandomize=True, database=None, max_examples=200, deadline=None)
+@examples(200)
 @given(
     cuts=st.lists(st.integers(0, len(ENGLISH)), max_size=8),
     said=st.lists(st.sampled_from([*ROLES]), min_size=9, max_size=9),

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.core.errors import InputError
 from spile.corpus import units as units_module
 from spile.corpus.files import find_files
@@ -100,7 +101,7 @@ CORPUS = st.lists(
 
 
 @given(CORPUS, st.integers(1, 120), st.integers(1, 60), st.booleans())
-@settings(max_examples=120, deadline=None)
+@examples(120)
 def test_units_hold_every_document_exactly_once(
     corpus: Corpus, size: int, chunk: int, last_newline: bool
 ) -> None:

@@ -5,9 +5,10 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard, TapInfo, decode_record, encode_record
@@ -214,7 +215,7 @@ def test_a_record_of_another_kind_is_refused() -> None:
         decode_record("units.json", LITERAL, "units")
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(st.dictionaries(st.text(max_size=8).filter(lambda k: k not in ("format", "kind")), JSON))
 def test_any_body_reads_back(value: dict[str, Any]) -> None:
     value.pop("checksum", None)
@@ -227,7 +228,7 @@ def test_what_cannot_be_stored_is_an_error_and_not_an_empty_record(value: float)
         encode_record("done", {**DONE.to_json(), "made_by": {"speed": value}})
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(st.binary(max_size=60) | JSON.map(lambda v: json.dumps(v).encode()))
 def test_arbitrary_bytes_are_refused_with_our_own_error(data: bytes) -> None:
     with pytest.raises(SpileError):
@@ -367,7 +368,7 @@ def well_typed(done: Done) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=600)
+@examples(600)
 @given(st.sampled_from(paths(body())), JSON)
 def test_a_changed_value_is_refused_or_makes_a_sound_record(
     path: tuple[Any, ...], value: Any

@@ -5,9 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.core.errors import StoreError
 from spile.objects import MemoryObjects
 from spile.objects.protocol import (
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(pattern=st.lists(PARTS, max_size=3).flatmap(lambda f: NAMED.map(lambda last: [*f, last])))
 def test_a_pattern_finds_what_glob_finds_on_a_disk(folder: Path, pattern: list[str]) -> None:
     files = [p.relative_to(folder).parts for p in folder.rglob("*") if p.is_file()]

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.core.errors import SpileError
 from spile.dataset import format as fmt
 
@@ -39,11 +40,10 @@ JSON = st.recursive(
 )
 
 
-def fuzz(examples: int) -> Callable[[Any], Any]:
+def fuzz(count: int) -> Callable[[Any], Any]:
     """The same examples at every run, and no fixture made anew for each: tests restore them."""
-    return settings(
-        max_examples=examples,
-        deadline=None,
+    return examples(
+        count,
         derandomize=True,
         database=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from marks import examples
 from spile.core.errors import InputError
 from spile.corpus.chats.template import (
     ChatTemplate,
@@ -210,7 +211,7 @@ def test_ranges_are_exactly_what_the_messages_say(name: str, contents: list[str]
     assert said(rendered) == [each for each in wanted if each[1]]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(sorted(PUBLISHED)),
     st.lists(st.lists(st.sampled_from(WORDS), max_size=4).map("".join), min_size=1, max_size=5),

@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.core.errors import InputError
 from spile.corpus.formats.json import pieces
 
@@ -21,7 +22,7 @@ def chunks(data: bytes, size: int) -> Iterator[bytes]:
     return (data[start : start + size] for start in range(0, len(data), size))
 
 
-@settings(derandomize=True, database=None, max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(VALUES, max_size=6),
     st.sampled_from([None, 0, 3]),

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from marks import examples
 from remote import upload
 from spile.core.errors import InputError
 from spile.corpus.programs.arc import Pair, Task, read_tasks
@@ -197,7 +198,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.sampled_from(["a.jsonl", "a.json", "a_challenges.json"]))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_whatever_json_holds_is_read_or_one_line(value: Any, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range, is_program
 
@@ -94,7 +95,7 @@ LITERALS = st.recursive(
     st.sampled_from(["a.b", "/some where/it's.py", "/d.py/x (y).py"]),
     st.dictionaries(st.sampled_from(["a", "where", "call", "é"]), LITERALS),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_what_a_program_says_it_is_called_is_read_as_the_same(
     where: str, arguments: dict[str, Any]
 ) -> None:
@@ -107,7 +108,7 @@ PIECES = ["a.b:f", "p.py", ":g", "(", ")", "x=", "'", "1", ",", "[", "arc:", "\n
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=2), max_size=12).map("".join))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_any_name_is_read_or_refused_in_one_line(name: str) -> None:
     if is_program(name):
         try:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.core.errors import DataError, InputError, Interrupted
 from spile.corpus.programs.program import ProgramDocument, ProgramSource
 
@@ -34,7 +35,7 @@ def numbers(documents: list[ProgramDocument]) -> list[int]:
     st.integers(0, 60), st.integers(1, 300), st.none() | st.integers(1, 70),
     st.sampled_from(sorted(FORMS)), st.randoms(use_true_random=False),
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_ranges_hold_every_document_once_and_are_read_in_any_order(
     count: int, size: int, most: int | None, form: str, order: random.Random
 ) -> None:

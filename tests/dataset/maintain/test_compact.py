@@ -305,6 +305,7 @@ def damages(made: stored.Stored, every: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.varied
 def test_damage_is_not_copied(compress: bool, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     every = 1 if pytestconfig.getoption("--chaos-full") else 2
     made = stored.copied(tmp_path / "out", taps=stored.SCALED, compress=compress, shard_bytes=400)

@@ -34,7 +34,10 @@ def build(path: Path, **options: Any) -> stored.Stored:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
     """A finished dataset with a worker's record and a check; tests put back what they change."""
     dataset = build(tmp_path_factory.mktemp("verify") / "out")
-    Presence(dataset.objects, 30).close("done")
+    presence = Presence(dataset.objects, 30)
+    presence.start()
+    presence.close("done")
+    assert dataset.listed(fmt.WORKERS)
     dataset.objects.create(fmt.CHECK, fmt.encode_record("check", {"ok": True, "taps": {}}))
     return dataset
 
@@ -112,11 +115,13 @@ def test_a_flipped_byte_is_found_in_every_object(whole: stored.Stored) -> None:
         each_found(whole, places)
 
 
+@pytest.mark.varied
 def test_every_byte_of_every_record_counts(whole: stored.Stored, every: int) -> None:
     for keys in apart(whole)[:2]:
         each_found(whole, {key: list(range(0, whole.objects.size(key), every)) for key in keys})
 
 
+@pytest.mark.varied
 def test_every_byte_of_the_manifest_and_of_every_shard_counts(
     whole: stored.Stored, every: int
 ) -> None:
@@ -455,6 +460,7 @@ def test_rows_in_eight_bits_and_compressed_ones_are_found_sound(
     assert report.bytes == sum(dataset.objects.size(k) for k in dataset.listed(fmt.ATTEMPTS))
 
 
+@pytest.mark.varied
 def test_bytes_of_scales_and_of_compressed_shards_count(scaled: stored.Stored, every: int) -> None:
     keys = [fmt.SCALES, *(shard.key for shard in scaled.done(0).shards)]
     # The padding of plain shards is tried elsewhere.
@@ -752,6 +758,7 @@ def test_a_truncated_compressed_shard_is_found(compressed: stored.Stored) -> Non
     bad_everywhere(compressed, shard, data[1:])
 
 
+@pytest.mark.varied
 def test_damaged_frames_are_found_or_hold_the_same_rows(
     compressed: stored.Stored, every: int
 ) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from marks import examples
 from spile.core.errors import CorruptError
 from spile.core.tensors import as_bytes, build_header, parse_header
 from spile.dataset.write.compression import MAX_FRAME_BYTES, PlaneReader, PlaneWriter
@@ -66,7 +67,7 @@ def test_a_cold_file_is_these_bytes() -> None:
     assert pack([]) == bytes.fromhex("5e2a4d18 09000000 00000000 80 b1ea928f")
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.data(), st.sampled_from([1, 2, 4]), st.integers(4, 300))
 def test_any_range_reads_as_it_was_written(
     draw: st.DataObject, itemsize: int, block_bytes: int
@@ -327,7 +328,7 @@ def test_a_frame_that_is_not_what_the_table_says_is_refused(
             reader.read(0, 1, 1)
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     st.lists(
         st.tuples(

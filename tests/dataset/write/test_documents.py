@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
+from marks import examples
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
 from spile.dataset.format import Shard
@@ -104,7 +105,7 @@ VALUES = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@examples(60)
 @given(values=VALUES, previews=st.booleans())
 def test_any_values_can_be_read_back(values: list[Any], previews: bool) -> None:
     docs = list(range(3, 3 + len(values)))

@@ -6,10 +6,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import stored
+from marks import examples
 from spile.core.errors import CorruptError
 from spile.dataset.format import TapInfo
 from spile.dataset.write.quantization import (
@@ -270,7 +271,7 @@ def test_the_record_is_these_texts() -> None:
     }
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.lists(POSITIVE, min_size=6, max_size=6), POSITIVE)
 def test_scales_are_read_back_exactly(values: list[float], single: float) -> None:
     scales = {
@@ -331,7 +332,7 @@ def test_scales_of_another_tap_are_not_taken() -> None:
     assert scales_from_json({}, {"v.1": TAPS["v.1"]}) == {}
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.dictionaries(st.sampled_from(["q.1", "q.2"]), VALUES))
 def test_any_record_is_sound_or_refused(body: dict[str, Any]) -> None:
     try:

@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from marks import examples
 from spile.core.errors import CorruptError
 from spile.dataset.format import TapInfo
 from spile.dataset.write.shard import (
@@ -181,7 +182,7 @@ def test_a_shard_of_another_length_is_refused(objects: LocalObjects, length: int
         read_shard_header(objects, "damaged")
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(st.integers(0, 5000), st.binary(max_size=80), st.booleans())
 def test_any_header_is_sound_or_refused(
     tmp_path_factory: pytest.TempPathFactory, claimed: int, body: bytes, honest: bool
