@@ -1,6 +1,5 @@
 """Sparse latents from end to end: what is stored is what the encoder makes of the model's rows."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 
 import saes
 import spile
-import tiny
+from chaos.harness import check_refused, run
 from spile.check import compare as recheck
 from spile.check.compare import RowLatents, SparseTap, check
 from spile.core.config import Recipe
@@ -106,12 +105,12 @@ def test_the_command_plans_runs_and_says_what_was_cut_off(
 ) -> None:
     flags = ["--model", str(model), "--corpus", str(corpus), "--taps", "resid_post:1", "--encode",
              str(sae), "--latents", "5", "--seq-len", "64", "--max-docs", "9"]  # fmt: skip
-    plan = json.loads(tiny.spile("plan", *flags, "--json").stdout)
+    plan = run("plan", "--calibrate", "off", *flags, "--json").json
     assert {*plan["bytes_per_tap"]} == {VALUES, IDS}
     assert plan["bytes_per_tap"][IDS] == plan["rows"] * 5 * 2
     by_dtype = plan["bytes_by_dtype"]
     assert by_dtype["float32"] - by_dtype["bfloat16"] == plan["rows"] * 5 * 2
-    said = tiny.spile("extract", *flags, "--out", str(tmp_path / "out")).stdout
+    said = run("extract", *flags, "--out", tmp_path / "out").out
     assert f"{VALUES}: of " in said and "more latents were active than were kept" in said
     assert read_status(LocalObjects(tmp_path / "out")).taps == {VALUES: [5], IDS: [5]}
 
@@ -119,13 +118,11 @@ def test_the_command_plans_runs_and_says_what_was_cut_off(
 def test_an_encoder_that_does_not_fit_is_refused_in_one_line(
     model: Path, corpus: Path, sae: Path, tmp_path: Path
 ) -> None:
-    result = tiny.spile(
-        "extract", "--model", str(model), "--corpus", str(corpus), "--taps", "mlp_hidden:1",
-        "--encode", f"mlp_hidden.1={sae}", "--out", str(tmp_path / "out"), check=False,
+    result = run(
+        "extract", "--model", model, "--corpus", corpus, "--taps", "mlp_hidden:1",
+        "--encode", f"mlp_hidden.1={sae}", "--out", tmp_path / "out",
     )  # fmt: skip
-    assert result.returncode == 2
-    assert "reads rows of 32 values, mlp_hidden.1 has 48" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    check_refused(result, 2, "reads rows of 32 values, mlp_hidden.1 has 48")
     assert not (tmp_path / "out" / "units.json").exists()
 
 

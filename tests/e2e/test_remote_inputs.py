@@ -24,9 +24,9 @@ from spile.core.tensors import map_tensor, read_header, write_tensors
 from spile.objects import open_objects
 
 OPTIONS: dict[str, Any] = {
-    "taps": "embed,resid_post:0+2,logprob",
+    "taps": "embed,logprob",
     "seq_len": 64,
-    "unit_tokens": 800,
+    "unit_tokens": 400,
     "compute_dtype": "float32",
     "batch_tokens": 128,
 }
@@ -48,14 +48,15 @@ def extracted(out: Path, model: object, corpus: object, **more: Any) -> dict[str
 def write_texts(folder: Path) -> Path:
     """The same documents in every form, in as many files."""
     folder.mkdir(parents=True)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    texts = TEXTS[:30]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (folder / "plain.jsonl").write_bytes(lines)
     (folder / "zipped.jsonl.gz").write_bytes(gzip.compress(lines))
-    (folder / "packed.txt.zst").write_bytes(zstandard.compress("\n".join(TEXTS).encode()))
+    (folder / "packed.txt.zst").write_bytes(zstandard.compress("\n".join(texts).encode()))
     (folder / "deep").mkdir()
     for number in range(3):
-        table = pa.table({"id": list(range(20)), "text": TEXTS[20 * number : 20 * number + 20]})
-        pq.write_table(table, folder / "deep" / f"part-{number}.parquet", row_group_size=7)
+        table = pa.table({"id": list(range(10)), "text": texts[10 * number : 10 * number + 10]})
+        pq.write_table(table, folder / "deep" / f"part-{number}.parquet", row_group_size=4)
     (folder / "notes.md").write_text("left aside")
     return folder
 
@@ -131,7 +132,7 @@ def test_an_adapter_in_a_bucket_is_merged(model: Path, texts: Path, tmp_path: Pa
     there = upload(model, f"{bucket}/model"), corpus
     merged = extracted(tmp_path / "a", *there, lora=upload(adapter, f"{bucket}/lora"))
     assert not differences(merged, extracted(tmp_path / "b", model, corpus, lora=adapter))
-    assert differences(merged, extracted(tmp_path / "c", model, corpus))
+    # (That it changes rows is tested in test_drift.py.)
 
 
 def test_what_was_replaced_in_a_bucket_is_refused(model: Path, texts: Path, tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_what_was_replaced_in_a_bucket_is_refused(model: Path, texts: Path, tmp_
     there = upload(model, f"{bucket}/model"), upload(texts / "plain.jsonl", f"{bucket}/texts")
     extracted(out, *there, max_docs=5)
     other = tmp_path / "plain.jsonl"
-    other.write_bytes((texts / "plain.jsonl").read_bytes().replace(b"document 59", b"document 95"))
+    other.write_bytes((texts / "plain.jsonl").read_bytes().replace(b"document 29", b"document 92"))
     upload(other, f"{bucket}/texts")
     old, new = sampled_digest(texts / "plain.jsonl"), sampled_digest(other)
     check_refused(run("extract", *flags(out, *there, max_docs=5)), 2, there[1], old, new)
@@ -178,8 +179,8 @@ def test_other_verbs_know_models_in_buckets(model: Path, texts: Path, tmp_path: 
     assert (listed.code, listed.json) == (0, run("taps", "--model", model, "--json").json)
     planned = run("plan", *flags(tmp_path / "out", url, corpus), "--json")
     assert planned.code == 0, planned.err
-    local = run("plan", *flags(tmp_path / "out", model, texts), "--json")
-    assert "spile fetch" in planned.json["time"]["why"] and local.json["time"]["rate"] > 0
+    local = run("plan", "--calibrate", "off", *flags(tmp_path / "out", model, texts), "--json")
+    assert "spile fetch" in planned.json["time"]["why"]
     measured = {"free_bytes": 0, "text_rate_per_core": 0, "time": 0}  # by which they may differ
     assert {**planned.json, **measured} == {**local.json, **measured}
     extracted(tmp_path / "out", url, f"{corpus}/deep", max_docs=3)

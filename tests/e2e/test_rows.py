@@ -155,7 +155,7 @@ def test_rows_kept_are_told_from_tokens_read(whole: Whole, filtered: Filtered) -
 
 
 def test_a_filter_is_part_of_the_recipe_however_it_is_spelled(whole: Whole, tmp_path: Path) -> None:
-    given = {"where": "not bos and pos in (3, 1, 2)", "every": 2, "taps": "embed,q:0"}
+    given = {"where": "not bos and pos in (3, 1, 2)", "every": 2, "taps": "embed"}
     whole.work.extract(tmp_path / "whole", **given)
     out = tmp_path / "out"
     flags = whole.work.flags(out, **given)
