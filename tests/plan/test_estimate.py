@@ -10,6 +10,7 @@ import pytest
 
 import spile
 import tiny
+from marks import some
 from spile.core.config import STORE_DTYPES, Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.core.tensors import read_header
@@ -209,7 +210,7 @@ def test_weights_that_the_device_cannot_hold_are_refused(
         refuse_if_too_large(exactly, "out")
 
 
-@pytest.mark.parametrize("dtype", STORE_DTYPES)
+@pytest.mark.parametrize("dtype", some(STORE_DTYPES, "bfloat16", "float8_e4m3"))
 def test_every_stored_form_is_priced_as_it_turns_out(
     dtype: str, model: Path, corpus: Path, tmp_path: Path
 ) -> None:

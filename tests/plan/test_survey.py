@@ -34,7 +34,7 @@ def job_of(
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.full),
         {"store_dtype": "float8_e4m3", "min_tokens": 20, "where": "pos % 3 == 1"},
     ],
 )
@@ -68,8 +68,8 @@ def test_what_is_compressed_is_not_known_exactly(model: Path, corpus: Path, tmp_
 def test_a_few_units_say_how_many_tokens_there_are_and_how_sure_that_is(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    corpus = tiny.write_corpus(tmp_path / "c.jsonl", 3000, mean=3.0)
-    _, job, ledger = job_of(model, corpus, tmp_path / "out", unit_tokens=10_000)
+    corpus = tiny.write_corpus(tmp_path / "c.jsonl", 1200, mean=3.0)
+    _, job, ledger = job_of(model, corpus, tmp_path / "out", unit_tokens=5000)
     whole = survey(job, ledger, RUNTIME, exact=True)
     monkeypatch.setattr(surveying, "SECONDS", 0.0)
     part = survey(job, ledger, RUNTIME)

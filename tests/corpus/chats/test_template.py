@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from marks import examples
+from marks import examples, some
 from spile.core.errors import InputError
 from spile.corpus.chats.template import (
     ChatTemplate,
@@ -163,12 +164,19 @@ def test_four_families_and_more_are_here() -> None:
     assert set(PUBLISHED) == set(MARKED) and len(MARKED) == 6
 
 
-@pytest.mark.parametrize("system", [None, " Be brief.\n"])
-@pytest.mark.parametrize("contents", CONTENTS.values(), ids=CONTENTS.keys())
+@pytest.mark.parametrize(
+    ("kind", "system"),
+    some(
+        product(CONTENTS, [None, " Be brief.\n"]),
+        ("several turns", None),
+        *((kind, " Be brief.\n") for kind in list(CONTENTS)[1:]),
+    ),
+)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_text_and_assistant_tokens_are_those_of_transformers(
-    name: str, contents: list[str], system: str | None, backend: Tokenizer
+    name: str, kind: str, system: str | None, backend: Tokenizer
 ) -> None:
+    contents = CONTENTS[kind]
     tokenizer = reference(backend, name)
     messages = chat(contents, system)
     for prompt in (False, True):
