@@ -13,7 +13,10 @@ import pytest
 import stored
 from spile.dataset import format as fmt
 from spile.dataset.heartbeat import HeartbeatObserver, Presence, process_ended, read_workers
+from spile.dataset.maintain.gc import collect_garbage
+from spile.dataset.maintain.verify import verify
 from spile.objects import LocalObjects
+from spile.status.status import read_status
 
 
 @pytest.fixture
@@ -281,3 +284,39 @@ def test_an_observer_counts_from_when_it_saw_a_counter_move(
     assert observer.silence("a") == 0.0 and not observer.is_stale("a")
     clock(30.0)
     assert observer.is_stale("b") and not HeartbeatObserver().is_stale("b")
+
+
+class _Anothers(LocalObjects):
+    """A store in which another user's heartbeats may not be read."""
+
+    def get(self, key: str) -> bytes:
+        if key.startswith(fmt.WORKERS):
+            raise PermissionError(13, "Permission denied")
+        return super().get(key)
+
+
+def test_a_heartbeat_that_may_not_be_read_is_unknown_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = stored.build(tmp_path / "out", ((3, 2), (4,)))
+    Presence(made.objects, 60).start()
+    objects = _Anothers(made.path)
+    (worker,) = read_status(objects).workers
+    assert worker["state"] == "unknown"
+    assert Presence(objects, 60).held_by_others() == set()
+    assert verify(objects).ok
+    assert collect_garbage(objects) == []
+    assert [r.message for r in caplog.records if "Permission denied" in r.message] == [
+        f"{objects.url}/{next(made.objects.list(fmt.WORKERS))}: cannot be read (Permission denied);"
+        " whether that worker is alive is unknown"
+    ]
+
+
+@pytest.mark.parametrize("key", [fmt.UNITS, fmt.MANIFEST, "done/00000001.json", "workers/a.json"])
+def test_a_pipe_in_place_of_a_record_is_not_waited_for(tmp_path: Path, key: str) -> None:
+    path = stored.build(tmp_path / "out", ((3, 2), (4,))).path
+    (path / key).unlink(missing_ok=True)
+    (path / key).parent.mkdir(exist_ok=True)
+    os.mkfifo(path / key)
+    faults = verify(LocalObjects(path)).faults
+    assert any(f"{key}: is not a regular file" in fault for fault in faults)

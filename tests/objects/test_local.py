@@ -333,3 +333,21 @@ def test_a_disk_that_is_full_after_the_first_piece_says_so_in_one_line(
     assert list(middling_disk.list()) == []
     put(middling_disk, "attempts/2/shard", noise[: 33 * MIB])
     assert equal(middling_disk.get("attempts/2/shard"), noise[: 33 * MIB]), "there is room again"
+
+
+def test_new_folders_above_the_store_are_durable_and_old_ones_are_made_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr("spile.objects.local.sync", lambda path: synced.append(str(path)))
+    LocalObjects(tmp_path / "new" / "er" / "store").create("done/1", b"x")
+    above = [tmp_path, tmp_path / "new", tmp_path / "new/er", tmp_path / "new/er/store"]
+    assert {str(folder) for folder in above} <= {*synced}
+    # Another process may have been killed after it had made them, and before they were durable.
+    synced.clear()
+    again = LocalObjects(tmp_path / "new" / "er" / "store")
+    again.create("done/2", b"x")
+    assert {str(folder) for folder in above} <= {*synced}
+    synced.clear()
+    again.create("done/3", b"x")
+    assert synced == [str(tmp_path / "new/er/store/done")]

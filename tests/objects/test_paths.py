@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -325,3 +326,15 @@ def test_a_json_file_is_read_wherever_it_lies_and_may_be_missing(tmp_path: Path)
     for path, said in ((missing, "no such file"), (tmp_path, "Is a directory")):
         with pytest.raises(InputError, match=said):
             read_json(path)
+
+
+def test_a_pattern_with_many_stars_is_matched_by_one_walk(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*"abcdefghijklmn")
+    deep.mkdir(parents=True)
+    (deep / "z.txt").touch()
+    (tmp_path / "top.txt").touch()
+    began = time.process_time()
+    assert files_matching(f"{tmp_path}/{'**/' * 12}*.txt") == [deep / "z.txt", tmp_path / "top.txt"]
+    assert files_matching(f"{tmp_path}/{'**/*/' * 6}*.txt") == [deep / "z.txt"]
+    assert files_matching(f"{tmp_path}/{'**/x/' * 12}*.txt") == []
+    assert time.process_time() - began < 2

@@ -61,6 +61,13 @@ def test_done_records_that_say_when_give_the_rate_of_the_past(tmp_path: Path) ->
     assert [each["tokens"] for each in made] == [sum(counts[: n + 1]) for n in range(3)]
 
 
+@pytest.mark.parametrize("when", [10**400, float("1e308"), -5, "never", [1]])
+def test_a_time_that_is_none_is_left_out(tmp_path: Path, when: object) -> None:
+    written = stored.build(tmp_path / "out", commit=())
+    assert written.ledger.commit(written.attempt(0, made_by={"finished_at": when}))
+    assert RunHistory(written.objects, lambda: None).told()["made"] == []
+
+
 def test_a_worker_whose_counter_moves_is_not_silent(tmp_path: Path) -> None:
     written = stored.build(tmp_path / "out", commit=(0,))
     with stored.worker_process(written.path, 1) as (name, process):

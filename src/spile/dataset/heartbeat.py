@@ -7,6 +7,7 @@ known to be gone at once.
 """
 
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -25,6 +26,9 @@ from spile.objects import Objects
 _BEAT_SECONDS = 2.0
 _SETTLING_SECONDS = 0.2
 _LAST_WORDS = ("done", "failed", "stopped")
+
+_log = logging.getLogger("spile")
+_unreadable: set[str] = set()  # heartbeats of which that was said
 
 
 class HeartbeatObserver:
@@ -159,19 +163,37 @@ class Presence:
 
 
 def read_workers(objects: Objects, *, without: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Every worker's last word; a record being replaced right now may be left out."""
+    """Every worker's last word; a record being replaced right now may be left out.
+
+    Of one that may not be read (another user's, perhaps), the state is "unknown".
+    """
 
     def read(key: str) -> dict[str, Any] | None:
         try:
             record = fmt.decode_record(key, objects.get(key), "worker")
         except (FileNotFoundError, CorruptError):
             return None
+        except OSError as error:
+            warn_unreadable(objects, key, error)
+            return {"state": "unknown", "units": [], "counter": 0, "pid": 0}
         return record if _sound(record) else None
 
     named = ((fmt.parse_worker_key(key), key) for key in objects.list(fmt.WORKERS))
     keys = {name: key for name, key in named if name is not None and name not in without}
     records = mapped(read, keys.values(), objects.parallel)
     return {name: record for name, record in zip(keys, records, strict=True) if record is not None}
+
+
+def warn_unreadable(objects: Objects, key: str, error: OSError) -> None:
+    """Say once that a heartbeat cannot be read: its worker may be alive or not."""
+    where = f"{objects.url}/{key}"
+    if where not in _unreadable:
+        _unreadable.add(where)
+        _log.warning(
+            "%s: cannot be read (%s); whether that worker is alive is unknown",
+            where,
+            error.strerror or error,
+        )
 
 
 def _sound(record: Mapping[str, Any]) -> bool:

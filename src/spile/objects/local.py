@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +42,7 @@ class LocalObjects:
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
         self._inside: set[Path] = set()  # folders that are known to lie in it
+        self._durable: set[Path] = set()  # folders whose entries this process has synced
         self.url = str(root)
 
     @cached_property
@@ -49,9 +51,15 @@ class LocalObjects:
 
     def _path(self, key: str) -> Path:
         path = self.root.joinpath(*check_key(self.url, key))
+        try:
+            mode = path.lstat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            mode = stat.S_IFREG
         # A dataset may come from a stranger: where it leads is not ours to read or to delete.
-        if path.is_symlink() or not self._leads_inside(path.parent):
+        if stat.S_ISLNK(mode) or not self._leads_inside(path.parent):
             raise CorruptError(key, f"a symbolic link leads out of {self.url} there; remove it")
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe would be waited for
+            raise CorruptError(key, f"is not a regular file in {self.url}; remove it")
         return path
 
     def _leads_inside(self, folder: Path) -> bool:
@@ -168,12 +176,33 @@ class LocalObjects:
         """Open a file that must not exist, making its folders; `gc` may be removing them."""
         for attempt in range(100):
             try:
-                _make_directories(path.parent, self.root)
+                self._make_folder(path.parent)
                 return path.open("xb", buffering=0)
             except FileNotFoundError:
+                self._durable.clear()
                 if attempt == 99:
                     raise
         raise AssertionError
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and those above it, and let the entry of each survive a crash.
+
+        A folder that is there may be one whose maker was killed before that: so the entry of each
+        is synced once by every process that writes into it.
+        """
+        if folder in self._durable:
+            return
+        if folder.parent != folder:
+            self._make_folder(folder.parent)
+        made = not folder.is_dir()
+        if made:
+            folder.mkdir(exist_ok=True)
+        try:
+            sync(folder.parent)
+        except PermissionError:  # of a folder above the store, which may not be ours to read
+            if made or folder.is_relative_to(self.root):
+                raise
+        self._durable.add(folder)
 
 
 class LocalStream:
@@ -245,18 +274,6 @@ def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
         view = view[file.write(view) :]
-
-
-def _make_directories(folder: Path, root: Path) -> None:
-    """Like makedirs, but each new directory's entry is synced into its parent."""
-    if folder.is_dir():
-        return
-    if folder != root and root in folder.parents:
-        _make_directories(folder.parent, root)
-    elif not folder.parent.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(exist_ok=True)
-    sync(folder.parent)
 
 
 def sync(path: Path) -> None:

@@ -195,10 +195,22 @@ def files_below(folder: AnyPath) -> list[AnyPath]:
     return _sorted(p for p in shown if isinstance(p, RemotePath) or p.is_file())
 
 
+def _walked(pattern: Path) -> Iterator[Path]:
+    """The files on a disk that a pattern finds, by one walk."""
+    top = Path(*pattern.parts[: plain_depth(pattern.parts)])
+    for folder, _, names in os.walk(top):
+        for name in names:
+            found = Path(folder, name)
+            if matches(found.parts, pattern.parts):
+                yield found
+
+
 def files_matching(pattern: str) -> list[AnyPath]:
     """The files that a glob finds, sorted; `**` is any number of folders."""
     path = path_of(pattern)
     if isinstance(path, Path):
+        if path.parts.count("**") > 1:  # the library would walk once for each way to match
+            return _sorted(_walked(path))
         return _sorted({Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)})
     top = path.above(plain_depth(path.parts))
     return _sorted(p for p in top.below() if matches(p.parts, path.parts))

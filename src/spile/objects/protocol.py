@@ -147,15 +147,30 @@ def check_key(url: str, key: str) -> list[str]:
 def matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     """Whether a key (or a path), cut into names, is found by a pattern.
 
-    As `glob` does: `*` stays within a name, and finds none that begins with a dot.
+    As `glob` does: `*` stays within a name, and finds none that begins with a dot; `**` is any
+    number of folders, and at the end whatever lies in them.
     """
-    if not pattern or not names:
-        return not names and all(part == "**" for part in pattern)
-    name, part = names[0], pattern[0]
-    hidden = name.startswith(".") and not part.startswith(".")
-    if part == "**":
-        return matches(names, pattern[1:]) or (not hidden and matches(names[1:], pattern))
-    return not hidden and fnmatchcase(name, part) and matches(names[1:], pattern[1:])
+    # Which beginnings of the names the pattern's parts so far have matched: a pattern with many
+    # `**` costs no more than its parts times the names.
+    reached = {0}
+    for number, part in enumerate(pattern):
+        if part != "**":
+            reached = {
+                at + 1
+                for at in reached
+                if at < len(names)
+                and (part.startswith(".") or not names[at].startswith("."))
+                and fnmatchcase(names[at], part)
+            }
+            continue
+        further: set[int] = set()
+        for at in reached:
+            stop = at
+            while stop < len(names) and not names[stop].startswith("."):
+                stop += 1
+                further.add(stop)
+        reached = further if number == len(pattern) - 1 else reached | further
+    return len(names) in reached
 
 
 def plain_depth(pattern: Sequence[str]) -> int:

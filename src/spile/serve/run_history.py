@@ -15,6 +15,7 @@ from typing import Any
 
 from spile.core.errors import SpileError
 from spile.core.threads import mapped
+from spile.dataset.format import is_amount
 from spile.dataset.heartbeat import HeartbeatObserver
 from spile.dataset.ledger import Ledger
 from spile.objects import Objects
@@ -164,7 +165,7 @@ def _cumulative(made: list[tuple[float, int]]) -> list[dict[str, int]]:
 
 def _moment(value: object) -> float | None:
     """Seconds since the epoch, of a number or of an ISO date."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and is_amount(value):
         return float(value)
     if isinstance(value, str):
         with contextlib.suppress(ValueError, OverflowError):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from spile.core.errors import CorruptError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
+from spile.dataset.heartbeat import warn_unreadable
 from spile.dataset.ledger import Ledger
 from spile.objects import PROBES, Objects, exists
 
@@ -67,4 +68,6 @@ def _readable(objects: Objects, key: str) -> bool:
         fmt.decode_record(key, objects.get(key), "worker")
     except (FileNotFoundError, CorruptError):
         return False
+    except OSError as error:  # another user's, perhaps: not ours to judge
+        warn_unreadable(objects, key, error)
     return True

@@ -17,6 +17,7 @@ from spile.core.errors import SpileError, StoreError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
+from spile.dataset.heartbeat import warn_unreadable
 from spile.dataset.ledger import Ledger, Prediction, Table, derive_manifest
 from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
 from spile.dataset.write.quantization import scales_from_json
@@ -216,6 +217,12 @@ def _check_records(
             continue
         except SpileError as error:
             report.faults.append(str(error))
+            continue
+        except OSError as error:
+            if kind == "worker":  # another user's, perhaps; no row depends on it
+                warn_unreadable(ledger.objects, key, error)
+            else:
+                report.faults.append(f"{key}: cannot be read ({error.strerror or error})")
             continue
         try:
             if kind == "scales":
