@@ -38,8 +38,9 @@ chaos-fleets: $(VENV)/.dev
 	$(FULL) tests/chaos/test_ray.py tests/chaos/test_shares.py tests/chaos/test_slurm.py tests/chaos/test_ssh.py tests/chaos/test_supervised.py
 	$(FULL) -m full tests/fleet tests/launch
 
-chaos-models: $(VENV)/.dev
-	$(FULL) -m full tests/models tests/check tests/compile
+chaos-models: $(VENV)/.dev $(VENV)/.saelens
+	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
+	  $(FULL) -m full tests/models tests/check tests/compile
 	$(BIN)/pytest tests/run/test_mesh.py --chaos-full
 
 chaos-rest: $(VENV)/.dev $(VENV)/.saelens

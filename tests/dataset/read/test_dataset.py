@@ -304,6 +304,7 @@ def test_rows_of_one_shard_are_a_read_only_view_of_the_file(written: stored.Stor
     shard = next(s for s in written.done(1).shards if s.first > 0 and s.count > 1)
     first = written.starts[1] + shard.first
     rows = ds.read(shard.tap, first, first + shard.count)
+    assert isinstance(rows.base, np.ndarray)
     assert isinstance(rows.base.base, mmap.mmap)
     assert np.shares_memory(rows, ds.read(shard.tap, first + 1, first + 2))
     assert not rows.flags.writeable

@@ -263,7 +263,7 @@ def _check_statistics(
         try:
             stats = TapStats.from_tensors(tap, tensors, spec.width)
         except SpileError as error:
-            yield str(error)
+            yield f"{key}: {error}"
             continue
         if table.shuffled:  # they are of the rows of the unit's documents, wherever those lie
             audit.off[f"statistics of {tap}"] += stats.count - done.rows
