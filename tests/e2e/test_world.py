@@ -79,9 +79,9 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    work = Work(model, corpus, RECIPE)
     out = tmp_path_factory.mktemp("made") / "out"
-    work = Work(model, tiny.write_corpus(out.with_name("docs.jsonl"), 16), RECIPE)
     work.extract(out)
     return Made(work, out, len(list((out / "done").iterdir())))
 
