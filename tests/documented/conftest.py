@@ -1,5 +1,7 @@
 """As in the chaos tests, no process is left behind."""
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,16 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_datasets(deep, tmp_path_factory.mktemp("dataset"))
+    """Made once, by whichever of a session's processes comes first."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with (folder / "documented.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = folder / "documented"
+        if not made.exists():
+            write_datasets(deep, folder / "documented.part").rename(made)
+    return made
 
 
 @pytest.fixture

@@ -123,9 +123,8 @@ def test_every_exception_is_still_on_a_page() -> None:
         assert any(b.page == page and b.first.startswith(start) for b in found), (page, start)
 
 
-@pytest.mark.parametrize("page", pages.pages())
-def test_commands_in_prose_have_their_verbs_flags_and_files(page: str, scratch: Scratch) -> None:
-    for command in pages.named(page):
+def test_commands_in_prose_have_their_verbs_flags_and_files(scratch: Scratch) -> None:
+    for command in (command for page in pages.pages() for command in pages.named(page)):
         program, first, *_ = command.text.split()
         if program == "make":
             exceptions.has_that_target(command, scratch)
@@ -139,7 +138,7 @@ def test_commands_in_prose_have_their_verbs_flags_and_files(page: str, scratch: 
             words = ["DEST" if word == "DIR" else word for word in command.words[1:]]
             if first in _CHEAP and len(words) > 1 and words[1] != "DEST":
                 result = scratch.spile(scratch.filled(words))
-                assert result.code == 0, f"{page}: `{command.text}`: {result.err}"
+                assert result.code == 0, f"{command.page}: `{command.text}`: {result.err}"
 
 
 def _check_flags(command: Command, verb: str) -> None:

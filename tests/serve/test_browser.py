@@ -15,7 +15,7 @@ import tiny
 import web_page
 
 pytest.importorskip("playwright", reason="the page is driven by playwright, which is not installed")
-from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402
+from playwright.sync_api import BrowserContext, Page, expect, sync_playwright  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 VIEWS = ("run", "documents", "layers", "channels", "similarity", "projection")
@@ -39,17 +39,19 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> Iterator[BrowserContext]:
+    """A browser that keeps the page's files between tests."""
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
+        plain = ["--no-sandbox", "--disable-gpu", "--disable-software-rasterizer"]
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=plain)
+        yield found.new_context(viewport={"width": 1300, "height": 850})
         found.close()
 
 
 @pytest.fixture
-def seen(browser: Browser) -> Iterator[Seen]:
+def seen(browser: BrowserContext) -> Iterator[Seen]:
     """A page of which nobody complains until the test is over."""
-    page = browser.new_page(viewport={"width": 1300, "height": 850})
+    page = browser.new_page()
     page.set_default_timeout(SLOW)
     found = Seen(page)
     page.on("console", lambda said: _note(found, said.type, said.text))
@@ -131,8 +133,8 @@ def test_tokens_are_coloured_and_told_one_by_one(seen: Seen, server: web_page.Se
     quiet = tokens.nth(first_loud - 3).evaluate("it => getComputedStyle(it).backgroundColor")
     loud = tokens.nth(first_loud).evaluate("it => getComputedStyle(it).backgroundColor")
     assert quiet != loud
-    tokens.first.focus()
-    for _ in range(first_loud):
+    tokens.nth(first_loud - 2).focus()
+    for _ in range(2):
         page.keyboard.press("ArrowRight")
     expect(tokens.nth(first_loud)).to_be_focused()
     expect(page.locator(".inspector")).to_contain_text(f"offset {told['offsets'][first_loud]}")
