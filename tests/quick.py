@@ -27,7 +27,7 @@ def shared_programs() -> Iterator[None]:
             traced = _programs.setdefault((*key, given["device"]), (step._run, step._compact))
             step._run, step._compact = traced
 
-    Step.__init__ = shared
+    Step.__init__ = shared  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
