@@ -12,12 +12,12 @@ demo: $(VENV)/.spile
 
 test: lint $(VENV)/.saelens
 	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
-	  $(BIN)/pytest -n 3 --dist worksteal
+	  $(BIN)/pytest -n 4 --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright src
+	$(BIN)/pyright --threads 2 src
 	$(BIN)/lint-imports
 
 # What is too long or too varied for `make test`, by subject. Each runs by itself.

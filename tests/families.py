@@ -5,42 +5,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-)
+import transformers
 
 import tiny
 
@@ -127,37 +92,42 @@ GPTOSS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _family(config: Any, model: Any, base: dict[str, Any]) -> Callable[..., Callable[..., Any]]:
-    """From settings to a maker of models, which takes changes of its own; the last one holds."""
+def _family(config: str, model: str, base: dict[str, Any]) -> Callable[..., Callable[..., Any]]:
+    """From settings to a maker of models, which takes changes of its own; the last one holds.
+
+    Classes are named: importing those of every family takes seconds, in every process of a run.
+    """
 
     def variant(*settings: dict[str, Any], **more: Any) -> Callable[..., Any]:
         def make(**changes: Any) -> Any:
             merged = dict(base)
             for part in (*settings, more, changes):
                 merged |= part
-            return model(config(**deepcopy(merged)))  # configs write into what they are given
+            # configs write into what they are given
+            made = getattr(transformers, config)(**deepcopy(merged))
+            return getattr(transformers, model)(made)
 
         return make
 
     return variant
 
 
-_llama = _family(LlamaConfig, LlamaForCausalLM, SMALL)
-_mistral = _family(MistralConfig, MistralForCausalLM, {**SMALL, "sliding_window": None})
-_qwen2 = _family(Qwen2Config, Qwen2ForCausalLM, SMALL)
-_qwen3 = _family(Qwen3Config, Qwen3ForCausalLM, QWEN3)
-_gemma = _family(GemmaConfig, GemmaForCausalLM, GEMMA)
-_gemma2 = _family(Gemma2Config, Gemma2ForCausalLM, GEMMA2)
-_gemma3 = _family(Gemma3TextConfig, Gemma3ForCausalLM, GEMMA3)
-_gpt2 = _family(GPT2Config, GPT2LMHeadModel, GPT2)
-_neox = _family(GPTNeoXConfig, GPTNeoXForCausalLM, NEOX)
-_phi3 = _family(Phi3Config, Phi3ForCausalLM, SMALL)
-_olmo2 = _family(Olmo2Config, Olmo2ForCausalLM, SMALL)
-_mixtral = _family(MixtralConfig, MixtralForCausalLM, MIXTRAL)
-_qwen3moe = _family(Qwen3MoeConfig, Qwen3MoeForCausalLM, QWEN3MOE)
-_gptoss = _family(GptOssConfig, GptOssForCausalLM, GPTOSS)
-_starcoder2 = _family(Starcoder2Config, Starcoder2ForCausalLM, SMALL)
-_stablelm = _family(StableLmConfig, StableLmForCausalLM, STABLELM)
+_llama = _family("LlamaConfig", "LlamaForCausalLM", SMALL)
+_mistral = _family("MistralConfig", "MistralForCausalLM", {**SMALL, "sliding_window": None})
+_qwen2 = _family("Qwen2Config", "Qwen2ForCausalLM", SMALL)
+_qwen3 = _family("Qwen3Config", "Qwen3ForCausalLM", QWEN3)
+_gemma = _family("GemmaConfig", "GemmaForCausalLM", GEMMA)
+_gemma2 = _family("Gemma2Config", "Gemma2ForCausalLM", GEMMA2)
+_gemma3 = _family("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA3)
+_gpt2 = _family("GPT2Config", "GPT2LMHeadModel", GPT2)
+_neox = _family("GPTNeoXConfig", "GPTNeoXForCausalLM", NEOX)
+_phi3 = _family("Phi3Config", "Phi3ForCausalLM", SMALL)
+_olmo2 = _family("Olmo2Config", "Olmo2ForCausalLM", SMALL)
+_mixtral = _family("MixtralConfig", "MixtralForCausalLM", MIXTRAL)
+_qwen3moe = _family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3MOE)
+_gptoss = _family("GptOssConfig", "GptOssForCausalLM", GPTOSS)
+_starcoder2 = _family("Starcoder2Config", "Starcoder2ForCausalLM", SMALL)
+_stablelm = _family("StableLmConfig", "StableLmForCausalLM", STABLELM)
 
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama-gqa": _llama(),
@@ -234,10 +204,10 @@ def gemma3_multimodal(**changes: Any) -> Any:
         "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28,
         "num_attention_heads": 2, "patch_size": 14,
     }  # fmt: skip
-    config = Gemma3Config(
+    config = transformers.Gemma3Config(
         text_config=deepcopy({**GEMMA3, **changes}), vision_config=vision, mm_tokens_per_image=1
     )
-    return Gemma3ForConditionalGeneration(config)
+    return transformers.Gemma3ForConditionalGeneration(config)
 
 
 def randomised(make: Callable[[], Any], seed: int = 0) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 
@@ -696,6 +695,8 @@ def test_without_transformers_the_error_says_what_to_install(
 def adapter(folder: Folder) -> Path:
     """As PEFT saves it, far from the identity."""
     directory = folder("adapter")
+    import peft  # (it takes seconds)  # noqa: PLC0415
+
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "up_proj"])
     wrapped: Any = peft.get_peft_model(randomised(FAMILIES["llama-gqa"]), config)
     torch.manual_seed(3)

@@ -8,8 +8,9 @@ import pytest
 import stored
 from spile.core.errors import CorruptError, StoreError
 from spile.dataset.format import Shard
-from spile.dataset.maintain import copy as checked
-from spile.dataset.maintain.copy import CheckedFile, read_finished
+from spile.dataset.maintain.copy import read_finished
+from spile.dataset.read import checked_file
+from spile.dataset.read.checked_file import CheckedFile
 from spile.objects import LocalObjects
 
 
@@ -63,7 +64,7 @@ def test_the_bytes_of_rows_are_not_read_twice(made: stored.Stored) -> None:
 
 
 def test_pieces_are_the_whole_file(made: stored.Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(checked_file, "WINDOW_BYTES", 1000)
     shard = shard_of(made)
     pieces = list(CheckedFile(made.objects, shard).pieces())
     assert max(map(len, pieces)) == 1000

@@ -11,7 +11,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers as hf
@@ -58,6 +57,8 @@ def saved(llama: Model, tmp_path: Path) -> Path:
 
 def save(base: Model, directory: Path, *, dtype: str = "float32", **config: Any) -> Path:
     """An adapter made by PEFT, with random factors and biases."""
+    import peft  # (it takes seconds)  # noqa: PLC0415
+
     wrapped = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**config))
     torch.manual_seed(3)
     with torch.no_grad():
@@ -114,6 +115,8 @@ def arrays(model: Model) -> dict[str, np.ndarray]:
 def check_merged(base: Model, directory: Path) -> Adapter:
     """Every tensor comes out as `merge_and_unload` leaves it; those that it changes are targets."""
     before = arrays(base)
+    import peft  # (it takes seconds)  # noqa: PLC0415
+
     wrapped = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(directory))
     after = arrays(wrapped.merge_and_unload())
     adapter = read_adapter(directory, before.keys())
