@@ -12,7 +12,7 @@ SHARE of the requests fail, in each of these ways equally often:
 
 `PUT /-/plan` with a list of `[METHOD, PART OF A PATH, STATUS, BODY, DONE]` says what the next such
 requests are answered, each once and in this order; where DONE, the server has done what it was
-asked to all the same. What has not come yet is counted as `planned`.
+asked to all the same. `GET /-/plan` gives what has not come yet.
 
 `GET /-/counts` says how many requests came, and how many failed in which way.
 """
@@ -52,13 +52,12 @@ class Proxy:
         first, headers = await _head(reader)
         method, path = first.split(b" ")[:2]
         if path == b"/-/counts":
-            await _answer(
-                writer, b"200 OK", json.dumps({**self._counts, "planned": len(self._plan)}).encode()
-            )
+            await _answer(writer, b"200 OK", json.dumps(self._counts).encode())
             return True
         if path == b"/-/plan":
-            self._plan += json.loads(await reader.readexactly(int(headers[b"content-length"])))
-            await _answer(writer, b"200 OK", b"")
+            if method == b"PUT":
+                self._plan += json.loads(await reader.readexactly(int(headers[b"content-length"])))
+            await _answer(writer, b"200 OK", json.dumps(self._plan).encode())
             return True
         self._counts["requests"] += 1
         planned = next((p for p in self._plan if _is_of(p, method, path)), None)

@@ -108,6 +108,12 @@ def plan(proxy: str, *answers: tuple[str, str, str, str, bool]) -> None:
     urllib.request.urlopen(urllib.request.Request(f"{proxy}/-/plan", data, method="PUT")).close()
 
 
+def planned(proxy: str) -> list[list[object]]:
+    """What a proxy was told to answer, and has not been asked for yet."""
+    with urllib.request.urlopen(f"{proxy}/-/plan") as answer:
+        return json.load(answer)
+
+
 def unfinished_uploads() -> str:
     """What S3 says of multipart uploads that were begun in the tests' bucket and not ended."""
     with urllib.request.urlopen(f"{s3_endpoint()}/{_BUCKET}?uploads") as answer:

@@ -33,7 +33,7 @@ def test_a_conflict_at_a_units_record_loses_no_unit(model: Path, corpus: Path, p
     servers.plan(proxy, ("PUT", "done/00000001", *conflict), ("PUT", "manifest", *conflict))
     result = run(*extracted(model, corpus, out))
     assert result.code == 0, result.err
-    assert servers.counts(proxy)["planned"] == 0
+    assert servers.planned(proxy) == []
     assert verify(open_objects(out)).ok
     assert spile.open(out).num_tokens > 300
 
