@@ -48,8 +48,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(bucket, "PATIENCE", 0.3)
-    monkeypatch.setattr(bucket, "PATIENCE_AT_FIRST", 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +93,14 @@ def test_what_stays_wrong_is_said_at_once(
 
 
 def test_a_key_that_is_said_to_exist_and_does_not_is_tried_again(
-    kind: str, proxies: dict[str, str]
+    kind: str, proxies: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects = open_objects(STORES[kind]())
     again = ("PUT", "b", "412 Precondition Failed", said("PreconditionFailed"), False)
     servers.plan(proxies[kind], again, again)
     assert objects.create("b", b"ours")
     servers.plan(proxies[kind], *[("PUT", "c", *again[2:])] * 200)
+    monkeypatch.setattr(bucket, "PATIENCE", 0.3)
     with pytest.raises(StoreError, match="tried for"):
         objects.create("c", b"ours")
 
