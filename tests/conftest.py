@@ -16,6 +16,7 @@ import quick
 import tiny
 from spile.core.tensors import write_tensors
 
+# Threads that do little each would mostly wait for one another: a thread keeps Python for 5 ms.
 sys.setswitchinterval(5e-4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

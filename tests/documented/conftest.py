@@ -1,11 +1,10 @@
 """As in the chaos tests, no process is left behind."""
 
-import fcntl
-import os
 from pathlib import Path
 
 import pytest
 
+import quick
 from chaos.conftest import full, no_process_is_left
 from documented.scratch import Scratch, write_datasets, write_deep_model
 from spile.core.cache_dir import cache_directory
@@ -21,15 +20,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def dataset(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made once, by whichever of a session's processes comes first."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with (folder / "documented.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made = folder / "documented"
-        if not made.exists():
-            write_datasets(deep, folder / "documented.part").rename(made)
-    return made
+    return quick.made_once(
+        tmp_path_factory, "documented", lambda folder: write_datasets(deep, folder)
+    )
 
 
 @pytest.fixture

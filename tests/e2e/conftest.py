@@ -1,7 +1,5 @@
 """As in the chaos tests, no process is left behind."""
 
-import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,18 +15,13 @@ __all__ = ["full", "no_process_is_left"]
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built once for all workers of a session."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    with (folder / "wheel.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made = folder / "wheel"
-        if not (made / "whole").exists():
-            made.mkdir(exist_ok=True)
-            build_wheel(made)
-            (made / "whole").touch()
-    (found,) = made.glob("*.whl")
+    (found,) = quick.made_once(tmp_path_factory, "wheel", _built).glob("*.whl")
     return found
+
+
+def _built(folder: Path) -> None:
+    folder.mkdir()
+    build_wheel(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -40,7 +40,7 @@ _CONTEXTS_PER_DOCUMENT = 2
 _SPARED, _SPARED_FLOOR = 0.2, 0.1
 _FEWEST_ROWS = 16  # below float32, where fewer would make it a matter of luck
 _ROWS = 64  # whose latents, all of them, are held at once
-_NOWHERE = 1e200  # the squared distance of what is no number; JSON has no infinity
+_NOWHERE = 1e200  # stands for an infinite squared distance (of NaN), which JSON cannot hold
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Loss:
 
     relative_l2: float
     typical_channel: float
-    cosine: float  # the mean over rows, of what is stored with what should be
+    cosine: float  # between stored and exact rows, averaged over rows
 
 
 class LossCounter:

@@ -1,8 +1,8 @@
 """Files to read, wherever they lie: on a disk, in a bucket, on the Hub or on a web server.
 
-What is local is pathlib's `Path`, and is read as ever. What lies behind a URL is a `RemotePath`,
-which offers that part of `Path` by which files are found and read; whoever is given an `AnyPath`
-need not know which it is. Only ranges are fetched, and only when they are asked for.
+A local file is a `pathlib.Path`. A file behind a URL is a `RemotePath`, which has the methods of
+`Path` that find and read files, so code that takes an `AnyPath` works with both. A `RemotePath`
+fetches only the ranges that are read.
 """
 
 import contextlib

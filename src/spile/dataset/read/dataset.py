@@ -287,7 +287,7 @@ class Dataset:
         """Shuffled `{tap: rows, "index": entries}`: each epoch every row once; resumable.
 
         Args:
-            taps: by any of their names, which are the keys of what is given.
+            taps: any name of each tap; batches use the same names as keys.
             batch_size: rows of all ranks together.
             index: whether entries of the index go with the rows.
             shuffle: "window": blocks of rows in a drawn order, and rows within a window of them;

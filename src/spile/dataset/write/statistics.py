@@ -21,7 +21,7 @@ class TapStats:
     mean: np.ndarray
     m2: np.ndarray  # sum of squared deviations
     norm_sum: float
-    max_abs: float  # of what is finite
+    max_abs: float  # of the finite values
     nonfinite: int
     clipped: int = 0  # values larger than their channel's scale can hold
     truncated: int = 0  # rows in which more latents were active than are kept
