@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from spile.corpus.chats.template import Rendered
 from spile.corpus.documents import Documents
 from spile.corpus.files import CorpusFile, find_files
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.units import CutOptions, Unit, make_units
 
 NOT_UTF8 = b"caf\xe9"
@@ -25,7 +25,7 @@ def read(corpus: Path | str, column: str | None = None, documents: str = "line")
     """The whole corpus, as one unit."""
     files = find_files(str(corpus))
     (unit,) = units_of(files, text_column=column, text_documents=documents)
-    reader = CorpusReader(files, column, documents)
+    reader = CorpusReader(files, ReadOptions(column, documents))
     try:
         return reader.read(unit.spans, unit.first_doc)
     finally:

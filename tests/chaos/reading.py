@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from spile.corpus.files import find_files
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.units import CutOptions, make_units, tokens_per_byte
 
 
@@ -25,7 +25,7 @@ def main(corpus: str, most: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is of what follows
     before = status("VmRSS")
     files = find_files(corpus)
-    reader = CorpusReader(files, None, "line", max_doc_bytes=int(most))
+    reader = CorpusReader(files, ReadOptions(max_doc_bytes=int(most)))
     density = tokens_per_byte(reader, lambda texts: sum(len(text.split()) for text in texts))
     units = make_units(files, CutOptions(unit_tokens=1 << 20, density=density))
     read, skipped, digest = 0, Counter[str](), hashlib.sha256()

@@ -15,7 +15,7 @@ from spile.core.expressions import DocumentFilter
 from spile.corpus import reader as reader_module
 from spile.corpus.documents import LONGEST, CorpusDocument, Documents, plain
 from spile.corpus.files import find_files
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.select import Selection
 from texts import units_of, write_parquet
 
@@ -23,7 +23,7 @@ from texts import units_of, write_parquet
 def read(path: Path, keep: tuple[str, ...] = (), preview: int = 20, **options: Any) -> Documents:
     files = find_files(str(path))
     (unit,) = units_of(files)
-    reader = CorpusReader(files, None, "line", keep=keep, preview=preview, **options)
+    reader = CorpusReader(files, ReadOptions(keep=keep, preview=preview, **options))
     try:
         found = reader.read(unit.spans, unit.first_doc)
         assert found.columns == keep

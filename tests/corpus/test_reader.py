@@ -68,7 +68,7 @@ def test_a_key_that_no_sampled_line_has_is_refused_and_the_others_named(tmp_path
     latin = b'{"body": "\xe9t\xe9"}\n'
     path.write_bytes(b"\n" + jsonl({"body": "x", "alpha": 1}, {"body": "y"}) + latin)
     with pytest.raises(InputError) as caught:
-        CorpusReader(find_files(str(path)), None, "line").sample(0)
+        CorpusReader(find_files(str(path))).sample(0)
     for part in ("'text'", "alpha, body", "--text-column", str(path)):
         assert part in str(caught.value)
 
@@ -109,7 +109,7 @@ def test_a_bad_line_in_a_later_unit_is_refused_by_its_number_in_the_file(tmp_pat
     files = find_files(str(path))
     units = units_of(files, size=40)
     assert len(units) > 3
-    reader = CorpusReader(files, None, "line")
+    reader = CorpusReader(files)
     with pytest.raises(InputError, match="line 10: not JSON"):
         reader.read(units[-1].spans, units[-1].first_doc)
     reader.close()
@@ -241,7 +241,7 @@ def test_bytes_that_changed_since_the_table_was_made_are_refused(
     for contents, doc in ((changed, 15), (data[:-1], 29), (data[: len(data) // 2], 29)):
         path.write_bytes(COMPRESS[ending](contents))
         (unit,) = (u for u in units if u.first_doc <= doc < u.first_doc + u.num_docs)
-        reader = CorpusReader(files, None, "line")
+        reader = CorpusReader(files)
         assert reader.read(units[0].spans, 0).texts[0] == "line 0"
         with pytest.raises(DataError, match="changed since") as caught:
             reader.read(unit.spans, unit.first_doc)
@@ -260,7 +260,7 @@ def test_a_file_that_vanished_since_the_table_was_made_is_named(name: str, tmp_p
     (unit,) = units_of(files)
     path.unlink()
     with pytest.raises(SpileError, match=str(path)):
-        CorpusReader(files, None, "line").read(unit.spans, 0)
+        CorpusReader(files).read(unit.spans, 0)
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
@@ -274,7 +274,7 @@ def test_units_read_in_any_order_give_the_same_texts(ending: str, tmp_path: Path
     assert len(units) > 8
     orders = [units, units[::-1], units[::3] + units[1::3] + units[2::3], units[4:5] * 3 + units]
     for order in orders:
-        reader = CorpusReader(files, None, "line")
+        reader = CorpusReader(files)
         found: dict[int, str] = {}
         for unit in order:
             documents = reader.read(unit.spans, unit.first_doc)
@@ -286,7 +286,7 @@ def test_units_read_in_any_order_give_the_same_texts(ending: str, tmp_path: Path
 def test_a_sample_measures_the_bytes_it_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\nthree\n")
     write_parquet(tmp_path / "b.parquet", {"text": pa.array(["é", None, "abc"])})
-    reader = CorpusReader(find_files(str(tmp_path)), None, "line")
+    reader = CorpusReader(find_files(str(tmp_path)))
     lines, size = reader.sample(0)
     assert (lines.texts, size) == (["one", "three"], 11)
     assert lines.skipped == Counter({"empty": 1})

@@ -77,7 +77,7 @@ def test_a_key_that_no_sampled_row_has_is_refused(
     name: str, content: str, reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(content)
-    reader = CorpusReader(find_files(str(tmp_path / name)), None, "line")
+    reader = CorpusReader(find_files(str(tmp_path / name)))
     with pytest.raises(InputError, match=reason):
         refuse_missing_columns(reader, ("url",))
     reader.close()

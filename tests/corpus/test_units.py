@@ -20,7 +20,7 @@ from spile.core.errors import InputError
 from spile.corpus import units as units_module
 from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.units import CutOptions, Unit, make_units, tokens_per_byte
 
 KINDS = ("jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "parquet")
@@ -55,7 +55,7 @@ def cut(folder: Path, size: int, **options: Any) -> list[Unit]:
 
 def read(folder: Path, units: list[Unit], documents: str = "line") -> dict[int, str]:
     """Ordinal -> text of everything the units hold; none of it may come twice."""
-    reader = CorpusReader(find_files(str(folder)), None, documents)
+    reader = CorpusReader(find_files(str(folder)), ReadOptions(text_documents=documents))
     found: dict[int, str] = {}
     for unit in units:
         part = reader.read(unit.spans, unit.first_doc)
@@ -248,7 +248,7 @@ def test_empty_files_between_others_change_nothing(tmp_path: Path) -> None:
 
 
 def reader_of(folder: Path) -> CorpusReader:
-    return CorpusReader(find_files(str(folder)), None, "line")
+    return CorpusReader(find_files(str(folder)))
 
 
 def words(texts: list[str]) -> int:

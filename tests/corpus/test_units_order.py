@@ -57,7 +57,7 @@ def cut(folder: Path, size: int = 300, **options: Any) -> list[Unit]:
 
 def read(folder: Path, units: list[Unit]) -> dict[int, str]:
     """Ordinal -> text, in the order of the units; none may come twice."""
-    reader = CorpusReader(find_files(f"{folder}/*"), None, "line")
+    reader = CorpusReader(find_files(f"{folder}/*"))
     found: dict[int, str] = {}
     with closing(reader):
         for unit in units:
@@ -179,7 +179,7 @@ def test_a_corpus_in_which_nothing_can_be_moved_is_refused(
 
 def of_program(file: Path, name: str, **options: Any) -> tuple[CorpusReader, list[Unit]]:
     files = find_files(f"{file}:{name}")
-    reader = CorpusReader(files, None, "line")
+    reader = CorpusReader(files)
     assert files[0].program
     program = reader.opened(files[0].program)
     chosen = CutOptions(unit_tokens=200, density=1.0, **{"shuffle": 5, **options})
@@ -208,7 +208,7 @@ def test_of_equal_documents_the_first_in_the_drawn_order_stays(tmp_path: Path) -
     (tmp_path / "a.txt").write_text("".join(f"line {n % 40}\n" for n in range(400)))
     files = find_files(str(tmp_path))
     with_all = cut(tmp_path, 60)
-    reader = CorpusReader(files, None, "line")
+    reader = CorpusReader(files)
     units = without_duplicates(with_all, reader)
     drawn = read(tmp_path, with_all)
     wanted: dict[str, int] = {}

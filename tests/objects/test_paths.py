@@ -199,7 +199,7 @@ def table(tmp_path: Path) -> Path:
 def counted_corpus(path: Path) -> tuple[Counting, CorpusReader]:
     objects, remote = counted(path.read_bytes(), path.name)
     (file,) = find_files(str(path))
-    return objects, CorpusReader([CorpusFile(remote, file.kind, file.compression)], None, "line")
+    return objects, CorpusReader([CorpusFile(remote, file.kind, file.compression)])
 
 
 def test_of_a_parquet_file_only_the_row_groups_and_the_column_that_are_read_are_fetched(
@@ -207,7 +207,7 @@ def test_of_a_parquet_file_only_the_row_groups_and_the_column_that_are_read_are_
 ) -> None:
     objects, reader = counted_corpus(table)
     found = reader.read((Span(0, 310, 20),), 310)
-    local = CorpusReader(find_files(str(table)), None, "line").read((Span(0, 310, 20),), 310)
+    local = CorpusReader(find_files(str(table))).read((Span(0, 310, 20),), 310)
     assert found == local
     group = pq.ParquetFile(table).metadata.row_group(3).column(1)
     footer = 64 << 10

@@ -129,7 +129,7 @@ def test_metadata_of_another_kind_are_refused(
 def read_corpus(path: Path) -> None:
     files = find_files(str(path))
     units = make_units(files, CutOptions(unit_tokens=64, density=0.25))
-    reader = CorpusReader(files, None, "line")
+    reader = CorpusReader(files)
     try:
         reader.sample(0)
         for unit in units:

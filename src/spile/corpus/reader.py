@@ -7,6 +7,7 @@ without parsing. Documents that cannot be used (empty, null, not UTF-8) are coun
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any, cast
@@ -36,41 +37,51 @@ _KEEP_NONE = "none"
 _SAMPLED_FILES = 4
 
 
+@dataclass(frozen=True)
+class ReadOptions:
+    """What of a corpus is read, and how.
+
+    Attributes:
+        text_column: the column of the text; the usual names are tried if there is none.
+        text_documents: what a document of a text file is: `line`, `paragraph` or `file`.
+        keep: columns that are kept of each document.
+        preview: how many characters of the text are kept of each document.
+    """
+
+    text_column: str | None = None
+    text_documents: str = "line"
+    filter: DocumentFilter | None = None
+    selection: Selection = Selection()
+    max_doc_bytes: int = MAX_DOC_BYTES
+    keep: tuple[str, ...] = ()
+    preview: int = 0
+
+
 class CorpusReader:
     """Reads spans of a list of files."""
 
     def __init__(
         self,
         files: list[CorpusFile],
-        text_column: str | None,
-        text_documents: str,
+        options: ReadOptions | None = None,
         *,
         reading: RowReader | None = None,
-        filter: DocumentFilter | None = None,
-        selection: Selection | None = None,
-        max_doc_bytes: int = MAX_DOC_BYTES,
-        keep: tuple[str, ...] = (),
-        preview: int = 0,
         processes: int = 0,
     ) -> None:
         """Args:
         reading: makes documents of rows that are not plain texts, with so many `processes`.
-        keep: columns, and `preview` characters of the text, that are kept of each document.
         """
         self.files = files
-        self._column, self._mode = text_column, text_documents
-        self._reading, self._filter = reading, filter
-        self._selection = selection or Selection()
-        self._max_doc_bytes = max_doc_bytes
-        self._keep, self._preview = keep, preview
+        self.options = options = options or ReadOptions()
+        self._reading = reading
         self._streams = Streams(files)
         self._source: ProgramSource | None = None  # of a program, of which a corpus has just one
         self._processes = processes if can_render(reading) else 0
         self._pool: RenderPool | None = None
-        if reading or filter:
-            flag = "--filter" if filter else reading.flag if reading else ""
+        if reading or options.filter:
+            flag = "--filter" if options.filter else reading.flag if reading else ""
             for file in files:
-                if file.kind == "text" or (file.kind == "bin" and filter):
+                if file.kind == "text" or (file.kind == "bin" and options.filter):
                     raise InputError(f"{file.path}: such a file has no columns, as {flag} needs")
 
     def close(self) -> None:
@@ -85,7 +96,7 @@ class CorpusReader:
         self, spans: tuple[Span, ...], first_ordinal: int, skip: Collection[int] = ()
     ) -> Documents:
         """All documents of some spans, in order; those to `skip` are duplicates, and left out."""
-        found: list[CorpusDocument] = []
+        options, found = self.options, list[CorpusDocument]()
         ordinal, repeated, characters = first_ordinal, {*skip}, 0
         for span in spans:
             ordinal = ordinal if span.doc is None else span.doc
@@ -94,11 +105,13 @@ class CorpusReader:
                 if ordinal == stop:
                     continue  # the span was cut short; its bytes are still to be compared
                 document.ordinal = ordinal
-                document.keep(self._keep, self._preview)
+                document.keep(options.keep, options.preview)
                 if document.skipped is None and (reason := self._refusal(document, repeated)):
                     document.skip(reason)
                 found.append(document)
-                characters += document.characters if self._keep or self._preview else 0
+                characters += (
+                    document.characters if self.options.keep or self.options.preview else 0
+                )
                 if characters > MOST_CHARACTERS:
                     raise InputError(
                         f"what is kept of documents {found[0].ordinal} to {ordinal} is more than "
@@ -111,15 +124,18 @@ class CorpusReader:
                     f"{self.files[span.file].path}: changed since the unit table was made (holds "
                     f"fewer documents); restore the file or use another --out"
                 )
-        return Documents(found, self._keep)
+        return Documents(found, options.keep)
 
     def _refusal(self, document: CorpusDocument, repeated: Collection[int]) -> str:
         """Why a document is left out by its size or its content; empty if it is not."""
         size = len(document.text) if document.ids is None else document.ids.nbytes
-        if size > self._max_doc_bytes // 4 and len(document.content) > self._max_doc_bytes:
+        if (
+            size > self.options.max_doc_bytes // 4
+            and len(document.content) > self.options.max_doc_bytes
+        ):
             return TOO_LARGE
-        if self._selection.by_hash and (
-            reason := self._selection.refuses_content(document.content)
+        if self.options.selection.by_hash and (
+            reason := self.options.selection.refuses_content(document.content)
         ):
             return reason
         return DUPLICATE if document.ordinal in repeated else ""
@@ -136,7 +152,7 @@ class CorpusReader:
             return self._collected([self._of_program(source, d) for d in documents]), size
         if source.is_table:
             left, size, documents = _SAMPLE_ROWS, 0, list[CorpusDocument]()
-            for group, each in source.groups(file, self._column, self._own_columns()):
+            for group, each in source.groups(file, self.options.text_column, self._own_columns()):
                 part = group.part(0, min(group.count, left))
                 documents += self._documents(part)
                 left, size = left - part.count, size + each * part.count // max(1, group.count)
@@ -186,11 +202,11 @@ class CorpusReader:
 
     def _columns(self) -> tuple[str, ...]:
         """What is read of a row."""
-        return (*self._own_columns(), *(self._filter.columns if self._filter else ()))
+        return (*self._own_columns(), *(self.options.filter.columns if self.options.filter else ()))
 
     def _refuse_without_key(self, source: CorpusFile, data: bytes) -> None:
         """A key that no sampled record has is a wrong column, not a corpus of nulls."""
-        columns = self._reading.columns if self._reading else (self._column or "text",)
+        columns = self._reading.columns if self._reading else (self.options.text_column or "text",)
         lines = data.decode("utf-8", "replace").removeprefix("\ufeff").split("\n")
         records = [json.loads(line) for line in lines if line.strip()]
         keys = sorted({str(key) for record in records for key in record})
@@ -215,7 +231,7 @@ class CorpusReader:
             return self._rendered(self._of_table(source, span))
         if source.kind == "bin":
             return self._of_array(source, self._streams.read(span), span.start, span.first)
-        most = self._max_doc_bytes
+        most = self.options.max_doc_bytes
         if source.kind == "json":
             rows = self._streams.elements(span, most)
         else:
@@ -239,41 +255,41 @@ class CorpusReader:
         return made.with_columns(document.columns)
 
     def _of_table(self, source: CorpusFile, span: Span) -> Iterator[CorpusDocument]:
-        columns, texts = self._columns(), not self._reading
+        options, columns, texts = self.options, self._columns(), not self._reading
         ids = self._reading.column if isinstance(self._reading, TokenIds) else None
         if source.kind == "arrow":
             batch = arrow.RecordBatchPlace(span.count, 0, span.start, span.stop, span.digest)
             rows = arrow.read_rows(
                 source.path,
-                self._column,
+                options.text_column,
                 columns,
                 batch,
                 span.before,
                 span.count,
                 texts=texts,
                 ids=ids,
-                keep=self._keep,
+                keep=options.keep,
             )
-        elif not columns and not self._keep:
+        elif not columns and not options.keep:
             yield from map(
                 CorpusDocument.of_bytes,
                 parquet.read_texts(
-                    source.path, self._column, span.first, span.count, self._max_doc_bytes
+                    source.path, options.text_column, span.first, span.count, options.max_doc_bytes
                 ),
             )
             return
         else:
             rows = parquet.read_rows(
                 source.path,
-                self._column,
+                options.text_column,
                 columns,
                 span.first,
                 span.count,
-                filter=self._filter,
+                filter=options.filter,
                 texts=texts,
-                most=self._max_doc_bytes,
+                most=options.max_doc_bytes,
                 ids=ids,
-                keep=self._keep,
+                keep=options.keep,
             )
         for number, (row, kept) in enumerate(rows, span.first):
             if row is None:
@@ -286,7 +302,7 @@ class CorpusReader:
     ) -> Iterator[CorpusDocument]:
         assert isinstance(self._reading, TokenIds) and self._reading.flat
         whole = self._reading.flat.checked(source.path, pieces)
-        documents = self._reading.flat.documents(whole, start, self._max_doc_bytes)
+        documents = self._reading.flat.documents(whole, start, self.options.max_doc_bytes)
         for number, ids in enumerate(documents, first):
             if ids is None:
                 yield CorpusDocument(skipped=TOO_LARGE)
@@ -297,32 +313,32 @@ class CorpusReader:
     def opened(self, program: Program) -> ProgramSource:
         if self._source is None:
             messages = self._reading.columns[0] if isinstance(self._reading, Chats) else None
-            self._source = program.open(self._column, messages)
+            self._source = program.open(self.options.text_column, messages)
         return self._source
 
     def _of_program(self, source: CorpusFile, given: ProgramDocument) -> CorpusDocument:
-        if self._filter and not self._filter.matches(given.metadata):
+        if self.options.filter and not self.options.filter.matches(given.metadata):
             return CorpusDocument(skipped=FILTERED, columns=given.metadata)
         made = made_at(str(source.path), lambda: of_program(given, self._reading))
         return made.with_columns(given.metadata)
 
     def _of_row(self, where: str, row: Mapping[str, Any]) -> CorpusDocument:
         """A row that is to be rendered is left as it is."""
-        if self._filter and not self._filter.matches(row):
+        if self.options.filter and not self.options.filter.matches(row):
             return CorpusDocument(skipped=FILTERED)
         if self._reading is None:
             return CorpusDocument.of_bytes(row[parquet.TEXT])
         return CorpusDocument(row=(where, row))
 
     def _is_whole(self, source: CorpusFile) -> bool:
-        return source.kind == "text" and self._mode == "file"
+        return source.kind == "text" and self.options.text_documents == "file"
 
     def _parsed(
         self, source: CorpusFile, rows: Iterable[bytes | None], first: int
     ) -> Iterator[CorpusDocument]:
         """Documents of lines, or of the elements of a JSON array."""
         for number, row in enumerate(rows, first + 1):
-            if row is None or len(row) > self._max_doc_bytes:
+            if row is None or len(row) > self.options.max_doc_bytes:
                 yield CorpusDocument(skipped=TOO_LARGE)
             elif source.kind == "text":
                 whole = self._is_whole(source)
@@ -347,14 +363,14 @@ class CorpusReader:
         keys = cast(dict[str, Any], record)
         if self._reading is not None:
             return self._of_row(where, keys).with_columns(keys)
-        column = self._column or "text"
+        column = self.options.text_column or "text"
         value = value_at(keys, column)
         if value is not None and not isinstance(value, str):
             raise InputError(
                 f"{where}: {column!r} holds {type(value).__name__}, not text; "
                 "choose another --text-column"
             )
-        if self._filter and not self._filter.matches(keys):
+        if self.options.filter and not self.options.filter.matches(keys):
             return CorpusDocument(skipped=FILTERED, columns=keys)
         return CorpusDocument.of_text(value, keys)
 
@@ -430,5 +446,5 @@ def settled_columns(
     """The columns that a recipe keeps, named or not."""
     if keep is not None:
         return parse_keep(keep)
-    with closing(CorpusReader(files, text_column, "line", reading=reading)) as reader:
+    with closing(CorpusReader(files, ReadOptions(text_column), reading=reading)) as reader:
         return default_columns(reader)

@@ -17,7 +17,7 @@ from spile.corpus.chats.rows import RowReader
 from spile.corpus.documents import Documents
 from spile.corpus.files import CorpusFile
 from spile.corpus.pack import PackedUnit, pack_unit
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer, tokenize
 from spile.corpus.units import Unit
@@ -62,18 +62,16 @@ def open_reader(
     recipe: ResolvedRecipe, files: list[CorpusFile], reading: RowReader | None, processes: int = 0
 ) -> CorpusReader:
     """A reader of a recipe's documents; `processes` render chats, beside this one."""
-    return CorpusReader(
-        files,
-        recipe.text_column,
-        recipe.text_documents,
-        reading=reading,
+    options = ReadOptions(
+        text_column=recipe.text_column,
+        text_documents=recipe.text_documents,
         filter=DocumentFilter(recipe.filter) if recipe.filter else None,
         selection=selection_of(recipe),
         max_doc_bytes=recipe.max_doc_bytes,
         keep=recipe.keep,
         preview=recipe.preview,
-        processes=processes,
     )
+    return CorpusReader(files, options, reading=reading, processes=processes)
 
 
 @dataclass(frozen=True)

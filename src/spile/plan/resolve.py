@@ -21,6 +21,7 @@ from spile.corpus.formats.token_ids import TokenIds, read_ids, settle_ids
 from spile.corpus.programs.program import Program, is_program
 from spile.corpus.reader import (
     CorpusReader,
+    ReadOptions,
     keep_spelled,
     refuse_missing_columns,
     settled_columns,
@@ -218,7 +219,7 @@ def _identity(
         return tuple(f.identity for f in files if f.identity) or tuple(
             sampled_digests(file.path for file in files)
         )
-    with closing(CorpusReader(files, recipe.text_column, "line", reading=reading)) as reader:
+    with closing(CorpusReader(files, ReadOptions(recipe.text_column), reading=reading)) as reader:
         return ("; ".join(reader.opened(program).identity()),)
 
 

@@ -21,7 +21,7 @@ from spile.corpus.chats.rows import Chats, Pairs
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import find_files
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import CorpusReader, ReadOptions
 from texts import units_of
 
 SOURCE = (
@@ -101,9 +101,8 @@ def test_what_is_kept_of_a_document_stays_with_it(tmp_path: Path) -> None:
     (unit,) = units_of(files, columns=("chat",))
     found: list[Any] = []
     for processes in (0, 2):
-        reader = CorpusReader(
-            files, None, "line", reading=CHATS, keep=("id",), preview=40, processes=processes
-        )
+        options = ReadOptions(keep=("id",), preview=40)
+        reader = CorpusReader(files, options, reading=CHATS, processes=processes)
         with closing(reader):
             found.append(reader.read(unit.spans, 0).every)
     assert found[0] == found[1] and len(found[0]) == 500

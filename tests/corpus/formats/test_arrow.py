@@ -43,7 +43,7 @@ def test_both_forms_are_read_by_their_record_batches(
     assert [b.rows for b in arrow.batches(path, None)] == [7] * 14 + [2]
     assert read(path).texts == TEXTS
     files = find_files(str(path))
-    reader = CorpusReader(files, None, "line")
+    reader = CorpusReader(files)
     for size in (1, 60, 1000):
         units = units_of(files, size)
         assert [unit.first_doc for unit in units] == sorted(unit.first_doc for unit in units)
@@ -70,7 +70,7 @@ def test_texts_come_from_any_type_of_string(kind: pa.DataType, tmp_path: Path) -
 def reader_of(path: Path, column: str = "input_ids") -> tuple[CorpusReader, list[Unit]]:
     files, ids = find_files(str(path)), TokenIds(1000, column)
     units = units_of(files, 60, columns=ids.columns)
-    return CorpusReader(files, None, "line", reading=ids), units
+    return CorpusReader(files, reading=ids), units
 
 
 LISTS = [pa.list_(pa.int32()), pa.large_list(pa.uint16()), pa.list_(pa.int64(), 3),
@@ -133,7 +133,7 @@ def test_a_damaged_file_is_read_or_refused_and_never_more(data: st.DataObject) -
         try:
             files = find_files(str(path))
             columns = reading.columns if reading else ()
-            reader = CorpusReader(files, None, "line", reading=reading)
+            reader = CorpusReader(files, reading=reading)
             reader.sample(0)
             for unit in units_of(files, 50, columns=columns, max_docs=10_000):
                 reader.read(unit.spans, unit.first_doc)
@@ -167,7 +167,7 @@ def test_a_batch_that_changed_since_the_table_was_made_is_refused(tmp_path: Path
     for other in (TEXTS[:50], [text + "!" for text in TEXTS]):
         write(path, pa.table({"text": other}))
         with pytest.raises(DataError, match="changed since the unit table was made") as caught:
-            CorpusReader(files, None, "line").read(unit.spans, 0)
+            CorpusReader(files).read(unit.spans, 0)
         assert str(path) in str(caught.value)
 
 

@@ -12,7 +12,7 @@ from spile.core.errors import InputError
 from spile.core.expressions import DocumentFilter
 from spile.corpus.files import find_files
 from spile.corpus.formats.columns import value_at
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import CorpusReader, ReadOptions
 from texts import read, units_of, write_parquet
 
 HARD = [
@@ -70,7 +70,7 @@ def test_a_field_can_be_the_text_beside_the_column_that_is_filtered_by(tmp_path:
     columns = {"a": pa.array([row["a"] for row in ROWS]), "n": pa.array([1, 2, 3, 4])}
     files = find_files(str(write_parquet(tmp_path / "a.parquet", columns)))
     (unit,) = units_of(files, text_column="a.b")
-    reader = CorpusReader(files, "a.b", "line", filter=DocumentFilter("n >= 2"))
+    reader = CorpusReader(files, ReadOptions("a.b", filter=DocumentFilter("n >= 2")))
     assert reader.read(unit.spans, 0).texts == ["four"]
 
 

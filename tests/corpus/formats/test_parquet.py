@@ -9,7 +9,7 @@ import pytest
 
 from spile.core.errors import DataError, InputError
 from spile.corpus.files import Span, find_files
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import CorpusReader, ReadOptions
 from texts import NOT_UTF8, read, units_of, write_parquet
 
 KINDS = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary()]
@@ -89,13 +89,13 @@ def test_a_parquet_file_that_lost_rows_since_the_table_was_made_is_refused(tmp_p
     (unit,) = units_of(files)
     write_parquet(path, {"text": pa.array(list("abcd"))})
     with pytest.raises(DataError, match="changed"):
-        CorpusReader(files, None, "line").read(unit.spans, 0)
+        CorpusReader(files).read(unit.spans, 0)
 
 
 def test_a_span_is_read_from_the_row_groups_that_hold_it(tmp_path: Path) -> None:
     texts = [f"row {i}" for i in range(2500)]
     path = write_parquet(tmp_path / "a.parquet", {"text": pa.array(texts)}, rows=1100)
-    reader = CorpusReader(find_files(str(path)), None, "line")
+    reader = CorpusReader(find_files(str(path)))
     for first, count in [(0, 2500), (0, 1), (1099, 2), (1100, 1100), (1023, 3), (2499, 1)]:
         found = reader.read((Span(0, first, count),), first)
         assert found.texts == texts[first : first + count]
@@ -106,7 +106,7 @@ def test_values_over_the_limit_are_counted_one_by_one(tmp_path: Path) -> None:
     texts = ["a" * 10, "b" * 11, None, "ä" * 5, "ä" * 6, ""]
     path = write_parquet(tmp_path / "a.parquet", {"text": pa.array(texts)}, rows=3)
     files = find_files(str(path))
-    reader = CorpusReader(files, None, "line", max_doc_bytes=10)
+    reader = CorpusReader(files, ReadOptions(max_doc_bytes=10))
     (unit,) = units_of(files)
     found = reader.read(unit.spans, 0)
     assert found.texts == ["a" * 10, "ä" * 5]
@@ -122,6 +122,6 @@ def test_a_row_group_that_is_one_large_value_is_not_read(tmp_path: Path) -> None
     data[place : place + 200] = bytes(200)
     path.write_bytes(data)
     files = find_files(str(path))
-    found = CorpusReader(files, None, "line", max_doc_bytes=100).read((Span(0, 0, 3),), 0)
+    found = CorpusReader(files, ReadOptions(max_doc_bytes=100)).read((Span(0, 0, 3),), 0)
     assert (found.texts, found.ordinals) == (["one", "three"], [0, 2])
     assert found.skipped == Counter({"over --max-doc-bytes": 1})

@@ -49,7 +49,7 @@ def test_units_in_order_decompress_a_file_once_forward(
     for chosen, wanted in ((units, len(LINES)), (units[1::3], units[1::3][-1].spans[-1].stop)):
         with monkeypatch.context() as patch:
             counter = Counter(patch)
-            reader = CorpusReader(files, None, "line")
+            reader = CorpusReader(files)
             for unit in chosen:
                 assert reader.read(unit.spans, unit.first_doc).ordinals[0] == unit.first_doc
             reader.close()
@@ -63,7 +63,7 @@ def test_a_plain_file_is_read_only_where_spans_are(
     files = find_files(str(tmp_path))
     some = units_of(files, size=4000)[7:0:-3]
     counter = Counter(monkeypatch)
-    reader = CorpusReader(files, None, "line")
+    reader = CorpusReader(files)
     for unit in some:
         reader.read(unit.spans, unit.first_doc)
     reader.close()

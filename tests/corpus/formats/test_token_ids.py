@@ -15,7 +15,7 @@ from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.corpus.files import find_files
 from spile.corpus.formats.token_ids import FlatArray, TokenIds, settle_ids
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.select import TOO_LARGE
 from texts import units_of
 
@@ -80,7 +80,7 @@ def test_units_of_an_array_hold_every_document_once(
         wanted += split(ids, array)
         (tmp_path / f"{name}.bin").write_bytes(np.array(ids, U2).tobytes())
     files = find_files(str(tmp_path))
-    reader = CorpusReader(files, None, "line", reading=TokenIds(10, flat=array))
+    reader = CorpusReader(files, reading=TokenIds(10, flat=array))
     for most in (None, 7):
         found: dict[int, list[int]] = {}
         for unit in units_of(files, size, flat=array, max_docs=most):
@@ -97,7 +97,7 @@ def test_an_array_that_changed_is_refused_and_a_document_too_large_counted(tmp_p
     path.write_bytes(ids.tobytes())
     files, array = find_files(str(path)), flat()
     (unit,) = units_of(files, flat=array)
-    reader = CorpusReader(files, None, "line", reading=TokenIds(10, flat=array), max_doc_bytes=800)
+    reader = CorpusReader(files, ReadOptions(max_doc_bytes=800), reading=TokenIds(10, flat=array))
     found = reader.read(unit.spans, 0)
     assert ([i.tolist() for i in found.ids], found.ordinals) == ([[1, 2, END], [4, END]], [0, 2])
     assert found.skipped == {TOO_LARGE: 1}
