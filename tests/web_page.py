@@ -3,6 +3,7 @@
 import io
 import json
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -201,12 +202,18 @@ class Served:
         return self.url.partition("/?")[0].rstrip("/")
 
     def ask(
-        self, path: str, *, method: str = "GET", data: bytes | None = None, **headers: str
+        self,
+        path: str,
+        *,
+        method: str = "GET",
+        data: bytes | None = None,
+        tls: ssl.SSLContext | None = None,
+        **headers: str,
     ) -> Answer:
-        """`headers`: with _ for -."""
+        """`headers`: with _ for -; `tls`: whom to trust."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(self.base + path, data, named, method=method)
-        opener = urllib.request.build_opener(_Still())
+        opener = urllib.request.build_opener(_Still(), urllib.request.HTTPSHandler(context=tls))
         try:
             with opener.open(request, timeout=60) as found:
                 return Answer(found.status, dict(found.headers), found.read())

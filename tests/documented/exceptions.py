@@ -164,6 +164,7 @@ STATEMENTS = {
     ("docs/architecture.md", "m = spile.load_model"): _SPLICED,
     ("docs/architecture.md", "loss = m.loss"): _SPLICED,
     ("docs/reading.md", "for batch in spile.connect"): _SERVED,
+    ("docs/reading.md", "batches = spile.connect"): _SERVED,
     ("docs/sae.md", "SAETrainer"): _TRAINED,
     ("docs/sae.md", "trainSAE"): _TRAINED,
     ("docs/export.md", "LanguageModelSAERunnerConfig"): "SAELens has an environment of its own: "

@@ -2,16 +2,18 @@
 
 import contextlib
 import socket
+import ssl
 import time
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import pytest
 
+import certificates
 import web_page
 from spile.serve.directions import MOST_BYTES
-from spile.serve.server import is_loopback
 
 API = ("run", "dataset", "documents", "document?doc=0", "layers", "positions", "channels", "top",
        "similarity", "projection")  # fmt: skip
@@ -19,7 +21,7 @@ API = ("run", "dataset", "documents", "document?doc=0", "layers", "positions", "
 
 @pytest.fixture(scope="module")
 def guarded(built: web_page.Built) -> Iterator[web_page.Served]:
-    with web_page.served(built.path, "--host", "0.0.0.0") as found:
+    with web_page.served(built.path, "--host", "0.0.0.0", "--insecure") as found:
         yield found
 
 
@@ -234,8 +236,21 @@ def test_a_token_may_be_given_on_loopback_too(built: web_page.Built) -> None:
         assert server.ask("/", Host="evil.example").status == 421
 
 
-def test_loopback_is_known_by_its_addresses() -> None:
-    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
-        assert is_loopback(host)
-    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org", ""):
-        assert not is_loopback(host)
+def test_over_tls_the_token_opens_the_page_and_a_stalled_handshake_holds_up_nobody(
+    built: web_page.Built, tmp_path: Path
+) -> None:
+    own = certificates.self_signed(tmp_path)
+    with web_page.served(built.path, "--host", "0.0.0.0", *own.flags) as server:
+        assert server.url.startswith("https://")
+        where = urlsplit(server.base)
+        with socket.create_connection(("127.0.0.1", where.port or 0)):  # and says nothing
+            trusting = ssl.create_default_context(cafile=own.cert)
+            token = server.url.partition("token=")[2]
+            assert server.ask("/api/run", tls=trusting).status == 401
+            told = server.ask("/api/run", tls=trusting, Authorization=f"Bearer {token}")
+            assert told.json["state"] == "complete"
+            entered = server.ask(f"/?token={token}", tls=trusting)
+            assert entered.headers["Set-Cookie"].endswith("; Secure")
+            with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+                server.ask("/api/run", tls=ssl.create_default_context())
+            assert b"HTTP" not in raw(server, b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")

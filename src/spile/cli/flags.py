@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from spile.core.config import RayOptions, Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError
+from spile.core.listening import ListenAddress
 
 TAPS_HELP = """\
 taps:   site:layers, comma separated (`spile taps --model M` lists those of a model)
@@ -67,3 +68,33 @@ def add_options(
             continue
         hint = {"count": "N", "size": "SIZE"}.get(meta["kind"], "X")
         group.add_argument(flag, metavar="|".join(meta["choices"]) or hint, help=meta["help"])
+
+
+def add_listening(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add the flags of a verb that listens; `port` is its default."""
+    parser.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="to listen on; any but loopback asks for a token, and needs TLS [127.0.0.1]",
+    )
+    parser.add_argument("--port", metavar="N", type=int, default=port, help=f"0: any [{port}]")
+    parser.add_argument(
+        "--tls-cert", metavar="FILE", help="certificate in PEM, with those that signed it"
+    )
+    parser.add_argument("--tls-key", metavar="FILE", help="the certificate's key in PEM")
+    parser.add_argument(
+        "--insecure", action="store_true", help="no TLS: anyone on the way can read the token"
+    )
+
+
+def listen_address(arguments: argparse.Namespace, token: str | None) -> ListenAddress:
+    """Where the flags of `add_listening` say to listen."""
+    return ListenAddress(
+        arguments.host,
+        arguments.port,
+        token,
+        arguments.tls_cert,
+        arguments.tls_key,
+        arguments.insecure,
+    )

@@ -8,7 +8,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from spile.cli.flags import Verbs
+from spile.cli.flags import Verbs, add_listening, listen_address
 from spile.cli.style import size
 from spile.core.config import Runtime, parse_count
 from spile.core.errors import ConfigError, Interrupted, SpileError, printable
@@ -97,14 +97,14 @@ def add_serve_rows(verbs: Verbs) -> None:
         default=300.0,
         help="that others wait for one that takes nothing, before it is left behind [300]",
     )
-    sub.add_argument("--host", metavar="X", default="127.0.0.1", help="address [127.0.0.1]")
-    sub.add_argument("--port", metavar="N", type=int, default=8815, help="0: any [8815]")
+    add_listening(sub, 8815)
 
 
 def serve_rows(arguments: argparse.Namespace) -> int:
     from spile.dataset.read.dataset import open_dataset
     from spile.interop.flight.server import RowServer
 
+    address = listen_address(arguments, os.environ.get("SPILE_TOKEN") or None)
     dataset = open_dataset(arguments.out)
     taps = arguments.taps.split(",") if arguments.taps else dataset.taps
     in_bytes = re.search("[a-zA-Z]", arguments.window)
@@ -121,9 +121,7 @@ def serve_rows(arguments: argparse.Namespace) -> int:
     )
     server = RowServer(
         batches,
-        host=arguments.host,
-        port=arguments.port,
-        token=os.environ.get("SPILE_TOKEN") or None,
+        address,
         trainers=arguments.trainers,
         buffer=arguments.buffer,
         patience=arguments.patience,

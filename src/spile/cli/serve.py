@@ -5,7 +5,7 @@ import json
 import re
 import threading
 
-from spile.cli.flags import Verbs
+from spile.cli.flags import Verbs, add_listening, listen_address
 from spile.core.config import parse_count
 from spile.core.errors import ConfigError
 
@@ -16,13 +16,7 @@ _LOOK_SECONDS = 0.5
 def add_serve(verbs: Verbs) -> None:
     sub = verbs.add("serve", serve, "show a dataset, finished or not, in a browser")
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument(
-        "--host",
-        metavar="ADDRESS",
-        default="127.0.0.1",
-        help="any but loopback asks for the token [127.0.0.1]",
-    )
-    sub.add_argument("--port", metavar="N", type=int, default=8770, help="0: any [8770]")
+    add_listening(sub, 8770)
     sub.add_argument("--token", metavar="X", help="[made, where one is needed]")
     sub.add_argument("--tokenizer", metavar="DIR", help="the model's, if it has moved")
     sub.add_argument(
@@ -44,19 +38,18 @@ def serve(arguments: argparse.Namespace) -> int:
         most_bytes = parse_count(arguments.read)
     except ValueError:
         raise ConfigError(f"--read must be a size such as 16GiB, got {arguments.read}") from None
-    if not 0 <= arguments.port < 1 << 16:
-        raise ConfigError(f"--port must be from 0 to 65535, got {arguments.port}")
     if arguments.token is not None and not re.fullmatch(r"[A-Za-z0-9_-]{16,}", arguments.token):
         raise ConfigError(
             "--token must be 16 letters, digits, - or _, or more; without it one is made"
         )
+    address = listen_address(arguments, arguments.token)
     answers = Answers(
         open_objects(arguments.out),
         lambda: open_dataset(arguments.out, partial=True, cache=arguments.cache),
         tokenizer=arguments.tokenizer,
         most_bytes=most_bytes,
     )
-    server = Server(arguments.host, arguments.port, answers, arguments.token)
+    server = Server(address, answers)
     answers.start()
     thread = threading.Thread(target=server.serve_forever, name="serving", daemon=True)
     thread.start()

@@ -2,16 +2,14 @@
 
 Whoever may ask is told by the address: on loopback any process of this machine, but no web page of
 another origin (a name that resolves to loopback is not ours: the Host header is looked at); on any
-other address whoever has the token. Documents hold strangers' words, so the page takes no script
-or style but its own files, and shows texts as texts.
+other address whoever has the token (`core/listening.py`). Documents hold strangers' words, so the
+page takes no script or style but its own files, and shows texts as texts.
 """
 
 import hmac
 import importlib.resources
-import ipaddress
 import json
 import logging
-import secrets
 import socket
 import sys
 import threading
@@ -24,6 +22,7 @@ from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from spile.core.errors import ConfigError, CorruptError, SpileError
+from spile.core.listening import ListenAddress, is_loopback
 from spile.serve.directions import MOST_BYTES
 from spile.serve.routes import Answers, plain
 
@@ -52,12 +51,14 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, answers: Answers, token: str | None) -> None:
-        """Takes the address, or says why not; a token is made where one is needed."""
+    def __init__(self, address: ListenAddress, answers: Answers) -> None:
+        """Takes the address, or says why not."""
         self.answers = answers
-        self.loopback = is_loopback(host)
-        self.token = token or (None if self.loopback else secrets.token_urlsafe(24))
+        self.loopback = address.is_loopback
+        self.token = address.token
         self.files = page_files()
+        self.tls = address.ssl_context() if address.uses_tls else None
+        host, port = address.host, address.port
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._deadlines: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
@@ -72,11 +73,25 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         host, port = self.server_address[0], self.server_address[1]
         shown = f"[{host}]" if ":" in str(host) else host
-        return f"http://{shown}:{port}/" + (f"?token={self.token}" if self.token else "")
+        scheme = "https" if self.tls else "http"
+        return f"{scheme}://{shown}:{port}/" + (f"?token={self.token}" if self.token else "")
 
     def server_bind(self) -> None:
         """Without asking a name server what we are called."""
         TCPServer.server_bind(self)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """A new connection. Its handshake comes with the first read, by its own thread: a client
+        that does not finish it holds up nobody else."""
+        request, address = super().get_request()
+        if self.tls is None:
+            return request, address
+        try:
+            wrapped = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        except BaseException:
+            request.close()
+            raise
+        return wrapped, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -112,7 +127,8 @@ class Server(ThreadingHTTPServer):
                 late = [request for request, by in self._deadlines.items() if by < now]
             for request in late:
                 try:
-                    request.shutdown(socket.SHUT_RDWR)
+                    # Not `request.shutdown`: of TLS that takes away what its thread is reading by.
+                    socket.socket.shutdown(request, socket.SHUT_RDWR)
                 except OSError:
                     continue  # it has ended by itself
 
@@ -208,7 +224,7 @@ class Handler(BaseHTTPRequestHandler):
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         except ValueError:
             return False
-        return host == "localhost" or is_loopback(host)
+        return is_loopback(host)
 
     def _is_our_origin(self) -> bool:
         origin, site = self.headers.get("Origin"), self.headers.get("Sec-Fetch-Site")
@@ -233,6 +249,7 @@ class Handler(BaseHTTPRequestHandler):
     def _welcome(self) -> None:
         """The token moves from the address, which is seen and kept, into a cookie."""
         cookie = f"{self._ours.cookie}={self._ours.token}; HttpOnly; SameSite=Strict; Path=/"
+        cookie += "; Secure" if self._ours.tls else ""
         moved = {"Location": "/", **({"Set-Cookie": cookie} if self._ours.token else {})}
         self._send("text/plain", b"", HTTPStatus.SEE_OTHER, moved)
 
@@ -289,10 +306,3 @@ def page_files() -> dict[str, tuple[str, bytes]]:
         if file.name.rpartition(".")[2] in _TYPES
     }
     return {**found, "/": found["/index.html"]}
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -16,10 +16,14 @@ import pyarrow.flight as flight
 import pytest
 import xxhash
 
+import certificates
 import spile
 import stored
 import tiny
+import zygote
+from spile import cli
 from spile.core.errors import ConfigError, StoreError
+from spile.core.listening import ListenAddress
 from spile.dataset.read.window import Encoded
 from spile.interop.flight.client import connect
 from spile.interop.flight.server import Fanout, RowServer
@@ -74,7 +78,7 @@ for number, batch in enumerate(spile.connect(url)):
 
 def trainer(url: str, hang: int = -1) -> "subprocess.Popen[str]":
     """A process that says what it gets; it stops to take anything after one of the batches."""
-    return subprocess.Popen(
+    return zygote.Popen(
         [sys.executable, "-c", _TRAINER, url, str(hang)], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, text=True, env=tiny.environment(),
     )  # fmt: skip
@@ -96,7 +100,7 @@ def test_three_trainers_get_the_batches_of_the_dataset_and_one_killed_stops_nobo
     command = [sys.executable, "-m", "spile.cli", "serve-rows", ds.url, "--batch-size", "100",
                "--seed", "3", "--window", "1024", "--epochs", "3", "--trainers", "4",
                "--port", "0", "--buffer", "2", "--json"]  # fmt: skip
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=tiny.environment())
+    server = zygote.Popen(command, stdout=subprocess.PIPE, text=True, env=tiny.environment())
     everyone = [server]
     try:
         assert server.stdout
@@ -191,18 +195,51 @@ def test_one_that_takes_nothing_is_left_behind(ds: spile.Dataset) -> None:
 
 
 def test_a_token_is_asked_for(ds: spile.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(ds, token="sesame") as server:
+    with serving(ds, address=ListenAddress(token="sesame")) as server:
         for wrong in (None, "sesam"):
             with pytest.raises(ConfigError, match="token is missing, or another"):
                 next(connect(server.url, token=wrong))
         monkeypatch.setenv("SPILE_TOKEN", "sesame")
         assert len(list(connect(server.url))) == 32
     batches = ds.batches(ds.taps, 100, encoded=True)
-    anywhere = RowServer(batches, host="0.0.0.0")
+    anywhere = RowServer(batches, ListenAddress("0.0.0.0", insecure=True))
     assert anywhere.token
     stop = threading.Event()
     stop.set()
     anywhere.run(stop)
+
+
+def test_over_tls_batches_come_to_those_who_trust_the_certificate_and_know_the_token(
+    ds: spile.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = (certificates.self_signed(tmp_path, name) for name in ("own", "other"))
+    address = ListenAddress("0.0.0.0", tls_cert=own.cert, tls_key=own.key)
+    with serving(ds, address=address) as server:
+        port = server.url.rpartition(":")[2]
+        assert server.url.startswith("grpc+tls://")
+        url = f"grpc+tls://localhost:{port}"
+        with pytest.raises(ConfigError, match="token is missing, or another"):
+            next(connect(url, tls_root_certs=own.cert))
+        for wrong in (None, other.cert):  # the system knows neither
+            with pytest.raises(StoreError, match="(?i)handshake|certificate|ssl|connect"):
+                next(connect(url, token=server.token, tls_root_certs=wrong))
+        with pytest.raises(StoreError):
+            next(connect(f"grpc://localhost:{port}", token=server.token))
+        monkeypatch.setenv("SPILE_TLS_ROOT_CERTS", own.cert)
+        found = list(connect(url, token=server.token))
+    assert all(map(same, found, ds.batches(ds.taps, 100, **OPTIONS)))
+    assert len(found) == 32
+    with pytest.raises(ConfigError, match="tls_root_certs /nowhere: No such file"):
+        connect(url, tls_root_certs="/nowhere")
+
+
+def test_the_command_refuses_to_send_its_token_over_a_network_unencrypted(
+    ds: spile.Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["serve-rows", ds.url, "--host", "0.0.0.0", "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "give --tls-cert FILE --tls-key FILE, or --insecure" in said
+    assert len(said.splitlines()) == 1
 
 
 def test_hostile_clients_do_not_end_it(ds: spile.Dataset) -> None:
@@ -260,7 +297,7 @@ def test_what_reading_fails_with_is_told(tmp_path: Path) -> None:
 def test_one_that_stalls_does_not_keep_the_command_from_ending(ds: spile.Dataset) -> None:
     command = [sys.executable, "-m", "spile.cli", "serve-rows", ds.url, "--batch-size", "10",
                "--port", "0", "--json"]  # fmt: skip
-    server = subprocess.Popen(
+    server = zygote.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=tiny.environment()
     )
     try:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,20 +24,29 @@ def connect(
     token: str | None = None,
     dtype: npt.DTypeLike | None = None,
     encoded: bool = False,
+    tls_root_certs: str | Path | bytes | None = None,
 ) -> "Connection":
     """Batches from a server: what `Dataset.batches` gives, read and shuffled elsewhere.
 
     Args:
-        url: as the server says it, grpc://HOST:PORT.
+        url: as the server prints it, grpc://HOST:PORT or grpc+tls://HOST:PORT.
         token: that the server asks for [SPILE_TOKEN].
         dtype: rounded once, from float32.
         encoded: of taps in eight bits, give `Encoded` codes and scales.
+        tls_root_certs: a PEM file (or its bytes) of certificates to trust, such as the server's own
+            if nobody else signed it [SPILE_TLS_ROOT_CERTS, or those of the system].
     """
     if not url.startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
         raise ConfigError(f"{url}: not the address of a server, as grpc://127.0.0.1:8815 is")
     named = isinstance(dtype, str) and dtype in DTYPES_BY_NAME
     wanted = DTYPES_BY_NAME[str(dtype)] if named else None if dtype is None else np.dtype(dtype)
-    return Connection(url, token or os.environ.get("SPILE_TOKEN"), wanted, encoded)
+    trusted = tls_root_certs or os.environ.get("SPILE_TLS_ROOT_CERTS") or None
+    if isinstance(trusted, str | Path):
+        try:
+            trusted = Path(trusted).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"tls_root_certs {trusted}: {error.strerror or error}") from None
+    return Connection(url, token or os.environ.get("SPILE_TOKEN"), wanted, encoded, trusted)
 
 
 class Connection:
@@ -46,9 +56,16 @@ class Connection:
     """
 
     def __init__(
-        self, url: str, token: str | None, dtype: np.dtype[Any] | None, encoded: bool
+        self,
+        url: str,
+        token: str | None,
+        dtype: np.dtype[Any] | None,
+        encoded: bool,
+        trusted: bytes | None = None,
     ) -> None:
+        """`trusted`: certificates in PEM; None: those of the system."""
         self._url, self._token, self._dtype, self._encoded = url, token, dtype, encoded
+        self._trusted = trusted
         self._state: dict[str, Any] = {}
         self._client: Any = None
         self._reader: Any = None
@@ -103,7 +120,7 @@ class Connection:
     def _opened(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
         flight = pyarrow("pyarrow.flight")
         headers = [(b"authorization", f"Bearer {self._token}".encode())] if self._token else []
-        self._client = flight.connect(self._url)
+        self._client = flight.connect(self._url, tls_root_certs=self._trusted)
         ticket = flight.Ticket(json.dumps(self._state).encode() if self._state else b"")
         options = flight.FlightCallOptions(headers=headers)
         self._reader = self._client.do_get(ticket, options)

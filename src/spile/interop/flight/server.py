@@ -8,7 +8,6 @@ A batch is held until everyone has taken it, and only so many are held. A traine
 while others wait for it is left behind after a while.
 """
 
-import ipaddress
 import json
 import secrets
 import socket
@@ -21,6 +20,7 @@ from typing import Any, cast
 
 from spile.core.bounded_json import JsonError, parse_json
 from spile.core.errors import ConfigError, SpileError, StoreError, printable
+from spile.core.listening import ListenAddress
 from spile.dataset.format import is_count
 from spile.dataset.read.batches import Batches
 from spile.interop.flight.wire import pyarrow, schema_of, to_arrow
@@ -40,22 +40,21 @@ class RowServer:
     def __init__(
         self,
         batches: Batches,
+        address: ListenAddress | None = None,
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        token: str | None = None,
         trainers: int = 1,
         buffer: int = 8,
         patience: float = 300.0,
     ) -> None:
         """Args:
         batches: of rows as they are stored (`encoded=True`, no dtype).
-        token: that trainers must know; made if the address is not this machine's alone.
+        address: where it listens, and the token that trainers must know [any port of loopback].
         trainers: that must have come before the first batch is read.
         buffer: batches that are held for those who are behind.
         patience: seconds that others wait for one that takes nothing.
         """
-        self.token = token or (None if _is_loopback(host) else secrets.token_urlsafe(24))
+        address = address or ListenAddress()
+        self.token = address.token
         self._patience = patience
         self._closing: threading.Thread | None = None
         schema = schema_of(batches.view)
@@ -67,17 +66,18 @@ class RowServer:
             patience=patience,
         )
         flight = pyarrow("pyarrow.flight")
-        where = f"[{host}]" if ":" in host else host
+        scheme = "grpc+tls" if address.uses_tls else "grpc"
         try:
             self._server = _flight_server(
-                flight, f"grpc://{where}:{port}", self._fanout, schema, self.token
+                flight, f"{scheme}://{address.in_url}:{address.port}", self._fanout, schema, address
             )
         except (OSError, flight.FlightError, ValueError) as error:
             raise ConfigError(
-                f"--host {host} --port {port}: {printable(str(error))[:200]}"
+                f"--host {address.host} --port {address.port}: {printable(str(error))[:200]}"
             ) from None
-        reached = socket.gethostname() if host in ("0.0.0.0", "::") else where
-        self.url = f"grpc://{reached}:{self._server.port}"
+        anywhere = address.host in ("0.0.0.0", "::")
+        reached = socket.gethostname() if anywhere else address.in_url
+        self.url = f"{scheme}://{reached}:{self._server.port}"
 
     def run(self, stop: threading.Event) -> None:
         """Serve until all is given, or told to stop."""
@@ -98,14 +98,9 @@ class RowServer:
         return self._closing is not None and not self._closing.is_alive()
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _flight_server(flight: Any, location: str, fanout: "Fanout", schema: Any, token: Any) -> Any:
+def _flight_server(
+    flight: Any, location: str, fanout: "Fanout", schema: Any, address: ListenAddress
+) -> Any:
     pa = pyarrow()
 
     class Bearer(flight.ServerMiddlewareFactory):
@@ -113,7 +108,7 @@ def _flight_server(flight: Any, location: str, fanout: "Fanout", schema: Any, to
 
         def start_call(self, info: Any, headers: Any) -> None:
             given = [value for value in headers.get("authorization", ()) if isinstance(value, str)]
-            wanted = f"Bearer {token}".encode()
+            wanted = f"Bearer {address.token}".encode()
             if not any(secrets.compare_digest(value.encode(), wanted) for value in given):
                 raise flight.FlightUnauthenticatedError("the token is missing, or another one")
 
@@ -132,8 +127,9 @@ def _flight_server(flight: Any, location: str, fanout: "Fanout", schema: Any, to
             except SpileError as error:
                 raise flight.FlightServerError(str(error)) from None
 
-    middleware = {"token": Bearer()} if token else {}
-    return Server(location, middleware=middleware)
+    middleware = {"token": Bearer()} if address.token else {}
+    certificates = [address.pem()] if address.uses_tls else []
+    return Server(location, tls_certificates=certificates, middleware=middleware)
 
 
 def _state_of(ticket: bytes) -> dict[str, Any] | None:

@@ -1,0 +1,107 @@
+"""The address that a server listens on: who can reach it, which token it asks for, and its TLS.
+
+On loopback nothing leaves the machine. On any other address every request carries a token, which
+a network must not see: such a server has a certificate, or is told that it needs none.
+"""
+
+import ipaddress
+import secrets
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spile.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where a server listens, and what those who connect must know.
+
+    Attributes:
+        host: a name or an address.
+        port: 0 takes any that is free.
+        token: that is asked for; made if none is given and the host is not loopback.
+        tls_cert: a PEM file: the server's certificate, then those that signed it.
+        tls_key: a PEM file: the certificate's key, not encrypted.
+        insecure: whether a token may go over a network as it is.
+
+    Raises:
+        ConfigError: if the token would go over a network as it is, or the files are not usable.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str | None = field(default=None, repr=False)
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"--port must be from 0 to 65535, got {self.port}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, other = ("cert", "key") if self.tls_cert else ("key", "cert")
+            raise ConfigError(f"--tls-{given} needs --tls-{other}: TLS takes both files")
+        if self.tls_cert and self.insecure:
+            raise ConfigError("--insecure means no TLS, and --tls-cert gives it: leave one out")
+        if self.tls_cert:
+            self.ssl_context()  # says what is wrong with the files before anything is opened
+        elif not self.is_loopback and not self.insecure:
+            raise ConfigError(
+                f"--host {self.host}: the token would cross the network unencrypted; give "
+                "--tls-cert FILE --tls-key FILE, or --insecure if the network is trusted, or "
+                "listen on 127.0.0.1 and connect through `ssh -L`"
+            )
+        if self.token is None and not self.is_loopback:
+            object.__setattr__(self, "token", secrets.token_urlsafe(24))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return is_loopback(self.host)
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.tls_cert is not None
+
+    @property
+    def in_url(self) -> str:
+        """The host as a URL spells it."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """The server's side of TLS, 1.2 or later."""
+        assert self.tls_cert and self.tls_key
+        for flag, path in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)):
+            try:
+                Path(path).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"{flag} {path}: {error.strerror or error}") from None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key, password=self._refuse_password)
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(
+                f"--tls-cert {self.tls_cert} --tls-key {self.tls_key}: not a certificate in PEM "
+                f"and its key ({getattr(error, 'reason', None) or error})"
+            ) from None
+        return context
+
+    def pem(self) -> tuple[bytes, bytes]:
+        """The certificate and its key, as files hold them."""
+        assert self.tls_cert and self.tls_key
+        return Path(self.tls_cert).read_bytes(), Path(self.tls_key).read_bytes()
+
+    def _refuse_password(self) -> str:
+        raise ConfigError(
+            f"--tls-key {self.tls_key}: is encrypted; give one that is not, as "
+            "`openssl pkey -in FILE -out PLAIN` makes it"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
