@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import faults
 import spile
 
 _PRELOADED = ("jax", "jax.numpy", "ml_dtypes", "numpy", "pyarrow", "pyarrow.parquet", "tokenizers",
@@ -48,6 +49,8 @@ class _Server:
     def __init__(self, environment: dict[str, str]) -> None:
         self.settled = _settled(environment)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        if library := faults.library():  # children may arm it; what they start does not have it
+            environment = {**environment, "LD_PRELOAD": library}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment,

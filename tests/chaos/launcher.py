@@ -9,6 +9,7 @@ hooks:
     {"slow": SECONDS}             take so much longer for every step
     {"blind": true}               see nobody else at work: do units that others are doing
     {"peak": FILE}                leave the peak of resident memory, in kB, in a file
+    {"fault": ARGUMENTS}          a fault of the disk at a chosen system call: see tests/faults.py
     {"until": FILE}               repeat the command until the file exists; print its exit codes
 """
 
@@ -146,6 +147,22 @@ def terminate_in_tokenizer() -> None:
     tokens.Tokenizer = Shim
 
 
+def arm_fault(given: dict[str, Any]) -> None:
+    """What is recorded says when a unit was said to be committed."""
+    import faults  # noqa: PLC0415 - the zygote has it, and this file alone does not find it
+
+    commit = Ledger.commit
+
+    def patched(self: Ledger, done: Any) -> bool:
+        won = commit(self, done)
+        if won:
+            faults.note(f"committed {self.objects.url}/done/{done.unit:08d}.json")
+        return won
+
+    Ledger.commit = patched
+    faults.arm(**given)
+
+
 def meet(folder: Path, crowd: int) -> None:
     from spile.run.pipeline import Worker  # noqa: PLC0415 - imports jax; only workers meet
 
@@ -194,6 +211,8 @@ def main() -> None:
         Presence._holders = lambda self: iter(())
     if "until" in spec:
         return repeat(arguments, Path(spec["until"]))
+    if "fault" in spec:
+        arm_fault(spec["fault"])
     code = cli.run(arguments)
     if "peak" in spec:
         status = Path("/proc/self/status").read_text()
