@@ -132,6 +132,18 @@ def test_a_reader_sees_the_old_or_the_new_value_of_a_replaced_record(
     assert seen <= values
 
 
+def test_a_moved_record_has_its_new_key_and_the_old_one_is_free(objects: Objects) -> None:
+    objects.create("done/1.json", b"first")
+    objects.move("done/1.json", "damaged/ab/done/1.json")
+    assert objects.get("damaged/ab/done/1.json") == b"first"
+    assert objects.create("done/1.json", b"second")
+    assert objects.get("done/1.json") == b"second"
+    assert sorted(objects.list()) == ["damaged/ab/done/1.json", "done/1.json"]
+    with pytest.raises(FileNotFoundError):
+        objects.move("done/2.json", "damaged/ab/done/2.json")
+    assert sorted(objects.list()) == ["damaged/ab/done/1.json", "done/1.json"]
+
+
 # -- streams ---------------------------------------------------------------------------------
 
 

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING
 
 from spile.cli.flags import Verbs
 from spile.cli.style import size
-from spile.core.config import Runtime, parse_count
+from spile.core.config import Recipe, Runtime, parse_count
 from spile.core.errors import ConfigError, SpileError, printable
 
 if TYPE_CHECKING:
     from spile.dataset.maintain.compact import Compacted
+    from spile.dataset.maintain.repair import Repaired
     from spile.dataset.maintain.verify import Report
     from spile.interop.export import Exported
     from spile.interop.hub.push import Pushed
+    from spile.objects import Objects
+
+_SOURCES = ("model", "lora", "corpus", "template", "encode")  # that a recipe finds things by
 
 
 def add_verify(verbs: Verbs) -> None:
@@ -33,6 +37,21 @@ def add_verify(verbs: Verbs) -> None:
         action="store_true",
         help="continue an interrupted audit: what it found sound on this machine is not read again",
     )
+    again = sub.add_argument_group("repair")
+    again.add_argument(
+        "--repair",
+        action="store_true",
+        help="make damaged and missing units again, with the model and the corpus of the recipe; "
+        "with --partial, set damaged ones aside for `spile extract` to make again",
+    )
+    again.add_argument(
+        "--from",
+        metavar="DATASET",
+        dest="source",
+        help="what OUT was compacted from: units are copied again from there",
+    )
+    for name in _SOURCES:
+        again.add_argument(f"--{name}", metavar="X", help="where it is now [where it was]")
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -42,19 +61,68 @@ def verify(arguments: argparse.Namespace) -> int:
 
     objects = open_objects(arguments.out)
     journal = None if arguments.quick else Journal(objects.url, resume=arguments.resume)
-    with counted("units", quiet=arguments.json) as progress:
-        report = verify(
-            objects,
-            partial=arguments.partial,
-            quick=arguments.quick,
-            journal=journal,
-            progress=progress,
-        )
+
+    def audit() -> "Report":
+        with counted("units", quiet=arguments.json) as progress:
+            return verify(
+                objects,
+                partial=arguments.partial,
+                quick=arguments.quick,
+                journal=journal,
+                progress=progress,
+            )
+
+    report, told = audit(), {}
+    if arguments.repair:
+        repaired = _repair(arguments, objects, report)
+        before, report = report, audit()
+        told = {"repaired": dataclasses.asdict(repaired), "faults_before": before.faults}
     if arguments.json:
-        print(json.dumps({"ok": report.ok, **dataclasses.asdict(report)}))
+        found = {**dataclasses.asdict(report), "damaged": sorted(report.damaged)}
+        print(json.dumps({"ok": report.ok, **found, **told}))
     else:
         print(verify_text(arguments.out, report))
     return 0 if report.ok else SpileError.exit_code
+
+
+def _repair(arguments: argparse.Namespace, objects: "Objects", report: "Report") -> "Repaired":
+    """Make again what an audit found damaged, and say what was made."""
+    from spile.cli.progress import progress
+    from spile.metrics import Counters
+    from spile.objects import open_objects
+    from spile.run.repair import repair
+
+    if not arguments.json:
+        for fault in report.faults:
+            print(f"found: {printable(fault)}")
+    counters = Counters()
+    with progress(counters, quiet=arguments.json) as on_start:
+        repaired = repair(
+            objects,
+            report,
+            recipe=Recipe(**{name: getattr(arguments, name) for name in _SOURCES}),
+            source=open_objects(arguments.source) if arguments.source else None,
+            partial=arguments.partial,
+            counters=counters,
+            on_start=on_start,
+            stop=arguments.stop,
+        )
+    if not arguments.json:
+        print(repair_text(repaired, partial=arguments.partial))
+    return repaired
+
+
+def repair_text(repaired: "Repaired", *, partial: bool) -> str:
+    """What was made again."""
+    if not (repaired.units or repaired.records):
+        return "nothing was repaired"
+    names = ", ".join(map(str, repaired.units)) or "none"
+    if partial:
+        return f"set aside: units {names}; the same `spile extract` makes them again"
+    told = f"made again: units {names}"
+    if repaired.units:
+        told += f" ({len(repaired.identical)} with the same rows, bit for bit)"
+    return told + "".join(f", {record}" for record in repaired.records)
 
 
 def verify_text(out: str, report: "Report") -> str:

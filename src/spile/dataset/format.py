@@ -12,6 +12,7 @@
     check.json               the last comparison with HF transformers (`spile check`)
     workers/NAME.json        heartbeats; nothing depends on them
     scratch/                 rows between two passes of `spile shuffle`, until it is done
+    damaged/TOKEN/KEY        a record that `spile verify --repair` moved aside, until `gc`
 
 A record is JSON in one canonical spelling, with its own checksum: any changed byte is noticed. A
 stranger can compute that too, so what a record says is checked as well: names stay inside the
@@ -44,6 +45,7 @@ ATTEMPTS = "attempts/"
 DONE = "done/"
 WORKERS = "workers/"
 SCRATCH = "scratch/"
+DAMAGED = "damaged/"
 
 COMPRESSED = ".zst"
 SCALE_DTYPE = np.dtype(np.float32)
@@ -125,6 +127,12 @@ def parse_attempt_key(key: str) -> tuple[int, str] | None:
     """The unit and attempt an object under `attempts/` belongs to."""
     match = re.fullmatch(r"attempts/(\d{8})/([^/]+)/[^/]+", key)
     return (int(match[1]), match[2]) if match else None
+
+
+def parse_damaged_key(key: str) -> str | None:
+    """The key of the record that was moved aside to this one."""
+    match = re.fullmatch(r"damaged/[^/]+/(.+)", key)
+    return match[1] if match else None
 
 
 def doc_runs(unit: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -112,6 +112,10 @@ class BucketObjects:
             "writing", key, lambda: obstore.put(self._store, key, data, use_multipart=False)
         )
 
+    def move(self, key: str, to: str) -> None:
+        self.create(to, self.get(key))
+        self.delete(key)
+
     def stream(self, key: str) -> "BucketStream":
         check_key(self.url, key)
         return BucketStream(self, key, self._spool.file() if self._spool else _Held())

@@ -246,6 +246,9 @@ class WebObjects:
     def replace(self, key: str, data: bytes) -> None:
         self._only_read()
 
+    def move(self, key: str, to: str) -> None:
+        self._only_read()
+
     def stream(self, key: str) -> Stream:
         self._only_read()
 

@@ -127,6 +127,25 @@ class LocalObjects:
                 temporary.unlink()
             raise _disk_error("writing", path, error) from error
 
+    def move(self, key: str, to: str) -> None:
+        path, target = self._path(key), self._path(to)
+        try:
+            for attempt in range(100):
+                self._make_folder(target.parent)
+                try:
+                    os.rename(path, target)
+                    break
+                except FileNotFoundError:
+                    self._durable.clear()  # `gc` may be removing the folder
+                    if attempt == 99 or not path.exists():
+                        raise
+            sync(target.parent)
+            sync(path.parent)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _disk_error("moving", path, error) from error
+
     def stream(self, key: str) -> "LocalStream":
         path = self._path(key)
         try:

@@ -44,6 +44,10 @@ class MemoryObjects:
         check_key(self.url, key)
         self._values[key] = bytes(data)
 
+    def move(self, key: str, to: str) -> None:
+        self.create(to, self.get(key))
+        self.delete(key)
+
     def stream(self, key: str) -> "_MemoryStream":
         check_key(self.url, key)
         return _MemoryStream(self, key)

@@ -77,6 +77,13 @@ class Objects(Protocol):
         """Create or overwrite, atomically but not durably."""
         ...
 
+    def move(self, key: str, to: str) -> None:
+        """Give a record another key, durably: `key` can be created again. `to` must be new.
+
+        A kill in between may leave both. Raises FileNotFoundError if there is none.
+        """
+        ...
+
     def stream(self, key: str) -> Stream: ...
 
     def list(self, prefix: str = "") -> Iterator[str]:

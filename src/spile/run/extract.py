@@ -99,12 +99,14 @@ def extract(
     on_start: Callable[[ExtractionJob, Estimate], None] | None = None,
     stop: threading.Event | None = None,
     pick: Callable[[ExtractionJob, Presence], Picker] | None = None,
+    ledger: Ledger | None = None,
 ) -> Outcome:
     """Make the dataset, or continue it; returns when every unit is done, or `max_bytes` are.
 
     SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
     joined (`run/rank.py`) each of them calls this, and what one fails with all of them raise.
-    `pick`: makes what says which unit is next, instead of the store.
+    `pick`: makes what says which unit is next, instead of the store. `ledger`: the records of
+    `out`, if some of them are to be replaced (`run/repair.py`).
     """
     runtime = runtime or Runtime()
     parse_backends(runtime.metrics)  # what cannot be is refused before anything is done
@@ -116,7 +118,7 @@ def extract(
         stop_on_signal(stop or threading.Event()) as stop,
         closing(Spool(Path(runtime.spool))) if runtime.spool else nullcontext() as spool,
     ):
-        ledger = Ledger(open_objects(str(out), spool))
+        ledger = ledger or Ledger(open_objects(str(out), spool))
         presence = Presence(ledger.objects, runtime.stale_after)
         presence.tell(**{"share": str(share)} if share else {})
         world = SingleWorld()

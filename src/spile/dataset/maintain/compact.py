@@ -40,11 +40,11 @@ from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once
 
 UNIT_BYTES = 64 << 30
+COMPACTED = "compacted"  # in `made_by`: what the unit was made of
 
 # Of a merged unit: its index and its documents are held whole, as extract holds them.
 _INDEX_BYTES = 128 << 20
 _DOCUMENTS_BYTES = 128 << 20
-_COMPACTED = "compacted"
 
 _log = logging.getLogger("spile")
 
@@ -131,6 +131,31 @@ def compact(
     )
 
 
+def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: bool) -> None:
+    """Write some units of a compacted dataset again, from what it was made of.
+
+    Args:
+        ledger: of the compacted dataset, for which the units are not done.
+    """
+    table, records = read_finished(source)
+    stored = ledger.table()
+    groups = list(_groups_of(table, records, stored))
+    merged = replace(table, units=tuple(group.unit for group in groups))
+    if as_stored(merged) != as_stored(stored):
+        raise _other_source_error(source, ledger)
+    for unit in sorted(ledger.done_units()):
+        done = ledger.read_done(unit)
+        if done is None or done.made_by.get(COMPACTED) != groups[unit].origin():
+            raise _other_source_error(source, ledger)
+    shard_bytes = min(SHARD_BYTES, ledger.objects.most_streamed or SHARD_BYTES)
+    for unit in units:
+        _write(source, ledger, table, groups[unit], shard_bytes, compress)
+
+
+def _other_source_error(source: Objects, ledger: Ledger) -> ConfigError:
+    return ConfigError(f"{source.url} is not the dataset that {ledger.objects.url} was made of")
+
+
 # -- the source ------------------------------------------------------------------------------
 
 
@@ -150,6 +175,20 @@ def _groups(table: Table, records: Sequence[Done], unit_bytes: int) -> Iterator[
         about += record.documents_table.bytes
     if held:
         yield _group(made, table, records, held)
+
+
+def _groups_of(table: Table, records: Sequence[Done], stored: Table) -> Iterator[_Group]:
+    """Cut as a compacted dataset's table is, whatever size that was for."""
+    number = 0
+    for made, unit in enumerate(stored.units):
+        held: list[int] = []
+        missing = unit["num_docs"]
+        while missing > 0 and number < len(table.units):
+            held.append(number)
+            missing -= table.units[number]["num_docs"]
+            number += 1
+        if held:
+            yield _group(made, table, records, held)
 
 
 def _group(unit: int, table: Table, records: Sequence[Done], numbers: Sequence[int]) -> _Group:
@@ -217,7 +256,7 @@ def _resumed(ledger: Ledger, table: Table, groups: Sequence[_Group]) -> dict[int
 
 def _ours(ledger: Ledger, unit: int, group: _Group) -> Done:
     done = ledger.read_done(unit)
-    if done is None or done.made_by.get(_COMPACTED) != group.origin():
+    if done is None or done.made_by.get(COMPACTED) != group.origin():
         raise _other_dataset_error(ledger.objects)
     refuse_missing(ledger, done)
     return done
@@ -263,7 +302,7 @@ def _described(table: Table, group: _Group) -> dict[str, Any]:
         "text_digest": text.hexdigest(),
         "made_by": {
             "spile": version("spile"),
-            _COMPACTED: group.origin(),
+            COMPACTED: group.origin(),
             "rows_by": makers_of(group.records),
         },
     }

@@ -43,6 +43,9 @@ def collect_garbage(
         if key in attempts:
             files = winners.get(attempts[key])  # None while unfinished
             return key not in listed and (abandoned if files is None else key not in files)
+        aside = fmt.parse_damaged_key(key)
+        if aside is not None:  # by `verify --repair`, until there is a sound one again
+            return abandoned or aside == fmt.PREDICTION or exists(objects, aside)
         if key.startswith(fmt.SCRATCH):
             return True  # `shuffle` makes the table last, which we have read
         if fmt.parse_worker_key(key) is not None:

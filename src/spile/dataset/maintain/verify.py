@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spile.core.cache_dir import cache_directory
-from spile.core.errors import SpileError, StoreError
+from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
@@ -56,11 +56,12 @@ class Journal:
             raise StoreError(f"{self._path}: {error.strerror or error}") from error
 
     def knows(self, done: Done) -> bool:
-        return _record_digest(done) in self._known
+        return record_digest(done) in self._known
 
     def note(self, done: Done) -> None:
+        self._known.add(record_digest(done))
         with self._path.open("a") as file:
-            file.write(json.dumps({"unit": done.unit, "record": _record_digest(done)}) + "\n")
+            file.write(json.dumps({"unit": done.unit, "record": record_digest(done)}) + "\n")
 
     def end(self) -> None:
         """The audit is over, whatever it found."""
@@ -80,6 +81,11 @@ class Report:
     resumed: int = 0  # units that an interrupted audit had found sound
     faults: list[str] = field(default_factory=list[str])
     orphans: list[str] = field(default_factory=list[str])
+    missing: list[int] = field(default_factory=list[int])  # units without a record
+    # Units with a fault in a file or in the record, and the SHA-256 of that record as it was found
+    # (empty: it cannot be read): `repair.py` replaces that very record, and no other.
+    damaged: dict[int, str] = field(default_factory=dict[int, str])
+    beside: list[str] = field(default_factory=list[str])  # faulty or missing, of the other records
 
     @property
     def ok(self) -> bool:
@@ -130,6 +136,8 @@ def verify(
         report.bytes += found.bytes
         report.resumed += found.known
         report.faults += found.faults
+        if found.faults:
+            report.damaged[done.unit] = record_digest(done)
         total.entries += found.entries
         total.off.update(found.off)
         if journal and not (found.faults or found.known):
@@ -187,17 +195,25 @@ def _read_records(ledger: Ledger, table: Table, report: Report) -> Iterator[Done
         except SpileError as error:
             return error
 
-    for done in mapped(read, table.units, ledger.objects.parallel):
+    found = mapped(read, table.units, ledger.objects.parallel)
+    for unit, done in zip(table.units, found, strict=True):
         if done is None:
             report.absent += 1
+            report.missing.append(int(unit["id"]))
         elif isinstance(done, SpileError):
             report.faults.append(str(done))
+            # (A server that does not answer is a fault, but not of the record.)
+            if isinstance(done, CorruptError) or isinstance(done.__cause__, OSError):
+                report.damaged[int(unit["id"])] = _digest_of(ledger, fmt.done_key(int(unit["id"])))
         else:
             key = fmt.done_key(done.unit)
+            before = len(report.faults)
             if done.fingerprint != table.fingerprint:
                 report.faults.append(f"{key}: belongs to another recipe")
             if done.rows and {s.tap for s in done.shards} != set(table.taps):
                 report.faults.append(f"{key}: does not hold exactly the taps of the recipe")
+            if len(report.faults) > before:
+                report.damaged[done.unit] = record_digest(done)
             yield done
 
 
@@ -211,44 +227,65 @@ def _check_records(
             kind = "worker"
         if kind is None:
             continue
-        try:
-            body = fmt.decode_record(key, ledger.objects.get(key), kind)
-        except FileNotFoundError:
-            continue
-        except SpileError as error:
-            report.faults.append(str(error))
-            continue
-        except OSError as error:
-            if kind == "worker":  # another user's, perhaps; no row depends on it
-                warn_unreadable(ledger.objects, key, error)
-            else:
-                report.faults.append(f"{key}: cannot be read ({error.strerror or error})")
-            continue
-        try:
-            if kind == "scales":
-                scales_from_json(body, table.taps)
-            elif kind == "prediction":
-                Prediction.from_json(body)
-        except SpileError as error:
-            report.faults.append(str(error))
-        if kind == "manifest":
-            if len(records) < len(table.units):
-                report.faults.append(
-                    f"{key}: says the dataset is whole, but done records are missing: "
-                    + _missing(table, records)
-                )
-            elif body != derive_manifest(table, records):
-                report.faults.append(
-                    f"{key}: does not follow from the done records; delete it, and the same "
-                    "`spile extract` makes it anew"
-                )
+        before = len(report.faults)
+        body = _read_beside(ledger, key, kind, report)
+        if body is not None:
+            _check_beside(key, kind, body, table, records, report)
+        if len(report.faults) > before:
+            report.beside.append(key)
     present = set(ledger.objects.list())
     if len(records) == len(table.units) and fmt.MANIFEST not in present and not partial:
         report.faults.append(f"{fmt.MANIFEST}: is missing; the same `spile extract` makes it")
+        report.beside.append(fmt.MANIFEST)
     by_channel = any(info.scaled_by == "channel" for info in table.taps.values())
     for key in (fmt.MODEL, *([fmt.SCALES] if by_channel else [])):
         if records and key not in present:
             report.faults.append(f"{key}: is missing")
+            report.beside.append(key)
+
+
+def _read_beside(ledger: Ledger, key: str, kind: str, report: Report) -> dict[str, Any] | None:
+    """A record's body; None where there is none, or it is a fault."""
+    try:
+        return fmt.decode_record(key, ledger.objects.get(key), kind)
+    except FileNotFoundError:
+        pass
+    except SpileError as error:
+        report.faults.append(str(error))
+    except OSError as error:
+        if kind == "worker":  # another user's, perhaps; no row depends on it
+            warn_unreadable(ledger.objects, key, error)
+        else:
+            report.faults.append(f"{key}: cannot be read ({error.strerror or error})")
+    return None
+
+
+def _check_beside(
+    key: str,
+    kind: str,
+    body: dict[str, Any],
+    table: Table,
+    records: list[Done],
+    report: Report,
+) -> None:
+    try:
+        if kind == "scales":
+            scales_from_json(body, table.taps)
+        elif kind == "prediction":
+            Prediction.from_json(body)
+    except SpileError as error:
+        report.faults.append(str(error))
+    if kind == "manifest":
+        if len(records) < len(table.units):
+            report.faults.append(
+                f"{key}: says the dataset is whole, but done records are missing: "
+                + _missing(table, records)
+            )
+        elif body != derive_manifest(table, records):
+            report.faults.append(
+                f"{key}: does not follow from the done records; delete it, and the same "
+                "`spile extract` makes it anew"
+            )
 
 
 def _missing(table: Table, records: list[Done]) -> str:
@@ -268,8 +305,16 @@ def _accounted(key: str, named: set[str], report: Report) -> bool:
     return fmt.parse_worker_key(key) is not None
 
 
-def _record_digest(done: Done) -> str:
+def record_digest(done: Done) -> str:
+    """SHA-256 of a unit's record."""
     return hashlib.sha256(fmt.encode_record("done", done.to_json())).hexdigest()
+
+
+def _digest_of(ledger: Ledger, key: str) -> str:
+    try:
+        return hashlib.sha256(ledger.objects.get(key)).hexdigest()
+    except (OSError, SpileError):
+        return ""
 
 
 def _read_journal(path: Path) -> set[str]:

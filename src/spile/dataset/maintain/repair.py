@@ -1,0 +1,245 @@
+"""Repair: a damaged unit is made again, and the new record takes the place of the old one.
+
+It is made as any unit is: files under an attempt of its own, durable, then a record. Only the
+commit differs (`RepairLedger`): the manifest, which names the old files, is moved aside, then the
+old record, then the new one is created. A kill before that leaves the old record; a kill between
+the two leaves a unit that is missing; either way the same command goes on. No file is removed:
+those of the old attempt are orphans from then on, which `gc` takes.
+
+Nothing is replaced by something else: what is made must have the index that the old record, or the
+manifest, says the unit has.
+"""
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spile.core.errors import CorruptError, SpileError, StoreError
+from spile.dataset import format as fmt
+from spile.dataset.format import Done
+from spile.dataset.ledger import Ledger, Table, derive_manifest
+from spile.dataset.maintain.copy import COPIED, copy_records
+from spile.dataset.maintain.verify import Report
+from spile.objects import Objects, exists
+
+_log = logging.getLogger("spile")
+
+# What a wrong row could follow from, were it made again: of these only a copy will do.
+_CANNOT_BE_MADE = {
+    fmt.SCALES: "holds the scales that every int8 row was divided by; take it from a copy of the "
+    "dataset, or extract anew",
+}
+
+
+@dataclass
+class Repaired:
+    """What was made again."""
+
+    units: list[int] = field(default_factory=list[int])
+    identical: list[int] = field(default_factory=list[int])  # with the very same rows
+    records: list[str] = field(default_factory=list[str])  # beside the units
+
+
+class RepairLedger(Ledger):
+    """The records of a dataset of which some are to be replaced: their units are not done yet."""
+
+    def __init__(self, objects: Objects, report: Report) -> None:
+        super().__init__(objects)
+        self.table_found = self.table()
+        self.condemned = dict(report.damaged)
+        self.beside = list(report.beside)
+        self.repaired = Repaired()
+        self._expected = self._described(sorted({*report.damaged, *report.missing}))
+
+    def refuse_impossible(self) -> None:
+        """Refuse before anything is done what cannot be made again."""
+        for key, why in _CANNOT_BE_MADE.items():
+            if key in self.beside:
+                raise StoreError(f"{self.objects.url}/{key}: cannot be repaired; it {why}")
+
+    @property
+    def units(self) -> list[int]:
+        """Those that are to be made."""
+        done = self.done_units()
+        return [int(u["id"]) for u in self.table_found.units if int(u["id"]) not in done]
+
+    # -- what extraction asks of a ledger ------------------------------------------------------
+
+    def done_units(self) -> set[int]:
+        return super().done_units() - self.condemned.keys()
+
+    def check_weights(self, digests: Mapping[str, str]) -> None:
+        if fmt.MODEL in self.beside:
+            self._set_aside(fmt.MODEL)
+        super().check_weights(digests)
+        if fmt.MODEL in self.beside:
+            self.beside.remove(fmt.MODEL)
+            self.repaired.records.append(fmt.MODEL)
+
+    def commit(self, done: Done) -> bool:
+        known = self._expected.get(done.unit)
+        if known is not None:
+            self._compare(done, known)
+        if not self.missing_files(done):
+            self._set_aside(fmt.MANIFEST)  # before its units change
+            if done.unit in self.condemned:
+                self._withdraw(done.unit)
+        committed = super().commit(done)
+        self.condemned.pop(done.unit, None)
+        if committed:
+            self.repaired.units.append(done.unit)
+            if known is not None and _rows(done) == _rows(known):
+                self.repaired.identical.append(done.unit)
+        return committed
+
+    def complete(self, table: Table) -> bool:
+        """Also make the manifest anew where it does not follow from the records."""
+        if fmt.MODEL in self.beside or not self.done_units().issuperset(
+            int(unit["id"]) for unit in table.units
+        ):
+            return False
+        self._check_manifest(table)
+        return super().complete(table)
+
+    # -- records that go -----------------------------------------------------------------------
+
+    def _withdraw(self, unit: int) -> None:
+        """Move the record aside that was found damaged; if it has been replaced since, nothing."""
+        key, judged = fmt.done_key(unit), self.condemned[unit]
+        found = self._digest(key)
+        if found != judged:
+            if judged == "":
+                raise StoreError(
+                    f"{self.objects.url}/{key}: could not be read before, and can be now; run the "
+                    "same command again"
+                )
+            return  # another repair came first: its record stands
+        aside = self._set_aside(key)
+        if aside and judged and self._digest(aside) != judged:  # in the very moment between
+            self.objects.create(key, self.objects.get(aside))
+
+    def _set_aside(self, key: str) -> str | None:
+        aside = f"{fmt.DAMAGED}{secrets.token_hex(6)}/{key}"
+        try:
+            self.objects.move(key, aside)
+        except FileNotFoundError:
+            return None
+        return aside
+
+    def _digest(self, key: str) -> str | None:
+        """SHA-256 of a record; empty if it cannot be read, None if there is none."""
+        try:
+            return hashlib.sha256(self.objects.get(key)).hexdigest()
+        except FileNotFoundError:
+            return None
+        except (CorruptError, OSError):
+            return ""
+
+    def withdraw(self) -> None:
+        """Move all damaged records aside, for whoever extracts to make their units again."""
+        if self.condemned:
+            self._set_aside(fmt.MANIFEST)
+        for unit in sorted(self.condemned):
+            self._withdraw(unit)
+            self.repaired.units.append(unit)
+        self.condemned.clear()
+
+    def set_aside_beside(self) -> None:
+        """Move damaged records aside that no row depends on: they are made again, or not at all."""
+        for key in [k for k in self.beside if k in (fmt.CHECK, fmt.PREDICTION)]:
+            self._set_aside(key)
+            self.beside.remove(key)
+            self.repaired.records.append(key)
+        for key in [k for k in self.beside if fmt.parse_worker_key(k)]:
+            self.objects.delete(key)  # as `gc` does
+            self.beside.remove(key)
+
+    def _check_manifest(self, table: Table) -> None:
+        if not exists(self.objects, fmt.MANIFEST):
+            follows = False
+        else:
+            try:
+                records = (self._must_be_done(table, int(u["id"])) for u in table.units)
+                follows = self.read_manifest() == derive_manifest(table, records)
+            except SpileError:
+                follows = False
+            if not follows:
+                self._set_aside(fmt.MANIFEST)
+        if not follows:
+            self.repaired.records.append(fmt.MANIFEST)
+
+    def copy_beside(self, source: Objects) -> None:
+        """Take damaged records that a copy shares with its source from there."""
+        wanted = [key for key in self.beside if key in COPIED]
+        for key in wanted:
+            self._set_aside(key)
+        if not copy_records(source, self.objects):
+            raise StoreError(f"{self.objects.url}: its records are not those of {source.url}")
+        for key in wanted:
+            self.beside.remove(key)
+            self.repaired.records.append(key)
+
+    # -- that it is the same ---------------------------------------------------------------------
+
+    def _described(self, units: list[int]) -> dict[int, dict[str, Any]]:
+        """What is known of units that are to be made: by their records, or by the manifest."""
+        try:
+            manifest = (self.read_manifest() or {"units": []}) if units else {"units": []}
+        except SpileError:
+            manifest: dict[str, Any] = {"units": []}
+        listed = {unit.get("unit"): unit for unit in manifest["units"]}
+        found: dict[int, dict[str, Any]] = {}
+        for unit in units:
+            try:
+                done = self.read_done(unit)
+            except SpileError:
+                done = None
+            if done is not None and done.fingerprint == self.table_found.fingerprint:
+                found[unit] = {**done.to_json()}
+            elif unit in listed:
+                found[unit] = listed[unit]
+        return found
+
+    def _compare(self, done: Done, known: Mapping[str, Any]) -> None:
+        """Refuse what is not that unit: packed in another way, or of other texts."""
+        names = ("rows", "tokens", "documents", "contexts", "text_digest")
+        made = {**{name: getattr(done, name) for name in names}, "index": done.index.digest}
+        was = {**{name: known[name] for name in names}, "index": known["index"]["digest"]}
+        for name in made:
+            if made[name] != was[name]:
+                raise StoreError(
+                    f"{self.objects.url}: unit {done.unit}, made again, is not the same "
+                    f"({name} {fmt.shown(made[name])}, {fmt.shown(was[name])} before); "
+                    "its old record stays"
+                )
+
+    def made_by(self) -> Mapping[str, Any]:
+        """How the units to be made were made; else how the others were."""
+        for unit in self.units:
+            if made := self._expected.get(unit, {}).get("made_by"):
+                return made
+        for unit in sorted(self.done_units()):
+            if (done := self.read_done(unit)) is not None:
+                return done.made_by
+        return {}
+
+    def compressed(self) -> bool:
+        """Whether shards of the dataset are, as far as one unit tells."""
+        for unit in (*self._expected, *sorted(self.done_units())):
+            if unit in self._expected:
+                keys = [shard["key"] for shard in self._expected[unit]["shards"]]
+            else:
+                done = self.read_done(unit)
+                keys = [shard.key for shard in done.shards] if done else []
+            if keys:
+                return keys[0].endswith(fmt.COMPRESSED)
+        return False
+
+
+def _rows(unit: Done | Mapping[str, Any]) -> dict[tuple[str, int, int], str]:
+    """The digests of a unit's shards: the same where its rows are, if they are cut alike."""
+    shards = unit.to_json()["shards"] if isinstance(unit, Done) else unit["shards"]
+    return {(s["tap"], s["first"], s["count"]): s["digest"] for s in shards}

@@ -1,0 +1,102 @@
+"""`spile verify --repair`: damaged and missing units, made again by what made them.
+
+It stands here, and not beside `verify`, because units are made again by running the model.
+"""
+
+import logging
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from spile.core.config import Recipe, Runtime
+from spile.core.errors import ConfigError
+from spile.dataset import format as fmt
+from spile.dataset.maintain.compact import COMPACTED, recopy
+from spile.dataset.maintain.repair import Repaired, RepairLedger
+from spile.dataset.maintain.verify import Report
+from spile.metrics import Counters
+from spile.objects import Objects
+from spile.run.devices import devices_here, prepared_device
+from spile.run.extract import extract
+
+_log = logging.getLogger("spile")
+
+
+def repair(
+    objects: Objects,
+    report: Report,
+    *,
+    recipe: Recipe | None = None,
+    runtime: Runtime | None = None,
+    source: Objects | None = None,
+    partial: bool = False,
+    counters: Counters | None = None,
+    on_start: Callable[..., None] | None = None,
+    stop: threading.Event | None = None,
+) -> Repaired:
+    """Make again what an audit found damaged or missing.
+
+    Args:
+        recipe: where model and corpus are now, if they are not where they were.
+        source: of a compacted dataset, the one that it was made of.
+        partial: only set damaged records aside, for the next `extract` to make their units.
+    """
+    ledger = RepairLedger(objects, report)
+    table, made_by = ledger.table_found, ledger.made_by()
+    needed = ledger.units or not {fmt.MODEL, fmt.SCALES}.isdisjoint(ledger.beside)
+    if partial:
+        ledger.withdraw()
+    elif needed and table.shuffled:
+        raise ConfigError(
+            f"{objects.url}: no single unit of a shuffled dataset can be made again, since its "
+            "rows come from all over the corpus; `spile shuffle SOURCE DEST --seed "
+            f"{table.shuffled['seed']}` makes all of it"
+        )
+    elif needed and COMPACTED in made_by:
+        if source is None:
+            raise ConfigError(
+                f"{objects.url} was made by `spile compact`: name the dataset it was made of with "
+                "--from, and its units are copied from there again"
+            )
+        ledger.copy_beside(source)
+        recopy(source, ledger, ledger.units, compress=ledger.compressed())
+    elif needed:
+        if source is not None:
+            raise ConfigError(f"--from: {objects.url} was made by `spile extract`, not copied")
+        ledger.refuse_impossible()
+        extract(
+            recipe or Recipe(),
+            objects.url,
+            _as_it_was(runtime or Runtime(), ledger, made_by),
+            counters=counters,
+            on_start=on_start,
+            stop=stop,
+            ledger=ledger,
+        )
+    ledger.set_aside_beside()
+    if not partial:
+        ledger.complete(table)
+    return ledger.repaired
+
+
+def _as_it_was(runtime: Runtime, ledger: RepairLedger, made_by: Mapping[str, Any]) -> Runtime:
+    """Steps of the same shape on the same mesh give the same bits, on the same kind of device."""
+    runtime = replace(runtime, compress=ledger.compressed())
+    mesh, rows = str(made_by.get("mesh")), made_by.get("batch_rows")
+    sizes = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d{1,6})", mesh)}
+    prepared_device()
+    _, devices, kind = devices_here()
+    was, here = (fmt.shown(made_by.get("device")), math.prod(sizes.values())), (kind, devices)
+    if was != here or not fmt.is_count(rows):
+        _log.warning(
+            "units of %s (%d devices) are made again on %s (%d): rows may differ in the last bits",
+            *was,
+            *here,
+        )
+        return runtime
+    groups = sizes.get("data", 1) * sizes.get("fsdp", 1)
+    tokens = int(rows or 0) // groups * ledger.table_found.recipe.seq_len
+    return replace(runtime, mesh=mesh if sizes else "auto", batch_tokens=max(1, tokens))

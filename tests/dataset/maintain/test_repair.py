@@ -1,0 +1,323 @@
+"""A damaged unit is replaced as a whole: there is the old record, or none, or the new one."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spile
+import stored
+from spile.core.errors import CorruptError, StoreError
+from spile.dataset import format as fmt
+from spile.dataset.ledger import Attempt, Ledger
+from spile.dataset.maintain.gc import collect_garbage
+from spile.dataset.maintain.repair import RepairLedger
+from spile.dataset.maintain.verify import Journal, verify
+from spile.objects import LocalObjects, MemoryObjects, Objects
+
+TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
+UNITS = ((5, 9), (9, 5), (0, 3), (12,))
+DAMAGED = 1
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> stored.Stored:
+    return stored.copied(tmp_path / "out", units=UNITS, taps=TAPS, shard_bytes=128)
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def damage(dataset: stored.Stored, unit: int = DAMAGED) -> None:
+    flip(dataset.path / dataset.done(unit).shards[0].key)
+
+
+def begin(objects: Objects) -> RepairLedger:
+    return RepairLedger(objects, verify(objects))
+
+
+def made(dataset: stored.Stored, ledger: RepairLedger, unit: int = DAMAGED) -> bool:
+    """Write the unit and commit it, as extraction does."""
+    done = dataset.attempt(unit, shard_bytes=128, made_by={"spile": "repaired"})
+    return ledger.commit(done)
+
+
+def rows_of(path: Path) -> dict[str, np.ndarray]:
+    found = spile.open(str(path))
+    return {tap: found.read(tap, 0, found.num_tokens) for tap in found.taps}
+
+
+def check_whole(dataset: stored.Stored) -> None:
+    """Sound, with the very rows that went in; and nothing is left behind once gc has been here."""
+    report = verify(dataset.objects)
+    assert report.ok, report.faults
+    for tap, rows in rows_of(dataset.path).items():
+        assert np.array_equal(rows, dataset.rows[tap])
+    collect_garbage(dataset.objects)
+    report = verify(dataset.objects)
+    assert report.ok and not report.orphans
+
+
+def test_the_old_record_stands_until_the_new_one_is_there(dataset: stored.Stored) -> None:
+    damage(dataset)
+    old = dataset.objects.get(fmt.done_key(DAMAGED))
+    ledger = begin(dataset.objects)
+    assert ledger.units == [DAMAGED]
+    done = dataset.attempt(DAMAGED, shard_bytes=128, made_by={"spile": "repaired"})
+    assert dataset.objects.get(fmt.done_key(DAMAGED)) == old
+    assert spile.open(str(dataset.path)).num_tokens == len(dataset.index)  # others are readable
+    assert ledger.complete(dataset.table) is False
+    assert ledger.commit(done)
+    assert ledger.units == [] and ledger.complete(dataset.table)
+    assert dataset.done(DAMAGED).made_by == {"spile": "repaired"}
+    assert ledger.repaired.units == ledger.repaired.identical == [DAMAGED]
+    (aside,) = (key for key in dataset.listed(fmt.DAMAGED) if "done" in key)
+    assert dataset.objects.get(aside) == old
+    check_whole(dataset)
+
+
+def test_sound_units_are_left_alone(dataset: stored.Stored) -> None:
+    kept = {unit: dataset.objects.get(fmt.done_key(unit)) for unit in (0, 2, 3)}
+    damage(dataset)
+    ledger = begin(dataset.objects)
+    assert made(dataset, ledger) and ledger.complete(dataset.table)
+    assert {unit: dataset.objects.get(fmt.done_key(unit)) for unit in kept} == kept
+
+
+def lose_record(dataset: stored.Stored) -> None:
+    (dataset.path / fmt.done_key(DAMAGED)).unlink()
+
+
+def lose_file(dataset: stored.Stored) -> None:
+    (dataset.path / dataset.done(DAMAGED).index.key).unlink()
+
+
+def spoil_record(dataset: stored.Stored) -> None:
+    flip(dataset.path / fmt.done_key(DAMAGED), 40)
+
+
+def cut_file_short(dataset: stored.Stored) -> None:
+    path = dataset.path / dataset.done(DAMAGED).statistics.key
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def lose_record_and_manifest(dataset: stored.Stored) -> None:
+    lose_record(dataset)
+    (dataset.path / fmt.MANIFEST).unlink()
+
+
+@pytest.mark.parametrize(
+    "harm", [lose_record, lose_file, spoil_record, cut_file_short, lose_record_and_manifest]
+)
+def test_whatever_was_lost_the_unit_is_made_again(dataset: stored.Stored, harm: Any) -> None:
+    harm(dataset)
+    ledger = begin(dataset.objects)
+    assert ledger.units == [DAMAGED]
+    assert made(dataset, ledger) and ledger.complete(dataset.table)
+    check_whole(dataset)
+
+
+@pytest.mark.parametrize("moment", ["before it is moved aside", "before the new one is created"])
+def test_an_interrupted_commit_is_repeated(
+    dataset: stored.Stored, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    damage(dataset)
+    old, ledger = dataset.done(DAMAGED), begin(dataset.objects)
+    done_key, create, move = fmt.done_key(DAMAGED), LocalObjects.create, LocalObjects.move
+
+    def interrupted(self: LocalObjects, key: str, data: Any) -> Any:
+        if key == done_key:
+            raise KeyboardInterrupt
+        return (move if isinstance(data, str) else create)(self, key, data)
+
+    before = moment.startswith("before it is moved")
+    monkeypatch.setattr(LocalObjects, "move" if before else "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made(dataset, ledger)
+    monkeypatch.undo()
+    assert (DAMAGED in dataset.ledger.done_units()) == before
+    old_files = [f.key for f in old.files()]
+    collect_garbage(dataset.objects)
+    assert set(old_files) <= set(dataset.listed())
+    known = spile.open(str(dataset.path), partial=True)  # a unit is missing, never half
+    assert known.num_tokens == len(dataset.index) - (0 if before else old.rows)
+    ledger = begin(dataset.objects)
+    assert ledger.units == [DAMAGED]
+    assert made(dataset, ledger) and ledger.complete(dataset.table)
+    check_whole(dataset)
+
+
+def test_what_is_made_must_be_that_unit(dataset: stored.Stored, tmp_path: Path) -> None:
+    damage(dataset)
+    old = dataset.objects.get(fmt.done_key(DAMAGED))
+    ledger = begin(dataset.objects)
+    other = dataclasses.replace(dataset, read=[part[::-1].copy() for part in dataset.read])
+    with pytest.raises(StoreError, match="unit 1, made again, is not the same .index"):
+        made(other, ledger)
+    assert dataset.objects.get(fmt.done_key(DAMAGED)) == old
+    (dataset.path / fmt.done_key(DAMAGED)).unlink()  # then the manifest says what it was
+    with pytest.raises(StoreError, match="unit 1, made again, is not the same .index"):
+        made(other, begin(dataset.objects))
+
+
+def test_of_two_repairs_the_first_to_commit_wins(dataset: stored.Stored) -> None:
+    damage(dataset)
+    first, second = begin(dataset.objects), begin(dataset.objects)
+    assert made(dataset, first)
+    record = dataset.objects.get(fmt.done_key(DAMAGED))
+    assert made(dataset, second) is False
+    assert dataset.objects.get(fmt.done_key(DAMAGED)) == record
+    assert first.complete(dataset.table) and second.complete(dataset.table)
+    check_whole(dataset)
+
+
+def test_a_record_that_came_in_the_moment_between_is_put_back(
+    dataset: stored.Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(dataset)
+    first, second = begin(dataset.objects), begin(dataset.objects)
+    move = LocalObjects.move
+
+    def overtaken(self: LocalObjects, key: str, to: str) -> None:
+        if key == fmt.done_key(DAMAGED):
+            monkeypatch.undo()
+            assert made(dataset, first)
+        move(self, key, to)
+
+    monkeypatch.setattr(LocalObjects, "move", overtaken)
+    assert made(dataset, second) is False
+    assert dataset.done(DAMAGED).attempt in {
+        parsed[1] for key in dataset.listed(fmt.ATTEMPTS) if (parsed := fmt.parse_attempt_key(key))
+    }
+    assert second.complete(dataset.table)
+    check_whole(dataset)
+
+
+def test_a_reader_and_gc_beside_it_do_no_harm(dataset: stored.Stored) -> None:
+    damage(dataset)
+    reader = spile.open(str(dataset.path), verify=True)
+    first, last = dataset.starts[DAMAGED], dataset.starts[DAMAGED + 1]
+    ledger = begin(dataset.objects)
+    assert collect_garbage(dataset.objects) == []
+    assert made(dataset, ledger) and ledger.complete(dataset.table)
+    assert np.array_equal(reader.read("mlp_out.1", 0, first), dataset.rows["mlp_out.1"][:first])
+    with pytest.raises(CorruptError):
+        reader.read("resid_post.0", first, last)
+    collect_garbage(dataset.objects)
+    with pytest.raises(CorruptError):  # the old files are gone; nothing else is read in their place
+        reader.read("mlp_out.1", first, last)
+    check_whole(dataset)
+
+
+@pytest.mark.parametrize("harm", ["damaged", "lost", "another"])
+def test_a_manifest_that_does_not_follow_is_made_again(dataset: stored.Stored, harm: str) -> None:
+    path = dataset.path / fmt.MANIFEST
+    whole = path.read_bytes()
+    if harm == "damaged":
+        flip(path, 100)
+    elif harm == "lost":
+        path.unlink()
+    else:
+        body = fmt.decode_record(fmt.MANIFEST, whole, "manifest")
+        path.write_bytes(fmt.encode_record("manifest", {**body, "rows": 7}))
+    ledger = begin(dataset.objects)
+    assert ledger.units == [] and ledger.complete(dataset.table)
+    assert ledger.repaired.records == [fmt.MANIFEST]
+    assert path.read_bytes() == whole
+    check_whole(dataset)
+
+
+def test_the_weights_hashes_are_those_that_are_loaded(dataset: stored.Stored) -> None:
+    whole = dataset.objects.get(fmt.MODEL)
+    flip(dataset.path / fmt.MODEL, 30)
+    ledger = begin(dataset.objects)
+    assert ledger.complete(dataset.table) is False  # the model must be loaded
+    ledger.check_weights({"embed": "aa", "blocks": "bb"})
+    assert ledger.complete(dataset.table)
+    assert dataset.objects.get(fmt.MODEL) == whole
+    check_whole(dataset)
+
+
+def test_scales_are_never_measured_again(tmp_path: Path) -> None:
+    dataset = stored.copied(tmp_path / "out", taps=stored.SCALED)
+    flip(dataset.path / fmt.SCALES, 30)
+    with pytest.raises(StoreError, match=r"scales\.json: cannot be repaired.*take it from a copy"):
+        begin(dataset.objects).refuse_impossible()
+
+
+def test_what_no_row_depends_on_is_set_aside(dataset: stored.Stored) -> None:
+    dataset.objects.create(fmt.CHECK, b"no record")
+    dataset.objects.create(fmt.PREDICTION, b"no record")
+    dataset.objects.create(fmt.worker_key("me"), b"no record")
+    ledger = begin(dataset.objects)
+    ledger.set_aside_beside()
+    assert ledger.complete(dataset.table)
+    report = verify(dataset.objects)
+    assert report.ok and sorted(key.split("/")[-1] for key in report.orphans) == [
+        fmt.CHECK, fmt.PREDICTION,
+    ]  # fmt: skip
+
+
+def test_records_set_aside_leave_the_unit_to_the_next_extraction(dataset: stored.Stored) -> None:
+    damage(dataset)
+    ledger = begin(dataset.objects)
+    ledger.withdraw()
+    assert dataset.ledger.done_units() == {0, 2, 3}
+    assert collect_garbage(dataset.objects) == []  # all of it is there until it is made again
+    assert dataset.ledger.commit(dataset.attempt(DAMAGED))
+    assert dataset.ledger.complete(dataset.table)
+    check_whole(dataset)
+
+
+def test_a_record_that_can_be_read_after_all_is_kept(
+    dataset: stored.Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = LocalObjects.get
+
+    def failing(self: LocalObjects, key: str) -> bytes:
+        if key == fmt.done_key(DAMAGED):
+            raise OSError(5, "Input/output error")
+        return get(self, key)
+
+    monkeypatch.setattr(LocalObjects, "get", failing)
+    ledger = begin(dataset.objects)
+    assert ledger.units == [DAMAGED]
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match="could not be read before, and can be now"):
+        made(dataset, ledger)
+    assert dataset.ledger.done_units() == {0, 1, 2, 3}
+
+
+def test_a_store_without_renaming_is_repaired_too(dataset: stored.Stored) -> None:
+    damage(dataset)
+    memory = MemoryObjects()
+    for key in dataset.listed():
+        memory.create(key, dataset.objects.get(key))
+    ledger = begin(memory)
+    done, writer = stored.write_unit(
+        memory, dataset.table, DAMAGED, dataset.read[DAMAGED],  # type: ignore[arg-type]
+        {tap: rows[dataset.starts[1] : dataset.starts[2]] for tap, rows in dataset.rows.items()},
+        128,
+    )  # fmt: skip
+    with Attempt(ledger, writer) as attempt:
+        assert attempt.commit(done)
+    assert ledger.complete(dataset.table)
+    assert verify(memory).ok
+    collect_garbage(memory)
+    assert verify(memory).orphans == []
+    assert Ledger(memory).read_done(DAMAGED) == done
+
+
+def test_what_was_found_sound_is_not_read_again(dataset: stored.Stored, tmp_path: Path) -> None:
+    damage(dataset)
+    journal = Journal(dataset.objects.url, tmp_path / "journal", resume=False)
+    ledger = RepairLedger(dataset.objects, verify(dataset.objects, journal=journal))
+    assert made(dataset, ledger) and ledger.complete(dataset.table)
+    report = verify(dataset.objects, journal=journal)
+    assert report.ok and report.resumed == len(UNITS) - 1
+    assert not list((tmp_path / "journal").iterdir())
