@@ -235,7 +235,7 @@ def _become(request: dict[str, Any], fds: list[int], inherited: list[int]) -> No
         os.environ.clear()
         os.environ.update(request["env"])
         sys.stdin, sys.stdout, sys.stderr = (
-            os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace"),
+            os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1, errors="backslashreplace"),
         )  # fmt: skip
         sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
         code = _run(request["words"])

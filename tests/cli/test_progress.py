@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+import zygote
 from chaos.harness import Work
 from spile.cli.progress import ProgressLine
 from spile.metrics import Counters
@@ -78,10 +79,7 @@ def test_every_line_of_a_run_is_json_where_that_is_asked_for(
 ) -> None:
     work = Work(model, corpus)
     command = [sys.executable, "-c", OFTEN, "extract", *work.flags(tmp_path / "out")]
-    made = subprocess.run(
-        [*command, "--log-json", "--share", "0/1"], capture_output=True, text=True,
-        env=tiny.environment(),
-    )  # fmt: skip
+    made = zygote.run([*command, "--log-json", "--share", "0/1"], env=tiny.environment())
     assert made.returncode == 0, made.stderr
     lines = [json.loads(line) for line in made.stderr.splitlines()]
     for line in lines:
@@ -93,10 +91,7 @@ def test_every_line_of_a_run_is_json_where_that_is_asked_for(
     assert last["tokens_total"] > 0 and {"rate", "average", "idle", "queues"} <= {*last}
     assert "predicted: " in made.stdout and "tokens (" in made.stdout
 
-    failed = subprocess.run(
-        [*command, "--log-json", "--seq-len", "7000"], capture_output=True, text=True,
-        env=tiny.environment(),
-    )  # fmt: skip
+    failed = zygote.run([*command, "--log-json", "--seq-len", "7000"], env=tiny.environment())
     assert failed.returncode == 2
     error = json.loads(failed.stderr.splitlines()[-1])
     assert error["level"] == "error" and "--seq-len" in error["message"]
@@ -110,7 +105,7 @@ def test_a_terminal_of_eighty_columns_sees_one_line(
     command = [sys.executable, "-m", "spile.cli", "extract", *Work(model, corpus).flags(tmp_path)]
     environment = {**tiny.environment(), "TERM": "xterm"}
     environment.pop("COLUMNS", None)
-    with subprocess.Popen(
+    with zygote.Popen(
         command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment
     ) as process:
         os.close(theirs)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,13 +9,14 @@ import numpy as np
 
 import spile
 import tiny
+import zygote
 
 PROBE = Path(__file__).parents[2] / "examples" / "probe.py"
 
 
 def accuracy(dataset: Path, label: str) -> tuple[float, float]:
     command = [sys.executable, str(PROBE), str(dataset), "--tap", "resid_post.0", "--label", label]
-    result = subprocess.run(command, capture_output=True, text=True, env=tiny.environment())
+    result = zygote.run(command, env=tiny.environment())
     assert result.returncode == 0, result.stderr
     right, usual = re.findall(r"\d\.\d{3}", result.stdout)
     return float(right), float(usual)

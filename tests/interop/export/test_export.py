@@ -15,6 +15,7 @@ import pytest
 
 import stored
 import tiny
+import zygote
 from marks import some
 from spile.core.errors import ConfigError, StoreError
 from spile.dataset.format import TapInfo
@@ -190,7 +191,7 @@ def test_an_interrupted_export_leaves_nothing_that_looks_whole(
     floats: stored.Stored, tmp_path: Path, number: signal.Signals
 ) -> None:
     arguments = [sys.executable, "-c", _SLOW, str(floats.path), str(tmp_path / "dest")]
-    with subprocess.Popen(
+    with zygote.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=tiny.environment()
     ) as process:
         assert process.stdout is not None
