@@ -72,7 +72,7 @@ def write(path: Path, kind: str, pieces: int) -> None:
             file.write(data)
 
 
-@pytest.mark.parametrize("kind", some(KINDS, "json", "jsonl.zst", "parquet"))
+@pytest.mark.parametrize("kind", some(KINDS, "jsonl.zst", "parquet"))
 def test_a_document_of_any_size_is_passed_over_and_counted(
     kind: str, pieces: int, tmp_path: Path
 ) -> None:

@@ -130,7 +130,8 @@ def test_compressed_rows_are_bit_for_bit_those_of_an_uncompressed_run(
     check_same(made.forms["compressed"], tmp_path / "out")
 
 
-@pytest.mark.parametrize("form", some(FORMS, "int8"))
+@pytest.mark.full  # runs of other dtypes are killed in tests/chaos/test_kill.py
+@pytest.mark.parametrize("form", FORMS)
 def test_a_killed_run_goes_on_to_the_same_dataset(
     form: str, made: Made, begun: Callable[[str, Path], None], tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def test_the_installed_package_finds_its_own_demo_corpus(installed: Path, tmp_pa
     assert Path(demo).stat().st_size > 100_000
 
 
+@pytest.mark.full  # documented commands plan over it, too
 def test_the_installed_command_plans_over_the_demo_corpus(
     installed: Path, model: Path, tmp_path: Path
 ) -> None:
