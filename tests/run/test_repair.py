@@ -103,10 +103,10 @@ def test_two_damaged_units_are_made_again_and_no_other(
 
 def test_the_command_says_what_it_found_and_what_it_made(whole: Path, out: Path) -> None:
     damage_two(out)
-    result = tiny.spile("verify", str(out), "--repair")
-    assert "found: attempts/00000001/" in result.stdout
-    assert "made again: units 1, 3 (2 with the same rows, bit for bit)" in result.stdout
-    assert "whole and sound" in result.stdout
+    said = run("verify", out, "--repair").out
+    assert "found: attempts/00000001/" in said
+    assert "made again: units 1, 3 (2 with the same rows, bit for bit)" in said
+    assert "whole and sound" in said
     assert run("verify", out, "--repair").out.startswith("nothing was repaired")
     check_same(out, whole)
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spile.cli.flags import Verbs
@@ -14,6 +15,7 @@ from spile.core.errors import ConfigError, SpileError, printable
 if TYPE_CHECKING:
     from spile.dataset.maintain.compact import Compacted
     from spile.dataset.maintain.repair import Repaired
+    from spile.dataset.maintain.signature import Signed
     from spile.dataset.maintain.verify import Report
     from spile.interop.export import Exported
     from spile.interop.hub.push import Pushed
@@ -37,6 +39,18 @@ def add_verify(verbs: Verbs) -> None:
         action="store_true",
         help="continue an interrupted audit: what it found sound on this machine is not read again",
     )
+    signed = sub.add_argument_group("signature")
+    signed.add_argument(
+        "--signature",
+        action="store_true",
+        help="also that every record and file is what `spile sign` has signed",
+    )
+    signed.add_argument(
+        "--signers",
+        metavar="FILE",
+        help="who may have signed: allowed signers as ssh-keygen reads them, or a public key "
+        "[~/.ssh/allowed_signers]",
+    )
     again = sub.add_argument_group("repair")
     again.add_argument(
         "--repair",
@@ -56,11 +70,19 @@ def add_verify(verbs: Verbs) -> None:
 
 def verify(arguments: argparse.Namespace) -> int:
     from spile.cli.progress import counted
+    from spile.dataset.maintain.signature import read_signed
     from spile.dataset.maintain.verify import Journal, verify
     from spile.objects import open_objects
 
     objects = open_objects(arguments.out)
-    journal = None if arguments.quick else Journal(objects.url, resume=arguments.resume)
+    signers = Path(arguments.signers) if arguments.signers else None
+    asked = arguments.signature or signers is not None
+    if asked and (arguments.quick or arguments.repair):
+        raise ConfigError("--signature reads every byte, and changes none: verify by it alone")
+    signed = read_signed(objects, signers) if asked else None
+    # (What an audit without a signature found sound is not known to be signed.)
+    audited = f"{objects.url} {signed.digest}" if signed else objects.url
+    journal = None if arguments.quick else Journal(audited, resume=arguments.resume)
 
     def audit() -> "Report":
         with counted("units", quiet=arguments.json) as progress:
@@ -70,6 +92,7 @@ def verify(arguments: argparse.Namespace) -> int:
                 quick=arguments.quick,
                 journal=journal,
                 progress=progress,
+                signed=signed,
             )
 
     report, told = audit(), {}
@@ -138,11 +161,53 @@ def verify_text(out: str, report: "Report") -> str:
     how = "by size and etag" if report.quick else "read"
     if report.resumed:
         how += f", {report.resumed} units of them by the audit before"
+    if report.signed_by:
+        covered = report.units_done - len(report.unsigned)
+        lines.append(f"signed by {report.signed_by}: {covered} of {report.units_done} units")
     lines.append(
         f"{out}: {verdict} ({report.units_done} of {report.units} units, {report.rows:,} rows, "
         f"{size(report.bytes)} {how})"
     )
     return "\n".join(lines)
+
+
+def add_sign(verbs: Verbs) -> None:
+    sub = verbs.add(
+        "sign",
+        sign,
+        "sign a dataset with a key of ssh, for others to verify",
+        epilog="  spile sign acts/demo --key ~/.ssh/id_ed25519\n"
+        "  spile verify acts/demo --signature --signers id_ed25519.pub",
+    )
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument(
+        "--key",
+        metavar="FILE",
+        required=True,
+        help="a private key, or the public key of one that ssh-agent holds",
+    )
+
+
+def sign(arguments: argparse.Namespace) -> int:
+    from spile.cli.progress import counted
+    from spile.dataset.maintain.signature import sign
+    from spile.objects import open_objects
+
+    with counted("files", quiet=arguments.json) as progress:
+        made = sign(
+            open_objects(arguments.out), Path(arguments.key).expanduser(), progress=progress
+        )
+    print(json.dumps(dataclasses.asdict(made)) if arguments.json else sign_text(made))
+    return 0
+
+
+def sign_text(made: "Signed") -> str:
+    """What was signed, and how others verify it."""
+    return (
+        f"{made.url}: signed {made.units} of {made.units_total} units, {made.files:,} files and "
+        f"records, {size(made.bytes)}, with {made.key}\n"
+        f"  verify  spile verify {shlex.quote(made.url)} --signature --signers FILE"
+    )
 
 
 def add_gc(verbs: Verbs) -> None:

@@ -35,6 +35,7 @@ _VERBS = (  # in the order of `spile --help`
     look.add_ls,
     serve.add_serve,
     dataset.add_verify,
+    dataset.add_sign,
     dataset.add_gc,
     launch.add_launch,
 )

@@ -10,6 +10,8 @@
     manifest.json            derived from the done records, once all are there
     prediction.json          what the first worker expected; beside what came, for people alone
     check.json               the last comparison with HF transformers (`spile check`)
+    signature-v1.sha256      SHA-256 of the table, all units and what their rows depend on
+    signature-v1.sha256.sig  the signature of that list, by `spile sign`
     workers/NAME.json        heartbeats; nothing depends on them
     scratch/                 rows between two passes of `spile shuffle`, until it is done
     damaged/TOKEN/KEY        a record that `spile verify --repair` moved aside, until `gc`
@@ -41,6 +43,8 @@ SCALES = "scales.json"
 MANIFEST = "manifest.json"
 CHECK = "check.json"
 PREDICTION = "prediction.json"
+SIGNED = "signature-v1.sha256"
+SIGNATURE = f"{SIGNED}.sig"
 ATTEMPTS = "attempts/"
 DONE = "done/"
 WORKERS = "workers/"

@@ -1,5 +1,6 @@
 """`spile push`, by the Hub's own client, to a real server."""
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -329,6 +330,24 @@ def test_a_dataset_in_a_bucket_is_pushed_through_a_folder_that_goes_away(
     assert verify(fetched).ok
     for key in fetched.list(fmt.ATTEMPTS):
         assert fetched.get(key) == open_objects(out).get(key)
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
+def test_a_signature_goes_along_and_is_verified_on_the_hub_and_from_a_download(
+    hub: Hub, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, key = servers.new_s3_store(), tmp_path / "key"
+    compact(stored.copied(tmp_path / "out", units=((5, 9), (3,))).objects, open_objects(out))
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    assert run("sign", out, "--key", key).code == 0
+    client.push(out, REPO)
+    assert {fmt.SIGNED, fmt.SIGNATURE} <= {*files(hub)}
+    asked = ("--signature", "--signers", f"{key}.pub")
+    for place in (out, client.download(tmp_path / "fetched").url):
+        assert run("verify", place, *asked).code == 0
+    hub_server.use(hub.url, client.home, monkeypatch, HF_TOKEN="writer")
+    found = run("verify", f"hf://datasets/{REPO}", *asked)
+    assert found.code == 0 and "1 of 1 units" in found.out, found.err
 
 
 def test_without_the_library_it_is_one_line(dataset: stored.Stored) -> None:

@@ -4,6 +4,7 @@ Where files are local they are read through memory maps; elsewhere each is fetch
 it is small enough, and both its bytes and its content are looked at.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,8 +65,18 @@ def audit_listed(entries: Mapping[str, Entry], done: Done) -> Audit:
     return audit
 
 
-def audit_unit(objects: Objects, table: Table, unit: Mapping[str, Any], done: Done) -> Audit:
-    """By every byte."""
+def audit_unit(
+    objects: Objects,
+    table: Table,
+    unit: Mapping[str, Any],
+    done: Done,
+    signed: Mapping[str, str] | None = None,
+) -> Audit:
+    """By every byte.
+
+    Args:
+        signed: SHA-256 of files, by key, that must be theirs.
+    """
     audit = Audit(sum(file.bytes for file in done.files()))
     content: list[str] = []
     nonfinite: dict[str, int] = dict.fromkeys(table.taps, 0)
@@ -74,7 +85,7 @@ def audit_unit(objects: Objects, table: Table, unit: Mapping[str, Any], done: Do
     for file in done.files():
         try:
             held = _held(objects, file)
-            audit.faults += _check_bytes(held, file)
+            audit.faults += _check_bytes(held, file, (signed or {}).get(file.key))
         except CorruptError as error:
             audit.faults.append(str(error))
             continue
@@ -127,15 +138,18 @@ def _wrong_size(file: Shard, size: int) -> str:
     return f"{file.key}: has {size} bytes, {file.bytes} were written"
 
 
-def _check_bytes(objects: Objects, file: Shard) -> Iterator[str]:
-    digest = xxhash.xxh3_128()
+def _check_bytes(objects: Objects, file: Shard, signed: str | None = None) -> Iterator[str]:
+    digest, sha256 = xxhash.xxh3_128(), hashlib.sha256()
     try:
         size = objects.size(file.key)
         if size != file.bytes:
             yield _wrong_size(file, size)
             return
         for start in range(0, size, _CHUNK):
-            digest.update(objects.get_range(file.key, start, min(start + _CHUNK, size)))
+            data = objects.get_range(file.key, start, min(start + _CHUNK, size))
+            digest.update(data)
+            if signed is not None:
+                sha256.update(data)
     except FileNotFoundError:
         yield f"{file.key}: is missing"
         return
@@ -144,6 +158,8 @@ def _check_bytes(objects: Objects, file: Shard) -> Iterator[str]:
         return
     if digest.hexdigest() != file.digest:
         yield f"{file.key}: checksum does not match (damaged, or another file in its place)"
+    elif signed is not None and sha256.hexdigest() != signed:
+        yield f"{file.key}: is not the file that was signed"
 
 
 def _index_columns(objects: Objects, done: Done) -> dict[str, np.ndarray] | None:

@@ -124,7 +124,8 @@ def refuse_strangers(objects: Objects, also: Collection[str] = ()) -> None:
     ours = (fmt.DONE, fmt.ATTEMPTS, fmt.WORKERS, PROBES, *also)
     for key in objects.list():
         name = objects.leftover_of(key) or key
-        if name not in (fmt.UNITS, fmt.MANIFEST, *COPIED) and not name.startswith(ours):
+        records = (fmt.UNITS, fmt.MANIFEST, fmt.SIGNED, fmt.SIGNATURE, *COPIED)
+        if name not in records and not name.startswith(ours):
             raise ConfigError(
                 f"{objects.url} holds {key}, which is not of a dataset; choose an empty place"
             )

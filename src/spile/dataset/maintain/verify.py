@@ -20,6 +20,7 @@ from spile.dataset.format import Done
 from spile.dataset.heartbeat import warn_unreadable
 from spile.dataset.ledger import Ledger, Prediction, Table, derive_manifest
 from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
+from spile.dataset.maintain.signature import SignedList, check_listed
 from spile.dataset.write.quantization import scales_from_json
 from spile.objects import Objects
 
@@ -86,6 +87,10 @@ class Report:
     # (empty: it cannot be read): `repair.py` replaces that very record, and no other.
     damaged: dict[int, str] = field(default_factory=dict[int, str])
     beside: list[str] = field(default_factory=list[str])  # faulty or missing, of the other records
+    signed_by: str | None = None  # where that was asked for
+    unsigned: list[int] = field(
+        default_factory=list[int]
+    )  # units that the signature does not cover
 
     @property
     def ok(self) -> bool:
@@ -99,6 +104,7 @@ def verify(
     quick: bool = False,
     journal: Journal | None = None,
     progress: Progress | None = None,
+    signed: SignedList | None = None,
 ) -> Report:
     """Audit a dataset, several units at once.
 
@@ -107,6 +113,7 @@ def verify(
         quick: by sizes and etags, from a listing; nothing but records is read.
         journal: where it is noted which units were found sound; what it knows is not read again.
         progress: called with the units looked at so far, and their number.
+        signed: what was signed; all that is there must be in it, and the same.
     """
     report = Report(quick=quick)
     ledger = Ledger(objects)
@@ -118,6 +125,8 @@ def verify(
     report.units = len(table.units)
     _check_table(table, report)
     records = list(_read_records(ledger, table, report))
+    if signed:
+        _check_signed(objects, table, records, signed, report)
     units = {int(unit["id"]): unit for unit in table.units}
     entries = {entry.key: entry for entry in objects.entries()} if quick else {}
 
@@ -126,7 +135,7 @@ def verify(
             return audit_listed(entries, done)
         if journal and journal.knows(done) and not table.shuffled:  # all of it, or nothing adds up
             return Audit(sum(file.bytes for file in done.files()), known=True)
-        return audit_unit(objects, table, units[done.unit], done)
+        return audit_unit(objects, table, units[done.unit], done, signed and signed.digests)
 
     audits = mapped(audit, records, objects.parallel)
     total = Audit(0)
@@ -154,6 +163,21 @@ def verify(
     if journal:
         journal.end()
     return report
+
+
+def _check_signed(
+    objects: Objects, table: Table, records: list[Done], signed: SignedList, report: Report
+) -> None:
+    faults, report.unsigned = check_listed(objects, table, records, signed)
+    report.faults += faults
+    report.signed_by = f"{signed.signer} ({signed.key})"
+    if report.unsigned:
+        shown = ", ".join(map(str, report.unsigned[:10]))
+        more = len(report.unsigned) - 10
+        report.faults.append(
+            f"{fmt.SIGNED}: covers {len(records) - len(report.unsigned)} of {len(records)} units; "
+            f"not signed: {shown}{f' and {more} more' if more > 0 else ''}; `spile sign` again"
+        )
 
 
 def _check_table(table: Table, report: Report) -> None:
@@ -295,7 +319,7 @@ def _missing(table: Table, records: list[Done]) -> str:
 
 
 def _accounted(key: str, named: set[str], report: Report) -> bool:
-    if key in named or key == fmt.UNITS or key in _RECORDS:
+    if key in named or key in (fmt.UNITS, fmt.SIGNED, fmt.SIGNATURE) or key in _RECORDS:
         return True
     unit = fmt.parse_done_key(key)
     if unit is not None:

@@ -6,6 +6,7 @@ come in the last commit: until then nobody takes what is there for a dataset. Ev
 against its record before it is sent.
 """
 
+import contextlib
 import hashlib
 import importlib
 import logging
@@ -114,7 +115,7 @@ class _Source:
         self.manifest: Mapping[str, Any] = derive_manifest(self.table, self.records)
 
     def rest(self) -> dict[str, bytes]:
-        """The records beside the units."""
+        """The records beside the units, and the signature."""
         kinds = {
             fmt.UNITS: "units",
             fmt.MODEL: "model",
@@ -129,6 +130,9 @@ class _Source:
             except FileNotFoundError:
                 continue  # not every dataset has scales or was checked
             fmt.decode_record(key, found[key], kind)
+        with contextlib.suppress(FileNotFoundError):  # not every dataset is signed
+            signed = {key: self._objects.get(key) for key in (fmt.SIGNED, fmt.SIGNATURE)}
+            found |= signed
         return found
 
     def checked(self, file: Shard, folder: str) -> Path:
