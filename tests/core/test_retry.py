@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-from spile.core import retry
 from spile.core.errors import StoreError
 from spile.core.retry import Retrying, backoff
 
@@ -22,7 +21,7 @@ def test_jitter_shortens_and_what_is_asked_for_is_the_least() -> None:
 
 def test_retries_are_told_of_until_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
-    monkeypatch.setattr(retry.time, "sleep", told.append)
+    monkeypatch.setattr(time, "sleep", told.append)
     calls: list[None] = []
     trying = Retrying("reading x", 0.05, lambda: calls.append(None))
     trying.again("no answer")

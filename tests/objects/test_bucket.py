@@ -139,14 +139,20 @@ def test_a_service_that_was_there_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     objects = open_objects(url)
     objects.create("first", b"")
     failures = threading.Semaphore(6)
-    put = bucket.obstore.put
 
-    def failing(*arguments: Any, **options: Any) -> Any:
-        if failures.acquire(blocking=False):
-            raise OSError("connection reset")
-        return put(*arguments, **options)
+    class Failing:
+        def __init__(self, store: Any) -> None:
+            self.store = store
 
-    monkeypatch.setattr(bucket.obstore, "put", failing)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+        def put(self, *arguments: Any, **options: Any) -> Any:
+            if failures.acquire(blocking=False):
+                raise OSError("connection reset")
+            return self.store.put(*arguments, **options)
+
+    monkeypatch.setattr(objects, "_store", Failing(objects._store))  # type: ignore[attr-defined]
     began = time.monotonic()
     assert objects.create("second", b"")
     assert time.monotonic() - began > 1

@@ -1,11 +1,10 @@
 """Trying again: how long to pause between attempts, and when to give up."""
 
 import logging
-import random
-import time
 from collections.abc import Callable
 
 from spile.core.errors import StoreError
+from spile.core.system import system
 
 # How long a request is tried again: a service may be gone for minutes, a wrong address stays wrong.
 PATIENCE, PATIENCE_AT_FIRST = 300.0, 10.0  # seconds
@@ -27,7 +26,7 @@ def backoff(
         at_least: the shortest pause, whatever chance does.
     """
     pause = min(longest, first * 2.0 ** min(failures - 1, 60))
-    return max(at_least, pause) * random.uniform(1 - jitter, 1) + jitter * at_least
+    return max(at_least, pause) * system().uniform(1 - jitter, 1) + jitter * at_least
 
 
 class Retrying:
@@ -40,7 +39,7 @@ class Retrying:
         on_retry: called before each pause.
         """
         self.what, self._patience, self._on_retry = what, patience, on_retry
-        self._failures, self._began = 0, time.monotonic()
+        self._failures, self._began = 0, system().monotonic()
 
     def again(self, why: str, error: Exception | None = None, *, at_least: float = 0.0) -> None:
         """Pause before another attempt.
@@ -51,7 +50,7 @@ class Retrying:
         Raises:
             StoreError: when it has been tried for long enough.
         """
-        waited = time.monotonic() - self._began
+        waited = system().monotonic() - self._began
         if waited > (PATIENCE if at_least else self._patience):
             raise StoreError(
                 f"{self.what}: {why} (tried for {waited:.0f} s); check the address and the "
@@ -63,4 +62,4 @@ class Retrying:
             self._failures, _FIRST_PAUSE, _LONGEST_PAUSE, jitter=_JITTER, at_least=at_least
         )
         _log.debug("%s: %s; again in %.1f s", self.what, why, pause)
-        time.sleep(pause)
+        system().sleep(pause)

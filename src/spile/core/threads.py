@@ -6,11 +6,12 @@ itself. Nothing waits forever: every blocking call wakes to look at the stop fla
 
 import contextlib
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Generic, TypeVar
+
+from spile.core.system import system
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -24,7 +25,7 @@ class Stopped(Exception):
 
 def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
     """The function of each item, in order, by a few threads that stay a few items ahead."""
-    pool = ThreadPoolExecutor(threads)
+    pool = system().pool(threads)
     ahead: deque[Future[R]] = deque()
     try:
         for item in items:
@@ -44,9 +45,9 @@ class Producer(Generic[T]):
     """
 
     def __init__(self, source: Generator[T, None, None], depth: int, name: str) -> None:
-        self._queue: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(source,), name=name, daemon=True)
+        self._queue: queue.Queue[tuple[T] | BaseException | None] = system().queue(depth)
+        self._stop = system().event()
+        self._thread = system().thread(lambda: self._run(source), name)
         self._thread.start()
 
     def _run(self, source: Generator[T, None, None]) -> None:
@@ -106,11 +107,11 @@ class Consumer(Generic[T]):
 
     def __init__(self, handle: Callable[[T], None], depth: int, name: str) -> None:
         self._handle = handle
-        self._queue: queue.Queue[tuple[T] | None] = queue.Queue(depth)
+        self._queue: queue.Queue[tuple[T] | None] = system().queue(depth)
         self._error: BaseException | None = None
-        self._abandoned = threading.Event()
+        self._abandoned = system().event()
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = system().thread(self._run, name)
         self._thread.start()
 
     def _run(self) -> None:

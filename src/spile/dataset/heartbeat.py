@@ -10,15 +10,13 @@ import contextlib
 import logging
 import math
 import os
-import secrets
 import socket
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from spile.core.errors import CorruptError, StoreError
+from spile.core.system import system
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.objects import Objects
@@ -42,12 +40,12 @@ class HeartbeatObserver:
         """Take in what a worker's record says now."""
         known = self._moved.get(name)
         if known is None or known[0] != counter:
-            self._moved[name] = (counter, time.monotonic())
+            self._moved[name] = (counter, system().monotonic())
 
     def silence(self, name: str) -> float | None:
         """Seconds since a worker's counter was seen to move; None if it was never noted."""
         known = self._moved.get(name)
-        return None if known is None else time.monotonic() - known[1]
+        return None if known is None else system().monotonic() - known[1]
 
     def is_stale(self, name: str) -> bool:
         """Whether a worker has been silent for so long that it is taken for gone."""
@@ -58,15 +56,15 @@ class Presence:
     """This worker's record, and what it sees of the others."""
 
     def __init__(self, objects: Objects, stale_after: float) -> None:
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{system().token(2)}"
         self.objects, self._observer = objects, HeartbeatObserver(stale_after)
         self._left: set[str] = set()  # workers that have said their last word
-        self._lock = threading.Lock()
+        self._lock = system().lock()
         self._state: dict[str, Any] = {"state": "starting", "units": []}
         self._counter = 0
         self._progress: Callable[[], Mapping[str, Any]] = dict
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._stop = system().event()
+        self._thread = system().thread(self._beat, "heartbeat")
 
     def start(self) -> None:
         if not self._thread.is_alive():
@@ -101,13 +99,13 @@ class Presence:
         return kept
 
     def _prevails(self, unit: int) -> bool:
-        limit = time.monotonic() + 2 * _BEAT_SECONDS
+        limit = system().monotonic() + 2 * _BEAT_SECONDS
         while True:
             rivals = {n: r.get("wants") == unit for n, r in self._holders() if unit in r["units"]}
             if any(not only_wants or name < self.name for name, only_wants in rivals.items()):
                 return False
             # Who claims it, too, either looked before us and keeps it, or will give way.
-            if not rivals or time.monotonic() > limit or self._stop.wait(_SETTLING_SECONDS):
+            if not rivals or system().monotonic() > limit or self._stop.wait(_SETTLING_SECONDS):
                 return True
 
     def release(self, unit: int) -> None:

@@ -16,10 +16,9 @@ import re
 from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
-import obstore
 from obstore import exceptions
 from obstore.store import GCSStore, S3Store
 
@@ -79,7 +78,7 @@ class BucketObjects:
 
     def get(self, key: str) -> bytes:
         def whole() -> bytes:
-            found = obstore.get(self._store, key)
+            found = self._store.get(key)
             check_held(self.url, key, int(found.meta["size"]))
             return bytes(found.bytes())
 
@@ -92,7 +91,7 @@ class BucketObjects:
 
         def ranged() -> bytes:
             try:
-                return bytes(obstore.get_range(self._store, key, start=start, end=stop))
+                return bytes(self._store.get_range(key, start=start, end=stop))
             except exceptions.GenericError as error:
                 if "416" in str(error) and self.size(key) <= start:
                     return b""
@@ -101,16 +100,14 @@ class BucketObjects:
         return self._read(key, ranged)
 
     def size(self, key: str) -> int:
-        return int(self._read(key, lambda: obstore.head(self._store, key))["size"])
+        return int(self._read(key, lambda: self._store.head(key))["size"])
 
     def create(self, key: str, data: bytes | bytearray) -> bool:
         return self._create(key, data) is not None
 
     def replace(self, key: str, data: bytes) -> None:
         check_key(self.url, key)
-        self._retry(
-            "writing", key, lambda: obstore.put(self._store, key, data, use_multipart=False)
-        )
+        self._retry("writing", key, lambda: self._store.put(key, data, use_multipart=False))
 
     def move(self, key: str, to: str) -> None:
         self.create(to, self.get(key))
@@ -130,9 +127,8 @@ class BucketObjects:
         trying, last = self._trying("listing", prefix), ""
         while True:
             try:
-                # (One of its overloads is of a package that need not be here.)
-                pages = cast("Any", obstore).list(
-                    self._store, prefix=prefix.removesuffix("/") or None, offset=last or None
+                pages = self._store.list(
+                    prefix=prefix.removesuffix("/") or None, offset=last or None
                 )
                 for page in pages:
                     for found in page:
@@ -148,7 +144,7 @@ class BucketObjects:
     def delete(self, key: str) -> None:
         check_key(self.url, key)
         with contextlib.suppress(FileNotFoundError):
-            self._retry("deleting", key, lambda: obstore.delete(self._store, key))
+            self._retry("deleting", key, lambda: self._store.delete(key))
 
     def leftover_of(self, key: str) -> str | None:
         return None
@@ -194,12 +190,12 @@ class BucketObjects:
         trying, unsure = self._trying("creating", key), False
         while True:
             try:
-                put = obstore.put(self._store, key, data, mode="create", use_multipart=False)
+                put = self._store.put(key, data, mode="create", use_multipart=False)
                 self._answered = True
                 return _plain(put["e_tag"])
             except exceptions.AlreadyExistsError as error:
                 try:
-                    there = self._read(key, lambda: obstore.head(self._store, key))
+                    there = self._read(key, lambda: self._store.head(key))
                 except FileNotFoundError:
                     # Not 412 but 409: another request for this key was under way, and has failed.
                     trying.again(_line(error), error)

@@ -7,7 +7,6 @@ Heartbeats, which nothing depends on, are the only objects ever replaced.
 """
 
 import glob
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +15,7 @@ from typing import Protocol
 
 from spile.core.errors import StoreError
 from spile.core.retry import Retrying
+from spile.core.system import system
 from spile.metrics.counters import Counters
 
 PROBES = "probes/"
@@ -131,7 +131,7 @@ def check_creates_once(objects: Objects) -> None:
 
     Some servers that speak like S3 ignore preconditions without a word.
     """
-    key = f"{PROBES}{secrets.token_hex(8)}"
+    key = f"{PROBES}{system().token(8)}"
     try:
         if not objects.create(key, b"first") or objects.create(key, b"second"):
             raise StoreError(

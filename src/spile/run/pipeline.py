@@ -7,7 +7,6 @@ In a world of several processes the leader takes units, and all of them do each 
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 
 from spile.core.errors import Interrupted
+from spile.core.system import system
 from spile.core.threads import Consumer, Producer
 from spile.corpus.chats.pool import processes_for
 from spile.corpus.pack import Batch, PackedUnit
@@ -99,8 +99,8 @@ class Worker:
         self._made_by, self._sink = made_by or {}, sink
         self._runtime, self._world = context.runtime, context.world
         self._counters, self._stop = context.counters, context.stop
-        self._ending = threading.Event()  # for whatever reason: no unit is waited for any more
-        self._room = threading.Semaphore(_UNITS_HELD)
+        self._ending = system().event()  # for whatever reason: no unit is waited for any more
+        self._room = system().semaphore(_UNITS_HELD)
         self._since: float | None = None  # when the last unit was computed
 
     def run(self) -> None:
@@ -158,7 +158,7 @@ class Worker:
     def _compute(
         self, prepared: Prepared, sink: Taker, clock: DeviceClock, feed: Producer[Prepared]
     ) -> None:
-        began = self._since or time.perf_counter()
+        began = self._since or system().monotonic()
         sink.begin(prepared)
         for batch in self._batches(prepared.packed):
             if self._stop.is_set():
@@ -175,7 +175,7 @@ class Worker:
                 queue_write=to_write,
                 queue_commit=to_commit,
             )
-        self._since = time.perf_counter()
+        self._since = system().monotonic()
         sink.end(self._since - began)
 
     # -- first stage: text to packed units ---------------------------------------------------

@@ -6,7 +6,6 @@ and committed by another, while the next one's rows arrive.
 
 import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spile.core.errors import DataError
+from spile.core.system import system
 from spile.core.threads import Consumer
 from spile.corpus.pack import PackedUnit
 from spile.corpus.units import Unit
@@ -108,7 +108,7 @@ class Sink:
         self._ledger, self._presence = context.ledger, context.presence
         self._runtime, self._counters = context.runtime, context.counters
         self._world = context.world
-        self._uncommitted: set[Attempt] = set()
+        self._uncommitted: dict[Attempt, None] = {}  # in the order in which they were begun
         self._current: _Writing | None = None
         self._begun = itertools.count()
         self._failed: Exception | None = None  # what a lane failed with first
@@ -140,7 +140,7 @@ class Sink:
             durable=lambda size: self._counters.add(durable=size),
         )
         attempt = Attempt(self._ledger, writer)
-        self._uncommitted.add(attempt)
+        self._uncommitted[attempt] = None
         self._current = _Writing(prepared, attempt, next(self._begun))
 
     def put(self, output: StepOutput) -> None:
@@ -283,7 +283,7 @@ class Sink:
         self._counters.add(
             units=1, tokens=unrun, documents=packed.num_docs, unit_seconds=written.seconds
         )
-        self._uncommitted.discard(written.attempt)
+        self._uncommitted.pop(written.attempt, None)
         self._done(prepared.unit.id)
         self._tell()
 
@@ -309,7 +309,7 @@ class Sink:
             made_by={
                 **self._made_by,
                 # (For people and charts: no clock is ever compared with another.)
-                "finished_at": round(time.time(), 3),
+                "finished_at": round(system().time(), 3),
                 "seconds": round(written.seconds, 3),
             },
         )

@@ -14,7 +14,6 @@ import itertools
 import json
 import logging
 import os
-import secrets
 import socket
 import threading
 import time
@@ -28,6 +27,7 @@ import jax
 
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError, Interrupted, SpileError, WorldError
+from spile.core.system import system
 from spile.corpus.units import Unit
 from spile.dataset.heartbeat import Presence
 from spile.dataset.ledger import Ledger
@@ -88,7 +88,7 @@ class SingleWorld(World):
     def units(
         self, picked: Iterator[Unit], known: Mapping[int, Unit]
     ) -> Iterator[tuple[Unit, str]]:
-        return ((unit, secrets.token_hex(8)) for unit in picked)
+        return ((unit, system().token(8)) for unit in picked)
 
     def close(self) -> None:
         pass
@@ -147,7 +147,7 @@ class JoinedWorld(World):
     def _tell_units(self, picked: Iterator[Unit]) -> Iterator[tuple[Unit, str]]:
         number = 0
         for unit in picked:
-            attempt = secrets.token_hex(8)
+            attempt = system().token(8)
             self.share(f"unit/{number}", [unit.id, attempt])
             number += 1
             yield unit, attempt

@@ -5,14 +5,13 @@ record from what it returns. An attempt that fails or loses leaves only files no
 """
 
 import math
-import secrets
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+from spile.core.system import system
 from spile.core.tensors import build_header
 from spile.dataset.format import (
     SCALE_DTYPE,
@@ -60,14 +59,14 @@ class UnitWriter:
         durable: told of the bytes of every file that is.
         """
         self.unit = unit
-        self.attempt = attempt or secrets.token_hex(8)
+        self.attempt = attempt or system().token(8)
         self.first, self.rows = run or (0, len(index))
         self.stats = {tap: TapStats.empty(info.width) for tap, info in taps.items()}
         self._objects, self._index, self._compress = objects, index, compress
         self._part, self._durable = part, durable
         self._open: set[ShardWriter] = set()
-        self._closing = ThreadPoolExecutor(objects.parallel, "close")
-        self._room = threading.Semaphore(objects.most_closing)
+        self._closing = system().pool(objects.parallel, "close")
+        self._room = system().semaphore(objects.most_closing)
         self._failed: BaseException | None = None  # what the first shard failed with
         self._taps = {
             tap: _TapWriter(self, tap, info, max(1, shard_bytes // info.row_bytes))
