@@ -19,7 +19,6 @@ EXEMPT = {
     "objects/hub/datasets_library.py": "corpus/formats/test_datasets_library.py",
     "objects/memory.py": "contracts/test_objects.py",
     "plan/fetch.py": "e2e/test_hub.py",
-    "plan/resolve.py": "e2e/test_drift.py",
 }
 
 

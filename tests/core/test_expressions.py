@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from marks import examples
 from spile.core.errors import ConfigError
 from spile.core.expressions import DocumentFilter, RowFilter
-from spile.core.index import FIRST, FLAGS, INDEX_DTYPE
+from spile.core.index import BOS, EOS, FIRST, FLAGS, INDEX_DTYPE, SPECIAL
 
 COLUMNS = {"token_id": 2**31, "doc": 2**40, "offset": 2**31, "pos": 2**31}
 
@@ -81,6 +81,7 @@ def plainly(where: str, entry: Any) -> bool:
     """Python's own word on one entry, with integers of any size."""
     names: dict[str, int | bool] = {column: int(entry[column]) for column in COLUMNS}
     names |= {flag: bool(int(entry["flags"]) & bit) for flag, bit in FLAGS.items()}
+    names["special"] |= names["bos"] or names["eos"]
     return bool(eval(" ".join(where.split()), {"__builtins__": {}}, names))
 
 
@@ -99,6 +100,27 @@ def test_the_mask_is_what_python_says_of_each_row(where: str, index: np.ndarray)
     mask = parsed(where).mask(index)
     assert mask.dtype == np.bool_ and mask.shape == index.shape
     assert mask.tolist() == [plainly(where, entry) for entry in index]
+
+
+def test_special_means_every_special_token() -> None:
+    index = np.zeros(6, INDEX_DTYPE)
+    index["flags"] = [0, BOS, EOS, SPECIAL, BOS | EOS | FIRST, FIRST]
+    assert RowFilter("special", None).mask(index).tolist() == [False, True, True, True, True, False]
+    assert RowFilter("not special", None).mask(index).tolist() == [True, *[False] * 4, True]
+    assert RowFilter("special and not (bos or eos)", None).mask(index).tolist() == [
+        False, False, False, True, False, False,
+    ]  # fmt: skip
+
+
+def test_an_earlier_recipe_keeps_its_meaning_of_special_and_is_another() -> None:
+    index = np.zeros(4, INDEX_DTYPE)
+    index["flags"] = [0, BOS, EOS, SPECIAL]
+    earlier, now = RowFilter("not special", None, SPECIAL), RowFilter("not special", None)
+    assert earlier.mask(index).tolist() == [True, True, True, False]
+    assert earlier != now and earlier.identity != now.identity
+    unrelated = RowFilter("not bos", None, SPECIAL), RowFilter("not bos", None)
+    assert unrelated[0] == unrelated[1]
+    assert unrelated[0].identity == {"where": "not bos"}
 
 
 @given(where=BOOLEANS, index=INDEXES)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from spile.core.errors import ConfigError
+from spile.core.index import BOS, EOS, SPECIAL
 from spile.core.recipe import ResolvedRecipe
 
 RESOLVED = ResolvedRecipe(
@@ -76,6 +77,7 @@ OTHER: dict[str, Any] = {
     "unit_tokens": 64_001,
     "compute_dtype": "bfloat16",
     "store_dtype": "float32",
+    "rules": 1,
 }
 
 
@@ -114,6 +116,20 @@ def test_a_resolved_recipe_survives_json() -> None:
         back = ResolvedRecipe.from_json(json.loads(json.dumps(recipe.to_json())))
         assert back == recipe
         assert back.fingerprint() == recipe.fingerprint()
+
+
+def test_a_recipe_stored_before_rules_were_keeps_its_fingerprint_and_its_rules() -> None:
+    earlier = dataclasses.replace(RESOLVED, rules=1)
+    stored = earlier.to_json()
+    assert "rules" not in stored
+    back = ResolvedRecipe.from_json(stored)
+    assert back == earlier
+    # As computed before the field was there.
+    fingerprint = "8abf2c34fa81ba7117342b04b26ebc92cc59041af10e82374c94838594124ef2"
+    assert back.fingerprint() == fingerprint != RESOLVED.fingerprint()
+    assert (back.special_flags, RESOLVED.special_flags) == (SPECIAL, BOS | EOS | SPECIAL)
+    assert back.cuts_every_mark and not RESOLVED.cuts_every_mark
+    assert RESOLVED.marks_named_specials and not back.marks_named_specials
 
 
 def test_a_stored_recipe_with_missing_or_unknown_fields_is_refused_by_name() -> None:

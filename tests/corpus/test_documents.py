@@ -60,7 +60,16 @@ def test_every_line_has_its_row_whatever_became_of_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINES)
     found = read(tmp_path, ("id", "url"))
     assert [document.ordinal for document in found.every] == list(range(8))
-    assert reasons(found) == [None, "empty", "empty", "null", None, "not UTF-8", None, None]
+    assert reasons(found) == [
+        None,
+        "white space only",
+        "empty",
+        "null",
+        None,
+        "not UTF-8",
+        None,
+        None,
+    ]
     assert values(found, "id") == [
         1, 2, None, 3, None, r"\ud800", '{"a": "é", "b": [1, 2]}', "12345678901234567890",
     ]  # fmt: skip
@@ -157,10 +166,17 @@ def test_too_much_for_a_unit_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_a_document_is_skipped_for_a_reason_and_keeps_what_describes_it() -> None:
-    for given, reason in ((None, "null"), (" \n", "empty"), ("\ud800", "not UTF-8")):
+    for given, reason in (
+        (None, "null"),
+        ("", "empty"),
+        (" \n", "white space only"),
+        ("\ud800", "not UTF-8"),
+    ):
         assert CorpusDocument.of_text(given) == CorpusDocument(skipped=reason)
     assert CorpusDocument.of_bytes(b"caf\xe9") == CorpusDocument(skipped="not UTF-8")
-    assert CorpusDocument.of_bytes(b"\xef\xbb\xbfone") == CorpusDocument("one")
+    marked = b"\xef\xbb\xbfone"
+    assert CorpusDocument.of_bytes(marked, cut_mark=True) == CorpusDocument("one")
+    assert CorpusDocument.of_bytes(marked) == CorpusDocument("\ufeffone")
     document = CorpusDocument("one", ((0, 3, 1),), columns={"id": 7, "x": 8}, ordinal=5)
     document.keep(("id",), 2)
     assert (document.text, document.preview, document.columns) == ("one", "on", {"id": 7})

@@ -6,17 +6,20 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
 from spile.core.errors import DataError, InputError, SpileError
+from spile.core.expressions import DocumentFilter
 from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
-from spile.corpus.reader import CorpusReader
+from spile.corpus.reader import CorpusReader, ReadOptions
 from texts import NOT_UTF8, read, units_of, write_parquet
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -54,7 +57,7 @@ def test_jsonl_texts_keep_their_ordinals_past_what_is_skipped(
     found = read(path)
     assert found.texts == ["one", "a pair 🌳", "a bare string", "two\nlines", "last"]
     assert found.ordinals == [0, 7, 9, 10, 11]
-    assert found.skipped == Counter({"null": 2, "empty": 3, "not UTF-8": 2})
+    assert found.skipped == Counter({"null": 2, "empty": 2, "white space only": 1, "not UTF-8": 2})
 
 
 def test_the_jsonl_key_can_be_chosen(tmp_path: Path) -> None:
@@ -115,6 +118,56 @@ def test_a_bad_line_in_a_later_unit_is_refused_by_its_number_in_the_file(tmp_pat
     reader.close()
 
 
+MARKED = ["\ufeffone", "two", "\ufeffthree", "\ufeff"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "json"])
+def test_a_text_that_begins_with_a_byte_order_mark_keeps_it_in_every_format(
+    kind: str, tmp_path: Path
+) -> None:
+    """The tokens of one corpus do not depend on its format."""
+    path = tmp_path / f"a.{kind}"
+    rows = [{"text": text, "n": n} for n, text in enumerate(MARKED)]
+    table = pa.Table.from_pylist(rows)
+    if kind == "parquet":
+        pq.write_table(table, path)
+    elif kind == "arrow":
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    else:
+        text = json.dumps(rows) if kind == "json" else "".join(json.dumps(r) + "\n" for r in rows)
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode())  # the file's own
+    assert read(path).texts == MARKED
+    files = find_files(str(path))
+    (unit,) = units_of(files)
+    for keep, filter in (((), "n >= 0"), (("n",), "n >= 0"), (("n",), None)):
+        options = ReadOptions(keep=keep, filter=DocumentFilter(filter) if filter else None)
+        with closing(CorpusReader(files, options)) as reader:
+            assert reader.read(unit.spans, 0).texts == MARKED
+
+
+@pytest.mark.parametrize("documents", ["line", "file"])
+def test_only_the_first_mark_of_a_text_file_is_no_text(documents: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\ufeff\ufeffone\n\ufefftwo\n", encoding="utf-8")
+    wanted = ["\ufeffone", "\ufefftwo"] if documents == "line" else ["\ufeffone\n\ufefftwo\n"]
+    assert read(tmp_path, documents=documents).texts == wanted
+    files = find_files(str(tmp_path))
+    units = units_of(files, size=1, text_documents=documents)  # each line a unit of its own
+    with closing(CorpusReader(files, ReadOptions(text_documents=documents))) as reader:
+        texts = [text for u in units for text in reader.read(u.spans, u.first_doc).texts]
+    assert texts == wanted
+
+
+def test_a_dataset_of_earlier_rules_is_read_on_by_them(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\ufeffone\n\ufefftwo\n", encoding="utf-8")
+    write_parquet(tmp_path / "b.parquet", {"text": pa.array(["\ufeffthree", "\ufeff\ufefffour"])})
+    files = find_files(str(tmp_path / "*.*"))
+    (unit,) = units_of(files)
+    with closing(CorpusReader(files, ReadOptions(cut_every_mark=True))) as reader:
+        found = reader.read(unit.spans, 0).texts
+    assert found == ["one", "two", "three", "\ufefffour"]
+
+
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_text_lines_are_documents(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.txt{ending}"
@@ -139,7 +192,7 @@ def test_a_whole_text_file_can_be_a_document(ending: str, tmp_path: Path) -> Non
     found = read(tmp_path, documents="file")
     assert found.texts == ["one\r\ntwo\n", "last\n" * 9]
     assert found.ordinals == [0, 3]
-    assert found.skipped == Counter({"not UTF-8": 1, "empty": 1})
+    assert found.skipped == Counter({"not UTF-8": 1, "white space only": 1})
 
 
 def test_a_directory_is_its_known_files_sorted_by_path(

@@ -172,6 +172,43 @@ def test_flags_tell_bos_eos_and_other_special_tokens_apart(directory: Path) -> N
     assert flags.tolist() == [0, BOS, 0, EOS, SPECIAL, 0, 0]
 
 
+def test_every_special_token_that_transformers_knows_is_marked(directory: Path) -> None:
+    """Also those that lie in the vocabulary and were never added."""
+    settle(
+        directory,
+        pad_token="!",
+        unk_token={"content": "?", "lstrip": False},
+        additional_special_tokens=["#", {"content": "%", "special": True}, "no such token"],
+        extra_special_tokens={"image_token": "&"},
+        audio_token="*",
+        add_bos_token=True,
+    )
+    path = directory / "tokenizer.json"
+    saved = Tokenizer.from_file(str(path))
+    named = {saved.token_to_id(text) for text in "!?#%&*"}
+    every = np.arange(tiny.EOS + 1, dtype=np.int32)
+    tokenizer = TextTokenizer(directory, "none")
+    (marked,) = np.nonzero(tokenizer.flags(every))
+    assert {*marked.tolist()} == {*named, tiny.BOS, tiny.EOS}
+    assert tokenizer.flags(np.array([tiny.BOS, tiny.EOS])).tolist() == [BOS, EOS]
+    earlier = TextTokenizer(directory, "none", marks_named_specials=False)
+    assert np.flatnonzero(earlier.flags(every)).tolist() == [tiny.BOS, tiny.EOS]
+    settle(directory, additional_special_tokens=["#", "%"], unk_token="?")
+    theirs = AutoTokenizer.from_pretrained(directory).all_special_ids
+    assert {*theirs} <= {*np.flatnonzero(TextTokenizer(directory, "none").flags(every)).tolist()}
+
+
+def test_tokens_that_the_tokenizer_puts_around_a_text_are_marked(directory: Path) -> None:
+    path = directory / "tokenizer.json"
+    saved = json.loads(path.read_text())
+    saved["post_processor"]["single"].append({"SpecialToken": {"id": "!", "type_id": 0}})
+    saved["post_processor"]["special_tokens"]["!"] = {"id": "!", "ids": [0], "tokens": ["!"]}
+    path.write_text(json.dumps(saved))
+    tokenizer = TextTokenizer(directory, "tokenizer")
+    (ids,) = tokenizer.encode(["ab"])
+    assert tokenizer.flags(ids).tolist() == [BOS, 0, 0, SPECIAL]
+
+
 def test_a_token_that_is_both_bos_and_eos_has_both_flags(directory: Path) -> None:
     settle(directory, eos_token="<s>")
     flags = TextTokenizer(directory, "none").flags(np.array([tiny.BOS, tiny.EOS], np.int32))

@@ -18,6 +18,7 @@ from documented.pages import ROOT, Block, Command
 from documented.scratch import Scratch
 from spile import cli
 from spile.core.errors import ConfigError
+from spile.core.listening import ListenAddress
 
 Check = Callable[[Command, Scratch], None]
 
@@ -104,6 +105,13 @@ def are_the_clients_flags(command: Command, scratch: Scratch) -> None:
     assert all(word in shown for word in command.words if word.startswith("--"))
 
 
+def makes_a_certificate_that_serves(command: Command, scratch: Scratch) -> None:
+    """It runs, and its files are what --tls-cert and --tls-key take."""
+    subprocess.run(command.words, capture_output=True, check=True, cwd=scratch.folder)
+    folder = scratch.folder
+    ListenAddress("0.0.0.0", tls_cert=f"{folder}/cert.pem", tls_key=f"{folder}/key.pem")
+
+
 # -- the table ---------------------------------------------------------------------------------
 
 
@@ -133,6 +141,7 @@ COMMANDS = (
     Instead("*", "python examples/", "takes minutes; tests of its own run it small",
             takes_those_flags),
     Instead("*", "spile serve", "answers until it is stopped: tests of its own ask it", parses),
+    Instead("docs/web.md", "openssl req", "another program", makes_a_certificate_that_serves),
     Instead("docs/worlds.md", "spile extract", "sixteen hosts: tests/e2e/test_world.py has three",
             parses),
     Instead("docs/fleets.md", "spile extract … --out gs://B/acts --engine ray",

@@ -42,7 +42,7 @@ def test_columns_are_chosen_and_what_is_left_out_says_why(model: Path, tmp_path:
     assert len(found) == len(rows) and {row["preview"] for row in found} == {None}
     reasons = [row["skipped"] for row in found if row["skipped"]]
     assert {reason: reasons.count(reason) for reason in reasons} == outcome.skipped
-    assert {"left out by --filter", "under --min-tokens", "empty", "beyond --fraction",
+    assert {"left out by --filter", "under --min-tokens", "white space only", "beyond --fraction",
             "duplicate"} == {*reasons}  # fmt: skip
     for row, given in zip(found, rows, strict=True):
         filtered = row["skipped"] == "left out by --filter"

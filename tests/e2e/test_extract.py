@@ -353,9 +353,11 @@ def test_documents_left_out_are_counted_and_reported(model: Path, tmp_path: Path
     )
     out = tmp_path / "out"
     printed = run("extract", *Work(model, corpus).flags(out)).out
-    assert "left out: 2 empty, 2 not UTF-8, 2 null" in printed
+    assert "left out: 1 empty, 2 not UTF-8, 2 null, 1 white space only" in printed
     status = run("status", out, "--json").json
-    assert status["skipped"] == {"empty": 2, "not UTF-8": 2, "null": 2}
+    assert status["skipped"] == {
+        "empty": 1, "white space only": 1, "not UTF-8": 2, "null": 2
+    }  # fmt: skip
     assert (status["documents"], status["documents_total"]) == (2, 8)
     assert "2 not UTF-8" in run("status", out).out
     dataset = spile.open(str(out))

@@ -66,7 +66,7 @@ class Recipe(Options):
     where: str | None = option(
         None,
         "keep only these rows, e.g. 'not bos and pos >= 1', or 'end' for the last token of each "
-        "document; over bos eos special first last end pos offset doc token_id",
+        "document; over bos eos special (any special token) first last end pos offset doc token_id",
     )
     every: int | None = option(
         None, "keep every N-th of a context's rows (that --where keeps)", kind="count", minimum=1

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from spile.core.errors import ConfigError
-from spile.core.index import FIRST, FLAGS
+from spile.core.index import FIRST, FLAGS, SPECIALS
 
 _MAX_CHARACTERS = 1000
 
@@ -172,10 +172,13 @@ class RowFilter:
         where: the canonical text of the expression; None keeps every token.
         every: of each context's rows that `where` leaves, the first and every N-th after it;
             None (as 1 becomes) keeps them all.
+        special: the flags of the index that the name `special` stands for.
     """
 
     where: str | None
     every: int | None
+    special: int = SPECIALS
+    uses_special: bool = field(init=False, repr=False, compare=False, default=False)
     _tree: ast.expr | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -183,6 +186,9 @@ class RowFilter:
             tree = _parse_rows(self.where)
             object.__setattr__(self, "_tree", tree)
             object.__setattr__(self, "where", ast.unparse(tree))
+            object.__setattr__(self, "uses_special", _names_special(tree))
+        if not self.uses_special:
+            object.__setattr__(self, "special", SPECIALS)
         if self.every is not None:
             if type(self.every) is not int or not 1 <= self.every < _LIMIT:
                 raise ConfigError(f"--every must be a whole number, 1 or more; got {self.every!r}")
@@ -198,13 +204,19 @@ class RowFilter:
         return cls(where, every)
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """What decides which rows `where` keeps, as JSON: the text, and what `special` means."""
+        return {"where": self.where, **({"special": self.special} if self.uses_special else {})}
+
+    @property
     def keeps_all(self) -> bool:
         """Whether nothing was asked for: every row of any index is kept."""
         return self.where is None and self.every is None
 
     def mask(self, index: np.ndarray) -> np.ndarray:
         """True for each entry that is kept; `index` holds whole contexts, in order."""
-        kept = True if self._tree is None else _RowEvaluator(index).evaluate(self._tree)
+        evaluator = _RowEvaluator(index, self.special)
+        kept = True if self._tree is None else evaluator.evaluate(self._tree)
         mask = np.array(np.broadcast_to(kept, len(index)))
         if self.every is not None:
             context = np.cumsum(index["flags"] & FIRST != 0)
@@ -235,6 +247,10 @@ def _parse_rows(text: str) -> ast.expr:
             "usual spaces"
         )
     return tree
+
+
+def _names_special(tree: ast.expr) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "special" for node in ast.walk(tree))
 
 
 class _RowParser(_Parser):
@@ -377,12 +393,13 @@ def _bounds(op: ast.operator, left: _Range, right: _Range) -> _Range:
 class _RowEvaluator(_Evaluator):
     """An array with a value for each entry of an index, or one value for all."""
 
-    def __init__(self, index: np.ndarray) -> None:
+    def __init__(self, index: np.ndarray, special: int) -> None:
         self._index = index
+        self._flags = {**FLAGS, "special": special}
 
     def switch(self, node: ast.expr) -> Any:
         assert isinstance(node, ast.Name), ast.dump(node)
-        return self._index["flags"] & FLAGS[node.id] != 0
+        return self._index["flags"] & self._flags[node.id] != 0
 
     def value(self, node: ast.expr) -> Any:
         match node:

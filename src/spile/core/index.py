@@ -5,6 +5,8 @@ import numpy as np
 # Flags, one bit each. FIRST and LAST are of a context: a document, or a piece of a long one.
 # END is of a document: the last of its tokens that the model reads.
 BOS, EOS, SPECIAL, FIRST, LAST, END = 1, 2, 4, 8, 16, 32
+# SPECIAL is of special tokens that are neither BOS nor EOS: a special token has one of these.
+SPECIALS = BOS | EOS | SPECIAL
 # Who said it, in a chat: TEMPLATE is of what nobody said.
 ROLES = {"system": 64, "user": 128, "assistant": 256, "tool": 512, "template": 1024}
 FLAGS = {

@@ -9,7 +9,15 @@ from typing import Any, cast
 
 from spile.core.config import MAX_DOC_BYTES, PREVIEW, canonical_json
 from spile.core.errors import ConfigError
+from spile.core.index import SPECIAL, SPECIALS
 from spile.core.options import LIMIT, shown
+
+# Which rules turn a recipe into rows, where they have changed since the format's version 6 began.
+# A dataset keeps those it was begun with: other rows would follow in its later units.
+# 1 (not stored): U+FEFF is cut from the start of every text of Parquet, Arrow and text files; the
+#   index marks added special tokens alone, and `special` in --where leaves out BOS and EOS.
+# 2: only a file's own byte-order mark is cut; all special tokens are marked, and are `special`.
+RULES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,22 @@ class ResolvedRecipe:
     unit_tokens: int
     compute_dtype: str
     store_dtype: str
+    rules: int = RULES
+
+    @property
+    def cuts_every_mark(self) -> bool:
+        """Whether U+FEFF before any text is a byte-order mark, and not before a file's alone."""
+        return self.rules < 2
+
+    @property
+    def marks_named_specials(self) -> bool:
+        """Whether the index marks every special token, and not the added ones alone."""
+        return self.rules >= 2
+
+    @property
+    def special_flags(self) -> int:
+        """The flags that `special` in --where stands for."""
+        return SPECIALS if self.rules >= 2 else SPECIAL
 
     @property
     def stored_taps(self) -> tuple[str, ...]:
@@ -89,15 +113,18 @@ class ResolvedRecipe:
         return hashlib.sha256(canonical_json(self.identity())).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        everything = json.loads(json.dumps(dataclasses.asdict(self)))
+        if self.rules == 1:
+            del everything["rules"]
+        return everything
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ResolvedRecipe":
         known = {f.name for f in fields(cls)}
-        if set(value) != known:
-            odd = sorted(set(value) ^ known)
+        parts: dict[str, Any] = {"rules": 1, **value}
+        if set(parts) != known:
+            odd = sorted(set(parts) ^ known)
             raise ConfigError(f"stored recipe has missing or unknown fields: {', '.join(odd)}")
-        parts = dict(value)
         for name in ("taps", "corpus", "keep"):
             parts[name] = tuple(parts[name])
         recipe = cls(**parts)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
-from spile.corpus.select import FILTERED, TOO_LARGE
+from spile.corpus.select import BLANK, EMPTY, FILTERED, TOO_LARGE
 
 LONGEST = 4096  # characters of one value
 _INT64 = 1 << 63
@@ -63,7 +63,7 @@ class CorpusDocument:
         if text is None:
             return cls(skipped="null", columns=columns)
         if not text.strip():
-            return cls(skipped="empty", columns=columns)
+            return cls(skipped=BLANK if text else EMPTY, columns=columns)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:  # a lone surrogate, as JSON escapes can spell
@@ -71,14 +71,18 @@ class CorpusDocument:
         return cls(text, columns=columns)
 
     @classmethod
-    def of_bytes(cls, data: bytes | Oversized | None) -> Self:
-        """A document of a text's bytes, as a line or a column has them."""
+    def of_bytes(cls, data: bytes | Oversized | None, *, cut_mark: bool = False) -> Self:
+        """A document of a text's bytes, as a line or a column has them.
+
+        `cut_mark`: whether U+FEFF before it is a byte-order mark, and not a part of the text.
+        """
         if data is None:
             return cls(skipped="null")
         if isinstance(data, Oversized):
             return cls(skipped=TOO_LARGE)
         try:
-            return cls.of_text(data.decode("utf-8").removeprefix("\ufeff"))
+            text = data.decode("utf-8")
+            return cls.of_text(text.removeprefix("\ufeff") if cut_mark else text)
         except UnicodeDecodeError:
             return cls(skipped="not UTF-8")
 

@@ -22,7 +22,7 @@ from spile.corpus.documents import CorpusDocument, Documents
 from spile.corpus.files import CorpusFile, Span
 from spile.corpus.formats import arrow, parquet
 from spile.corpus.formats.columns import value_at
-from spile.corpus.formats.text import Streams, count_lines
+from spile.corpus.formats.text import Streams, count_lines, refuse_wide
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range
 from spile.corpus.select import FILTERED, TOO_LARGE, Selection
@@ -46,6 +46,8 @@ class ReadOptions:
         text_documents: what a document of a text file is: `line`, `paragraph` or `file`.
         keep: columns that are kept of each document.
         preview: how many characters of the text are kept of each document.
+        cut_every_mark: whether U+FEFF before any text is taken for a byte-order mark, and not only
+            at the start of a file.
     """
 
     text_column: str | None = None
@@ -55,6 +57,7 @@ class ReadOptions:
     max_doc_bytes: int = MAX_DOC_BYTES
     keep: tuple[str, ...] = ()
     preview: int = 0
+    cut_every_mark: bool = False
 
 
 class CorpusReader:
@@ -166,6 +169,7 @@ class CorpusReader:
                     chain([data], iter(partial(source.read, stream, _READ_SIZE), b"")), _READ_SIZE
                 )
                 # (One that comes in pieces teaches nothing, and may be the rest of the file.)
+            refuse_wide(source, data)
                 some = list(takewhile(lambda piece: piece.ends, islice(first, _SAMPLE_ROWS)))
                 rows = [piece.data for piece in some]
                 size = some[-1].stop if some else 0
@@ -272,7 +276,7 @@ class CorpusReader:
             )
         elif not columns and not options.keep:
             yield from map(
-                CorpusDocument.of_bytes,
+                partial(CorpusDocument.of_bytes, cut_mark=options.cut_every_mark),
                 parquet.read_texts(
                     source.path, options.text_column, span.first, span.count, options.max_doc_bytes
                 ),
@@ -327,7 +331,7 @@ class CorpusReader:
         if self.options.filter and not self.options.filter.matches(row):
             return CorpusDocument(skipped=FILTERED)
         if self._reading is None:
-            return CorpusDocument.of_bytes(row[parquet.TEXT])
+            return CorpusDocument.of_bytes(row[parquet.TEXT], cut_mark=self.options.cut_every_mark)
         return CorpusDocument(row=(where, row))
 
     def _is_whole(self, source: CorpusFile) -> bool:
@@ -341,8 +345,9 @@ class CorpusReader:
             if row is None or len(row) > self.options.max_doc_bytes:
                 yield CorpusDocument(skipped=TOO_LARGE)
             elif source.kind == "text":
-                whole = self._is_whole(source)
-                yield CorpusDocument.of_bytes(row if whole else row.removesuffix(b"\r"))
+                text = row if self._is_whole(source) else row.removesuffix(b"\r")
+                mark = number == 1 or self.options.cut_every_mark
+                yield CorpusDocument.of_bytes(text, cut_mark=mark)
             else:
                 yield self._of_json(source, row, number)
 
@@ -360,6 +365,7 @@ class CorpusReader:
             return CorpusDocument.of_text(record)
         if not isinstance(record, dict):
             raise InputError(f"{where}: not a JSON object")
+            # (Of one of several files that were joined: before a row, it belongs to no text.)
         keys = cast(dict[str, Any], record)
         if self._reading is not None:
             return self._of_row(where, keys).with_columns(keys)

@@ -14,6 +14,8 @@ from spile.core.recipe import ResolvedRecipe
 
 FILTERED = "left out by --filter"
 TOO_LARGE = "over --max-doc-bytes"
+EMPTY = "empty"
+BLANK = "white space only"
 _SCALE = 1 << 64
 
 

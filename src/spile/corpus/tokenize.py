@@ -12,6 +12,13 @@ from spile.core.index import BOS, EOS, ROLES, SPECIAL
 from spile.corpus.documents import Documents
 from spile.objects.paths import AnyPath, read_json
 
+# Where `tokenizer_config.json` names special tokens, beside the keys that end in `_token`.
+_SPECIALS = (
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "model_specific_special_tokens",
+)
+
 
 def use_threads(asked: int | None) -> None:
     """How many threads the tokenizer may use, else all cores but one; must precede the first batch
@@ -24,7 +31,14 @@ def use_threads(asked: int | None) -> None:
 class TextTokenizer:
     """A model's tokenizer under one policy of special tokens."""
 
-    def __init__(self, directory: AnyPath, special_tokens: str) -> None:
+    def __init__(
+        self, directory: AnyPath, special_tokens: str, *, marks_named_specials: bool = True
+    ) -> None:
+        """Args:
+        special_tokens: `tokenizer`, `bos` or `none`: which are added to each text.
+        marks_named_specials: whether `flags` marks the special tokens that the tokenizer names or
+            adds, too, and not only those that it lists as added and special.
+        """
         path = directory / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
@@ -45,12 +59,28 @@ class TextTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._size = self.max_id + 1  # any id beyond the vocabulary has the flags of this one: none
         self._flags = np.zeros(self._size + 1, np.uint16)
-        for token, content in added.items():
-            if content.special:
-                self._flags[token] = SPECIAL
+        special = {token for token, content in added.items() if content.special}
+        if marks_named_specials:
+            special |= self._named(settings) | self._inserted()
+        self._flags[sorted(special)] = SPECIAL
         for token, flag in ((self.bos, BOS), (self.eos, EOS)):
             if token is not None and token < len(self._flags):
                 self._flags[token] = (self._flags[token] & ~np.uint16(SPECIAL)) | flag
+
+    def _named(self, settings: dict[str, Any]) -> set[int]:
+        """Tokens that `tokenizer_config.json` calls special, whether or not they were added."""
+        names: list[Any] = [each for key, each in settings.items() if key.endswith("_token")]
+        for more in map(settings.get, _SPECIALS):
+            if isinstance(more, dict | list):
+                named = cast(dict[str, Any] | list[Any], more)
+                names += named.values() if isinstance(named, dict) else named
+        found = (self._tokenizer.token_to_id(text) for text in map(_content, names) if text)
+        return {token for token in found if token is not None}
+
+    def _inserted(self) -> set[int]:
+        """Tokens that the tokenizer puts around any text."""
+        made = self._tokenizer.encode("")
+        return {token for token, new in zip(made.ids, made.special_tokens_mask, strict=True) if new}
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of each text, as int32."""
@@ -107,16 +137,20 @@ class TextTokenizer:
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
 
     def _special(self, name: str, settings: dict[str, Any], config: dict[str, Any]) -> int | None:
-        token = settings.get(f"{name}_token")
-        content = cast(dict[str, Any], token).get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            found = self._tokenizer.token_to_id(content)
-            if found is not None:
-                return found
+        content = _content(settings.get(f"{name}_token"))
+        found = self._tokenizer.token_to_id(content) if content else None
+        if found is not None:
+            return found
         listed: Any = config.get(f"{name}_token_id")
         if isinstance(listed, list) and listed:
             listed = cast(list[Any], listed)[0]
         return listed if isinstance(listed, int) else None
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token that a config names, by itself or with how it is matched."""
+    content = cast(dict[str, Any], token).get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def tokenize(

@@ -24,6 +24,7 @@ import xxhash
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.corpus.files import CorpusFile, Span
 from spile.corpus.formats.columns import ColumnKinds, json_kind, value_at
+from spile.corpus.formats.text import refuse_wide
 from spile.corpus.formats.token_ids import FlatArray
 from spile.corpus.programs.program import ProgramSource
 from spile.corpus.reader import CorpusReader
@@ -374,7 +375,11 @@ def _cut_elements(
 
 def _chunks(file: CorpusFile, heed: Callable[[], None]) -> Iterator[bytes]:
     with file.open() as stream:
+        first = True
         while data := file.read(stream, _CHUNK):
+            if first:
+                refuse_wide(file, data)
+            first = False
             heed()
             yield data
 

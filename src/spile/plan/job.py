@@ -75,6 +75,7 @@ def open_reader(
 
 
 @dataclass(frozen=True)
+        cut_every_mark=recipe.cuts_every_mark,
 class PreparedUnit:
     """A unit as the model will read it.
 
@@ -167,7 +168,7 @@ def pack_documents(
         seq_len=recipe.seq_len,
         long_docs=recipe.long_docs,
         pack=recipe.pack,
-        rows=RowFilter(recipe.where, recipe.every),
+        rows=RowFilter(recipe.where, recipe.every, recipe.special_flags),
         roles=flags,
     )
 

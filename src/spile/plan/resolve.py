@@ -14,7 +14,7 @@ from spile.core.config import MAX_DOC_BYTES, PREVIEW, Recipe, flag_of
 from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.identity import sampled_digests
-from spile.core.recipe import ResolvedRecipe
+from spile.core.recipe import RULES, ResolvedRecipe
 from spile.corpus.chats.rows import RowReader, read_as
 from spile.corpus.files import CorpusFile, find_files, lasting
 from spile.corpus.formats.token_ids import TokenIds, read_ids, settle_ids
@@ -76,7 +76,12 @@ def resolve(
     recipe = settle_ids(recipe, files, checkpoint.arch.vocab_size)
     reading, template = read_as(recipe, checkpoint.directory)
     resolved = _settled(recipe, checkpoint, taps, encoders, files, platform, template, reading)
-    tokenizer = TextTokenizer(checkpoint.directory, resolved.special_tokens)
+    resolved = dataclasses.replace(resolved, rules=_rules(ledger.objects.url, stored))
+    tokenizer = TextTokenizer(
+        checkpoint.directory,
+        resolved.special_tokens,
+        marks_named_specials=resolved.marks_named_specials,
+    )
     if tokenizer.max_id >= checkpoint.arch.vocab_size:
         raise InputError(
             f"{checkpoint.directory}: the tokenizer makes ids up to {tokenizer.max_id}, the model "
@@ -130,6 +135,18 @@ def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
             kind = _SOURCES[name]
             chosen[name] = continued(getattr(recipe, name), defaults[name], kind)
     return dataclasses.replace(recipe, **chosen)
+
+
+def _rules(where: str, stored: Table | None) -> int:
+    """The rules by which rows are made: those the dataset was begun with, or today's."""
+    if stored is None:
+        return RULES
+    if stored.recipe.rules > RULES:
+        raise ConfigError(
+            f"{where} was begun by a later version of spile (rules {stored.recipe.rules}, this one "
+            f"knows {RULES}): continue it with that version"
+        )
+    return stored.recipe.rules
 
 
 def _pinned(recipe: Recipe) -> Recipe:
@@ -290,7 +307,8 @@ def _kept(resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokeniz
 
 
 def _refuse_drift(where: str, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]) -> None:
-    old, new = stored.recipe.identity(), now.identity()
+    unsaid: dict[str, Any] = {"rules": 1}
+    old, new = unsaid | stored.recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}
     for name in old:
         if old[name] == new[name]:

@@ -1,7 +1,9 @@
 """Bytes of spans: read forward, each once, wherever spans follow one another."""
 
 import gzip
+import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,7 +12,9 @@ import zstandard
 
 import spile
 from chaos.harness import extracted
+from spile.core.errors import InputError
 from spile.corpus.files import CorpusFile, find_files
+from spile.corpus.formats.text import refuse_wide
 from spile.corpus.reader import CorpusReader
 from texts import units_of
 
@@ -81,3 +85,49 @@ def test_a_run_decompresses_its_corpus_once_after_the_cut(
     sample = cut = reading = 8000
     assert (counter.opened, counter.bytes) == (3, sample + cut + reading)
     assert spile.open(str(tmp_path / "out")).num_documents == LINES[:8000].count(b"\n") + 1
+
+
+WIDE = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+
+
+@pytest.mark.parametrize("encoding", WIDE)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.txt.gz"])
+def test_text_of_two_or_four_bytes_a_character_is_refused_in_one_line(
+    encoding: str, name: str, tmp_path: Path
+) -> None:
+    rows = [{"text": f"Zeile {n}, größer als die letzte"} for n in range(20)]
+    text = {
+        "a.txt": "".join(row["text"] + "\n" for row in rows),
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "a.json": json.dumps(rows),
+    }[name.removesuffix(".gz")]
+    data = text.encode(encoding)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    files = find_files(str(path))
+    with closing(CorpusReader(files)) as reader:
+        for ask in (lambda: reader.sample(0), lambda: units_of(files)):
+            with pytest.raises(InputError) as caught:
+                ask()
+            said = str(caught.value)
+            kind = encoding[:6].upper()
+            assert said.startswith(f"{path}: holds {kind}") and "\n" not in said
+            assert f"iconv -f {encoding.upper().replace('-LE', 'LE').replace('-BE', 'BE')} " in said
+
+
+def test_a_later_file_of_another_encoding_is_refused_too(tmp_path: Path) -> None:
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text("a few words\n" * 9)
+    (tmp_path / "5.txt").write_bytes(("ein paar Wörter\n" * 9).encode("utf-16"))
+    with pytest.raises(InputError, match=r"5\.txt: holds UTF-16 text"):
+        units_of(find_files(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\n", b"a", b"\x00" * 64, b"a\x00b" * 30, "日本語のテキスト\n".encode() * 9,
+     b"plain text with one \x00 in it\n" * 9],
+)  # fmt: skip
+def test_utf8_is_not_taken_for_something_else(data: bytes, tmp_path: Path) -> None:
+    refuse_wide(CorpusFile(tmp_path / "a.txt", "text"), data)
+    refuse_wide(CorpusFile(tmp_path / "a.bin", "bin"), "ids".encode("utf-16"))

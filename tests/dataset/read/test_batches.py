@@ -16,6 +16,7 @@ import stored
 import tiny
 from marks import some
 from spile.core.errors import ConfigError, CorruptError
+from spile.core.index import BOS, EOS, SPECIAL
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.read.batches import Batches
 
@@ -420,6 +421,17 @@ def test_the_state_of_another_iteration_is_refused(
     state = batches(ds, **other).state_dict()
     with pytest.raises(ConfigError, match=f"another iteration: {next(iter(other))}"):
         batches(ds).load_state_dict(state)
+
+
+def test_a_state_from_when_special_meant_fewer_tokens_is_refused(ds: spile.Dataset) -> None:
+    rows = batches(ds, where="not special")
+    state = rows.state_dict()
+    assert state["special"] == BOS | EOS | SPECIAL
+    rows.load_state_dict(state)
+    del state["special"]  # as it was before
+    with pytest.raises(ConfigError, match="another iteration: special None there, 7 here"):
+        rows.load_state_dict(state)
+    assert "special" not in batches(ds, where="not bos").state_dict()
 
 
 def test_the_state_of_another_dataset_is_refused(ds: spile.Dataset, tmp_path: Path) -> None:

@@ -1,19 +1,29 @@
-"""Lines, and the bytes of spans in which they lie.
+"""Lines, and the bytes of spans in which they lie; files of other encodings are refused.
 
 Bytes are read forward, so that a compressed file is decompressed once, span after span.
 """
 
+import codecs
 from collections.abc import Iterator
 from itertools import chain
 from typing import BinaryIO
 
 import xxhash
 
-from spile.core.errors import DataError
+from spile.core.errors import DataError, InputError
 from spile.corpus.files import CorpusFile, Span
 
 _READ_SIZE = 1 << 22
 _NEVER = 1 << 62
+# Encodings of two and four bytes, by the byte-order mark that a file begins with; the longer first.
+_WIDE_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_HEAD = 4096  # bytes from which an encoding is known without a mark
+_FEWEST = 16
 
 
 class Streams:
@@ -89,6 +99,36 @@ class Streams:
             if piece.ends:
                 yield piece.data if begins else None
             begins = piece.ends
+
+
+def refuse_wide(file: CorpusFile, head: bytes) -> None:
+    """Refuse text of two or four bytes a character, by the bytes that its file begins with.
+
+    It is no UTF-8, but ASCII in it would read as text with a NUL beside each character.
+    """
+    if file.kind not in ("text", "jsonl", "json"):
+        return
+    marked = next((name for mark, name in _WIDE_MARKS.items() if head.startswith(mark)), None)
+    found = marked or _unmarked_wide(head[:_HEAD])
+    if found:
+        why = "by its byte-order mark" if marked else "by the zeros beside its characters"
+        raise InputError(
+            f"{file.path}: holds {found} text ({why}), and only UTF-8 is read; convert it first: "
+            f"iconv -f {found} -t UTF-8 OLD > NEW"
+        )
+
+
+def _unmarked_wide(head: bytes) -> str | None:
+    """The encoding of text that is mostly ASCII, in which all but one byte of each are zero."""
+    for name, width in (("UTF-32", 4), ("UTF-16", 2)):
+        count = len(head) // width
+        columns = [head[place : count * width : width] for place in range(width)]
+        zeros = [column.count(0) / max(1, count) for column in columns]
+        for filled, order in ((0, "LE"), (width - 1, "BE")):
+            others = min(share for place, share in enumerate(zeros) if place != filled)
+            if len(head) >= _FEWEST and zeros[filled] < 0.05 and others > 0.5:
+                return name + order
+    return None
 
 
 def count_lines(data: bytes) -> int:

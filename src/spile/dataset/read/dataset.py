@@ -295,7 +295,8 @@ class Dataset:
             window: rows held (and as many read ahead), or bytes of them, as in "512MiB".
             block: consecutive rows that are read together; 256 of a disk, of buckets 8 MiB's worth.
             epochs: each in an order of its own; None: without end.
-            where: rows to give, as in "not special and pos >= 1" (see `extract --where`).
+            where: rows to give, as in "not special and pos >= 1" (see `extract --where`): BOS, EOS
+                and every other special token are `special`.
             normalize: by the stored statistics: "mean" is subtracted; "std": and channels divided
                 by their deviation; "norm": rows are multiplied so that they are sqrt(width) long
                 on average. Gives float32 unless `dtype` is given.

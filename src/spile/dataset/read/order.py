@@ -171,7 +171,7 @@ class Order:
             "shuffle": self._shuffle,
             "window": self._window if self._shuffle == "window" else None,
             "block": self._block if self._shuffle == "window" else None,
-            "where": self._filter.where if self._filter else None,
+            **(self._filter.identity if self._filter else {"where": None}),
             # Another version of numpy may draw otherwise: then it must not be continued there.
             "drawn": drawn_digest(self._seed),
         }

@@ -1,0 +1,83 @@
+"""A recipe settled: by today's rules for a new dataset, by its own for one that was begun."""
+
+import dataclasses
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+from spile.core.config import Recipe
+from spile.core.errors import ConfigError, DriftError
+from spile.core.index import BOS, SPECIAL
+from spile.core.recipe import RULES
+from spile.dataset.ledger import Ledger
+from spile.objects import MemoryObjects
+from spile.plan.job import ExtractionJob, prepare_unit
+from spile.plan.resolve import resolve, store_table
+
+MARK = [0xEF, 0xBB, 0xBF]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["\ufeffone", "two", "\ufeff three"]}), path)
+    return path
+
+
+def asked(model: Path, corpus: Path) -> Recipe:
+    return Recipe(model=str(model), corpus=str(corpus), taps="embed", where="not special")
+
+
+def rows(job: ExtractionJob) -> tuple[list[str], np.ndarray]:
+    """The texts of its one unit, and the index of its rows."""
+    with closing(job.reader()) as reader:
+        prepared = prepare_unit(job, reader, job.units[0])
+    return prepared.documents.texts, prepared.packed.index
+
+
+def test_a_new_dataset_follows_todays_rules(model: Path, corpus: Path) -> None:
+    job = resolve(asked(model, corpus), Ledger(MemoryObjects("memory://new")), "cpu")
+    assert job.recipe.rules == RULES
+    texts, index = rows(job)
+    assert texts == ["\ufeffone", "two", "\ufeff three"]
+    assert tiny.BOS not in index["token_id"]
+    assert not (index["flags"] & (BOS | SPECIAL)).any()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_dataset_that_was_begun_is_continued_by_the_rules_it_began_with(
+    given: bool, model: Path, corpus: Path
+) -> None:
+    """Or its later units would hold other rows than its first."""
+    ledger = Ledger(MemoryObjects("memory://begun"))
+    job = resolve(asked(model, corpus), ledger, "cpu")
+    earlier = dataclasses.replace(job.recipe, rules=1)
+    table = dataclasses.replace(job.table, recipe=earlier, fingerprint=earlier.fingerprint())
+    ledger.create_table(table)  # as a version wrote it that knew of no rules
+    again = resolve(asked(model, corpus) if given else Recipe(), ledger, "cpu")
+    assert again.recipe.rules == 1
+    assert again.table.fingerprint == earlier.fingerprint()
+    texts, index = rows(again)
+    assert texts == ["one", "two", " three"]
+    assert np.count_nonzero(index["token_id"] == tiny.BOS) == 3
+    assert store_table(again, ledger).recipe.rules == 1
+    with pytest.raises(DriftError, match="rules: stored 1, now 2"):
+        store_table(job, ledger)  # who came first has decided
+
+
+def test_a_dataset_of_rules_that_are_not_known_yet_is_not_continued(
+    model: Path, corpus: Path
+) -> None:
+    ledger = Ledger(MemoryObjects("memory://later"))
+    job = resolve(asked(model, corpus), ledger, "cpu")
+    later = dataclasses.replace(job.recipe, rules=RULES + 1)
+    ledger.create_table(
+        dataclasses.replace(job.table, recipe=later, fingerprint=later.fingerprint())
+    )
+    with pytest.raises(ConfigError, match="begun by a later version of spile"):
+        resolve(Recipe(), ledger, "cpu")
