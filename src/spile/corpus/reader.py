@@ -164,12 +164,12 @@ class CorpusReader:
             return self._collected(documents), size
         with source.open() as stream:
             data = source.read(stream, _SAMPLE_BYTES)
+            refuse_wide(source, data)
             if source.kind == "json":
                 first = source.pieces(
                     chain([data], iter(partial(source.read, stream, _READ_SIZE), b"")), _READ_SIZE
                 )
                 # (One that comes in pieces teaches nothing, and may be the rest of the file.)
-            refuse_wide(source, data)
                 some = list(takewhile(lambda piece: piece.ends, islice(first, _SAMPLE_ROWS)))
                 rows = [piece.data for piece in some]
                 size = some[-1].stop if some else 0
@@ -356,6 +356,7 @@ class CorpusReader:
             return CorpusDocument(skipped="empty")
         where = f"{source.path} {'line' if source.kind == 'jsonl' else 'element'} {number}"
         try:
+            # (Of one of several files that were joined: before a row, it belongs to no text.)
             record = json.loads(row.decode("utf-8").removeprefix("\ufeff"))
         except UnicodeDecodeError:
             return CorpusDocument(skipped="not UTF-8")
@@ -365,7 +366,6 @@ class CorpusReader:
             return CorpusDocument.of_text(record)
         if not isinstance(record, dict):
             raise InputError(f"{where}: not a JSON object")
-            # (Of one of several files that were joined: before a row, it belongs to no text.)
         keys = cast(dict[str, Any], record)
         if self._reading is not None:
             return self._of_row(where, keys).with_columns(keys)

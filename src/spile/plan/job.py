@@ -70,12 +70,12 @@ def open_reader(
         max_doc_bytes=recipe.max_doc_bytes,
         keep=recipe.keep,
         preview=recipe.preview,
+        cut_every_mark=recipe.cuts_every_mark,
     )
     return CorpusReader(files, options, reading=reading, processes=processes)
 
 
 @dataclass(frozen=True)
-        cut_every_mark=recipe.cuts_every_mark,
 class PreparedUnit:
     """A unit as the model will read it.
 
