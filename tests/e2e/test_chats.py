@@ -1,6 +1,9 @@
 """Chats, pairs and programs become documents whose tokens know who said them."""
 
+import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,20 @@ from tokenizers import Tokenizer
 
 import spile
 import tiny
-from chaos.harness import Work, check_refused, content, differences, extracted, run
+from chaos.harness import (
+    Work,
+    check_refused,
+    content,
+    differences,
+    extracted,
+    launch,
+    run,
+    said,
+    wait_for,
+)
 from marks import some
 from spile.core.index import FLAGS, ROLES
+from spile.corpus.chats.renderer import RenderLimits
 from spile.corpus.chats.template import read_template
 from texts import token_roles
 
@@ -243,8 +257,64 @@ def test_chats_are_the_same_whoever_renders_them(kind: str, talking: Path, tmp_p
         path.write_text(json.dumps(rows))
     else:
         write(path, rows)
-    for processes in (0, 2):
+    for processes in (1, 2):
         options = {"taps": "embed", "messages": "chat", "seq_len": 128, "unit_tokens": 700}
         work = Work(talking, path, {**options, "render_processes": processes})
         work.extract(tmp_path / str(processes))
-    assert not differences(content(tmp_path / "2"), content(tmp_path / "0"))
+    assert not differences(content(tmp_path / "2"), content(tmp_path / "1"))
+
+
+HANGING = (
+    "{% if messages[0].content == 'hang' %}{% set ns = namespace(a=[1], b=[1]) %}"
+    "{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}"
+    "{% endfor %}{{ ns.a == ns.b }}{% endif %}{{ messages[0].content }}"
+)
+
+
+def hanging(model: Path, corpus: Path, at: int) -> list[str]:
+    """A command whose template never ends with that chat; the first 256 are the corpus's sample."""
+    template = corpus.with_name("hang.jinja")
+    template.write_text(HANGING)
+    chats = [[{"role": "user", "content": "hang" if n == at else f"so {n}"}] for n in range(300)]
+    write(corpus, [{"chat": chat} for chat in chats])
+    options = {"taps": "embed", "messages": "chat", "template": template, "unit_tokens": 700}
+    return ["extract", *Work(model, corpus, options).flags(corpus.with_name("out"))]
+
+
+@pytest.mark.parametrize("at", [3, 290], ids=["sampled", "read"])
+def test_a_template_that_never_ends_is_refused_with_the_chat(
+    at: int, talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = RenderLimits(seconds=0.3)
+    monkeypatch.setattr("spile.corpus.chats.pool.RenderLimits", lambda: quick)
+    result = run("extract", "--quiet", *hanging(talking, tmp_path / "c.parquet", at)[1:])
+    check_refused(
+        result, 2, tmp_path / f"c.parquet row {at}", tmp_path / "hang.jinja", "more than 0.3 s of"
+    )
+
+
+def renderer_of(process: int) -> list[Path]:
+    """The processes that render for it and have done so for a while: they hang."""
+    found: list[Path] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, fields = stat.read_text().rsplit(")", 1)
+            ours = fields.split()[1] == str(process)
+            busy = int(fields.split()[11]) / os.sysconf("SC_CLK_TCK")
+            if ours and busy > 1 and b"chats.renderer" in (stat.parent / "cmdline").read_bytes():
+                found.append(stat.parent)
+    return found
+
+
+@pytest.mark.parametrize("at", some([3, 290], 290), ids=["sampled", "read"])
+def test_an_interrupt_is_heeded_while_a_template_hangs(
+    at: int, talking: Path, tmp_path: Path
+) -> None:
+    process = launch({}, *hanging(talking, tmp_path / "c.parquet", at))
+    wait_for(lambda: renderer_of(process.pid), process)
+    (renderer,) = renderer_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err  # 2 if it had waited for the limit
+    assert said(err)[-1].startswith("spile: interrupted") and "Traceback" not in err
+    assert not renderer.exists()

@@ -216,8 +216,8 @@ class Runtime(Options):
     )
     render_processes: int | None = option(
         None,
-        "processes that render chats, beside the threads that tokenize [1 for each 4 cores, to 8; "
-        "none with fewer than 8]",
+        "processes that render chats, apart from this one, so that no template can stop it; at "
+        "least 1 [1 for each 4 cores, to 8]",
         kind="count",
         minimum=0,
         auto=True,

@@ -6,7 +6,7 @@ what, the columns of its row, a preview, or the reason why it is left out.
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -46,6 +46,8 @@ class CorpusDocument:
         preview: the first characters of its text, left out or not; None if there is none.
         ordinal: its number in the corpus; in a sample, among those that are not left out.
         row: what its text is still to be made of.
+        chat: the messages of which a template is still to make its text.
+        where: the place it is from, where messages need it.
     """
 
     text: str = ""
@@ -56,6 +58,8 @@ class CorpusDocument:
     preview: str | None = None
     ordinal: int = -1
     row: Row | None = None
+    chat: Sequence[Mapping[str, Any]] | None = None
+    where: str = field(default="", compare=False)
 
     @classmethod
     def of_text(cls, text: str | None, columns: Mapping[str, Any] | None = None) -> Self:
@@ -117,7 +121,7 @@ class CorpusDocument:
 
     def skip(self, reason: str) -> None:
         """Leave it out, and hold nothing any longer of what the model would read."""
-        self.text, self.roles, self.ids, self.row = "", (), None, None
+        self.text, self.roles, self.ids, self.row, self.chat = "", (), None, None, None
         self.skipped = reason
 
 

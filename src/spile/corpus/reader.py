@@ -5,7 +5,7 @@ without parsing. Documents that cannot be used (empty, null, not UTF-8) are coun
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,8 @@ from spile.core.config import MAX_DOC_BYTES
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.core.expressions import DocumentFilter
 from spile.core.index import DOCUMENT_COLUMNS
-from spile.corpus.chats.pool import RenderPool, can_render, made_at
-from spile.corpus.chats.rows import Chats, RowReader, of_program
+from spile.corpus.chats.pool import RenderPool, made_at
+from spile.corpus.chats.rows import Chats, RowReader, of_program, template_of
 from spile.corpus.documents import CorpusDocument, Documents
 from spile.corpus.files import CorpusFile, Span
 from spile.corpus.formats import arrow, parquet
@@ -69,18 +69,21 @@ class CorpusReader:
         options: ReadOptions | None = None,
         *,
         reading: RowReader | None = None,
-        processes: int = 0,
+        processes: int = 1,
+        heed: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
-        reading: makes documents of rows that are not plain texts, with so many `processes`.
+        reading: makes documents of rows that are not plain texts.
+        processes: how many render chats, apart from this one.
+        heed: is called now and then while chats are rendered, and may raise to end that.
         """
         self.files = files
         self.options = options = options or ReadOptions()
         self._reading = reading
         self._streams = Streams(files)
         self._source: ProgramSource | None = None  # of a program, of which a corpus has just one
-        self._processes = processes if can_render(reading) else 0
-        self._pool: RenderPool | None = None
+        template = template_of(reading)
+        self._pool = RenderPool(template, processes, heed=heed) if template else None
         if reading or options.filter:
             flag = "--filter" if options.filter else reading.flag if reading else ""
             for file in files:
@@ -93,7 +96,7 @@ class CorpusReader:
             self._source.close()
         if self._pool:
             self._pool.close()
-        self._source = self._pool = None
+        self._source = None
 
     def read(
         self, spans: tuple[Span, ...], first_ordinal: int, skip: Collection[int] = ()
@@ -143,16 +146,18 @@ class CorpusReader:
             return reason
         return DUPLICATE if document.ordinal in repeated else ""
 
-    def sample(self, file: int) -> tuple[Documents, int]:
+    def sample(self, file: int, *, render: bool = True) -> tuple[Documents, int]:
         """Documents from a file's head, and the bytes they took in the file's own measure
         (those of the columns in Parquet, of the rows elsewhere).
 
-        What a hash would leave out is in it: it is about size.
+        What a hash would leave out is in it: it is about size. Chats are made into texts only if
+        it is to `render` them.
         """
         source = self.files[file]
         if source.program:
             documents, size = self.opened(source.program).sample()
-            return self._collected([self._of_program(source, d) for d in documents]), size
+            found = [self._of_program(str(source.path), each) for each in documents]
+            return self._collected(self._rendered(found, render)), size
         if source.is_table:
             left, size, documents = _SAMPLE_ROWS, 0, list[CorpusDocument]()
             for group, each in source.groups(file, self.options.text_column, self._own_columns()):
@@ -173,13 +178,13 @@ class CorpusReader:
                 some = list(takewhile(lambda piece: piece.ends, islice(first, _SAMPLE_ROWS)))
                 rows = [piece.data for piece in some]
                 size = some[-1].stop if some else 0
-                return self._collected(self._rendered(self._parsed(source, rows, 0))), size
+                return self._collected(self._rendered(self._parsed(source, rows, 0), render)), size
         if source.kind == "bin":
             return self._collected(self._of_array(source, [data], 0, 0)), len(data)
         if len(data) == _SAMPLE_BYTES:
             data = data[: data.rfind(b"\n") + 1]  # a line longer than the sample teaches nothing
         lines = [data] if self._is_whole(source) else data.split(b"\n")[: count_lines(data)]
-        found = self._collected(self._rendered(self._parsed(source, lines, 0)))
+        found = self._collected(self._rendered(self._parsed(source, lines, 0), render))
         if source.kind == "jsonl" and not found.texts and found.skipped["null"]:
             self._refuse_without_key(source, data)
         return found, len(data)
@@ -188,7 +193,7 @@ class CorpusReader:
         """The columns of a file; where rows have keys, those of its first rows."""
         if self.files[file].is_table:
             return self.files[file].schema().names
-        documents, _ = self.sample(file)
+        documents, _ = self.sample(file, render=False)
         rows = [document.columns or {} for document in documents.every]
         return [*dict.fromkeys(name for row in rows for name in row)]
 
@@ -230,7 +235,10 @@ class CorpusReader:
         if source.program:
             wanted = Range(span.first, span.count, span.stop, span.digest)
             documents = self.opened(source.program).read(wanted)
-            return (self._of_program(source, each) for each in documents)
+            return self._rendered(
+                self._of_program(f"{source.path} document {number}", each)
+                for number, each in enumerate(documents, span.first)
+            )
         if source.is_table:
             return self._rendered(self._of_table(source, span))
         if source.kind == "bin":
@@ -242,13 +250,14 @@ class CorpusReader:
             rows = self._streams.lines(span, most, whole=self._is_whole(source))
         return self._rendered(self._parsed(source, rows, span.first))
 
-    def _rendered(self, found: Iterable[CorpusDocument]) -> Iterator[CorpusDocument]:
-        """With texts made of those that are still rows, by other processes or here."""
+    def _rendered(
+        self, found: Iterable[CorpusDocument], render: bool = True
+    ) -> Iterator[CorpusDocument]:
+        """With texts made of those that are still rows; of chats by other processes."""
         if self._reading is None:
             return iter(found)
-        if self._processes and not self._pool:
-            self._pool = RenderPool(self._reading, self._processes)
-        return self._pool.documents(found) if self._pool else map(self._made, found)
+        made = map(self._made, found)
+        return self._pool.documents(made) if self._pool and render else made
 
     def _made(self, document: CorpusDocument) -> CorpusDocument:
         if document.row is None:
@@ -320,10 +329,10 @@ class CorpusReader:
             self._source = program.open(self.options.text_column, messages)
         return self._source
 
-    def _of_program(self, source: CorpusFile, given: ProgramDocument) -> CorpusDocument:
+    def _of_program(self, where: str, given: ProgramDocument) -> CorpusDocument:
         if self.options.filter and not self.options.filter.matches(given.metadata):
             return CorpusDocument(skipped=FILTERED, columns=given.metadata)
-        made = made_at(str(source.path), lambda: of_program(given, self._reading))
+        made = made_at(where, lambda: of_program(given, self._reading))
         return made.with_columns(given.metadata)
 
     def _of_row(self, where: str, row: Mapping[str, Any]) -> CorpusDocument:

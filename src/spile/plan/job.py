@@ -43,6 +43,7 @@ class ExtractionJob:
     encoders: Mapping[str, SparseEncoder] = field(
         default_factory=dict[str, SparseEncoder]
     )  # by tap
+    heed: Callable[[], None] = lambda: None  # may raise, to end what takes long
 
     @property
     def layers(self) -> int:
@@ -53,15 +54,19 @@ class ExtractionJob:
     def needs_head(self) -> bool:
         return any(tap.site in AFTER_BLOCKS for tap in self.taps)
 
-    def reader(self, processes: int = 0) -> CorpusReader:
-        """`processes`: that render chats, beside this one."""
-        return open_reader(self.recipe, self.files, self.reading, processes)
+    def reader(self, processes: int = 1, heed: Callable[[], None] | None = None) -> CorpusReader:
+        """`processes`: that render chats, apart from this one."""
+        return open_reader(self.recipe, self.files, self.reading, processes, heed or self.heed)
 
 
 def open_reader(
-    recipe: ResolvedRecipe, files: list[CorpusFile], reading: RowReader | None, processes: int = 0
+    recipe: ResolvedRecipe,
+    files: list[CorpusFile],
+    reading: RowReader | None,
+    processes: int = 1,
+    heed: Callable[[], None] = lambda: None,
 ) -> CorpusReader:
-    """A reader of a recipe's documents; `processes` render chats, beside this one."""
+    """A reader of a recipe's documents; `processes` render chats, apart from this one."""
     options = ReadOptions(
         text_column=recipe.text_column,
         text_documents=recipe.text_documents,
@@ -72,7 +77,7 @@ def open_reader(
         preview=recipe.preview,
         cut_every_mark=recipe.cuts_every_mark,
     )
-    return CorpusReader(files, options, reading=reading, processes=processes)
+    return CorpusReader(files, options, reading=reading, processes=processes, heed=heed)
 
 
 @dataclass(frozen=True)

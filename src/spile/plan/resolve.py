@@ -98,7 +98,7 @@ def resolve(
     )  # fmt: skip
     units = [Unit.from_json(unit) for unit in table.units]
     return ExtractionJob(
-        table.recipe, table, checkpoint, tokenizer, files, taps, units, reading, encoders
+        table.recipe, table, checkpoint, tokenizer, files, taps, units, reading, encoders, heed
     )
 
 
@@ -253,7 +253,7 @@ def _make_table(
     named: tuple[str, ...],
 ) -> Table:
     """`named`: columns to keep that were asked for, and so must be there."""
-    with closing(open_reader(resolved, files, reading)) as reader:
+    with closing(open_reader(resolved, files, reading, heed=heed)) as reader:
         refuse_missing_columns(reader, named)
         options = CutOptions(
             unit_tokens=resolved.unit_tokens,

@@ -181,7 +181,8 @@ class Worker:
     # -- first stage: text to packed units ---------------------------------------------------
 
     def _prepare(self, sink: Taker) -> Generator[Prepared, None, None]:
-        with closing(self._job.reader(processes_for(self._runtime.render_processes))) as reader:
+        processes = processes_for(self._runtime.render_processes)
+        with closing(self._job.reader(processes, self._heed)) as reader:
             known = {unit.id: unit for unit in self._job.units}
             for unit, attempt in self._world.units(self._units(sink), known):
                 prepared = prepare_unit(
@@ -204,6 +205,10 @@ class Worker:
                     prepared.digest,
                     prepared.documents_table,
                 )
+
+    def _heed(self) -> None:
+        if self._stop.is_set() or self._ending.is_set():
+            raise Interrupted
 
     def _units(self, sink: Taker) -> Iterator[Unit]:
         """Units to do, as long as the picker has any."""

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ import pytest
 
 import tiny
 from spile.core.errors import DataError, InputError
-from spile.corpus.chats.pool import RenderPool, can_render, made_at
-from spile.corpus.chats.rows import Chats, Pairs
+from spile.core.index import ROLES
+from spile.corpus.chats.pool import RenderPool, made_at, processes_for
+from spile.corpus.chats.rows import Chats, Pairs, template_of
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import find_files
@@ -35,8 +38,8 @@ CHATS = Chats("chat", TEMPLATE)
 PAIRS = Pairs("q", "a", "Q: ", "?", TEMPLATE)
 
 
-def rows(count: int) -> list[CorpusDocument]:
-    """Rows to be rendered; some are left out before, and keep their places."""
+def rows(reading: Any, count: int) -> list[CorpusDocument]:
+    """Chats to be rendered; some are left out before, and keep their places."""
     found: list[CorpusDocument] = []
     for n in range(count):
         said = {3: "\ud800", 5: "no"}.get(n % 7, f" words of {n} ")
@@ -51,8 +54,30 @@ def rows(count: int) -> list[CorpusDocument]:
         if n == 333:
             chat[0]["when"] = row["when"]  # which cannot travel
         before = CorpusDocument(skipped="left out before")
-        found.append(before if n % 17 == 2 else CorpusDocument(row=(f"f line {n}", row)))
+        made = made_at(f"f line {n}", partial(reading.document, row))
+        found.append(before if n % 17 == 2 else made)
     return found
+
+
+def rendered_here(document: CorpusDocument) -> CorpusDocument:
+    """What the pool is to make of it."""
+    if document.chat is None:
+        return document
+    try:
+        rendered = TEMPLATE.render(document.chat)
+        rendered.text.encode()
+    except InputError:
+        return CorpusDocument(skipped="refused by the chat template")
+    except UnicodeEncodeError:
+        return CorpusDocument(skipped="not UTF-8")
+    flags = [ROLES["template"]] * len(rendered.text)
+    for start, stop, role in rendered.roles:
+        flags[start:stop] = [ROLES[role]] * (stop - start)
+    roles: list[tuple[int, int, int]] = []
+    for flag, run in groupby(range(len(flags)), key=flags.__getitem__):
+        places = [*run]
+        roles.append((places[0], places[-1] + 1, flag))
+    return CorpusDocument(rendered.text, tuple(roles))
 
 
 @pytest.fixture(scope="module", params=[CHATS, PAIRS], ids=["chats", "pairs"])
@@ -62,29 +87,30 @@ def reading(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def pool(reading: Any) -> Iterator[RenderPool]:
-    made = RenderPool(reading, 3)
+    made = RenderPool(reading.template, 3)
     yield made
     made.close()
 
 
 def test_documents_are_the_same_and_in_their_order(reading: Any, pool: RenderPool) -> None:
-    given = rows(700)
-    wanted = [
-        made_at(item.row[0], lambda r=item.row[1]: reading.document(r)) if item.row else item
-        for item in given
-    ]
-    assert list(pool.documents(given)) == wanted
+    wanted = [rendered_here(document) for document in rows(reading, 700)]
+    assert list(pool.documents(rows(reading, 700))) == wanted
     kinds = {item.skipped or "text" for item in wanted}
     assert kinds >= {"text", "left out before", "not UTF-8", "refused by the chat template", "null"}
     assert list(pool.documents([])) == []
 
 
-def test_what_is_no_chat_is_refused_by_its_place(pool: RenderPool, reading: Any) -> None:
+def test_what_is_no_chat_is_refused_by_its_place(reading: Any) -> None:
     bad = {"chat": "text", "q": 1, "a": "x"}
     with pytest.raises(InputError, match=r"^f line 300: '(chat|q)' holds"):
-        given = CorpusDocument(row=("f line 300", bad))
-        list(pool.documents([*rows(300), given, *rows(300)]))
-    assert next(pool.documents([rows(5)[4]])).skipped is None, "it goes on"
+        made_at("f line 300", partial(reading.document, bad))
+
+
+def test_what_nobody_reads_to_the_end_is_forgotten(pool: RenderPool, reading: Any) -> None:
+    some: Any = pool.documents(rows(reading, 700))
+    assert next(some) == rendered_here(rows(reading, 1)[0])
+    some.close()
+    assert [*pool.documents([rows(reading, 5)[4]])] == [rendered_here(rows(reading, 5)[4])]
 
 
 def test_what_is_kept_of_a_document_stays_with_it(tmp_path: Path) -> None:
@@ -100,7 +126,7 @@ def test_what_is_kept_of_a_document_stays_with_it(tmp_path: Path) -> None:
     files = find_files(str(path))
     (unit,) = units_of(files, columns=("chat",))
     found: list[Any] = []
-    for processes in (0, 2):
+    for processes in (1, 2):
         options = ReadOptions(keep=("id",), preview=40)
         reader = CorpusReader(files, options, reading=CHATS, processes=processes)
         with closing(reader):
@@ -112,35 +138,34 @@ def test_what_is_kept_of_a_document_stays_with_it(tmp_path: Path) -> None:
         assert (document.skipped is None) == (f"words of {n}" in (document.preview or "")), n
 
 
-def test_only_chats_take_so_long() -> None:
-    assert can_render(CHATS) and can_render(PAIRS)
-    assert not can_render(None) and not can_render(Pairs("q", "a", "", "", None))
+def test_only_chats_are_rendered_and_always_by_another_process() -> None:
+    assert template_of(CHATS) is template_of(PAIRS) is TEMPLATE
+    assert template_of(None) is None and template_of(Pairs("q", "a", "", "", None)) is None
     assert CHATS.document({"chat": None}).skipped == "null"
+    assert processes_for(None) >= 1 and processes_for(0) == 1 and processes_for(5) == 5
 
 
 def test_a_process_that_was_killed_is_said_to_be() -> None:
-    pool = RenderPool(CHATS, 2)
-    for process in pool._processes:
-        process.kill()
-    with pytest.raises(DataError, match=r"ended \(signal 9.*--render-processes 0"):
-        list(pool.documents(rows(100)))
+    pool = RenderPool(TEMPLATE, 2)
+    list(pool.documents(rows(CHATS, 100)))
+    for renderer in pool._idle:
+        os.kill(renderer.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match=r"ended \(signal 9.*run the same command again"):
+        list(pool.documents(rows(CHATS, 100)))
     pool.close()
 
 
 ASKING = """
 import sys, time
 from spile.corpus.chats.template import ChatTemplate
-from spile.corpus.reader import CorpusReader
-from spile.corpus.documents import CorpusDocument
-from spile.corpus.files import find_files
-from spile.corpus.chats.rows import Chats
 from spile.corpus.chats.pool import RenderPool
 from spile.corpus.documents import CorpusDocument
-pool = RenderPool(Chats("chat", ChatTemplate("{{ messages[0].content }}")), 2)
-row = {"chat": [{"role": "user", "content": "x" * 100}]}
-print(*[process.pid for process in pool._processes], "jax" in sys.modules, flush=True)
+pool = RenderPool(ChatTemplate("{{ messages[0].content }}"), 2)
+chat = [{"role": "user", "content": "x" * 100}]
+list(pool.documents([CorpusDocument(chat=chat)]))
+print(*[renderer.pid for renderer in pool._idle], "jax" in sys.modules, flush=True)
 while True:
-    list(pool.documents([CorpusDocument(row=("", row))] * 1000))
+    list(pool.documents(CorpusDocument(chat=chat) for _ in range(1000)))
 """
 
 

@@ -506,7 +506,7 @@ def test_what_is_no_template_is_refused(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
-        read_template(tmp_path, None)
+        read_template(tmp_path, None).compile()
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

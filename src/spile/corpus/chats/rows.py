@@ -1,9 +1,8 @@
-"""How a row of the corpus becomes a document: what a template makes of a chat, and who said what.
+"""How a row of the corpus becomes a document, or the chat of which a template makes one.
 
 A plain text needs none of this; its column is read as it stands (`reader.py`).
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -11,14 +10,12 @@ from typing import Any, Protocol, cast
 import xxhash
 
 from spile.core.config import Recipe, canonical_json, flag_of
-from spile.core.errors import ConfigError, InputError
+from spile.core.errors import ConfigError
 from spile.core.index import ROLES
 from spile.corpus.chats.template import ChatTemplate, read_template
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.programs.program import ProgramDocument
 from spile.objects.paths import AnyPath
-
-_log = logging.getLogger("spile")
 
 
 class RowReader(Protocol):
@@ -33,7 +30,11 @@ class RowReader(Protocol):
         ...
 
     def document(self, row: Mapping[str, Any]) -> CorpusDocument:
-        """Raises ValueError for a row that can be no document of this kind."""
+        """A document, or one whose `chat` is still to be rendered.
+
+        Raises:
+            ValueError: for a row that can be no document of this kind.
+        """
         ...
 
 
@@ -60,7 +61,7 @@ class Chats:
         messages = cast(list[dict[str, Any]], value)
         if not messages:
             return CorpusDocument(skipped="empty")
-        return _rendered(self.template, messages)
+        return CorpusDocument(chat=messages)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Pairs:
         if self.template:
             messages = [{"role": "user", "content": self.prefix + prompt + self.suffix}]
             messages += [{"role": "assistant", "content": response}] * bool(self.response)
-            return _rendered(self.template, messages)
+            return CorpusDocument(chat=messages)
         pieces = (("template", self.prefix), ("user", prompt), ("template", self.suffix),
                   ("assistant", response))  # fmt: skip
         return joined(pieces)
@@ -114,7 +115,7 @@ def of_program(document: ProgramDocument, reading: "RowReader | None") -> Corpus
     if document.messages:
         if not isinstance(reading, Chats):
             raise ValueError("holds messages, not text: read them with --messages messages")
-        return _rendered(reading.template, [dict(message) for message in document.messages])
+        return CorpusDocument(chat=[dict(message) for message in document.messages])
     if document.text is None:
         return CorpusDocument(skipped="null")
     if not document.text.strip():
@@ -122,22 +123,9 @@ def of_program(document: ProgramDocument, reading: "RowReader | None") -> Corpus
     return joined(document.segments) if document.segments else CorpusDocument(document.text)
 
 
-def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> CorpusDocument:
-    try:
-        rendered = template.render(messages)
-    except InputError as error:
-        _log.debug("%s", error)
-        return CorpusDocument(skipped="refused by the chat template")
-    roles: list[tuple[int, int, int]] = []
-    reached = 0
-    for start, stop, role in rendered.roles:
-        if start > reached:
-            roles.append((reached, start, ROLES["template"]))
-        roles.append((start, stop, ROLES[role]))
-        reached = stop
-    if reached < len(rendered.text):
-        roles.append((reached, len(rendered.text), ROLES["template"]))
-    return CorpusDocument(rendered.text, tuple(roles))
+def template_of(reading: RowReader | None) -> ChatTemplate | None:
+    """The template that renders what is read so; None if there is none."""
+    return reading.template if isinstance(reading, Chats | Pairs) else None
 
 
 def read_as(recipe: Recipe, directory: AnyPath) -> tuple[RowReader | None, str | None]:

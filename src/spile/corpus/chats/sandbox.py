@@ -1,8 +1,9 @@
 """Strangers' chat templates, run in Jinja's sandbox: without effects, and never without end.
 
 Set up as `transformers` sets it up, so that the text is the same. What it adds: texts are followed
-(see `owned.py`), everything a template does is counted, and what is random, or can neither be
-followed nor counted, is refused.
+(see `provenance.py`), most of what a template does is counted, and what is random, or cannot be
+followed, is refused. What is not counted (comparisons, slices, filters of long texts) is ended by
+the limits of the process that renders (`pool.py`).
 """
 
 import datetime
@@ -35,6 +36,7 @@ from spile.corpus.chats.provenance import (
     owned_whole,
     sole_owner,
 )
+from spile.corpus.chats.template import TemplateLimit
 
 if [int(number) for number in re.findall(r"\d+", importlib.metadata.version("jinja2"))] < [3, 1, 6]:
     raise ImportError("the sandbox of older versions can be left")
@@ -45,6 +47,7 @@ GENERATED = (-1, 0)  # the owner of what lies in `{% generation %}`
 # published templates need.
 _STEPS, _MORE_STEPS = 200_000, 1  # iterations, calls and operations
 _CHARACTERS, _MORE_CHARACTERS = 1 << 26, 64  # in all texts made on the way
+_TEXT, _MORE_TEXT = 1 << 20, 64  # characters of what comes out
 _BITS = 4096  # of an integer
 _WIDTH = 100  # of an indent, a separator
 
@@ -68,8 +71,10 @@ class _Run:
     def spend(self, steps: int, characters: int = 0) -> None:
         self.steps -= steps
         self.characters -= characters
-        if self.steps < 0 or self.characters < 0:
-            raise InputError("it does too much: it seems to have no end")
+        if self.steps < 0:
+            raise TemplateLimit("it takes too many steps: it seems to have no end")
+        if self.characters < 0:
+            raise TemplateLimit("it makes too many characters: it seems to have no end")
 
 
 _run: ContextVar[_Run] = ContextVar("run")
@@ -95,7 +100,10 @@ class CompiledTemplate:
         """The text; `size` is the number of characters that come in."""
         steps, characters = _STEPS + _MORE_STEPS * size, _CHARACTERS + _MORE_CHARACTERS * size
         _run.set(_Run(following, steps, characters))
-        return self._template.render(variables)
+        text = self._template.render(variables)
+        if len(text) > _TEXT + _MORE_TEXT * size:
+            raise TemplateLimit(f"it makes {len(text)} characters of a chat of {size}")
+        return text
 
 
 class _Rewriter(NodeTransformer):
@@ -215,7 +223,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             bits, more = left.bit_length(), right.bit_length()
             if (bits * abs(right) if operator == "**" else bits + more) > _BITS:
-                raise InputError("it computes with too large numbers")
+                raise TemplateLimit("it computes with too large numbers")
         elif isinstance(left, int) or isinstance(right, int):
             count = left if isinstance(left, int) else right
             run.spend(0, (_size(left) + _size(right)) * max(count, 0))
@@ -288,7 +296,7 @@ def _tojson(
 ) -> str:
     widths = [indent if isinstance(indent, int) else len(indent or ""), *map(len, separators or ())]
     if max(widths) > _WIDTH:
-        raise InputError(f"it writes JSON with spaces of more than {_WIDTH} characters")
+        raise TemplateLimit(f"it writes JSON with spaces of more than {_WIDTH} characters")
 
     def write(value: Any) -> str:
         return json.dumps(

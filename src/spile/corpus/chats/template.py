@@ -12,6 +12,7 @@ import datetime
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from spile.core.errors import ConfigError, InputError, SpileError, printable
@@ -33,6 +34,10 @@ _MAX_BYTES = 16 << 20  # of a template's file
 _MAX_DEPTH = 32  # of a message
 
 
+class TemplateLimit(InputError):
+    """A template took more than a rendering may: steps, characters, memory, processor time."""
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A chat as text.
@@ -50,8 +55,11 @@ class Rendered:
 class ChatTemplate:
     """A template and the special tokens it may name.
 
+    It is a stranger's program: `pool.py` compiles and renders it in processes that have limits.
+
     Attributes:
         text: the template itself.
+        where: the file it is from.
         tokens: special tokens by their names, e.g. `bos_token`.
         system: a message put before chats that have none of that role; None for none.
         generation_prompt: whether the text ends where the assistant would begin to speak.
@@ -70,16 +78,22 @@ class ChatTemplate:
     ) -> None:
         self.text, self.tokens, self.date = text, dict(tokens or {}), date
         self.system, self.generation_prompt = system, generation_prompt
-        self._where = where
+        self.where = where
         try:
-            sandbox = importlib.import_module("spile.corpus.chats.sandbox")
+            self._sandbox = importlib.import_module("spile.corpus.chats.sandbox")
         except ImportError:
             raise ConfigError(
                 "chats need jinja2, 3.1.6 or newer: pip install 'spile[chat]'"
             ) from None
-        self._generated = sandbox.GENERATED
+
+    def compile(self) -> None:
+        """Raises InputError for a template that is none."""
+        _ = self._program
+
+    @cached_property
+    def _program(self) -> Any:
         try:
-            self._program = sandbox.CompiledTemplate(text, date)
+            return self._sandbox.CompiledTemplate(self.text, self.date)
         except Exception as error:  # a stranger's program: it may raise anything
             raise self._failure(error) from None
 
@@ -98,8 +112,9 @@ class ChatTemplate:
         Raises:
             InputError: if the messages are none, the template refuses them, or does what cannot be
                 followed.
+            TemplateLimit: if it does too much.
         """
-        chat = [_message(message, f"message {i}") for i, message in enumerate(messages)]
+        program, chat = self._program, plain_messages(messages)
         added = self.system is not None and (not chat or _role(chat[0]) != "system")
         if added:
             chat.insert(0, {"role": "system", "content": self.system})
@@ -114,13 +129,13 @@ class ChatTemplate:
         }
         size = len(str(variables))
         try:
-            text = self._program.render(variables, size, following=False)
+            text = program.render(variables, size, following=False)
             variables["messages"] = _owned(chat)
-            followed = self._program.render(variables, size, following=True)
+            followed = program.render(variables, size, following=True)
         except Exception as error:  # as above
             raise self._failure(error) from None
         if followed != text:
-            raise InputError(f"{self._where}: it cannot be followed whose text is whose")
+            raise InputError(f"{self.where}: it cannot be followed whose text is whose")
         runs = followed.runs if isinstance(followed, OwnedText) else ()
         ranges = self._ranges(runs, roles)
         if (
@@ -128,7 +143,7 @@ class ChatTemplate:
             and chat[0]["content"].strip()
             and not any(role == "system" for *_, role in ranges)
         ):
-            raise InputError(f"{self._where}: it does not show the system message of --system")
+            raise InputError(f"{self.where}: it does not show the system message of --system")
         return Rendered(text, ranges)
 
     def _ranges(self, runs: Runs, roles: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
@@ -137,7 +152,7 @@ class ChatTemplate:
         named: set[Owner] = set()  # calls whose name has been written: a second time is a quotation
         for start, stop, owner in runs:
             message, part = owner
-            if owner == self._generated:
+            if owner == self._sandbox.GENERATED:
                 ranges.append((start, stop, "assistant"))
             elif roles[message] != "assistant":
                 ranges.append((start, stop, roles[message]))
@@ -150,13 +165,17 @@ class ChatTemplate:
         return tuple(ranges)
 
     def _failure(self, error: Exception) -> InputError:
+        kind = InputError
         if isinstance(error, SpileError):
             reason = str(error)
-        elif isinstance(error, RecursionError):
-            reason = "it is nested too deeply"
+            kind = TemplateLimit if isinstance(error, TemplateLimit) else InputError
+        elif isinstance(error, RecursionError | MemoryError):
+            deep = isinstance(error, RecursionError)
+            reason = "it is nested too deeply" if deep else "it takes more memory than it may"
+            kind = TemplateLimit
         else:
-            reason = " ".join(str(error).split()) or type(error).__name__
-        return InputError(printable(f"{self._where}: {reason[:500]}"))
+            reason = " ".join(str(error)[:2000].split()) or type(error).__name__
+        return kind(printable(f"{self.where}: {reason[:500]}"))
 
 
 def read_template(
@@ -187,6 +206,15 @@ def read_template(
         generation_prompt=generation_prompt,
         date=date,
     )
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A chat as templates expect it.
+
+    Raises:
+        InputError: if it holds anything but messages of JSON's types.
+    """
+    return [_message(message, f"message {i}") for i, message in enumerate(messages)]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
