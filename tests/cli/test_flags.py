@@ -2,9 +2,12 @@
 
 import argparse
 import dataclasses
+import re
 
 import pytest
 
+from spile import cli
+from spile.cli import flags
 from spile.cli.flags import Parser, Verbs, add_options
 from spile.core.config import RayOptions, Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError
@@ -37,3 +40,37 @@ def test_a_verb_gets_its_function_and_an_error_its_name() -> None:
     assert isinstance(sub, argparse.ArgumentParser) and sub.description == "look at it"
     with pytest.raises(ConfigError, match=r"required: out \(see `tool look --help`\)"):
         parser.parse_args(["look"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("extract --batch-size 8", "no flag --batch-size: use --batch-tokens N"),
+        ("extract --dtype bf16", "use --store-dtype for stored values, --compute-dtype"),
+        ("extract --layers 3", "use --taps SITE:LAYERS"),
+        ("extract --hook-name x", "use --taps X, e.g. --taps blocks.12.hook_resid_post"),
+        ("extract --overwrite", "the same command resumes what --out holds"),
+        ("extract --resume", "the same command resumes what --out holds"),
+        ("extract --shuffle 3", "use --shuffle-docs SEED for the order of units"),
+        ("extract --device cpu", "JAX_PLATFORMS=cpu, cuda or tpu"),
+        ("extract --seq_len 64", "write --seq-len"),
+        ("extract --corpsu x", "did you mean --corpus?"),
+        ("extract --seq-le 64", "did you mean --seq-len?"),
+        ("plan --dataset x", "use --corpus X"),
+        ("check x --sample 3", "did you mean --samples?"),
+        ("extrakt --model x", "no verb 'extrakt': did you mean extract?"),
+        ("verify a b", "'b' is one argument too many"),
+    ],
+)
+def test_a_near_miss_names_what_may_be_meant(words: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cli.make_parser().parse_args(words.split())
+    assert said in str(caught.value)
+    verb = words.split()[0]
+    assert f"(see `spile{'' if verb == 'extrakt' else ' ' + verb} --help`)" in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", flags._INSTEAD)
+def test_a_suggestion_names_only_flags_that_extract_has(flag: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(flags._INSTEAD[flag])):
+        cli.make_parser().parse_args(["extract", flag])

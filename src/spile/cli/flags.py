@@ -2,7 +2,8 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from spile.core.config import RayOptions, Recipe, Runtime, flag_of
@@ -16,18 +17,106 @@ sites:  resid_pre  resid_mid  resid_post  attn_in  attn_out  mlp_in  mlp_hidden 
         and, without layers: embed  final_norm  logits  logprob  entropy
 layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
         TransformerLens, HF and vLLM names work too: blocks.20.hook_resid_post,
-        hidden_states[21], aux_hidden_states[21]
+        model.layers.20, hidden_states[21], aux_hidden_states[21]
 
 exit codes: 0 done; 2 bad input or configuration; 3 data or store fault; 130 interrupted;
             134 a process of the world was lost: start all of them again
 """
 
 
+_NOTHING_IS_OVERWRITTEN = (
+    "the same command resumes what --out holds; for a new dataset give a new --out"
+)
+# What users of other tools type, and what to type here. It is suggested, not accepted.
+_INSTEAD = {
+    "--batch-size": "use --batch-tokens N, which counts tokens of all contexts together",
+    "--chat-template": "use --template FILE",
+    "--context-size": "use --seq-len N",
+    "--data": "use --corpus X",
+    "--dataset": "use --corpus X",
+    "--dataset-name": "use --corpus X",
+    "--device": "set it in the environment: JAX_PLATFORMS=cpu, cuda or tpu",
+    "--dtype": "use --store-dtype for stored values, --compute-dtype for the model's arithmetic",
+    "--force": _NOTHING_IS_OVERWRITTEN,
+    "--hook": "use --taps SITE:LAYERS, e.g. --taps resid_post:12",
+    "--hook-name": "use --taps X, e.g. --taps blocks.12.hook_resid_post",
+    "--hook-point": "use --taps X, e.g. --taps blocks.12.hook_resid_post",
+    "--layer": "use --taps SITE:LAYERS, e.g. --taps resid_post:12",
+    "--layers": "use --taps SITE:LAYERS, e.g. --taps resid_post:8-12",
+    "--limit": "use --max-docs N or --max-tokens N",
+    "--max-length": "use --seq-len N",
+    "--max-samples": "use --max-docs N",
+    "--model-name": "use --model X",
+    "--model-name-or-path": "use --model X",
+    "--model-path": "use --model X",
+    "--num-samples": "use --max-docs N",
+    "--num-workers": "use --threads N",
+    "--output": "use --out DIR",
+    "--output-dir": "use --out DIR",
+    "--overwrite": _NOTHING_IS_OVERWRITTEN,
+    "--prepend-bos": "use --special-tokens bos",
+    "--precision": "use --compute-dtype X",
+    "--resume": _NOTHING_IS_OVERWRITTEN,
+    "--seq-length": "use --seq-len N",
+    "--shard-size": "use --shard-bytes SIZE",
+    "--shuffle": "use --shuffle-docs SEED for the order of units, or `spile shuffle` for rows",
+    "--sites": "use --taps SITE:LAYERS, e.g. --taps resid_post:12",
+    "--split": "use --corpus owner/name:config:split",
+    "--text-field": "use --text-column X",
+    "--tokens": "use --max-tokens N",
+}
+
+
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print the usage and exit."""
+    """Raises ConfigError where argparse would print the usage and exit.
+
+    Flags cannot be abbreviated: an abbreviation may become another flag in a later version.
+    """
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **{"allow_abbrev": False, **more})
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As argparse does, but a verb itself says which flag it does not know."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:
+            flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            self.error(
+                self._hint(flags[0]) if flags else f"{unknown[0]!r} is one argument too many"
+            )
+        return found, unknown
+
+    def _hint(self, flag: str) -> str:
+        """That there is no such flag, and which one may be meant."""
+        spelled = "--" + flag.lstrip("-").replace("_", "-")
+        if spelled in self._option_string_actions:
+            return f"there is no flag {flag}: write {spelled}"
+        instead = _INSTEAD.get(spelled)
+        named = {word for word in (instead or "").split() if word.startswith("--")}
+        if (
+            instead
+            and "--model" in self._option_string_actions
+            and named <= {*self._option_string_actions}
+        ):
+            return f"there is no flag {flag}: {instead}"
+        return f"there is no flag {flag}{_did_you_mean(spelled, self._option_string_actions)}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does; for a verb that does not exist, only the nearest is named."""
+        verbs = [*action.choices] if action.choices and action.nargs == argparse.PARSER else []
+        if len(verbs) > 9 and value not in verbs:
+            self.error(f"there is no verb {value!r}{_did_you_mean(value, verbs)}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1, 0.7)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 class Verbs:

@@ -244,10 +244,16 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
 
     Layers: a number, a range `a-b` (both included), `all`, negatives from the end, a step
     (`0-27/4`); several joined by `+`. Canonical names (`resid_post.20`) and those of other tools
-    (`blocks.20.hook_resid_post`, `hidden_states[21]`, `aux_hidden_states[21]`) are accepted too.
+    (`blocks.20.hook_resid_post`, `hidden_states[21]`, `aux_hidden_states[21]`) are accepted too,
+    and so are paths of HF modules (`model.layers.20`) whose output is the tap's value.
     """
     taps: set[Tap] = set()
-    for item in filter(None, (part.strip() for part in text.split(","))):
+    items = [*filter(None, (part.strip() for part in text.split(",")))]
+    for before, item in zip(["", *items], items, strict=False):
+        if ":" in before and re.fullmatch(r"(all|-?\d+)[-\d/+]*", item):
+            raise ConfigError(
+                f"--taps {text!r}: layers of one site are joined by +, as in {before}+{item}"
+            )
         taps.update(_parse_item(item, arch))
     if not taps:
         raise ConfigError(f"--taps {text!r} names no tap")
@@ -273,9 +279,7 @@ def _parse_item(item: str, arch: Arch) -> set[Tap]:
     site_name, colon, layers = item.partition(":")
     site = SITES.get(site_name)
     if site is None:
-        near = difflib.get_close_matches(site_name, SITES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"--taps: no site {site_name!r} (known: {', '.join(SITES)}){hint}")
+        raise _unknown_site_error(item, site_name, arch)
     if not site.layered:
         if colon:
             raise ConfigError(f"--taps {item!r}: {site.name} has no layers; write just {site.name}")
@@ -316,6 +320,8 @@ def _from_alias(item: str, arch: Arch) -> str:
     match = re.fullmatch(r"blocks\.(\d+)\.([\w.]+)", item)
     if match and (site := _LENS.get(f"{_BLOCK}{match[2]}")):
         return f"{site}:{match[1]}"
+    if site := _from_module(item, arch):
+        return site
     match = re.fullmatch(r"(aux_)?hidden_states\[(\d{1,9})\]", item)
     if not match:
         return item
@@ -328,3 +334,68 @@ def _from_alias(item: str, arch: Arch) -> str:
     return (
         "final_norm" if blocks == arch.num_layers and not match[1] else f"resid_post:{blocks - 1}"
     )
+
+
+# Modules of HF's models whose output is a site's values; `{}`: the layer.
+_BLOCKS_OF_HF = r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d{1,9})"
+_MODULES: dict[str, str] = {
+    "": "resid_post",
+    ".self_attn": "attn_out",
+    ".self_attn.o_proj": "attn_out",
+    ".attn": "attn_out",
+    ".attn.c_proj": "attn_out",
+    ".attention": "attn_out",
+    ".attention.dense": "attn_out",
+    ".self_attn.q_proj": "q",
+    ".self_attn.k_proj": "k",
+    ".self_attn.v_proj": "v",
+    ".mlp": "mlp_out",
+    ".mlp.down_proj": "mlp_out",
+    ".mlp.c_proj": "mlp_out",
+    ".mlp.dense_4h_to_h": "mlp_out",
+}
+_ENDS = {
+    **dict.fromkeys(("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in"), "embed"),
+    **dict.fromkeys(("model.norm", "transformer.ln_f", "gpt_neox.final_layer_norm"), "final_norm"),
+    **dict.fromkeys(("lm_head", "embed_out"), "logits"),
+}
+
+
+def _from_module(item: str, arch: Arch) -> str | None:
+    """Our spelling of the path of an HF module; none where it is no such path.
+
+    Raises:
+        ConfigError: if the module's output differs from what the site means.
+    """
+    match = re.fullmatch(_BLOCKS_OF_HF + r"([\w.]*)", item)
+    site = _ENDS.get(item) or (_MODULES.get(match[2]) if match else None)
+    if site is None:
+        return None
+    differs = {
+        "logits": arch.logit_softcap is not None and "the model caps it afterwards",
+        "attn_out": arch.post_norm and "the model normalises it before adding it to the stream",
+        "mlp_out": arch.post_norm and "the model normalises it before adding it to the stream",
+    }.get(site)
+    ours = f"{site}:{match[1]}" if match else site
+    if differs:
+        raise ConfigError(
+            f"--taps {item!r}: {ours} is not that module's output ({differs}); ask for {ours}"
+        )
+    return ours
+
+
+def _unknown_site_error(item: str, site: str, arch: Arch) -> ConfigError:
+    """Which name may be meant, of ours or of TransformerLens."""
+    layer = re.match(r"blocks\.(\d+)\.", item)
+    if layer or "hook_" in item:
+        known = [name.format(layer[1] if layer else "") for name in _LENS]
+        if item in known:
+            return ConfigError(
+                f"--taps {item!r}: the {arch.family} model differs there; see `spile taps`"
+            )
+        near = difflib.get_close_matches(item, known, 1, 0.6)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return ConfigError(f"--taps: no TransformerLens name {item!r} is known here{hint}")
+    near = difflib.get_close_matches(site, SITES, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return ConfigError(f"--taps: no site {site!r} (known: {', '.join(SITES)}){hint}")
