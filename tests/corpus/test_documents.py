@@ -13,8 +13,10 @@ import tiny
 from spile.core.errors import InputError
 from spile.core.expressions import DocumentFilter
 from spile.corpus import reader as reader_module
+from spile.corpus.chats.rows import Pairs, of_program
 from spile.corpus.documents import LONGEST, CorpusDocument, Documents, plain
 from spile.corpus.files import find_files
+from spile.corpus.programs.program import ProgramDocument
 from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.select import Selection
 from texts import units_of, write_parquet
@@ -183,6 +185,14 @@ def test_a_document_is_skipped_for_a_reason_and_keeps_what_describes_it() -> Non
     document.skip("why")
     assert (document.ordinal, document.preview, document.skipped) == (5, "on", "why")
     assert document.columns == {"id": 7} and not document.text and not document.roles
+
+
+def test_white_space_alone_is_left_out_as_such_wherever_it_comes_from() -> None:
+    pairs = Pairs("q", "a", "", "", None)
+    for text, reason in (("", "empty"), (" \n", "white space only")):
+        assert CorpusDocument.of_bytes(text.encode()).skipped == reason
+        assert pairs.document({"q": text, "a": ""}).skipped == reason
+        assert of_program(ProgramDocument(text), None).skipped == reason
 
 
 def documents(ordinals: list[int], texts: list[str], *others: CorpusDocument) -> Documents:

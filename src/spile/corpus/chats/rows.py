@@ -15,6 +15,7 @@ from spile.core.index import ROLES
 from spile.corpus.chats.template import ChatTemplate, read_template
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.programs.program import ProgramDocument
+from spile.corpus.select import BLANK, EMPTY
 from spile.objects.paths import AnyPath
 
 
@@ -60,7 +61,7 @@ class Chats:
             raise ValueError(f"{self.column!r} holds no list of messages; choose with --messages")
         messages = cast(list[dict[str, Any]], value)
         if not messages:
-            return CorpusDocument(skipped="empty")
+            return CorpusDocument(skipped=EMPTY)
         return CorpusDocument(chat=messages)
 
 
@@ -89,7 +90,7 @@ class Pairs:
                     f"{column!r} holds {type(value).__name__}, not text; choose others"
                 )
         if not any(str(value).strip() for value in values):
-            return CorpusDocument(skipped="empty")
+            return CorpusDocument(skipped=BLANK if any(values) else EMPTY)
         prompt, response = str(values[0]), str(values[1]) if self.response else ""
         if self.template:
             messages = [{"role": "user", "content": self.prefix + prompt + self.suffix}]
@@ -119,7 +120,7 @@ def of_program(document: ProgramDocument, reading: "RowReader | None") -> Corpus
     if document.text is None:
         return CorpusDocument(skipped="null")
     if not document.text.strip():
-        return CorpusDocument(skipped="empty")
+        return CorpusDocument(skipped=BLANK if document.text else EMPTY)
     return joined(document.segments) if document.segments else CorpusDocument(document.text)
 
 
