@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= acts/demo
 
-.PHONY: demo test lint chaos chaos-kills chaos-buckets chaos-fleets chaos-models chaos-rest bench docs wheel clean
+.PHONY: demo test lint chaos chaos-kills chaos-buckets chaos-fleets chaos-models chaos-rest bench docs wheel lock clean
 
 demo: $(VENV)/.spile
 	$(BIN)/spile extract --model demo --corpus demo --taps resid_post:9,mlp_out:9 \
@@ -58,8 +58,24 @@ docs: $(VENV)/.dev
 	$(BIN)/python scripts/make_reference.py docs/reference
 	$(BIN)/zensical build --strict --clean
 
+# With what it was tested with: a bill of materials for each lock of docker/.
 wheel: $(VENV)/.dev
 	$(BIN)/pip wheel -q --no-deps -w dist .
+	$(BIN)/python scripts/make_sbom.py dist docker/requirements-*.txt
+
+# What the images install, by SHA-256. Versions stay as they are unless LOCK=--upgrade.
+LOCK =
+COMPILE = $(BIN)/uv pip compile -q --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_36 \
+  --no-emit-index-url --custom-compile-command 'make lock' $(LOCK)
+IMAGE := --extra cloud --extra hub --extra chat --extra demo
+
+lock: $(VENV)/.dev
+	$(BIN)/pip install -q uv==0.13.7
+	$(COMPILE) $(IMAGE) pyproject.toml -o docker/requirements-cpu.txt
+	$(COMPILE) $(IMAGE) --extra gpu -c docker/requirements-cpu.txt pyproject.toml -o docker/requirements-cuda.txt
+	$(COMPILE) $(IMAGE) --extra tpu -c docker/requirements-cpu.txt pyproject.toml -o docker/requirements-tpu.txt
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" \
+	  | $(COMPILE) - -o docker/requirements-build.txt
 
 $(VENV)/.spile: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -38,13 +38,10 @@ def stages() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def pins(part: str) -> dict[str, str]:
-    """Of the packages every image has, or besides of one of them."""
-    text = (ROOT / "docker/constraints.txt").read_text()
-    parts = dict(zip(["", *re.findall(r"# --target (\w+)", text)],
-                     re.split(r"# --target \w+\n", text), strict=True))  # fmt: skip
-    lines = [line for line in parts[part].splitlines() if not line.startswith("#")]
-    return {normal(name): version for name, version in (line.split("==") for line in lines)}
+def pins(target: str) -> dict[str, str]:
+    """What is locked for an image, or for building the wheel."""
+    text = (ROOT / f"docker/requirements-{target}.txt").read_text()
+    return {normal(name): version for name, version in re.findall(r"(?m)^([\w.-]+)==(\S+)", text)}
 
 
 def wanted(*extras: str) -> list[Requirement]:
@@ -74,12 +71,41 @@ def test_there_is_an_image_for_each_kind_of_device_and_only_the_tpus_is_roots() 
 
 
 def test_everything_is_pinned() -> None:
-    ((_, python),) = stages()[""]
+    ((_, python), (_, digest)) = stages()[""]
     assert re.fullmatch(r"PYTHON=python:3\.11\.\d+-slim-\w+", python)
+    assert digest == "DIGEST="
+    bases = [rest for line in stages().values() for word, rest in line if word == "FROM"]
+    assert [base for base in bases if "PYTHON" in base] == [
+        "${PYTHON}${DIGEST:+@${DIGEST}} AS build", "${PYTHON}${DIGEST:+@${DIGEST}} AS base",
+    ]  # fmt: skip
     for requirement in wanted(*EXTRAS):
-        assert requirement.specifier.contains(pins("")[normal(requirement.name)]), requirement
-    assert pins("cuda")["jax-cuda12-plugin"] == pins("")["jax"]
+        assert requirement.specifier.contains(pins("cpu")[normal(requirement.name)]), requirement
+    assert pins("cuda")["jax-cuda12-plugin"] == pins("cpu")["jax"]
     assert "libtpu" in pins("tpu")
+    for target in ("cuda", "tpu"):  # their stages begin with the cpu's
+        assert pins(target).items() > pins("cpu").items()
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert [f"{name}=={pins('build')[name]}" for name in ("hatchling",)] == built
+
+
+@pytest.mark.parametrize("target", ["build", "cpu", "cuda", "tpu"])
+def test_nothing_is_installed_but_by_its_hash(target: str) -> None:
+    text = (ROOT / f"docker/requirements-{target}.txt").read_text()
+    for entry in re.split(r"(?m)^(?=[\w.-]+==)", text)[1:]:
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
+    installs = [
+        step.strip()
+        for stage in stages().values()
+        for word, rest in stage
+        if word == "RUN"
+        for step in rest.split("&&")
+        if "pip " in step
+    ]
+    assert len(installs) == 6
+    for step in installs:
+        by_hash = "--require-hashes" in step
+        assert by_hash or "--no-deps --no-index" in step or "--no-build-isolation" in step, step
+    assert any(f"--requirement requirements-{target}.txt" in step for step in installs)
 
 
 def test_what_is_copied_is_there_and_let_through() -> None:
@@ -98,7 +124,7 @@ def inside(
     """The `bin` of what the image would have in /opt/spile."""
     folder = tmp_path_factory.mktemp("image")
     if not pytestconfig.getoption("--chaos-full"):
-        link_packages(pins(""), folder / "packages")
+        link_packages(pins("cpu"), folder / "packages")
         return make_environment(folder / "opt", wheel, folder / "packages")
     source = folder / "source"
     source.mkdir()
@@ -110,7 +136,8 @@ def inside(
                 copy(ROOT / name, source / (where if where != "./" else Path(name).name))
         elif word == "RUN":
             steps = rest.replace("/opt/spile", str(folder / "opt"))
-            steps = steps.replace("python -m", f"{sys.executable} -m", 1)
+            steps = steps.replace("/opt/build", str(folder / "build"))
+            steps = steps.replace("python -m", f"{sys.executable} -m")
             ran = subprocess.run(
                 ["sh", "-ec", steps], cwd=source, env=clean_environment(), capture_output=True,
                 text=True, check=False,
