@@ -30,8 +30,10 @@ VERBS = [
     "ls",
     "serve",
     "verify",
+    "sign",
     "gc",
     "launch",
+    "doctor",
 ]
 
 

@@ -1,5 +1,8 @@
 """Memory of devices, said or counted; a chip's peak, published or measured."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -8,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from spile.plan.chips import CHIPS
-from spile.run.devices import memory_limit, memory_used, peak_flops
+from spile.run.devices import memory_limit, memory_used, peak_flops, start_error
 
 
 def saying(**stats: int) -> SimpleNamespace:
@@ -35,6 +38,50 @@ def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "proxy,cpu")
     device = SimpleNamespace(memory_stats=refuses)
     assert (memory_limit(device), memory_used(device)) == (None, 0)
+
+
+def test_a_device_that_is_not_there_is_one_line_and_exit_code_2() -> None:
+    words = ("extract", "--model", "demo", "--corpus", "demo", "--taps", "embed", "--out", "none")
+    ran = subprocess.run(
+        [sys.executable, "-m", "spile.cli", *words], env={**os.environ, "JAX_PLATFORMS": "cuda"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("spile: JAX_PLATFORMS=cuda: needs an NVIDIA driver")
+    assert ran.stderr.count("\n") == 1
+
+
+_NO_LIBTPU = (
+    "Unable to initialize backend 'tpu': INTERNAL: Failed to open libtpu.so: libtpu.so: cannot "
+    "open shared object file: No such file or directory (set JAX_PLATFORMS='' to automatically "
+    "choose an available backend)"
+)
+_TPU_HELD = (
+    "Unable to initialize backend 'tpu': ABORTED: The TPU is already in use by process with pid "
+    "4242. Not attempting to load libtpu.so in this process."
+)
+_NO_PROXY = "Unable to initialize backend 'proxy': Backend 'proxy' is not in the list of known"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "code", "told"),
+    [
+        ("tpu", _NO_LIBTPU, 2, "needs a TPU and libtpu: pip install 'spile[tpu]'"),
+        ("tpu", _TPU_HELD, 3, "held by another process"),
+        ("tpu,cpu", _TPU_HELD, 3, "pid 4242"),
+        ("proxy", _NO_PROXY, 2, "needs Pathways"),
+        ("cuda", "", 2, "jax gives no reason"),
+        ("nonsense", "Unknown backend nonsense", 2, "JAX_PLATFORMS='nonsense'"),
+    ],
+)
+def test_why_no_device_starts_is_said_with_what_to_do(
+    asked: str, said: str, code: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    error = start_error(said)
+    assert error.exit_code == code, "a restart helps only where another process holds the device"
+    assert told in str(error) and "\n" not in str(error)
+    assert "set JAX_PLATFORMS=''" not in str(error)
 
 
 @dataclass

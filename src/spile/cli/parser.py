@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from spile import __version__
-from spile.cli import dataset, extract, launch, legacy, look, model, plan, rows, serve
+from spile.cli import dataset, doctor, extract, launch, legacy, look, model, plan, rows, serve
 from spile.cli.flags import Parser, Verbs
 from spile.cli.style import JsonLines, formatter
 from spile.core.errors import Interrupted, SpileError, printable
@@ -38,6 +38,7 @@ _VERBS = (  # in the order of `spile --help`
     dataset.add_sign,
     dataset.add_gc,
     launch.add_launch,
+    doctor.add_doctor,
 )
 
 

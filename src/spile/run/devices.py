@@ -11,8 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from spile.core.cache_dir import cache_directory
+from spile.core.errors import ConfigError, SpileError
 from spile.plan.chips import chip_of
 
+# Words of libtpu, and of the driver.
+_HELD = ("already in use", "lockfile", "Device or resource busy")
+_MISSING = {
+    "tpu": "needs a TPU and libtpu: pip install 'spile[tpu]'",
+    "cuda": "needs an NVIDIA driver and jax's CUDA plugin: pip install 'spile[gpu]'",
+    "gpu": "needs an NVIDIA driver and jax's CUDA plugin: pip install 'spile[gpu]'",
+    "proxy": "needs Pathways: start its proxy, and pip install pathwaysutils",
+}
 # Measured at 7B shapes on an H200 (docs/benchmarks.md): cuBLAS is 3% faster than XLA's own
 # matrix products, and compiles sooner.
 _XLA_FLAGS = ("--xla_gpu_enable_triton_gemm=false",)
@@ -23,11 +32,30 @@ def prepared_device() -> Any:
     flags = os.environ.get("XLA_FLAGS", "")
     chosen = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *chosen]).strip()
-    device = jax.local_devices()[0]
+    try:
+        device = jax.local_devices()[0]
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise start_error(str(error)) from error
     # (The CPU compiler ties what it caches to the very machine, and compiles fast anyway.)
     if device.platform != "cpu" and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
     return device
+
+
+def start_error(said: str) -> SpileError:
+    """Why jax could start no device, and what to do.
+
+    A device that another process holds may be free later, so a restart can help; what is not
+    installed stays so.
+    """
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    why = " ".join(said.split(" (set JAX_PLATFORMS")[0].split()) or "jax gives no reason"
+    if any(word in said for word in _HELD):
+        return SpileError(f"the device is held by another process ({why}); end it, or wait for it")
+    missing = next((hint for name, hint in _MISSING.items() if name in asked.split(",")), None)
+    if missing is None:
+        return ConfigError(f"jax starts no device with JAX_PLATFORMS={asked!r} ({why})")
+    return ConfigError(f"JAX_PLATFORMS={asked}: {missing} ({why}); JAX_PLATFORMS=cpu runs without")
 
 
 def devices_here() -> tuple[str, int, str]:

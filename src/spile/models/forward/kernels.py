@@ -47,19 +47,20 @@ def for_platform(
         return blocked
     reason = why_unfused(platform, arch, dtype, seq_len)
     if reason is None and platform == "gpu":
-        reason = _why_not_cudnn()
+        reason = why_not_cudnn()
     if reason is None:
         return splash if platform == "tpu" else partial(cudnn, contexts=contexts)
     _log.info("attention scores every pair of a row: %s", reason)
     return masked
 
 
-def _why_not_cudnn() -> str | None:
+def why_not_cudnn() -> str | None:
+    """Why cuDNN's packed attention cannot be used with this jax on this GPU."""
     try:
         module = importlib.import_module(_CUDNN)
         module.check_cudnn_version()
         if not module.check_compute_capability("9.0"):
-            return "cuDNN packs documents on Hopper GPUs and later ones alone"
+            return "cuDNN packs documents only on Hopper GPUs and later ones"
         return None if hasattr(module.MaskType, "PADDING_CAUSAL") else "this jax packs differently"
     except (ImportError, AttributeError, RuntimeError) as error:
         return f"this jax has no packed cuDNN attention ({error})"
