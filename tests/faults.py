@@ -1,4 +1,4 @@
-"""Faults of a disk, one at a chosen system call: compiled, preloaded by the zygote, armed by a child.
+"""Faults of a disk, at a chosen system call: compiled, preloaded by the zygote, armed by a child.
 
 `library` compiles faults.c, which see. `tests/zygote.py` preloads it into the process that all
 others are forked from, where it does nothing until a child calls `arm`.

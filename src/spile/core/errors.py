@@ -55,6 +55,14 @@ class StoreError(SpileError):
     """The store cannot be read or written."""
 
 
+class NotCreatedError(StoreError):
+    """A record was not created, and never will be by this request.
+
+    Any other error may hide that it was: an answer can get lost, and a request can still be
+    under way.
+    """
+
+
 class CorruptError(StoreError):
     """Stored bytes are not what was written.
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from spile.core.errors import CorruptError, DriftError, StoreError
+from spile.core.errors import CorruptError, DriftError, NotCreatedError, StoreError
 from spile.core.recipe import ResolvedRecipe
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
@@ -142,7 +142,9 @@ class Ledger:
         """Create the done record; False if another attempt came first.
 
         Raises:
-            StoreError: if a file it would name has vanished; nothing is created then.
+            NotCreatedError: if there is no record, and will be none: a file that it would name has
+                vanished, or the disk is full.
+            StoreError: if the record may exist, or may yet.
         """
         key = fmt.done_key(done.unit)
         gone = self.missing_files(done)
@@ -151,7 +153,7 @@ class Ledger:
             stored = self.read_done(done.unit)
             if stored is not None:
                 return stored.attempt == done.attempt
-            raise StoreError(
+            raise NotCreatedError(
                 f"{self.objects.url}/{gone[0]}: vanished before unit {done.unit} was committed; "
                 "nothing but spile may delete there (`gc --abandoned` only when nothing runs): "
                 "run the same command again"
@@ -211,10 +213,12 @@ class Ledger:
 class Attempt:
     """The files of one attempt at a unit: removed, unless a record may name them.
 
-    A commit that fails or is interrupted may have created its record all the same: whoever removed
-    the files then would lose a unit that exists. So they are removed before the commit begins, or
-    when the record has been read back and names another attempt, and at no other time. What is left
-    behind otherwise is taken by `gc`. Nobody else calls `Ledger.commit` or `UnitWriter.discard`.
+    A commit that fails or is interrupted may have created its record all the same, or its request
+    may still be under way to a bucket: whoever removed the files then would lose a unit that
+    exists. So they are removed before the commit begins, when the record has been read back and
+    names another attempt, or when it certainly was not created (`NotCreatedError`: a full disk),
+    and at no other time. What is left otherwise `gc` takes as soon as the unit has a record; before
+    that, `gc --abandoned` does. Nobody else calls `Ledger.commit` or `UnitWriter.discard`.
 
     with Attempt(ledger, writer) as attempt:
         writer.write(...)
@@ -228,8 +232,12 @@ class Attempt:
     def commit(self, done: Done) -> bool:
         """Create the done record; False if another attempt came first, and this one is removed."""
         self.release()
-        if self._ledger.commit(done):
-            return True
+        try:
+            if self._ledger.commit(done):
+                return True
+        except NotCreatedError:
+            self._remove()
+            raise
         self._remove()
         return False
 

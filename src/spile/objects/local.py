@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
-from spile.core.errors import CorruptError, StoreError
+from spile.core.errors import CorruptError, NotCreatedError, StoreError
 from spile.objects.protocol import Entry, check_held, check_key
 
 _TEMPORARY = ".tmp-"
@@ -20,13 +20,20 @@ _SYNC_BYTES = 64 << 20  # of a file, after which they are made durable
 _SYNCS = 8  # files at once, of which that is done: one for each tap that is being written
 
 
-def _disk_error(action: str, path: Path, error: OSError) -> StoreError:
+# A link that fails for one of these was refused, and not made.
+_REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMLINK}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+def _disk_error(
+    action: str, path: Path, error: OSError, kind: type[StoreError] = StoreError
+) -> StoreError:
     if error.errno == errno.ENOSPC:
-        return StoreError(
+        return kind(
             f"disk full while {action} {path}; what is committed stays valid: "
             "free some space and run the same command again"
         )
-    return StoreError(f"{action} {path}: {error.strerror or error}")
+    return kind(f"{action} {path}: {error.strerror or error}")
 
 
 class LocalObjects:
@@ -87,12 +94,15 @@ class LocalObjects:
     def create(self, key: str, data: bytes) -> bool:
         path = self._path(key)
         temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
+        made: bool | None = False  # None: not known
         try:
             with self._open_new(temporary) as file:
                 _write_all(file, data)
                 os.fsync(file.fileno())
+            made = None
             try:
                 os.link(temporary, path)
+                made = True
             except FileExistsError:
                 return False
             except FileNotFoundError:
@@ -103,12 +113,14 @@ class LocalObjects:
             sync(path.parent)
             return True
         except OSError as error:
-            if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise StoreError(
+            if made is None and error.errno in _NO_LINKS:
+                raise NotCreatedError(
                     f"{self.url} does not support hard links, which exclusive commits need; "
                     "use a local file system for --out"
                 ) from error
-            raise _disk_error("creating", path, error) from error
+            absent = made is False or (made is None and error.errno in _REFUSED)
+            kind = NotCreatedError if absent else StoreError
+            raise _disk_error("creating", path, error, kind) from error
         finally:
             with contextlib.suppress(OSError):  # never hides why the creation failed
                 temporary.unlink()
@@ -195,33 +207,13 @@ class LocalObjects:
         """Open a file that must not exist, making its folders; `gc` may be removing them."""
         for attempt in range(100):
             try:
-                self._make_folder(path.parent)
+                make_folder(path.parent, self._durable, self.root)
                 return path.open("xb", buffering=0)
             except FileNotFoundError:
                 self._durable.clear()
                 if attempt == 99:
                     raise
         raise AssertionError
-
-    def _make_folder(self, folder: Path) -> None:
-        """Make a folder and those above it, and let the entry of each survive a crash.
-
-        A folder that is there may be one whose maker was killed before that: so the entry of each
-        is synced once by every process that writes into it.
-        """
-        if folder in self._durable:
-            return
-        if folder.parent != folder:
-            self._make_folder(folder.parent)
-        made = not folder.is_dir()
-        if made:
-            folder.mkdir(exist_ok=True)
-        try:
-            sync(folder.parent)
-        except PermissionError:  # of a folder above the store, which may not be ours to read
-            if made or folder.is_relative_to(self.root):
-                raise
-        self._durable.add(folder)
 
 
 class LocalStream:
@@ -293,6 +285,31 @@ def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
     view = memoryview(data).cast("B")
     while view:
         view = view[file.write(view) :]
+
+
+def make_folder(folder: Path, durable: set[Path], root: Path | None = None) -> None:
+    """Make a folder and those above it, and let the entry of each survive a crash.
+
+    A folder that is there may be one whose maker was killed before that: so the entry of each
+    is synced once by every process that writes into it.
+
+    Args:
+        durable: folders of which this was done, to which it adds.
+        root: entries above it that may not be read, and so not be synced, are none of ours.
+    """
+    if folder in durable:
+        return
+    if folder.parent != folder:
+        make_folder(folder.parent, durable, root)
+    made = not folder.is_dir()
+    if made:
+        folder.mkdir(exist_ok=True)
+    try:
+        sync(folder.parent)
+    except PermissionError:
+        if made or (root is not None and folder.is_relative_to(root)):
+            raise
+    durable.add(folder)
 
 
 def sync(path: Path) -> None:

@@ -70,7 +70,12 @@ class Objects(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> bool:
-        """Create the record durably; False, changing nothing, if the key exists."""
+        """Create the record durably; False, changing nothing, if the key exists.
+
+        Raises:
+            NotCreatedError: if it certainly was not created.
+            StoreError: if it may have been, or may yet be.
+        """
         ...
 
     def replace(self, key: str, data: bytes) -> None:

@@ -259,3 +259,34 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
     }
     path = tmp_path_factory.mktemp("large") / "out"
     return stored.build(path, [[4096]] * 4, taps=taps, shard_bytes=8 << 20)
+
+
+def test_what_a_killed_export_left_goes_with_the_next_and_nothing_else_does(
+    floats: stored.Stored, tmp_path: Path
+) -> None:
+    dest = tmp_path / "dest"
+    arguments = [sys.executable, "-c", _SLOW, str(floats.path), str(dest)]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "env": tiny.environment()}
+    killed, alive = (zygote.Popen(arguments, **options) for _ in range(2))
+    try:
+        for process in (killed, alive):
+            process.stdout.readline()
+        alive.send_signal(signal.SIGSTOP)
+        killed.kill()
+        killed.wait()
+        assert len(left := names(tmp_path)) == 2
+        strangers = [".dest.01234567.partial", ".dest.old.partial", ".dest2.01234567.partial"]
+        for name in strangers:
+            (tmp_path / name / "rows").mkdir(parents=True)
+            (tmp_path / name / "mine").write_text("kept")
+        (tmp_path / ".dest.89abcdef.partial").mkdir()  # killed before there was anything in it
+        export(str(floats.path), dest, to="npy")
+        (staged,) = {*names(tmp_path)} - {*strangers, "dest"}
+        assert staged in left  # the other's, which is alive
+    finally:
+        for process in (killed, alive):
+            process.kill()
+            process.communicate()
+    with pytest.raises(ConfigError, match="exists already"):
+        export(str(floats.path), dest, to="npy")
+    assert {*names(tmp_path)} == {*strangers, "dest"}

@@ -5,6 +5,10 @@ counted again in the files that were written, and only then does the directory g
 whatever lies at DEST is whole.
 """
 
+import contextlib
+import fcntl
+import os
+import re
 import shutil
 import uuid
 from collections.abc import Generator, Sequence
@@ -29,7 +33,7 @@ from spile.interop.export import (
 )
 from spile.interop.export.export_format import ExportFormat, require
 from spile.interop.export.export_source import ExportSource, choose_dtypes, choose_taps
-from spile.objects.local import sync
+from spile.objects.local import make_folder, sync
 
 FORMATS: dict[str, ExportFormat] = {
     form.name: form
@@ -149,6 +153,7 @@ def _destination(dest: str, dataset: Dataset) -> Path:
     if "://" in dest:
         raise ConfigError(f"{dest}: export writes to a local directory; copy it from there")
     target = Path(dest).absolute()
+    _remove_leftovers(target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{dest} exists already, and nothing is overwritten; choose another")
     if Path(dataset.url).absolute() in (target, *target.parents):
@@ -156,19 +161,105 @@ def _destination(dest: str, dataset: Dataset) -> Path:
     return target
 
 
+# -- nothing has its name before it is whole ----------------------------------------------------
+
+# A staging directory `.NAME.XXXXXXXX.partial` beside DEST holds a file that its export keeps
+# locked, and `rows`, which becomes DEST. The lock ends with the process: whoever can take it has
+# found what a killed export left behind.
+_LOCK = ".spile-export"
+_ROWS = "rows"
+
+
 @contextmanager
 def _staged(target: Path) -> Generator[Path, None, None]:
-    """A directory beside the target, which becomes it if all goes well and else goes away."""
-    stage = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    stage.mkdir(parents=True)
+    """A directory that becomes the target if all goes well, and else goes away."""
+    make_folder(target.parent, set())
+    folder, lock = _locked_folder(target)
+    rows = folder / _ROWS
+    made: os.stat_result | None = None
     try:
-        yield stage
-        for path in sorted(stage.rglob("*")):
+        rows.mkdir()
+        yield rows
+        for path in sorted(rows.rglob("*")):
             sync(path)
-        sync(stage)
+        sync(rows)
+        made = rows.stat()
         # (takes the place of an empty directory, and of nothing else)
-        stage.rename(target)
+        rows.rename(target)
         sync(target.parent)
     except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
+        _take_back(target, rows, made)
         raise
+    finally:
+        _remove(folder)
+        os.close(lock)
+
+
+def _locked_folder(target: Path) -> tuple[Path, int]:
+    """A new staging directory and its lock; another export may take it for a leftover at first."""
+    while True:
+        folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+        folder.mkdir()
+        try:
+            lock = os.open(folder / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except FileNotFoundError:
+            continue
+        except BaseException:
+            _remove(folder)
+            raise
+        # Where files cannot be locked, nobody finds a leftover either.
+        if _locked(lock) is not False and os.fstat(lock).st_nlink:
+            return folder, lock
+        os.close(lock)
+
+
+def _locked(file: int) -> bool | None:
+    """Lock a file; False if another process holds it, None if files cannot be locked there."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _take_back(target: Path, rows: Path, made: os.stat_result | None) -> None:
+    """Undo the renaming, if it was done: whoever is told of an error finds nothing at DEST."""
+    with contextlib.suppress(OSError):
+        if made is not None and not rows.exists() and os.path.samestat(target.stat(), made):
+            target.rename(rows)
+
+
+def _remove(folder: Path) -> None:
+    """The lock goes after what it tells of, so that what cannot be removed now is found again."""
+    with contextlib.suppress(OSError):
+        if (folder / _ROWS).exists():
+            shutil.rmtree(folder / _ROWS)
+        (folder / _LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove staging directories of exports to this place that were killed, and nothing else."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.partial")
+    with contextlib.suppress(OSError):
+        for folder in target.parent.iterdir():
+            if pattern.fullmatch(folder.name) and not folder.is_symlink() and folder.is_dir():
+                _remove_leftover(folder)
+
+
+def _remove_leftover(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if not {*os.listdir(folder)} <= {_LOCK, _ROWS}:
+            return  # a stranger's
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            folder.rmdir()  # killed before it had a lock, or after; unless there is anything in it
+            return
+        try:
+            if _locked(lock):
+                _remove(folder)
+        finally:
+            os.close(lock)
