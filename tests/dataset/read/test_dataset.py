@@ -221,8 +221,8 @@ def test_any_range_reads_as_it_was_written(written: stored.Stored) -> None:
         assert np.array_equal(entries, written.index[start:stop])
 
 
-@pytest.mark.parametrize(("start", "stop"), [(105, 500), (-6, 111), (50, 40), (200, 300), (7, 7)])
-def test_ranges_are_cut_as_slices_are(source: stored.Stored, start: int, stop: int) -> None:
+@pytest.mark.parametrize(("start", "stop"), [(105, 500), (50, 40), (200, 300), (7, 7)])
+def test_ranges_end_where_the_rows_end(source: stored.Stored, start: int, stop: int) -> None:
     ds = spile.open(str(source.path))
     wanted = source.rows[TAP][start:stop]
     assert np.array_equal(ds.read(TAP, start, stop), wanted)
@@ -538,3 +538,46 @@ assert not heavy, heavy
         [sys.executable, "-c", script], capture_output=True, text=True, env=tiny.environment()
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-10, 10), (0, -1), (-2, -1)])
+def test_rows_are_not_counted_from_the_end(source: stored.Stored, start: int, stop: int) -> None:
+    ds = spile.open(str(source.path))
+    for read in (lambda: ds.read("resid_post.0", start, stop), lambda: ds.index(start, stop)):
+        with pytest.raises(ConfigError, match=rf"rows {start} to {stop}: rows count from 0"):
+            read()
+
+
+def test_a_dataset_a_document_and_statistics_are_short_when_printed(source: stored.Stored) -> None:
+    ds = spile.open(str(source.path))
+    told = repr(ds)
+    assert told.startswith(
+        f"<spile.Dataset {ds.url}: {ds.num_tokens:,} rows x 2 taps (resid_post.0"
+    )
+    assert f"{ds.num_documents} documents, {len(ds.units)} units>" in told
+    doc = int(ds.index(0, 1)["doc"][0])
+    assert repr(ds.document(doc)).startswith(f"<spile document {doc}: {len(ds.document(doc))} rows")
+    statistics = ds.statistics("resid_post.0")
+    assert repr(statistics).startswith(f"TapStats(count={statistics.count}, width=6, mean_norm=")
+    assert max(map(len, (told, repr(statistics)))) < 400
+
+
+def test_a_notebook_shows_taps_rows_bytes_and_the_recipe_as_text(source: stored.Stored) -> None:
+    ds = spile.open(str(source.path))
+    html = ds._repr_html_()
+    for wanted in ("resid_post.0", "mlp_out.1", f"{ds.num_tokens:,} per tap", ds.fingerprint):
+        assert wanted in html
+    object.__setattr__(ds.recipe, "corpus_source", "<script>alert(1)</script>")
+    assert "<script>" not in ds._repr_html_()
+
+
+def test_documents_are_found_by_their_columns(source: stored.Stored) -> None:
+    ds = spile.open(str(source.path))
+    table = ds.documents().to_pylist()
+    doc = next(row["doc"] for row in table if row["tokens"])
+    counts = next(row["tokens"] for row in table if row["doc"] == doc)
+    assert ds.find(tokens=counts) == [row["doc"] for row in table if row["tokens"] == counts]
+    assert ds.find(doc=doc, tokens=counts) == [doc]
+    assert ds.find(tokens=-1) == []
+    with pytest.raises(ConfigError, match="no column 'topic' of documents"):
+        ds.find(topic="law")

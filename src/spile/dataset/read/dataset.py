@@ -6,6 +6,7 @@ Row numbers count the dataset's rows in stored order: unit by unit, and within a
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,10 @@ class Document:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __repr__(self) -> str:
+        doc = int(self.index["doc"][0])
+        return f"<spile document {doc}: {len(self):,} rows of {self._dataset.url}>"
 
 
 class Dataset:
@@ -168,9 +173,12 @@ class Dataset:
         return self._table.taps[self.name(tap)].width
 
     def read(self, tap: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop of a tap; a view of the file if one shard holds them as they are."""
+        """Rows start..stop of a tap; a view of the file if one shard holds them as they are.
+
+        There are fewer rows if `stop` is beyond the last. Rows count from 0, never from the end.
+        """
         tap = self.name(tap)
-        start, stop, _ = slice(start, stop).indices(self.num_tokens)
+        start, stop = self._bounds(start, stop)
         pieces = list(self._stored.pieces(tap, start, stop))
         for shard, _, _ in pieces:
             self._stored.tensor(shard)  # so that no more is allocated than there is
@@ -200,8 +208,15 @@ class Dataset:
 
     def index(self, start: int, stop: int) -> np.ndarray:
         """Index entries of rows start..stop: token_id, doc, offset, pos, flags."""
-        start, stop, _ = slice(start, stop).indices(self.num_tokens)
-        return self._stored.index(start, stop)
+        return self._stored.index(*self._bounds(start, stop))
+
+    def _bounds(self, start: int, stop: int) -> tuple[int, int]:
+        if start < 0 or stop < 0:
+            raise ConfigError(
+                f"rows {start} to {stop}: rows count from 0 to {self.num_tokens:,} (num_tokens); "
+                "write num_tokens - 10 for the last ten"
+            )
+        return min(start, self.num_tokens), min(max(start, stop), self.num_tokens)
 
     @property
     def url(self) -> str:
@@ -253,6 +268,56 @@ class Dataset:
     @property
     def document_columns(self) -> list[str]:
         return [*DOCUMENT_COLUMNS, *self.recipe.keep]
+
+    def find(self, **columns: Any) -> list[int]:
+        """The ordinals of documents with these values: `ds.find(id="doc-17")`."""
+        table = self.documents([*dict.fromkeys(["doc", *columns])])
+        found = np.ones(table.num_rows, bool)
+        for name, wanted in columns.items():
+            found &= np.array([value == wanted for value in table[name].to_pylist()], bool)
+        return [int(doc) for doc in table["doc"].to_numpy()[found]]
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of rows, as they lie in files."""
+        return sum(shard.bytes for unit in self._units for shard in unit.shards)
+
+    def __repr__(self) -> str:
+        taps = ", ".join(self.taps[:3]) + (", …" if len(self.taps) > 3 else "")
+        done = len(self._units)
+        units = (
+            f"{done}" if done == len(self._table.units) else f"{done} of {len(self._table.units)}"
+        )
+        return (
+            f"<spile.Dataset {self.url}: {self.num_tokens:,} rows x {len(self.taps)} taps "
+            f"({taps}), {self.num_documents:,} documents, {units} units>"
+        )
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it: taps with their shapes, then what made them."""
+        recipe = self.recipe
+        shapes = {tap: "×".join(map(str, self.shape(tap))) or "1" for tap in self.taps}
+        rows = "".join(
+            f"<tr><td>{escape(tap)}</td><td>{shape}</td><td>{self.stored_dtype(tap)}</td></tr>"
+            for tap, shape in shapes.items()
+        )
+        facts = {
+            "rows": f"{self.num_tokens:,} per tap",
+            "documents": f"{self.num_documents:,}",
+            "stored": f"{self.nbytes / 1e6:,.1f} MB",
+            "model": recipe.model_source,
+            "corpus": recipe.corpus_source,
+            "context": f"{recipe.seq_len:,} tokens",
+            "kept rows": recipe.where or "all",
+            "fingerprint": self.fingerprint,
+        }
+        told = "".join(
+            f"<tr><td>{name}</td><td>{escape(value)}</td></tr>" for name, value in facts.items()
+        )
+        return (
+            f"<b>spile.Dataset</b> {escape(self.url)}<table><tr><th>tap</th><th>shape</th>"
+            f"<th>stored as</th></tr>{rows}</table><table>{told}</table>"
+        )
 
     def statistics(self, tap: str) -> TapStats:
         """Count, mean, variance, norms and extremes of a tap over the whole dataset."""

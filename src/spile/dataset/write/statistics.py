@@ -38,6 +38,13 @@ class TapStats:
     def mean_norm(self) -> float:
         return self.norm_sum / max(1, self.count)
 
+    def __repr__(self) -> str:
+        return (
+            f"TapStats(count={self.count:,}, width={len(self.mean)}, "
+            f"mean_norm={self.mean_norm:.4g}, max_abs={self.max_abs:.4g}, "
+            f"nonfinite={self.nonfinite})"
+        )
+
     def merge(self, other: "TapStats") -> None:
         """Add another group of rows (Chan's update)."""
         if not other.count:
