@@ -78,6 +78,18 @@ def test_gc_of_abandoned_work_leaves_only_the_dataset(tmp_path: Path) -> None:
     assert set(dataset.listed()) == before
 
 
+def test_gc_takes_probes_once_a_dataset_is_whole_and_a_predictions_leftover_at_any_time(
+    tmp_path: Path,
+) -> None:
+    left = ["prediction.json.tmp-0a1b", "probes/0123", "probes/4567.tmp-89ab"]
+    for name, commit in {"whole": None, "begun": (0, 1)}.items():
+        dataset = build(tmp_path / name, commit=commit)
+        for key in left:
+            dataset.objects.create(key, b"")
+        taken = left if commit is None else left[:1]
+        assert sorted(collect_garbage(dataset.objects)) == taken
+
+
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_gc_leaves_a_clean_dataset_and_strangers_files_alone(
     dataset: stored.Stored, abandoned: bool

@@ -38,8 +38,10 @@ def collect_garbage(
     def doomed(key: str) -> bool:
         target = objects.leftover_of(key)
         if target is not None and not key.startswith(fmt.SCRATCH):
-            # A heartbeat's leftover is never missed: the next beat writes anew.
-            return abandoned or key.startswith(fmt.WORKERS) or exists(objects, target)
+            # A heartbeat's leftover is never missed, for the next beat writes anew; nor is that of
+            # a prediction, which no run fails for.
+            missed = not (key.startswith(fmt.WORKERS) or target == fmt.PREDICTION)
+            return abandoned or not missed or probe(key) or exists(objects, target)
         if key in attempts:
             files = winners.get(attempts[key])  # None while unfinished
             return key not in listed and (abandoned if files is None else key not in files)
@@ -50,7 +52,11 @@ def collect_garbage(
             return True  # `shuffle` makes the table last, which we have read
         if fmt.parse_worker_key(key) is not None:
             return not _readable(objects, key)
-        return abandoned and key.startswith(PROBES)
+        return probe(key)
+
+    def probe(key: str) -> bool:
+        # Whoever makes a dataset probes its store before there is a table.
+        return key.startswith(PROBES) and (abandoned or bool(manifest["units"]))
 
     def remove(key: str) -> str:
         objects.delete(key)

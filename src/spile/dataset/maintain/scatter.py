@@ -351,10 +351,11 @@ class ScatterPass:
     def clear(self, objects: Objects) -> None:
         """Remove the runs, if they are this shuffle's; anything else there is a stranger's."""
         if self._owns(objects):
-            runs = (fmt.DONE, fmt.ATTEMPTS, PROBES, WHOLE)
-            for key in [*objects.list()]:
-                if (objects.leftover_of(key) or key).startswith(runs):
-                    objects.delete(key)
+            # Records before what they name, so that none ever names what is gone.
+            for runs in (WHOLE, fmt.DONE, fmt.ATTEMPTS, PROBES):
+                for key in [*objects.list()]:
+                    if (objects.leftover_of(key) or key).startswith(runs):
+                        objects.delete(key)
             objects.delete(OWNER)
 
     def _owner(self) -> bytes:
