@@ -6,6 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import spile
@@ -19,6 +22,7 @@ from spile.objects import open_objects
 from spile.plan.estimate import batch_rows, estimate, refuse_if_too_large
 from spile.plan.job import ExtractionJob
 from spile.plan.resolve import resolve
+from spile.plan.survey import survey
 
 
 def make_job(model: Path, corpus: Path, out: Path, **fields: Any) -> ExtractionJob:
@@ -72,6 +76,61 @@ def test_the_estimate_of_filtered_rows_meets_the_outcome(
     assert abs(cost.rows - outcome.rows) <= 0.1 * outcome.rows
     assert abs(cost.total_bytes - outcome.bytes) <= 0.25 * outcome.bytes
     assert cost.remaining_bytes == pytest.approx(cost.total_bytes, rel=0.01)
+
+
+def write_long(folder: Path, kind: str) -> Path:
+    """Documents of which most are several times as long as a context."""
+    lengths = np.random.default_rng(0).lognormal(4.0, 0.7, 150).astype(int)
+    texts = ["words " * length for length in lengths]
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": texts}), folder / "a.parquet", row_group_size=50)
+    elif kind == "long lines":  # of which the first is longer than a sample
+        texts = ["words " * 50_000, *texts]
+        (folder / "a.txt").write_text("\n".join(texts))
+    elif kind == "files":
+        for number in range(3):
+            (folder / f"{number}.txt").write_text("\n".join(texts * (6 + number)))
+    else:
+        lines = [json.dumps({"text": text}) for text in texts]
+        (folder / "a.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("jsonl", {"min_tokens": 300, "long_docs": "truncate", "every": 3}),
+        pytest.param("jsonl", {"long_docs": "truncate"}, marks=pytest.mark.full),
+        pytest.param("parquet", {"long_docs": "truncate"}, marks=pytest.mark.full),
+        pytest.param("long lines", {"long_docs": "truncate"}, marks=pytest.mark.full),
+        pytest.param(
+            "files", {"long_docs": "truncate", "text_documents": "file"}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            "jsonl", {"max_doc_tokens": 200, "where": "pos >= 10"}, marks=pytest.mark.full
+        ),
+    ],
+)
+def test_extract_expects_as_many_tokens_and_rows_as_plan_counts(
+    kind: str, fields: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """`extract` predicts from the unit table, `plan` counts: both by what the model reads."""
+    (tmp_path / "texts").mkdir()
+    corpus = write_long(tmp_path / "texts", kind)
+    job = make_job(model, corpus, tmp_path / "out", unit_tokens=5000, **fields)
+    ledger = Ledger(open_objects(str(tmp_path / "out")))
+    counted = estimate(
+        job, Runtime(), "cpu", done=set(), free_bytes=None,
+        found=survey(job, ledger, Runtime(), exact=True),
+    )  # fmt: skip
+    predicted = estimate(job, Runtime(), "cpu", done=set(), free_bytes=None)
+    all_of_it = {"text_documents": fields.get("text_documents"), "unit_tokens": 5000}
+    everything = make_job(model, corpus, tmp_path / "out", **all_of_it)
+    assert counted.tokens < 0.8 * sum(unit.tokens for unit in everything.units), "most is cut"
+    assert predicted.tokens == pytest.approx(counted.tokens, rel=0.1)
+    assert predicted.rows == pytest.approx(counted.rows, rel=0.1)
+    # Texts of a unit are held whole: it does not grow by what the model does not read.
+    assert [unit.spans for unit in job.units] == [unit.spans for unit in everything.units]
 
 
 def test_only_rows_that_are_kept_are_counted(model: Path, corpus: Path, tmp_path: Path) -> None:

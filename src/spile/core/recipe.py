@@ -100,6 +100,12 @@ class ResolvedRecipe:
         )
 
     @property
+    def reads_all(self) -> bool:
+        """Whether the model reads every token of the documents that are chosen by their content."""
+        lengths = self.min_tokens, self.max_doc_tokens
+        return self.long_docs == "split" and lengths == (None, None)
+
+    @property
     def keeps_all(self) -> bool:
         """Whether every token the model reads is stored."""
         return self.where is None and self.every in (None, 1)

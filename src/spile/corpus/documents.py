@@ -132,6 +132,10 @@ class Documents:
     every: list[CorpusDocument]
     columns: tuple[str, ...] = ()  # that are kept
 
+    def first(self, count: int | None) -> "Documents":
+        """The first usable ones alone; None: all."""
+        return self if count is None else Documents(self.usable[:count], self.columns)
+
     @cached_property
     def usable(self) -> list[CorpusDocument]:
         return [document for document in self.every if document.skipped is None]

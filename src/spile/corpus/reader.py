@@ -26,10 +26,13 @@ from spile.corpus.formats.text import Streams, count_lines, refuse_wide
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range
 from spile.corpus.select import FILTERED, TOO_LARGE, Selection
+from spile.objects.paths import size_of
 
 _READ_SIZE = 1 << 22
 _SAMPLE_BYTES = 1 << 18
 _SAMPLE_ROWS = 256
+_LINES = ("jsonl", "text")
+_LONGEST_LINE = 1 << 20  # bytes of a sample that is one line
 DUPLICATE = "duplicate"
 MOST_CHARACTERS = 1 << 28  # kept of the documents of a unit
 _DEFAULT_KEEP = ("id", "url")
@@ -170,6 +173,13 @@ class CorpusReader:
         with source.open() as stream:
             data = source.read(stream, _SAMPLE_BYTES)
             refuse_wide(source, data)
+            whole = self._is_whole(source)
+            # A first line longer than the sample is read to its end, within reason.
+            while b"\n" not in data and len(data) < _LONGEST_LINE and not whole:
+                more = source.read(stream, _SAMPLE_BYTES) if source.kind in _LINES else b""
+                if not more:
+                    break
+                data += more
             if source.kind == "json":
                 first = source.pieces(
                     chain([data], iter(partial(source.read, stream, _READ_SIZE), b"")), _READ_SIZE
@@ -181,13 +191,23 @@ class CorpusReader:
                 return self._collected(self._rendered(self._parsed(source, rows, 0), render)), size
         if source.kind == "bin":
             return self._collected(self._of_array(source, [data], 0, 0)), len(data)
-        if len(data) == _SAMPLE_BYTES:
-            data = data[: data.rfind(b"\n") + 1]  # a line longer than the sample teaches nothing
-        lines = [data] if self._is_whole(source) else data.split(b"\n")[: count_lines(data)]
+        if len(data) >= (_SAMPLE_BYTES if whole or b"\n" in data else _LONGEST_LINE):
+            data = data[: data.rfind(b"\n") + 1]  # what follows is a part of a line
+        lines = [data] if whole else data.split(b"\n")[: count_lines(data)]
         found = self._collected(self._rendered(self._parsed(source, lines, 0), render))
         if source.kind == "jsonl" and not found.texts and found.skipped["null"]:
             self._refuse_without_key(source, data)
         return found, len(data)
+
+    def times_longer(self, file: int, taken: int) -> float:
+        """How many times longer the document is that a text file makes up than `taken` bytes of it.
+
+        1 where files hold several documents, or nobody knows before they are decompressed.
+        """
+        source = self.files[file]
+        if not self._is_whole(source) or source.compression or not taken:
+            return 1.0
+        return max(1.0, size_of(source.path) / taken)
 
     def columns_of(self, file: int) -> list[str]:
         """The columns of a file; where rows have keys, those of its first rows."""

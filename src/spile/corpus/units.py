@@ -64,12 +64,10 @@ class Unit:
 
 def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], int]) -> float:
     """Estimated from the heads of a few files, spread evenly over the corpus."""
-    last = len(reader.files) - 1
-    chosen = sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
     texts: list[str] = []
     size = tokens = 0
     unreadable = 0
-    for file in chosen:
+    for file in sampled_files(reader):
         documents, taken = reader.sample(file)
         texts += [document.text for document in documents.usable if document.ids is None]
         tokens += sum(len(d.ids) for d in documents.usable if d.ids is not None)
@@ -84,6 +82,12 @@ def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], in
     return tokens / size if tokens and size else _TOKENS_PER_BYTE
 
 
+def sampled_files(reader: CorpusReader) -> list[int]:
+    """The files whose heads stand for the corpus: a few, spread evenly over it."""
+    last = len(reader.files) - 1
+    return sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class CutOptions:
     """How a corpus is cut into units.
@@ -91,6 +95,9 @@ class CutOptions:
     Attributes:
         unit_tokens: how many tokens a unit has, about.
         density: tokens per byte.
+        read: the share of tokens that the model reads: others are cut from long documents, or are
+            of documents that are too short or too long. Units are no larger for it, since their
+            texts are held whole.
         text_column: the column of texts; None: the one that can be nothing else.
         text_documents: whether a text file holds a document on each `line`, or is one (`file`).
         columns: those that documents are made of, where they are not plain texts.
@@ -104,6 +111,7 @@ class CutOptions:
 
     unit_tokens: int
     density: float
+    read: float = 1.0
     text_column: str | None = None
     text_documents: str = "line"
     columns: Sequence[str] = ()
@@ -149,7 +157,7 @@ def make_units(
             break
         if forward[number] and builder.closed > before:
             builder.close()  # else its last unit would tie the next file to it
-    units = builder.finish(options.density)
+    units = builder.finish(options.density * options.read)
     if seed is not None:
         chosen = first_documents(shuffled(units, seed, forward), options.max_docs, program)
         units = [replace(unit, id=number) for number, unit in enumerate(chosen)]

@@ -5,7 +5,7 @@ read, tokenize, select, pack, and the table of its documents.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -130,21 +130,8 @@ def prepare_documents(
 ) -> PreparedUnit:
     """Tokenize documents, leave out those of the wrong length, and pack the others."""
     digest = documents.digest()
-    tokens, flags = tokenize(job.tokenizer, documents)
-    ordinals = documents.ordinals
-    selection = selection_of(job.recipe)
-    reasons = [selection.refuses_length(len(ids)) for ids in tokens]
-    chosen = [number for number, reason in enumerate(reasons) if not reason]
-    packed = pack_documents(
-        job.recipe,
-        job.tokenizer,
-        [ordinals[number] for number in chosen],
-        [tokens[number] for number in chosen],
-        [flags[number] for number in chosen] if flags else (),
-    )
-    left_out = {
-        ordinal: reason for ordinal, reason in zip(ordinals, reasons, strict=True) if reason
-    }
+    found = select_and_pack(job.recipe, job.tokenizer, documents)
+    left_out = found.left_out
     if left_out:
         every = [
             replace(document, text="", roles=(), ids=None, skipped=left_out[document.ordinal])
@@ -153,29 +140,47 @@ def prepare_documents(
             for document in documents.every
         ]
         documents = replace(documents, every=every)
-    table = _documents_table(documents, packed) if with_table else {}
-    by_ordinal = dict(zip(ordinals, tokens, strict=True))
-    return PreparedUnit(documents, by_ordinal, packed, digest, table)
+    table = _documents_table(documents, found.packed) if with_table else {}
+    return PreparedUnit(documents, found.tokens, found.packed, digest, table)
 
 
-def pack_documents(
-    recipe: ResolvedRecipe,
-    tokenizer: TextTokenizer,
-    ordinals: list[int],
-    tokens: list[np.ndarray],
-    flags: Sequence[np.ndarray],
-) -> PackedUnit:
-    """Pack tokenized documents as a recipe says; `flags` as in `pack_unit`."""
-    return pack_unit(
-        ordinals,
-        tokens,
+@dataclass(frozen=True)
+class PackedDocuments:
+    """Documents as tokens.
+
+    Attributes:
+        tokens: the token ids of each usable document, by its ordinal.
+        left_out: why some of them are not packed: their length.
+    """
+
+    tokens: Mapping[int, np.ndarray]
+    left_out: Mapping[int, str]
+    packed: PackedUnit
+
+
+def select_and_pack(
+    recipe: ResolvedRecipe, tokenizer: TextTokenizer, documents: Documents
+) -> PackedDocuments:
+    """Tokenize documents, choose those of the right length, and pack them as a recipe says."""
+    tokens, flags = tokenize(tokenizer, documents)
+    ordinals = documents.ordinals
+    selection = selection_of(recipe)
+    reasons = [selection.refuses_length(len(ids)) for ids in tokens]
+    chosen = [number for number, reason in enumerate(reasons) if not reason]
+    packed = pack_unit(
+        [ordinals[number] for number in chosen],
+        [tokens[number] for number in chosen],
         tokenizer,
         seq_len=recipe.seq_len,
         long_docs=recipe.long_docs,
         pack=recipe.pack,
         rows=RowFilter(recipe.where, recipe.every, recipe.special_flags),
-        roles=flags,
+        roles=[flags[number] for number in chosen] if flags else (),
     )
+    left_out = {
+        ordinal: reason for ordinal, reason in zip(ordinals, reasons, strict=True) if reason
+    }
+    return PackedDocuments(dict(zip(ordinals, tokens, strict=True)), left_out, packed)
 
 
 def _documents_table(documents: Documents, packed: PackedUnit) -> dict[str, np.ndarray]:

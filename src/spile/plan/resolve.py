@@ -27,15 +27,22 @@ from spile.corpus.reader import (
     settled_columns,
 )
 from spile.corpus.select import selection_of
-from spile.corpus.tokenize import TextTokenizer, tokenize
-from spile.corpus.units import CutOptions, Unit, make_units, tokens_per_byte, without_duplicates
+from spile.corpus.tokenize import TextTokenizer
+from spile.corpus.units import (
+    CutOptions,
+    Unit,
+    make_units,
+    sampled_files,
+    tokens_per_byte,
+    without_duplicates,
+)
 from spile.dataset.ledger import Ledger, Table
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.sae import SparseEncoder, identity
 from spile.models.taps import Tap, parse_taps
 from spile.objects.hub.names import continued, pinned
 from spile.plan.encoders import each_source, find_encoders, stored_taps
-from spile.plan.job import ExtractionJob, open_reader, pack_documents
+from spile.plan.job import ExtractionJob, open_reader, select_and_pack
 
 _log = logging.getLogger("spile")
 
@@ -255,9 +262,12 @@ def _make_table(
     """`named`: columns to keep that were asked for, and so must be there."""
     with closing(open_reader(resolved, files, reading, heed=heed)) as reader:
         refuse_missing_columns(reader, named)
+        density = tokens_per_byte(reader, tokenizer.count)
+        read, kept = _shares(resolved, reader, tokenizer)
         options = CutOptions(
             unit_tokens=resolved.unit_tokens,
-            density=tokens_per_byte(reader, tokenizer.count) * selection_of(resolved).share,
+            density=density * selection_of(resolved).share,
+            read=read,
             text_column=resolved.text_column,
             text_documents=resolved.text_documents,
             columns=reading.columns if reading else (),
@@ -272,7 +282,6 @@ def _make_table(
         units = make_units(files, options, program, heed)
         if resolved.dedupe:
             units = without_duplicates(units, reader, heed)
-        kept = _kept(resolved, reader, tokenizer)
     _log.info(
         "unit table: %d documents, about %d tokens, in %d units",
         sum(unit.num_docs for unit in units),
@@ -292,18 +301,25 @@ def _make_table(
     )
 
 
-def _kept(resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer) -> float:
-    """The share of tokens that become rows, in the corpus's first documents."""
-    if resolved.keeps_all:
-        return 1.0
-    documents, _ = reader.sample(0)
-    first = slice(resolved.max_docs)
-    tokens, flags = tokenize(tokenizer, documents)
-    packed = pack_documents(
-        resolved, tokenizer, documents.ordinals[first], tokens[first], flags[first]
-    )
+def _shares(
+    resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer
+) -> tuple[float, float]:
+    """The share of all tokens that the model reads, and of those the share that become rows.
+
+    Both are of the first documents of a few files, prepared as a run prepares them.
+    """
+    if resolved.reads_all and resolved.keeps_all:
+        return 1.0, 1.0
+    every = read = rows = 0
+    for file in sampled_files(reader):
+        documents, taken = reader.sample(file)
+        found = select_and_pack(resolved, tokenizer, documents.first(resolved.max_docs))
+        sampled = sum(len(ids) for ids in found.tokens.values())
+        every += round(sampled * reader.times_longer(file, taken))
+        read += found.packed.num_tokens
+        rows += found.packed.num_rows
     # A sample of which nothing is kept teaches nothing: `doc >= 10000`, say.
-    return packed.num_rows / packed.num_tokens if packed.num_rows else 1.0
+    return read / every if read else 1.0, rows / read if rows else 1.0
 
 
 def _refuse_drift(where: str, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]) -> None:
