@@ -143,7 +143,7 @@ class LocalObjects:
         path, target = self._path(key), self._path(to)
         try:
             for attempt in range(100):
-                self._make_folder(target.parent)
+                make_folder(target.parent, self._durable, self.root)
                 try:
                     os.rename(path, target)
                     break
