@@ -1,13 +1,21 @@
 """Shares of the units: whose is whose, who helps where, and what is no share."""
 
 import itertools
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+import stored
 from spile.core.config import Runtime
-from spile.core.errors import ConfigError
+from spile.core.errors import ConfigError, StoreError
 from spile.corpus.units import Unit
-from spile.run.units import UnitShare, find_share
+from spile.dataset.heartbeat import Presence
+from spile.plan.estimate import Budget
+from spile.run.extract import outcome_of
+from spile.run.units import StorePicker, UnitShare, find_share
 
 
 def units(count: int) -> list[Unit]:
@@ -93,3 +101,47 @@ def test_all_machines_together_leave_nothing_out_whoever_is_gone() -> None:
                 unit = UnitShare(index, 4).next_of(left, 13)
                 if unit is not None:
                     left.remove(unit)
+
+
+def test_a_budget_that_units_of_others_take_up_is_waited_for_until_they_are_done_or_given_up(
+    tmp_path: Path,
+) -> None:
+    """Who ended then would exit 0 with units missing, or with 2 before the first was there."""
+    dataset = stored.build(tmp_path, ((6,), (6,), (6,)), commit=())
+    each = Budget(dataset.table, dataset.ledger, None)._estimated[0]
+    work = [Unit(number, number, 1, 6, ()) for number in range(3)]
+    other = Presence(dataset.objects, 30)
+    job = cast(Any, SimpleNamespace(units=work))
+
+    def picker() -> StorePicker:
+        stop = threading.Event()
+        stop.set()  # so that nothing is waited for
+        budget = Budget(dataset.table, dataset.ledger, int(1.5 * each))
+        return StorePicker(job, dataset.ledger, Presence(dataset.objects, 30), budget, stop)
+
+    mine = picker()
+    other.hold(0)
+    assert mine.take() == (None, True)
+    other.release(0)  # it has failed
+    other.hold(2)
+    other.release(2)
+    other.tell(state="stopped")
+    other._try_write()
+    assert mine.take() == (work[0], True)
+    assert mine.take() == (None, True), "the one in hand may still turn out small"
+    assert dataset.ledger.commit(dataset.attempt(0))
+    assert mine.take() == (None, False)
+    assert picker().take() == (None, False)
+
+
+def test_units_that_would_fit_are_missing_and_not_left_out(tmp_path: Path) -> None:
+    dataset = stored.build(tmp_path, ((6,), (6,), (6,)), commit=[0])
+    each = sum(file.bytes for file in dataset.done(0).files())
+    for limit, ends in ((None, False), (int(2.5 * each), False), (int(1.5 * each), True)):
+        runtime = Runtime(max_bytes=limit)
+        if ends:
+            outcome = outcome_of(dataset.ledger, dataset.table, cast(Any, None), runtime)
+            assert (outcome.units, outcome.units_total) == (1, 3)
+        else:
+            with pytest.raises(StoreError, match="2 of 3 units are missing"):
+                outcome_of(dataset.ledger, dataset.table, cast(Any, None), runtime)

@@ -314,21 +314,39 @@ class Budget:
             for unit in table.units
         }
         self._stored: dict[int, int] = {}  # by unit, of those that are done
-        self.spent = False  # whether a unit was refused
+        self.spent = False  # whether a unit was refused for what is done alone
 
     def allows(self, unit: int, done: Collection[int], in_hand: Collection[int]) -> bool:
-        """Args:
-        in_hand: units that anybody is at work on.
+        """Whether a unit fits beside what is done and in hand.
+
+        Where it would fit but for what is in hand the budget is not spent: whoever has that may
+        fail, or it may turn out smaller than its estimate. Ask again.
+
+        Args:
+            in_hand: units that anybody is at work on.
         """
         if self._limit is None:
             return True
+        self._read(done)
+        self.spent = self.spent or self._expected({unit}) > self._limit
+        return not self.spent and self._expected({*in_hand, unit}) <= self._limit
+
+    def leaves_out(self, missing: Collection[int], done: Collection[int]) -> bool:
+        """Whether one of the missing units does not fit beside what is done."""
+        if self._limit is None or not missing:
+            return False
+        self._read(done)
+        return self._expected({max(missing, key=self._estimated.__getitem__)}) > self._limit
+
+    def _read(self, done: Collection[int]) -> None:
         new = sorted({*done} & {*self._estimated} - {*self._stored})
         for record in mapped(self._ledger.read_done, new, self._ledger.objects.parallel):
             if record is not None:
                 self._stored[record.unit] = sum(file.bytes for file in record.files())
+
+    def _expected(self, coming: Collection[int]) -> float:
+        """Bytes that are stored, with those of units that come."""
         stored = sum(self._stored.values())
         guessed = sum(self._estimated[unit] for unit in self._stored)
-        coming = sum(self._estimated[u] for u in {*in_hand, unit} - {*self._stored})
-        expected = stored + coming * (stored / guessed if guessed else 1.0)
-        self.spent = self.spent or expected > self._limit
-        return not self.spent
+        more = sum(self._estimated[unit] for unit in {*coming} - {*self._stored})
+        return stored + more * (stored / guessed if guessed else 1.0)

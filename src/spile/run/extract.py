@@ -370,7 +370,7 @@ def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -
         there = ledger.done_units()
         missing = [int(unit["id"]) for unit in table.units if int(unit["id"]) not in there]
         budget = Budget(table, ledger, runtime.max_bytes)
-        if missing and budget.allows(missing[0], there, missing):
+        if missing and not budget.leaves_out(missing, there):
             raise StoreError(
                 f"{ledger.objects.url}: {len(missing)} of {len(table.units)} units are missing, "
                 f"such as {missing[0]}; run the same command again"

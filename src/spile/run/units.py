@@ -122,14 +122,18 @@ class StorePicker:
         held = self._presence.held_by_others() if left else set[int]()
         unit = self._choose([u for u in left if u.id not in held])
         if unit and not self._budget.allows(unit.id, done, held | self._mine):
-            return None, False
+            if not self._budget.spent:
+                self._rest(
+                    "waiting to see how much of --max-bytes the units in hand take"
+                )
+            return None, not self._budget.spent
         if unit and self._presence.claim(unit.id):
             self._mine.add(unit.id)
             self._wait = 0.0
             return unit, True
         if left and unit is None:
-            self._rest(len(left))
-        return None, bool(left) and not self._budget.spent
+            self._rest(f"waiting for {len(left)} units that other workers hold")
+        return None, bool(left)
 
     def done(self, unit: int) -> None:
         self._presence.release(unit)
@@ -139,8 +143,8 @@ class StorePicker:
             return self._share.next_of(free, len(self._job.units))
         return free[0] if free else None
 
-    def _rest(self, left: int) -> None:
+    def _rest(self, why: str) -> None:
         if not self._wait:
-            _log.info("waiting for %d units that other workers hold", left)
+            _log.info(why)
         self._wait = min(_WAIT_MOST, 1.5 * self._wait) if self._wait else _WAIT
         self._stop.wait(self._wait)
