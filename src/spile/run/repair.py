@@ -55,27 +55,32 @@ def repair(
             "rows come from all over the corpus; `spile shuffle SOURCE DEST --seed "
             f"{table.shuffled['seed']}` makes all of it"
         )
-    elif needed and COMPACTED in made_by:
-        if source is None:
+    elif needed:
+        if COMPACTED in made_by and source is None:
             raise ConfigError(
                 f"{objects.url} was made by `spile compact`: name the dataset it was made of with "
                 "--from, and its units are copied from there again"
             )
-        ledger.copy_beside(source)
-        recopy(source, ledger, ledger.units, compress=ledger.compressed())
-    elif needed:
-        if source is not None:
+        if COMPACTED not in made_by and source is not None:
             raise ConfigError(f"--from: {objects.url} was made by `spile extract`, not copied")
-        ledger.refuse_impossible()
-        extract(
-            recipe or Recipe(),
-            objects.url,
-            _as_it_was(runtime or Runtime(), ledger, made_by),
-            counters=counters,
-            on_start=on_start,
-            stop=stop,
-            ledger=ledger,
-        )
+        ledger.condemn()
+        try:
+            if source is not None:
+                ledger.copy_beside(source)
+                recopy(source, ledger, ledger.units, compress=ledger.compressed())
+            else:
+                ledger.refuse_impossible()
+                extract(
+                    recipe or Recipe(),
+                    objects.url,
+                    _as_it_was(runtime or Runtime(), ledger, made_by),
+                    counters=counters,
+                    on_start=on_start,
+                    stop=stop,
+                    ledger=ledger,
+                )
+        finally:
+            ledger.pardon()
     ledger.set_aside_beside()
     if not partial:
         ledger.complete(table)

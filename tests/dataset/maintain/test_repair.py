@@ -38,7 +38,9 @@ def damage(dataset: stored.Stored, unit: int = DAMAGED) -> None:
 
 
 def begin(objects: Objects) -> RepairLedger:
-    return RepairLedger(objects, verify(objects))
+    ledger = RepairLedger(objects, verify(objects))
+    ledger.condemn()
+    return ledger
 
 
 def made(dataset: stored.Stored, ledger: RepairLedger, unit: int = DAMAGED) -> bool:
@@ -76,8 +78,8 @@ def test_the_old_record_stands_until_the_new_one_is_there(dataset: stored.Stored
     assert ledger.units == [] and ledger.complete(dataset.table)
     assert dataset.done(DAMAGED).made_by == {"spile": "repaired"}
     assert ledger.repaired.units == ledger.repaired.identical == [DAMAGED]
-    (aside,) = (key for key in dataset.listed(fmt.DAMAGED) if "done" in key)
-    assert dataset.objects.get(aside) == old
+    asides = [key for key in dataset.listed(fmt.DAMAGED) if "done" in key]
+    assert {dataset.objects.get(aside) for aside in asides} == {old}
     check_whole(dataset)
 
 
@@ -203,8 +205,9 @@ def test_a_reader_and_gc_beside_it_do_no_harm(dataset: stored.Stored) -> None:
     reader = spile.open(str(dataset.path), verify=True)
     first, last = dataset.starts[DAMAGED], dataset.starts[DAMAGED + 1]
     ledger = begin(dataset.objects)
-    assert collect_garbage(dataset.objects) == []
-    assert made(dataset, ledger) and ledger.complete(dataset.table)
+    done = dataset.attempt(DAMAGED, shard_bytes=128)
+    assert collect_garbage(dataset.objects) == []  # neither the old files nor the new
+    assert ledger.commit(done) and ledger.complete(dataset.table)
     assert np.array_equal(reader.read("mlp_out.1", 0, first), dataset.rows["mlp_out.1"][:first])
     with pytest.raises(CorruptError):
         reader.read("resid_post.0", first, last)
@@ -212,6 +215,65 @@ def test_a_reader_and_gc_beside_it_do_no_harm(dataset: stored.Stored) -> None:
     with pytest.raises(CorruptError):  # the old files are gone; nothing else is read in their place
         reader.read("mlp_out.1", first, last)
     check_whole(dataset)
+
+
+@pytest.mark.parametrize("moment", ["listed", "read"])
+def test_a_repair_that_commits_while_gc_looks_keeps_its_files(
+    dataset: stored.Stored, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    damage(dataset)
+    ledger = begin(dataset.objects)
+    done = dataset.attempt(DAMAGED, shard_bytes=128)
+    listing, get = LocalObjects.list, LocalObjects.get
+    committed: list[bool] = []
+
+    def commit() -> None:
+        if not committed:
+            committed.append(True)
+            assert ledger.commit(done)
+
+    def listed(self: LocalObjects, prefix: str = "") -> Any:
+        found = list(listing(self, prefix))
+        if moment == "listed" and not prefix:
+            commit()
+        return iter(found)
+
+    def read(self: LocalObjects, key: str) -> bytes:
+        data = get(self, key)
+        if moment == "read" and key == fmt.done_key(DAMAGED) and gc.objects is self:
+            commit()
+        return data
+
+    gc = Ledger(dataset.objects)
+    monkeypatch.setattr(LocalObjects, "list", listed)
+    monkeypatch.setattr(LocalObjects, "get", read)
+    collect_garbage(gc.objects)
+    monkeypatch.undo()
+    assert committed and not ledger.missing_files(dataset.done(DAMAGED))
+    assert ledger.complete(dataset.table)
+    check_whole(dataset)
+
+
+def test_a_repair_that_is_given_up_leaves_what_was_there(dataset: stored.Stored) -> None:
+    damage(dataset)
+    before = dataset.listed()
+    ledger = begin(dataset.objects)
+    dataset.attempt(DAMAGED)
+    ledger.pardon()
+    collect_garbage(dataset.objects)
+    assert dataset.listed() == before
+
+
+def test_gc_spares_a_killed_repair_until_it_is_told_that_nothing_runs(
+    dataset: stored.Stored,
+) -> None:
+    damage(dataset)
+    before = dataset.listed()
+    begin(dataset.objects)
+    dataset.attempt(DAMAGED)
+    assert collect_garbage(dataset.objects) == []
+    collect_garbage(dataset.objects, abandoned=True)
+    assert dataset.listed() == before
 
 
 @pytest.mark.parametrize("harm", ["damaged", "lost", "another"])

@@ -18,9 +18,9 @@ def collect_garbage(
 ) -> list[str]:
     """Delete what can never be committed; returns the keys.
 
-    Safe beside live writers: only losing attempts of units that are done, and leftovers of
-    records that exist. With `abandoned`, also attempts of unfinished units: on the user's word
-    that nothing runs.
+    Safe beside live writers: only losing attempts of units that are done and not being repaired,
+    and leftovers of records that exist. With `abandoned`, also attempts of unfinished units: on
+    the user's word that nothing runs.
     """
     ledger = Ledger(objects)
     ledger.table()
@@ -29,6 +29,9 @@ def collect_garbage(
     listed = {file["key"] for unit in manifest["units"] for file in fmt.listed_files(unit)}
     keys = sorted(objects.list())
     attempts = {key: found[0] for key in keys if (found := fmt.parse_attempt_key(key))}
+    # After the listing, since a repair says which record it replaces before it writes anything; and
+    # before records are read, since then the record may be the new one.
+    condemned = _condemned(objects)
     units = sorted({*attempts.values()})
     records = mapped(ledger.read_done, units, objects.parallel)
     winners = {
@@ -37,6 +40,9 @@ def collect_garbage(
 
     def doomed(key: str) -> bool:
         target = objects.leftover_of(key)
+        original = fmt.parse_damaged_key(target or key)
+        if original is not None:
+            return abandoned or _is_replaced(objects, key, original)
         if target is not None and not key.startswith(fmt.SCRATCH):
             # A heartbeat's leftover is never missed, for the next beat writes anew; nor is that of
             # a prediction, which no run fails for.
@@ -44,10 +50,9 @@ def collect_garbage(
             return abandoned or not missed or probe(key) or exists(objects, target)
         if key in attempts:
             files = winners.get(attempts[key])  # None while unfinished
-            return key not in listed and (abandoned if files is None else key not in files)
-        aside = fmt.parse_damaged_key(key)
-        if aside is not None:  # by `verify --repair`, until there is a sound one again
-            return abandoned or aside == fmt.PREDICTION or exists(objects, aside)
+            if key in listed or (files is not None and key in files):
+                return False
+            return abandoned or (files is not None and attempts[key] not in condemned)
         if key.startswith(fmt.SCRATCH):
             return True  # `shuffle` makes the table last, which we have read
         if fmt.parse_worker_key(key) is not None:
@@ -69,6 +74,25 @@ def collect_garbage(
         if progress:
             progress(len(removed), len(chosen))
     return removed
+
+
+def _condemned(objects: Objects) -> set[int]:
+    """Units whose record is to be replaced by a repair: another attempt may be committed still."""
+    found: set[int] = set()
+    for key in sorted(objects.list(fmt.DAMAGED)):
+        original = fmt.parse_damaged_key(key) or ""
+        unit = fmt.parse_done_key(original)
+        if unit is not None and not _is_replaced(objects, key, original):
+            found.add(unit)
+    return found
+
+
+def _is_replaced(objects: Objects, key: str, original: str) -> bool:
+    """Whether there is another record in place of one that a repair has set aside."""
+    try:
+        return original == fmt.PREDICTION or objects.get(original) != objects.get(key)
+    except FileNotFoundError:
+        return False
 
 
 def _readable(objects: Objects, key: str) -> bool:

@@ -6,10 +6,15 @@ old record, then the new one is created. A kill before that leaves the old recor
 the two leaves a unit that is missing; either way the same command goes on. No file is removed:
 those of the old attempt are orphans from then on, which `gc` takes.
 
+`gc` removes other attempts at a unit that is done, since none of them can be committed. Here one
+can: so before anything is written a copy of each record that is to go is put into `damaged/`, and
+`gc` spares the attempts at a unit whose record has such a copy.
+
 Nothing is replaced by something else: what is made must have the index that the old record, or the
 manifest, says the unit has.
 """
 
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -53,6 +58,7 @@ class RepairLedger(Ledger):
         self.beside = list(report.beside)
         self.repaired = Repaired()
         self._expected = self._described(sorted({*report.damaged, *report.missing}))
+        self._marks: dict[int, str] = {}  # copies of records that are to go
 
     def refuse_impossible(self) -> None:
         """Refuse before anything is done what cannot be made again."""
@@ -65,6 +71,19 @@ class RepairLedger(Ledger):
         """Those that are to be made."""
         done = self.done_units()
         return [int(u["id"]) for u in self.table_found.units if int(u["id"]) not in done]
+
+    def condemn(self) -> None:
+        """Tell `gc` which records are to go; before any file of their units is written."""
+        for unit in sorted(self.condemned):
+            key = fmt.done_key(unit)
+            self._marks[unit] = f"{fmt.DAMAGED}{secrets.token_hex(6)}/{key}"
+            with contextlib.suppress(OSError):  # `gc` does nothing beside a record it cannot read
+                self.objects.create(self._marks[unit], self.objects.get(key))
+
+    def pardon(self) -> None:
+        """Take back what `condemn` said of units that were not made after all."""
+        for unit in self.condemned.keys() & self._marks.keys():
+            self.objects.delete(self._marks.pop(unit))
 
     # -- what extraction asks of a ledger ------------------------------------------------------
 
@@ -120,6 +139,7 @@ class RepairLedger(Ledger):
         aside = self._set_aside(key)
         if aside and judged and self._digest(aside) != judged:  # in the very moment between
             self.objects.create(key, self.objects.get(aside))
+            self.objects.delete(aside)
 
     def _set_aside(self, key: str) -> str | None:
         aside = f"{fmt.DAMAGED}{secrets.token_hex(6)}/{key}"
