@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.config.arch import Arch, Experts
-from spile.models.forward.ops import activate, linear
+from spile.models.forward.ops import activate, linear, product
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.weights import Block
 from spile.models.layout import ROWS
@@ -141,7 +141,7 @@ def _tiled(
     def multiply(part: tuple[Array, Array]) -> Array:
         places, owner = part
         gathered = x.at[places].get(mode="fill", fill_value=0)
-        return jnp.einsum("tni,toi->tno", gathered, w[owner])
+        return product("tni,toi->tno", gathered, w[owner])
 
     parts = (places.reshape(-1, chunk, tile), owner.reshape(-1, chunk))
     out = jax.lax.map(multiply, parts).reshape(tiles * tile, -1)

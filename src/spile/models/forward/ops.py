@@ -4,7 +4,8 @@ norms and rotary angles in float32, their results in the compute dtype."""
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
-from functools import partial
+from functools import partial, reduce
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,10 @@ _ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(x * jnp.asarray(1.702, x.dtype)),
     "relu": jax.nn.relu,
 }
+# On a CPU, XLA adds up 512 float32 terms one after the other, torch 384: after one large term,
+# as the first token of a context has, every further one rounds at that term's size. Runs of at
+# most so many, added at the end, come nearer to float64 than torch (docs/exactness.md).
+_RUN = 256
 
 
 def norm(
@@ -50,8 +55,25 @@ def linear(
     weight: Float[Array, "out in"],
     bias: Float[Array, " out"] | None = None,
 ) -> Float[Array, "*tokens out"]:
-    y = jnp.einsum("...i,oi->...o", x, weight)
+    y = product("...i,oi->...o", x, weight)
     return y if bias is None else y + _per_channel(bias, y)
+
+
+def product(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Array:
+    """An einsum over the last axis of both; in float32 on a CPU, summed in short runs."""
+    whole = partial(jnp.einsum, equation)
+    if x.dtype != jnp.float32 or x.shape[-1] <= _RUN:
+        return whole(x, weight)
+    return jax.lax.platform_dependent(x, weight, cpu=partial(_in_runs, equation), default=whole)
+
+
+def _in_runs(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Array:
+    width = x.shape[-1]
+    count = -(-width // _RUN)
+    ends = [i * width // count for i in range(1, count + 1)]
+    runs = [slice(start, end) for start, end in pairwise([0, *ends])]
+    parts = (jnp.einsum(equation, x[..., run], weight[..., run]) for run in runs)
+    return reduce(jnp.add, parts)
 
 
 def rotary_angles(
