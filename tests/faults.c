@@ -3,7 +3,7 @@
    A process arms it (tests/faults.py) with a folder, an action and a number. Calls that change
    something below the folder are counted; the call of that number fails, is cut short, kills the
    process or interrupts it. `count` writes a line for every call; `record` writes all that a
-   power cut could undo: see tests/chaos/power.py. Unarmed, every call goes straight to the kernel.
+   power cut could undo (tests/chaos/power.py), and kills after that number of calls. Unarmed, every call goes straight to the kernel.
 */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -95,7 +95,7 @@ static struct call begin(const char *name, const char *path) {
     if (action == NONE || !inside(path)) return call;
     if (action == RECORD) {
         pthread_mutex_lock(&lock);
-        call.locked = 1, call.action = RECORD;
+        call.locked = 1, call.action = RECORD, seen++;
         return call;
     }
     long number = __atomic_add_fetch(&seen, 1, __ATOMIC_SEQ_CST);
@@ -119,8 +119,8 @@ static int fails(const struct call *call) {
 
 static long end(struct call *call, long result) {
     int error = errno;
+    if (call->action == KILL_AFTER || (call->locked && seen == target)) die();
     if (call->locked) pthread_mutex_unlock(&lock);
-    if (call->action == KILL_AFTER) die();
     if (call->action == EIO_AFTER && result >= 0) return errno = EIO, -1;
     errno = error;
     return result;

@@ -186,6 +186,7 @@ def _staged(target: Path) -> Generator[Path, None, None]:
         made = rows.stat()
         # (takes the place of an empty directory, and of nothing else)
         rows.rename(target)
+        sync(folder)
         sync(target.parent)
     except BaseException:
         _take_back(target, rows, made)
@@ -209,6 +210,7 @@ def _locked_folder(target: Path) -> tuple[Path, int]:
             raise
         # Where files cannot be locked, nobody finds a leftover either.
         if _locked(lock) is not False and os.fstat(lock).st_nlink:
+            sync(folder)  # after a power cut, too, there is none without its lock
             return folder, lock
         os.close(lock)
 
@@ -236,6 +238,7 @@ def _remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
         if (folder / _ROWS).exists():
             shutil.rmtree(folder / _ROWS)
+            sync(folder)
         (folder / _LOCK).unlink(missing_ok=True)
         folder.rmdir()
 
