@@ -6,6 +6,7 @@ its page needs no more fails, too. What is printed, and no command, stands in a 
 """
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -112,6 +113,16 @@ def makes_a_certificate_that_serves(command: Command, scratch: Scratch) -> None:
     ListenAddress("0.0.0.0", tls_cert=f"{folder}/cert.pem", tls_key=f"{folder}/key.pem")
 
 
+def runs_in_a_shell(command: Command, scratch: Scratch) -> None:
+    """It is no command of ours, and runs all the same."""
+    if shutil.which("ssh-keygen") is None:
+        return  # as tests/dataset/maintain/test_signature.py says
+    ran = subprocess.run(
+        command.text, shell=True, cwd=scratch.folder, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 # -- the table ---------------------------------------------------------------------------------
 
 
@@ -141,6 +152,9 @@ COMMANDS = (
     Instead("*", "python examples/", "takes minutes; tests of its own run it small",
             takes_those_flags),
     Instead("*", "spile serve", "answers until it is stopped: tests of its own ask it", parses),
+    Instead("docs/verify.md", "ssh-keygen ", "another program", runs_in_a_shell),
+    Instead("docs/verify.md", "echo ", "another program", runs_in_a_shell),
+    Instead("docs/verify.md", "env --chdir ", "another program", runs_in_a_shell),
     Instead("docs/web.md", "openssl req", "another program", makes_a_certificate_that_serves),
     Instead("docs/worlds.md", "spile extract", "sixteen hosts: tests/e2e/test_world.py has three",
             parses),
