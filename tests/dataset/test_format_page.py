@@ -21,7 +21,9 @@ import zstandard
 import spile
 import stored
 from spile.core.index import FLAGS
+from spile.dataset import format as fmt
 from spile.dataset.format import FORMAT
+from spile.dataset.write.quantization import scales_to_json
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 PLAIN = {
@@ -90,9 +92,14 @@ class PageReader:
             scale = tensors[f"{tap}/scale"][1]
             return float8(codes) * scale.reshape(-1, *[1] * (codes.ndim - 1))
         if self.table["taps"][tap]["dtype"] == "int8":
-            coded = base64.b64decode(self.record("scales.json", "scales")[tap])
-            return codes.astype(np.float32) * np.frombuffer(coded, "<f4").reshape(codes.shape[1:])
+            assert np.abs(codes.astype(np.int32)).max(initial=0) <= 127
+            return codes.astype(np.float32) * self.scales()[tap]
         return codes
+
+    def scales(self) -> dict[str, np.ndarray]:
+        taps, record = self.table["taps"], self.record("scales.json", "scales")
+        assert {*record} == {name for name, tap in taps.items() if tap["dtype"] == "int8"}
+        return {name: scales_of(text, taps[name]["shape"]) for name, text in record.items()}
 
     def statistics(self, tap: str) -> tuple[int, np.ndarray, np.ndarray]:
         count, mean, m2 = 0, np.zeros(1), np.zeros(1)
@@ -116,6 +123,12 @@ class PageReader:
                 text = told[name].tobytes()
                 values = [text[a:b].decode() for a, b in zip(ends[:-1], ends[1:], strict=True)]
             yield from (v if ok else None for v, ok in zip(values, valid, strict=True))
+
+
+def scales_of(text: str, shape: list[int]) -> np.ndarray:
+    found = np.frombuffer(base64.b64decode(text, validate=True), "<f4").reshape(shape)
+    assert (np.isfinite(found) & (found > 0)).all()
+    return found
 
 
 def spelled(record: Mapping[str, Any]) -> bytes:
@@ -222,6 +235,34 @@ def test_it_reads_what_a_model_gave(model: Path, corpus: Path, tmp_path: Path) -
     for tap in ours.taps:
         wanted = ours.read(tap, 0, ours.num_tokens)
         assert read.rows(tap).tobytes() == wanted.tobytes(), tap
+
+
+def test_the_scales_of_a_model_are_where_the_page_says(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "acts"
+    recipe = spile.Recipe(
+        model=str(model), corpus=str(corpus), taps="q:0,embed,logprob", max_docs=6, seq_len=64,
+        store_dtype="int8",
+    )  # fmt: skip
+    spile.extract(recipe, str(out))
+    read, ours = PageReader(out), spile.open(str(out))
+    found = read.scales()
+    assert {name: scale.shape for name, scale in found.items()} == {"q.0": (4, 8), "embed": (32,)}
+    for tap, scale in found.items():
+        wanted = ours.read(tap, 0, ours.num_tokens)
+        assert read.rows(tap).tobytes() == wanted.tobytes(), tap
+        # Few enough tokens that all of them were measured: none is clipped.
+        assert ours.statistics(tap).clipped == 0
+        codes = np.abs(wanted / scale).max(axis=0)
+        assert (np.rint(codes) == np.rint(127 / 1.25)).all()
+
+
+def test_the_example_of_scales_on_the_page_is_right() -> None:
+    (text,) = re.findall(r'^ "q\.1": "(.+)"$', PAGE, re.M)
+    assert scales_of(text, [2, 2]).tolist() == [[0.5, 1.0], [0.25, 2.0]]
+    assert fmt.encode_record("scales", {"q.1": text}).count(f'\n "q.1": "{text}"'.encode()) == 1
+    assert scales_to_json({"q.1": np.array([[0.5, 1.0], [0.25, 2.0]])}) == {"q.1": text}
 
 
 def test_every_float8_code_means_what_the_page_says() -> None:

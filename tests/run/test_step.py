@@ -16,8 +16,10 @@ import pytest
 import saes
 import tiny
 from marks import some
+from spile.core.tensors import write_tensors
 from spile.corpus.pack import Batch
 from spile.dataset.write.quantization import decode
+from spile.dataset.write.statistics import TapStats
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
 from spile.models.forward.decoder import needs_whole_block
@@ -106,6 +108,26 @@ def test_statistics_are_those_of_the_stored_values(model: Path, store_dtype: str
             )
             assert found.max_abs == np.abs(real).max()
             assert found.nonfinite == 0
+
+
+def test_a_mean_is_as_exact_as_its_values_differ_however_large_it_is(tmp_path: Path) -> None:
+    """Not as float32, in which the device adds: channels of large means would have no variance."""
+    model = tiny.write_model(tmp_path / "model")
+    tensors = tiny.random_tensors(tiny.CONFIG)
+    offsets = 10.0 ** np.arange(-16, 16) * np.where(np.arange(32) % 2, 1, -1)
+    offsets[np.abs(offsets) > 1e6] = 7e5
+    tensors["model.embed_tokens.weight"] += offsets.astype(np.float32)
+    (model / "model.safetensors").unlink()
+    write_tensors(model / "model.safetensors", tensors)
+    output = make_step(model, "embed")(make_batch(lengths=(40, 40, 39)))
+    rows = output.rows_of("embed").astype(np.float64)
+    together = TapStats.empty(32)
+    for row, found in zip(by_packed_row(rows, output), output.stats_of("embed"), strict=True):
+        assert (np.abs(found.mean - row.mean(0)) <= 1e-7 * row.std(0)).all()
+        np.testing.assert_allclose(found.variance, row.var(0), rtol=1e-6)
+        together.merge(found)
+    assert (np.abs(together.mean - rows.mean(0)) <= 1e-7 * rows.std(0)).all()
+    np.testing.assert_allclose(together.variance, rows.var(0), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +283,12 @@ def test_what_is_not_finite_is_counted_as_it_was_computed(infinite: Path, store_
     batch = make_batch(0)
     batch.tokens[batch.segments > 0] = 1 + batch.tokens[batch.segments > 0] % 6
     batch.tokens[0, [0, 39]], batch.tokens[1, 3] = 0, tiny.BOS
-    assert [s.nonfinite for s in step(batch).stats_of("embed")] == [6, 1]
+    found = step(batch).stats_of("embed")
+    assert [s.nonfinite for s in found] == [6, 1]
+    if store_dtype in ("float32", "bfloat16"):
+        rows = by_packed_row(step(batch).rows_of("embed").astype(np.float64), step(batch))[0]
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_allclose(found[0].mean, rows.mean(0), atol=1e-6)
     few = make_batch(0, keep=[[1, 39], [2], [0]], most=6)  # what pads a row is its first token
     few.tokens[:] = batch.tokens
     assert [s.nonfinite for s in step(few).stats_of("embed")] == [3, 0, 3]

@@ -115,11 +115,14 @@ class StepOutput:
     def stats_of(self, tap: str) -> list[TapStats]:
         """One entry per packed row, or part of it, that holds kept tokens, in order."""
         host = {name: np.concatenate(local_runs(a)) for name, a in self.reduced[tap].items()}
+        # (Of channels that hold infinities there is no rest.)
+        rest = np.nan_to_num(host["rest"].astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+        mean = host["mean"] + rest
         return [
             TapStats(
                 int(count),
-                host["mean"][part].astype(np.float64),
-                host["m2"][part].astype(np.float64),
+                mean[part],
+                np.maximum(host["m2"][part] - int(count) * rest[part] ** 2, 0.0),
                 float(host["norm_sum"][part]),
                 float(host["max_abs"][part]),
                 int(host["nonfinite"][part]),
@@ -385,11 +388,12 @@ def _reduce(
     weight = real[..., None]
     count = jnp.maximum(real.sum(axis=1), 1).astype(jnp.float32)[:, None]
     masked = partial(jnp.where, weight)
-    mean = masked(wide, 0.0).sum(axis=1) / count
+    mean = _rounded(masked(wide, 0.0).sum(axis=1) / count)
     deviation = masked(wide - mean[:, None], 0.0)
     present = masked(wide, 0.0)
     return {
         "mean": mean,
+        "rest": deviation.sum(axis=1) / count,
         "m2": (deviation * deviation).sum(axis=1),
         "norm_sum": jnp.sqrt((present * present).sum(axis=-1)).sum(axis=-1),
         "max_abs": jnp.where(jnp.isfinite(present), jnp.abs(present), 0.0).max(axis=(1, 2)),
@@ -397,6 +401,17 @@ def _reduce(
         name: jnp.where(real, counts.reshape(-1, part), 0).sum(axis=1)
         for name, counts in counted.items()
     }
+
+
+def _rounded(values: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Nearly the same numbers, each of them exactly a float32.
+
+    A compiler may carry a quotient on unrounded into the difference that it is used in (a fused
+    multiply-add). Deviations must be from the very mean that is returned: their own mean is then
+    what rounding, there and in the sum, has taken from it. Bits cannot be carried on so.
+    """
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    return jax.lax.bitcast_convert_type(bits & ~1, jnp.float32)
 
 
 def _per_token(found: Bool[Array, "tokens ..."]) -> Int[Array, " tokens"]:

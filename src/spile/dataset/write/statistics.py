@@ -1,8 +1,8 @@
 """Statistics of a tap: exact counts, float64 moments, mergeable in any grouping of whole rows.
 
-The device reduces each packed row (in float32, two passes); the host merges those in float64 in
-stored order. Packed rows are a function of recipe and unit, so the result does not depend on the
-batch size, the mesh or the machine count.
+The device reduces each packed row (in float32, in two passes: the second finds what the first lost
+of the mean); the host merges those in float64 in stored order. Packed rows are a function of recipe
+and unit, so the result does not depend on the batch size, the mesh or the machine count.
 """
 
 from collections.abc import Iterable, Mapping
