@@ -2,6 +2,9 @@
 
 It knows where things are called what, and nothing of how a family computes: whatever Spile's own
 decoder believes about an architecture is not consulted here.
+
+In float64 it is the exact result. A model's code asks for float32 in places (norms, softmax,
+rotary angles), whatever its weights have: all of those are then float64 too.
 """
 
 # torch and transformers are only partly typed: strict would want casts everywhere.
@@ -9,13 +12,14 @@ decoder believes about an architecture is not consulted here.
 
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # What each part is called: the first name that the module has is the one.
 _NAMES = {
@@ -52,7 +56,7 @@ class Reference:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
         self._model.eval()
-        # Only eager attention has weights to show, and only it can be watched.
+        # Only eager attention has weights to show.
         self._model.set_attn_implementation("eager")
         self._body: Any = self._model.get_decoder()
         # Learned positions are added to the embeddings; rotary ones turn q and k.
@@ -70,6 +74,23 @@ class Reference:
         ]
         for i, block in enumerate(blocks):
             self._points += _block_points(block, f".{i}", heads)
+        self._experts = getattr(self._model.config, "_experts_implementation", None)
+        if self._model.dtype == torch.float64:
+            self._adapt()
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """From now on compute in another dtype; weights are rounded if it holds fewer digits."""
+        if self._model.dtype != dtype:
+            self._model.to(dtype)
+            self._adapt()
+
+    def attend_by(self, implementation: str) -> None:
+        """From now on use this attention of HF's; with others than eager no weights are seen.
+
+        Raises:
+            ValueError: if the model does not have it.
+        """
+        self._model.set_attn_implementation(implementation)
 
     def taps(
         self, token_ids: np.ndarray, sites: Collection[str] | None = None
@@ -82,18 +103,23 @@ class Reference:
                 where not given. What a model does not have is left out.
 
         Returns:
-            By tap, one row per token: float32, or int64 for `expert_ids`.
+            By tap, one row per token: float32 (float64 where the model is), or int64 for
+            `expert_ids`.
         """
         if token_ids.ndim != 1 or not len(token_ids):
             raise ValueError(f"token_ids must be one context, got the shape {token_ids.shape}")
 
+        eager = self._body.config._attn_implementation == "eager"
+
         def wanted(name: str) -> bool:
-            return sites is None or name in sites or name.partition(".")[0] in sites
+            site = name.partition(".")[0]
+            hidden = site == "attn_pattern" and not eager
+            return not hidden and (sites is None or name in sites or site in sites)
 
         found: dict[str, np.ndarray] = {}
         ids = torch.tensor(token_ids.astype(np.int64), device=self._model.device)
         _forget_longer_contexts(self._rotary)
-        with ExitStack() as hooks, torch.no_grad():
+        with ExitStack() as hooks, torch.no_grad(), self._arithmetic():
             for point in self._points:
                 if wanted(point.name):
                     hooks.enter_context(_hooked(point, found))
@@ -109,6 +135,21 @@ class Reference:
                 self._body(input_ids=ids[None], use_cache=False)
         return found
 
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        return _InFloat64() if self._model.dtype == torch.float64 else nullcontext()
+
+    def _adapt(self) -> None:
+        """Follow the model's dtype with what does not: experts, and rotary frequencies."""
+        if self._experts is not None:  # grouped products know no float64
+            wide = self._model.dtype == torch.float64
+            self._model.set_experts_implementation("eager" if wide else self._experts)
+        if self._rotary is None:
+            return
+        with self._arithmetic():  # computed again, not converted
+            made = type(self._rotary)(self._rotary.config)
+            for name, values in made.named_buffers():
+                setattr(self._rotary, name, values.to(self._model.device))
+
     @contextmanager
     def _watched_attention(
         self, wanted: Callable[[str], bool], found: dict[str, np.ndarray]
@@ -116,9 +157,13 @@ class Reference:
         """Keep q and k as they enter the score.
 
         No module's input or output shows them, but each attention module looks up the function
-        that computes the score among the globals of its own file, where we can stand in for it.
+        that computes the score: eager attention among the globals of its own file, others in a
+        table of transformers. We can stand in for both.
         """
-        original = self._modeling.eager_attention_forward
+        name = self._body.config._attn_implementation
+        others = getattr(self._modeling, "ALL_ATTENTION_FUNCTIONS", {})
+        eager = name == "eager"
+        original = self._modeling.eager_attention_forward if eager else others[name]
 
         def watch(module: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
             layer = self._attentions.get(id(module))  # of another model: None
@@ -127,11 +172,30 @@ class Reference:
                     found[f"{site}.{layer}"] = _array(value[0].transpose(0, 1))
             return original(module, query, key, *rest, **options)
 
-        self._modeling.eager_attention_forward = watch
+        def put(function: Any) -> None:
+            if eager:
+                self._modeling.eager_attention_forward = function
+            else:
+                others[name] = function
+
+        put(watch)
         try:
             yield
         finally:
-            self._modeling.eager_attention_forward = original
+            put(original)
+
+
+class _InFloat64(TorchDispatchMode):
+    """Whatever asks torch for float32 gets float64."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        given = {name: wide(value) for name, value in (kwargs or {}).items()}
+        return func(*map(wide, args), **given)
 
 
 def _part(module: Any, role: str) -> Any:
@@ -203,7 +267,8 @@ def _split(head_dim: int) -> Take:
 
 def _array(value: Tensor) -> np.ndarray:
     # a copy: what is kept must not change if the model goes on to write into the same memory
-    dtype = torch.float32 if value.is_floating_point() else torch.int64
+    wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+    dtype = wide if value.is_floating_point() else torch.int64
     return value.detach().to("cpu", dtype, copy=True).contiguous().numpy()
 
 
@@ -247,4 +312,5 @@ def _next_token(logits: Tensor, ids: Tensor) -> dict[str, Tensor]:
         entropy.append(torch.special.entr(logs.exp()).sum(-1))
     known = torch.cat(logprob)
     known[-1] = 0.0
-    return {"logprob": known, "entropy": torch.cat(entropy)}
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return {"logprob": known.to(dtype), "entropy": torch.cat(entropy).to(dtype)}
