@@ -8,6 +8,7 @@ for since its folder was synced. So a rename without a sync may leave both names
 """
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -139,8 +140,20 @@ class Disk:
 
 def crashes(disk: Disk, rng: random.Random, most: int) -> Iterator[State]:
     """States after a cut: all of them if they are few, else the extremes and random ones."""
+    made: list[tuple[int, int]] = []
+    kept = disk.crashed(lambda options: made.append((0, options)) or options - 1)
+    if math.prod(options for _, options in made) <= most:
+        yield from _all_crashes(disk)
+        return
+    yield kept
+    yield disk.crashed(lambda options: 0)
+    for _ in range(most - 2):
+        yield disk.crashed(partial(_draw, rng, rng.choice((0.1, 0.5, 0.9))))
+
+
+def _all_crashes(disk: Disk) -> Iterator[State]:
     script: list[int] = []
-    for _ in range(most):
+    while True:
         made: list[tuple[int, int]] = []
         yield disk.crashed(partial(_follow, script, made))
         while made and made[-1][0] + 1 == made[-1][1]:
@@ -149,9 +162,6 @@ def crashes(disk: Disk, rng: random.Random, most: int) -> Iterator[State]:
             return
         script = [chosen for chosen, _ in made]
         script[-1] += 1
-    yield disk.crashed(lambda options: options - 1)
-    for _ in range(most):
-        yield disk.crashed(partial(_draw, rng, rng.choice((0.1, 0.5, 0.9))))
 
 
 def _follow(script: Sequence[int], made: list[tuple[int, int]], options: int) -> int:
@@ -171,7 +181,7 @@ def prefixes(
     """Every state after a cut at every moment, each once, and what had been noted by then.
 
     Args:
-        most: states of a moment that are tried, before as many random ones are.
+        most: states of a moment: all of them, or the extremes and random ones.
         first: the moment to begin with, in events.
     """
     rng, noted, seen = random.Random(seed), list[str](), set[bytes]()

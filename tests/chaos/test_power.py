@@ -74,7 +74,7 @@ def cut(
 
     Args:
         kills: a run for each, killed after so many calls; 0: it comes to its end.
-        most: states of a moment that are tried, before as many random ones are.
+        most: states of a moment: all of them, or the extremes and random ones.
         every: one state in so many is looked at,
         rerun: and of those one in so many is where the command goes on.
         only_last: of all moments the last one.
@@ -103,7 +103,7 @@ def cut(
 
 def check_after_cut(command: Command, at: Path, noted: list[str]) -> None:
     """Whatever is there is sound or plainly refused, and what was committed is there."""
-    for name in command.datasets:
+    for name in (*command.datasets, *command.passing):
         witness = Witness(at / name)
         witness.look()
         witness.check()  # a record implies its files

@@ -21,6 +21,7 @@ from spile.dataset.format import Done, TapInfo
 from spile.dataset.write.quantization import scales_from_json, scales_to_json
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, exists
+from spile.objects.local import settle
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ class Ledger:
         """Create the manifest if every unit is done; says whether they are."""
         if not self.done_units().issuperset(_unit_ids(table)):
             return False
+        settle(self.objects, fmt.done_key(0), fmt.MANIFEST)  # others' too are durable then
         if not exists(self.objects, fmt.MANIFEST):
             must_be_done = partial(self._must_be_done, table)
             records = mapped(must_be_done, _unit_ids(table), self.objects.parallel)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from spile.core.errors import CorruptError, NotCreatedError, StoreError
-from spile.objects.protocol import Entry, check_held, check_key
+from spile.objects.protocol import Entry, Objects, check_held, check_key
 
 _TEMPORARY = ".tmp-"
 _SYNC_BYTES = 64 << 20  # of a file, after which they are made durable
@@ -310,6 +310,21 @@ def make_folder(folder: Path, durable: set[Path], root: Path | None = None) -> N
         if made or (root is not None and folder.is_relative_to(root)):
             raise
     durable.add(folder)
+
+
+def settle(objects: Objects, *keys: str) -> None:
+    """Let what lies beside these keys survive a crash, whoever created it.
+
+    A process that is killed between creating a record and syncing its folder leaves a record that
+    others build upon. (In a bucket there is nothing to do.)
+    """
+    for folder in {path.parent for key in keys if (path := objects.local_path(key)) is not None}:
+        try:
+            sync(folder)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise _disk_error("syncing", folder, error) from error
 
 
 def sync(path: Path) -> None:

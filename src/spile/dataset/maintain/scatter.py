@@ -36,6 +36,7 @@ from spile.dataset.read.checked_file import WINDOW_BYTES
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import PROBES, Objects
+from spile.objects.local import settle
 
 OWNER = "owner.json"  # what the runs there are made from; they are nobody else's
 WHOLE = "whole.json"  # a pass is finished, and its rows are those of the pass before
@@ -335,6 +336,7 @@ class ScatterPass:
         level = ScatteredRows(objects, self.table, records)
         if isinstance(before, ScatteredRows) and level.sums != before.sums:
             raise lost_rows_error(objects)
+        settle(objects, fmt.done_key(0))
         objects.create(WHOLE, fmt.encode_record("runs", {**self.origin, "runs": len(records)}))
         return level
 
