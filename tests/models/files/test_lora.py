@@ -20,6 +20,7 @@ import tiny
 from marks import some
 from spile.core.errors import InputError
 from spile.core.tensors import map_tensor, read_header, write_tensors
+from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.lora import Adapter, read_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -204,6 +205,43 @@ def test_embeddings_and_heads_merge_with_the_base_weights_peft_stores_for_them(
     # Twice the base weight there, to see that the stored one is what counts.
     rewrite(directory, lambda tensors: tensors.update({n: tensors[n] * 2 for n in stored}))
     check_merged(in_dtype(llama, base), directory)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+def test_an_adapter_of_an_embedding_that_is_the_head_as_well_warns_once_as_peft_does(
+    llama: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    tied = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "tie_word_embeddings": True}))
+    for name, base in (("tied", tied), ("apart", llama)):
+        base.save_pretrained(str(tmp_path / name))
+        tiny.write_tokenizer(tmp_path / name)
+    embedding = save(tied, tmp_path / "embedding", r=4, target_modules=["embed_tokens"])
+    other = save(tied, tmp_path / "other", r=4, target_modules=["q_proj"])
+    for model, adapter, warns in (
+        ("tied", embedding, True), ("tied", other, False), ("apart", embedding, False)
+    ):  # fmt: skip
+        caplog.clear()
+        open_checkpoint(str(tmp_path / model), str(adapter))
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(said) == warns, (model, adapter)
+        if warns:
+            (line,) = said
+            assert line.startswith(f"{embedding}: changes model.embed_tokens.weight, which is")
+            assert "tie_word_embeddings" in line and "\n" not in line
+    # What the line says of merging is so.
+    import peft  # (it takes seconds)  # noqa: PLC0415
+
+    wrapped = peft.PeftModel.from_pretrained(copy.deepcopy(tied), str(embedding))
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        apart = wrapped(ids).logits
+        with pytest.warns(UserWarning, match="`tie_word_embeddings=True`"):
+            merged = wrapped.merge_and_unload()
+        together = merged(ids).logits
+    assert not torch.allclose(apart, together, atol=1e-3)
+    check_merged(tied, embedding)
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")

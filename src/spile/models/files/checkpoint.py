@@ -5,6 +5,7 @@ whether the set of tensors is exactly the expected one, and the model's identity
 """
 
 import dataclasses
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -25,6 +26,8 @@ from spile.models.files.lora import Adapter, read_adapter
 from spile.models.files.safetensors import read_header
 from spile.objects.hub.names import pinned
 from spile.objects.paths import AnyPath, files_below, path_of, read_json
+
+_log = logging.getLogger("spile")
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -116,7 +119,21 @@ def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
     _check_tensors(checkpoint)
     if lora is None:
         return checkpoint
-    return dataclasses.replace(checkpoint, adapter=read_adapter(lora, checkpoint.shapes()))
+    adapter = read_adapter(lora, checkpoint.shapes())
+    _warn_of_tied_head(checkpoint, adapter)
+    return dataclasses.replace(checkpoint, adapter=adapter)
+
+
+def _warn_of_tied_head(checkpoint: Checkpoint, adapter: Adapter) -> None:
+    """Say where an adapter of the embedding also changes the head, as PEFT says it on merging."""
+    embedding = checkpoint.prefix + checkpoint.family.weights["embed"].name
+    if checkpoint.arch.tied_head and embedding in adapter.targets:
+        _log.warning(
+            "%s: changes %s, which is this model's head as well (tie_word_embeddings); merged, it "
+            "changes logits, logprob and entropy, too; PEFT without merging leaves the head alone",
+            adapter.directory,
+            embedding,
+        )
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
