@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= acts/demo
 
-.PHONY: demo test lint chaos chaos-kills chaos-faults chaos-buckets chaos-fleets chaos-models chaos-rest bench docs wheel lock clean
+.PHONY: demo test lint chaos chaos-kills chaos-faults chaos-buckets chaos-fleets chaos-models chaos-fuzz chaos-rest bench docs wheel lock clean
 
 demo: $(VENV)/.spile
 	$(BIN)/spile extract --model demo --corpus demo --taps resid_post:9,mlp_out:9 \
@@ -21,18 +21,19 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 # What is too long or too varied for `make test`, by subject. Each runs by itself.
-CHAOS := chaos-kills chaos-faults chaos-buckets chaos-fleets chaos-models chaos-rest
+CHAOS := chaos-kills chaos-faults chaos-buckets chaos-fleets chaos-models chaos-fuzz chaos-rest
 FULL = $(BIN)/pytest -n 2 --dist worksteal --chaos-full
 
 chaos: $(CHAOS)
 
 chaos-kills: $(VENV)/.dev
 	$(FULL) tests/chaos/test_kill.py tests/chaos/test_world_kill.py tests/chaos/test_hostile.py
+	$(FULL) -rP tests/chaos/test_faults.py -k thousand
 	$(FULL) -m full tests/e2e/test_world.py tests/e2e/test_shuffle_docs.py tests/run
 
-# Faults at every system call, power cuts, a thousand kills; -rP prints what each has tried.
+# Faults at every system call, and power cuts; -rP prints what each has tried.
 chaos-faults: $(VENV)/.dev
-	$(FULL) -rP tests/chaos/test_faults.py tests/chaos/test_power.py
+	$(FULL) -rP tests/chaos/test_faults.py tests/chaos/test_power.py -k "not thousand"
 
 chaos-buckets: $(VENV)/.dev
 	$(FULL) tests/chaos/test_buckets.py tests/chaos/test_hub.py
@@ -46,6 +47,11 @@ chaos-models: $(VENV)/.dev $(VENV)/.saelens
 	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
 	  $(FULL) -m full tests/models tests/check tests/compile
 	$(BIN)/pytest tests/run/test_mesh.py --chaos-full
+
+# Other examples every time, for so many seconds in all; its summary names the seeds.
+FUZZ_SECONDS ?= 1800
+chaos-fuzz: $(VENV)/.dev
+	SPILE_FUZZ_SECONDS=$(FUZZ_SECONDS) $(FULL) tests/security
 
 chaos-rest: $(VENV)/.dev $(VENV)/.saelens
 	$(BIN)/pyright

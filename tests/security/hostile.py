@@ -1,11 +1,25 @@
-"""What a stranger may hand us: values, bytes and places for the tests of this folder to use."""
+"""What a stranger may hand us: values, bytes and places for the tests of this folder to use.
+
+In the suite each test tries the same few examples. `make chaos-fuzz` explores: see `explored`.
+"""
 
 import copy
+import faulthandler
+import functools
+import inspect
 import json
-from collections.abc import Callable
+import os
+import random
+import re
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import HealthCheck
@@ -40,14 +54,115 @@ JSON = st.recursive(
 )
 
 
+_SUPPRESSED = [
+    HealthCheck.function_scoped_fixture,
+    HealthCheck.too_slow,
+    HealthCheck.data_too_large,
+]
+
+# Of an exploring run.
+SECONDS = float(os.environ.get("SPILE_FUZZ_SECONDS", 0))  # for all tests together
+SEED = os.environ.get("SPILE_FUZZ_SEED")  # one round with it, instead: to see a find again
+LOG = "SPILE_FUZZ_LOG"  # the file that notes rounds, for the summary
+ROUND = 100  # examples of a seed
+MOST_SECONDS = 10  # of processor time for one example
+STUCK_SECONDS = 300  # of an example that Python cannot end: it ends the process
+MOST_BYTES = 3 << 30  # of memory, beyond what the tests themselves have
+
+
+class Exploration:
+    """Where the run is."""
+
+    seconds_each = 0.0  # of a test
+    seed = 0  # of its round
+
+
+exploration = Exploration()
+
+
 def fuzz(count: int) -> Callable[[Any], Any]:
     """The same examples at every run, and no fixture made anew for each: tests restore them."""
-    return examples(
-        count,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
+    if SECONDS or SEED:
+        return explored
+    return examples(count, derandomize=True, database=None, suppress_health_check=_SUPPRESSED)
+
+
+def explored(test: Any) -> Any:
+    """Rounds of other examples, each with a seed of its own, for as long as this test may take.
+
+    An example may take so much processor time and no more memory than `MOST_BYTES`. Each round is
+    noted before it begins: a process that crashed can be told, and the seed that did it.
+    """
+    rounds = hypothesis.settings(
+        max_examples=ROUND, deadline=None, database=None, derandomize=False, print_blob=False,
+        suppress_health_check=_SUPPRESSED,
+    )(test)  # fmt: skip
+    inner, tried = rounds.hypothesis.inner_test, 0
+
+    @functools.wraps(inner)
+    def limited(*args: Any, **kwargs: Any) -> None:
+        nonlocal tried
+        tried += 1
+        with within_limits():
+            inner(*args, **kwargs)
+
+    rounds.hypothesis.inner_test = limited
+
+    def exploring(*args: Any, **kwargs: Any) -> None:
+        nonlocal tried
+        name = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+        until = time.monotonic() + exploration.seconds_each
+        while True:
+            seed = int(SEED) if SEED else random.SystemRandom().getrandbits(48)
+            exploration.seed, tried = seed, 0
+            _note({"test": name, "seed": seed})
+            try:
+                hypothesis.seed(seed)(rounds)(*args, **kwargs)
+            except BaseException as error:
+                error.add_note(f"again: SPILE_FUZZ_SEED={seed} pytest --chaos-full '{name}'")
+                raise
+            finally:
+                _note({"test": name, "seed": seed, "examples": tried})
+            if SEED or time.monotonic() > until:
+                return
+
+    exploring.__name__, exploring.__doc__ = test.__name__, test.__doc__
+    exploring.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
+    exploring.pytestmark = [*getattr(test, "pytestmark", [])]  # type: ignore[attr-defined]
+    return pytest.mark.fuzzed(pytest.mark.varied(exploring))
+
+
+@contextmanager
+def within_limits() -> Iterator[None]:
+    """Fails what takes too long; a process that it cannot fail ends, and says where it was."""
+    _limit_memory()
+    before = signal.signal(signal.SIGPROF, _took_too_long)
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGPROF, before)
+
+
+def _took_too_long(*_: Any) -> None:
+    raise AssertionError(f"this example takes more than {MOST_SECONDS} s of processor time")
+
+
+@functools.cache
+def _limit_memory() -> None:
+    """Of this process, from now on."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _note(said: dict[str, Any]) -> None:
+    if LOG in os.environ:
+        with open(os.environ[LOG], "a") as file:
+            file.write(json.dumps(said) + "\n")
 
 
 @contextmanager
@@ -84,6 +199,49 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
                 del found[at:]
             case "double":
                 found[at:at] = found[at:to]
+            case _:
+                found[at:to] = draw(st.binary(max_size=16))
+    return bytes(found)
+
+
+_WORDS = [0, 1, 2, 7, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 1 << 26, (1 << 31) - 1, 1 << 31, (1 << 32) - 1,
+          1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]  # fmt: skip
+_SPELLED = ["0", "-1", "1", "2", "255", "65536", "2147483648", "4294967295", "1099511627776",
+            "9223372036854775807", "18446744073709551616", "-9223372036854775809", "0.5", "1e400",
+            "NaN", "1" + "0" * 30, "null", "true", '""', "[]", "{}"]  # fmt: skip
+
+
+@st.composite
+def mutated(draw: st.DrawFn, seeds: Sequence[bytes]) -> bytes:
+    """One of some files, with a few places changed: bits, runs, numbers, or parts of another."""
+    found = bytearray(draw(st.sampled_from(seeds)))
+    for _ in range(draw(st.integers(1, 6))):
+        at = draw(st.integers(0, max(0, len(found) - 1)))
+        to = min(len(found), at + draw(st.sampled_from([1, 2, 4, 8, 32, 200])))
+        match draw(st.integers(0, 8)):
+            case 0 if found:
+                found[at] ^= 1 << draw(st.integers(0, 7))
+            case 1:
+                found[at : at + 1] = bytes([draw(st.integers(0, 255))])
+            case 2:
+                del found[at:to]
+            case 3:
+                del found[at:]
+            case 4:
+                found[at:at] = found[at:to] * draw(st.sampled_from([1, 2, 50]))
+            case 5:
+                other = draw(st.sampled_from(seeds))
+                start = draw(st.integers(0, len(other)))
+                found[at:to] = other[start : start + draw(st.sampled_from([4, 16, 64, 1 << 20]))]
+            case 6:
+                width = draw(st.sampled_from([2, 4, 8]))
+                word = draw(st.sampled_from(_WORDS)) % (1 << 8 * width)
+                found[at : at + width] = word.to_bytes(width, "little")
+            case 7:
+                places = [each.span() for each in re.finditer(rb"-?\d+(\.\d+)?", found)]
+                if places:
+                    start, stop = draw(st.sampled_from(places))
+                    found[start:stop] = draw(st.sampled_from(_SPELLED)).encode()
             case _:
                 found[at:to] = draw(st.binary(max_size=16))
     return bytes(found)

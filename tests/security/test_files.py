@@ -1,6 +1,5 @@
 """GGUF files and corpora that a stranger made: refused by an error of ours, or understood."""
 
-import gzip
 import json
 import struct
 import time
@@ -9,16 +8,12 @@ from typing import Any
 
 import gguf
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from security.hostile import DEEP, JSON, NUMBERS, damaged, fuzz, only_our_errors, refused
-from spile.corpus.files import find_files
-from spile.corpus.reader import CorpusReader
-from spile.corpus.units import CutOptions, make_units
+from security.parsers import read_corpus
 from spile.models.files.gguf import convert
 
 UINT8, UINT64, STRING, ARRAY = 0, 10, 8, 9
@@ -124,44 +119,6 @@ def test_metadata_of_another_kind_are_refused(
     pairs = struct.unpack_from("<Q", weights, 16)[0]
     with refused("^/"):
         convert_bytes(metadata(added, entries, count=pairs + 1, tensors=2), tmp_path)
-
-
-def read_corpus(path: Path) -> None:
-    files = find_files(str(path))
-    units = make_units(files, CutOptions(unit_tokens=64, density=0.25))
-    reader = CorpusReader(files)
-    try:
-        reader.sample(0)
-        for unit in units:
-            found = reader.read(unit.spans, unit.first_doc)
-            assert len(found.texts) + found.skipped.total() == unit.num_docs
-            found.digest()
-    finally:
-        reader.close()
-
-
-def corpora(folder: Path) -> dict[str, bytes]:
-    """The same documents in every form."""
-    texts = ["one two", "three", "", "four five six", "\u00e9"] * 3
-    lines = "\n".join(json.dumps({"text": text}) for text in texts).encode()
-    pq.write_table(pa.table({"text": texts}), folder / "made.parquet", row_group_size=4)
-    packed = pa.Codec("zstd").compress(lines, asbytes=True)
-    return {
-        "c.jsonl": lines, "c.txt": "\n".join(texts).encode(), "c.jsonl.gz": gzip.compress(lines),
-        "c.jsonl.zst": packed, "c.parquet": (folder / "made.parquet").read_bytes(),
-    }  # fmt: skip
-
-
-@fuzz(30)
-@pytest.mark.parametrize("name", ["c.jsonl", "c.txt", "c.jsonl.gz", "c.jsonl.zst", "c.parquet"])
-@given(data=st.data())
-def test_a_corpus_of_any_bytes_is_refused_or_every_document_counted(
-    name: str, data: st.DataObject, tmp_path: Path
-) -> None:
-    good = corpora(tmp_path)[name]
-    (tmp_path / name).write_bytes(data.draw(damaged(good) | st.binary(min_size=1, max_size=99)))
-    with only_our_errors():
-        read_corpus(tmp_path / name)
 
 
 @fuzz(100)

@@ -1,18 +1,23 @@
 """Counts and sizes that a stranger wrote: nothing is allocated by them before bytes back them."""
 
+import io
 import resource
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import saes
 import spile
 import stored
-from spile.core.errors import CorruptError
+from spile.core.errors import CorruptError, InputError
 from spile.dataset import format as fmt
 from spile.dataset.maintain.verify import verify
 from spile.dataset.write.compression import PlaneReader
+from spile.models.files.sae import open_sae
 from spile.objects import LocalObjects
 
 HUGE = 1 << 50
@@ -70,3 +75,22 @@ def test_a_compressed_file_that_promises_gigabytes_takes_none() -> None:
     with pytest.raises(CorruptError, match="frame 0 does not decompress"):
         reader.read(0, reader.size, 1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10  # KiB
+
+
+def test_an_encoder_that_promises_gigabytes_is_refused(tmp_path: Path) -> None:
+    arrays = saes.random_tensors("jumprelu", 1, 24576).items()
+    flat: dict[str, Any] = {name: array for name, array in arrays if array.ndim == 1}
+    np.savez(tmp_path / "params.npz", **flat)
+    header = io.BytesIO()
+    told = {"descr": "<f4", "fortran_order": False, "shape": (1 << 15, 24576)}
+    np.lib.format.write_array_header_1_0(header, told)
+    small, size = header.getvalue(), len(header.getvalue()) + (3 << 30)
+    with zipfile.ZipFile(tmp_path / "params.npz", "a") as archive:
+        archive.writestr("W_enc.npy", small)
+    data = (tmp_path / "params.npz").read_bytes()
+    told_twice = struct.pack("<II", len(small), len(small))  # before the entry, and at the end
+    assert data.count(told_twice) == 2
+    data = data.replace(told_twice, struct.pack("<II", len(small), size))
+    (tmp_path / "params.npz").write_bytes(data)
+    with pytest.raises(InputError, match=f"W_enc.npy promises {size} bytes, of which {len(small)}"):
+        open_sae(str(tmp_path))

@@ -26,8 +26,10 @@ import xxhash
 
 from spile.core.errors import DataError, InputError
 from spile.corpus.formats.columns import (
+    UNREADABLE,
     ColumnKinds,
     check_columns,
+    first_line,
     kept_rows,
     leaf,
     refuse_missing,
@@ -71,8 +73,8 @@ def _refusing(path: AnyPath) -> Iterator[None]:
     """Whatever is wrong with a file is one line."""
     try:
         yield
-    except (pa.ArrowException, ValueError, struct.error, OSError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+    except UNREADABLE as error:
+        line = first_line(error)
         raise InputError(f"{path}: cannot read Arrow IPC ({line}); is it whole?") from error
 
 

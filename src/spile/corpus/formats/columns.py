@@ -7,6 +7,7 @@ found when the corpus is cut, not later.
 # pyright: standard, reportAttributeAccessIssue=false
 # pyarrow ships no types; what comes out of it is given one at this file's edge.
 
+import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from spile.core.errors import InputError
 from spile.corpus.documents import OVERSIZED, Oversized
 from spile.objects.paths import AnyPath
 
+# What Arrow raises over a file that lies: names that are no text, times beyond all years.
+UNREADABLE = (pa.ArrowException, ValueError, OverflowError, LookupError, struct.error, OSError)
 NULL = "null"  # goes with every kind: whoever wrote the file saw no value
 
 
@@ -55,6 +58,11 @@ def json_kind(value: Any) -> tuple[str, str]:
             return "list", "list"
         case _:
             return "struct", "object"
+
+
+def first_line(error: BaseException) -> str:
+    """Of what a library says."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:500]
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:

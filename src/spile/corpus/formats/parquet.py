@@ -15,8 +15,10 @@ from spile.core.errors import InputError
 from spile.core.expressions import DocumentFilter
 from spile.corpus.documents import OVERSIZED, Oversized
 from spile.corpus.formats.columns import (
+    UNREADABLE,
     ColumnKinds,
     check_columns,
+    first_line,
     kept_rows,
     leaf,
     refuse_missing,
@@ -43,8 +45,8 @@ def _opened(path: AnyPath) -> Iterator[pq.ParquetFile]:
         stream = path if local else pa.PythonFile(path.open("rb", buffering=0), mode="r")
         with pq.ParquetFile(stream, buffer_size=_AHEAD, pre_buffer=False) as file:
             yield file
-    except (pa.ArrowException, OSError) as error:
-        line = str(error).splitlines()[0]
+    except UNREADABLE as error:
+        line = first_line(error)
         raise InputError(f"{path}: cannot read Parquet ({line}); is it whole?") from error
 
 

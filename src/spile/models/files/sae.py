@@ -13,8 +13,11 @@ ignore it might mean other latents than the encoder's.
 """
 
 import math
+import struct
 import zipfile
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,9 +28,10 @@ from spile.core.bounded_json import Json
 from spile.core.config import canonical_json
 from spile.core.errors import InputError
 from spile.core.identity import sampled_digest
+from spile.core.npy import read_npy_header
 from spile.core.tensors import as_bytes
 from spile.models.files.safetensors import read_header, read_tensor
-from spile.objects.paths import AnyPath, files_below, path_of, read_json
+from spile.objects.paths import AnyPath, files_below, path_of, read_json, size_of
 
 # What each kind of encoder is made of; a letter is an axis: width, latents.
 _TENSORS: dict[str, dict[str, str]] = {
@@ -48,6 +52,7 @@ CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 _NPZ, _PARAMS, _PARAMS_CONFIG = "params.npz", "params.safetensors", "config.json"
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _MOST = 1 << 24  # latents
+_DEFLATED = 1032  # bytes that one may become, at most
 
 # Of cfg.json: where, on what and how it was trained. None of it changes what it computes.
 _IGNORED = frozenset((
@@ -314,29 +319,40 @@ def _shapes(file: AnyPath, folder: AnyPath) -> dict[str, tuple[int, ...]]:
             if info.dtype.name not in _FLOATS and _named(name) in ("W_enc", "b_enc", "threshold"):
                 raise InputError(f"{file}: {name} holds {info.dtype}, not {', '.join(_FLOATS)}")
         return {_named(name): info.shape for name, info in header.items()}
+    with _opened_npz(file) as archive:
+        return {
+            _named(entry.removesuffix(".npy")): _npy_shape(archive, entry, size_of(file))
+            for entry in archive.namelist()
+        }
+
+
+@contextmanager
+def _opened_npz(file: AnyPath) -> Generator[zipfile.ZipFile, None, None]:
     try:
         with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
-            return {
-                _named(entry.removesuffix(".npy")): _npy_shape(archive, entry)
-                for entry in archive.namelist()
-            }
-    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
-        raise InputError(f"{file}: not an npz file of plain arrays ({error})") from None
+            yield archive
+    except (
+        zipfile.BadZipFile, zlib.error, struct.error, ValueError, KeyError, EOFError, OSError,
+        OverflowError, RuntimeError, NotImplementedError,
+    ) as error:  # fmt: skip
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{file}: not an npz file of plain arrays ({reason})") from None
 
 
-def _npy_shape(archive: zipfile.ZipFile, entry: str) -> tuple[int, ...]:
+def _npy_shape(archive: zipfile.ZipFile, entry: str, most: int) -> tuple[int, ...]:
+    """The shape of an array that its bytes can hold: so nothing is allocated by a stranger's word.
+
+    Args:
+        most: the bytes of the whole file.
+    """
     with archive.open(entry) as stream:
-        version = np.lib.format.read_magic(stream)
-        read = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(version)
-        if read is None:
-            raise ValueError(f"{entry} is of version {version}")
-        shape, _, dtype = read(stream)
-        size = stream.tell() + dtype.itemsize * int(np.prod(shape, dtype=object))
-    if dtype.kind != "f" or archive.getinfo(entry).file_size != size:
+        shape, dtype = read_npy_header(stream)
+        size = stream.tell() + dtype.itemsize * math.prod(shape)
+    about = archive.getinfo(entry)
+    if dtype.kind != "f" or about.file_size != size:
         raise ValueError(f"{entry} holds no plain numbers")
+    if about.compress_size > most or size > about.compress_size * _DEFLATED:
+        raise ValueError(f"{entry} promises {size} bytes, of which {about.compress_size} are there")
     return shape
 
 
@@ -346,9 +362,14 @@ def _named(name: str) -> str:
 
 
 def _npz_arrays(sae: Sae) -> dict[str, np.ndarray]:
-    with sae.file.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
-        names = {_named(name): name for name in found.files}
-        return {name: found[names[name]] for name in sae.tensors()}
+    arrays: dict[str, np.ndarray] = {}
+    with _opened_npz(sae.file) as archive:
+        for entry in archive.namelist():
+            name = _named(entry.removesuffix(".npy"))
+            if name in sae.tensors():
+                with archive.open(entry) as stream:
+                    arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
+    return {name: arrays[name] for name in sae.tensors()}
 
 
 def _safetensors_arrays(sae: Sae) -> dict[str, np.ndarray]:
