@@ -23,7 +23,7 @@ from spile.models.forward.weights import LayerSchedule, Params
 from spile.models.layout import ONE_DEVICE, Cuts, Layout
 from spile.models.taps import parse_taps
 from spile.plan.chips import CHIPS
-from spile.plan.roofline import Roofline, Workload
+from spile.plan.roofline import Roofline, Workload, cpu_unit_tokens
 from spile.run.step import Step
 
 CONFIGS = Path(__file__).parent.parent / "fixtures/configs"
@@ -180,3 +180,20 @@ def test_what_takes_longest_is_the_limit() -> None:
     assert roofline.one_by_one == 0.5 and Roofline(0.4, 0.3, 0.5, 0).one_by_one == 0.7
     many = workload(arch_of("Qwen2.5-0.5B"), "resid_post:all,mlp_hidden:all")
     assert Roofline.of(many, 0, CHIPS["v5e"]).limit == "host_link"
+
+
+@pytest.mark.parametrize(
+    ("name", "taps", "tokens"),
+    [
+        ("gpt2", "embed", 64_000),
+        ("gpt2", "resid_post:5", 35_000),
+        ("gpt2", "resid_post:11", 17_000),
+        ("gpt2", "logits", 12_000),
+        ("Llama-3.1-8B", "resid_post:20", 2048),
+    ],
+)
+def test_a_unit_on_a_cpu_is_half_a_minute_at_a_nominal_rate(
+    name: str, taps: str, tokens: int
+) -> None:
+    arch = arch_of(name)
+    assert cpu_unit_tokens(arch, parse_taps(taps, arch), min(2048, arch.max_positions)) == tokens

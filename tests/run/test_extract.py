@@ -34,6 +34,18 @@ def test_a_second_signal_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stop.is_set()
 
 
+def test_a_second_signal_may_end_the_command_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand, ended = SimpleNamespace(at=0.0), list[str]()
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: hand.at))
+    with stop_on_signal(threading.Event(), lambda: ended.append("now")):
+        signal.raise_signal(signal.SIGINT)
+        assert ended == []
+        hand.at = 2.0
+        with pytest.raises(KeyboardInterrupt):  # had the process not ended
+            signal.raise_signal(signal.SIGINT)
+    assert ended == ["now"]
+
+
 def test_signals_are_the_main_threads_own() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen: list[Any] = []

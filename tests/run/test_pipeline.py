@@ -10,7 +10,7 @@ import pytest
 
 import spile
 from spile.core.config import Recipe, Runtime
-from spile.core.errors import DataError, StoreError
+from spile.core.errors import DataError, Interrupted, StoreError
 from spile.corpus.reader import CorpusReader
 from spile.corpus.units import Unit
 from spile.dataset.heartbeat import Presence, read_workers
@@ -21,6 +21,7 @@ from spile.objects import local as objects
 from spile.objects import open_objects
 from spile.plan.job import ExtractionJob
 from spile.run import pipeline
+from spile.run.step import Step
 
 
 def recipe(model: Path, corpus: Path, **more: Any) -> Recipe:
@@ -155,3 +156,50 @@ def test_a_unit_that_is_whole_is_committed_when_the_next_cannot_be_read(
             spile.extract(recipe(model, corpus, taps="embed"), str(out))
     report = verify(open_objects(str(out)), partial=True)
     assert (report.faults, report.orphans, report.units_done) == ([], [], 1)
+
+
+def test_a_stop_starts_no_other_step_and_says_what_will_be_redone(
+    model: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """On a CPU, where a step may take long and cannot be taken back."""
+    stop, running, ends = (threading.Event() for _ in range(3))
+    started: list[int] = []
+    real = Step.__call__
+
+    class Finished:
+        def block_until_ready(self) -> None:
+            running.set()
+            assert ends.wait(60)
+
+    def held(step: Step, batch: Any) -> Any:
+        output = real(step, batch)
+        started.append(output.tokens)
+        object.__setattr__(output, "finished", Finished())
+        return output
+
+    def stopping() -> None:
+        assert running.wait(60)
+        stop.set()
+        until = time.monotonic() + 60
+        while "stopping" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.01)
+        ends.set()
+
+    monkeypatch.setattr(Step, "__call__", held)
+    caplog.set_level("INFO", "spile")
+    thread = threading.Thread(target=stopping)
+    thread.start()
+    with pytest.raises(Interrupted):
+        spile.extract(
+            recipe(model, corpus), str(tmp_path / "out"), Runtime(batch_tokens=64), stop=stop
+        )
+    thread.join()
+    assert len(started) == 1
+    said = f"stopping: finishing the step in hand; {started[0]} tokens of an unfinished unit will"
+    assert said in caplog.text
+    report = verify(open_objects(str(tmp_path / "out")), partial=True)
+    assert (report.faults, report.orphans, report.units_done) == ([], [], 0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from spile.cli.flags import TAPS_HELP, Verbs, add_options
 from spile.cli.style import compared, formatter, lasting, program, size, skipped
 from spile.core.config import RayOptions, Recipe, Runtime, build, load_toml
-from spile.core.errors import ConfigError
+from spile.core.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from spile.dataset.ledger import Prediction
@@ -134,7 +134,9 @@ def extract(arguments: argparse.Namespace) -> int:
 
         make = partial(ray_pool.extract, options=asked.ray)
     else:
-        from spile.run.extract import extract as make
+        from spile.run.extract import extract as local
+
+        make = partial(local, at_second_signal=_leave_at_once)
 
     counters = Counters()
     quiet = arguments.quiet or (arguments.json and not arguments.log_json)
@@ -157,6 +159,13 @@ def extract(arguments: argparse.Namespace) -> int:
         if asked.runtime.profile:
             print(_profiled(asked.runtime.profile, counters))
     return 0
+
+
+def _leave_at_once() -> None:
+    """End the process, whatever it is doing: what is committed survives this as it does a kill."""
+    told = b"\nspile: ended at once; what is committed stays valid: run the same command again\n"
+    os.write(sys.stderr.fileno(), told)
+    os._exit(Interrupted.exit_code)
 
 
 def extract_summary(out: str, outcome: "Outcome", counters: "Counters") -> str:

@@ -174,7 +174,8 @@ class Recipe(Options):
     )
     unit_tokens: int | None = option(
         None,
-        "tokens in a unit, the atom of work and of loss, or auto [4M on accelerators, 64k on CPU]",
+        "tokens in a unit, the atom of work and of loss, or auto [4M on accelerators; on a CPU "
+        "about half a minute of work, at most 64k]",
         kind="count",
         minimum=1,
         auto=True,

@@ -43,12 +43,12 @@ from spile.models.taps import Tap, parse_taps
 from spile.objects.hub.names import continued, pinned
 from spile.plan.encoders import each_source, find_encoders, stored_taps
 from spile.plan.job import ExtractionJob, open_reader, select_and_pack
+from spile.plan.roofline import cpu_unit_tokens
 
 _log = logging.getLogger("spile")
 
 # Settled once, when the unit table is made: a unit should take minutes, not hours, to redo.
-_UNIT_TOKENS = {"cpu": 64_000}
-_UNIT_TOKENS_ACCELERATOR = 4_000_000
+_UNIT_TOKENS = 4_000_000  # on accelerators
 _SOURCES = {"model": "model", "lora": "model", "corpus": "dataset"}  # what they are on the Hub
 
 
@@ -185,6 +185,7 @@ def _settled(
     asked_for_float32 = recipe.compute_dtype == "float32"
     assert recipe.model and recipe.corpus
     rows = RowFilter.parse(recipe.where, recipe.every)
+    unit_tokens = cpu_unit_tokens(arch, taps, seq_len) if platform == "cpu" else _UNIT_TOKENS
     return ResolvedRecipe(
         model_source=lasting(recipe.model),
         lora_source=lasting(recipe.lora) if recipe.lora else None,
@@ -228,7 +229,7 @@ def _settled(
         preview=PREVIEW if recipe.preview is None else recipe.preview,
         max_docs=recipe.max_docs,
         max_tokens=recipe.max_tokens,
-        unit_tokens=recipe.unit_tokens or _UNIT_TOKENS.get(platform, _UNIT_TOKENS_ACCELERATOR),
+        unit_tokens=recipe.unit_tokens or unit_tokens,
         compute_dtype=compute,
         store_dtype=recipe.store_dtype or ("float32" if asked_for_float32 else "bfloat16"),
     )

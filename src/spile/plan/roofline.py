@@ -22,6 +22,9 @@ MEMORY_SHARE = 0.9  # of a device that a step may fill by our estimate
 _NARROW = 2048  # a model whose matrix products are small: more tokens make up for it
 _SCORE = 4  # bytes: scores are float32
 _SCALE = 4  # bytes, of each row in eight bits
+_UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: some eight cores of a laptop
+_MOST_CPU_TOKENS = 64_000
+
 # What must run for a tap in the deepest block, if nothing behind it is tapped there.
 _QKV = ("wq", "wk", "wv")
 _ATTENTION = (*_QKV, "scores", "mixing", "wo")
@@ -41,6 +44,24 @@ def sweet_spot(arch: Arch, platform: str) -> int:
     if platform == "cpu":
         return 1024
     return 32768 if arch.width < _NARROW else 16384
+
+
+def cpu_unit_tokens(arch: Arch, taps: tuple[Tap, ...], seq_len: int) -> int:
+    """Tokens of a unit on a CPU: about half a minute of work, so that a stop costs little.
+
+    By a nominal rate, never a measured one: a recipe must give the same units on every machine.
+    """
+    experts = arch.experts
+    block = sum(
+        math.prod(spec.shape[-2:]) * (experts.chosen if experts and "experts" in spec.axes else 1)
+        for spec in block_specs(arch)
+        if spec.name.startswith("w")
+    )
+    flops = 2 * block * max(tap.layers_needed(arch) for tap in taps)
+    if any(tap.site in ("logits", "logprob", "entropy") for tap in taps):
+        flops += 2 * arch.vocab_size * arch.width
+    tokens = int(_UNIT_SECONDS * _NOMINAL_CPU / max(1, flops))
+    return max(seq_len, min(_MOST_CPU_TOKENS, tokens // 1000 * 1000))
 
 
 @dataclass(frozen=True, kw_only=True)

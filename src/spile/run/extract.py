@@ -98,6 +98,7 @@ def extract(
     counters: Counters | None = None,
     on_start: Callable[[ExtractionJob, Estimate], None] | None = None,
     stop: threading.Event | None = None,
+    at_second_signal: Callable[[], None] | None = None,
     pick: Callable[[ExtractionJob, Presence], Picker] | None = None,
     ledger: Ledger | None = None,
 ) -> Outcome:
@@ -105,6 +106,7 @@ def extract(
 
     SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
     joined (`run/rank.py`) each of them calls this, and what one fails with all of them raise.
+    `at_second_signal`: called instead of raising `KeyboardInterrupt` at a second SIGINT.
     `pick`: makes what says which unit is next, instead of the store. `ledger`: the records of
     `out`, if some of them are to be replaced (`run/repair.py`).
     """
@@ -115,7 +117,7 @@ def extract(
     rank, share = find_rank(runtime, os.environ), find_share(runtime, os.environ)
     runtime = replace(runtime, share=str(share) if share else None)
     with (
-        stop_on_signal(stop or threading.Event()) as stop,
+        stop_on_signal(stop or threading.Event(), at_second_signal) as stop,
         closing(Spool(Path(runtime.spool))) if runtime.spool else nullcontext() as spool,
     ):
         ledger = ledger or Ledger(open_objects(str(out), spool))
@@ -268,7 +270,9 @@ class Extraction(RunContext):
 
 
 @contextmanager
-def stop_on_signal(stop: threading.Event) -> Generator[threading.Event, None, None]:
+def stop_on_signal(
+    stop: threading.Event, at_second: Callable[[], None] | None = None
+) -> Generator[threading.Event, None, None]:
     """SIGINT and SIGTERM ask the run to stop; a second one no longer waits for units in hand.
 
     (Not one that comes at once: a launcher may signal this process and its parent, which passes
@@ -284,6 +288,8 @@ def stop_on_signal(stop: threading.Event) -> Generator[threading.Event, None, No
         stop.set()
         if time.monotonic() - first.setdefault(number, time.monotonic()) < _ECHO_SECONDS:
             return
+        if at_second is not None and number == signal.SIGINT:
+            at_second()
         last = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, last)
         signal.raise_signal(number)

@@ -31,6 +31,7 @@ from spile.run.world import RunContext
 
 _log = logging.getLogger("spile")
 _POLL_SECONDS = 0.5
+_LOOK_SECONDS = 0.1  # at whether to stop, while a step runs
 # The one that computes and the one after it. More would only be kept from other workers.
 _UNITS_HELD = 2
 
@@ -46,13 +47,23 @@ class DeviceClock:
     def __init__(self, counters: Counters, depth: int) -> None:
         self._counters = counters
         self._last: float | None = None
+        self._lock, self._running = system().lock(), 0
+        self._idle = system().event()
+        self._idle.set()
         self._watcher: Consumer[tuple[float, jax.Array, int]] = Consumer(
             self._watch, depth, "device-clock"
         )
 
     def started(self, step: StepOutput) -> None:
         """A step was started."""
+        with self._lock:
+            self._running += 1
+            self._idle.clear()
         self._watcher.put((step.started, step.finished, step.tokens))
+
+    def is_idle(self, seconds: float) -> bool:
+        """Whether every step has finished; waits for that so long."""
+        return self._idle.wait(seconds)
 
     @property
     def waiting(self) -> int:
@@ -61,7 +72,13 @@ class DeviceClock:
 
     def _watch(self, started: tuple[float, jax.Array, int]) -> None:
         begin, finished, tokens = started
-        finished.block_until_ready()
+        try:
+            finished.block_until_ready()
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    self._idle.set()
         end = time.perf_counter()
         self._counters.add(computed=tokens)
         if self._last is not None:
@@ -102,6 +119,7 @@ class Worker:
         self._ending = system().event()  # for whatever reason: no unit is waited for any more
         self._room = system().semaphore(_UNITS_HELD)
         self._since: float | None = None  # when the last unit was computed
+        self._queues = jax.default_backend() != "cpu"  # steps wait on the device
 
     def run(self) -> None:
         """Work until there is nothing left to pick.
@@ -158,12 +176,18 @@ class Worker:
     def _compute(
         self, prepared: Prepared, sink: Taker, clock: DeviceClock, feed: Producer[Prepared]
     ) -> None:
-        began = self._since or system().monotonic()
+        began, tokens = self._since or system().monotonic(), 0
         sink.begin(prepared)
         for batch in self._batches(prepared.packed):
-            if self._stop.is_set():
+            if not self._may_step(clock):
+                _log.info(
+                    "stopping: finishing the step in hand; %s tokens of an unfinished unit will be "
+                    "redone",
+                    f"{tokens:,}",
+                )
                 return
             output = self._step(batch)
+            tokens += output.tokens
             self._counters.add(stepped=output.tokens, positions=batch.tokens.size)
             clock.started(output)
             with self._counters.timed("waited_for_writing"):
@@ -177,6 +201,17 @@ class Worker:
             )
         self._since = system().monotonic()
         sink.end(self._since - began)
+
+    def _may_step(self, clock: DeviceClock) -> bool:
+        """Whether to start another step; False once the run is to stop.
+
+        A step that is queued cannot be taken back. An accelerator needs some ahead to stay busy. A
+        CPU starts the next one at once, and its steps are long, so there each one is waited for.
+        """
+        while not self._stop.is_set():
+            if self._queues or clock.is_idle(_LOOK_SECONDS):
+                return True
+        return False
 
     # -- first stage: text to packed units ---------------------------------------------------
 

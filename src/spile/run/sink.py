@@ -53,6 +53,7 @@ class _Writing:
     number: int  # in the order in which they were begun
     rows: int = 0  # of this process's part, that have come
     seconds: float = 0.0  # that it took to compute
+    dropped: bool = False  # it was not ended, and will not be
 
 
 class _Shared:
@@ -175,6 +176,8 @@ class Sink:
     def close(self) -> None:
         """Commit the units that were ended; what is left of others is removed."""
         errors: list[Exception] = []
+        if self._current is not None:
+            self._current.dropped = True  # its waiting steps need neither be computed nor written
         for stage in (*self._lanes, self._commits):
             try:
                 stage.close()
@@ -206,6 +209,8 @@ class Sink:
 
         A lane that is behind writes the units before that one first: they were ended.
         """
+        if item.unit.dropped:
+            return
         if self._failed is not None and item.unit.number >= self._failed_in:
             raise self._failed
         try:
