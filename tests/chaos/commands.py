@@ -36,6 +36,7 @@ from spile.objects import LocalObjects
 _SECONDS = 120
 _ENDS = (0, 2, 3, 130)  # of a command that was not killed
 _TAPS = {"resid_post.0": 4}
+_CUT = ("--unit-bytes", "3kB")
 _EXPORTED = ("npy", "parquet", "zarr")
 
 
@@ -131,7 +132,7 @@ def _commands(model: Path, folder: Path) -> list[Command]:
         ),
         Command(
             "compact",
-            lambda at: ["compact", source, at / "new/dest", "--unit-bytes", "3kB"],
+            lambda at: ["compact", source, at / "new/dest", *_CUT],
             _same_dataset(folder / "compact/new/dest", "new/dest"),
             datasets=("new/dest",),
             sources=(source,),
@@ -160,7 +161,35 @@ def _commands(model: Path, folder: Path) -> list[Command]:
             )
             for form in _EXPORTED
         ),
+        # (No witness looks on: a repair replaces records, and what it makes is compared.)
+        Command(
+            "repair",
+            lambda at: ["verify", at / "out", "--repair"],
+            _same_dataset(folder / "repair/out", "out"),
+            prepare=lambda at: _damage(folder / "extracted", at / "out", work.extract),
+            sources=(corpus,),
+        ),
+        Command(
+            "repair-copy",
+            lambda at: ["verify", at / "out", "--repair", "--from", source],
+            _same_dataset(folder / "repair-copy/out", "out"),
+            prepare=lambda at: _damage(
+                folder / "compacted", at / "out", lambda to: run("compact", source, to, *_CUT)
+            ),
+            sources=(source,),
+        ),
     ]
+
+
+def _damage(whole: Path, at: Path, make: Callable[[Path], object]) -> None:
+    """What `verify --repair` mends: a file with another byte, a record that is gone."""
+    if not whole.exists():
+        make(whole)
+    shutil.copytree(whole, at)
+    done = Ledger(LocalObjects(at)).read_done(0)
+    assert done is not None
+    stored.flip(at / done.index.key, done.index.bytes - 1)
+    (at / fmt.done_key(1)).unlink()
 
 
 def _leave_orphans(at: Path, units: Sequence[Sequence[int]]) -> None:

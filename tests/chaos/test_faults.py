@@ -19,7 +19,8 @@ from chaos.commands import Call, Commands, Tally, again, begin, try_fault, with_
 
 pytestmark = pytest.mark.chaos
 
-NAMES = ("extract", "compact", "shuffle", "gc", "export-npy", "export-parquet", "export-zarr")
+NAMES = ("extract", "compact", "shuffle", "gc", "export-npy", "export-parquet", "export-zarr",
+         "repair", "repair-copy")  # fmt: skip
 KILLED = -signal.SIGKILL
 KILLS = 1000
 SPLIT = 10  # tests that share them
@@ -66,7 +67,14 @@ def test_a_fault_at_any_call_neither_loses_nor_hides_anything(
 
 @pytest.mark.parametrize(
     ("name", "points"),
-    [("extract", 2), ("compact", 3), ("shuffle", 2), ("gc", 2), ("export-npy", 3)],
+    [
+        ("extract", 2),
+        ("compact", 3),
+        ("shuffle", 2),
+        ("gc", 2),
+        ("export-npy", 3),
+        ("repair-copy", 2),
+    ],
 )
 def test_a_fault_at_some_calls_neither_loses_nor_hides_anything(
     name: str, points: int, known: Commands, calls: Calls, tmp_path: Path

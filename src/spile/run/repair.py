@@ -61,7 +61,7 @@ def repair(
                 f"{objects.url} was made by `spile compact`: name the dataset it was made of with "
                 "--from, and its units are copied from there again"
             )
-        if COMPACTED not in made_by and source is not None:
+        if made_by and COMPACTED not in made_by and source is not None:
             raise ConfigError(f"--from: {objects.url} was made by `spile extract`, not copied")
         ledger.condemn()
         try:

@@ -167,6 +167,20 @@ def test_what_is_made_must_be_that_unit(dataset: stored.Stored, tmp_path: Path) 
         made(other, begin(dataset.objects))
 
 
+def test_what_an_interrupted_repair_has_set_aside_says_what_the_unit_was(
+    dataset: stored.Stored,
+) -> None:
+    damage(dataset)
+    began = begin(dataset.objects)
+    began.withdraw()  # neither record nor manifest is there any more
+    other = dataclasses.replace(dataset, read=[part[::-1].copy() for part in dataset.read])
+    with pytest.raises(StoreError, match="unit 1, made again, is not the same .index"):
+        made(other, begin(dataset.objects))
+    for unit in (0, 2, 3):
+        (dataset.path / fmt.done_key(unit)).unlink()
+    assert begin(dataset.objects).made_by() == {"spile": "test"}
+
+
 def test_of_two_repairs_the_first_to_commit_wins(dataset: stored.Stored) -> None:
     damage(dataset)
     first, second = begin(dataset.objects), begin(dataset.objects)

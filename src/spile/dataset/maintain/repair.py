@@ -205,23 +205,35 @@ class RepairLedger(Ledger):
     # -- that it is the same ---------------------------------------------------------------------
 
     def _described(self, units: list[int]) -> dict[int, dict[str, Any]]:
-        """What is known of units that are to be made: by their records, or by the manifest."""
-        try:
-            manifest = (self.read_manifest() or {"units": []}) if units else {"units": []}
-        except SpileError:
-            manifest: dict[str, Any] = {"units": []}
-        listed = {unit.get("unit"): unit for unit in manifest["units"]}
+        """What is known of units that are to be made: by their records, or by the manifest.
+
+        A repair that was interrupted may have set those aside.
+        """
         found: dict[int, dict[str, Any]] = {}
-        for unit in units:
-            try:
-                done = self.read_done(unit)
-            except SpileError:
-                done = None
-            if done is not None and done.fingerprint == self.table_found.fingerprint:
-                found[unit] = {**done.to_json()}
-            elif unit in listed:
-                found[unit] = listed[unit]
+        if units:
+            # (Done records first: the manifest does not say how a unit was made.)
+            aside = sorted(self.objects.list(fmt.DAMAGED), key=lambda key: fmt.MANIFEST in key)
+            keys = [*map(fmt.done_key, units), fmt.MANIFEST, *aside]
+            for told in (told for key in keys for told in self._told_by(key)):
+                if told.get("unit") in units:
+                    found.setdefault(told["unit"], told)
         return found
+
+    def _told_by(self, key: str) -> list[dict[str, Any]]:
+        """Units that a record describes; none if it is damaged, or of another dataset."""
+        original = fmt.parse_damaged_key(key) or key
+        kind = "manifest" if original == fmt.MANIFEST else "done"
+        try:
+            body = fmt.decode_record(key, self.objects.get(key), kind)
+            if body.get("fingerprint") != self.table_found.fingerprint:
+                return []
+            told: list[dict[str, Any]] = [body]
+            if kind == "manifest":
+                beside: dict[str, Any] = {"fingerprint": body["fingerprint"], "made_by": {}}
+                told = [{**unit, **beside} for unit in body["units"]]
+            return [Done.from_json(original, each).to_json() for each in told]
+        except (SpileError, OSError, KeyError, TypeError):
+            return []
 
     def _compare(self, done: Done, known: Mapping[str, Any]) -> None:
         """Refuse what is not that unit: packed in another way, or of other texts."""
