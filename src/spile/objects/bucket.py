@@ -164,7 +164,9 @@ class BucketObjects:
         On its way it is guarded by TLS, or by the hash it is signed with. What lies in a spool may
         be changed before that, by a disk: there the MD5 of what was sent is compared, too.
         """
-        etag = self._create(key, data)
+        # Nobody else writes under this key: what is there with the same bytes is our own, such as
+        # where a proxy has sent the request twice and the second answer came.
+        etag = self._create(key, data, unsure=True)
         if etag is None:
             raise StoreError(f"{self.url}/{key}: exists already")
         if self._spool:
@@ -184,10 +186,14 @@ class BucketObjects:
         if not self._etags_are_md5 and self.size(key) != len(data):
             raise StoreError(f"{self.url}/{key}: is not as long as what was sent")
 
-    def _create(self, key: str, data: Any) -> str | None:
-        """The etag of the object, if it is ours."""
+    def _create(self, key: str, data: Any, *, unsure: bool = False) -> str | None:
+        """The etag of the object, if it is ours.
+
+        Args:
+            unsure: whether an object with the same bytes may be our own.
+        """
         check_key(self.url, key)
-        trying, unsure = self._trying("creating", key), False
+        trying = self._trying("creating", key)
         while True:
             try:
                 put = self._store.put(key, data, mode="create", use_multipart=False)

@@ -7,6 +7,7 @@ import pytest
 
 import stored
 from spile.core.errors import CorruptError, StoreError
+from spile.dataset import format as fmt
 from spile.dataset.format import Shard
 from spile.dataset.maintain.copy import read_finished
 from spile.dataset.read import checked_file
@@ -87,8 +88,13 @@ def test_a_finished_dataset_is_its_table_and_every_record(made: stored.Stored) -
     table, records = read_finished(made.objects)
     assert table.fingerprint == made.table.fingerprint
     assert [done.unit for done in records] == [0, 1, 2, 3, 4]
+    manifest = made.ledger.read_manifest() or {}
     made.objects.delete("manifest.json")
-    with pytest.raises(CorruptError, match="is missing or does not follow"):
+    with pytest.raises(StoreError, match="every unit is done, but there is no manifest.json yet"):
+        read_finished(made.objects)
+    forged = fmt.encode_record("manifest", {**manifest, "rows": manifest["rows"] + 1})
+    made.objects.create("manifest.json", forged)
+    with pytest.raises(CorruptError, match="manifest.json: does not follow from the done records"):
         read_finished(made.objects)
     made.objects.delete("done/00000002.json")
     with pytest.raises(StoreError, match="4 of 5 units are done"):

@@ -51,9 +51,15 @@ def read_finished(source: Objects) -> tuple[Table, list[Done]]:
             raise CorruptError(fmt.done_key(record.unit), "belongs to another recipe")
         if record.rows and {shard.tap for shard in record.shards} != set(table.taps):
             raise CorruptError(fmt.done_key(record.unit), "does not hold the recipe's taps")
-    if ledger.read_manifest() != derive_manifest(table, records):
+    manifest = ledger.read_manifest()
+    if manifest is None:  # the last unit has only just been done
+        raise StoreError(
+            f"{source.url}: every unit is done, but there is no {fmt.MANIFEST} yet; finish with "
+            "the same `spile extract` first"
+        )
+    if manifest != derive_manifest(table, records):
         raise CorruptError(
-            fmt.MANIFEST, "is missing or does not follow from the done records; see `spile verify`"
+            fmt.MANIFEST, "does not follow from the done records; see `spile verify`"
         )
     return table, records
 
