@@ -24,6 +24,8 @@ from spile.core.index import FIRST, FLAGS, SPECIALS
 _MAX_CHARACTERS = 1000
 
 _Comparison = Callable[[Any, Any], Any]
+# A text is not less than a number, nor is 300 among bytes; a list may be nested for ever.
+_INCOMPARABLE = (TypeError, ValueError, ArithmeticError, RecursionError)
 _ORDER: Mapping[type[ast.cmpop], _Comparison] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -536,7 +538,7 @@ class _ColumnEvaluator(_Evaluator):
             return False
         try:
             return bool(_COLUMN_COMPARISONS[type(op)](left, right))
-        except TypeError:  # a text is not less than a number
+        except _INCOMPARABLE:
             return False
 
 
@@ -578,7 +580,7 @@ class _BoundsEvaluator(_Evaluator):
                     return left.greatest >= right
                 case _:
                     return True
-        except TypeError:
+        except _INCOMPARABLE:
             return True
 
     def negation(self, part: Any) -> bool:

@@ -118,15 +118,16 @@ def _card(objects: HubObjects) -> dict[str, Any]:
     head = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
     try:
         found: Json = yaml.safe_load(head[1]) if head else {}
-    except (yaml.YAMLError, RecursionError) as error:
-        line = str(error).splitlines()[0]
+    # (A date of the 99th month, or a number without digits, is raised as Python has it.)
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{objects.url}/README.md: its metadata is no YAML ({line})") from error
     return found if isinstance(found, dict) else {}
 
 
 def _of_config(objects: HubObjects, config: Mapping[str, Any]) -> dict[str, list[str]]:
     """The splits of a config of the card; `data_files` has several forms."""
-    folder = str(config.get("data_dir") or "").strip("/")
+    folder = _word(objects, config.get("data_dir") or "").strip("/")
     given: Json = config.get("data_files")
     if given is None:
         return _by_split(_data(objects.list(f"{folder}/" if folder else "")))
@@ -137,11 +138,21 @@ def _of_config(objects: HubObjects, config: Mapping[str, Any]) -> dict[str, list
     for part in parts:
         named: dict[str, Any] = part if isinstance(part, dict) else {"split": "train", "path": part}
         paths: Json = named.get("path")
-        found = splits.setdefault(str(named.get("split", "train")), [])
+        found = splits.setdefault(_word(objects, named.get("split", "train")), [])
         for pattern in paths if isinstance(paths, list) else [paths]:
-            new = _matching(objects, f"{folder}/{pattern}".lstrip("/"))
+            new = _matching(objects, f"{folder}/{_word(objects, pattern)}".lstrip("/"))
             found += [key for key in new if key not in found]
     return splits
+
+
+def _word(objects: HubObjects, value: Any) -> str:
+    """A name or a pattern; not a list, which by YAML's aliases may be longer than any memory."""
+    if isinstance(value, list | dict | set | tuple):
+        raise InputError(
+            f"{objects.url}/README.md: its metadata has a list or an object where a split, folder "
+            "or a pattern is named"
+        )
+    return str(value)
 
 
 def _matching(objects: HubObjects, pattern: str) -> list[str]:
