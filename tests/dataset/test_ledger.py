@@ -13,12 +13,20 @@ import pytest
 
 import spile
 import stored
-from spile.core.errors import ConfigError, CorruptError, DriftError, SpileError, StoreError
+from spile.core.errors import (
+    ConfigError,
+    CorruptError,
+    DriftError,
+    NotCreatedError,
+    SpileError,
+    StoreError,
+)
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, TapInfo
-from spile.dataset.ledger import Ledger, Table, derive_manifest
+from spile.dataset.ledger import Attempt, Ledger, Table, derive_manifest
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
+from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import LocalObjects
 from spile.status.status import read_status
 
@@ -458,3 +466,26 @@ def test_a_record_is_never_created_for_files_that_are_gone(tmp_path: Path) -> No
     assert ledger.done_units() == {0}
     assert ledger.commit(dataset.attempt(1))
     assert ledger.commit(attempt) is False  # another has won meanwhile: a lost race, no error
+
+
+@pytest.mark.parametrize(("error", "kept"), [(NotCreatedError, False), (StoreError, True)])
+def test_files_of_a_failed_commit_go_only_if_there_is_certainly_no_record(
+    unfinished: stored.Stored, monkeypatch: pytest.MonkeyPatch, error: type[StoreError], kept: bool
+) -> None:
+    index = unfinished.read[0]
+    writer = UnitWriter(unfinished.objects, 0, index[:0], {}, 60)
+    done = writer.finish(
+        table=stored.describe_documents(unfinished.table, 0, index[:0]),
+        fingerprint="", tokens=0, documents=0, contexts=0, skipped={}, text_digest="", made_by={},
+    )  # fmt: skip
+
+    def fail(*_: object) -> bool:
+        raise error("the disk")
+
+    monkeypatch.setattr(LocalObjects, "create", fail)
+    with (
+        pytest.raises(StoreError, match="the disk"),
+        Attempt(unfinished.ledger, writer) as attempt,
+    ):
+        attempt.commit(done)
+    assert bool(unfinished.listed("attempts/")) is kept

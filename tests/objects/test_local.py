@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import tiny
-from spile.core.errors import ConfigError, StoreError
+from spile.core.errors import ConfigError, NotCreatedError, StoreError
 from spile.objects import LocalObjects, Objects, open_objects
+from spile.objects.local import settle
 
 MIB = 1 << 20  # a stream makes its bytes durable every 64 of them
 
@@ -229,6 +230,31 @@ def test_a_file_system_without_hard_links_is_refused(
     assert list(local.list()) == []
 
 
+@pytest.mark.parametrize(
+    ("place", "code", "kind"),
+    [
+        ("os.link", errno.ENOSPC, NotCreatedError),
+        ("os.link", errno.EIO, StoreError),  # it may have been made all the same
+        ("spile.objects.local.sync", errno.ENOSPC, StoreError),  # it was made
+    ],
+)
+def test_only_a_record_that_certainly_does_not_exist_is_said_not_to(
+    local: LocalObjects,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    code: int,
+    kind: type[StoreError],
+) -> None:
+    def fail(*paths: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    local.create("done/0.json", b"")
+    monkeypatch.setattr(place, fail)
+    with pytest.raises(StoreError) as caught:
+        local.create("done/1.json", b"x")
+    assert type(caught.value) is kind
+
+
 def test_a_root_that_is_a_file_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"mine")
     objects = LocalObjects(tmp_path / "file")
@@ -261,7 +287,7 @@ def small_disk(tmp_path: Path) -> Iterator[LocalObjects]:
 
 def test_a_record_that_does_not_fit_is_not_created(small_disk: LocalObjects) -> None:
     small_disk.create("before", b"1")
-    with pytest.raises(StoreError, match="disk full"):
+    with pytest.raises(NotCreatedError, match="disk full"):
         small_disk.create("done/1.json", b"x" * (2 << 20))
     assert list(small_disk.list()) == ["before"]
     assert small_disk.create("done/1.json", b"small"), "the room is given back"
@@ -351,3 +377,13 @@ def test_new_folders_above_the_store_are_durable_and_old_ones_are_made_so(
     synced.clear()
     again.create("done/3", b"x")
     assert synced == [str(tmp_path / "new/er/store/done")]
+
+
+def test_what_others_have_created_beside_a_key_is_made_durable(
+    local: LocalObjects, events: list[tuple[str, str, int]]
+) -> None:
+    local.create("done/1.json", b"x")
+    events.clear()
+    settle(local, "done/1.json", "done/2.json", "units.json", "nowhere/1.json")
+    synced = sorted(event[:2] for event in events)
+    assert synced == [("sync", str(local.root)), ("sync", str(local.root / "done"))]
