@@ -46,6 +46,7 @@ FUNCTIONS = (
     "spile.run.extract:outcome_of",
     "spile.run.units:StorePicker.take",
     "spile.plan.estimate:Budget.allows",
+    "spile.plan.estimate:Budget.leaves_out",
     "spile.dataset.write.unit_writer:UnitWriter.write",
     "spile.dataset.write.unit_writer:UnitWriter.finish",
     "spile.dataset.write.unit_writer:UnitWriter.discard",
@@ -114,6 +115,8 @@ class Bugs:
     never_reads_back: bool = False
     # The record is created while files are still on their way.
     record_first: bool = False
+    # A byte budget is spent by what others have in hand, though they may fail.
+    budget_is_spent_in_hand: bool = False
     # gc removes attempts of units that are not done.
     gc_takes_unfinished: bool = False
 
@@ -148,7 +151,7 @@ class Protocol:
                 return "a record implies its files"
         done = sum(unit.done for unit in state.units)
         if any(w.at == EXITED for w in state.workers):
-            spent = self.budget is not None and self.units > self.budget and done
+            spent = self.budget is not None and done >= self.budget
             if done < self.units and not spent:
                 return "exit 0 implies complete or budget spent"
         if state.manifest and done < self.units:
@@ -307,12 +310,14 @@ class Protocol:
             yield "has nothing left to do", _with(state, who, Worker(at, mine=worker.mine))
         for number in left[:1] if self.command == "compact" else left:
             if self.budget is not None:
-                # Budget.allows: with what others hold, as far as their heartbeats are seen.
-                held = sum({1 << w.unit for w in state.workers if w is not worker and w.unit >= 0})
-                for others in {0, held}:
-                    if (known | 1 << number | others).bit_count() > self.budget:
-                        after = Worker(ALL_DONE, mine=worker.mine)
-                        yield "finds the byte budget spent", _with(state, who, after)
+                # Budget.allows: spent is what units that are done leave no room in. Where units in
+                # hand do (one's own, or those of others whose heartbeats are seen), it is waited.
+                spent = done | 1 << number
+                if self.bugs.budget_is_spent_in_hand:
+                    spent |= sum({1 << w.unit for w in state.workers if w.unit >= 0})
+                if spent.bit_count() > self.budget:
+                    after = Worker(ALL_DONE, mine=worker.mine)
+                    yield "finds the byte budget spent", _with(state, who, after)
                 if (known | 1 << number).bit_count() > self.budget:
                     continue
             mine = worker.mine if self.command == "compact" else worker.mine | 1 << number
@@ -367,11 +372,11 @@ class Protocol:
             yield "exits 0", _with(state, who, Worker(EXITED))
         elif self.bugs.conflict_is_done:
             yield "exits 0, as if a budget had been spent", _with(state, who, Worker(EXITED))
-        elif self.budget is None or self.units <= self.budget:
-            # outcome_of: Budget.allows what is missing.
+        elif self.bugs.budget_is_spent_in_hand and done:
+            yield "exits 0, as if the byte budget were spent", _with(state, who, Worker(EXITED))
+        elif self.budget is None or done.bit_count() < self.budget:
+            # outcome_of: Budget.leaves_out none of what is missing.
             yield f"{missing} units are missing: exit 3", _with(state, who, Worker())
-        elif not done:
-            yield "not one unit is done: exit 2", _with(state, who, Worker())
         else:
             yield "exits 0: the byte budget is spent", _with(state, who, Worker(EXITED))
 

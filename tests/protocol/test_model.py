@@ -86,6 +86,19 @@ def test_a_conflict_that_is_taken_for_a_record_is_found_as_a_unit_that_is_lost()
     ]
 
 
+def test_a_budget_that_units_in_hand_spend_is_found_unspent_when_they_fail() -> None:
+    """A worker ended with 0 while others were at work on the rest, and they may fail."""
+    bugs = Bugs(budget_is_spent_in_hand=True)
+    found = check(Protocol(workers=2, units=3, budget=2, gc=False, bugs=bugs))
+    assert found.fault == EXIT
+    assert [line for line in found.trace if "takes" in line or "budget" in line] == [
+        "worker B: takes unit 0",
+        "worker A: takes unit 1",
+        "worker B: finds the byte budget spent",
+        "worker B: exits 0, as if the byte budget were spent",
+    ]
+
+
 @pytest.mark.parametrize(
     ("bug", "fault", "last"),
     [
