@@ -242,7 +242,7 @@ def test_the_scales_of_a_model_are_where_the_page_says(
 ) -> None:
     out = tmp_path / "acts"
     recipe = spile.Recipe(
-        model=str(model), corpus=str(corpus), taps="q:0,embed,logprob", max_docs=6, seq_len=64,
+        model=str(model), corpus=str(corpus), taps="q:0,embed", max_docs=6, seq_len=64,
         store_dtype="int8",
     )  # fmt: skip
     spile.extract(recipe, str(out))
