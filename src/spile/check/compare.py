@@ -304,7 +304,7 @@ class _Comparison:
         rows = {name: np.concatenate(parts) for name, parts in self._distances[tap].items()}
         # At its threshold a latent is there or not: in any dtype some rows may differ by one.
         chosen = any(tap == sparse.name for sparse in self._sparse.values())
-        scale, scale_of_all = map(_scale, (rows["length"], rows["length of all"]))
+        scale, scale_of_all = map(row_scales, (rows["length"], rows["length of all"]))
         floor = max(
             self._overall(rows["floor"] / scale, _SPARED_FLOOR, chosen),
             self._overall(rows["floor of all"] / scale_of_all, _SPARED_FLOOR, chosen),
@@ -328,7 +328,7 @@ class _Comparison:
         return float(np.sqrt(squares.max() if self._by_row else squares.mean()))
 
 
-def _scale(lengths: np.ndarray) -> np.ndarray:
+def row_scales(lengths: np.ndarray) -> np.ndarray:
     """What each row's squared distance is relative to.
 
     A few rows, those of first tokens above all, may be a hundred times as long as the others, and

@@ -1,0 +1,277 @@
+"""How far float32 is from float64: HF transformers' two attentions, and Spile, tap by tap.
+
+    python bench/exactness.py                             # the demo model, documents of the demo
+    python bench/exactness.py --in-float64 product,norm   # these operations of Spile in float64
+    python bench/exactness.py --families all --seeds 3    # tiny random models, tests/families.py
+
+The exact result is HF's model with every operation in float64. A row's distance is relative to its
+own length, or to the median length where that is larger, as in `spile check`. Printed are the root
+mean square over the rows of all contexts, and the worst row, each the largest over layers; then
+Spile's distance over that of HF's eager attention: the median over layers, and the largest.
+"""
+
+import argparse
+import gzip
+import importlib
+import importlib.resources
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+import spile
+from spile.check.compare import row_scales
+from spile.check.reference import Reference
+from spile.corpus.tokenize import TextTokenizer
+from spile.models.files.checkpoint import open_checkpoint
+from spile.models.files.demo import demo_model
+from spile.models.forward import attention, decoder, kernels, ops
+from spile.models.taps import all_taps
+
+TESTS = Path(__file__).parent.parent / "tests"
+WAYS = ("eager", "sdpa", "spile")
+Rows = dict[str, list[np.ndarray]]  # by tap, context by context
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of one tap, by one way to compute it."""
+
+    mean: float  # root mean square over rows
+    worst: float
+
+
+def demo_contexts(count: int, tokens: int) -> list[np.ndarray]:
+    """The first tokens of some documents of the demo corpus."""
+    corpus = importlib.resources.files("spile.corpus") / "demo" / "sotu.jsonl.gz"
+    with corpus.open("rb") as packed, gzip.open(packed, "rt") as lines:
+        texts = [json.loads(line)["text"] for line in lines]
+    tokenizer = TextTokenizer(demo_model(), "tokenizer")
+    chosen = np.random.default_rng(0).permutation(len(texts))
+    encoded = (tokenizer.encode([texts[i]])[0] for i in chosen)
+    long = (ids[:tokens] for ids in encoded if len(ids) >= tokens)
+    return [np.asarray(ids, np.int64) for ids, _ in zip(long, range(count), strict=False)]
+
+
+def measure(
+    directory: Path, contexts: Sequence[np.ndarray], sites: Collection[str] = ()
+) -> dict[str, dict[str, Distance]]:
+    """The distance of every tap (or those of some sites) from float64, by tap and way."""
+    arch = open_checkpoint(str(directory)).arch
+    taps = [tap.name for tap in all_taps(arch) if not sites or tap.site in sites]
+    taps = [tap for tap in taps if not tap.startswith("expert_ids")]
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    reference = Reference(model)
+    exact = [reference.taps(context, taps) for context in contexts]
+    reference.compute_in(torch.float32)
+    found: dict[str, dict[str, Distance]] = {tap: {} for tap in taps}
+    for way in WAYS:
+        if way == "spile":
+            rows = _by_spile(directory, contexts, taps)
+        else:
+            try:
+                reference.attend_by(way)
+            except ValueError:  # Gemma 2 and gpt-oss have eager attention alone
+                continue
+            rows = [reference.taps(context, taps) for context in contexts]
+        for tap in taps:
+            if tap in rows[0]:
+                each = [(mine[tap], truth[tap]) for mine, truth in zip(rows, exact, strict=True)]
+                found[tap][way] = _distance(each)
+    return found
+
+
+def _by_spile(
+    directory: Path, contexts: Sequence[np.ndarray], taps: Sequence[str]
+) -> list[dict[str, np.ndarray]]:
+    model = spile.load_model(str(directory), compute_dtype="float32")
+    # With attention weights among the taps they mix the values, which others need not wait for.
+    patterns = [tap for tap in taps if tap.startswith("attn_pattern")]
+    others = [tap for tap in taps if tap not in patterns]
+    found: list[dict[str, np.ndarray]] = []
+    for ids in contexts:
+        rows: dict[str, Any] = {}
+        for names in filter(None, (others, patterns)):
+            rows |= model([ids], ",".join(names))
+        found.append({tap: np.asarray(values[0]) for tap, values in rows.items()})
+    return found
+
+
+def _distance(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Distance:
+    squares, lengths = [], []
+    for found, exact in pairs:
+        wide = found.reshape(len(found), -1).astype(np.float64)
+        truth = exact.reshape(len(exact), -1)
+        squares.append(np.square(wide - truth).sum(axis=1))
+        lengths.append(np.square(truth).sum(axis=1))
+    relative = np.concatenate(squares) / row_scales(np.concatenate(lengths))
+    return Distance(float(np.sqrt(relative.mean())), float(np.sqrt(relative.max())))
+
+
+def ratios(found: dict[str, dict[str, Distance]]) -> dict[str, float]:
+    """Spile's mean distance over that of HF's eager attention, by tap; 1 where both are exact."""
+    least = float(np.finfo(np.float32).eps) / 4  # embeddings are copied, not rounded
+    return {
+        tap: max(by["spile"].mean, least) / max(by["eager"].mean, least)
+        for tap, by in found.items()
+    }
+
+
+def table(found: dict[str, dict[str, Distance]]) -> Iterator[str]:
+    by_tap = ratios(found)
+    yield (
+        f"{'site':14}" + "".join(f"  {way + ' mean, worst':>18}" for way in WAYS) + "   ratio, most"
+    )
+    for site in dict.fromkeys(tap.partition(".")[0] for tap in found):
+        taps = [tap for tap in found if tap.partition(".")[0] == site]
+        line = f"{site:14}"
+        for way in WAYS:
+            each = [found[tap][way] for tap in taps if way in found[tap]]
+            mean, worst = (
+                max((getattr(one, kind) for one in each), default=np.nan)
+                for kind in ("mean", "worst")
+            )
+            line += f"  {mean:8.1e}, {worst:8.1e}"
+        own = [by_tap[tap] for tap in taps]
+        yield f"{line}   {np.median(own):5.2f}, {max(own):.2f}"
+    worst = [by["spile"].worst / max(by["eager"].worst, 1e-9) for by in found.values()]
+    yield f"worst row, Spile's over eager's: median {np.median(worst):.2f}, most {max(worst):.2f}"
+
+
+# -- one operation at a time, in float64 (as the demo model has them) ----------------------------
+
+
+def _product(equation: str, x: Any, weight: Any) -> Any:
+    return jnp.einsum(equation, *(a.astype(jnp.float64) for a in (x, weight))).astype(x.dtype)
+
+
+def _norm(x: Any, weight: Any, bias: Any, kind: str, eps: float) -> Any:
+    assert (bias, kind) == (None, "rms")
+    wide = x.astype(jnp.float64)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * weight.astype(jnp.float64)[None, None]).astype(x.dtype)
+
+
+def _angles(positions: Any, frequencies: np.ndarray, amplitude: float) -> Any:
+    angles = positions[:, :, None, None].astype(jnp.float64) * frequencies[None, None, None]
+    return tuple((f(angles) * amplitude).astype(jnp.float32) for f in (jnp.cos, jnp.sin))
+
+
+def _rotate(x: Any, cos: Any, sin: Any) -> Any:
+    return ops.rotate(*(a.astype(jnp.float64) for a in (x, cos, sin))).astype(x.dtype)
+
+
+def _activate(up: Any, gate: Any, name: str, limit: float | None) -> Any:
+    return ops.activate(up.astype(jnp.float64), gate.astype(jnp.float64), name, limit).astype(
+        up.dtype
+    )
+
+
+def _attention(segments: Any, positions: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, scoring: Any, sinks: Any = None) -> Any:
+        wide = [a.astype(jnp.float64) for a in (q, k, v)]
+        score = attention.masked(segments, positions)
+        return score(wide[0], wide[1], wide[2], scoring, sinks).astype(q.dtype)
+
+    return attend
+
+
+OPERATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "product": (ops, "product", _product),
+    "norm": (decoder, "norm", _norm),
+    "angles": (decoder, "rotary_angles", _angles),
+    "rotate": (decoder, "rotate", _rotate),
+    "activate": (decoder, "activate", _activate),
+    "attend": (kernels, "blocked", _attention),
+}
+
+
+@contextmanager
+def in_float64(names: Collection[str]) -> Iterator[None]:
+    """Compute some of Spile's operations in float64, and round their results."""
+    kept = {name: getattr(*OPERATIONS[name][:2]) for name in names}
+    jax.config.update("jax_enable_x64", bool(names))
+    for name in names:
+        setattr(*OPERATIONS[name])
+    try:
+        yield
+    finally:
+        for name, original in kept.items():
+            setattr(*OPERATIONS[name][:2], original)
+        jax.config.update("jax_enable_x64", False)
+
+
+# -- tiny models ---------------------------------------------------------------------------------
+
+
+def family_ratios(make: Callable[..., Any], seeds: int, tokens: int = 60) -> dict[str, float]:
+    """By tap, the root mean square of the ratios over random models of a family."""
+    found: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            tiny_model(make, seed, Path(folder))
+            rng = np.random.default_rng(seed)
+            contexts = [rng.integers(0, 256, tokens) for _ in range(4)]
+            for tap, ratio in ratios(measure(Path(folder), contexts)).items():
+                found.setdefault(tap, []).append(ratio)
+    return {tap: float(np.sqrt(np.mean(np.square(each)))) for tap, each in found.items()}
+
+
+def tiny_model(make: Callable[..., Any], seed: int, folder: Path) -> None:
+    importlib.import_module("families").randomised(make, seed).save_pretrained(folder)
+    importlib.import_module("tiny").write_tokenizer(folder)
+
+
+def _print_families(wanted: str, seeds: int) -> None:
+    families = importlib.import_module("families").FAMILIES
+    names = [*families] if wanted == "all" else wanted.split(",")
+    width = max(map(len, names))
+    by_site: dict[str, dict[str, float]] = {}
+    for name in names:
+        try:
+            found = family_ratios(families[name], seeds)
+        except spile.SpileError as error:
+            print(f"{name:{width}}  refused: {error}")
+            continue
+        by_site[name] = {}
+        for tap, ratio in found.items():
+            site = tap.partition(".")[0]
+            by_site[name][site] = max(by_site[name].get(site, 0.0), ratio)
+        each = " ".join(f"{site} {ratio:.2f}" for site, ratio in by_site[name].items())
+        print(f"{name:{width}}  most {max(found.values()):.2f}: {each}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--contexts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=192, help="in each context")
+    parser.add_argument("--sites", default="", help="of these sites alone")
+    parser.add_argument("--in-float64", default="", help=f"some of {','.join(OPERATIONS)}")
+    parser.add_argument("--families", default="", help="all, or some by name")
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    if given.families:
+        sys.path.insert(0, str(TESTS))
+        _print_families(given.families, given.seeds)
+        return
+    contexts = demo_contexts(given.contexts, given.tokens)
+    sites = [*filter(None, given.sites.split(","))]
+    with in_float64([*filter(None, given.in_float64.split(","))]):
+        print("\n".join(table(measure(demo_model(), contexts, sites))))
+
+
+if __name__ == "__main__":
+    main()
