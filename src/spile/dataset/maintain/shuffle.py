@@ -58,6 +58,7 @@ from spile.dataset.read.order import drawn, drawn_digest
 from spile.dataset.write.shard import read_tensors
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once, open_objects
+from spile.objects.local import settle
 
 MEMORY = 4 << 30
 
@@ -173,6 +174,7 @@ class _Shuffle:
             self._commit(ledger, level, made)
         else:
             made = list(there.values())
+            settle(self.dest, fmt.done_key(0), fmt.UNITS)  # before what they were made from goes
         for each in passes:
             each.clear(self._store(each.number))
         return Shuffled(
