@@ -123,6 +123,11 @@ def runs_in_a_shell(command: Command, scratch: Scratch) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def has_that_environment(command: Command, scratch: Scratch) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert "VENV := .venv\n" in makefile and "-m venv $(VENV)" in makefile
+
+
 # -- the table ---------------------------------------------------------------------------------
 
 
@@ -151,6 +156,8 @@ COMMANDS = (
             is_a_script_with_those_flags),
     Instead("*", "python examples/", "takes minutes; tests of its own run it small",
             takes_those_flags),
+    Instead("README.md", "source .venv/bin/activate", "a word of the shell; `make` makes the file",
+            has_that_environment),
     Instead("*", "spile serve", "answers until it is stopped: tests of its own ask it", parses),
     Instead("docs/verify.md", "ssh-keygen ", "another program", runs_in_a_shell),
     Instead("docs/verify.md", "echo ", "another program", runs_in_a_shell),
