@@ -98,7 +98,9 @@ def verify(arguments: argparse.Namespace) -> int:
     report, told = audit(), {}
     if arguments.repair:
         repaired = _repair(arguments, objects, report)
-        before, report = report, audit()
+        before = report
+        if not before.ok:
+            report = audit()
         told = {"repaired": dataclasses.asdict(repaired), "faults_before": before.faults}
     if arguments.json:
         found = {**dataclasses.asdict(report), "damaged": sorted(report.damaged)}

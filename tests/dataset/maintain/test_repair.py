@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import servers
 import spile
 import stored
 from spile.core.errors import CorruptError, StoreError
@@ -15,7 +16,7 @@ from spile.dataset.ledger import Attempt, Ledger
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.repair import RepairLedger
 from spile.dataset.maintain.verify import Journal, verify
-from spile.objects import LocalObjects, MemoryObjects, Objects
+from spile.objects import LocalObjects, MemoryObjects, Objects, open_objects
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
 UNITS = ((5, 9), (9, 5), (0, 3), (12,))
@@ -135,7 +136,7 @@ def test_an_interrupted_commit_is_repeated(
     def interrupted(self: LocalObjects, key: str, data: Any) -> Any:
         if key == done_key:
             raise KeyboardInterrupt
-        return (move if isinstance(data, str) else create)(self, key, data)
+        return move(self, key, data) if isinstance(data, str) else create(self, key, data)
 
     before = moment.startswith("before it is moved")
     monkeypatch.setattr(LocalObjects, "move" if before else "create", interrupted)
@@ -369,24 +370,29 @@ def test_a_record_that_can_be_read_after_all_is_kept(
     assert dataset.ledger.done_units() == {0, 1, 2, 3}
 
 
-def test_a_store_without_renaming_is_repaired_too(dataset: stored.Stored) -> None:
+@pytest.mark.parametrize(
+    "store", ["memory", *(pytest.param(name, marks=pytest.mark.full) for name in ("s3", "gs"))]
+)
+def test_a_store_without_renaming_is_repaired_too(dataset: stored.Stored, store: str) -> None:
     damage(dataset)
-    memory = MemoryObjects()
+    made_at = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}
+    objects: Any = open_objects(made_at[store]()) if store in made_at else MemoryObjects()
     for key in dataset.listed():
-        memory.create(key, dataset.objects.get(key))
-    ledger = begin(memory)
+        objects.create(key, dataset.objects.get(key))
+    ledger = begin(objects)
+    rows = slice(dataset.starts[DAMAGED], dataset.starts[DAMAGED + 1])
+    values = {tap: array[rows] for tap, array in dataset.rows.items()}
     done, writer = stored.write_unit(
-        memory, dataset.table, DAMAGED, dataset.read[DAMAGED],  # type: ignore[arg-type]
-        {tap: rows[dataset.starts[1] : dataset.starts[2]] for tap, rows in dataset.rows.items()},
-        128,
-    )  # fmt: skip
+        objects, dataset.table, DAMAGED, dataset.read[DAMAGED], values, 128
+    )
+    assert collect_garbage(objects) == []
     with Attempt(ledger, writer) as attempt:
         assert attempt.commit(done)
     assert ledger.complete(dataset.table)
-    assert verify(memory).ok
-    collect_garbage(memory)
-    assert verify(memory).orphans == []
-    assert Ledger(memory).read_done(DAMAGED) == done
+    assert verify(objects).ok
+    collect_garbage(objects)
+    assert verify(objects).orphans == []
+    assert Ledger(objects).read_done(DAMAGED) == done
 
 
 def test_what_was_found_sound_is_not_read_again(dataset: stored.Stored, tmp_path: Path) -> None:
