@@ -20,6 +20,14 @@ FAILS = ("eio", "late", "full")
 KILLS = ("kill-before", "kill-half", "kill-after")
 FAULTS = (*FAILS, "short", *KILLS, "interrupt")
 OF_WRITES = ("short", "kill-half")  # they cut what one call writes
+_IN_TURN = [fault for fault in FAULTS if fault not in (*OF_WRITES, "full")]
+
+
+def applies(fault: str, call: str, nth: int) -> bool:
+    """Whether a fault is tried at a call: writes are many, and take turns with some faults."""
+    if call != "write":
+        return fault not in OF_WRITES
+    return fault not in _IN_TURN or fault == _IN_TURN[nth % len(_IN_TURN)]
 
 
 @functools.cache
