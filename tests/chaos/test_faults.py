@@ -5,7 +5,6 @@ what was committed stands, what exits 0 is whole, and the same command run again
 undisturbed one makes. `make chaos-faults` tries every call, and prints how many; the suite some.
 """
 
-import itertools
 import random
 import shutil
 import signal
@@ -105,16 +104,14 @@ def test_a_thousand_random_kills_lose_nothing(
     seed: int, known: Commands, calls: Calls, tmp_path: Path
 ) -> None:
     """One command after another, each killed up to four times before it comes to its end."""
-    rng, tally, began = random.Random(seed), Tally(), time.monotonic()
-    for number in itertools.count():
-        killed, name, folder = tally.ends[KILLED], rng.choice(NAMES), tmp_path / str(number)
-        if killed >= KILLS // SPLIT:
-            break
+    rng, tally, began, number = random.Random(seed), Tally(), time.monotonic(), 0
+    while tally.ends[KILLED] < KILLS // SPLIT:
+        name, folder, number = rng.choice(NAMES), tmp_path / str(number), number + 1
         begin(known[name], folder)
         for _ in range(rng.randint(1, 4)):
             nth = rng.randint(1, len(calls.of(name)))
             with_fault(known[name], folder, rng.choice(faults.KILLS), nth, tally)
         again(known[name], folder)
         shutil.rmtree(folder)
-    seconds = time.monotonic() - began
+    killed, seconds = tally.ends[KILLED], time.monotonic() - began
     print(f"seed {seed}: {killed} kills in {number} commands, 0 lost, {seconds:.0f} s: {tally}")  # noqa: T201

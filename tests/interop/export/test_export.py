@@ -270,6 +270,7 @@ def test_what_a_killed_export_left_goes_with_the_next_and_nothing_else_does(
     killed, alive = (zygote.Popen(arguments, **options) for _ in range(2))
     try:
         for process in (killed, alive):
+            assert process.stdout is not None
             process.stdout.readline()
         alive.send_signal(signal.SIGSTOP)
         killed.kill()
