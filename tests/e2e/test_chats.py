@@ -28,7 +28,7 @@ from chaos.harness import (
 )
 from marks import some
 from spile.core.index import FLAGS, ROLES
-from spile.corpus.chats.renderer import RenderLimits
+from spile.core.limited_process import ProcessLimits
 from spile.corpus.chats.template import read_template
 from texts import token_roles
 
@@ -285,8 +285,8 @@ def hanging(model: Path, corpus: Path, at: int) -> list[str]:
 def test_a_template_that_never_ends_is_refused_with_the_chat(
     at: int, talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = RenderLimits(seconds=0.3)
-    monkeypatch.setattr("spile.corpus.chats.pool.RenderLimits", lambda: quick)
+    quick = ProcessLimits(seconds=0.3)
+    monkeypatch.setattr("spile.corpus.chats.pool.ProcessLimits", lambda: quick)
     result = run("extract", "--quiet", *hanging(talking, tmp_path / "c.parquet", at)[1:])
     check_refused(
         result, 2, tmp_path / f"c.parquet row {at}", tmp_path / "hang.jinja", "more than 0.3 s of"

@@ -212,13 +212,14 @@ _SPELLED = ["0", "-1", "1", "2", "255", "65536", "2147483648", "4294967295", "10
 
 
 @st.composite
-def mutated(draw: st.DrawFn, seeds: Sequence[bytes]) -> bytes:
-    """One of some files, with a few places changed: bits, runs, numbers, or parts of another."""
+def mutated(draw: st.DrawFn, seeds: Sequence[bytes], words: Sequence[bytes] = ()) -> bytes:
+    """One of some files, with a few places changed: bits, runs, numbers, parts of another, or
+    words that mean something there."""
     found = bytearray(draw(st.sampled_from(seeds)))
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, max(0, len(found) - 1)))
         to = min(len(found), at + draw(st.sampled_from([1, 2, 4, 8, 32, 200])))
-        match draw(st.integers(0, 8)):
+        match draw(st.integers(0, 11 if words else 8)):
             case 0 if found:
                 found[at] ^= 1 << draw(st.integers(0, 7))
             case 1:
@@ -242,8 +243,13 @@ def mutated(draw: st.DrawFn, seeds: Sequence[bytes]) -> bytes:
                 if places:
                     start, stop = draw(st.sampled_from(places))
                     found[start:stop] = draw(st.sampled_from(_SPELLED)).encode()
-            case _:
+            case 8:
                 found[at:to] = draw(st.binary(max_size=16))
+            case _ if words:
+                stop = draw(st.sampled_from([at, to]))
+                found[at:stop] = draw(st.sampled_from(words))
+            case _:
+                pass
     return bytes(found)
 
 

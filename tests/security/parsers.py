@@ -30,10 +30,10 @@ from security.hostile import only_our_errors
 from spile.core.config import build, load_toml
 from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.index import INDEX_DTYPE
+from spile.core.limited_process import ProcessLimits
 from spile.core.listening import ListenAddress
 from spile.core.tensors import write_tensors
 from spile.corpus.chats.pool import RenderPool
-from spile.corpus.chats.renderer import RenderLimits
 from spile.corpus.chats.rows import Chats, RowReader
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
@@ -70,10 +70,51 @@ class Parser:
     """Attributes:
     seeds: makes valid files, with a folder to work in.
     use: does all that is done with one, in that folder; only a `SpileError` may come out.
+    words: that mean something in such a file.
     """
 
     seeds: Callable[[Path], list[bytes]]
     use: Callable[[bytes, Path], None]
+    words: tuple[bytes, ...] = ()
+
+
+def _words(text: str) -> tuple[bytes, ...]:
+    """Those that stand between two spaces."""
+    return tuple(word.strip().encode() for word in text.split("  "))
+
+
+_JSON_WORDS = _words(
+    r'"\ud800"  "\u0000"  1e999  -0  NaN  [[[[[[[[  {"a":  ]]]]  }  ,  null  ""  "../x"  true'
+) + (b"[" * 3000, b'{"a":' * 3000, b"9" * 5000)  # fmt: skip
+_YAML_WORDS = _words(
+    "!!int ''  !!float x  !!binary x  !!timestamp x  !!set  !!python/name:os  &a [*a]  <<: *a  "
+    "? [1]  2001-99-99  1:99:99  0x  0b  -0x_  ~  |  >  - - -  {[  ---"
+) + (b"configs:\n- ", b"data_files:\n  - ", b"data_dir: [", b"9" * 5000)
+_EXPRESSION_WORDS = _words(
+    "**  //  %  0  ==  !=  <  in  not in  is None  is not None  and  or  not  (  )  (1, 'x')  []  "
+    "{}  None  True  1j  1e400  b'x'  f'{a}'  'x'  a  b  c  pos  bos  doc  special  a.b  a[0]  "
+    "-  ~  lambda: 1  :=  if  else"
+) + (b"(" * 300, b"not " * 300, b"9" * 900)
+_TEMPLATE_WORDS = _words(
+    "{{ ns.a == ns.b }}  |upper  |list  |sort  |tojson  |join  |reverse  |unique  |map('upper')  "
+    "[1:]  [::-1]  * 9999999  ** 99  .split('a')  {% for i in range(99999) %}  {% endfor %}  "
+    "{% set ns.a = [ns.a, ns.a] %}  {% macro f(n) %}{{ f(n) }}{% endmacro %}  {{ f(1) }}  {# #}  "
+    "|attr('__class__')  .__class__  {% include 'x' %}  {{ messages }}  |replace('a', 'aa')  "
+    "{% generation %}  {% endgeneration %}  {% break %}  loop.index  cycler(1)  joiner()  {% if  "
+    "namespace()  {% endif %}  {% else %}  |default(x)  is defined  is mapping  in messages  |int  "
+    "'a' * 999999  |groupby('role')  |dictsort  |max  |float  {% set x %}  {% endset %}  "
+    "{% filter upper %}  {% endfilter %}  {% call f() %}  {% endcall %}  messages[0].content"
+)
+_HTTP_WORDS = _words(
+    "%00  %ff  ../  //  ?  &&  =  tap=  doc=-1  count=1e9  by=direction&direction=1  POST  "
+    "Content-Length: -1  Content-Length: 99999999999  Transfer-Encoding: chunked  HEAD  HTTP/9.9  "
+    'Expect: 100-continue  Cookie: a="  Authorization: Bearer x  OPTIONS  Connection: keep-alive  '
+    "q=%e2%80%8b  method=umap  start=9007199254740992  channel=99999999  /api/  name=%0d%0a"
+) + (b"\r\n", b"\r\n\r\n", b"\0", b"A" * 70_000)
+_TOML_WORDS = _words(
+    "'''  [a]  [[a]]  a.b =  0x  1e400  nan  1979-99-99  seq_len =  holdout =  filter =  {a=1}  "
+    "'auto'  true  -1  99999999999999999999  fraction =  keep =  max-docs =  encode =  template ="
+) + (b"[" * 3000, b"\nwhere = ", b"\n")
 
 
 # -- corpora -----------------------------------------------------------------------------------
@@ -256,7 +297,7 @@ def _model_file(name: str) -> Parser:
         finally:
             _written(before, model / name)
 
-    return Parser(seeds, use)
+    return Parser(seeds, use, _JSON_WORDS)
 
 
 _MODULE = "model.layers.0.self_attn.q_proj"
@@ -285,7 +326,9 @@ def _lora_file(name: str) -> Parser:
         found = read_adapter(path, [f"{_MODULE}.weight"])
         found.merge(f"{_MODULE}.weight", np.ones((32, 32), np.float32))
 
-    return Parser(lambda folder: [(_adapter(folder / "seed") / name).read_bytes()], use)
+    return Parser(
+        lambda folder: [(_adapter(folder / "seed") / name).read_bytes()], use, _JSON_WORDS
+    )
 
 
 def _sae_file(name: str) -> Parser:
@@ -306,7 +349,7 @@ def _sae_file(name: str) -> Parser:
         arrays, _ = load_arrays(sae)
         assert sum(array.nbytes for array in arrays.values()) < 1 << 28
 
-    return Parser(lambda folder: [(written(folder / "seed") / name).read_bytes()], use)
+    return Parser(lambda folder: [(written(folder / "seed") / name).read_bytes()], use, _JSON_WORDS)
 
 
 _TEMPLATES = [
@@ -323,7 +366,7 @@ _TEMPLATES = [
 
 def _render(data: bytes, folder: Path) -> None:
     template = ChatTemplate(data.decode("utf-8", "replace"), "m/chat_template.jinja")
-    limits = RenderLimits(seconds=0.5, memory=128 << 20)
+    limits = ProcessLimits(seconds=0.5, memory=128 << 20)
     with closing(RenderPool(template, limits=limits)) as pool:
         (document,) = pool.documents([CorpusDocument(chat=CHAT, where="f line 1")])
         assert document.skipped or all(a < b for a, b, _ in document.roles)
@@ -389,7 +432,7 @@ def _record(key: str, resealed: bool) -> Parser:
             paths[key].write_bytes(data)
             read_dataset(made.path)
 
-    return Parser(seeds, use)
+    return Parser(seeds, use, _JSON_WORDS)
 
 
 def _shard(kind: str, compress: bool = False) -> Parser:
@@ -569,9 +612,9 @@ def _given(*seeds: str | bytes) -> Callable[[Path], list[bytes]]:
 
 _CHATS = Chats("chat", ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "m"))
 PARSERS: dict[str, Parser] = {
-    "jsonl": Parser(_lines, _corpus("c.jsonl", keep=("id", "meta"), preview=5)),
-    "chats": Parser(_chat_lines, _corpus("c.jsonl", _CHATS, keep=("id",))),
-    "json": Parser(_array, _corpus("c.json", keep=("id",))),
+    "jsonl": Parser(_lines, _corpus("c.jsonl", keep=("id", "meta"), preview=5), _JSON_WORDS),
+    "chats": Parser(_chat_lines, _corpus("c.jsonl", _CHATS, keep=("id",)), _JSON_WORDS),
+    "json": Parser(_array, _corpus("c.json", keep=("id",)), _JSON_WORDS),
     "txt": Parser(_texts, _corpus("c.txt")),
     "jsonl.gz": Parser(_zipped, _corpus("c.jsonl.gz")),
     "jsonl.zst": Parser(_zstd, _corpus("c.jsonl.zst")),
@@ -592,7 +635,7 @@ PARSERS: dict[str, Parser] = {
     "cfg.json": _sae_file("cfg.json"),
     "sae_weights.safetensors": _sae_file("sae_weights.safetensors"),
     "params.npz": _sae_file("params.npz"),
-    "chat template": Parser(_given(*_TEMPLATES), _render),
+    "chat template": Parser(_given(*_TEMPLATES), _render, _TEMPLATE_WORDS),
     **{f"{kind} record": _record(key, resealed=False) for key, kind in RECORDS.items()},
     **{f"{kind} record, sealed": _record(key, resealed=True) for key, kind in RECORDS.items()},
     "rows": _shard("rows"),
@@ -602,11 +645,14 @@ PARSERS: dict[str, Parser] = {
     "documents": _shard("documents"),
     "latents": _latents("latents"),
     "latent ids": _latents("latent_ids"),
-    "settings": Parser(_given(_TOML), _settle),
-    "where": Parser(_given("not bos and (pos - 1) % 4 in (1, 2) or doc // 3 > -5"), _where),
+    "settings": Parser(_given(_TOML), _settle, _TOML_WORDS),
+    "where": Parser(
+        _given("not bos and (pos - 1) % 4 in (1, 2) or doc // 3 > -5"), _where, _EXPRESSION_WORDS
+    ),
     "filter": Parser(
         _given("a == 'en' and b >= 3 or not c in (1, 'x')", "a is not None", "1 < a <= 2.5"),
         _filter,
+        _EXPRESSION_WORDS,
     ),
     "taps": Parser(
         _given("resid_post:0-2/2+-1,blocks.1.hook_resid_post,embed", "hidden_states[3]"), _taps
@@ -618,7 +664,8 @@ PARSERS: dict[str, Parser] = {
             "---\nconfigs: [{config_name: 'a', data_files: {train: '**/*.parquet'}}]\nn: 0x1F\n---",
         ),
         _card,
+        _YAML_WORDS,
     ),
-    "direction": Parser(_npy, _direction),
-    "web request": Parser(_given(*_REQUESTS), _request),
+    "direction": Parser(_npy, _direction, _JSON_WORDS),
+    "web request": Parser(_given(*_REQUESTS), _request, _HTTP_WORDS),
 }  # fmt: skip

@@ -44,16 +44,17 @@ def test_valid_files_are_read(parser: str, folder: Path, seeds: list[bytes]) -> 
 def test_a_file_that_was_changed_anywhere_is_refused_or_read(
     parser: str, folder: Path, seeds: list[bytes], data: st.DataObject
 ) -> None:
-    changed = data.draw(mutated(seeds))
-    try:
-        with only_our_errors(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            PARSERS[parser].use(changed, folder)
-    except Exception:
-        if SECONDS or SEED:  # the last of a round is the simplest
-            (FINDS / parser).mkdir(parents=True, exist_ok=True)
-            (FINDS / parser / str(exploration.seed)).write_bytes(changed)
-        raise
+    changed = data.draw(mutated(seeds, PARSERS[parser].words))
+    if (
+        SECONDS or SEED
+    ):  # kept if it fails, or ends the process; the last of a round is the simplest
+        (FINDS / parser).mkdir(parents=True, exist_ok=True)
+        (FINDS / parser / str(exploration.seed)).write_bytes(changed)
+    with only_our_errors(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        PARSERS[parser].use(changed, folder)
+    if SECONDS or SEED:
+        (FINDS / parser / str(exploration.seed)).unlink()
 
 
 @pytest.mark.parametrize(

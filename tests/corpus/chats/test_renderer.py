@@ -15,13 +15,13 @@ import tiny
 import zygote
 from marks import some
 from spile.core.errors import InputError
+from spile.core.limited_process import ProcessLimits
 from spile.corpus.chats.pool import RenderPool
-from spile.corpus.chats.renderer import RenderLimits
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
 
 WHERE = "m/chat_template.jinja"
-LIMITS = RenderLimits(seconds=0.3, memory=256 << 20)
+LIMITS = ProcessLimits(seconds=0.3, memory=256 << 20)
 
 # Two lists (or tuples) that are equal, and of which it takes 2**60 comparisons to see that.
 DEEP = (
@@ -87,12 +87,12 @@ def chats(*contents: str) -> Iterator[CorpusDocument]:
 
 
 @contextmanager
-def pool_of(template: str, limits: RenderLimits = LIMITS) -> Iterator[RenderPool]:
+def pool_of(template: str, limits: ProcessLimits = LIMITS) -> Iterator[RenderPool]:
     with closing(RenderPool(ChatTemplate(template, WHERE), limits=limits)) as pool:
         yield pool
 
 
-def fault(template: str, *contents: str, limits: RenderLimits = LIMITS) -> str:
+def fault(template: str, *contents: str, limits: ProcessLimits = LIMITS) -> str:
     with pool_of(template, limits) as pool, pytest.raises(InputError) as caught:
         list(pool.documents(chats(*contents)))
     assert caught.value.exit_code == 2
@@ -117,7 +117,7 @@ def test_a_template_that_takes_forever_is_ended(kind: str) -> None:
 @pytest.mark.parametrize("kind", some(LARGE, "cuts that are kept"))
 def test_a_template_that_fills_memory_is_ended(kind: str) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    said = fault(LARGE[kind], "Hello", limits=RenderLimits(seconds=60, memory=256 << 20))
+    said = fault(LARGE[kind], "Hello", limits=ProcessLimits(seconds=60, memory=256 << 20))
     assert "more memory than it may" in said or "more than 256 MiB of memory" in said
     assert WHERE in said
     most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
@@ -145,7 +145,7 @@ def test_a_pool_goes_on_after_a_chat_that_was_ended() -> None:
 
 def test_a_template_that_takes_forever_to_compile_is_ended() -> None:
     text = "{{ ('a' * 9999999)|upper|length }}" * 5000
-    said = fault(text, "Hello", limits=RenderLimits(seconds=0.3))
+    said = fault(text, "Hello", limits=ProcessLimits(seconds=0.3))
     assert said.startswith(f"{WHERE}: compiling it takes more than 0.3 s of processor time; give")
 
 
@@ -156,7 +156,7 @@ def test_a_template_that_is_none_is_refused_by_its_file() -> None:
 def test_a_large_chat_is_rendered_within_the_usual_limits() -> None:
     text = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}"
     said = "Grüße 🌳" * 1_000_000
-    with pool_of(text, RenderLimits()) as pool:
+    with pool_of(text, ProcessLimits()) as pool:
         (document,) = pool.documents(chats(said))
     assert document.text == f"<user>{said}</s><assistant>World</s>"
 
@@ -177,7 +177,7 @@ def test_whoever_waits_may_end_it() -> None:
             raise KeyboardInterrupt
 
     hanging = ChatTemplate(SLOW["lists compared"], WHERE)
-    pool = RenderPool(hanging, heed=heed, limits=RenderLimits(seconds=600))
+    pool = RenderPool(hanging, heed=heed, limits=ProcessLimits(seconds=600))
     with closing(pool), pytest.raises(KeyboardInterrupt):
         list(pool.documents(chats("Hello")))
     assert pool._idle == []
@@ -186,7 +186,8 @@ def test_whoever_waits_may_end_it() -> None:
 WAITING = """
 import sys
 from spile.corpus.chats.pool import RenderPool
-from spile.corpus.chats.renderer import Renderer, RenderLimits
+from spile.core.limited_process import ProcessLimits
+from spile.corpus.chats.renderer import Renderer
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
 ask = Renderer.ask
@@ -194,7 +195,7 @@ def asked(renderer, *given):
     ask(renderer, *given)
     print(renderer.pid, flush=True)
 Renderer.ask = asked
-pool = RenderPool(ChatTemplate(sys.argv[1]), limits=RenderLimits(seconds=1))
+pool = RenderPool(ChatTemplate(sys.argv[1]), limits=ProcessLimits(seconds=1))
 list(pool.documents([CorpusDocument(chat=[{"role": "user", "content": "x"}])]))
 """
 

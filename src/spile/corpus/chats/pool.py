@@ -13,7 +13,8 @@ from typing import Any
 
 from spile.core.errors import InputError
 from spile.core.index import ROLES
-from spile.corpus.chats.renderer import REFUSED, Answer, Renderer, RenderLimits
+from spile.core.limited_process import ProcessLimits
+from spile.corpus.chats.renderer import REFUSED, Answer, Renderer
 from spile.corpus.chats.template import ChatTemplate, plain_messages
 from spile.corpus.documents import CorpusDocument
 
@@ -57,13 +58,13 @@ class RenderPool:
         processes: int = 1,
         *,
         heed: Callable[[], None] = lambda: None,
-        limits: RenderLimits | None = None,
+        limits: ProcessLimits | None = None,
     ) -> None:
         """Args:
         heed: is called now and then while a process renders, and may raise to end that.
         """
         self._template, self._count = template, max(1, processes)
-        self._heed, self._limits = heed, limits or RenderLimits()
+        self._heed, self._limits = heed, limits or ProcessLimits()
         self._idle: list[Renderer] = []
 
     def documents(self, found: Iterable[CorpusDocument]) -> Iterator[CorpusDocument]:

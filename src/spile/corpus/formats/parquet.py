@@ -26,6 +26,7 @@ from spile.corpus.formats.columns import (
     text_column,
     text_values,
 )
+from spile.corpus.formats.parquet_footer import checked_metadata
 from spile.objects.paths import AnyPath
 
 TEXT = ""  # the text's key, where a row is read by columns
@@ -38,12 +39,18 @@ _AHEAD = 4 << 20  # of a column: a row group is read as it is decoded, not at on
 
 
 @contextmanager
-def _opened(path: AnyPath) -> Iterator[pq.ParquetFile]:
-    """The file; whatever goes wrong with it is one line."""
+def _opened(path: AnyPath, *, check: bool = False) -> Iterator[pq.ParquetFile]:
+    """The file; whatever goes wrong with it is one line.
+
+    Its footer is to be checked before anything else is read by it: when a corpus is cut.
+    """
     try:
+        metadata = checked_metadata(path) if check else None
         local = isinstance(path, Path)
         stream = path if local else pa.PythonFile(path.open("rb", buffering=0), mode="r")
-        with pq.ParquetFile(stream, buffer_size=_AHEAD, pre_buffer=False) as file:
+        with pq.ParquetFile(
+            stream, metadata=metadata, buffer_size=_AHEAD, pre_buffer=False
+        ) as file:
             yield file
     except UNREADABLE as error:
         line = first_line(error)
@@ -73,7 +80,7 @@ def row_groups(
         also: and others.
         known: what those of other files hold, which must be the same.
     """
-    with _opened(path) as file:
+    with _opened(path, check=True) as file:
         found = file.schema_arrow
         check_columns(path, found, wanted, columns, keep, also=also, known=known)
         names = columns or [text_column(path, found, wanted)]
