@@ -141,13 +141,14 @@ def repair_text(repaired: "Repaired", *, partial: bool) -> str:
     """What was made again."""
     if not (repaired.units or repaired.records):
         return "nothing was repaired"
-    names = ", ".join(map(str, repaired.units)) or "none"
+    units = f"unit{'s' * (len(repaired.units) != 1)} {', '.join(map(str, repaired.units))}"
+    told = [units] if repaired.units else []
     if partial:
-        return f"set aside: units {names}; the same `spile extract` makes them again"
-    told = f"made again: units {names}"
+        what = ", ".join([*told, *repaired.records])
+        return f"set aside: {what}; the same `spile extract` makes them again"
     if repaired.units:
-        told += f" ({len(repaired.identical)} with the same rows, bit for bit)"
-    return told + "".join(f", {record}" for record in repaired.records)
+        told = [f"{units} ({len(repaired.identical)} with the same rows, bit for bit)"]
+    return f"made again: {', '.join([*told, *repaired.records])}"
 
 
 def verify_text(out: str, report: "Report") -> str:

@@ -135,7 +135,7 @@ def parse_attempt_key(key: str) -> tuple[int, str] | None:
 
 def parse_damaged_key(key: str) -> str | None:
     """The key of the record that was moved aside to this one."""
-    match = re.fullmatch(r"damaged/[^/]+/(.+)", key)
+    match = re.fullmatch(r"damaged/[^/]+/(done/\d{8}\.json|[a-z]+\.json)", key)
     return match[1] if match else None
 
 
