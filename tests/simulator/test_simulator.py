@@ -93,9 +93,11 @@ def _commit_that_discards(attempt: Any, done: Done) -> bool:
     return committed
 
 
-def _create_that_believes_conflicts(objects: Any, key: str, data: Any) -> str | None:
+def _create_that_believes_conflicts(
+    objects: Any, key: str, data: Any, unsure: bool = False
+) -> str | None:
     """As buckets did: "already exists" is what obstore makes of 409 as well as of 412."""
-    trying, unsure = objects._trying("creating", key), False
+    trying = objects._trying("creating", key)
     while True:
         try:
             return str(objects._store.put(key, data, mode="create", use_multipart=False)["e_tag"])
