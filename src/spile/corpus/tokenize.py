@@ -18,6 +18,7 @@ _SPECIALS = (
     "extra_special_tokens",
     "model_specific_special_tokens",
 )
+_MOST_IDS = 1 << 24  # of a vocabulary
 
 
 def use_threads(asked: int | None) -> None:
@@ -58,10 +59,14 @@ class TextTokenizer:
             raise ConfigError("--special-tokens bos: this model's tokenizer has no BOS token")
         added = self._tokenizer.get_added_tokens_decoder()
         self._size = self.max_id + 1  # any id beyond the vocabulary has the flags of this one: none
+        inserted = self._inserted()
+        for fault, token in (("has", self.max_id), ("puts around texts", max(inserted, default=0))):
+            if token >= (_MOST_IDS if fault == "has" else self._size):
+                raise InputError(f"{path}: {fault} token {token}, which no model knows")
         self._flags = np.zeros(self._size + 1, np.uint16)
         special = {token for token, content in added.items() if content.special}
         if marks_named_specials:
-            special |= self._named(settings) | self._inserted()
+            special |= self._named(settings) | inserted
         self._flags[sorted(special)] = SPECIAL
         for token, flag in ((self.bos, BOS), (self.eos, EOS)):
             if token is not None and token < len(self._flags):
