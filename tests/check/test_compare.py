@@ -18,6 +18,7 @@ import spile
 import tiny
 from families import FAMILIES, randomised
 from marks import some
+from spile.check import compare, reference
 from spile.check.compare import CheckReport, check
 from spile.cli.model import check_text
 from spile.core.config import Recipe
@@ -320,10 +321,16 @@ def one_value(tap: str, change: float) -> Plant:
     return plant
 
 
-def one_row_of_another_token(values: Values) -> set[str]:
-    array = values("attn_out.1")[1]
-    array[3] = array[4]
-    return {"attn_out.1"}
+def one_row_of_another_token_of(tap: str) -> Plant:
+    def plant(values: Values) -> set[str]:
+        array = values(tap)[1]
+        array[3] = array[4]
+        return {tap}
+
+    return plant
+
+
+one_row_of_another_token = one_row_of_another_token_of("attn_out.1")
 
 
 def shifted(*taps: str) -> Plant:
@@ -435,6 +442,86 @@ def test_one_wrong_expert_is_caught(texts: Path, tmp_path: Path) -> None:
         array = values("expert_ids.1")[2]
         array[5] = array[5, ::-1].copy()  # of one token, and all of them are there
     assert faulty(check_all(out)) == {"expert_ids.1"}
+
+
+def sharp_gemma() -> Any:
+    """Attention that hangs on the last digits, and a few rows much longer than the others."""
+    model = randomised(lambda: FAMILIES["gemma3-gqa"](num_hidden_layers=4))
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.q_norm.weight.add_(24.0)
+        model.model.embed_tokens.weight[tiny.BOS].mul_(100.0)
+    return model
+
+
+def test_what_hfs_own_float32_cannot_tell_is_allowed_and_no_more(
+    texts: Path, tmp_path: Path
+) -> None:
+    model = write(tmp_path / "model", sharp_gemma())
+    taps = "resid_post:all,z:all,attn_out:2,q_rot:3,logprob"
+    out = extract(tmp_path / "out", model, texts, taps, compute_dtype="float32")
+    report = check_all(out)
+    assert_healthy(report)
+    assert report.reference.endswith(", in float64")
+    assert max(tap.error for tap in report.taps.values()) > 2e-5, "a fixed limit would reject it"
+    assert max(tap.allowed for tap in report.taps.values()) < 1e-2
+    # after the first layer nothing has gone astray yet, so that it stays strict
+    assert report.taps["resid_post.0"].allowed < report.taps["resid_post.3"].allowed
+    with forged(out) as values:
+        named = heads_swapped("z.3")(values) | scaled("resid_post.0", 1.002)(values)
+        named |= one_row_of_another_token_of("attn_out.2")(values)
+    assert faulty(check_all(out)) == named
+
+
+@pytest.mark.parametrize("case", ["too little memory", "no float64 in its code"])
+def test_without_float64_hfs_two_attentions_are_the_measure(
+    case: str, dataset: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        if case == "too little memory":
+            raise MemoryError("the model takes 99.0 GB in float64, and 1.0 GB are free")
+        raise NotImplementedError("\"addmm_impl_cpu_\" not implemented for 'Double'\nat line 3")
+
+    if case == "too little memory":
+        monkeypatch.setattr(compare, "_check_memory", refuse)
+    else:
+        monkeypatch.setattr(reference._InFloat64, "__torch_dispatch__", refuse)
+    with forged(dataset) as values:
+        named = heads_swapped("q_rot.1")(values) | one_row_of_another_token(values)
+        named |= scaled("mlp_in.1", 1.001)(values)
+    report = check_all(dataset)
+    assert faulty(report) == named
+    assert all(tap.ok for name, tap in report.taps.items() if name not in named)
+    assert report.reference.endswith(", in float32, by the spread of eager and sdpa attention")
+    (line,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert line.startswith("check compares in float32, by the spread of eager and sdpa attention")
+    assert ("99.0 GB" if case == "too little memory" else "'Double'") in line and "\n" not in line
+
+
+def test_a_model_that_does_not_fit_in_float64_is_told_by_its_size(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe(model=str(llama), corpus=str(texts), taps="embed", seq_len=SEQ_LEN)
+    job = resolve(recipe, Ledger(LocalObjects(tmp_path)), "cpu")
+    compare._check_memory(job)
+    monkeypatch.setattr(Path, "read_text", lambda _: "MemTotal: 9 kB\nMemAvailable: 100 kB\n")
+    with pytest.raises(MemoryError, match=r"takes 0\.\d GB in float64, and 0\.0 GB are free"):
+        compare._check_memory(job)
+
+
+def test_where_rounding_decides_between_experts_later_tokens_are_not_judged() -> None:
+    exact = np.array([[3.0, 1, 0], [1, 3, 2], [2, 1, 1 - 1e-7], [5, 4, 0]])
+    rough = exact + 1e-6
+    before = compare._before_a_tie
+
+    def judged(exact: np.ndarray, rough: np.ndarray, chosen: int) -> int:
+        return before({"router_logits.0": exact}, {"router_logits.0": rough}, chosen)
+
+    assert judged(exact, rough, 1) == 4, "the first choice is clear everywhere"
+    assert judged(exact, rough, 2) == 2, "the second is not, from the third token on"
+    assert judged(exact, exact, 2) == 4, "if rounding is smaller than the gap, it is"
+    assert judged(exact[2:], rough[2:], 2) == 0
+    assert judged(exact, rough, 3) == 4, "where all are chosen there is no choice"
 
 
 SOME = "embed,resid_pre:1,attn_in:0,q_rot:0,v:0,resid_post:1"

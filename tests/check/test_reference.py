@@ -403,3 +403,36 @@ def test_every_parameter_is_random_and_activations_stay_of_order_one(name: str) 
         assert len(parameter.unique()) > 0.9 * min(parameter.numel(), 1000), key
     for i in c.layers:
         assert 0.2 < c.taps[f"resid_post.{i}"].std() < 8.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    some(("llama-gqa", "mixtral-gqa", "gemma3-gqa", "qwen2-yarn", "gptoss-gqa"), "mixtral-gqa"),
+)
+def test_in_float64_nothing_is_rounded_to_float32(name: str) -> None:
+    """HF's code asks for float32 in norms, softmax and rotary angles."""
+    model, ids = randomised(FAMILIES[name]), case(name).ids
+    reference = Reference(model)
+    reference.compute_in(torch.float64)
+    found = reference.taps(ids)
+    assert {values.dtype.name for tap, values in found.items() if "expert_ids" not in tap} == {
+        "float64"
+    }
+    one = found["attn_pattern.1"].sum(-1)
+    if not name.startswith("gptoss"):  # with sinks less than one
+        np.testing.assert_allclose(one, 1.0, rtol=0, atol=1e-14)
+    # the norm, by its formula
+    own = Case(name, model, ids, found, model.state_dict())
+    normed = own.norm(own.get("resid_pre", 1), own.key(1, "input_layernorm"))
+    assert close(normed, found["attn_in.1"], 1e-13)
+    # a rotation keeps the length of each pair
+    if name in ("llama-gqa", "mixtral-gqa"):
+        half = found["q.1"].shape[-1] // 2
+        for before, after in (("q.1", "q_rot.1"), ("k.1", "k_rot.1")):
+            squares = [np.square(found[tap]) for tap in (before, after)]
+            lengths = [each[..., :half] + each[..., half:] for each in squares]
+            np.testing.assert_allclose(*lengths, rtol=1e-12)
+    # and float32 is what it was
+    reference.compute_in(torch.float32)
+    again = reference.taps(ids)
+    assert all(np.array_equal(again[tap], values) for tap, values in case(name).taps.items())

@@ -93,7 +93,11 @@ class Reference:
         self._model.set_attn_implementation(implementation)
 
     def taps(
-        self, token_ids: np.ndarray, sites: Collection[str] | None = None
+        self,
+        token_ids: np.ndarray,
+        sites: Collection[str] | None = None,
+        *,
+        noise: int | None = None,
     ) -> dict[str, np.ndarray]:
         """Taps of one context, whose first token stands at position 0.
 
@@ -101,6 +105,8 @@ class Reference:
             token_ids: One dimension.
             sites: Names of sites (`attn_pattern`: all layers) or taps (`attn_pattern.3`); all
                 where not given. What a model does not have is left out.
+            noise: A seed. What enters the first block is rounded once more, at random, which
+                changes all roundings after it: another result that is as correct.
 
         Returns:
             By tap, one row per token: float32 (float64 where the model is), or int64 for
@@ -123,6 +129,8 @@ class Reference:
             for point in self._points:
                 if wanted(point.name):
                     hooks.enter_context(_hooked(point, found))
+            if noise is not None:
+                hooks.enter_context(_rounded_again(_part(self._body, "blocks")[0], noise))
             if self._rotary is not None:
                 hooks.enter_context(self._watched_attention(wanted, found))
             if any(map(wanted, _READ_FROM_LOGITS)):
@@ -285,6 +293,24 @@ def _hooked(point: _Point, found: dict[str, np.ndarray]) -> Iterator[None]:
         handle = point.module.register_forward_pre_hook(before, with_kwargs=True)
     else:
         handle = point.module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _rounded_again(block: Any, seed: int) -> Iterator[None]:
+    """Change what enters a block by up to half of the last digit."""
+
+    def change(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        stream = args[0] if args else named["hidden_states"]
+        rng = torch.Generator().manual_seed(seed)
+        sign = 2 * torch.rand(stream.shape, generator=rng).to(stream) - 1
+        changed = stream * (1 + sign * torch.finfo(stream.dtype).eps)
+        return ((changed, *args[1:]), named) if args else (args, named | {"hidden_states": changed})
+
+    handle = block.register_forward_pre_hook(change, with_kwargs=True)
     try:
         yield
     finally:

@@ -175,3 +175,25 @@ def test_linear_is_the_matrix_as_stored_and_a_bias_over_all_tokens(shape: tuple[
     np.testing.assert_allclose(found, x @ weight.T, atol=1e-6)
     found = linear(jnp.asarray(x), jnp.asarray(weight), jnp.asarray(bias))
     np.testing.assert_allclose(found, x @ weight.T + bias, atol=1e-6)
+
+
+def test_after_one_large_term_a_product_keeps_the_digits_of_the_others() -> None:
+    """As it is in the rows of first tokens: further terms would each round at its size."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("on a CPU products are added up in short runs")
+    x, weight = random(64, 1536), random(96, 1536, seed=1)
+    x[:, 600] = 1e4
+    exact = x.astype(np.float64) @ weight.T.astype(np.float64)
+
+    def error(found: Any) -> float:
+        gap = (np.asarray(found, np.float64) - exact) / np.abs(1e4 * weight[:, 600])
+        return float(np.sqrt(np.square(gap).mean()))
+
+    in_one = jax.jit(partial(jnp.einsum, "ti,oi->to"))(x, weight)
+    in_runs = jax.jit(linear)(jnp.asarray(x), jnp.asarray(weight))
+    assert error(in_runs) < 0.75 * error(in_one)
+    # what is short, and what is not float32, is one product as ever
+    for short in (x[:, :256], jnp.asarray(x[:, :512], jnp.bfloat16)):
+        width = jnp.asarray(weight[:, : short.shape[1]], short.dtype)
+        program = jax.make_jaxpr(linear)(jnp.asarray(short), width)
+        assert [str(step.primitive) for step in program.eqns].count("dot_general") == 1
