@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=float, default=20e6, help="of text, of each kind")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--threads", default=f"1,{os.cpu_count()}")
-    parser.add_argument("--processes", default="0", help="that render chats, e.g. 0,2,4")
+    parser.add_argument("--processes", default="1", help="that render chats, e.g. 1,2,4")
     parser.add_argument("--unit-tokens", type=int, default=1_000_000)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -40,7 +40,7 @@ def main() -> None:
             corpus = written(Path(folder), kind, int(arguments.bytes))
             for threads in map(int, arguments.threads.split(",")):
                 for processes in map(int, arguments.processes.split(",")):
-                    if processes and "chats" not in kind:
+                    if "chats" not in kind and processes > 1:
                         continue
                     one = {"model": arguments.model, "corpus": str(corpus), "threads": threads,
                            "processes": processes, "unit_tokens": arguments.unit_tokens,
