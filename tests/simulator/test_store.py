@@ -95,3 +95,25 @@ def test_a_request_takes_effect_whatever_has_become_of_whoever_sent_it() -> None
         assert process.main and not process.main.ended
         scheduler.close()
     assert bucket.objects["a"][0] == b"mine"
+
+
+def test_a_file_that_gc_removes_while_it_is_read_back_is_written_again() -> None:
+    """Its answer was lost, and meanwhile another attempt was committed."""
+
+    def run(objects: BucketObjects, bucket: Bucket, faults: Faults) -> None:
+        stream = objects.stream("attempts/a")
+        stream.write(b"rows")
+        bucket.put("attempts/a", b"rows", create=True)
+        real = bucket.get
+
+        def vanishing(key: str) -> tuple[bytes, str]:
+            found = real(key)
+            bucket.delete(key)  # after `head`, before `get`
+            return found
+
+        bucket.get = vanishing  # type: ignore[method-assign]
+        stream.close()
+        bucket.get = real  # type: ignore[method-assign]
+        assert objects.get("attempts/a") == b"rows"
+
+    simulated(run)

@@ -99,7 +99,10 @@ class Ledger:
         body = {"tensors": dict(sorted(digests.items()))}
         if self.objects.create(fmt.MODEL, fmt.encode_record("model", body)):
             return
-        record: Any = (self._read(fmt.MODEL, "model") or {}).get("tensors", {})
+        found = self._read(fmt.MODEL, "model")
+        if found is None:
+            raise self._unreadable(fmt.MODEL)
+        record: Any = found.get("tensors", {})
         if not isinstance(record, dict):
             raise CorruptError(fmt.MODEL, "holds no hashes")
         stored = cast(dict[str, Any], record)
@@ -163,10 +166,7 @@ class Ledger:
             return True
         stored = self.read_done(done.unit)
         if stored is None:
-            raise StoreError(
-                f"{self.objects.url}/{key}: is said to exist, and cannot be read; "
-                "run the same command again"
-            )
+            raise self._unreadable(key)
         return stored.attempt == done.attempt
 
     def missing_files(self, done: Done) -> list[str]:
@@ -201,6 +201,12 @@ class Ledger:
         if done is None:
             raise CorruptError(fmt.done_key(unit), "is missing")
         return done
+
+    def _unreadable(self, key: str) -> StoreError:
+        return StoreError(
+            f"{self.objects.url}/{key}: is said to exist, and cannot be read; "
+            "run the same command again"
+        )
 
     def _read(self, key: str, kind: str) -> dict[str, Any] | None:
         try:

@@ -202,13 +202,13 @@ class BucketObjects:
             except exceptions.AlreadyExistsError as error:
                 try:
                     there = self._read(key, lambda: self._store.head(key))
+                    ours = unsure and memoryview(self.get(key)) == memoryview(data)
                 except FileNotFoundError:
                     # Not 412 but 409: another request for this key was under way, and has failed.
+                    # Or `gc` has just removed it, since another attempt was committed.
                     trying.again(_line(error), error)
                     continue
-                if not unsure or memoryview(self.get(key)) != memoryview(data):
-                    return None
-                return _plain(there["e_tag"])
+                return _plain(there["e_tag"]) if ours else None
             except Exception as error:
                 self._failed(trying, error)
                 unsure = True
