@@ -19,7 +19,6 @@ import numpy as np
 import xxhash
 
 import tiny
-import zygote
 from spile.core.expressions import RowFilter
 from spile.core.index import END, FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
@@ -447,7 +446,7 @@ sys.stdin.read()
 @contextmanager
 def worker_process(path: Path, unit: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A process that holds a unit until it is killed; gives its worker's name."""
-    with zygote.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", _WORKER, str(path), str(unit)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

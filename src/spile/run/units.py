@@ -123,9 +123,7 @@ class StorePicker:
         unit = self._choose([u for u in left if u.id not in held])
         if unit and not self._budget.allows(unit.id, done, held | self._mine):
             if not self._budget.spent:
-                self._rest(
-                    "waiting to see how much of --max-bytes the units in hand take"
-                )
+                self._rest("waiting to see how much of --max-bytes the units in hand take")
             return None, not self._budget.spent
         if unit and self._presence.claim(unit.id):
             self._mine.add(unit.id)
