@@ -197,6 +197,7 @@ def test_a_kill_at_an_exact_place_neither_loses_nor_doubles_a_unit(
     check_same(out, reference.out)
 
 
+@pytest.mark.full  # test_faults.py kills at system calls
 def test_a_run_killed_at_one_exact_place_after_another_neither_loses_nor_doubles_a_unit(
     reference: Reference, tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ from spile.cli.flags import Parser, Verbs, add_options
 from spile.core.config import RayOptions, Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError
 
+PARSER = cli.make_parser()
+
 
 @pytest.mark.parametrize("options", [Recipe, Runtime, RayOptions])
 def test_every_option_is_a_flag_that_is_none_until_it_is_given(
@@ -64,7 +66,7 @@ def test_a_verb_gets_its_function_and_an_error_its_name() -> None:
 )
 def test_a_near_miss_names_what_may_be_meant(words: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        cli.make_parser().parse_args(words.split())
+        PARSER.parse_args(words.split())
     assert said in str(caught.value)
     verb = words.split()[0]
     assert f"(see `spile{'' if verb == 'extrakt' else ' ' + verb} --help`)" in str(caught.value)
@@ -73,4 +75,4 @@ def test_a_near_miss_names_what_may_be_meant(words: str, said: str) -> None:
 @pytest.mark.parametrize("flag", flags._INSTEAD)
 def test_a_suggestion_names_only_flags_that_extract_has(flag: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(flags._INSTEAD[flag])):
-        cli.make_parser().parse_args(["extract", flag])
+        PARSER.parse_args(["extract", flag])

@@ -106,6 +106,9 @@ def test_all_that_users_type_is_in_the_table() -> None:
         assert not {*names.split()} - known, program
 
 
+PARSER = cli.make_parser()
+
+
 @pytest.mark.parametrize(("program", "flag"), EVERY, ids=lambda x: getattr(x, "name", x))
 def test_each_flag_becomes_what_the_table_says_and_is_understood(program: str, flag: Old) -> None:
     line, wanted = LINES[program][flag.name]
@@ -118,7 +121,7 @@ def test_each_flag_becomes_what_the_table_says_and_is_understood(program: str, f
     if flag.new.startswith("--"):
         assert flag.new in made.argv
     if made.argv[0] == "extract":
-        arguments = cli.make_parser().parse_args(made.argv)  # pyright: ignore[reportPrivateUsage]
+        arguments = PARSER.parse_args(made.argv)
         build({k: v for k, v in vars(arguments).items() if k not in ("out", "verb")})
 
 

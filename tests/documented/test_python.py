@@ -16,6 +16,7 @@ import spile
 from documented import exceptions, pages
 from documented.pages import Block
 from documented.scratch import Scratch
+from marks import some
 
 PAGES = [page for page in pages.pages() if pages.python_blocks(page)]
 
@@ -49,7 +50,9 @@ def spawning() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("spawning")
-@pytest.mark.parametrize("page", [p for p in PAGES if p != "docs/tutorial.md"])
+@pytest.mark.parametrize(
+    "page", some([p for p in PAGES if p != "docs/tutorial.md"], "README.md", "docs/architecture.md")
+)
 # torch's, where there is no GPU
 @pytest.mark.filterwarnings("ignore:'pin_memory':UserWarning")
 def test_the_pages_python_runs(

@@ -12,6 +12,7 @@ from documented.scratch import Scratch
 PAGE = "docs/tutorial.md"
 
 
+@pytest.mark.full  # as the commands of all pages but the README
 def test_the_tutorial_runs_from_beginning_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def scrape(address: str) -> dict[tuple[str, str], float]:
     }
 
 
+@pytest.mark.full  # tests/metrics reads back what each backend was told
 def test_three_backends_and_a_stranger_are_told_the_same_of_a_real_run(
     model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,6 +204,7 @@ compact(LocalObjects(Path(sys.argv[1])), LocalObjects(Path(sys.argv[2])), unit_b
 """
 
 
+@pytest.mark.full  # tests/chaos/test_faults.py kills it at system calls
 def test_the_same_command_continues_after_a_kill(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "out", taps=stored.SCALED)
     dest = LocalObjects(tmp_path / "dest")

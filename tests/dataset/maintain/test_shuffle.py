@@ -170,6 +170,7 @@ module.shuffle(LocalObjects(Path(sys.argv[1])), LocalObjects(Path(sys.argv[2])),
 """
 
 
+@pytest.mark.full  # tests/chaos/test_faults.py kills it at system calls
 def test_the_same_command_continues_after_kills_anywhere(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "out", taps=stored.SCALED)
     dest, kills = LocalObjects(tmp_path / "dest"), 0

@@ -14,7 +14,6 @@ import pytest
 import spile
 import stored
 import tiny
-from marks import some
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.index import BOS, EOS, SPECIAL
 from spile.core.tensors import DTYPES_BY_NAME
@@ -511,7 +510,8 @@ print(max(peak(), peak(shuffle=None), peak(where="pos > 0", epochs=2)) - before)
 """
 
 
-@pytest.mark.parametrize("compress", some([False, True], True))
+@pytest.mark.full
+@pytest.mark.parametrize("compress", [False, True])
 def test_memory_is_two_windows_and_what_is_being_read(tmp_path: Path, compress: bool) -> None:
     made = stored.build(
         tmp_path / "out", ((12_000,), (12_000,)), taps={"resid_post.0": 512}, dtype="float32",

@@ -29,7 +29,14 @@ def drawn(rows: StoredRows, seed: int, epoch: int = 0, **options: Any) -> np.nda
     return np.concatenate([np.empty(0, np.int64), *(found[places] for found, places in windows)])
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": "full"}, {"window": 5000}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"shuffle": "full"}, marks=pytest.mark.full),
+        pytest.param({"window": 5000}, marks=pytest.mark.full),
+    ],
+)
 def test_every_place_of_an_epoch_is_as_likely_for_a_row(
     rows: StoredRows, options: dict[str, Any]
 ) -> None:

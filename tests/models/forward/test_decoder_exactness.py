@@ -30,6 +30,7 @@ def exactness() -> ModuleType:
     return module
 
 
+@pytest.mark.full  # tests/models/forward/test_ops.py holds what it depends on
 @ON_A_CPU
 def test_the_demo_model_is_as_near_to_float64_as_hf(
     exactness: ModuleType, pytestconfig: pytest.Config
