@@ -12,7 +12,7 @@ demo: $(VENV)/.spile
 
 test: lint $(VENV)/.saelens
 	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
-	  $(BIN)/pytest -n 4 --dist worksteal
+	  $(BIN)/pytest -n 3 --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

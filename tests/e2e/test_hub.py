@@ -310,6 +310,7 @@ def test_what_the_library_reads_is_made_ahead_of_a_run(
     check_refused(unnamed, 2, "HF_HUB_OFFLINE is set; give the whole name that `spile fetch`")
 
 
+@pytest.mark.full  # tests/e2e/test_remote_inputs.py merges one from a bucket
 def test_an_adapter_is_fetched_too(
     hub: Hub, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,6 +230,7 @@ def test_another_stored_form_is_refused_with_both(form: str, made: Made) -> None
     assert files(out) == before
 
 
+@pytest.mark.full  # tests/plan counts the bytes of every form
 def test_plan_prices_every_form_about_as_it_is_then_stored(tmp_path: Path) -> None:
     model = tiny.write_model(tmp_path / "model", hidden_size=128, num_hidden_layers=1)
     corpus = tiny.write_corpus(tmp_path / "corpus.jsonl", 150, seed=4)

@@ -620,9 +620,12 @@ def stored_errors(
 @pytest.mark.parametrize(
     ("name", "pack"),
     [
-        ("gpt2", "none"),  # packed ones: tests/check/test_compare.py
-        *(pytest.param(n, "ffd", marks=FULL) for n in ("gpt2", *STORED_TOO)),
-        *(pytest.param(n, "none", marks=FULL) for n in STORED_TOO),
+        # (In the suite tests/check/test_compare.py does this.)
+        *(
+            pytest.param(n, pack, marks=FULL)
+            for n in ("gpt2", *STORED_TOO)
+            for pack in ("ffd", "none")
+        ),
     ],
 )
 def test_what_is_stored_agrees_with_hf(name: str, pack: str, tmp_path: Path) -> None:
