@@ -218,7 +218,7 @@ def estimate(
 
 
 def _by_table(job: ExtractionJob, done: set[int]) -> tuple[Counted, Counted]:
-    """The whole and what is left of it, by the unit table alone."""
+    """Count the whole job and its unfinished part, from the unit table alone."""
 
     def added(units: Iterable[Unit]) -> Counted:
         chosen = {unit.id: unit.tokens for unit in units}

@@ -135,7 +135,9 @@ class ChatTemplate:
         except Exception as error:  # as above
             raise self._failure(error) from None
         if followed != text:
-            raise InputError(f"{self.where}: it cannot be followed whose text is whose")
+            raise InputError(
+                f"{self.where}: cannot determine which message each character came from"
+            )
         runs = followed.runs if isinstance(followed, OwnedText) else ()
         ranges = self._ranges(runs, roles)
         if (

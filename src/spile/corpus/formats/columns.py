@@ -109,7 +109,7 @@ def rows_of(batch: pa.RecordBatch, ids: str | None) -> list[dict[str, Any]]:
 
 
 def _ids(column: pa.Array) -> Iterator[Any]:
-    """Arrays, without a Python number for each id; what is none of them, as it is."""
+    """Yield each list of ids as an array; other values pass through unchanged."""
     if not is_ids(column.type) or column.flatten().null_count:
         yield from column.to_pylist()
         return

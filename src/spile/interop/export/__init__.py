@@ -227,7 +227,7 @@ def _locked(file: int) -> bool | None:
 
 
 def _take_back(target: Path, rows: Path, made: os.stat_result | None) -> None:
-    """Undo the renaming, if it was done: whoever is told of an error finds nothing at DEST."""
+    """Rename DEST back, if it was renamed: a failed export must leave nothing at DEST."""
     with contextlib.suppress(OSError):
         if made is not None and not rows.exists() and os.path.samestat(target.stat(), made):
             target.rename(rows)
