@@ -25,8 +25,9 @@ _ACTIVATIONS = {
 }
 # On a CPU, XLA adds up 512 float32 terms one after the other, torch 384: after one large term,
 # as the first token of a context has, every further one rounds at that term's size. Runs of at
-# most so many, added at the end, come nearer to float64 than torch (docs/exactness.md).
-_RUN = 256
+# most so many, added at the end, are as near to float64 as torch's (docs/exactness.md has what
+# other lengths cost and give).
+_RUN = 384
 
 
 def norm(
