@@ -3,33 +3,32 @@
     spile extract --model demo --corpus demo --keep year --taps resid_post:9 --out acts/demo
     python examples/probe.py acts/demo --tap resid_post.9 --label 'year >= 1900'
 
-The label is a column kept from the corpus, compared with a number or a word. Logistic regression
-on single rows, by Newton's method; every fifth document is held out, with all its rows.
+The label is a condition over the columns kept from the corpus, written as for --filter:
+`topic == 'law' and year >= 1900`. Logistic regression on single rows, by Newton's method; every
+fifth document is held out, with all its rows.
 """
 
 import argparse
-import operator
-import re
 
 import numpy as np
 
 import spile
+from spile.core.errors import SpileError
+from spile.core.expressions import DocumentFilter
 
-COMPARED = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le,
-            ">": operator.gt, "<": operator.lt}  # fmt: skip
 HELD_OUT = 5  # every so many documents
 
 
 def labels(ds: spile.Dataset, label: str) -> np.ndarray:
     """Of every document of the corpus: 1 or 0."""
-    match = re.fullmatch(r"\s*(\w+)\s*([=!]=|[<>]=?)\s*(.+?)\s*", label)
-    if not match:
-        raise SystemExit(f"--label {label!r}: write it as 'year >= 1900' or 'lang == en'")
-    name, compare, given = match.groups()
-    documents = ds.documents(["doc", name])
-    found = np.zeros(max(documents["doc"].to_pylist()) + 1, np.float32)
-    for doc, value in zip(documents["doc"].to_pylist(), documents[name].to_pylist(), strict=True):
-        found[doc] = value is not None and COMPARED[compare](value, type(value)(given))
+    condition = DocumentFilter(label, "--label")
+    for name in condition.columns:
+        if name not in ds.document_columns:
+            raise SpileError(condition.missing(ds.url, name, ds.document_columns))
+    documents = ds.documents([*dict.fromkeys(["doc", *condition.columns])]).to_pylist()
+    found = np.zeros(max(row["doc"] for row in documents) + 1, np.float32)
+    for row in documents:
+        found[row["doc"]] = condition.matches(row)
     return found
 
 
@@ -61,12 +60,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("dataset")
     parser.add_argument("--tap", required=True)
-    parser.add_argument("--label", required=True)
+    parser.add_argument("--label", required=True, help="a condition, e.g. 'year >= 1900'")
     parser.add_argument("--rows", type=int, default=20_000, help="trained on, at most")
     parser.add_argument("--ridge", type=float, default=100.0)
     args = parser.parse_args()
-    ds = spile.open(args.dataset)
-    of = labels(ds, args.label)
+    try:
+        ds = spile.open(args.dataset)
+        of = labels(ds, args.label)
+    except SpileError as error:
+        raise SystemExit(str(error)) from None
     held = f"pos >= 1 and doc % {HELD_OUT} == 0"
     x, y = rows(ds, args.tap, f"pos >= 1 and doc % {HELD_OUT} != 0", args.rows, of)
     tested, truth = rows(ds, args.tap, held, args.rows // HELD_OUT, of)

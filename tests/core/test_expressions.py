@@ -213,7 +213,11 @@ def test_spellings_of_one_expression_have_one_canonical_text(where: str, canonic
         (f"pos in ({-(2**62)},)", "integers must be less than 2**62"),
         ("doc * token_id > 1", "'doc * token_id': could reach 2**62"),
         (f"pos + {2**62 - 1} > 1", "could reach 2**62"),
-        ("pos = 1", "--where, character 5, '= 1': invalid syntax"),
+        ("pos = 1", "--where, character 5, '= 1': write '==' instead of '='"),
+        ("pos >= 1 && !bos", "character 10, '&& !bos': write 'and' instead of '&&', 'not' instead "
+         "of '!'"),
+        ("bos || eos", "write 'or' instead of '||'"),
+        ("bos AND pos <> 1", "write 'and' instead of 'AND', '!=' instead of '<>'"),
         ("(pos > 1", "'(' was never closed"),
         ("pos >", "at its end: invalid syntax"),
         ("pos ≥ 1", "character 5: '≥' is not understood"),
@@ -381,6 +385,15 @@ def test_bounds_are_looked_at_in_chains_and_below_and() -> None:
         ("n == f(1)", "'f(1)' is neither a column nor a value written out; columns"),
         ("n in {[1]}", "'{[1]}' is neither a column nor a value written out; columns"),
         ("n is 3", "only None follows is; columns"),
+        ("n > 1 && ok", "--filter 'n > 1 && ok': write 'and' instead of '&&'; columns"),
+        ("n = 1 || !ok", "write '==' instead of '=', 'or' instead of '||', 'not' instead of '!'"),
+        ("n !== 1", "write '!=' instead of '!=='"),
+        ("n == 1 & m == 2", "write 'and' instead of '&'; columns"),
+        ("~ok", "write 'not' instead of '~'; columns"),
+        (
+            "language == 'a=b' and n >< 3",
+            "invalid syntax; columns",
+        ),  # (quoted)
         ("n > 1 and " * 120 + "n", "it is too long; columns"),
         ("1 == 1", "--filter '1 == 1': names no column"),
     ],
@@ -389,6 +402,21 @@ def test_why_a_condition_is_refused(condition: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         DocumentFilter(condition)
     assert said in str(caught.value)
+
+
+def test_a_missing_column_is_said_with_the_nearest_or_what_was_meant() -> None:
+    condition = DocumentFilter("langage == en and ok == true", "--label")
+    langage, en, true = [
+        condition.missing("a.jsonl", name, ["language", "ok"])
+        for name in condition.columns
+        if name != "ok"
+    ]
+    assert langage == (
+        "a.jsonl: no column 'langage', which --label names; it has language, ok; "
+        "did you mean 'language'?"
+    )
+    assert en.endswith('a text needs quotes: "en"')
+    assert true.endswith("write True")
 
 
 def test_a_document_filter_survives_pickling() -> None:

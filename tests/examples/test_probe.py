@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,9 +15,13 @@ import zygote
 PROBE = Path(__file__).parents[2] / "examples" / "probe.py"
 
 
-def accuracy(dataset: Path, label: str) -> tuple[float, float]:
+def probe(dataset: Path, label: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(PROBE), str(dataset), "--tap", "resid_post.0", "--label", label]
-    result = zygote.run(command, env=tiny.environment())
+    return zygote.run(command, env=tiny.environment())
+
+
+def accuracy(dataset: Path, label: str) -> tuple[float, float]:
+    result = probe(dataset, label)
     assert result.returncode == 0, result.stderr
     right, usual = re.findall(r"\d\.\d{3}", result.stdout)
     return float(right), float(usual)
@@ -37,7 +42,11 @@ def test_what_rows_hold_is_read_from_them(tmp_path: Path) -> None:
         keep="kind,drawn", seq_len=64,
     )  # fmt: skip
     spile.extract(recipe, str(tmp_path / "out"))
-    right, usual = accuracy(tmp_path / "out", "kind == early")
+    right, usual = accuracy(tmp_path / "out", "kind == 'early' and drawn >= 0")
     assert right > 0.95 > usual
     right, usual = accuracy(tmp_path / "out", "drawn >= 5")
     assert right < usual + 0.1
+    wrong = probe(tmp_path / "out", "kind == early")
+    assert wrong.returncode == 1 and wrong.stderr.count("\n") == 1
+    assert "no column 'early', which --label names" in wrong.stderr
+    assert 'a text needs quotes: "early"' in wrong.stderr

@@ -9,6 +9,7 @@ be compared, and the words of its errors.
 import ast
 import difflib
 import operator
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +35,33 @@ _ORDER: Mapping[type[ast.cmpop], _Comparison] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+# Operators of other languages, each with Python's; those inside of quotes are passed over.
+_OTHER_SPELLINGS = {
+    "&&": "and", "||": "or", "!": "not", "=": "==", "===": "==", "!==": "!=", "<>": "!=",
+    "AND": "and", "OR": "or", "NOT": "not",
+}  # fmt: skip
+_OTHER_SPELLING = re.compile(
+    r"""'[^']*'|"[^"]*"|(&&|\|\||<>|[=!]==|!(?!=)|(?<![=!<>:])=(?!=)|\b(?:AND|OR|NOT)\b)"""
+)
+_INSTEAD: Mapping[type[ast.AST], str] = {
+    ast.BitAnd: "write 'and' instead of '&'",
+    ast.BitOr: "write 'or' instead of '|'",
+    ast.Invert: "write 'not' instead of '~'",
+    ast.Div: "write '//' instead of '/'",
+    ast.Is: "write '==' instead of 'is'",
+    ast.IsNot: "write '!=' instead of 'is not'",
+}
+
+
+def _explained(error: SyntaxError, text: str) -> SyntaxError:
+    """The error, or one that suggests Python's operators where the text has another language's."""
+    found = [match for match in _OTHER_SPELLING.finditer(text) if match[1]]
+    if not found:
+        return error
+    pairs = dict.fromkeys((_OTHER_SPELLINGS[match[1]], match[1]) for match in found)
+    better = SyntaxError("write " + ", ".join(f"{new!r} instead of {old!r}" for new, old in pairs))
+    better.offset = found[0].start() + 1
+    return better
 
 
 class _Parser(ABC):
@@ -47,7 +75,7 @@ class _Parser(ABC):
                 warnings.simplefilter("ignore")  # of `1and`, which some Pythons dislike
                 tree = ast.parse(text, mode="eval").body
         except SyntaxError as error:
-            raise self.syntax_error(error) from None
+            raise self.syntax_error(_explained(error, text)) from None
         except (ValueError, MemoryError, RecursionError) as error:
             raise self.error(f"cannot be read: {error or type(error).__name__}") from None
         level: list[ast.AST] = [tree]
@@ -147,14 +175,6 @@ _ROW_COMPARISONS: Mapping[type[ast.cmpop], _Comparison] = {
     ast.In: np.isin,
     ast.NotIn: lambda left, right: ~np.isin(left, right),
 }
-_INSTEAD: Mapping[type[ast.AST], str] = {
-    ast.BitAnd: "write 'and' instead of '&'",
-    ast.BitOr: "write 'or' instead of '|'",
-    ast.Invert: "write 'not' instead of '~'",
-    ast.Div: "write '//' instead of '/'",
-    ast.Is: "write '==' instead of 'is'",
-    ast.IsNot: "write '!=' instead of 'is not'",
-}
 _ROW_LANGUAGE = (
     "only names, integers, and, or, not, comparisons, in, + - * // % and parentheses are understood"
 )
@@ -214,6 +234,14 @@ class RowFilter:
     def keeps_all(self) -> bool:
         """Whether nothing was asked for: every row of any index is kept."""
         return self.where is None and self.every is None
+
+    @property
+    def flags(self) -> dict[str, int]:
+        """The flags that `where` names, and their bits in the index."""
+        bits = {**FLAGS, "special": self.special}
+        nodes = ast.walk(self._tree) if self._tree else ()
+        names = [node.id for node in nodes if isinstance(node, ast.Name)]
+        return {name: bits[name] for name in names if name in bits}
 
     def mask(self, index: np.ndarray) -> np.ndarray:
         """True for each entry that is kept; `index` holds whole contexts, in order."""
@@ -444,6 +472,7 @@ _COLUMN_LANGUAGE = (
     "columns, numbers, texts, lists of them, and, or, not, comparisons, in, is None and "
     "parentheses are understood"
 )
+_WORDS = {"true": "True", "false": "False", "none": "None", "null": "None", "nan": "None"}
 
 
 class DocumentFilter:
@@ -453,17 +482,30 @@ class DocumentFilter:
 
     Attributes:
         columns: those that the condition names, each once.
+        flag: what errors call the condition.
     """
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        parser = _ColumnParser(text)
+    def __init__(self, text: str, flag: str = "--filter") -> None:
+        self.text, self.flag = text, flag
+        parser = _ColumnParser(text, flag)
         if len(text) > _MAX_CHARACTERS:
             raise parser.error("it is too long")
         self._tree = parser.parse(text.strip())
         self.columns = tuple(dict.fromkeys(parser.columns))
         if not self.columns:
-            raise ConfigError(f"--filter {text!r}: names no column")
+            raise ConfigError(f"{flag} {text!r}: names no column")
+
+    def missing(self, where: str, column: str, known: Iterable[str]) -> str:
+        """What to say of a column that is not there, where the columns that are there are known."""
+        names = sorted({*known})
+        if near := difflib.get_close_matches(column, names, n=1):
+            hint = f"did you mean {near[0]!r}?"
+        elif column.lower() in _WORDS:
+            hint = f"write {_WORDS[column.lower()]}"
+        else:
+            hint = f'a text needs quotes: "{column}"'
+        has = ", ".join(names) or "none"
+        return f"{where}: no column {column!r}, which {self.flag} names; it has {has}; {hint}"
 
     def matches(self, row: Mapping[str, Any]) -> bool:
         return _ColumnEvaluator(row).evaluate(self._tree)
@@ -478,13 +520,13 @@ class _ColumnParser(_Parser):
 
     max_depth = 256  # more than the longest text can hold
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, text: str, flag: str) -> None:
+        self._text, self._flag = text, flag
         self.columns: list[str] = []
 
     def switch(self, node: ast.expr) -> ast.expr:
         if not isinstance(node, ast.Name):
-            raise self.error(f"{ast.unparse(node)[:80]!r} is no condition")
+            raise self._near(node) or self.error(f"{ast.unparse(node)[:80]!r} is no condition")
         self.columns.append(node.id)
         return node  # a column of booleans
 
@@ -506,10 +548,19 @@ class _ColumnParser(_Parser):
             return ast.Constant(value=ast.literal_eval(node))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             part = ast.unparse(node)[:80]
-            raise self.error(f"{part!r} is neither a column nor a value written out") from None
+            raise self._near(node) or self.error(
+                f"{part!r} is neither a column nor a value written out"
+            ) from None
+
+    def _near(self, node: ast.expr) -> ConfigError | None:
+        """What to write for `a == 1 & b`, which Python reads as `a == (1 & b)`."""
+        for part in ast.walk(node):
+            if isinstance(part, ast.BitAnd | ast.BitOr | ast.Invert):
+                return self.error(_INSTEAD[type(part)])
+        return None
 
     def error(self, reason: str, node: ast.expr | None = None) -> ConfigError:
-        return ConfigError(f"--filter {self._text!r}: {reason}; {_COLUMN_LANGUAGE}")
+        return ConfigError(f"{self._flag} {self._text!r}: {reason}; {_COLUMN_LANGUAGE}")
 
     def syntax_error(self, error: SyntaxError) -> ConfigError:
         return self.error(error.msg)
