@@ -412,7 +412,7 @@ def test_a_missing_column_is_said_with_the_nearest_or_what_was_meant() -> None:
         if name != "ok"
     ]
     assert langage == (
-        "a.jsonl: no column 'langage', which --label names; it has language, ok; "
+        "a.jsonl: no column 'langage', which --label names; there are language, ok; "
         "did you mean 'language'?"
     )
     assert en.endswith('a text needs quotes: "en"')

@@ -1,14 +1,19 @@
-"""Which columns are kept of each document."""
+"""Which columns are kept of each document, and which a filter may name."""
 
+import gzip
+import json
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from spile.core.errors import ConfigError, InputError
+from spile.core.expressions import DocumentFilter
 from spile.corpus.files import find_files
 from spile.corpus.reader import (
     CorpusReader,
+    ReadOptions,
     keep_spelled,
     parse_keep,
     refuse_missing_columns,
@@ -81,3 +86,40 @@ def test_a_key_that_no_sampled_row_has_is_refused(
     with pytest.raises(InputError, match=reason):
         refuse_missing_columns(reader, ("url",))
     reader.close()
+
+
+def refuse_filter(condition: str, corpus: Path) -> None:
+    options = ReadOptions(filter=DocumentFilter(condition))
+    with closing(CorpusReader(find_files(str(corpus)), options)) as reader:
+        refuse_missing_columns(reader, ())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "json", "py"])
+def test_a_filter_on_a_column_that_no_file_has_is_refused_by_name(
+    kind: str, tmp_path: Path
+) -> None:
+    row = {"text": "one", "language": "en"}
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        write_parquet(path, {name: pa.array([value]) for name, value in row.items()})
+    elif kind == "py":
+        path.write_text(f"def create_dataset(): return [{row}]")
+    else:
+        path.write_text(json.dumps(row if kind == "jsonl" else [row]))
+    refuse_filter("language == 'en'", path)
+    said = r"no column 'lang', which --filter names; there are .*language.*did you mean 'language'"
+    with pytest.raises(InputError, match=said):
+        refuse_filter("lang == 'en'", path)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_key_that_comes_late_can_be_filtered_by(ending: str, tmp_path: Path) -> None:
+    """Beyond all samples, across two reads, and after a text that only looks like the key."""
+    first = json.dumps({"text": '{"flagged": true}'}) + "\n"
+    before = first * ((1 << 22) // len(first))
+    data = before + " " * ((1 << 22) - len(before) - 4) + '{"flagged" : true, "text": "x"}\n'
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(gzip.compress(data.encode(), 1) if ending else data.encode())
+    refuse_filter("flagged", path)
+    with pytest.raises(InputError, match="no column 'flag', which"):
+        refuse_filter("flag", path)

@@ -147,6 +147,10 @@ def test_options_that_do_not_go_together_are_refused(model: Path, tmp_path: Path
         (["--corpus", corpus, "--system", "x"], ["--system", "--messages"]),
         (["--corpus", corpus, "--response-column", "x"], ["--response-column"]),
         (["--corpus", write(tmp_path, "parquet"), "--filter", "nope == 1"], ["nope", "language"]),
+        (
+            ["--corpus", corpus, "--filter", "langauge == 'en' and score >= 4"],
+            ["'langauge'", "did you mean 'language'"],
+        ),
     ):
         check_refused(run(*base, *flags), 2, *named)
 

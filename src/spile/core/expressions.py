@@ -504,8 +504,8 @@ class DocumentFilter:
             hint = f"write {_WORDS[column.lower()]}"
         else:
             hint = f'a text needs quotes: "{column}"'
-        has = ", ".join(names) or "none"
-        return f"{where}: no column {column!r}, which {self.flag} names; it has {has}; {hint}"
+        has = ", ".join(names) or "no columns"
+        return f"{where}: no column {column!r}, which {self.flag} names; there are {has}; {hint}"
 
     def matches(self, row: Mapping[str, Any]) -> bool:
         return _ColumnEvaluator(row).evaluate(self._tree)

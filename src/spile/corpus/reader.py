@@ -5,7 +5,8 @@ without parsing. Documents that cannot be used (empty, null, not UTF-8) are coun
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ MOST_CHARACTERS = 1 << 28  # kept of the documents of a unit
 _DEFAULT_KEEP = ("id", "url")
 _KEEP_NONE = "none"
 _SAMPLED_FILES = 4
+_KEY_BYTES = 8192  # of a key, more than --filter can name, and the white space after it
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class CorpusReader:
         """
         self.files = files
         self.options = options = options or ReadOptions()
+        self.heed = heed
         self._reading = reading
         self._streams = Streams(files)
         self._source: ProgramSource | None = None  # of a program, of which a corpus has just one
@@ -454,14 +457,15 @@ def default_columns(reader: CorpusReader) -> tuple[str, ...]:
 
 
 def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None:
-    """Stop where a column that was named is not there.
+    """Stop where a column that --keep names is not there, or where no file has one of --filter.
 
     The first rows of a few files say so; every table does when it is cut.
     """
-    if not named:
-        return
     last = len(reader.files) - 1
-    for number in sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)}):
+    sampled = sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
+    if reader.options.filter:
+        _refuse_missing_of_filter(reader, reader.options.filter, sampled)
+    for number in sampled if named else ():
         file = reader.files[number]
         if file.kind in ("text", "bin"):
             raise InputError(f"{file.path}: such a file has no columns, which --keep names")
@@ -473,6 +477,37 @@ def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None
                         f"{file.path}: no {name!r} in its first documents, which --keep names; "
                         f"they have {', '.join(sorted(found)) or 'none'}"
                     )
+
+
+def _refuse_missing_of_filter(
+    reader: CorpusReader, condition: DocumentFilter, sampled: Sequence[int]
+) -> None:
+    known = {name for number in sampled for name in reader.columns_of(number)}
+    for column in condition.columns:
+        # A key of few rows may come later: only a corpus without it is refused.
+        if column in known or any(_has_key(file, column, reader.heed) for file in reader.files):
+            continue
+        more = len(reader.files) - 1
+        where = f"{reader.files[0].path}" + (f" and {more} more files" if more else "")
+        raise InputError(condition.missing(where, column, known))
+
+
+def _has_key(file: CorpusFile, key: str, heed: Callable[[], None]) -> bool:
+    """Whether any object of a JSON file has this key, however deep. Reads all of it, unparsed."""
+    if file.kind not in ("jsonl", "json"):
+        return False
+    # (Quotes within a text are escaped, so that none looks like a key.)
+    spellings = {json.dumps(key, ensure_ascii=ascii).encode() for ascii in (True, False)}
+    pattern = re.compile(rb"(?:" + b"|".join(map(re.escape, spellings)) + rb")\s*:")
+    tail = b""
+    with file.open() as stream:
+        while data := file.read(stream, _READ_SIZE):
+            heed()
+            data = tail + data
+            if pattern.search(data):
+                return True
+            tail = data[-_KEY_BYTES:]
+    return False
 
 
 def settled_columns(

@@ -245,7 +245,8 @@ def check_columns(
         known.check(str(path), {name: (_word(k), str(k)) for name, k in found.items()})
     if not columns:
         text_column(path, schema, wanted)
-    refuse_missing(path, schema.names, [*columns, *also])
+    refuse_missing(path, schema.names, columns)
+    refuse_missing(path, schema.names, also, ", which --filter names")
     refuse_missing(path, schema.names, keep, ", which --keep names")
 
 
