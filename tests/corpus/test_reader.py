@@ -76,6 +76,18 @@ def test_a_key_that_no_sampled_line_has_is_refused_and_the_others_named(tmp_path
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_a_file_of_chats_is_read_with_messages(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{ending}"
+    rows = [{"id": 1, "turns": [{"role": "user", "content": "x"}], "tags": ["a"]}] * 2
+    path.write_bytes(jsonl(*rows) if ending == "jsonl" else json.dumps(rows).encode())
+    said = r"no key 'text' in its first 2 .*have id, tags, turns: --messages turns reads its chats$"
+    with pytest.raises(InputError, match=said):
+        CorpusReader(find_files(str(path))).sample(0)
+    with pytest.raises(InputError, match=r"'turns' holds list.*--messages turns reads its chats$"):
+        CorpusReader(find_files(str(path)), ReadOptions("turns")).sample(0)
+
+
 def test_a_line_without_the_key_counts_as_null(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl({"body": "x"}, {"text": "y"}))

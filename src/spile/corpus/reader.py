@@ -22,7 +22,7 @@ from spile.corpus.chats.rows import Chats, RowReader, of_program, template_of
 from spile.corpus.documents import CorpusDocument, Documents
 from spile.corpus.files import CorpusFile, Span
 from spile.corpus.formats import arrow, parquet
-from spile.corpus.formats.columns import value_at
+from spile.corpus.formats.columns import chats_in, is_chat, value_at
 from spile.corpus.formats.text import Streams, count_lines, refuse_wide
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range
@@ -191,15 +191,17 @@ class CorpusReader:
                 some = list(takewhile(lambda piece: piece.ends, islice(first, _SAMPLE_ROWS)))
                 rows = [piece.data for piece in some]
                 size = some[-1].stop if some else 0
-                return self._collected(self._rendered(self._parsed(source, rows, 0), render)), size
+                found = self._collected(self._rendered(self._parsed(source, rows, 0), render))
+                self._refuse_without_key(source, found)
+                return found, size
         if source.kind == "bin":
             return self._collected(self._of_array(source, [data], 0, 0)), len(data)
         if len(data) >= (_SAMPLE_BYTES if whole or b"\n" in data else _LONGEST_LINE):
             data = data[: data.rfind(b"\n") + 1]  # what follows is a part of a line
         lines = [data] if whole else data.split(b"\n")[: count_lines(data)]
         found = self._collected(self._rendered(self._parsed(source, lines, 0), render))
-        if source.kind == "jsonl" and not found.texts and found.skipped["null"]:
-            self._refuse_without_key(source, data)
+        if source.kind == "jsonl":
+            self._refuse_without_key(source, found)
         return found, len(data)
 
     def times_longer(self, file: int, taken: int) -> float:
@@ -236,18 +238,24 @@ class CorpusReader:
         """What is read of a row."""
         return (*self._own_columns(), *(self.options.filter.columns if self.options.filter else ()))
 
-    def _refuse_without_key(self, source: CorpusFile, data: bytes) -> None:
+    def _refuse_without_key(self, source: CorpusFile, sampled: Documents) -> None:
         """A key that no sampled record has is a wrong column, not a corpus of nulls."""
+        if sampled.usable or not sampled.skipped["null"]:
+            return
         columns = self._reading.columns if self._reading else (self.options.text_column or "text",)
-        lines = data.decode("utf-8", "replace").removeprefix("\ufeff").split("\n")
-        records = [json.loads(line) for line in lines if line.strip()]
-        keys = sorted({str(key) for record in records for key in record})
+        records = [document.columns for document in sampled.every if document.columns]
+        keys = sorted({key for record in records for key in record})
+        chats = [key for key in keys if any(is_chat(record.get(key)) for record in records)]
         for column in columns:
             if column not in keys and column.partition(".")[0] not in keys:
                 flag = self._reading.flag if self._reading else "--text-column"
+                choose = (
+                    f"choose one with {flag}" if self._reading or not chats else chats_in(chats)
+                )
+                rows = "lines" if source.kind == "jsonl" else "elements"
                 raise InputError(
-                    f"{source.path}: no key {column!r} in its first {len(records)} lines; they "
-                    f"have {', '.join(keys)}: choose one with {flag}"
+                    f"{source.path}: no key {column!r} in its first {len(records)} {rows}; they "
+                    f"have {', '.join(keys) or 'none'}: {choose}"
                 )
 
     # -- from a file's rows to documents -----------------------------------------------------
@@ -404,10 +412,8 @@ class CorpusReader:
         column = self.options.text_column or "text"
         value = value_at(keys, column)
         if value is not None and not isinstance(value, str):
-            raise InputError(
-                f"{where}: {column!r} holds {type(value).__name__}, not text; "
-                "choose another --text-column"
-            )
+            other = chats_in([column]) if is_chat(value) else "choose another --text-column"
+            raise InputError(f"{where}: {column!r} holds {type(value).__name__}, not text; {other}")
         if self.options.filter and not self.options.filter.matches(keys):
             return CorpusDocument(skipped=FILTERED, columns=keys)
         return CorpusDocument.of_text(value, keys)

@@ -85,8 +85,27 @@ def test_a_nested_column_is_no_text(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", {"a": pa.array([{"b": "x"}]), "chats": chats})
     with pytest.raises(InputError, match=r"'a' is not .* but struct<b: string> \(those are: a\.b"):
         read(path, "a")
-    with pytest.raises(InputError, match=r"but list<.*--messages"):
+    with pytest.raises(InputError, match=r"but list<.*--messages chats reads its chats"):
         read(path, "chats")
+
+
+@pytest.mark.parametrize("strings", [[], ["id"], ["id", "title"]])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_table_of_chats_is_read_with_messages_and_no_other_column_for_them(
+    kind: str, strings: list[str], tmp_path: Path
+) -> None:
+    chats = pa.array([[{"role": "user", "content": "x"}]])
+    table = {"chat": chats, "turns": pa.array([1]), **{n: pa.array(["x"]) for n in strings}}
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        write_parquet(path, table)
+    else:
+        with pa.ipc.new_file(path, pa.table(table).schema) as writer:
+            writer.write_table(pa.table(table))
+    with pytest.raises(InputError, match=r"--text-column .*; --messages chat reads its chats$"):
+        units_of(find_files(str(path)))
+    if strings:
+        assert units_of(find_files(str(path)), text_column="id")[0].num_docs == 1
 
 
 @pytest.mark.parametrize("other", [pa.array([1, 2]), pa.array([["a"], []]), pa.array([{"x": 1}])])
@@ -117,7 +136,9 @@ def test_other_columns_that_change_or_are_missing_are_found_when_the_corpus_is_c
     write_parquet(tmp_path / "b.parquet", {**text, "score": pa.array(["high"])})
     with pytest.raises(InputError, match=r"b\.parquet: 'score' is string there, but int64 in"):
         units_of(files, filtered=["score"])
-    with pytest.raises(InputError, match=r"a\.parquet: no column 'none', which --filter names; it has"):
+    with pytest.raises(
+        InputError, match=r"a\.parquet: no column 'none', which --filter names; it has"
+    ):
         units_of(files, filtered=["none"])
 
 

@@ -21,6 +21,7 @@ from spile.objects.paths import AnyPath
 
 # What Arrow raises over a file that lies: names that are no text, times beyond all years.
 UNREADABLE = (pa.ArrowException, ValueError, OverflowError, LookupError, struct.error, OSError)
+_MESSAGE = {"role", "content"}  # what each message of a chat has
 NULL = "null"  # goes with every kind: whoever wrote the file saw no value
 
 
@@ -72,6 +73,27 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
     head, _, rest = column.partition(".")
     inner = row.get(head)
     return value_at(inner, rest) if isinstance(inner, Mapping) else None  # pyright: ignore[reportUnknownArgumentType]
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a JSON value looks like a chat: a list of messages with role and content."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(message, dict) and message.keys() >= _MESSAGE for message in value)
+
+
+def holds_chats(kind: pa.DataType) -> bool:
+    """Whether a column of this type looks like it is of chats."""
+    types = pa.types
+    known = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    if not any(is_kind(kind) for is_kind in known) or not types.is_struct(kind.value_type):
+        return False
+    return {field.name for field in kind.value_type} >= _MESSAGE
+
+
+def chats_in(columns: Sequence[str]) -> str:
+    """What to do about columns that look like they are of chats."""
+    return " or ".join(f"--messages {name}" for name in columns) + " reads its chats"
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -199,15 +221,23 @@ def text_column(path: AnyPath, schema: pa.Schema, wanted: str | None) -> str:
         return top[0]
     listed = ", ".join(strings) or "none"
     if wanted is None:
-        raise InputError(
-            f"{path}: which column is the text? Choose one with --text-column "
-            f"(columns of strings: {listed})"
-        )
+        raise _choice_error(path, schema)
     found = f" but {kinds[wanted]}" if wanted in kinds else ""
-    chats = "; a list of messages is read with --messages" if found.startswith(" but list") else ""
+    chats = f"; {chats_in([wanted])}" if found and holds_chats(kinds[wanted]) else ""
     raise InputError(
         f"{path}: --text-column {wanted!r} is not a column of strings there{found} "
         f"(those are: {listed}){chats}"
+    )
+
+
+def _choice_error(path: AnyPath, schema: pa.Schema) -> InputError:
+    """Nothing says which column is the text."""
+    strings = [name for name, kind in _kinds(schema).items() if is_text(kind)]
+    chats = [field.name for field in schema if holds_chats(field.type)]
+    return InputError(
+        f"{path}: which column is the text? Choose one with --text-column "
+        f"(columns of strings: {', '.join(strings) or 'none'})"
+        + (f"; {chats_in(chats)}" if chats else "")
     )
 
 
@@ -244,7 +274,11 @@ def check_columns(
         found = {name: kinds[name] for name in named if name in kinds}
         known.check(str(path), {name: (_word(k), str(k)) for name, k in found.items()})
     if not columns:
-        text_column(path, schema, wanted)
+        found = text_column(path, schema, wanted)
+        # (Only when a corpus is cut: datasets that were begun with such a column are read on.)
+        guessed = known is not None and not wanted and found != "text"
+        if guessed and any(holds_chats(field.type) for field in schema):
+            raise _choice_error(path, schema)
     refuse_missing(path, schema.names, columns)
     refuse_missing(path, schema.names, also, ", which --filter names")
     refuse_missing(path, schema.names, keep, ", which --keep names")
