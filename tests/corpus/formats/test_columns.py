@@ -137,7 +137,7 @@ def test_other_columns_that_change_or_are_missing_are_found_when_the_corpus_is_c
     with pytest.raises(InputError, match=r"b\.parquet: 'score' is string there, but int64 in"):
         units_of(files, filtered=["score"])
     with pytest.raises(
-        InputError, match=r"a\.parquet: no column 'none', which --filter names; it has"
+        InputError, match="no column 'none', which --filter names"
     ):
         units_of(files, filtered=["none"])
 
