@@ -12,7 +12,13 @@ import pytest
 
 import stored
 from spile.dataset import format as fmt
-from spile.dataset.heartbeat import HeartbeatObserver, Presence, process_ended, read_workers
+from spile.dataset.heartbeat import (
+    HeartbeatObserver,
+    Presence,
+    process_ended,
+    read_workers,
+    working,
+)
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
 from spile.objects import LocalObjects
@@ -320,3 +326,25 @@ def test_a_pipe_in_place_of_a_record_is_not_waited_for(tmp_path: Path, key: str)
     os.mkfifo(path / key)
     faults = verify(LocalObjects(path)).faults
     assert any(f"{key}: is not a regular file" in fault for fault in faults)
+
+
+def test_workers_of_other_machines_count_as_working_while_they_beat(
+    objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(objects, "beats", counter=4)
+    say(objects, "silent", counter=9)
+    say(objects, "ended", counter=2, state="stopped")
+    say(objects, "same-world", world={"coordinator": "10.0.0.1:99", "process": 1})
+    monkeypatch.setattr(time, "sleep", lambda _: say(objects, "beats", counter=5))
+    assert working(objects, "10.0.0.1:99") == ["beats (far, process 1)"]
+
+
+def test_a_worker_of_this_machine_counts_as_working_without_a_wait(
+    objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
+    assert working(objects) == []
+    presence = Presence(objects, 30)
+    presence.hold(3)
+    (named,) = working(objects)
+    assert named.startswith(f"{presence.name} (")

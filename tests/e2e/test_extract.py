@@ -103,6 +103,29 @@ def begun(killed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(killed, tmp_path / "begun"))
 
 
+def test_a_run_that_kept_no_row_is_not_complete_and_gives_way_to_another_recipe(
+    made: Made, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    nothing = run("extract", *made.work.flags(out, where="pos > 100000"))
+    assert nothing.code == 2 and "keeps none of the corpus's" in nothing.err
+    assert not (out / "manifest.json").exists()
+    assert "complete" not in run("status", out).out
+    again = run("extract", *made.work.flags(out, where="pos > 5"))
+    assert again.code == 2 and "no row is stored there yet: add --restart" in again.err
+    assert run("extract", *made.work.flags(out), "--restart").code == 0
+    check_same(out, made.out)
+    refused = run("extract", *made.work.flags(out, where="pos > 5"), "--restart")
+    assert refused.code == 2 and "committed units, which would be lost" in refused.err
+    check_same(out, made.out)
+
+
+def test_restart_asks_for_the_recipe_it_forgets(tmp_path: Path) -> None:
+    for verb in ((), ("supervise", "--")):
+        told = run(*verb, "extract", "--out", tmp_path / "none", "--restart")
+        assert told.code == 2 and "--restart" in told.err, told.err
+
+
 @pytest.mark.parametrize("module", some([False, True], True))
 def test_the_commands_that_extract_suggests_work_as_they_stand(
     module: bool, made: Made, tmp_path: Path

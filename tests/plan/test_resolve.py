@@ -81,3 +81,31 @@ def test_a_dataset_of_rules_that_are_not_known_yet_is_not_continued(
     )
     with pytest.raises(ConfigError, match="begun by a later version of spile"):
         resolve(Recipe(), ledger, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("pos >= 0", "--where 'pos >= 0' keeps all of the first 21 tokens"),
+        ("pos > 1000", "--where 'pos > 1000' keeps none of the first 21 tokens"),
+        ("user", "keeps none of the first 21 tokens: none of them is marked `user`"),
+        ("pos >= 1", None),
+        ("bos", None),
+    ],
+)
+def test_a_choice_of_rows_that_keeps_all_or_none_of_a_sample_is_said(
+    where: str, said: str | None, model: Path, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = dataclasses.replace(asked(model, corpus), where=where, every=2)
+    resolve(recipe, Ledger(MemoryObjects("memory://rows")), "cpu")
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [said in line for line in warned] == [True] if said else not warned
+
+
+def test_that_a_tokenizer_adds_no_bos_is_said_with_what_to_use_instead(
+    model: Path, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = dataclasses.replace(asked(model, corpus), where="not bos", special_tokens="none")
+    resolve(recipe, Ledger(MemoryObjects("memory://rows")), "cpu")
+    assert "keeps all of the first" in caplog.text
+    assert "adds no BOS; to drop each context's first token use `pos >= 1`" in caplog.text

@@ -69,6 +69,11 @@ def add_extract(verbs: Verbs) -> None:
         action="store_true",
         help="each line of progress and of the log is a JSON object on stderr",
     )
+    sub.add_argument(
+        "--restart",
+        action="store_true",
+        help="begin anew with another recipe; refused once --out holds a row",
+    )
     add_options(sub, "engine: where it is made", RayOptions)
 
 
@@ -129,6 +134,8 @@ def extract(arguments: argparse.Namespace) -> int:
 
             return accompany(arguments.argv, rank, open_objects(out))
         arguments.quiet |= not rank.leads
+    if arguments.restart and (rank is None or rank.leads):
+        _restart(asked)
     if asked.ray.engine == "ray":
         from spile.fleet.ray import driver as ray_pool
 
@@ -159,6 +166,17 @@ def extract(arguments: argparse.Namespace) -> int:
         if asked.runtime.profile:
             print(_profiled(asked.runtime.profile, counters))
     return 0
+
+
+def _restart(asked: _Extraction) -> None:
+    """Make room for another recipe, if nothing is lost by that."""
+    from spile.dataset.maintain.gc import discard_empty
+    from spile.objects import open_objects
+
+    for name in ("model", "corpus", "taps"):
+        if getattr(asked.recipe, name) is None:
+            raise ConfigError(f"--restart forgets the stored recipe: --{name} is missing")
+    discard_empty(open_objects(asked.out), asked.rank.coordinator if asked.rank else None)
 
 
 def _leave_at_once() -> None:
@@ -299,7 +317,10 @@ def supervise(arguments: argparse.Namespace) -> int:
         raise ConfigError("supervise what? `spile supervise [--max-restarts N] -- extract ...`")
     names = ("max_restarts", "backoff", "max_backoff")
     patience = Patience(**{name: getattr(arguments, name) for name in names})
-    asked = _extraction(arguments.parse(command))
+    parsed = arguments.parse(command)
+    if parsed.restart:
+        raise ConfigError("--restart is for extract alone: supervise would restart every time")
+    asked = _extraction(parsed)
     drives = asked.ray.engine == "ray"
     objects = open_objects(asked.out)
     return Supervisor(command, asked.rank, objects, patience, drives=drives).run()

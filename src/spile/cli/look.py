@@ -59,7 +59,7 @@ def status_text(out: str, status: "Status") -> str:
 
 def _predicted(status: "Status", predicted: Mapping[str, Any]) -> str:
     told = [f"{predicted['tokens']:,} tokens", size(predicted["bytes"])]
-    if status.state == "complete":
+    if status.over:
         told[0] += f" ({compared(predicted['tokens'], status.tokens)} came)"
         told[1] += f" ({compared(predicted['bytes'], status.bytes)})"
     if predicted["seconds"] and predicted["tokens"]:
@@ -67,7 +67,7 @@ def _predicted(status: "Status", predicted: Mapping[str, Any]) -> str:
         told.append(f"{lasting(predicted['seconds'])} of one slice")
         if status.seconds:
             off = compared(expected, status.seconds)
-            told[-1] += f" ({off} so far)" if status.state != "complete" else f" ({off})"
+            told[-1] += f" ({off} so far)" if not status.over else f" ({off})"
     return ", ".join(told)
 
 
@@ -170,7 +170,7 @@ def _watch(
         while True:
             status = look()
             text = status_text(out, status)
-            ends = "" if status.state == "complete" else "\n(q leaves)"
+            ends = "" if status.over else "\n(q leaves)"
             live.update(Text(text + ends, no_wrap=True, overflow="ellipsis"), refresh=True)
             if not ends or pressed(interval):
                 return
@@ -182,7 +182,7 @@ def _blocks(out: str, look: Callable[[], "Status"], interval: float, as_json: bo
         shown = json.dumps(status.to_json()) if as_json else status_text(out, status) + "\n"
         sys.stdout.write(shown + "\n")
         sys.stdout.flush()
-        if status.state == "complete":
+        if status.over:
             return
         time.sleep(interval)
 

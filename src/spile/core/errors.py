@@ -41,14 +41,24 @@ class DriftError(SpileError):
 
     exit_code = 2
 
-    def __init__(self, where: str, differences: Mapping[str, tuple[object, object]]) -> None:
+    def __init__(
+        self,
+        where: str,
+        differences: Mapping[str, tuple[object, object]],
+        *,
+        holds_rows: bool = True,
+    ) -> None:
         self.differences = dict(differences)
         diff = "; ".join(
             f"{name}: stored {old!r}, now {new!r}" for name, (old, new) in self.differences.items()
         )
-        super().__init__(
-            f"{where} was made by another recipe ({diff}); use the stored values or another --out"
-        )
+        advice = "use the stored values or another --out"
+        if not holds_rows:
+            advice = (
+                "no row is stored there yet: add --restart, or delete it, to begin with the new "
+                "recipe"
+            )
+        super().__init__(f"{where} was made by another recipe ({diff}); {advice}")
 
 
 class StoreError(SpileError):

@@ -23,6 +23,7 @@ from spile.objects import Objects
 
 _BEAT_SECONDS = 2.0
 _SETTLING_SECONDS = 0.2
+_WATCHED_BEATS = 3
 _LAST_WORDS = ("done", "failed", "stopped")
 
 _log = logging.getLogger("spile")
@@ -192,6 +193,43 @@ def warn_unreadable(objects: Objects, key: str, error: OSError) -> None:
             where,
             error.strerror or error,
         )
+
+
+def working(objects: Objects, besides: str | None = None) -> list[str]:
+    """Workers that are at work on a dataset, as "NAME (HOST, process PID)".
+
+    A worker on another machine that has not said it ended is watched for a few beats.
+
+    Args:
+        besides: the coordinator of a world whose processes do not count.
+    """
+
+    def unfinished() -> dict[str, dict[str, Any]]:
+        return {
+            name: record
+            for name, record in read_workers(objects).items()
+            if record.get("state") not in _LAST_WORDS
+            and not process_ended(record)
+            and not rebooted(record)
+            and (besides is None or _coordinator(record) != besides)
+        }
+
+    before = now = unfinished()
+    here = socket.gethostname()
+    if any(record.get("host") != here for record in before.values()):
+        system().sleep(_WATCHED_BEATS * _BEAT_SECONDS)
+        now = unfinished()
+    return [
+        f"{name} ({record.get('host')}, process {record['pid']})"
+        for name, record in now.items()
+        if record.get("host") == here or record["counter"] != before.get(name, {}).get("counter")
+    ]
+
+
+def _coordinator(record: Mapping[str, Any]) -> str | None:
+    """Of the world that a worker is a process of."""
+    world: dict[str, Any] = record.get("world") or {}
+    return world.get("coordinator")
 
 
 def _sound(record: Mapping[str, Any]) -> bool:

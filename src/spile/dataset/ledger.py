@@ -112,7 +112,8 @@ class Ledger:
             if stored.get(name) != digests.get(name)
         }
         if changed:
-            raise DriftError(self.objects.url, dict(list(changed.items())[:3]))
+            differences = dict(list(changed.items())[:3])
+            raise DriftError(self.objects.url, differences, holds_rows=self.holds_rows())
 
     def read_scales(self, table: Table) -> dict[str, np.ndarray] | None:
         """The scale of each channel, for taps stored with one; None if not measured yet."""
@@ -141,6 +142,17 @@ class Ledger:
         if done.unit != unit:
             raise CorruptError(key, f"is the record of unit {done.unit}")
         return done
+
+    def holds_rows(self) -> bool:
+        """Whether a committed unit holds a row. A record that cannot be read counts as one."""
+        for unit in sorted(self.done_units()):
+            try:
+                done = self.read_done(unit)
+            except StoreError:
+                return True
+            if done is not None and done.rows:
+                return True
+        return False
 
     def commit(self, done: Done) -> bool:
         """Create the done record; False if another attempt came first.
@@ -176,7 +188,11 @@ class Ledger:
         return [file.key for file in done.files() if sizes.get(file.key) != file.bytes]
 
     def complete(self, table: Table) -> bool:
-        """Create the manifest if every unit is done; says whether they are."""
+        """Create the manifest if every unit is done; says whether they are.
+
+        A dataset without a single row gets none: it is of no use to a reader, and another recipe
+        may take its place.
+        """
         if not self.done_units().issuperset(_unit_ids(table)):
             return False
         settle(self.objects, fmt.done_key(0), fmt.MANIFEST)  # others' too are durable then
@@ -184,7 +200,8 @@ class Ledger:
             must_be_done = partial(self._must_be_done, table)
             records = mapped(must_be_done, _unit_ids(table), self.objects.parallel)
             manifest = derive_manifest(table, records)
-            self.objects.create(fmt.MANIFEST, fmt.encode_record("manifest", manifest))
+            if manifest["rows"]:
+                self.objects.create(fmt.MANIFEST, fmt.encode_record("manifest", manifest))
         return True
 
     def read_manifest(self) -> dict[str, Any] | None:

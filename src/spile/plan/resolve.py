@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
+import numpy as np
+
 from spile.core.config import MAX_DOC_BYTES, PREVIEW, Recipe, flag_of
 from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import DocumentFilter, RowFilter
@@ -98,7 +100,7 @@ def resolve(
     keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
     resolved = dataclasses.replace(resolved, keep=keep)
     if stored:
-        _refuse_drift(ledger.objects.url, stored, resolved, files)
+        _refuse_drift(ledger, stored, resolved, files)
     table = stored or _make_table(
         resolved, checkpoint, tokenizer, taps, encoders, files, reading, heed,
         named=resolved.keep if recipe.keep else (),
@@ -112,7 +114,7 @@ def resolve(
 def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
     """Make the job's unit table the store's; whoever came first with one decides."""
     table = ledger.create_table(job.table)
-    _refuse_drift(ledger.objects.url, table, job.recipe, job.files)
+    _refuse_drift(ledger, table, job.recipe, job.files)
     units = [Unit.from_json(unit) for unit in table.units]
     return dataclasses.replace(job, recipe=table.recipe, table=table, units=units)
 
@@ -311,19 +313,48 @@ def _shares(
     """
     if resolved.reads_all and resolved.keeps_all:
         return 1.0, 1.0
+    whole = dataclasses.replace(resolved, where=None, every=None)
+    chosen = RowFilter(resolved.where, resolved.every, resolved.special_flags)
     every = read = rows = 0
+    indexes: list[np.ndarray] = []
     for file in sampled_files(reader):
         documents, taken = reader.sample(file)
-        found = select_and_pack(resolved, tokenizer, documents.first(resolved.max_docs))
+        found = select_and_pack(whole, tokenizer, documents.first(resolved.max_docs))
         sampled = sum(len(ids) for ids in found.tokens.values())
         every += round(sampled * reader.times_longer(file, taken))
         read += found.packed.num_tokens
-        rows += found.packed.num_rows
+        rows += int(chosen.mask(found.packed.index).sum())
+        indexes.append(found.packed.index)
+    if read and resolved.where:
+        _warn_of_no_choice(resolved, np.concatenate(indexes))
     # A sample of which nothing is kept teaches nothing: `doc >= 10000`, say.
     return read / every if read else 1.0, rows / read if rows else 1.0
 
 
-def _refuse_drift(where: str, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]) -> None:
+def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:
+    """Say that `--where` keeps all rows of a sample or none, which few people want."""
+    rows = RowFilter(resolved.where, None, resolved.special_flags)
+    kept = int(rows.mask(index).sum())
+    if 0 < kept < len(index):
+        return
+    absent = [name for name, bits in rows.flags.items() if not (index["flags"] & bits).any()]
+    reasons = [f"none of them is marked `{name}`" for name in absent if name != "bos"]
+    if "bos" in absent:
+        reasons.append(
+            "this tokenizer adds no BOS; to drop each context's first token use `pos >= 1`"
+        )
+    _log.warning(
+        "--where '%s' keeps %s of the first %s tokens%s",
+        resolved.where,
+        "all" if kept else "none",
+        f"{len(index):,}",
+        f": {'; '.join(reasons)}" if reasons else "",
+    )
+
+
+def _refuse_drift(
+    ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
+) -> None:
     unsaid: dict[str, Any] = {"rules": 1}
     old, new = unsaid | stored.recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}
@@ -344,4 +375,4 @@ def _refuse_drift(where: str, stored: Table, now: ResolvedRecipe, files: list[Co
         else:
             differences[name] = (old[name], new[name])
     if differences:
-        raise DriftError(where, differences)
+        raise DriftError(ledger.objects.url, differences, holds_rows=ledger.holds_rows())

@@ -391,11 +391,13 @@ def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -
     if manifest["tokens"] and not manifest["rows"]:
         raise InputError(
             f"--where {table.recipe.where!r} keeps none of the corpus's "
-            f"{manifest['tokens']:,} tokens; choose another, and another --out"
+            f"{manifest['tokens']:,} tokens; choose another, and add --restart"
         )
     if not manifest["rows"]:
         reasons = ", ".join(f"{n} {reason}" for reason, n in manifest["skipped"].items())
-        raise InputError(f"the corpus holds no usable document ({reasons})")
+        raise InputError(
+            f"the corpus holds no usable document ({reasons}); run another recipe with --restart"
+        )
     return Outcome(
         rows=manifest["rows"],
         tokens=manifest["tokens"],

@@ -85,7 +85,7 @@ class RunHistory:
         return {
             **told,
             "rate": rate,
-            "eta": left / rate if rate and status.state != "complete" else None,
+            "eta": left / rate if rate and not status.over else None,
             "seen": [{"at": round(each.at * 1000), **each.totals} for each in samples],
             "made": _cumulative(made),
             "error": self.error,

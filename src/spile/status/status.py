@@ -16,7 +16,7 @@ from spile.status.workers import ALIVE, describe_workers, rate_of
 class Status:
     """A snapshot."""
 
-    state: str  # complete | running | unfinished
+    state: str  # complete | running | unfinished | empty (every unit is done, without any row)
     recipe: dict[str, Any]
     fingerprint: str
     taps: dict[str, list[int]]  # name -> shape of a row
@@ -35,6 +35,11 @@ class Status:
     eta_seconds: float | None
     slowest: str | None  # of several who are at work
     workers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    @property
+    def over(self) -> bool:
+        """Whether every unit is done."""
+        return self.units_done == self.units
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -55,11 +60,15 @@ def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> 
             skipped[reason] = skipped.get(reason, 0) + count
     workers = describe_workers(read_workers(objects), observer)
     running = any(worker["state"] in ALIVE for worker in workers)
+    rows = sum(record.rows for record in done)
     complete = len(done) == len(table.units)
+    state = "complete" if rows else "empty"
+    if not complete:
+        state = "running" if running else "unfinished"
     rate, slowest = rate_of(workers)
     prediction = read_prediction(objects)
     return Status(
-        state="complete" if complete else "running" if running else "unfinished",
+        state=state,
         recipe=table.recipe.to_json(),
         fingerprint=table.fingerprint,
         taps={name: list(info.shape) for name, info in table.taps.items()},
@@ -67,7 +76,7 @@ def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> 
         units_done=len(done),
         documents=sum(record.documents for record in done),
         documents_total=sum(unit["num_docs"] for unit in table.units),
-        rows=sum(record.rows for record in done),
+        rows=rows,
         tokens=sum(record.tokens for record in done),
         tokens_estimated=sum(unit["tokens"] for unit in table.units),
         bytes=sum(file.bytes for record in done for file in record.files()),

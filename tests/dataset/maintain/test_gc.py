@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 import stored
-from spile.core.errors import CorruptError, StoreError
+from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.dataset import format as fmt
-from spile.dataset.maintain.gc import collect_garbage
+from spile.dataset.heartbeat import Presence
+from spile.dataset.maintain.gc import collect_garbage, discard_empty
 from spile.dataset.maintain.verify import verify
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
@@ -137,3 +138,27 @@ def test_gc_keeps_what_a_manifest_names_even_if_its_unit_was_redone(
     assert any("delete it" in fault for fault in verify(dataset.objects).faults)
     assert collect_garbage(dataset.objects) == []
     assert first <= set(dataset.listed())
+
+
+def test_a_dataset_without_rows_is_discarded_and_strangers_files_stay(tmp_path: Path) -> None:
+    dataset = stored.build(tmp_path / "out", ((0, 0), (0, 2)), taps=TAPS, commit=(0,))
+    dataset.attempt(1)
+    dataset.objects.create("done/00000001.json.tmp-4e5f", b"half")
+    dataset.objects.create("notes/mine.txt", b"mine")
+    discard_empty(dataset.objects)
+    assert dataset.listed() == ["notes/mine.txt"]
+    assert discard_empty(dataset.objects) == []
+
+
+def test_a_dataset_with_a_row_or_a_worker_is_never_discarded(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "out", commit=(2, 1))
+    before = dataset.listed()
+    with pytest.raises(ConfigError, match="holds 2 committed units, which would be lost"):
+        discard_empty(dataset.objects)
+    assert dataset.listed() == before
+    begun = build(tmp_path / "begun", commit=())
+    presence = Presence(begun.objects, 30)
+    presence.hold(0)
+    with pytest.raises(ConfigError, match=rf"{presence.name} .* is at work on .*; stop it first"):
+        discard_empty(begun.objects)
+    assert fmt.UNITS in begun.listed()

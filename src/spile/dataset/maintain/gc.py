@@ -1,11 +1,11 @@
-"""Garbage collection: what no finished unit needs, and nobody can still commit."""
+"""Deletion: what no finished unit needs and nobody can still commit; a dataset without rows."""
 
 from collections.abc import Callable
 
-from spile.core.errors import CorruptError
+from spile.core.errors import ConfigError, CorruptError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
-from spile.dataset.heartbeat import warn_unreadable
+from spile.dataset.heartbeat import warn_unreadable, working
 from spile.dataset.ledger import Ledger
 from spile.objects import PROBES, Objects, exists
 
@@ -74,6 +74,51 @@ def collect_garbage(
         if progress:
             progress(len(removed), len(chosen))
     return removed
+
+
+def discard_empty(objects: Objects, besides: str | None = None) -> list[str]:
+    """Delete a dataset that holds no row yet, so that another recipe can begin in its place.
+
+    Files that are not a dataset's stay. Returns the keys; none if there is no dataset.
+
+    Args:
+        besides: the coordinator of a world whose processes may be alive: those that wait for this.
+
+    Raises:
+        ConfigError: if a unit with rows is committed, or a worker is at work there.
+    """
+    ledger = Ledger(objects)
+    if ledger.read_table() is None:
+        return []
+    if ledger.holds_rows():
+        raise ConfigError(
+            f"--restart: {objects.url} holds {len(ledger.done_units())} committed units, which "
+            "would be lost; continue it without --restart, choose another --out, or delete it"
+        )
+    busy = working(objects, besides)
+    if busy:
+        raise ConfigError(f"--restart: {busy[0]} is at work on {objects.url}; stop it first")
+    keys = [key for key in sorted(objects.list()) if _is_ours(objects, key)]
+    # The table goes last: as long as it is there, what is left can be deleted the same way.
+    for key in (*(key for key in keys if key != fmt.UNITS), fmt.UNITS):
+        objects.delete(key)
+    return keys
+
+
+def _is_ours(objects: Objects, key: str) -> bool:
+    """Whether a key is of a dataset, or left over from writing one."""
+    key = objects.leftover_of(key) or key
+    folders = (fmt.ATTEMPTS, fmt.DONE, fmt.WORKERS, fmt.SCRATCH, fmt.DAMAGED, PROBES)
+    return key.startswith(folders) or key in (
+        fmt.UNITS,
+        fmt.MODEL,
+        fmt.SCALES,
+        fmt.MANIFEST,
+        fmt.CHECK,
+        fmt.PREDICTION,
+        fmt.SIGNED,
+        fmt.SIGNATURE,
+    )
 
 
 def _condemned(objects: Objects) -> set[int]:
