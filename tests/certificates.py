@@ -1,5 +1,6 @@
 """Certificates that sign themselves, for servers of tests; made by openssl."""
 
+import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,14 @@ class Certificate:
 
 
 def self_signed(folder: Path, name: str = "server", *, password: str = "") -> Certificate:
-    """For localhost and its addresses; with a password, the key is encrypted."""
+    """For localhost, its addresses and this machine's name; with a password, the key is
+    encrypted."""
+    names = f"DNS:localhost,DNS:{socket.gethostname()},IP:127.0.0.1,IP:0.0.0.0"
     made = Certificate(str(folder / f"{name}.pem"), str(folder / f"{name}.key"))
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
          "-days", "2", "-subj", f"/CN={name}", "-out", made.cert, "-keyout", made.key,
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:0.0.0.0",
+         "-addext", f"subjectAltName={names}",
          *(["-passout", f"pass:{password}"] if password else ["-nodes"])],
         check=True, capture_output=True,
     )  # fmt: skip

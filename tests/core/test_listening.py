@@ -1,5 +1,6 @@
 """Where servers listen: beyond loopback only with TLS, or when told that none is needed."""
 
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,42 @@ def test_loopback_is_known_by_its_addresses() -> None:
         assert is_loopback(host)
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org", ""):
         assert not is_loopback(host)
+
+
+def test_a_server_on_every_address_names_one_that_can_be_opened(
+    own: certificates.Certificate,
+) -> None:
+    hosts = [("0.0.0.0", socket.AF_INET)]
+    if socket.has_dualstack_ipv6():
+        hosts.append(("::", socket.AF_INET6))
+    for host, family in hosts:
+        address = ListenAddress(host, insecure=True)
+        assert address.is_anywhere
+        with socket.create_server((host, 0), family=family) as server:
+            found = (address.openable.strip("[]"), server.getsockname()[1])
+            with socket.create_connection(found, timeout=30):
+                pass
+        secured = ListenAddress(host, tls_cert=own.cert, tls_key=own.key)
+        assert secured.openable == socket.gethostname(), "as certificates have it"
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("node7", "node7")]
+)
+def test_a_host_that_is_given_is_named_as_it_is(host: str, shown: str) -> None:
+    address = ListenAddress(host, insecure=True)
+    assert (address.is_anywhere, address.openable) == (False, shown)
+
+
+def test_without_a_network_a_server_on_every_address_is_opened_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unconnected(socket.socket):
+        def connect(self, address: Any) -> None:
+            raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(socket, "socket", Unconnected)
+    assert ListenAddress("0.0.0.0", insecure=True).openable == "localhost"
 
 
 def test_loopback_needs_neither_token_nor_tls() -> None:

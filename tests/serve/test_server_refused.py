@@ -33,6 +33,12 @@ def raw(server: web_page.Served, data: bytes, *, seconds: float = 30) -> bytes:
         return b"".join(iter(lambda: found.recv(1 << 16), b""))
 
 
+def test_on_every_address_the_printed_one_can_be_opened(guarded: web_page.Served) -> None:
+    assert urlsplit(guarded.url).hostname not in ("0.0.0.0", "::")
+    answer = guarded.ask("/" + guarded.url.rpartition("/")[2])
+    assert (answer.status, answer.headers["Location"]) == (303, "/")
+
+
 # -- what is not -----------------------------------------------------------------------------
 
 

@@ -54,8 +54,11 @@ def serve(arguments: argparse.Namespace) -> int:
     thread = threading.Thread(target=server.serve_forever, name="serving", daemon=True)
     thread.start()
     url = server.url
+    said = f"{arguments.out}: {url}"
+    if address.is_anywhere:
+        said += f"\n(listening on every address of this machine, {address.in_url}; this is one)"
     try:  # from here on: whoever reads the line may end it at once
-        print(json.dumps({"url": url}) if arguments.json else f"{arguments.out}: {url}", flush=True)
+        print(json.dumps({"url": url}) if arguments.json else said, flush=True)
         while not arguments.stop.wait(_LOOK_SECONDS):
             continue
     except KeyboardInterrupt:

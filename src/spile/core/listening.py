@@ -6,6 +6,7 @@ a network must not see: such a server has a certificate, or is told that it need
 
 import ipaddress
 import secrets
+import socket
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,36 @@ class ListenAddress:
     def in_url(self) -> str:
         """The host as a URL spells it."""
         return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
+    def is_anywhere(self) -> bool:
+        """Whether it is every address of this machine: one that nobody can open."""
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return self.host == ""
+
+    @property
+    def openable(self) -> str:
+        """The host as others can open it, as a URL spells it.
+
+        For every address of this machine: over TLS its name, which is what certificates hold; else
+        the address from which it reaches others. No name server is asked.
+        """
+        if not self.is_anywhere:
+            return self.in_url
+        if self.uses_tls:
+            return socket.gethostname()
+        family, elsewhere = socket.AF_INET, "192.0.2.1"  # an address for examples
+        if ":" in self.host:
+            family, elsewhere = socket.AF_INET6, "2001:db8::1"
+        with socket.socket(family, socket.SOCK_DGRAM) as found:
+            try:
+                found.connect((elsewhere, 9))  # of a datagram socket this sends nothing
+                address = str(found.getsockname()[0])
+            except OSError:  # no network
+                return "localhost"
+        return f"[{address}]" if ":" in address else address
 
     def ssl_context(self) -> ssl.SSLContext:
         """The server's side of TLS, 1.2 or later."""

@@ -54,6 +54,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, address: ListenAddress, answers: Answers) -> None:
         """Takes the address, or says why not."""
         self.answers = answers
+        self.address = address
         self.loopback = address.is_loopback
         self.token = address.token
         self.files = page_files()
@@ -71,10 +72,10 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        host, port = self.server_address[0], self.server_address[1]
-        shown = f"[{host}]" if ":" in str(host) else host
-        scheme = "https" if self.tls else "http"
-        return f"{scheme}://{shown}:{port}/" + (f"?token={self.token}" if self.token else "")
+        """That can be opened; of several addresses, one."""
+        port, scheme = self.server_address[1], "https" if self.tls else "http"
+        link = f"{scheme}://{self.address.openable}:{port}/"
+        return link + (f"?token={self.token}" if self.token else "")
 
     def server_bind(self) -> None:
         """Without asking a name server what we are called."""
