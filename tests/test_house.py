@@ -1,8 +1,13 @@
-"""The tree keeps its rules: names are unique, tests mirror it, and jax stays in its folders."""
+"""The tree keeps its rules: unique names, mirrored tests, jax in its folders, one version."""
 
 import ast
 import collections
+import re
 from pathlib import Path
+
+import yaml
+
+import spile
 
 SOURCES = Path(__file__).parents[1] / "src" / "spile"
 TESTS = Path(__file__).parent
@@ -66,3 +71,18 @@ def test_jax_is_imported_in_its_folders_alone() -> None:
 def test_every_module_says_what_it_holds() -> None:
     silent = [m for m in MODULES if m.stem != "__init__" and not ast.get_docstring(tree(m))]
     assert silent == []
+
+
+def test_the_citation_is_complete_and_of_this_version() -> None:
+    cited = yaml.safe_load((TESTS.parent / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()  # that CFF 1.2.0 asks for
+    assert cited["cff-version"] == "1.2.0" and cited["type"] == "software"
+    assert all(author.get("name") or author.get("family-names") for author in cited["authors"])
+    assert str(cited["version"]) == spile.__version__
+
+
+def test_the_changelog_has_this_version_below_what_is_unreleased() -> None:
+    text = (TESTS.parent / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## \[([^]]+)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.MULTILINE)
+    assert headings[0] == ("Unreleased", "")
+    assert headings[1][0] == spile.__version__ and all(date for _, date in headings[1:])

@@ -40,7 +40,8 @@ class Command:
 
 def pages() -> list[str]:
     """Every page, by its path from the repository's root."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    named = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    found = [*named, *sorted((ROOT / "docs").glob("*.md"))]
     return [str(path.relative_to(ROOT)) for path in found]
 
 

@@ -30,7 +30,9 @@ _PLACEHOLDERS = {
     "arc:DIR": "arc:arc/training",
 }  # fmt: skip
 _BUCKET = re.compile(r"(?:s3|gs)://(?:BUCKET|B)(?=/|$)")
-_READY = ("acts", "acts/demo", "OUT", "acts/latents")  # datasets that pages read, and do not make
+# Datasets that pages read: `make demo` made the first, others are there unless a page makes them.
+_DEMO = "acts/demo"
+_READY = ("acts", "OUT", "acts/qwen", "acts/latents")
 _SAE = "layer_20/width_16k/average_l0_71"
 _ZONE = "us-west4-a"
 
@@ -67,6 +69,7 @@ class Scratch:
 
     folder: Path
     patch: pytest.MonkeyPatch
+    made: Path
 
     @classmethod
     def make(cls, folder: Path, model: Path, made: Path, patch: pytest.MonkeyPatch) -> "Scratch":
@@ -76,8 +79,6 @@ class Scratch:
         config = Path(__file__).parents[1] / "fixtures/configs/Qwen2.5-7B.json"
         (folder / "Qwen2.5-7B").mkdir()
         shutil.copy(config, folder / "Qwen2.5-7B/config.json")
-        for name in _READY:
-            shutil.copytree(made / ("latents" if name == "acts/latents" else "acts"), folder / name)
         shutil.copytree(made / _SAE, folder / _SAE)
         (folder / "hosts").write_text("host-0\nhost-1\nhost-2\nhost-3\n")
         texts = [tiny.words(np.random.default_rng(n), 12) for n in range(8)]
@@ -92,6 +93,8 @@ class Scratch:
         rows = pq.read_table(folder / "texts/0.parquet").to_pylist()
         (folder / "C").mkdir()
         (folder / "C/docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        answers = [{"prompt": text, "answer": f"yes, {text}"} for text in texts]
+        (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
         ids = np.array([*range(20), tiny.EOS] * 8, np.uint16)
         for name in ("tokens.bin", "train.bin"):
             (folder / name).write_bytes(ids.tobytes())
@@ -101,7 +104,13 @@ class Scratch:
         (folder / "arc/training").mkdir(parents=True)
         for name, task in arc_tasks().items():
             (folder / f"arc/training/{name}.json").write_text(json.dumps(task))
-        return cls(folder, patch)
+        return cls(folder, patch, made)
+
+    def prepare(self, own: set[str]) -> None:
+        """The datasets that are there before a page begins, which makes `own` itself."""
+        for name in (_DEMO, *(name for name in _READY if name not in own)):
+            source = self.made / ("latents" if name == "acts/latents" else "acts")
+            shutil.copytree(source, self.folder / name, dirs_exist_ok=True)
 
     @functools.cached_property
     def bucket(self) -> str:
@@ -139,9 +148,4 @@ class Scratch:
 
     def spile(self, words: list[str]) -> Result:
         """Run it here; of extractions a few documents alone."""
-        shutil.rmtree(self.folder / "DEST", ignore_errors=True)  # each makes its own
-        if words[0] == "extract" and "--model" in words:  # so does a page that says how
-            out = words[words.index("--out") + 1]
-            if out in _READY:
-                shutil.rmtree(self.folder / out, ignore_errors=True)
         return run(*words, *(FEW if words[0] in ("extract", "plan") else ()))

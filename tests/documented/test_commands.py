@@ -1,104 +1,23 @@
-"""Every command of README.md and docs/*.md is run, or is in the one table of exceptions."""
+"""Commands that pages name in prose, the table of exceptions, and examples with what they print."""
 
 import argparse
 import ast
-import os
 import re
+import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-import hub_server
 import quick
-import spile
 import tiny
 import zygote
-from chaos.harness import files
-from chaos.test_hub import write_tables
 from documented import exceptions, pages
-from documented.pages import Block, Command
+from documented.pages import Command
 from documented.scratch import Scratch
-from hub_network import Network
-from hub_server import Hub
-from marks import some
 from spile import cli
-
-CARD = b"""---
-configs:
-- config_name: sample-10BT
-  data_files:
-  - {split: train, path: sample/*}
-- config_name: CONFIG
-  data_files:
-  - {split: SPLIT, path: sample/*}
-- config_name: default
-  data_files: data/*/*
----
-"""
-# The tutorial has a test of its own: its blocks go on from each other.
-PAGES = [p for p in pages.pages() if pages.shell_blocks(p) and p != "docs/tutorial.md"]
-
-
-@pytest.fixture
-def hub(
-    deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scratch: Scratch
-) -> Iterator[Hub]:
-    """The Hub as pages know it: their models and datasets, small."""
-    server = Hub()
-    server.network = Network(server.large)
-    hub_server.use(server.url, tmp_path / "home", monkeypatch, HF_TOKEN="writer")
-    tables = {**write_tables(tmp_path / "published", 2, 5), "README.md": CARD}
-    server.publish("models/Qwen/Qwen2.5-7B", files(deep))
-    for name in ("HuggingFaceFW/fineweb-edu", "OWNER/NAME"):
-        server.publish(name, tables)
-    yield server
-    for each in (server, server.network):
-        each.shutdown()
-        each.server_close()
 
 
 def commands(page: str) -> list[Command]:
     found = (block for block in pages.shell_blocks(page) if not exceptions.is_no_command(block))
     return [command for block in found for command in pages.commands(block)]
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the Hub's client's own
-@pytest.mark.parametrize("page", some(PAGES, "README.md"))
-def test_every_command_of_the_page_runs_or_is_excepted(
-    page: str, scratch: Scratch, hub: Hub
-) -> None:
-    for command in commands(page):
-        excepted = [each for each in exceptions.COMMANDS if each.covers(command)]
-        if excepted:
-            excepted[0].check(command, scratch)
-        else:
-            run(command, scratch)
-
-
-def run(command: Command, scratch: Scratch) -> None:
-    """As it stands, with small things in place of the reader's own."""
-    where = f"{command.page}:{command.line}: {command.text}"
-    words = scratch.filled(_described(command).words)
-    while re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables come before the program
-        name, _, value = words.pop(0).partition("=")
-        scratch.patch.setenv(name, value)
-    if words[0].startswith("--"):  # a part of a command: planned with it
-        words = scratch.filled(["spile", "plan", *words, "…"])
-    assert words[0] == "spile", f"{where}: neither run nor excepted"
-    out = words[words.index("--out") + 1] if "--out" in words else None
-    result = scratch.spile(words[1:])
-    assert result.code == 0, f"{where}\n{words}\n{result.err}"
-    if words[1] == "extract":
-        assert out and spile.open(out).num_tokens, where
-
-
-def _described(command: Command) -> Command:
-    """A part of a command has what it means beside it, after spaces."""
-    if not command.text.startswith("--"):
-        return command
-    return Command(command.page, command.line, command.text.split("  ")[0])
 
 
 def compiled(words: list[str], where: str) -> str:
@@ -124,6 +43,7 @@ def test_every_exception_is_still_on_a_page() -> None:
 
 
 def test_commands_in_prose_have_their_verbs_flags_and_files(scratch: Scratch) -> None:
+    scratch.prepare(set())
     for command in (command for page in pages.pages() for command in pages.named(page)):
         program, first, *_ = command.text.split()
         if program == "make":
@@ -137,6 +57,7 @@ def test_commands_in_prose_have_their_verbs_flags_and_files(scratch: Scratch) ->
             _check_flags(command, first)
             words = ["DEST" if word == "DIR" else word for word in command.words[1:]]
             if first in _CHEAP and len(words) > 1 and words[1] != "DEST":
+                shutil.rmtree("DEST", ignore_errors=True)  # each makes its own
                 result = scratch.spile(scratch.filled(words))
                 assert result.code == 0, f"{command.page}: `{command.text}`: {result.err}"
 
@@ -178,12 +99,3 @@ def test_what_compile_is_said_to_print_is_what_it_prints(scratch: Scratch) -> No
     for line in block.text.splitlines():
         if line.startswith(("  weights", "  taps", "  arithmetic", "  memory moves", "at most")):
             assert line in printed, line
-
-
-def test_a_new_command_must_be_run_or_excepted(scratch: Scratch, tmp_path: Path) -> None:
-    for text in ("frobnicate --all", "spile extract --no-such-flag", "spile no-such-verb"):
-        (command,) = pages.commands(Block("docs/new.md", 1, "", f"{text}\n"))
-        assert not any(each.covers(command) for each in exceptions.COMMANDS)
-        with pytest.raises(AssertionError):
-            run(command, scratch)
-    assert os.getcwd() == str(tmp_path)

@@ -12,6 +12,7 @@ import yaml
 
 import spile
 import tiny
+from documented import pages
 from documented.pages import ROOT
 from documented.test_commands import verbs_of
 from spile import cli
@@ -40,7 +41,7 @@ def _recipe(target: str) -> str:
 
 
 def test_every_page_is_in_the_navigation_and_is_built(site: Path) -> None:
-    named = re.findall(r": ([\w/]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    named = re.findall(r": ([\w/-]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     written = {str(page.relative_to(site / "docs"))[:-3] for page in (site / "docs").rglob("*.md")}
     assert {*named} == written
     for page in named:
@@ -100,3 +101,26 @@ def test_a_broken_link_fails_the_build(site: Path, tmp_path: Path) -> None:
         [program, "build", "--strict"], cwd=broken, capture_output=True, check=False
     )
     assert result.returncode != 0
+
+
+def test_links_lead_to_files_of_the_checkout_and_to_headings_there() -> None:
+    """On GitHub, too: what `make docs` writes is not there, and no page links to it."""
+    built = (ROOT / "docs" / "reference", ROOT / "site")
+    named = [ROOT / page for page in (*pages.pages(), "CHANGELOG.md")]
+    for page in named:
+        text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if target.startswith(("https://", "http://")):
+                continue
+            path, _, heading = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            where = f"{page.relative_to(ROOT)}: {target}"
+            assert file.exists() and not any(file.is_relative_to(each) for each in built), where
+            assert not heading or heading in _anchors(file), where
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub and the site make them of headings."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", line.lower()).strip() for line in lines)
+    return {re.sub(r"\s", "-", word) for word in words}

@@ -24,7 +24,7 @@ def test_the_tutorial_runs_from_beginning_to_end(
             continue
         for command in pages.commands(block):
             if command.words[0] == "pip":
-                exceptions.can_be_installed(command, Scratch(tmp_path, monkeypatch))
+                exceptions.can_be_installed(command, Scratch(tmp_path, monkeypatch, tmp_path))
                 continue
             assert command.words[0] == "spile"
             result = run(*command.words[1:])
