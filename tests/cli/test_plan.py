@@ -1,10 +1,13 @@
 """`spile plan`: how long it is calibrated, and how sure its numbers are said to be."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from chaos.harness import run
 from spile.cli.plan import Duration, _seconds, _timed, _tokens, unknown
 from spile.core.errors import ConfigError
 
@@ -41,3 +44,19 @@ def test_a_time_says_where_and_how_it_is_known() -> None:
         ("time on v5e-64", "2.0 h at 1,000,000 tok/s (computed: at the chips' limit)"),
         ("  on demand", "$12.50"),
     ]
+
+
+def test_what_is_counted_is_printed_before_any_step_is_measured(
+    model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def rehearse(*_: object) -> None:
+        said.append(sys.stdout.getvalue())  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("spile.run.rehearsal.rehearse", rehearse)
+    told = run(
+        "plan", "--model", model, "--corpus", corpus, "--taps", "embed", "--out", tmp_path / "out"
+    )
+    assert "documents  " in said[0] and "tok/s a core" in said[0] and "time here" not in said[0]
+    assert told.out.startswith(said[0]) and "time here" in told.out

@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from spile.plan.job import ExtractionJob
     from spile.run.rehearsal import Rehearsal
 
+_log = logging.getLogger("spile")
 _CALIBRATE = 5.0  # seconds
+_NAMES = 32  # characters: the first column's width
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,11 @@ def plan(arguments: argparse.Namespace) -> int:
         out=objects,
         found=found,
     )
+    if not arguments.json:
+        _print_rows(counted_rows(job.recipe.to_json(), cost))
     pace = measure_throughput(job, runtime, platform, cuts, chip_of(kind))
+    if not arguments.json:
+        _print_rows(pace.rows())
     if target:
         time = _elsewhere(job, runtime, target, cost)
     else:
@@ -114,7 +122,9 @@ def plan(arguments: argparse.Namespace) -> int:
         told |= {**dataclasses.asdict(pace), "cores_needed": pace.cores_needed}
         print(json.dumps({**told, "time": dataclasses.asdict(time)}))
     else:
-        plan_table(job.recipe.to_json(), cost, time, pace.rows())
+        _print_rows(_timed(time))
+        for warning in cost.warnings:
+            print(f"note: {warning}")
     if not runtime.ignore_space:
         refuse_if_too_large(cost, objects.url)
     return 0
@@ -163,6 +173,7 @@ def _here(
     reason = why_not(job, cost)
     if reason:
         return unknown("here", f"not measured: {reason}")
+    _log.info("compiling a step and running it for about %g s, to measure the time", seconds)
     near = Path(out.url) if out.free_bytes() is not None else None
     found = rehearse(job, runtime, cost, cuts, seconds, near)
     return measured(found, cost) if found else unknown("here", "not measured: too few steps")
@@ -225,26 +236,15 @@ def elsewhere(found: "Compiled", cost: "Estimate") -> Duration:
     )
 
 
-def plan_table(
-    recipe: Mapping[str, Any],
-    cost: "Estimate",
-    time: Duration,
-    more: Sequence[tuple[str, str]] = (),
-) -> None:
-    """Print the plan as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
+def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str, str]]:
+    """What is known without running a step."""
     chosen = recipe["store_dtype"]
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    rows = [
+    return [
         ("documents", f"{cost.documents:,}"),
         ("tokens", _tokens(cost)),
         ("rows to keep", f"{cost.rows:,}"),
         ("units", f"{cost.units:,} ({cost.units_done:,} done)"),
-        ("contexts of", f"{recipe['seq_len']:,} tokens, {cost.batch_rows} rows a step"),
+        ("contexts of", f"{recipe['seq_len']:,} tokens, {cost.batch_rows} packed in a step"),
         *([("  of their places filled", f"{cost.packing:.1%}")] if cost.packing else []),
         ("arithmetic", f"{cost.flops / 1e12:,.2f} TFLOP"),
         *((f"  {tap}", size(b)) for tap, b in cost.bytes_per_tap.items()),
@@ -258,14 +258,14 @@ def plan_table(
         ("weights per device", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
         ("memory per device", size(cost.device_bytes)),
         ("memory on the host", size(cost.host_bytes)),
-        *_timed(time),
-        *more,
     ]
+
+
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Print rows at once: the next ones may take seconds to learn."""
     for name, value in rows:
-        table.add_row(name, value)
-    Console().print(table)
-    for warning in cost.warnings:
-        Console().print(f"note: {warning}", style="yellow", highlight=False)
+        print(f"{name:<{_NAMES}}  {value}")
+    sys.stdout.flush()
 
 
 def _tokens(cost: "Estimate") -> str:
