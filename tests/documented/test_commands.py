@@ -99,3 +99,13 @@ def test_what_compile_is_said_to_print_is_what_it_prints(scratch: Scratch) -> No
     for line in block.text.splitlines():
         if line.startswith(("  weights", "  taps", "  arithmetic", "  memory moves", "at most")):
             assert line in printed, line
+
+
+def test_every_install_line_works_without_a_release() -> None:
+    """Wherever it stands: in a block, in prose, in the argument of another command."""
+    for page in (*pages.pages(), "CHANGELOG.md", "examples/first_feature.ipynb"):
+        text = (pages.ROOT / page).read_text()
+        found = re.findall(r"pip install\s+(?:'([^']+)'|([^\s`;)]+))", text)
+        assert len(found) == len(re.findall(r"pip install\s", text)), page
+        for quoted, plain in found:
+            exceptions.requirement_works_today(quoted or plain, page)

@@ -3,6 +3,7 @@
 import json
 import sys
 import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def test_the_wheel_holds_the_demo_corpus_and_no_tests(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == sources
     page = {str(path.relative_to(ROOT / "src")) for path in ROOT.glob("src/spile/serve/page/*")}
     assert page <= {*names}
+
+
+def test_the_wheel_needs_no_compiler(wheel: Path) -> None:
+    assert wheel.name == f"spile-{spile.__version__}-py3-none-any.whl"
+
+
+@pytest.mark.full  # asks the package index
+def test_all_that_the_wheel_needs_comes_as_wheels(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "clean", with_pip=False, symlinks=True)
+    pip = (sys.executable, "-m", "pip", "--python", tmp_path / "clean/bin/python", "install")
+    found = f"{wheel}[demo,hub,cloud,chat]"
+    told = call(*pip, "--dry-run", "--only-binary", ":all:", found, cwd=tmp_path)
+    assert f"spile-{spile.__version__}" in told.rpartition("Would install")[2], told
 
 
 def test_the_installed_command_tells_its_version(installed: Path, tmp_path: Path) -> None:
