@@ -49,7 +49,7 @@ def write_deep_model(folder: Path) -> Path:
 
 
 def write_datasets(model: Path, folder: Path) -> Path:
-    corpus = tiny.write_corpus(folder / "texts.jsonl", 24)
+    corpus = tiny.write_corpus(model.parent / "texts.jsonl", 24)  # the folder is moved
     recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps=TAPS, seq_len=256)
     spile.extract(recipe, str(folder / "acts"))
     saes.write_sae(folder / _SAE, latents=2048)
