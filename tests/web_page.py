@@ -24,6 +24,7 @@ import stored
 import tiny
 import zygote
 from spile.core.index import BOS, END, FIRST, INDEX_DTYPE, LAST
+from spile.dataset.format import TapInfo
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.write.documents import encode_documents
 from spile.dataset.write.unit_writer import UnitWriter
@@ -33,6 +34,15 @@ TAPS = {"resid_post.0": 12, "resid_post.1": 12, "mlp_out.1": 5}
 SINK = 40.0  # what rows of position 0 are multiplied by
 LOUD = 3  # the channel that is large
 LOUD_TOKEN = "z"  # wherever this is read
+# An encoded tap, beside one that is not: of forty latents the four largest are stored.
+LATENT_TAP = "resid_post_latents.1"
+LATENT_TAPS: stored.Taps = {
+    LATENT_TAP: TapInfo((4,), "float32", latents=40),
+    "resid_post_latent_ids.1": TapInfo((4,), "int16", latents=40),
+    "mlp_out.1": 5,
+}
+LOUD_LATENT = 31  # the one that is large
+SILENT_LATENT = 39  # and the one that never is
 HOSTILE = "<script>window.hurt = 1</script><img src=x onerror='window.hurt = 2'> & \"quotes\" zz"
 
 Rows = Callable[[str, int, np.ndarray], np.ndarray]
@@ -79,12 +89,28 @@ def planted(tap: str, width: int, index: np.ndarray) -> np.ndarray:
     return rows
 
 
+def planted_latents(tap: str, width: int, index: np.ndarray) -> np.ndarray:
+    """Latents of each row, and their ids: a loud one wherever a loud token is read."""
+    if not tap.startswith("resid_post_latent"):
+        return planted(tap, width, index)
+    values, ids = np.zeros((2, len(index), width), np.float32)
+    loud = tokens(LOUD_TOKEN)[1]
+    for row, entry in enumerate(index):
+        rng = np.random.default_rng([int(entry["doc"]), int(entry["offset"])])
+        ids[row] = rng.permutation(LOUD_LATENT)[:width]
+        values[row] = -np.sort(-np.maximum(rng.integers(-2, 9, width), 0))
+        if entry["token_id"] == loud:
+            ids[row, 0], values[row, 0] = LOUD_LATENT, 500 + entry["offset"]
+    return ids if "ids" in tap else values
+
+
 @dataclass(frozen=True)
 class Built:
     """A dataset whose units may be done one after another."""
 
     path: Path
     table: Table
+    read: list[np.ndarray]  # of each unit the index of every token, kept or not
     index: list[np.ndarray]
     previews: list[list[str]]
     rows: Rows
@@ -99,7 +125,8 @@ class Built:
                 writer.stats[tap] = stored.describe(values)
                 writer.write(tap, values)
             docs = range(entry["first_doc"], entry["first_doc"] + entry["num_docs"])
-            counts = np.bincount(index["doc"] - entry["first_doc"], minlength=len(docs)).tolist()
+            own = self.read[unit]["doc"] - entry["first_doc"]
+            counts = np.bincount(own, minlength=len(docs)).tolist()
             table = encode_documents(
                 docs=docs, tokens=counts, skipped=[None if n else "no tokens" for n in counts],
                 previews=self.previews[unit], kept={}, index=index,
@@ -118,7 +145,7 @@ def build(
     units: Sequence[Sequence[np.ndarray]],
     previews: Sequence[Sequence[str]],
     *,
-    taps: Mapping[str, int] = TAPS,
+    taps: stored.Taps = TAPS,
     commit: Collection[int] | None = None,
     rows: Rows = planted,
     **recipe: Any,
@@ -127,13 +154,14 @@ def build(
     recipe = {"seq_len": 64, **recipe}
     lengths = [[len(ids) for ids in unit] for unit in units]
     table = stored.make_table(lengths, taps, **recipe)
-    index = [
+    read = [
         np.concatenate([np.zeros(0, INDEX_DTYPE),
                         *(_entries(entry["first_doc"] + n, ids, recipe["seq_len"])
                           for n, ids in enumerate(unit))])
         for entry, unit in zip(table.units, units, strict=True)
     ]  # fmt: skip
-    built = Built(path, table, index, [list(each) for each in previews], rows)
+    index = [stored.kept(table, each) for each in read]
+    built = Built(path, table, read, index, [list(each) for each in previews], rows)
     Ledger(LocalObjects(path)).create_table(table)
     built.commit(*(range(len(units)) if commit is None else commit))
     return built
@@ -156,6 +184,12 @@ def build_texts(path: Path, model: Path, documents: Sequence[str], **options: An
     units = [[tokens(text) for text in part] for part in parts]
     previews = [[text[:200] for text in part] for part in parts]
     return build(path, units, previews, **{"model_source": str(model), **options})
+
+
+def build_latents(path: Path, model: Path, documents: Sequence[str], **options: Any) -> Built:
+    """The same with sparse latents."""
+    encoded = {"taps": LATENT_TAPS, "rows": planted_latents, "encode": {"resid_post.1": "topk 40"}}
+    return build_texts(path, model, documents, **{**encoded, **options})
 
 
 def build_large(path: Path, rows: int = 1 << 20, documents: int = 2048) -> Built:

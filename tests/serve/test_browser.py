@@ -18,7 +18,7 @@ pytest.importorskip("playwright", reason="the page is driven by playwright, whic
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-VIEWS = ("run", "documents", "layers", "channels", "similarity", "projection")
+VIEWS = ("run", "documents", "layers", "channels", "similarity", "projection", "latents")
 SLOW = 60_000  # milliseconds: these processors have other work, too
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
@@ -84,6 +84,92 @@ def test_every_view_is_drawn_by_its_key(seen: Seen, server: web_page.Served) -> 
         expect(page.locator(selector)).to_contain_text(text)
         expect(page.locator("nav a[aria-current=page]")).to_contain_text(view.capitalize())
         expect(page).to_have_title(f"{view.capitalize()} · Spile")
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[web_page.Served]:
+    """Latents of some of the tokens, beside a dense tap."""
+    documents = [*web_page.texts(12), "z and " * 60]
+    out = tmp_path_factory.mktemp("sparse") / "out"
+    built = web_page.build_latents(out, model, documents, where="pos < 3 or pos >= 9")
+    with web_page.served(built.path) as found:
+        web_page.read_all(found)
+        yield found
+
+
+def test_latents_are_shown_by_id_with_their_top_rows(seen: Seen, sparse: web_page.Served) -> None:
+    page = seen.open(sparse.url)
+    page.keyboard.press("7")
+    expect(page).to_have_title("Latents · Spile")
+    picked = page.locator("table.pick tbody tr")
+    loud = page.get_by_role("button", name=str(web_page.LOUD_LATENT), exact=True)
+    expect(picked.first.locator("button")).to_have_text(str(web_page.LOUD_LATENT))
+    expect(page.get_by_label("Latent", exact=True)).to_have_value(str(web_page.LOUD_LATENT))
+    told = sparse.api("top", tap=web_page.LATENT_TAP, latent=web_page.LOUD_LATENT)
+    expect(page.locator(".fires")).to_contain_text(f"({told['fires']}), with")
+    first = page.locator(".top li").first
+    expect(first.locator(".token[aria-current]")).to_have_text(web_page.LOUD_TOKEN)
+    expect(first.locator(".token[aria-current]")).to_have_class("token p10")
+    expect(page.locator("aside option")).to_have_text([web_page.LATENT_TAP])
+    # Any latent by its id, also one that the list does not hold.
+    page.get_by_label("Latent", exact=True).fill(str(web_page.SILENT_LATENT))
+    page.keyboard.press("Enter")
+    expect(page.locator(".fires")).to_have_text("Among the stored latents of no row.")
+    loud.click()
+    expect(page.locator(".top li")).to_have_count(len(told["hits"]))
+    first.locator("a").click()
+    expect(page.locator("article h2")).to_have_text(f"Document {told['hits'][0]['doc']}")
+    expect(page.locator(".legend")).to_contain_text(f"latent {web_page.LOUD_LATENT}")
+
+
+def test_tokens_tell_their_latents_and_are_coloured_by_one(
+    seen: Seen, sparse: web_page.Served
+) -> None:
+    page = seen.open(sparse.url + f"#documents?doc=12&tap={web_page.LATENT_TAP}")
+    tokens, listed = page.locator(".text .token"), page.locator(".token-latents tbody tr")
+    expect(page.get_by_role("button", name="Channel")).to_have_count(0)
+    told = sparse.api("document", doc=12, tap=web_page.LATENT_TAP, by="active")
+    at = told["pieces"].index(web_page.LOUD_TOKEN)
+    tokens.nth(at).click()
+    own = sparse.api("token", tap=web_page.LATENT_TAP, doc=12, token=told["offsets"][at])
+    ids = [str(each["latent"]) for each in own["latents"]]
+    assert ids[0] == str(web_page.LOUD_LATENT)
+    expect(listed.locator("button")).to_have_text(ids)
+    expect(page.locator(".token-latents h3")).to_have_text(f"Latents of {web_page.LOUD_TOKEN}")
+    listed.first.locator("button").click()
+    expect(page.locator(".legend")).to_contain_text(f"latent {web_page.LOUD_LATENT}")
+    expect(tokens.nth(at + 1)).to_have_class("token p0")  # where it is not stored, it is 0
+    assert "p0" not in (tokens.nth(at).get_attribute("class") or "")
+    page.keyboard.press("]")  # to a dense tap, where the same cannot be asked
+    expect(page.locator(".legend")).to_contain_text("norm")
+    expect(page.locator(".token-latents")).to_be_hidden()
+
+
+def test_tokens_without_a_row_leave_a_gap(seen: Seen, sparse: web_page.Served) -> None:
+    page = seen.open(sparse.url + "#documents?doc=12&tap=mlp_out.1")
+    gaps = page.locator(".text .gap")
+    told = sparse.api("document", doc=12, tap="mlp_out.1")["gaps"]
+    expect(gaps).to_have_count(len(told))
+    first = page.locator(".text .gap").first
+    expect(first).to_have_text("".join(told[0]["pieces"]))
+    text = page.locator(".text .tokens").inner_text()
+    assert text.partition(web_page.LOUD_TOKEN)[2].startswith(" and z and z and"), "as it was read"
+    colour = "it => getComputedStyle(it).color"
+    assert first.evaluate(colour) != page.locator(".text .token").nth(1).evaluate(colour)
+    expect(gaps.last).to_have_text("⋯ 6 ⋯")  # beyond the preview
+    expect(gaps.last).to_be_visible()
+    expect(page.locator("article .about")).to_contain_text('--where "pos < 3 or pos >= 9"')
+    page.goto(sparse.url + f"#latents?latent={web_page.LOUD_LATENT}")
+    expect(page.locator(".top .gap").first).to_have_text("⋯ 6 ⋯")
+
+
+def test_views_that_no_tap_is_for_are_not_offered(seen: Seen, server: web_page.Served) -> None:
+    page = seen.open(server.url)
+    expect(page.locator("nav a:visible")).to_have_count(6)
+    page.keyboard.press("7")
+    expect(page).to_have_title("Run · Spile")
+    page.goto(server.url + "#latents")
+    expect(page.locator(".empty")).to_have_text("No tap of this dataset holds latents.")
 
 
 def test_charts_hold_what_the_server_says(seen: Seen, server: web_page.Served) -> None:

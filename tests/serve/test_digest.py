@@ -11,8 +11,9 @@ import pytest
 import spile
 import stored
 import web_page
+from spile.dataset.format import TapInfo
 from spile.dataset.read.dataset import open_dataset
-from spile.serve.digest import Block, Digest, spread
+from spile.serve.digest import KEPT, Block, Digest, spread, top_rows_kept
 
 LARGE = 1 << 40
 
@@ -42,6 +43,50 @@ def test_every_row_of_every_tap_is_read_once(tmp_path: Path, taps: stored.Taps) 
         value, unit, row = moments.high.of(0)[0]
         assert value == wide[:, 0].max()
         assert wide[written.starts[unit] + row, 0] == value
+
+
+def test_latents_are_counted_by_their_ids_and_not_by_rank(tmp_path: Path) -> None:
+    written = stored.build(tmp_path / "out", taps=stored.LATENTS, **stored.ENCODED)
+    dataset = spile.open(str(written.path))
+    digest = Digest(dataset, LARGE)
+    digest.start()
+    finished(digest, lambda: not digest.at_work)
+    digest.close()
+    assert digest.error is None
+    assert [*digest.moments] == ["resid_post.0"]
+    (moments,) = digest.latents.values()
+    dense = dataset.latents("mlp_out.1", 0, 10**6).dense()
+    assert moments.count == len(dense)
+    fires = np.count_nonzero(dense, axis=0)
+    np.testing.assert_array_equal(moments.fires, fires)
+    np.testing.assert_array_equal(moments.largest, dense.max(axis=0))
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_allclose(moments.mean, dense.sum(axis=0, dtype=float) / fires)
+    assert moments.active == pytest.approx(fires.sum() / len(dense))
+    for latent in range(40):
+        best = spile.top_rows(dataset, "mlp_out.1", latent, KEPT)
+        hits = moments.high.of(latent)
+        assert [value for value, _, _ in hits] == best.values.tolist()
+        for value, unit, row in hits:
+            assert dense[written.starts[unit] + row, latent] == value
+
+
+def test_few_rows_are_kept_of_very_many_latents() -> None:
+    assert [top_rows_kept(count) for count in (0, 16_384, 1 << 20, 1 << 23, 1 << 26)] == [
+        24, 24, 16, 2, 1,
+    ]  # fmt: skip
+
+
+def test_ids_that_no_latent_has_are_said(tmp_path: Path) -> None:
+    ids = TapInfo((4,), "int16", latents=41)  # drawn from one more than the values' encoder has
+    taps = {**stored.LATENTS, "mlp_out_latent_ids.1": ids}
+    written = stored.build(tmp_path / "out", taps=taps, **stored.ENCODED)
+    digest = Digest(spile.open(str(written.path)), LARGE)
+    digest.start()
+    finished(digest, lambda: not digest.at_work)
+    digest.close()
+    assert digest.error is not None
+    assert "has ids of latents that are not among 40" in digest.error
 
 
 class _ClosedJustNow(threading.Event):

@@ -87,6 +87,45 @@ def test_layers_positions_and_channels_are_told(server: web_page.Served) -> None
     assert [abs(c["mean"]) for c in by_mean] == sorted(abs(c["mean"]) for c in by_mean)[::-1]
 
 
+def test_latents_are_told_by_id_and_their_ranks_by_nothing(tmp_path: Path, model: Path) -> None:
+    built = web_page.build_latents(tmp_path / "out", model, web_page.texts())
+    with web_page.served(built.path) as server:
+        web_page.read_all(server)
+        taps = {tap["name"]: tap["latents"] for tap in server.api("dataset")["taps"]}
+        assert taps == {web_page.LATENT_TAP: 40, "mlp_out.1": None}, "ids are no tap of their own"
+        told = server.wait("latents", lambda told: told["truncated"] is not None)
+        assert told["latents"][0]["latent"] == web_page.LOUD_LATENT
+        largest = [each["largest"] for each in told["latents"]]
+        assert largest == sorted(largest, reverse=True)
+        assert (told["total"], told["stored"], told["silent"]) == (40, 4, 8)
+        assert sum(each["latents"] for each in told["shares"]) == 32
+        assert all(each["from"] < each["to"] for each in told["shares"])
+        fires = [each["fires"] for each in server.api("latents", by="fires")["latents"]]
+        assert fires == sorted(fires, reverse=True)
+        for name in ("resid_post.1", "resid_post_latent_ids.1", web_page.LATENT_TAP):
+            top = server.api("top", tap=name, latent=web_page.LOUD_LATENT)
+            assert (top["tap"], top["latent"]) == (web_page.LATENT_TAP, web_page.LOUD_LATENT)
+        loud = top["hits"][0]
+        row = server.api("token", doc=loud["doc"], token=loud["offset"])["latents"]
+        assert row[0]["latent"] == web_page.LOUD_LATENT
+        assert row[0]["value"] == loud["value"]
+        layers = {each["tap"]: each["kurtosis"] for each in server.api("layers")["taps"]}
+        assert layers[web_page.LATENT_TAP] is None
+        made = server.wait("similarity", lambda told: not told["making"])["value"]
+        assert made["taps"] == ["mlp_out.1"]
+        for name in API:
+            server.api(name.partition("?")[0], **({"doc": 0} if "doc=0" in name else {}))
+        server.api("positions", tap=web_page.LATENT_TAP)
+        for wrong in ("channels", "projection"):
+            refused = server.ask(f"/api/{wrong}?tap={web_page.LATENT_TAP}")
+            assert (refused.status, "see Latents" in refused.json["error"]) == (400, True)
+        for wrong in ("latents?tap=mlp_out.1", "top?tap=resid_post.1&latent=40", "latents?by=rank",
+                      "token?doc=0&token=99999"):  # fmt: skip
+            assert server.ask(f"/api/{wrong}").status == 400, wrong
+        narrow = server.hand_in(web_page.vector(4))
+        assert (narrow.status, "the taps have 5" in narrow.json["error"]) == (400, True)
+
+
 def test_similarity_and_projection_are_made_in_the_background(server: web_page.Served) -> None:
     made = server.wait("similarity", lambda told: not told["making"])["value"]
     assert made["taps"] == list(web_page.TAPS)

@@ -2,7 +2,8 @@
 
 Blocks are read in an order that is spread over the dataset, so that what is known after a second
 is already of all of it. Memory is bounded, and no more is read than is allowed. Rows are named by
-unit, since their numbers change while a dataset grows.
+unit, since their numbers change while a dataset grows. Sparse latents are counted by their ids: the
+places of a stored row are ranks, which say nothing of a latent.
 """
 
 import logging
@@ -12,9 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spile.core.errors import SpileError
+from spile.core.errors import CorruptError, SpileError
 from spile.core.index import INDEX_DTYPE
 from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.latents import pair_of
 
 _BLOCK_BYTES = 8 << 20  # of float32, of the widest tap
 _BLOCK_ROWS = 1024
@@ -23,6 +25,7 @@ _SAMPLE_ROWS = 4096
 _MOST_POSITIONS = 1 << 17
 _GOLDEN = 0.6180339887
 KEPT = 24  # rows at each end of every channel
+_LATENT_BYTES = 256 << 20  # of the top rows of all latents: fewer are kept of very many latents
 _LARGE = 1e6  # from which on fourth powers need float64
 
 _log = logging.getLogger("spile")
@@ -57,12 +60,23 @@ class Digest:
     def __init__(self, dataset: Dataset, most_bytes: int) -> None:
         self.lock = threading.Lock()  # held by whoever looks at `moments`
         positions = min(dataset.recipe.seq_len, _MOST_POSITIONS)
-        self._widths = {tap: dataset.width(tap) for tap in dataset.taps}
-        self.moments = {tap: Moments(width, positions) for tap, width in self._widths.items()}
+        found = (pair_of(dataset.recipe, tap) for tap in dataset.taps)
+        self._ids_of = dict(pair for pair in found if pair)  # the ids' tap, by the values' tap
+        taps = [tap for tap in dataset.taps if tap not in self._ids_of.values()]
+        self._widths = {tap: dataset.width(tap) for tap in taps}
+        self.moments = {
+            tap: Moments(self._widths[tap], positions) for tap in taps if tap not in self._ids_of
+        }
+        kept = top_rows_kept(sum(dataset.num_latents(tap) for tap in self._ids_of))
+        self.latents = {
+            tap: LatentMoments(tap, dataset.num_latents(tap), positions, kept)
+            for tap in taps
+            if tap in self._ids_of
+        }
         total, widest = sum(self._widths.values()), max(self._widths.values())
         self._block_rows = max(16, min(_BLOCK_ROWS, _BLOCK_BYTES // (4 * widest)))
         self._most_sampled = max(64, min(_SAMPLE_ROWS, _SAMPLE_BYTES // (4 * total)))
-        row_bytes = sum(dataset.dtype(tap).itemsize * w for tap, w in self._widths.items())
+        row_bytes = sum(dataset.dtype(tap).itemsize * dataset.width(tap) for tap in dataset.taps)
         self._most_rows = max(self._block_rows, most_bytes // row_bytes)
         self._sample = _empty(self._widths)
         self._drawn: list[Sample] = []  # since then: joining copies it all
@@ -161,8 +175,14 @@ class Digest:
             if self._stopped.is_set():
                 return
             rows = read_rows(dataset, tap, start, stop)
-            with self.lock:
-                rows = self.moments[tap].add(rows, index["pos"], block.unit, block.first)
+            at = (index["pos"], block.unit, block.first)
+            if tap in self._ids_of:
+                ids = read_rows(dataset, self._ids_of[tap], start, stop, np.int64)
+                with self.lock:
+                    rows = self.latents[tap].add(rows, ids, *at)
+            else:
+                with self.lock:
+                    rows = self.moments[tap].add(rows, *at)
             values[tap] = rows[chosen]
         units = np.full(len(chosen), block.unit)
         self._keep(
@@ -217,39 +237,52 @@ def spread(blocks: list[Block]) -> list[Block]:
     ]
 
 
-def read_rows(dataset: Dataset, tap: str, start: int, stop: int) -> np.ndarray:
-    """Rows start..stop, float32 [rows, channels]: each of a row's values is a channel."""
+def read_rows(
+    dataset: Dataset, tap: str, start: int, stop: int, dtype: type[np.generic] = np.float32
+) -> np.ndarray:
+    """Rows start..stop, [rows, channels]: each of a row's values is a channel."""
     found = dataset.read(tap, start, stop)
-    return found.reshape(len(found), dataset.width(tap)).astype(np.float32)
+    return found.reshape(len(found), dataset.width(tap)).astype(dtype)
+
+
+def top_rows_kept(latents: int) -> int:
+    """How many rows are kept of each of so many latents, all taps together."""
+    return max(1, min(KEPT, _LATENT_BYTES // (16 * max(1, latents))))
 
 
 class Extremes:
     """The rows at which each channel is largest, those first at which it is most."""
 
-    def __init__(self, width: int) -> None:
-        self.values = np.full((KEPT, width), -np.inf, np.float32)
-        self.units = np.full((KEPT, width), -1, np.int32)
-        self.rows = np.full((KEPT, width), -1, np.int64)
+    def __init__(self, width: int, kept: int = KEPT) -> None:
+        self.kept = kept
+        self.values = np.full((kept, width), -np.inf, np.float32)
+        self.units = np.full((kept, width), -1, np.int32)
+        self.rows = np.full((kept, width), -1, np.int64)
 
     def add(self, values: np.ndarray, unit: int, rows: np.ndarray) -> None:
         """`rows`: numbers within the unit."""
-        least = self.values[-1]
-        beats = values > least
-        if np.count_nonzero(beats) > 4 * beats.shape[1] * KEPT and len(values) > KEPT:
+        kept = self.kept
+        beats = values > self.values[-1]
+        if np.count_nonzero(beats) > 4 * beats.shape[1] * kept and len(values) > kept:
             # At first nearly all do: only the block's own largest are worth sorting.
-            cut = np.partition(values, len(values) - KEPT, axis=0)[len(values) - KEPT]
+            cut = np.partition(values, len(values) - kept, axis=0)[len(values) - kept]
             beats &= values >= cut
         at, channels = np.nonzero(beats)
-        if not len(at):
+        self.merge(channels, values[at, channels], unit, rows[at])
+
+    def merge(self, channels: np.ndarray, values: np.ndarray, unit: int, rows: np.ndarray) -> None:
+        """Take in some values, each with its channel and its row's number within the unit."""
+        if not len(channels):
             return
+        kept = self.kept
         touched = np.unique(channels)
-        channel = np.concatenate([np.tile(touched, KEPT), channels])
-        value = np.concatenate([self.values[:, touched].ravel(), values[at, channels]])
-        units = np.concatenate([self.units[:, touched].ravel(), np.full(len(at), unit, np.int32)])
-        numbers = np.concatenate([self.rows[:, touched].ravel(), rows[at]])
+        channel = np.concatenate([np.tile(touched, kept), channels])
+        value = np.concatenate([self.values[:, touched].ravel(), values])
+        units = np.concatenate([self.units[:, touched].ravel(), np.full(len(rows), unit, np.int32)])
+        numbers = np.concatenate([self.rows[:, touched].ravel(), rows])
         order = np.lexsort((-value, channel))
         begins = np.searchsorted(channel[order], touched)
-        best = order[begins[None, :] + np.arange(KEPT)[:, None]]
+        best = order[begins[None, :] + np.arange(kept)[:, None]]
         self.values[:, touched], self.units[:, touched] = value[best], units[best]
         self.rows[:, touched] = numbers[best]
 
@@ -327,6 +360,77 @@ class Moments:
     def kurtosis(self) -> float:
         """Over a row's channels, on average; NaN of rows of one value."""
         return self._kurtosis / self.count if self.count and self.width > 1 else float("nan")
+
+    @property
+    def norm(self) -> float:
+        return float(self.norms_at.sum() / max(1, self.count))
+
+
+class LatentMoments:
+    """Of one encoded tap: how often each latent fires, how strongly, and where most.
+
+    A latent fires in a row if it is among the row's stored latents, with a value above zero.
+    """
+
+    def __init__(self, tap: str, latents: int, positions: int, kept: int) -> None:
+        self.tap, self.width, self.count, self.nonfinite = tap, latents, 0, 0
+        self.fires = np.zeros(latents, np.int64)  # rows
+        self._sum = np.zeros(latents)
+        self.largest = np.zeros(latents, np.float32)
+        self.high = Extremes(latents, kept)
+        self.norms_at = np.zeros(positions)
+        self.rows_at = np.zeros(positions, np.int64)
+
+    def add(
+        self, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray, unit: int, first: int
+    ) -> np.ndarray:
+        """Rows (float32) of a unit from one on, and the latents they are of.
+
+        Returns the rows as they were taken: what is not finite is counted, and taken for 0.
+
+        Raises:
+            CorruptError: if an id is not one of the encoder's.
+        """
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.width):
+            raise CorruptError(self.tap, f"has ids of latents that are not among {self.width}")
+        finite = np.isfinite(rows)
+        if not finite.all():
+            self.nonfinite += int(rows.size - np.count_nonzero(finite))
+            rows = np.where(finite, rows, np.float32(0))
+        norms = np.linalg.norm(rows.astype(np.float64), axis=1)
+        at = np.minimum(positions, len(self.norms_at) - 1)
+        self.norms_at += np.bincount(at, norms, len(self.norms_at))
+        self.rows_at += np.bincount(at, minlength=len(self.rows_at))
+        self.count += len(rows)
+        places, _ = found = np.nonzero(rows > 0)
+        latents, values = ids[found], rows[found]
+        if not len(latents):
+            return rows
+        order = np.lexsort((-values, latents))  # by latent, its largest first
+        latents, values, places = latents[order], values[order], places[order]
+        begins = np.flatnonzero(np.diff(latents, prepend=-1))
+        fired, counts = latents[begins], np.diff(begins, append=len(latents))
+        self.fires[fired] += counts
+        self._sum[fired] += np.add.reduceat(values.astype(np.float64), begins)
+        self.largest[fired] = np.maximum(self.largest[fired], values[begins])
+        rank = np.arange(len(latents)) - np.repeat(begins, counts)
+        beats = (rank < self.high.kept) & (values > self.high.values[-1, latents])
+        self.high.merge(latents[beats], values[beats], unit, first + places[beats])
+        return rows
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Of each latent over the rows in which it fires; NaN if it never does."""
+        return _ratio(self._sum, self.fires)
+
+    def total(self, latent: int) -> float:
+        """Of a latent's values."""
+        return float(self._sum[latent])
+
+    @property
+    def active(self) -> float:
+        """Latents that fire in a row, on average."""
+        return float(self.fires.sum() / max(1, self.count))
 
     @property
     def norm(self) -> float:

@@ -1,8 +1,9 @@
 """Documents and their tokens: read a page at a time, listed, and found by their text.
 
-`Explorer` reads a document or a row in context, with a number for each token. `Finder` lists
-documents and searches their previews, kept columns and tokens; a search of a large dataset stops
-when its time is up, and says where to go on. `Texts` turns token ids into text.
+`Explorer` reads a document or a row in context, with a number for each token, and says where tokens
+are missing because no row of them is stored. `Finder` lists documents and searches their previews,
+kept columns and tokens; a search of a large dataset stops when its time is up, and says where to go
+on. `Texts` turns token ids into text.
 """
 
 import importlib
@@ -18,21 +19,24 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from spile.core.cache_dir import demo_directory
 from spile.core.errors import ConfigError, SpileError
 from spile.core.identity import full_digest
 from spile.core.index import FIRST, FLAGS
 from spile.core.recipe import ResolvedRecipe
 from spile.core.threads import mapped
+from spile.corpus.tokenize import TextTokenizer
 from spile.dataset.read.dataset import Dataset, Document
+from spile.dataset.read.latents import pair_of
 from spile.dataset.read.rows import runs
-from spile.models.files.demo import demo_directory
 from spile.objects.paths import AnyPath, path_of
-from spile.serve.digest import Digest, read_rows
+from spile.serve.digest import Digest, LatentMoments, read_rows
 from spile.serve.directions import Directions
 
 MOST_TOKENS = 2048  # of a page
 _AROUND = 14  # tokens on each side of one that is shown in context
 _DOCUMENTS = 8  # kept, for those who page through one
+_LONGEST_BEGINNING = 16_384  # characters of a preview that are tokenized
 _FEW = 64  # sampled rows, under which a scale is taken from the page itself
 MOST_LISTED = 100
 _KEPT_BYTES = 192 << 20  # of tokens, and as many of tables, so that no search reads them again
@@ -56,6 +60,8 @@ class Texts:
             ConfigError: if that holds no tokenizer.
         """
         self._tokenizer: Tokenizer | None = None
+        self._policy = recipe.special_tokens
+        self._encoder: TextTokenizer | None = None
         self.missing: str | None = None
         self.note: str | None = None
         source = given or recipe.model_source
@@ -63,7 +69,7 @@ class Texts:
         if not given and "://" in source:
             self.missing = f"the model is not on this machine ({source}): give --tokenizer"
             return
-        folder = demo_directory() if source == "demo" else path_of(source)
+        self._folder = folder = demo_directory() if source == "demo" else path_of(source)
         try:
             self._tokenizer = Tokenizer.from_buffer((folder / _FILES[0]).read_bytes())
         except Exception as error:  # the Rust library raises bare Exception
@@ -99,6 +105,18 @@ class Texts:
             pieces[place] = _CUT
         return pieces
 
+    def encoded(self, text: str) -> list[int]:
+        """Token ids of a document of this text, special tokens included; none if the tokenizer
+        that the dataset was made with is not at hand."""
+        if self._tokenizer is None or self.note is not None:
+            return []
+        try:
+            if self._encoder is None:
+                self._encoder = TextTokenizer(self._folder, self._policy)
+            return self._encoder.encode([text])[0].tolist()
+        except SpileError:
+            return []
+
     def spellings(self, text: str) -> list[list[int]]:
         """Token ids that a text has at the beginning of a document, and after a space."""
         if self._tokenizer is None:
@@ -125,9 +143,19 @@ class Colour:
     """What a token's number is."""
 
     tap: str
-    by: str  # norm | channel | direction
+    by: str  # norm | channel | direction; of latents: norm | latent | active
     channel: int = 0
     direction: int = 0
+    latent: int = 0
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Tokens of a document of which no row is stored, before the row at a place of a page."""
+
+    at: int
+    count: int
+    ids: Sequence[int] | None = None  # None: not known
 
 
 class Explorer:
@@ -145,19 +173,36 @@ class Explorer:
     def dataset(self) -> Dataset:
         return self._now[0]
 
-    def document(self, doc: int, start: int, count: int, colour: Colour) -> dict[str, Any]:
-        """Some of a document's tokens, in reading order, with a number for each."""
+    def document(
+        self, doc: int, start: int | None, count: int, colour: Colour, offset: int = 0
+    ) -> dict[str, Any]:
+        """Some of a document's tokens, in reading order, with a number for each.
+
+        Args:
+            start: the first row; None: of the page that holds the token at `offset`.
+        """
         dataset, document_of = self._now
         found: Document = document_of(doc)
-        page = slice(start, start + min(count, MOST_TOKENS))
+        count = min(count, MOST_TOKENS)
+        if start is None:
+            place = int(np.searchsorted(found.index["offset"], offset))
+            start = min(place, len(found) - 1) // count * count
+        page = slice(start, start + count)
         entries, rows = found.index[page], found.rows[page]
-        values = self.numbers(_read(dataset, colour.tap, rows), colour)
+        values = self._values(dataset, rows, colour)
+        about = found.about
+        gaps = self._gaps(found, start, len(entries), about) if len(entries) else []
+        pieces, missing = self._pieces(entries["token_id"].tolist(), gaps)
         return {
             "doc": doc,
-            "about": found.about,
+            "about": about,
             "tokens": len(found),
             "start": start,
-            "pieces": self.texts.pieces(entries["token_id"].tolist()),
+            "pieces": pieces,
+            "gaps": [
+                {"at": gap.at, "count": gap.count, "pieces": text}
+                for gap, text in zip(gaps, missing, strict=True)
+            ],
             "ids": entries["token_id"],
             "offsets": entries["offset"],
             "positions": entries["pos"],
@@ -166,17 +211,102 @@ class Explorer:
             "scale": self.scale(colour, values),
         }
 
+    def _gaps(self, found: Document, start: int, count: int, about: Mapping[str, Any]) -> list[Gap]:
+        """Before each of a page's rows, and after the document's last."""
+        offsets = found.index["offset"].astype(np.int64)
+        if len(found) >= about["tokens"]:
+            return []
+        stop = start + count
+        bounds = np.concatenate([[-1], offsets, [about["tokens"]]])
+        missing = np.diff(bounds)[start : stop + (stop == len(found))] - 1
+        known = self._known(found, about)
+        gaps: list[Gap] = []
+        for at in np.flatnonzero(missing > 0).tolist():
+            first, number = int(bounds[start + at]) + 1, int(missing[at])
+            ids = known[first : first + number]
+            gaps.append(Gap(at, number, ids if len(ids) == number else None))
+        return gaps
+
+    def _known(self, found: Document, about: Mapping[str, Any]) -> list[int]:
+        """Ids of a document's first tokens, stored or not, as far as its preview tells them: up to
+        the last stored token before the end of the preview, if all that are stored agree."""
+        preview = str(about["preview"] or "")
+        ids = self.texts.encoded(preview[:_LONGEST_BEGINNING])
+        offsets = found.index["offset"]
+        within = int(np.searchsorted(offsets, len(ids)))
+        agree = np.array(ids, np.int64)[offsets[:within]] == found.index["token_id"][:within]
+        if agree.all() and len(ids) == about["tokens"]:
+            shorter = min(self.dataset.recipe.preview, _LONGEST_BEGINNING)
+            if len(preview) < shorter:
+                return ids  # the preview is the whole text
+        right = within if agree.all() else int(np.argmin(agree))
+        return ids[: int(offsets[right - 1]) + 1] if right else []
+
+    def _pieces(
+        self, ids: Sequence[int], gaps: Sequence[Gap]
+    ) -> tuple[list[str], list[list[str] | None]]:
+        """Texts of rows' tokens, and of those in each gap; none is joined with what is not beside
+        it in the document."""
+        pieces: list[str] = []
+        missing: list[list[str] | None] = []
+        waiting: list[tuple[Gap | None, Sequence[int]]] = []  # runs that follow one another
+
+        def flush() -> None:
+            texts = iter(self.texts.pieces([each for _, run in waiting for each in run]))
+            for gap, run in waiting:
+                own = [next(texts) for _ in run]
+                if gap is None:
+                    pieces.extend(own)
+                else:
+                    missing.append(own)
+            waiting.clear()
+
+        done = 0
+        for gap in gaps:
+            waiting.append((None, ids[done : gap.at]))
+            done = gap.at
+            if gap.ids is None:
+                flush()
+                missing.append(None)
+            else:
+                waiting.append((gap, gap.ids))
+        waiting.append((None, ids[done:]))
+        flush()
+        return pieces, missing
+
+    def _values(self, dataset: Dataset, rows: np.ndarray, colour: Colour) -> np.ndarray:
+        """A number for each of some rows."""
+        pair = pair_of(dataset.recipe, colour.tap)
+        if pair is None:
+            return self.numbers(_read(dataset, colour.tap, rows), colour)
+        values = _read(dataset, pair[0], rows)
+        if colour.by != "latent":
+            return self.numbers(values, colour)
+        latent = self.checked_latent(pair[0], colour.latent)
+        own = _read(dataset, pair[1], rows, np.int64) == latent
+        return np.where(own, values, np.float32(0)).sum(axis=1)
+
     def numbers(self, rows: np.ndarray, colour: Colour) -> np.ndarray:
-        """A number for each row: its length, one of its values, or how far it goes in a
-        direction."""
-        width = self.dataset.width(colour.tap)
+        """A number for each row: its length, one of its values, how far it goes in a direction; of
+        latents also how many are active."""
+        latents = bool(self.dataset.num_latents(colour.tap))
         if colour.by == "norm":
             return np.sqrt(np.einsum("ij,ij->i", rows, rows))
-        if colour.by == "channel":
+        if colour.by == "active" and latents:
+            return np.count_nonzero(rows, axis=1).astype(np.float32)
+        if colour.by == "channel" and not latents:
             return rows[:, self.checked_channel(colour.tap, colour.channel)]
-        if colour.by == "direction":
+        if colour.by == "direction" and not latents:
+            width = self.dataset.width(colour.tap)
             return rows @ self.directions.get(colour.direction, width)
-        raise ConfigError("tokens are coloured by norm, channel or direction")
+        ways = "latent, active or norm" if latents else "norm, channel or direction"
+        raise ConfigError(f"tokens are coloured by {ways} of {colour.tap}")
+
+    def checked_latent(self, tap: str, latent: int) -> int:
+        most = self.dataset.num_latents(tap)
+        if not 0 <= latent < most:
+            raise ConfigError(f"{tap} has latents 0 to {most - 1}, not {latent}")
+        return latent
 
     def checked_channel(self, tap: str, channel: int) -> int:
         width = self.dataset.width(tap)
@@ -185,17 +315,23 @@ class Explorer:
         return channel
 
     def scale(self, colour: Colour, values: np.ndarray) -> dict[str, Any]:
-        """What the palest and the deepest colour stand for: of the sample, if there is one."""
+        """What the palest and the deepest colour stand for: of the sample, if there is one; of a
+        latent, nothing and the largest value that is known."""
+        if colour.by == "latent":
+            with self.digest.lock:
+                largest = float(self.digest.latents[colour.tap].largest[colour.latent])
+            high = max(largest, float(np.nan_to_num(values).max(initial=0)))
+            return {"low": 0, "high": high or 1, "signed": False}
         sample = self.digest.sample.values.get(self.dataset.name(colour.tap))
         of_sample = sample is not None and len(sample) >= _FEW
         known = self.numbers(sample, colour) if of_sample and sample is not None else values
         known = known[np.isfinite(known)]
-        if colour.by == "norm":
+        if colour.by in ("norm", "active"):
             low, high = np.quantile(known, [0.02, 0.98]) if len(known) else (0, 1)
         else:
             high = np.quantile(np.abs(known), 0.995) if len(known) else 1
             low = -high
-        return {"low": low, "high": max(high, low + 1e-12), "signed": colour.by != "norm"}
+        return {"low": low, "high": max(high, low + 1e-12), "signed": low < 0}
 
     def top(self, tap: str, channel: int, end: str) -> dict[str, Any]:
         """The rows at which a channel is largest, or least, of those read so far; in context."""
@@ -210,15 +346,53 @@ class Explorer:
             read = moments.count
         sign = 1 if end == "high" else -1
         colour = Colour(tap, "channel", channel)
-        shown = mapped(lambda hit: self._hit(dataset, colour, sign * hit[0], *hit[1:]), hits, 8)
-        found = [hit for hit in shown if hit is not None]
+        found = self._hits(dataset, colour, [(sign * value, *where) for value, *where in hits])
+        return {"tap": tap, "channel": channel, "rows_read": read, **found}
+
+    def top_of_latent(self, tap: str, latent: int) -> dict[str, Any]:
+        """The rows in which a latent is largest, of those read so far, in context; and how often
+        it fires."""
+        dataset = self.dataset
+        with self.digest.lock:
+            moments = self.digest.latents[tap]
+            latent = self.checked_latent(tap, latent)
+            hits = moments.high.of(latent)
+            told = {**described(moments, latent), "rows_read": moments.count}
+        found = self._hits(dataset, Colour(tap, "latent", latent=latent), hits)
+        return {"tap": tap, **told, **found}
+
+    def latents_of(self, tap: str, doc: int, offset: int) -> dict[str, Any]:
+        """The stored latents of one token by id, the largest first, and how often each fires."""
+        dataset, document_of = self._now
+        found: Document = document_of(doc)
+        place = int(np.searchsorted(found.index["offset"], offset))
+        if place == len(found) or found.index["offset"][place] != offset:
+            raise ConfigError(f"document {doc} has no row of the token at offset {offset}")
+        row = int(found.rows[place])
+        active = dataset.latents(tap, row, row + 1)
+        with self.digest.lock:
+            moments = self.digest.latents[tap]
+            latents = [
+                {"value": value, **described(moments, latent)}
+                for latent, value in zip(
+                    active.ids.tolist(), active.values.astype(np.float32).tolist(), strict=True
+                )
+            ]
         return {
             "tap": tap,
-            "channel": channel,
-            "hits": found,
-            "rows_read": read,
-            "scale": self.scale(colour, np.array([hit["value"] for hit in found])),
+            "doc": doc,
+            "offset": offset,
+            "latents": latents,
+            "kept": dataset.width(tap),
         }
+
+    def _hits(
+        self, dataset: Dataset, colour: Colour, hits: Sequence[tuple[float, int, int]]
+    ) -> dict[str, Any]:
+        shown = mapped(lambda hit: self._hit(dataset, colour, *hit), hits, 8)
+        found = [hit for hit in shown if hit is not None]
+        values = np.array([hit["value"] for hit in found])
+        return {"hits": found, "scale": self.scale(colour, values)}
 
     def _hit(
         self, dataset: Dataset, colour: Colour, value: float, unit: int, row: int
@@ -227,6 +401,7 @@ class Explorer:
             return None
         start, entries, at = around(dataset, unit, row)
         rows = np.arange(start, start + len(entries))
+        gaps = gaps_between(entries["offset"])
         return {
             "doc": int(entries["doc"][at]),
             "offset": int(entries["offset"][at]),
@@ -234,9 +409,36 @@ class Explorer:
             "id": int(entries["token_id"][at]),
             "at": at,
             "value": value,
-            "pieces": self.texts.pieces(entries["token_id"].tolist()),
-            "values": self.numbers(_read(dataset, colour.tap, rows), colour),
+            "pieces": self._pieces(entries["token_id"].tolist(), gaps)[0],
+            "gaps": [{"at": gap.at, "count": gap.count} for gap in gaps],
+            "values": self._values(dataset, rows, colour),
         }
+
+    def snippet(self, entries: np.ndarray) -> str:
+        """The text of rows beside one another; ⋯ where tokens are missing between them."""
+        gaps = gaps_between(entries["offset"])
+        pieces = self._pieces(entries["token_id"].tolist(), gaps)[0]
+        for gap in gaps:
+            pieces[gap.at] = f" ⋯ {pieces[gap.at]}"
+        return "".join(pieces)
+
+
+def described(moments: LatentMoments, latent: int) -> dict[str, Any]:
+    """How often a latent fires, and how strongly, in the rows read so far."""
+    fires = int(moments.fires[latent])
+    return {
+        "latent": latent,
+        "fires": fires,
+        "share": fires / max(1, moments.count),
+        "mean": moments.total(latent) / fires if fires else None,
+        "largest": moments.largest[latent] if fires else None,
+    }
+
+
+def gaps_between(offsets: np.ndarray) -> list[Gap]:
+    """Where rows that lie together are not neighbours in their document."""
+    steps = np.diff(offsets.astype(np.int64)) - 1
+    return [Gap(at + 1, int(steps[at])) for at in np.flatnonzero(steps > 0).tolist()]
 
 
 def around(dataset: Dataset, unit: int, row: int) -> tuple[int, np.ndarray, int]:
@@ -259,13 +461,15 @@ def around(dataset: Dataset, unit: int, row: int) -> tuple[int, np.ndarray, int]
     return low + first, entries[first:last], at - first
 
 
-def _read(dataset: Dataset, tap: str, rows: np.ndarray) -> np.ndarray:
-    """Chosen rows as float32, flat; as few reads as they have runs."""
-    out = np.empty((len(rows), dataset.width(tap)), np.float32)
+def _read(
+    dataset: Dataset, tap: str, rows: np.ndarray, dtype: type[np.generic] = np.float32
+) -> np.ndarray:
+    """Chosen rows, flat; as few reads as they have runs."""
+    out = np.empty((len(rows), dataset.width(tap)), dtype)
     bounds = runs(rows)
     for low, high in zip(bounds, bounds[1:], strict=False):
         first = int(rows[low]) if high > low else 0
-        out[low:high] = read_rows(dataset, tap, first, first + high - low)
+        out[low:high] = read_rows(dataset, tap, first, first + high - low, dtype)
     return out
 
 
@@ -327,9 +531,9 @@ class Finder:
         rows = _matching(table, text)[:count]
         found = {row["doc"]: _shown(row) for row in table.take(rows).to_pylist()}
         if spellings and len(found) < count:
-            tokens, docs = self._tokens_of(dataset, number)
+            tokens, docs, offsets = self._tokens_of(dataset, number)
             for ids in spellings:
-                hits = sequences(tokens, docs, ids)
+                hits = sequences(tokens, docs, offsets, ids)
                 docs_hit, firsts = np.unique(docs[hits], return_index=True)
                 new = [
                     (int(doc), int(hits[first]))
@@ -345,8 +549,10 @@ class Finder:
 
     def _snippet(self, dataset: Dataset, number: int, row: int) -> dict[str, Any]:
         _, entries, at = around(dataset, dataset.units[number], row)
-        pieces = self._explorer.texts.pieces(entries["token_id"].tolist())
-        return {"offset": int(entries["offset"][at]), "snippet": "".join(pieces)}
+        return {
+            "offset": int(entries["offset"][at]),
+            "snippet": self._explorer.snippet(entries),
+        }
 
     def _table(self, dataset: Dataset, unit: int) -> Any:
         def read() -> tuple[Any, int]:
@@ -355,22 +561,28 @@ class Finder:
 
         return self._tables.get(unit, read)
 
-    def _tokens_of(self, dataset: Dataset, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a unit's rows, and their documents."""
+    def _tokens_of(
+        self, dataset: Dataset, number: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens of a unit's rows, their documents, and their places in these."""
 
-        def read() -> tuple[tuple[np.ndarray, np.ndarray], int]:
+        def read() -> tuple[tuple[np.ndarray, ...], int]:
             entries = dataset.index(*dataset.unit_starts[number : number + 2])
-            ids, docs = (np.ascontiguousarray(entries[name]) for name in ("token_id", "doc"))
-            return (ids, docs), ids.nbytes + docs.nbytes
+            columns = ("token_id", "doc", "offset")
+            found = tuple(np.ascontiguousarray(entries[name]) for name in columns)
+            return found, sum(each.nbytes for each in found)
 
         return self._tokens.get(dataset.units[number], read)
 
 
-def sequences(tokens: np.ndarray, docs: np.ndarray, ids: Sequence[int]) -> np.ndarray:
-    """Where some tokens follow one another in one document."""
+def sequences(
+    tokens: np.ndarray, docs: np.ndarray, offsets: np.ndarray, ids: Sequence[int]
+) -> np.ndarray:
+    """Where some tokens follow one another in one document, with none missing between them."""
     hits = np.flatnonzero(tokens[: max(0, len(tokens) - len(ids) + 1)] == ids[0])
     for step, token in enumerate(ids[1:], 1):
-        hits = hits[(tokens[hits + step] == token) & (docs[hits + step] == docs[hits])]
+        follows = (docs[hits + step] == docs[hits]) & (offsets[hits + step] == offsets[hits] + step)
+        hits = hits[(tokens[hits + step] == token) & follows]
     return hits
 
 

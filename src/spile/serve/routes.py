@@ -15,15 +15,25 @@ from spile.core.errors import ConfigError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
 from spile.dataset.read.dataset import Dataset
+from spile.dataset.read.latents import pair_of
 from spile.objects import Objects
 from spile.serve.digest import Digest
-from spile.serve.documents import MOST_LISTED, MOST_TOKENS, Colour, Explorer, Finder, Texts
+from spile.serve.documents import (
+    MOST_LISTED,
+    MOST_TOKENS,
+    Colour,
+    Explorer,
+    Finder,
+    Texts,
+    described,
+)
 from spile.serve.projection import has_umap, pca, similarities, umap
 from spile.serve.run_history import RunHistory
 
 Parameters = Mapping[str, str]
 
-_CHANNELS = 60  # of a tap that are listed
+_CHANNELS = 60  # of a tap that are listed, or latents
+_BARS = 24  # of a histogram of latents
 _POINTS = 2000  # of a projection
 _FIRST_POSITIONS = 16  # each shown by itself; later ones together
 _LONGEST_QUERY = 200
@@ -64,6 +74,8 @@ class Answers:
             "layers": self._layers,
             "positions": self._positions,
             "channels": self._channels,
+            "latents": self._latents,
+            "token": self._token,
             "top": self._top,
             "similarity": self._similarity,
             "projection": self._projection,
@@ -79,7 +91,9 @@ class Answers:
 
     def add_direction(self, name: str, data: bytes) -> dict[str, Any]:
         dataset = self.explorer.dataset
-        widths = {dataset.width(tap) for tap in dataset.taps}
+        widths = {dataset.width(tap) for tap in self.digest.moments}
+        if not widths:
+            raise ConfigError("all taps here hold latents; a direction is of a dense tap")
         number = self.explorer.directions.add(name, data, widths)
         return {"id": number, "directions": self.explorer.directions.listed()}
 
@@ -98,9 +112,13 @@ class Answers:
                     "shape": list(dataset.shape(tap)),
                     "width": dataset.width(tap),
                     "dtype": dataset.stored_dtype(tap),
+                    "latents": dataset.num_latents(tap) or None,
                 }
                 for tap in dataset.taps
+                if tap in self.digest.moments or tap in self.digest.latents
             ],
+            "where": dataset.recipe.where,
+            "every": dataset.recipe.every,
             "rows": dataset.num_tokens,
             "documents": dataset.num_documents,
             "model": dataset.recipe.model_source,
@@ -138,13 +156,20 @@ class Answers:
             asked.get("by", "norm"),
             number(asked, "channel", 0),
             number(asked, "direction", 0),
+            number(asked, "latent", 0),
         )
         return self.explorer.document(
             number(asked, "doc", None),
-            number(asked, "start", 0),
+            number(asked, "start", None) if "start" in asked else None,
             number(asked, "count", MOST_TOKENS, 1, MOST_TOKENS),
             colour,
+            number(asked, "token", 0),
         )
+
+    def _token(self, asked: Parameters) -> dict[str, Any]:
+        tap = self._latent_tap(asked)
+        where = number(asked, "doc", None), number(asked, "token", None)
+        return self.explorer.latents_of(tap, *where)
 
     def _layers(self, asked: Parameters) -> dict[str, Any]:
         taps: list[dict[str, Any]] = []
@@ -160,12 +185,23 @@ class Answers:
                         "nonfinite": moments.nonfinite,
                     }
                 )
+            for tap, latents in self.digest.latents.items():
+                taps.append(
+                    {
+                        "tap": tap,
+                        "norm": latents.norm,
+                        "kurtosis": None,  # of ranks it would say nothing
+                        "largest": latents.largest.max(initial=0),
+                        "deviation": None,
+                        "nonfinite": latents.nonfinite,
+                    }
+                )
         return {"taps": taps, "read": self._read()}
 
     def _positions(self, asked: Parameters) -> dict[str, Any]:
         tap = self._tap(asked)
         with self.digest.lock:
-            moments = self.digest.moments[tap]
+            moments = {**self.digest.moments, **self.digest.latents}[tap]
             norms, rows = moments.norms_at.copy(), moments.rows_at.copy()
         edges = _edges(int(np.flatnonzero(rows)[-1]) + 1 if rows.any() else 0)
         bins = [
@@ -180,7 +216,7 @@ class Answers:
         return {"tap": tap, "bins": [each for each in bins if each["rows"]], "read": self._read()}
 
     def _channels(self, asked: Parameters) -> dict[str, Any]:
-        tap = self._tap(asked)
+        tap = self._dense_tap(asked)
         with self.digest.lock:
             moments = self.digest.moments[tap]
             columns = {
@@ -204,8 +240,50 @@ class Answers:
             "read": self._read(),
         }
 
+    def _latents(self, asked: Parameters) -> dict[str, Any]:
+        tap = self._latent_tap(asked)
+        with self.digest.lock:
+            moments = self.digest.latents[tap]
+            columns = {
+                "largest": moments.largest.astype(np.float64),
+                "fires": moments.fires.astype(np.float64),
+                "mean": np.nan_to_num(moments.mean),
+            }
+            by = asked.get("by", "largest")
+            if by not in columns:
+                raise ConfigError(f"latents are ordered by {', '.join(columns)}")
+            fired = np.flatnonzero(moments.fires)
+            order = fired[np.argsort(-columns[by][fired], kind="stable")[:_CHANNELS]]
+            listed = [described(moments, each) for each in order.tolist()]
+            counts, read, active = moments.fires[fired], moments.count, moments.active
+            kept = moments.high.kept
+        dataset = self.explorer.dataset
+
+        def truncated() -> Ready:
+            return Ready(dataset.statistics(tap).truncated)
+
+        # A file of each unit holds it: read in the background.
+        cut = self._cache.ask(("truncated", tap), len(dataset.units), truncated)["value"]
+        return {
+            "tap": tap,
+            "by": by,
+            "latents": listed,
+            "total": dataset.num_latents(tap),
+            "stored": dataset.width(tap),
+            "active": active,
+            "silent": dataset.num_latents(tap) - len(fired),
+            "shares": _histogram(counts / max(1, read)),
+            "truncated": cut,
+            "kept": kept,
+            "rows_read": read,
+            "read": self._read(),
+        }
+
     def _top(self, asked: Parameters) -> dict[str, Any]:
-        tap, channel = self._tap(asked), number(asked, "channel", 0)
+        if self._tap(asked) in self.digest.latents:
+            tap, latent = self._latent_tap(asked), number(asked, "latent", 0)
+            return {**self.explorer.top_of_latent(tap, latent), "read": self._read()}
+        tap, channel = self._dense_tap(asked), number(asked, "channel", 0)
         end = asked.get("end", "high")
         return {**self.explorer.top(tap, channel, end), "end": end, "read": self._read()}
 
@@ -213,13 +291,14 @@ class Answers:
         sample = self.digest.sample
 
         def make() -> Ready:
-            found = similarities(sample.values)
-            return Ready(plain({"taps": list(sample.values), "rows": len(sample), **found}))
+            values = {tap: sample.values[tap] for tap in self.digest.moments}
+            found = similarities(values)
+            return Ready(plain({"taps": list(values), "rows": len(sample), **found}))
 
         return {**self._cache.ask("similarity", self.digest.version, make), "read": self._read()}
 
     def _projection(self, asked: Parameters) -> dict[str, Any]:
-        tap, method = self._tap(asked), asked.get("method", "pca")
+        tap, method = self._dense_tap(asked), asked.get("method", "pca")
         later = asked.get("first", "with") == "without"
         if method not in ("pca", "umap") or (method == "umap" and not has_umap()):
             raise ConfigError("UMAP needs umap-learn: pip install umap-learn")
@@ -247,8 +326,27 @@ class Answers:
         return {**made, "tap": tap, "method": method, "read": self._read()}
 
     def _tap(self, asked: Parameters) -> str:
+        """The tap that is asked for, else the first; an encoded one by the tap of its values."""
         dataset = self.explorer.dataset
-        return dataset.name(asked.get("tap") or dataset.taps[0])
+        tap = asked.get("tap") or dataset.taps[0]
+        pair = pair_of(dataset.recipe, tap)
+        return pair[0] if pair else dataset.name(tap)
+
+    def _dense_tap(self, asked: Parameters) -> str:
+        dense = self.digest.moments
+        tap = self._tap(asked) if asked.get("tap") else next(iter(dense), self._tap(asked))
+        if tap not in dense:
+            raise ConfigError(f"{tap} holds latents, which have no channels: see Latents")
+        return tap
+
+    def _latent_tap(self, asked: Parameters) -> str:
+        latents = self.digest.latents
+        tap = self._tap(asked) if asked.get("tap") else next(iter(latents), self._tap(asked))
+        if tap not in latents:
+            raise ConfigError(
+                f"{tap} holds no latents; taps that do: {', '.join(latents) or 'none'}"
+            )
+        return tap
 
 
 @dataclass
@@ -348,3 +446,17 @@ def _edges(count: int) -> list[int]:
     while edges[-1] < count:
         edges.append(min(count, math.ceil(edges[-1] * 1.18)))
     return edges
+
+
+def _histogram(shares: np.ndarray) -> list[dict[str, Any]]:
+    """How many of some numbers above 0 and up to 1 lie in each of a few steps, equally wide on a
+    logarithmic scale."""
+    if not len(shares):
+        return []
+    low = math.floor(math.log10(shares.min()))
+    counts, edges = np.histogram(np.log10(shares), _BARS, (min(low, -1), 0))
+    steps = (10.0**edges).tolist()
+    return [
+        {"from": low, "to": high, "latents": int(count)}
+        for low, high, count in zip(steps, steps[1:], counts, strict=False)
+    ]

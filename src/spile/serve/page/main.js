@@ -9,8 +9,10 @@ import { view as layers } from './view_layers.js';
 import { view as channels } from './view_channels.js';
 import { view as similarity } from './view_similarity.js';
 import { view as projection } from './view_projection.js';
+import { view as latents } from './view_latents.js';
 
-const VIEWS = { run, documents, layers, channels, similarity, projection };
+const VIEWS = { run, documents, layers, channels, similarity, projection, latents };
+const KINDS = { channels: 'dense', similarity: 'dense', projection: 'dense', latents: 'latents' }; // of the taps that a view is of
 const NAMES = Object.keys(VIEWS);
 const POLL = 2000;
 
@@ -25,7 +27,16 @@ let fault = null;
 const page = {
   state: {},
   dataset: null,
-  get tap() { return page.dataset.taps.some((each) => each.name === page.state.tap) ? page.state.tap : page.dataset.taps[0].name; },
+  /** Taps of a kind: `dense`, `latents`, or all. */
+  taps: (kind) => page.dataset.taps.filter((each) => !kind || Boolean(each.latents) === (kind === 'latents')),
+  /** The tap that is chosen, if it is of the kind, else the first that is. */
+  chosen(kind) {
+    const taps = page.taps(kind);
+    return (taps.find((each) => each.name === page.state.tap) ?? taps[0])?.name;
+  },
+  get tap() { return page.chosen(); },
+  /** How many latents the encoder of a tap has; null of a dense tap. */
+  latents: (tap) => page.dataset.taps.find((each) => each.name === tap)?.latents ?? null,
   width: (tap) => (page.dataset.taps.find((each) => each.name === tap) ?? page.dataset.taps[0]).width,
   link(view, state) {
     const kept = Object.entries(state).filter(([, value]) => value !== null && value !== undefined && value !== '');
@@ -36,6 +47,11 @@ const page = {
     // At once: keys may come faster than the browser says that the address has changed.
     page.state = { ...page.state, ...changes };
     page.go(name, page.state);
+  },
+  /** Keeps a choice in the address that changes nothing else. */
+  note(changes) {
+    page.state = { ...page.state, ...changes };
+    history.replaceState(null, '', page.link(name, page.state));
   },
   fault(error) {
     if (error instanceof Moot) return;
@@ -62,12 +78,21 @@ function drawStrip() {
   strip.replaceChildren(...parts);
 }
 
+const offered = (view) => !KINDS[view] || !page.dataset || page.taps(KINDS[view]).length > 0;
+
+/** What stands in for a view that no tap of the dataset is for. */
+function nothing(view) {
+  const why = KINDS[view] === 'latents' ? 'No tap of this dataset holds latents.' : 'Every tap of this dataset holds latents; this view is of dense rows.';
+  return { element: h('section', { className: 'view', ariaLabel: view }, h('p', { className: 'empty' }, why)), update: () => {} };
+}
+
 async function poll() {
   try {
     const before = page.dataset;
     page.dataset = await ask('dataset');
     if (fault === 'the server does not answer') fault = null;
     drawStrip();
+    for (const link of document.querySelectorAll('#views a')) link.hidden = !offered(link.dataset.view);
     if (before && before.rows !== page.dataset.rows) current?.grown?.();
     if (before && before.read.rows !== page.dataset.read.rows) current?.read?.();
   } catch (error) {
@@ -89,7 +114,7 @@ async function route() {
     if (name && !page.state.tap && before.tap) page.state.tap = before.tap;
     current?.close?.();
     name = next;
-    current = VIEWS[name](page);
+    current = (offered(name) ? VIEWS[name] : () => nothing(name))(page);
     main.replaceChildren(current.element);
     document.title = `${name[0].toUpperCase()}${name.slice(1)} · Spile`;
     for (const link of document.querySelectorAll('#views a')) {
@@ -115,10 +140,10 @@ function pressed(event) {
   const field = event.target.closest('input, select, textarea');
   if (event.key === 'Escape' && field) { field.blur(); return; }
   if (field || keys.open) return;
-  const taps = page.dataset?.taps.map((each) => each.name) ?? [];
-  const shift = (step) => page.set({ tap: taps[(taps.indexOf(page.tap) + step + taps.length) % taps.length] });
+  const taps = page.dataset ? page.taps(current?.kind).map((each) => each.name) : [];
+  const shift = (step) => taps.length && page.set({ tap: taps[(taps.indexOf(page.chosen(current?.kind)) + step + taps.length) % taps.length] });
   const known = {
-    ...Object.fromEntries(NAMES.map((each, at) => [String(at + 1), () => page.go(each, {})])),
+    ...Object.fromEntries(NAMES.map((each, at) => [String(at + 1), () => offered(each) && page.go(each, {})])),
     t: themed, '?': () => keys.showModal(), '[': () => shift(-1), ']': () => shift(1),
     '/': () => { page.go('documents', {}); setTimeout(() => current.keys?.['/']?.(), 50); }, ...current?.keys,
   };

@@ -1,7 +1,7 @@
 // Tokens, coloured by a number each.
 
 import { h } from './dom.js';
-import { short } from './words.js';
+import { count, short } from './words.js';
 
 const STEPS = 10;
 
@@ -18,12 +18,35 @@ export function shade(value, scale) {
 
 /** One token: its text alone, as text. */
 export function token(piece, value, scale, { special = false, ids = false, ...more } = {}) {
-  const text = piece === '' ? '·' : piece.replaceAll('\n', '↵\n').replaceAll('\t', '⇥\t');
   const names = ['token', shade(value, scale)];
   if (special) names.push('special');
   if (ids) names.push('id');
   if (piece === '') names.push('part');
-  return h('span', { className: names.join(' '), ...more }, text);
+  return h('span', { className: names.join(' '), ...more }, visible(piece));
+}
+
+/**
+ * Tokens in reading order, with whatever is missing between them: greyed where its text is known,
+ * else by its number. gaps: [{at, count, pieces?}], before the token at a place.
+ */
+export function spans(tokens, gaps) {
+  const before = new Map(gaps.map((each) => [each.at, each]));
+  const found = [];
+  for (let at = 0; at <= tokens.length; at += 1) {
+    if (before.has(at)) found.push(missing(before.get(at)));
+    if (at < tokens.length) found.push(tokens[at]);
+  }
+  return found;
+}
+
+function missing({ count: number, pieces }) {
+  const title = `${count(number)} ${number === 1 ? 'token' : 'tokens'} of which no row is stored`;
+  if (!pieces) return h('span', { className: 'gap', title, ariaLabel: title }, `⋯ ${count(number)} ⋯`);
+  return h('span', { className: 'gap known', title }, pieces.map((piece) => h('span', { className: 'dropped' }, visible(piece))));
+}
+
+function visible(piece) {
+  return piece === '' ? '·' : piece.replaceAll('\n', '↵\n').replaceAll('\t', '⇥\t');
 }
 
 export function legend(scale, text) {

@@ -3,8 +3,9 @@
 import { ask } from './api.js';
 import { bars } from './charts.js';
 import { choice, h, select } from './dom.js';
-import { legend, token } from './tokens.js';
-import { count, short } from './words.js';
+import { hits as listed, readOf } from './hits.js';
+import { legend } from './tokens.js';
+import { short } from './words.js';
 
 const COLUMNS = [['largest', 'Largest'], ['mean', 'Mean'], ['deviation', 'Deviation'], ['kurtosis', 'Kurtosis']];
 const CHARTED = 60;
@@ -20,18 +21,19 @@ export function view(page) {
     h('article', {}, hits));
   let channels = [];
 
+  const tap = () => page.chosen('dense');
   const chosen = () => Number(page.state.channel ?? channels[0]?.channel ?? 0);
 
   async function update() {
-    const told = await ask('channels', { tap: page.tap, by: page.state.sort ?? 'largest' });
+    const told = await ask('channels', { tap: tap(), by: page.state.sort ?? 'largest' });
     channels = told.channels;
     order.replaceChildren(
-      select('Tap', page.dataset.taps.map((each) => [each.name, each.name]), page.tap, (value) => page.set({ tap: value, channel: null })),
+      select('Tap', page.taps('dense').map((each) => [each.name, each.name]), tap(), (value) => page.set({ tap: value, channel: null })),
       choice('Ordered by', COLUMNS, told.by, (value) => page.set({ sort: value, channel: null }), true));
     chart.replaceChildren(h('figcaption', {}, 'Channels that stand out', h('small', {}, `The typical channel’s largest value is ${short(told.typical)}`)),
       bars(channels.slice(0, CHARTED).map((each) => ({
         name: String(each.channel), value: each[told.by] === null ? null : Math.abs(each[told.by]), title: `channel ${each.channel}: ${short(each[told.by])}`, channel: each.channel, chosen: each.channel === chosen(),
-      })), { label: `Channels of ${page.tap} by ${told.by}`, height: 170, log: told.by !== 'mean', onpick: (item) => page.set({ channel: item.channel }) }));
+      })), { label: `Channels of ${tap()} by ${told.by}`, height: 170, log: told.by !== 'mean', onpick: (item) => page.set({ channel: item.channel }) }));
     rows.replaceChildren(...channels.map((each) => h('tr', { className: each.channel === chosen() ? 'chosen' : '' },
       h('td', {}, h('button', { type: 'button', className: 'link', ariaCurrent: each.channel === chosen() ? 'true' : null, onclick: () => page.set({ channel: each.channel }) }, each.channel)),
       COLUMNS.map(([name]) => h('td', { className: 'number' }, short(each[name]))))));
@@ -41,18 +43,12 @@ export function view(page) {
 
   async function top() {
     const end = page.state.end ?? 'high';
-    const told = await ask('top', { tap: page.tap, channel: chosen(), end });
-    const ids = Boolean(page.dataset.no_text);
-    const number = h('input', { type: 'number', min: 0, max: page.width(page.tap) - 1, value: chosen(), ariaLabel: 'Channel', onchange: () => page.set({ channel: number.value }) });
-    const read = told.read.rows < told.read.all ? `of ${count(told.rows_read)} of ${count(told.read.all)} rows` : `of all ${count(told.rows_read)} rows`;
+    const told = await ask('top', { tap: tap(), channel: chosen(), end });
+    const number = h('input', { type: 'number', min: 0, max: page.width(tap()) - 1, value: chosen(), ariaLabel: 'Channel', onchange: () => page.set({ channel: number.value }) });
     hits.replaceChildren(
-      h('header', { className: 'about' }, h('h2', {}, 'Top tokens of channel ', number), h('p', { className: 'quiet' }, `${told.tap}, ${read}`),
+      h('header', { className: 'about' }, h('h2', {}, 'Top tokens of channel ', number), h('p', { className: 'quiet' }, `${told.tap}, ${readOf(told)}`),
         choice('End', [['high', 'Highest'], ['low', 'Lowest']], end, (value) => page.set({ end: value })), legend(told.scale, `channel ${told.channel}`)),
-      told.hits.length ? h('ol', { className: 'top' }, told.hits.map((hit) => h('li', {},
-        h('span', { className: 'number' }, short(hit.value)),
-        h('a', { href: page.link('documents', { doc: hit.doc, token: hit.offset, start: Math.floor(hit.offset / 1024) * 1024, by: 'channel', channel: told.channel, tap: told.tap }), title: `document ${hit.doc}, offset ${hit.offset}` },
-          h('span', { className: 'tokens', lang: '' }, hit.pieces.map((piece, at) => token(piece, hit.values[at], told.scale, { ids, ...(at === hit.at ? { ariaCurrent: 'true' } : {}) }))),
-          h('span', { className: 'where' }, `document ${count(hit.doc)}, position ${count(hit.position)}`))))) : h('p', { className: 'empty' }, 'Nothing yet.'));
+      listed(page, told, { by: 'channel', channel: told.channel }));
   }
 
   function move(step) {
@@ -61,5 +57,5 @@ export function view(page) {
     if (next) page.set({ channel: next.channel });
   }
 
-  return { element, update, changed: () => update().catch(page.fault), read: () => update().catch(page.fault), keys: { j: () => move(1), k: () => move(-1) } };
+  return { element, kind: 'dense', update, changed: () => update().catch(page.fault), read: () => update().catch(page.fault), keys: { j: () => move(1), k: () => move(-1) } };
 }

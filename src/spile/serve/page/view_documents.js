@@ -2,8 +2,8 @@
 
 import { Moot, ask, handIn } from './api.js';
 import { choice, h, say, select } from './dom.js';
-import { legend, token } from './tokens.js';
-import { count, short } from './words.js';
+import { legend, spans, token } from './tokens.js';
+import { count, percent, short } from './words.js';
 
 const LISTED = 50;
 const PAGE = 1024;
@@ -17,12 +17,16 @@ export function view(page) {
   const text = h('div', { className: 'text' });
   const about = h('header', { className: 'about' });
   const told = h('output', { className: 'inspector', ariaLive: 'off' });
-  const reading = h('article', {}, tools, about, text, told);
+  const latents = h('section', { className: 'token-latents', ariaLabel: 'Latents of a token' });
+  const body = h('div', {}, h('div', {}, text, told), latents);
+  const reading = h('article', {}, tools, about, body);
   const element = h('section', { className: 'view split', ariaLabel: 'Documents' }, side, reading);
   const file = h('input', { type: 'file', accept: '.npy,.json', className: 'unseen', tabIndex: -1, ariaLabel: 'A direction, as .npy or JSON', onchange: upload });
   let documents = [];
   let more = null; // how to list further
   let shown = null;
+  let drawn = null; // what of the address the text was drawn for
+  let picked = -1; // the token whose latents are listed
   let timer = null;
 
   function later() {
@@ -61,7 +65,7 @@ export function view(page) {
   }
 
   function open(doc, offset) {
-    page.set({ doc, start: offset ? Math.floor(offset / PAGE) * PAGE : null, token: offset ?? null });
+    page.set({ doc, start: null, token: offset ?? null });
   }
 
   function move(step) {
@@ -78,18 +82,37 @@ export function view(page) {
       if (own) { button.setAttribute('aria-current', 'true'); button.scrollIntoView({ block: 'nearest' }); } else button.removeAttribute('aria-current');
     }
     if (page.state.doc === undefined || page.state.doc === null) return;
-    const { doc, start, by = 'norm', channel = 0, direction } = page.state;
+    const { doc, start, token: wanted, channel = 0, direction, latent = 0 } = page.state;
     const { tap } = page;
+    const by = colouring();
     if (by === 'direction' && !direction) return;
     text.classList.add('waiting');
-    shown = await ask('document', { doc, start: start ?? 0, count: PAGE, tap, by, channel: by === 'channel' ? channel : null, direction: by === 'direction' ? direction : null });
+    shown = await ask('document', { doc, start, token: wanted, count: PAGE, tap, by, ...{ channel: { channel }, direction: { direction }, latent: { latent } }[by] });
     text.classList.remove('waiting');
     drawText();
   }
 
+  /** What tokens are coloured by: of latents, and of dense rows, not the same can be asked. */
+  function colouring() {
+    const { by, latent } = page.state;
+    if (page.latents(page.tap)) return ['latent', 'active'].includes(by) ? by : latent ? 'latent' : 'active';
+    return ['channel', 'direction'].includes(by) ? by : 'norm';
+  }
+
   function drawTools() {
-    const { by = 'norm', channel = 0, direction } = page.state;
+    const { channel = 0, direction, latent = 0 } = page.state;
     const { tap } = page;
+    const by = colouring();
+    const total = page.latents(tap);
+    if (total) {
+      const own = h('input', { type: 'number', min: 0, max: total - 1, value: latent, ariaLabel: 'Latent', onchange: () => page.set({ latent: own.value }) });
+      tools.replaceChildren(...[
+        select('Tap', page.dataset.taps.map((each) => [each.name, each.name]), page.tap, (value) => page.set({ tap: value })),
+        choice('Coloured by', [['latent', 'Latent', 'how strongly one latent fires'], ['active', 'Active latents', 'how many fire']], by, (value) => page.set({ by: value }), true),
+        by === 'latent' ? own : null,
+        by === 'latent' ? h('a', { href: page.link('latents', { tap, latent }) }, 'Its top rows') : null].filter(Boolean));
+      return;
+    }
     const known = page.dataset.directions.filter((each) => each.width === page.width(tap));
     const number = h('input', { type: 'number', min: 0, max: page.width(tap) - 1, value: channel, ariaLabel: 'Channel', onchange: () => page.set({ channel: number.value }) });
     tools.replaceChildren(...[
@@ -103,12 +126,13 @@ export function view(page) {
 
   function drawText() {
     const ids = Boolean(page.dataset.no_text);
-    const { by = 'norm', channel = 0 } = page.state;
-    const naming = by === 'norm' ? 'norm' : by === 'channel' ? `channel ${channel}` : 'projection';
+    const { channel = 0, latent = 0 } = page.state;
+    const naming = { norm: 'norm', channel: `channel ${channel}`, direction: 'projection', latent: `latent ${latent}`, active: 'latents that fire' }[colouring()];
     const kept = Object.entries(shown.about).filter(([name]) => !['doc', 'tokens', 'rows', 'first_row', 'skipped', 'preview'].includes(name));
     about.replaceChildren(h('h2', {}, `Document ${count(shown.doc)}`),
       h('p', { className: 'quiet' }, `${count(shown.about.tokens)} tokens, ${count(shown.about.rows)} rows`,
         kept.map(([name, value]) => [' · ', h('span', { className: 'kept' }, `${name} ${value ?? '–'}`)])),
+      shown.gaps.length ? h('p', { className: 'quiet' }, leftOut()) : '',
       legend(shown.scale, naming));
     const tokens = shown.pieces.map((piece, at) => token(piece, shown.values[at], shown.scale, {
       special: shown.flags[at].some((flag) => ['bos', 'eos', 'special'].includes(flag)), ids, 'data-at': at, tabIndex: at ? -1 : 0,
@@ -116,12 +140,50 @@ export function view(page) {
     const pages = [];
     if (shown.start > 0) pages.push(h('button', { type: 'button', onclick: () => page.set({ start: Math.max(0, shown.start - PAGE), token: null }) }, '← Before'));
     if (shown.start + tokens.length < shown.tokens) pages.push(h('button', { type: 'button', onclick: () => page.set({ start: shown.start + tokens.length, token: null }) }, 'After →'));
-    const range = `Tokens ${count(shown.start)} to ${count(shown.start + tokens.length - 1)} of ${count(shown.tokens)}`;
-    text.replaceChildren(h('div', { className: 'tokens', lang: '', translate: false }, tokens),
+    const range = `Rows ${count(shown.start)} to ${count(shown.start + tokens.length - 1)} of ${count(shown.tokens)}`;
+    text.replaceChildren(h('div', { className: 'tokens', lang: '', translate: false }, spans(tokens, shown.gaps)),
       h('p', { className: 'pages' }, pages, pages.length ? h('span', { className: 'quiet' }, range) : null));
     const wanted = page.state.token === null || page.state.token === undefined ? -1 : shown.offsets.indexOf(Number(page.state.token));
     inspect(Math.max(0, wanted));
-    if (wanted >= 0) { tokens[wanted].classList.add('wanted'); tokens[wanted].scrollIntoView({ block: 'center' }); }
+    const place = JSON.stringify([shown.doc, shown.start, wanted]);
+    if (wanted >= 0) {
+      tokens[wanted].classList.add('wanted');
+      if (place !== drawn) tokens[wanted].scrollIntoView({ block: 'center' });
+    }
+    drawn = place;
+    picked = -1;
+    body.className = page.latents(page.tap) ? 'with-latents' : '';
+    latents.hidden = !page.latents(page.tap);
+    if (!latents.hidden && tokens.length) pick(Math.max(0, wanted));
+  }
+
+  /** Why tokens are missing, and how that looks. */
+  function leftOut() {
+    const { where, every } = page.dataset;
+    const flags = [where && `--where "${where}"`, every && `--every ${every}`].filter(Boolean);
+    const known = shown.gaps.some((each) => each.pieces);
+    const unknown = shown.gaps.some((each) => !each.pieces);
+    const looks = [known && 'Grey underlined tokens have no stored row.', unknown && `⋯ n ⋯ marks n ${known ? 'more ' : ''}tokens without a stored row.`];
+    return [looks.filter(Boolean).join(' '), ...(flags.length ? [' The dataset was made with ', h('code', {}, flags.join(' ')), '.'] : [])];
+  }
+
+  /** Lists the latents of a token. */
+  async function pick(at) {
+    if (at === picked || latents.hidden) return;
+    picked = at;
+    const asked = shown;
+    const answer = await ask('token', { tap: page.tap, doc: shown.doc, token: shown.offsets[at] }).catch(page.fault);
+    if (!answer || shown !== asked) return;
+    const chosen = colouring() === 'latent' ? Number(page.state.latent ?? 0) : -1;
+    const rows = answer.latents.map((each) => h('tr', { className: each.latent === chosen ? 'chosen' : '' },
+      h('td', {}, h('button', { type: 'button', className: 'link', title: 'Colour the document by it', onclick: () => page.set({ by: 'latent', latent: each.latent, token: shown.offsets[at] }) }, each.latent)),
+      h('td', { className: 'number' }, short(each.value)), h('td', { className: 'number', title: 'of the rows read so far' }, percent(each.share)),
+      h('td', {}, h('a', { href: page.link('latents', { tap: page.tap, latent: each.latent }), title: `Top rows of latent ${each.latent}`, ariaLabel: `Top rows of latent ${each.latent}` }, '→'))));
+    latents.replaceChildren(h('h3', {}, 'Latents of ', h('span', {}, shown.pieces[at] || '·')),
+      h('p', { className: 'quiet' }, rows.length ? `${count(rows.length)} fire; at most ${count(answer.kept)} are stored` : 'None fires.'),
+      rows.length ? h('table', {}, h('thead', {}, h('tr', {}, ['Latent', 'Value', 'Fires', ''].map((head) => h('th', { scope: 'col' }, head)))), h('tbody', {}, rows)) : '');
+    for (const each of text.querySelectorAll('.token.wanted')) each.classList.remove('wanted');
+    text.querySelectorAll('.token')[at]?.classList.add('wanted');
   }
 
   function inspect(at) {
@@ -137,7 +199,15 @@ export function view(page) {
   }
 
   text.addEventListener('mouseover', (event) => { const at = tokenOf(event); if (at >= 0) inspect(at); });
-  text.addEventListener('focusin', (event) => { const at = tokenOf(event); if (at >= 0) inspect(at); });
+  text.addEventListener('focusin', (event) => {
+    const at = tokenOf(event);
+    if (at < 0) return;
+    inspect(at);
+    if (latents.hidden) return;
+    page.note({ token: shown.offsets[at] });
+    drawn = JSON.stringify([shown.doc, shown.start, at]);
+    pick(at).catch(page.fault);
+  });
   text.addEventListener('keydown', (event) => {
     const at = tokenOf(event);
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];

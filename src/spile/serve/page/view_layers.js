@@ -13,7 +13,7 @@ export function view(page) {
     element.replaceChildren(
       h('div', { className: 'pair' },
         figure('Mean norm', 'The length of a row, on average', lines(bySite(layers.taps, 'norm'), { label: 'Mean norm by layer' })),
-        figure('Kurtosis', 'Over a row’s channels, on average; 3 is a normal distribution’s', lines(bySite(layers.taps, 'kurtosis'), { label: 'Kurtosis by layer', log: true }))),
+        figure('Kurtosis', 'Over a row’s channels, on average; 3 is a normal distribution’s', page.taps('dense').length ? lines(bySite(layers.taps.filter((each) => !page.latents(each.tap)), 'kurtosis'), { label: 'Kurtosis by layer', log: true }) : h('p', { className: 'empty' }, 'Latents have no channels, and no kurtosis over them.'))),
       h('div', { className: 'pair' },
         figure('Largest value', 'Absolute, of any channel of any row', lines(bySite(layers.taps, 'largest'), { label: 'Largest value by layer', log: true })),
         h('figure', {},

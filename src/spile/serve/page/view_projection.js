@@ -13,7 +13,7 @@ export function view(page) {
     clearTimeout(timer);
     const { method = 'pca', colour = 'position', first = 'without' } = page.state;
     const tools = h('div', { className: 'toolbar' },
-      select('Tap', page.dataset.taps.map((each) => [each.name, each.name]), page.tap, (value) => page.set({ tap: value })),
+      select('Tap', page.taps('dense').map((each) => [each.name, each.name]), page.chosen('dense'), (value) => page.set({ tap: value })),
       choice('Method', [['pca', 'PCA'], ['umap', 'UMAP', page.dataset.umap ? '' : 'needs umap-learn: pip install umap-learn']], method, (value) => page.set({ method: value })),
       choice('Coloured by', [['position', 'Position'], ['norm', 'Norm'], ['token', 'Token']], colour, (value) => page.set({ colour: value }), true),
       choice('First tokens', [['without', 'Left out', 'Position 0 is often far from all others'], ['with', 'Shown']], first, (value) => page.set({ first: value }), true));
@@ -21,7 +21,7 @@ export function view(page) {
       element.replaceChildren(tools, h('p', { className: 'empty' }, 'UMAP needs umap-learn where the server runs: pip install umap-learn'));
       return;
     }
-    const told = await ask('projection', { tap: page.tap, method, first });
+    const told = await ask('projection', { tap: page.chosen('dense'), method, first });
     if (told.making) timer = setTimeout(() => update().catch(page.fault), 700);
     if (!told.value || !told.value.x.length) {
       element.replaceChildren(tools, h('p', { className: 'empty' }, told.error ?? 'Being made…'));
@@ -35,11 +35,11 @@ export function view(page) {
       onhover: (at) => {
         if (at >= 0) output.replaceChildren(...[['token', JSON.stringify(made.piece[at])], ['position', made.position[at]], ['norm', short(made.norm[at])], ['document', made.doc[at]]].map(([name, value]) => h('span', {}, h('b', {}, name), ` ${value}`)));
       },
-      onpick: (at) => page.go('documents', { doc: made.doc[at], token: made.offset[at], start: Math.floor(made.offset[at] / 1024) * 1024, by: 'norm', tap: told.tap }),
+      onpick: (at) => page.go('documents', { doc: made.doc[at], token: made.offset[at], by: 'norm', tap: told.tap }),
     }), output, h('p', { className: 'quiet' }, `${axes}.`));
   }
 
-  return { element, update, changed: () => update().catch(page.fault), read: () => update().catch(page.fault), themed: () => update().catch(page.fault), close: () => clearTimeout(timer) };
+  return { element, kind: 'dense', update, changed: () => update().catch(page.fault), read: () => update().catch(page.fault), themed: () => update().catch(page.fault), close: () => clearTimeout(timer) };
 }
 
 /** By rank, so that no outlier takes all colours; tokens by their id, spread. */

@@ -25,6 +25,14 @@ function trimmed(value) {
   return value.toFixed(size < 0.1 ? 3 : digits).replace(/(\.\d*?)0+$/, '$1').replace(/\.$/, '');
 }
 
+/** A share as a percentage, to two digits. */
+export function percent(share) {
+  if (share === null || share === undefined) return '–';
+  const value = 100 * share;
+  if (value === 0 || value >= 10) return `${value.toFixed(value && value < 99.95 ? 1 : 0)} %`.replace('.0 ', ' ');
+  return value < 1e-4 ? `${value.toExponential(0)} %` : `${Number(value.toPrecision(2))} %`;
+}
+
 export function bytes(value) {
   const units = ['B', 'kB', 'MB', 'GB', 'TB', 'PB'];
   let at = 0;
