@@ -245,11 +245,11 @@ def test_a_glob_gives_each_match_once_sorted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [("absent.jsonl", "no such file"), ("no*match.txt", "no such file"), ("empty", "holds no"),
-     ("a.csv", "does not say"), ("a.parquet.gz", "does not say"), ("a", "does not say")],
+     ("a.xml", "does not say"), ("a.parquet.gz", "does not say"), ("a", "does not say")],
 )  # fmt: skip
 def test_a_corpus_that_cannot_be_is_refused_by_name(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for file in ["a.csv", "a.parquet.gz", "a"]:
+    for file in ["a.xml", "a.parquet.gz", "a"]:
         (tmp_path / file).write_text("x\n")
     with pytest.raises(InputError, match=said) as caught:
         find_files(str(tmp_path / name))

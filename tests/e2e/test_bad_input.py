@@ -59,7 +59,7 @@ CORPORA: dict[str, tuple[str, bytes, dict[str, object], list[str]]] = {
     "no obvious column": ("a.parquet", parquet(a=["x"], b=["y"]), {}, ["a.parquet", "a, b"]),
     "a line that is not JSON": ("a.jsonl", LINE + b"{oops\n", {}, ["a.jsonl", "line 2"]),
     "a line that is a list": ("a.jsonl", LINE + b"[1]\n", {}, ["a.jsonl", "line 2"]),
-    "an unknown kind of file": ("a.csv", b"text\nx\n", {}, ["a.csv"]),
+    "an unknown kind of file": ("a.xml", b"<text>x</text>", {}, ["a.xml"]),
 }  # fmt: skip
 
 

@@ -53,6 +53,8 @@ def write_texts(folder: Path) -> Path:
     (folder / "plain.jsonl").write_bytes(lines)
     (folder / "zipped.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "packed.txt.zst").write_bytes(zstandard.compress("\n".join(texts).encode()))
+    table = "id,text\n" + "".join(f'{n},"{text}\nmore"\n' for n, text in enumerate(texts))
+    (folder / "table.csv").write_text(table)
     (folder / "deep").mkdir()
     for number in range(3):
         table = pa.table({"id": list(range(10)), "text": texts[10 * number : 10 * number + 10]})
@@ -86,7 +88,13 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "corpus"),
     some(
-        [("s3", ""), ("gs", "**/*.parquet"), ("s3", "zipped.jsonl.gz"), ("gs", "packed.txt.zst")],
+        [
+            ("s3", ""),
+            ("gs", "**/*.parquet"),
+            ("s3", "zipped.jsonl.gz"),
+            ("gs", "packed.txt.zst"),
+            ("s3", "table.csv"),
+        ],
         ("gs", "**/*.parquet"),
         ("s3", "zipped.jsonl.gz"),
     ),

@@ -1,5 +1,6 @@
 """Documents that are asked for become rows, the others are counted, and none is lost."""
 
+import csv
 import gzip
 import json
 from functools import partial
@@ -35,6 +36,11 @@ def write(folder: Path, kind: str) -> Path:
         pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=25)
     elif kind == "json":
         path.write_text(json.dumps(ROWS, indent=1))
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(ROWS[0]))
+            writer.writeheader()
+            writer.writerows(ROWS)
     elif kind == "json.gz":
         path.write_bytes(gzip.compress(json.dumps(ROWS).encode()))
     else:
@@ -48,7 +54,7 @@ def kept(out: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "kind", some(["parquet", "jsonl", "json", "json.gz"], "parquet", "json.gz")
+    "kind", some(["parquet", "jsonl", "json", "json.gz", "csv"], "parquet", "json.gz", "csv")
 )
 def test_every_kind_of_file_gives_the_same_documents(
     kind: str, model: Path, tmp_path: Path

@@ -86,6 +86,8 @@ def _words(text: str) -> tuple[bytes, ...]:
 _JSON_WORDS = _words(
     r'"\ud800"  "\u0000"  1e999  -0  NaN  [[[[[[[[  {"a":  ]]]]  }  ,  null  ""  "../x"  true'
 ) + (b"[" * 3000, b'{"a":' * 3000, b"9" * 5000)  # fmt: skip
+_CSV_WORDS = (b'"', b'""', b',"', b'",', b'"\n', b"\r\n", b"\r", b"\n\n", b"1e999", b"\xff",
+              b"," * 3000, b'"' * 3001, b"9" * 5000)  # fmt: skip
 _YAML_WORDS = _words(
     "!!int ''  !!float x  !!binary x  !!timestamp x  !!set  !!python/name:os  &a [*a]  <<: *a  "
     "? [1]  2001-99-99  1:99:99  0x  0b  -0x_  ~  |  >  - - -  {[  ---"
@@ -172,6 +174,16 @@ def _array(folder: Path) -> list[bytes]:
 
 def _texts(folder: Path) -> list[bytes]:
     return ["\n".join(TEXTS).encode(), "\r\n".join(TEXTS).encode()]
+
+
+_CSV_FILTER = DocumentFilter("id >= 1 and score < 9 or id in (0, 'x')")
+
+
+def _csv(folder: Path) -> list[bytes]:
+    rows = [("id", "text", "score"), *((f"{n}", text, f"{n / 7}") for n, text in enumerate(TEXTS))]
+    quoted = "\r\n".join(",".join(f'"{value}"' for value in row) for row in rows)
+    plain = "\n".join(",".join(row) for row in rows)
+    return [quoted.encode(), plain.encode(), b'\xef\xbb\xbfid,text,score\n1,"a ""b""\n,c",2\n']
 
 
 def _zipped(folder: Path) -> list[bytes]:
@@ -615,6 +627,7 @@ PARSERS: dict[str, Parser] = {
     "jsonl": Parser(_lines, _corpus("c.jsonl", keep=("id", "meta"), preview=5), _JSON_WORDS),
     "chats": Parser(_chat_lines, _corpus("c.jsonl", _CHATS, keep=("id",)), _JSON_WORDS),
     "json": Parser(_array, _corpus("c.json", keep=("id",)), _JSON_WORDS),
+    "csv": Parser(_csv, _corpus("c.csv", keep=("id", "score"), filter=_CSV_FILTER), _CSV_WORDS),
     "txt": Parser(_texts, _corpus("c.txt")),
     "jsonl.gz": Parser(_zipped, _corpus("c.jsonl.gz")),
     "jsonl.zst": Parser(_zstd, _corpus("c.jsonl.zst")),

@@ -46,10 +46,10 @@ class Recipe(Options):
     )
     corpus: str | None = option(
         None,
-        "'demo'; a file, directory or glob of Parquet, Arrow, JSONL, JSON or text (.gz and .zst "
-        "too), of token ids in Parquet, Arrow or .bin, or its URL; a dataset of the Hub, "
-        "OWNER/NAME[:CONFIG[:SPLIT]], or of any kind of files, datasets:OWNER/NAME…; a program, "
-        "FILE.py:FUNCTION; ARC tasks, arc:PATH",
+        "'demo'; a file, directory or glob of Parquet, Arrow, JSONL, JSON, CSV, TSV or text "
+        "(.gz and .zst too), of token ids in Parquet, Arrow or .bin, or its URL; a dataset of the "
+        "Hub, OWNER/NAME[:CONFIG[:SPLIT]], or of any kind of files, datasets:OWNER/NAME…; a "
+        "program, FILE.py:FUNCTION; ARC tasks, arc:PATH",
     )
     taps: str | None = option(
         None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"

@@ -12,7 +12,7 @@ import operator
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -461,6 +461,44 @@ class _RowEvaluator(_Evaluator):
         return np.logical_not(part)
 
 
+def split_condition(text: str, columns: Collection[str]) -> tuple[str | None, str | None]:
+    """Split a condition at its outer `and`s: what is about rows, what about documents' columns.
+
+    "topic == 'law' and pos >= 1" gives ("pos >= 1", "topic == 'law'") if there is a column `topic`.
+    A condition that cannot be parsed comes back as one about rows: `RowFilter` says what is wrong.
+    """
+    own = {*columns} - {*_COLUMNS, *FLAGS}
+    if len(text) > _MAX_CHARACTERS:
+        return text, None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(" ".join(text.split()), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return text, None
+    parts = [tree]
+    if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And):
+        parts = tree.values
+    named = [{n.id for n in ast.walk(part) if isinstance(n, ast.Name)} for part in parts]
+    for names in named:
+        if names & own and (others := names & {*_COLUMNS, *FLAGS} - {*columns}):
+            raise ConfigError(
+                f"where {text!r}: join what is about rows ({min(others)}) and what is about "
+                f"documents ({min(names & own)}) by `and` alone"
+            )
+    rows = [part for part, names in zip(parts, named, strict=True) if not names & own]
+    documents = [part for part, names in zip(parts, named, strict=True) if names & own]
+    if not documents:
+        return text, None
+    return _joined(rows), _joined(documents)
+
+
+def _joined(parts: Sequence[ast.expr]) -> str | None:
+    if len(parts) < 2:
+        return ast.unparse(parts[0]) if parts else None
+    return ast.unparse(ast.BoolOp(op=ast.And(), values=[*parts]))
+
+
 # -- documents: --filter ---------------------------------------------------------------------------
 
 _COLUMN_COMPARISONS: Mapping[type[ast.cmpop], _Comparison] = {
@@ -507,8 +545,15 @@ class DocumentFilter:
         has = ", ".join(names) or "no columns"
         return f"{where}: no column {column!r}, which {self.flag} names; there are {has}; {hint}"
 
-    def matches(self, row: Mapping[str, Any]) -> bool:
-        return _ColumnEvaluator(row).evaluate(self._tree)
+    def matches(self, row: Mapping[str, Any], *, untyped: bool = False) -> bool:
+        """Whether the condition holds of a row.
+
+        Args:
+            untyped: its texts come from where there are no types (CSV). One that is compared with
+                a number or a boolean counts as such if it is written so; of two columns, if both
+                are.
+        """
+        return _ColumnEvaluator(row, untyped=untyped).evaluate(self._tree)
 
     def may_match(self, bounds: Mapping[str, tuple[Any, Any]]) -> bool:
         """Whether a row may match whose columns lie within bounds."""
@@ -566,19 +611,50 @@ class _ColumnParser(_Parser):
         return self.error(error.msg)
 
 
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_MOST_DIGITS = 400
+_BOOLEANS = {"true": True, "false": False}
+
+
+class _Untyped(str):
+    """A text that may mean a number or a boolean."""
+
+    __slots__ = ()
+
+    def meant_by(self, other: Any) -> Any:
+        """Its value beside another: of that one's type where it is written so, else itself."""
+        if isinstance(other, bool):
+            return _BOOLEANS.get(self.strip().lower(), self)
+        text = self.strip() if len(self) <= _MOST_DIGITS else ""
+        if isinstance(other, int | float | _Untyped) and _NUMBER.fullmatch(text):
+            return int(text) if text.lstrip("+-").isdigit() else float(text)
+        return self
+
+
+def _typed(left: Any, right: Any) -> tuple[Any, Any]:
+    """Two sides of a comparison, of which at least one may mean something else than a text."""
+    if isinstance(left, _Untyped) and isinstance(right, _Untyped):
+        pair = left.meant_by(right), right.meant_by(left)
+        return (left, right) if any(isinstance(side, _Untyped) for side in pair) else pair
+    if isinstance(left, _Untyped):
+        return left.meant_by(right), right
+    return left, right.meant_by(left)
+
+
 class _ColumnEvaluator(_Evaluator):
     """True or false, of one row."""
 
-    def __init__(self, row: Mapping[str, Any]) -> None:
-        self._row = row
+    def __init__(self, row: Mapping[str, Any], *, untyped: bool) -> None:
+        self._row, self._untyped = row, untyped
 
     def switch(self, node: ast.expr) -> bool:
-        assert isinstance(node, ast.Name), ast.dump(node)
-        return self._row.get(node.id) is True
+        value = self.value(node)
+        return value is True or (isinstance(value, _Untyped) and value.meant_by(True) is True)
 
     def value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Name):
-            return self._row.get(node.id)
+            value = self._row.get(node.id)
+            return _Untyped(value) if self._untyped and isinstance(value, str) else value
         assert isinstance(node, ast.Constant), ast.dump(node)
         return node.value
 
@@ -588,6 +664,11 @@ class _ColumnEvaluator(_Evaluator):
         if left is None or right is None:
             return False
         try:
+            if isinstance(op, ast.In | ast.NotIn) and isinstance(left, _Untyped):
+                found = left in right or any(left.meant_by(each) == each for each in right)
+                return found is isinstance(op, ast.In)
+            if isinstance(left, _Untyped) or isinstance(right, _Untyped):
+                left, right = _typed(left, right)
             return bool(_COLUMN_COMPARISONS[type(op)](left, right))
         except _INCOMPARABLE:
             return False

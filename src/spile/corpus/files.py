@@ -27,20 +27,23 @@ _KINDS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".txt": "text",
     ".text": "text",
     ".bin": "bin",
 }
-_LINES = ("jsonl", "json", "text")  # which alone are read through gzip and zstd
-_ASIDE = (".json", ".bin")  # in a directory of other kinds
+_DELIMITERS = {"csv": b",", "tsv": b"\t"}
+_LINES = ("jsonl", "json", "text", *_DELIMITERS)  # which alone are read through gzip and zstd
+_ASIDE = ((".csv", ".tsv"), (".json",), (".bin",))  # in a directory of other kinds
 _COMPUTED = r"cache-.*\.arrow"
 DEMO = Path(__file__).parent / "demo" / "sotu.jsonl.gz"
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """One file; `kind` is parquet, arrow, jsonl, json, text, bin (a flat array of token ids) or
-    program, `compression` gz, zst or empty."""
+    """One file; `kind` is parquet, arrow, jsonl, json, csv, tsv, text, bin (a flat array of token
+    ids) or program, `compression` gz, zst or empty."""
 
     path: AnyPath
     kind: str
@@ -51,6 +54,15 @@ class CorpusFile:
     @property
     def is_table(self) -> bool:
         return self.kind in ("parquet", "arrow")
+
+    @property
+    def is_csv(self) -> bool:
+        return self.kind in _DELIMITERS
+
+    @property
+    def delimiter(self) -> bytes:
+        """What separates the fields of CSV or TSV."""
+        return _DELIMITERS[self.kind]
 
     def schema(self) -> Any:
         """Of a table: the names and types of its columns."""
@@ -160,9 +172,10 @@ def find_files(
             raise InputError(f"--corpus {corpus}: no such file, directory, or match for a glob")
     known = [p for p in candidates if _suffixes(p)[0] in _KINDS]
     if path.is_dir():
-        # Beside other kinds, JSON files say something about the corpus, and .bin is anything.
-        for suffix in _ASIDE:
-            known = [p for p in known if _suffixes(p)[0] != suffix] or known
+        # Beside other kinds, CSV and JSON files say something about the corpus, and .bin is
+        # anything.
+        for suffixes in _ASIDE:
+            known = [p for p in known if _suffixes(p)[0] not in suffixes] or known
         # What `datasets` computed from a corpus lies beside it, and would double it.
         known = [p for p in known if not re.fullmatch(_COMPUTED, p.name)] or known
     if not known:
@@ -189,7 +202,7 @@ def _classify(path: AnyPath) -> CorpusFile:
     if kind is None or (kind not in _LINES and compression):
         raise InputError(
             f"--corpus {path}: its name does not say what it holds; use {', '.join(_KINDS)} "
-            "(JSON and text may end in .gz or .zst)"
+            "(JSON, CSV and text may end in .gz or .zst)"
         )
     return CorpusFile(path, kind, compression)
 

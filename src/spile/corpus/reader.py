@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, takewhile
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from spile.core.config import MAX_DOC_BYTES
 from spile.core.errors import ConfigError, DataError, InputError
@@ -23,6 +23,15 @@ from spile.corpus.documents import CorpusDocument, Documents
 from spile.corpus.files import CorpusFile, Span
 from spile.corpus.formats import arrow, parquet
 from spile.corpus.formats.columns import chats_in, is_chat, value_at
+from spile.corpus.formats.csv import (
+    CsvHeader,
+    RecordEnds,
+    read_header,
+    records,
+    refusing,
+    typed,
+    values,
+)
 from spile.corpus.formats.text import Streams, count_lines, refuse_wide
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range
@@ -87,6 +96,7 @@ class CorpusReader:
         self.heed = heed
         self._reading = reading
         self._streams = Streams(files)
+        self._headers: dict[CorpusFile, CsvHeader | None] = {}  # of CSV
         self._source: ProgramSource | None = None  # of a program, of which a corpus has just one
         template = template_of(reading)
         self._pool = RenderPool(template, processes, heed=heed) if template else None
@@ -176,6 +186,8 @@ class CorpusReader:
         with source.open() as stream:
             data = source.read(stream, _SAMPLE_BYTES)
             refuse_wide(source, data)
+            if source.is_csv:
+                return self._sample_of_csv(source, data, stream, render)
             whole = self._is_whole(source)
             # A first line longer than the sample is read to its end, within reason.
             while b"\n" not in data and len(data) < _LONGEST_LINE and not whole:
@@ -204,6 +216,32 @@ class CorpusReader:
             self._refuse_without_key(source, found)
         return found, len(data)
 
+    def _sample_of_csv(
+        self, source: CorpusFile, data: bytes, stream: BinaryIO, render: bool
+    ) -> tuple[Documents, int]:
+        """From the bytes that a file begins with; the stream goes on behind them."""
+        header = self._header(source)
+        if header is None:
+            return Documents([]), 0
+        ends, found = RecordEnds(source.delimiter), list[int]()
+        with refusing(source):
+            while True:
+                found = ends(data[header.stop :], header.stop).tolist()
+                if found or len(data) >= _LONGEST_LINE:
+                    break
+                more = source.read(stream, _SAMPLE_BYTES)
+                if not more:
+                    found = [len(data)]
+                    break
+                data += more
+                ends = RecordEnds(source.delimiter)
+            stop = found[-1] if found else header.stop
+            if len(data) < _SAMPLE_BYTES:  # all of the file
+                stop = len(data)
+            rows = records([data[header.stop : stop]], source.delimiter, len(data), header.stop)
+            documents = self._collected(self._rendered(self._of_csv(source, rows, 0), render))
+        return documents, stop - header.stop
+
     def times_longer(self, file: int, taken: int) -> float:
         """How many times longer the document is that a text file makes up than `taken` bytes of it.
 
@@ -216,8 +254,12 @@ class CorpusReader:
 
     def columns_of(self, file: int) -> list[str]:
         """The columns of a file; where rows have keys, those of its first rows."""
-        if self.files[file].is_table:
-            return self.files[file].schema().names
+        source = self.files[file]
+        if source.is_table:
+            return source.schema().names
+        if source.is_csv:
+            header = self._header(source)
+            return [name for name in header.columns if name] if header else []
         documents, _ = self.sample(file, render=False)
         rows = [document.columns or {} for document in documents.every]
         return [*dict.fromkeys(name for row in rows for name in row)]
@@ -275,6 +317,9 @@ class CorpusReader:
         if source.kind == "bin":
             return self._of_array(source, self._streams.read(span), span.start, span.first)
         most = self.options.max_doc_bytes
+        if source.is_csv:
+            found = records(self._streams.read(span), source.delimiter, most, span.start)
+            return self._rendered(self._of_csv(source, found, span.first))
         if source.kind == "json":
             rows = self._streams.elements(span, most)
         else:
@@ -366,9 +411,55 @@ class CorpusReader:
         made = made_at(where, lambda: of_program(given, self._reading))
         return made.with_columns(given.metadata)
 
-    def _of_row(self, where: str, row: Mapping[str, Any]) -> CorpusDocument:
-        """A row that is to be rendered is left as it is."""
-        if self.options.filter and not self.options.filter.matches(row):
+    def _header(self, source: CorpusFile) -> CsvHeader | None:
+        if source not in self._headers:
+            self._headers[source] = read_header(source)
+        return self._headers[source]
+
+    def _of_csv(
+        self, source: CorpusFile, rows: Iterable[tuple[int, bytes | None]], first: int
+    ) -> Iterator[CorpusDocument]:
+        """Documents of records, each with its offset in the file."""
+        header = self._header(source)
+        assert header
+        text = None if self._reading else header.text_column(source, self.options.text_column)
+        with refusing(source):
+            for number, (offset, row) in enumerate(rows, first + 1):
+                if row is None or len(row) > self.options.max_doc_bytes:
+                    yield CorpusDocument(skipped=TOO_LARGE)
+                elif not row.strip():
+                    yield CorpusDocument(skipped="empty")
+                else:
+                    where = f"{source.path} record {number}"
+                    yield self._of_record(where, source, header, row, offset, text)
+
+    def _of_record(
+        self,
+        where: str,
+        source: CorpusFile,
+        header: CsvHeader,
+        row: bytes,
+        offset: int,
+        text: str | None,
+    ) -> CorpusDocument:
+        """`text`: the column of the text, where the document is one."""
+        try:
+            record = row.decode("utf-8")
+        except UnicodeDecodeError:
+            return CorpusDocument(skipped="not UTF-8")
+        found = values(record, header.columns, source.delimiter, offset)
+        kept = {name: typed(found.get(name)) for name in self.options.keep or found if name}
+        if text is None:
+            return self._of_row(where, found, untyped=True).with_columns(kept)
+        if self.options.filter and not self.options.filter.matches(found, untyped=True):
+            return CorpusDocument(skipped=FILTERED, columns=kept)
+        return CorpusDocument.of_text(found[text] or "", kept)
+
+    def _of_row(
+        self, where: str, row: Mapping[str, Any], *, untyped: bool = False
+    ) -> CorpusDocument:
+        """A row that is to be rendered is left as it is; `untyped`: all its values are texts."""
+        if self.options.filter and not self.options.filter.matches(row, untyped=untyped):
             return CorpusDocument(skipped=FILTERED)
         if self._reading is None:
             return CorpusDocument.of_bytes(row[parquet.TEXT], cut_mark=self.options.cut_every_mark)
@@ -499,7 +590,13 @@ def _refuse_missing_of_filter(
 
 
 def _has_key(file: CorpusFile, key: str, heed: Callable[[], None]) -> bool:
-    """Whether any object of a JSON file has this key, however deep. Reads all of it, unparsed."""
+    """Whether any object of a JSON file has this key, however deep, or CSV such a column.
+
+    Reads all of the JSON, unparsed.
+    """
+    if file.is_csv:
+        header = read_header(file)
+        return header is not None and key in header.columns
     if file.kind not in ("jsonl", "json"):
         return False
     # (Quotes within a text are escaped, so that none looks like a key.)

@@ -1,7 +1,7 @@
 """The corpus cut into units: made once, stored, and read by everyone afterwards.
 
 Parquet files are cut from their footers alone, Arrow's from the headers of their record batches.
-Line files (JSONL, text) and flat arrays of token ids take one streaming pass that finds where
+Line files (JSONL, CSV, text) and flat arrays of token ids take one streaming pass that finds where
 documents end and hashes each unit's bytes; the table records both, so that no other machine
 repeats the pass and every later reading can be checked.
 
@@ -23,7 +23,8 @@ import xxhash
 
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.corpus.files import CorpusFile, Span
-from spile.corpus.formats.columns import ColumnKinds, json_kind, value_at
+from spile.corpus.formats.columns import ColumnKinds, json_kind, refuse_missing, value_at
+from spile.corpus.formats.csv import RecordEnds, read_header, refusing
 from spile.corpus.formats.text import refuse_wide
 from spile.corpus.formats.token_ids import FlatArray
 from spile.corpus.programs.program import ProgramSource
@@ -261,6 +262,8 @@ def _cut_file(
         assert flat
         _cut_bytes(builder, number, flat.checked(file.path, _chunks(file, heed)), flat.ends)
         flat.refuse_endless(file.path, builder.docs - docs)
+    elif file.is_csv:
+        _cut_csv(builder, number, file, options, heed)
     elif file.kind == "text":
         ends = _no_ends if options.text_documents == "file" else _line_ends
         _cut_bytes(builder, number, _chunks(file, heed), ends)
@@ -305,6 +308,37 @@ def _check_head(file: CorpusFile, columns: Sequence[str], known: ColumnKinds) ->
         known.check(str(file.path), {name: json_kind(value_at(fields, name)) for name in columns})
 
 
+def _cut_csv(
+    builder: _Builder,
+    number: int,
+    file: CorpusFile,
+    options: CutOptions,
+    heed: Callable[[], None],
+) -> None:
+    """One pass over the records after the first, which names the columns."""
+    header = read_header(file)
+    if header is None:
+        return
+    refuse_missing(file.path, header.columns, options.columns)
+    refuse_missing(file.path, header.columns, options.filtered, ", which --filter names")
+    refuse_missing(file.path, header.columns, options.keep, ", which --keep names")
+    if not options.columns:
+        header.text_column(file, options.text_column)
+    ends = RecordEnds(file.delimiter)
+    with refusing(file):
+        _cut_bytes(builder, number, _after(_chunks(file, heed), header.stop), ends, header.stop)
+        if not builder.full:
+            ends.finish()
+
+
+def _after(chunks: Iterable[bytes], start: int) -> Iterator[bytes]:
+    """The bytes from an offset on."""
+    for data in chunks:
+        if start < len(data):
+            yield data[start:]
+        start = max(0, start - len(data))
+
+
 def _line_ends(data: bytes, position: int) -> np.ndarray:
     return position + 1 + np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
 
@@ -318,10 +352,14 @@ def _cut_bytes(
     number: int,
     chunks: Iterable[bytes],
     ends_in: Callable[[bytes, int], np.ndarray],
+    begin: int = 0,
 ) -> None:
-    """One pass over a file, of which pieces and their places tell where documents end."""
-    start = position = first = 0  # of the span being collected: byte, byte reached, document
-    documents = ended = 0
+    """One pass over a file, of which pieces and their places tell where documents end.
+
+    The first piece is at the byte `begin`.
+    """
+    start = position = ended = begin  # of the span being collected: byte, byte reached
+    first = documents = 0
     digest = xxhash.xxh3_128()
 
     def close(stop: int, count: int) -> None:

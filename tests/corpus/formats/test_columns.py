@@ -136,9 +136,7 @@ def test_other_columns_that_change_or_are_missing_are_found_when_the_corpus_is_c
     write_parquet(tmp_path / "b.parquet", {**text, "score": pa.array(["high"])})
     with pytest.raises(InputError, match=r"b\.parquet: 'score' is string there, but int64 in"):
         units_of(files, filtered=["score"])
-    with pytest.raises(
-        InputError, match="no column 'none', which --filter names"
-    ):
+    with pytest.raises(InputError, match="no column 'none', which --filter names"):
         units_of(files, filtered=["none"])
 
 

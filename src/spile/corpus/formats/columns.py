@@ -7,6 +7,7 @@ found when the corpus is cut, not later.
 # pyright: standard, reportAttributeAccessIssue=false
 # pyarrow ships no types; what comes out of it is given one at this file's edge.
 
+import difflib
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -179,7 +180,9 @@ def refuse_missing(
     for name in columns:
         if name not in present:
             has = ", ".join(sorted({*present}))
-            raise InputError(f"{path}: no column {name!r}{why}; it has {has}")
+            near = difflib.get_close_matches(name, present, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InputError(f"{path}: no column {name!r}{why}; it has {has}{hint}")
 
 
 def kept_rows(path: AnyPath, batch: pa.RecordBatch, names: Sequence[str]) -> list[dict[str, Any]]:

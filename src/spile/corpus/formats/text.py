@@ -106,7 +106,7 @@ def refuse_wide(file: CorpusFile, head: bytes) -> None:
 
     It is no UTF-8, but ASCII in it would read as text with a NUL beside each character.
     """
-    if file.kind not in ("text", "jsonl", "json"):
+    if file.kind not in ("text", "jsonl", "json") and not file.is_csv:
         return
     marked = next((name for mark, name in _WIDE_MARKS.items() if head.startswith(mark)), None)
     found = marked or _unmarked_wide(head[:_HEAD])

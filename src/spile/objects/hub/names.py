@@ -29,7 +29,8 @@ _URL = re.compile(
     rf"hf://(datasets/)?(?!datasets/|spaces/)({_PART}/{_PART})(?:@(refs/(?:convert|pr)/[^/:]+|[^/:]+))?"
     r"(?:/(.*)|:([^:]*)(?::([^:]*))?)?"
 )
-_FILES = (".parquet", ".jsonl", ".ndjson", ".json", ".txt", ".text", ".gz", ".zst", ".py", ".toml")
+_FILES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".text", ".gz", ".zst",
+          ".py", ".toml")  # fmt: skip
 BUILT = "datasets:"
 _CONVERTED = "refs/convert/parquet"  # where the Hub keeps its own Parquet of other formats
 

@@ -17,8 +17,8 @@ from spile.core.errors import InputError
 from spile.objects.hub.repository import HubObjects
 from spile.objects.protocol import matches, plain_depth
 
-# What `corpus/reader.py` reads; datasets of anything else come as the Hub's conversion, or through
-# the `datasets` library.
+# What is read of a dataset by its name. Those of CSV and of anything else come as the Hub's
+# conversion, or through the `datasets` library.
 _PARQUET = re.compile(r".*\.parquet", re.IGNORECASE)
 _LINES = re.compile(r".*\.(jsonl|ndjson)(\.gz|\.zst)?", re.IGNORECASE)
 _ARROW = re.compile(r".*\.arrow", re.IGNORECASE)

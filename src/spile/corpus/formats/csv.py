@@ -1,0 +1,307 @@
+"""CSV and TSV: where records begin and end, found in one pass, and the values of each.
+
+Quoting is RFC 4180's: a field that begins with a quote ends with one, holds delimiters and line
+ends, and doubles its own quotes. A quote anywhere else is a character like others. A byte offset
+does not tell whether it lies within quotes, so a file is looked through from its start when it is
+cut into units; the unit table then says where records begin, and each unit is read by itself.
+
+Neither library does this: `csv.reader` takes lines of text, does not say where a record begins, and
+has one limit on fields for the whole process; `pyarrow.csv` guesses types from the first block, and
+refuses a record that is longer than a block. (Tests compare the values with `csv.reader`'s.)
+"""
+
+import re
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from spile.core.errors import InputError
+from spile.corpus.files import CorpusFile
+from spile.corpus.formats.columns import refuse_missing
+from spile.corpus.formats.text import refuse_wide
+
+_QUOTE, _NEWLINE, _RETURN = b'"\n\r'
+_INSIDE = re.compile(rb'[^"]*+(?:""[^"]*+)*+')  # of quotes, up to the one that closes them
+_QUOTED = re.compile(r'"([^"]*+(?:""[^"]*+)*+)"')
+_BOM = b"\xef\xbb\xbf"
+_READ_SIZE = 1 << 16
+_MOST_HEADER = 1 << 20  # bytes of the first record
+_MOST_COLUMNS = 1 << 14  # as many as Excel has
+_CHUNK = 1 << 22
+_OTHERS = ";|\t,"  # what columns are separated by elsewhere
+# What is a number, and not only a text of digits: `007` is none.
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_DECIMAL = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?")
+_INT64 = 1 << 63
+
+
+class CsvError(ValueError):
+    """A record is none; `offset`: of the byte in the file where that shows."""
+
+    def __init__(self, offset: int, reason: str) -> None:
+        self.offset = offset
+        super().__init__(reason)
+
+
+class RecordEnds:
+    """Finds where records end, in pieces of any size that follow one another.
+
+    The first piece begins with a record.
+    """
+
+    def __init__(self, delimiter: bytes) -> None:
+        self._delimiter = delimiter[0]
+        self._opening = re.compile(b'[%s\n]"' % re.escape(delimiter))
+        self._quoted = self._closing = False  # within quotes; after a quote that may close them
+        self._begins = True  # whether a field begins with the next byte
+        self._opened = 0  # where the last quotes did
+
+    def __call__(self, data: bytes, position: int) -> np.ndarray:
+        """The offsets in the file, of which the piece begins at `position`.
+
+        Raises:
+            CsvError: if something follows quotes that were closed.
+        """
+        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE)
+        quoted = [*self._fields(data, position)]
+        if quoted and len(ends):
+            starts, stops = np.array(quoted).T
+            before = np.searchsorted(starts, ends, side="right") - 1
+            ends = ends[(before < 0) | (ends >= stops[before])]
+        return position + 1 + ends
+
+    def _fields(self, data: bytes, position: int) -> Iterator[tuple[int, int]]:
+        """Where quoted fields begin and end within a piece."""
+        at = start = 0
+        while at < len(data):
+            if self._closing:
+                self._closing = False
+                if data[at] == _QUOTE:  # the second of two: a quote of the text
+                    at += 1
+                    continue
+                if data[at] not in (self._delimiter, _NEWLINE, _RETURN):
+                    raise CsvError(position + at, "something follows a closing quote")
+                yield start, at
+                self._quoted = self._begins = False
+            elif self._quoted:
+                found = _INSIDE.match(data, at)
+                assert found
+                at = found.end() + 1
+                self._closing = at <= len(data)
+            else:
+                if self._begins and data[at] == _QUOTE:
+                    start = at
+                elif opening := self._opening.search(data, at):
+                    start = opening.end() - 1
+                else:
+                    break
+                at, self._quoted, self._opened = start + 1, True, position + start
+        if self._quoted:
+            yield start, len(data)
+        elif data:
+            self._begins = data[-1] in (self._delimiter, _NEWLINE)
+
+    def finish(self) -> None:
+        """Refuse a file that ends within quotes."""
+        if self._quoted and not self._closing:
+            raise CsvError(self._opened, "a quote opens a field, and none closes it")
+
+
+@dataclass(frozen=True)
+class CsvHeader:
+    """The first record of a file, and where it ends."""
+
+    columns: tuple[str, ...]
+    stop: int
+
+    def text_column(self, file: CorpusFile, wanted: str | None) -> str:
+        """The one asked for, `text`, or the only one."""
+        if wanted is not None:
+            refuse_missing(file.path, self.columns, [wanted], ", which --text-column names")
+            return wanted
+        if "text" in self.columns:
+            return "text"
+        named = [name for name in self.columns if name]
+        if len(named) != 1:
+            raise InputError(
+                f"{file.path}: which column is the text? Choose one with --text-column "
+                f"({', '.join(named) or 'its first line names none'})"
+            )
+        return named[0]
+
+
+def read_header(file: CorpusFile) -> CsvHeader | None:
+    """The columns that the first record names; None: the file is empty."""
+    data, found = b"", np.empty(0, np.int64)
+    ends = RecordEnds(file.delimiter)
+    with file.open() as stream, refusing(file):
+        while not len(found) and len(data) < _MOST_HEADER:
+            more = file.read(stream, _READ_SIZE)
+            if not more:
+                ends.finish()
+                found = np.array([len(data)])
+                break
+            if not data:
+                refuse_wide(file, more)
+            cut = len(_BOM) if not data and more.startswith(_BOM) else 0
+            found = ends(more[cut:], len(data) + cut)
+            data += more
+    if not data.removeprefix(_BOM):
+        return None
+    if not len(found):
+        raise _no_header_error(file, f"its first line is longer than {_MOST_HEADER} bytes")
+    return _parsed_header(file, data, int(found[0]))
+
+
+def _parsed_header(file: CorpusFile, data: bytes, stop: int) -> CsvHeader:
+    try:
+        text = _line(data[:stop].removeprefix(_BOM)).decode()
+        columns = fields(text, file.delimiter.decode(), _MOST_COLUMNS)
+    except UnicodeDecodeError:
+        raise _no_header_error(file, "its first line is not UTF-8") from None
+    except CsvError as error:
+        raise InputError(f"{file.path} line 1: {error}; fix or remove that line") from None
+    if len(columns) > _MOST_COLUMNS:
+        raise _no_header_error(file, f"its first line has more than {_MOST_COLUMNS} fields")
+    named = [name for name in columns if name]  # (pandas writes its index without a name)
+    if not named:
+        raise _no_header_error(file, "its first line names none")
+    [(name, count)] = Counter(named).most_common(1)
+    if count > 1:
+        raise InputError(f"{file.path}: {count} columns are called {name!r}; rename all but one")
+    if "\r" in text:
+        raise InputError(
+            f"{file.path}: its lines end in CR alone; convert it first: tr '\\r' '\\n' < OLD > NEW"
+        )
+    separators = [mark for mark in _OTHERS if mark in columns[0]]
+    if len(columns) == 1 and separators:
+        raise InputError(
+            f"{file.path}: its columns seem to be separated by {separators[0]!r}; .csv is read "
+            "with commas, .tsv with tabs: convert or rename it"
+        )
+    return CsvHeader(tuple(columns), stop)
+
+
+def _no_header_error(file: CorpusFile, why: str) -> InputError:
+    return InputError(f"{file.path}: the first line must name the columns; {why}")
+
+
+@contextmanager
+def refusing(file: CorpusFile) -> Generator[None]:
+    """Whatever is wrong with a record is one line, with the file and the line."""
+    try:
+        yield
+    except CsvError as error:
+        line = _line_at(file, error.offset)
+        raise InputError(f"{file.path} line {line}: {error}; fix or remove that line") from None
+
+
+def _line_at(file: CorpusFile, offset: int) -> int:
+    """The number of the line that a byte lies in; the file is read up to it."""
+    lines = 1
+    with file.open() as stream:
+        while offset > 0 and (data := file.read(stream, min(_CHUNK, offset))):
+            lines += data.count(b"\n")
+            offset -= len(data)
+    return lines
+
+
+def records(
+    pieces: Iterable[bytes], delimiter: bytes, most: int, start: int
+) -> Iterator[tuple[int, bytes | None]]:
+    """Where each record begins, and its bytes without the line's end.
+
+    None stands for one of more than `most` bytes, which is not held.
+
+    Args:
+        pieces: bytes of whole records.
+        start: their offset in the file.
+    """
+    ends = RecordEnds(delimiter)
+    held, size, begun, position = list[bytes](), 0, start, start
+
+    def whole() -> tuple[int, bytes | None]:
+        nonlocal held, size, begun
+        found = begun, None if size > most else _line(b"".join(held))
+        begun, held, size = begun + size, [], 0
+        return found
+
+    for data in pieces:
+        at = 0
+        for stop in (ends(data, position) - position).tolist():
+            size += stop - at
+            held.append(data[at:stop])
+            yield whole()
+            at = stop
+        size += len(data) - at
+        held = [*held, data[at:]] if size <= most else []
+        position += len(data)
+    ends.finish()
+    if size:
+        yield whole()
+
+
+def _line(record: bytes) -> bytes:
+    return record.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def fields(record: str, delimiter: str, most: int, offset: int = 0) -> list[str]:
+    """The values of a record; no more than `most` and one.
+
+    Raises:
+        CsvError: if a quoted field does not end where it should; `offset`: the record's.
+    """
+    if '"' not in record:
+        return record.split(delimiter, most)
+    found: list[str] = []
+    at = 0
+    while len(found) <= most:
+        if record.startswith('"', at):
+            quoted = _QUOTED.match(record, at)
+            if not quoted:
+                raise CsvError(offset, "a quote opens a field, and none closes it")
+            found.append(quoted[1].replace('""', '"'))
+            stop = quoted.end()
+            if stop < len(record) and record[stop] != delimiter:
+                raise CsvError(offset, "something follows a closing quote")
+        else:
+            stop = record.find(delimiter, at)
+            stop = len(record) if stop < 0 else stop
+            found.append(record[at:stop])
+        if stop == len(record):
+            break
+        at = stop + 1
+    return found
+
+
+def values(
+    record: str, columns: Sequence[str], delimiter: bytes, offset: int
+) -> dict[str, str | None]:
+    """The values of a record by their columns; an empty field is a missing value.
+
+    Raises:
+        CsvError: if there are more or fewer than columns.
+    """
+    found = fields(record, delimiter.decode(), len(columns), offset)
+    if len(found) != len(columns):
+        count = len(found) if len(found) < len(columns) else f"more than {len(columns)}"
+        raise CsvError(
+            offset, f"its number of fields is {count}, and the first line names {len(columns)}"
+        )
+    return dict(zip(columns, (value or None for value in found), strict=True))
+
+
+def typed(value: str | None) -> int | float | str | None:
+    """A value as it is kept: a number where the text is how that number is written.
+
+    Others stay texts (`007`, `1.50`), so that every value can be had back as it was.
+    """
+    if value is None or len(value) > 32 or not _DECIMAL.fullmatch(value):
+        return value
+    if _INTEGER.fullmatch(value):
+        number = int(value)
+        return number if -_INT64 <= number < _INT64 else value
+    return float(value) if repr(float(value)) == value else value
