@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from marks import examples
 from spile.core.errors import ConfigError
-from spile.core.expressions import DocumentFilter, RowFilter
+from spile.core.expressions import DocumentFilter, RowFilter, split_condition
 from spile.core.index import BOS, EOS, FIRST, FLAGS, INDEX_DTYPE, SPECIAL
 
 COLUMNS = {"token_id": 2**31, "doc": 2**40, "offset": 2**31, "pos": 2**31}
@@ -422,3 +422,20 @@ def test_a_missing_column_is_said_with_the_nearest_or_what_was_meant() -> None:
 def test_a_document_filter_survives_pickling() -> None:
     again = pickle.loads(pickle.dumps(DocumentFilter("language in ('de', 'en') and n > 3")))
     assert again.matches(ROW) and not again.matches({**ROW, "n": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "documents"),
+    [
+        ("pos >= 1", "pos >= 1", None),
+        ("topic == 'law'", None, "topic == 'law'"),
+        ("pos >= 1 and topic == 'law' and not bos", "pos >= 1 and (not bos)", "topic == 'law'"),
+        ("topic in ['a', 'b'] or score > 3", None, "topic in ['a', 'b'] or score > 3"),
+        ("pos >= and topic", "pos >= and topic", None),
+        ("unknown == 3", "unknown == 3", None),
+    ],
+)
+def test_a_condition_is_split_into_what_is_about_rows_and_about_documents(
+    text: str, rows: str | None, documents: str | None
+) -> None:
+    assert split_condition(text, ["doc", "topic", "score"]) == (rows, documents)

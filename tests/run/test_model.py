@@ -43,6 +43,14 @@ def test_its_rows_are_those_that_are_stored(loaded: spile.model, tmp_path: Path)
     assert loaded.loss(contexts) == pytest.approx(total / count, rel=1e-5)
 
 
+def test_texts_are_encoded(loaded: spile.model) -> None:
+    tokens = loaded.encode(TEXTS)
+    np.testing.assert_array_equal(loaded(TEXTS)["logits"], loaded(tokens)["logits"])
+    assert loaded(TEXTS[0])["logits"].shape[:2] == (1, len(tokens[0]))
+    assert loaded.loss(TEXTS[0]) == loaded.loss(tokens[:1])
+    assert repr(loaded).startswith("<spile.Model ") and "layers, width 32" in repr(loaded)
+
+
 def test_values_may_be_replaced_by_a_function_or_by_arrays(loaded: spile.model) -> None:
     tokens = loaded.encode(TEXTS)
     clean = loaded(tokens, "resid_post:0,logits")

@@ -11,3 +11,8 @@ def cache_directory() -> Path:
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "spile"
     return Path.home() / ".cache" / "spile"
+
+
+def demo_directory() -> Path:
+    """Where the demo model lies, once `models/files/demo.py` has made it."""
+    return cache_directory() / "SmolLM2-135M-Instruct-b179c9523d0e"  # its file's SHA-256 begins so

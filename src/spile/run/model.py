@@ -1,9 +1,9 @@
 """A whole model to be called: its taps for given tokens, spliced where one likes.
 
 model = spile.load_model("demo")
-tokens = model.encode(["The capital of France is Paris."])
-clean = model.loss(tokens)
-steered = model.loss(tokens, splice={"resid_post.9": added(vector)})
+logits = model("The capital of France is Paris.")["logits"]
+clean = model.loss("The capital of France is Paris.")
+steered = model.loss("The capital of France is Paris.", splice={"resid_post.9": added(vector)})
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -26,7 +26,8 @@ from spile.models.forward.weights import LayerSchedule, Params, load_params
 from spile.models.taps import Tap, parse_taps
 from spile.run.devices import prepared_device
 
-Tokens = np.ndarray | Sequence[np.ndarray]  # [rows, seq], or contexts of any lengths
+# [rows, seq], or contexts of any lengths; or texts, which are encoded.
+Tokens = np.ndarray | Sequence[np.ndarray] | str | Sequence[str]
 # By tap: a function of its values [rows, seq, ...], or what to replace them with.
 Splice = Mapping[str, Change | jax.Array | np.ndarray]
 
@@ -44,6 +45,7 @@ class Model:
     ) -> None:
         """Args: as `spile extract` has them; the dtype is float32 on a CPU, bfloat16 elsewhere."""
         checkpoint = open_checkpoint(name, lora)
+        self._name = name
         self._device = prepared_device()
         self._dtype = compute_dtype or ("float32" if self._device.platform == "cpu" else "bfloat16")
         self.arch = checkpoint.arch
@@ -53,6 +55,13 @@ class Model:
         self._params, _ = load_params(checkpoint, self._schedule, head=True, dtype=dtype)
         self._run = jax.jit(self._forward, static_argnames=("taps", "spliced"))
 
+    def __repr__(self) -> str:
+        arch = self.arch
+        return (
+            f"<spile.Model {self._name}: {arch.num_layers} layers, width {arch.width}, "
+            f"{self._dtype} on {self._device.platform}>"
+        )
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text."""
         return self._tokenizer.encode(list(texts))
@@ -61,6 +70,8 @@ class Model:
         self, tokens: Tokens, taps: str = "logits", *, splice: Splice | None = None
     ) -> dict[str, jax.Array]:
         """Every tap's values [rows, seq, ...], by name; beyond a context's end they mean nothing.
+
+        One text is one row. `encode` says which tokens a text has.
 
         A new function in `splice` is a new program: arrays that change from call to call belong
         in a `jax.tree_util.Partial`.
@@ -85,6 +96,10 @@ class Model:
 
     def _padded(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
         """[rows, seq], and which of them are tokens."""
+        if isinstance(tokens, str):
+            tokens = [tokens]
+        if len(tokens) and all(isinstance(context, str) for context in tokens):
+            tokens = self.encode([str(text) for text in tokens])
         lengths = [len(context) for context in tokens]
         if not lengths or not min(lengths) or max(lengths) > self.arch.max_positions:
             raise ConfigError(

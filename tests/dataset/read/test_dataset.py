@@ -581,3 +581,31 @@ def test_documents_are_found_by_their_columns(source: stored.Stored) -> None:
     assert ds.find(tokens=-1) == []
     with pytest.raises(ConfigError, match="no column 'topic' of documents"):
         ds.find(topic="law")
+
+
+def test_batches_can_be_chosen_by_columns_of_documents(tmp_path: Path) -> None:
+    source = stored.copied(tmp_path / "out", keep=("topic",))
+    ds = spile.open(source.path)
+    topics = {row["doc"]: row["topic"] for row in ds.documents().to_pylist()}
+    index = ds.index(0, ds.num_tokens)
+    wanted = next(topic for topic in topics.values() if topic is not None)
+    where = f"pos >= 1 and topic == {wanted!r}"
+    of_topic = np.array([topics[int(doc)] == wanted for doc in index["doc"]])
+    assert 0 < of_topic.sum() < len(index)
+    batches = ds.batches("mlp_out.1", 3, where=where)
+    given = np.concatenate([batch["index"] for batch in batches])
+    expected = index[of_topic & (index["pos"] >= 1)]
+    assert sorted(given.tolist()) == sorted(expected.tolist())
+    state = batches.state_dict()
+    with pytest.raises(ConfigError, match="this state is of another"):
+        ds.batches("mlp_out.1", 3, where=f"topic == {wanted!r}").load_state_dict(state)
+    with pytest.raises(ConfigError, match="holds of no document"):
+        ds.batches("mlp_out.1", 3, where="topic == 'nothing of the kind'")
+    with pytest.raises(ConfigError, match="by `and` alone"):
+        ds.batches("mlp_out.1", 3, where=f"topic == {wanted!r} or pos > 3")
+
+
+def test_several_datasets_are_not_opened_as_one(source: stored.Stored) -> None:
+    paths: Any = [source.path, source.path]
+    with pytest.raises(ConfigError, match=r"takes one dataset, got a list: open each"):
+        spile.open(paths)

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 import tiny
+from spile.core.cache_dir import demo_directory
 from spile.core.errors import InputError
+from spile.models.files import demo
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.demo import demo_model
 
@@ -20,6 +22,10 @@ def test_the_demo_model_is_smollm2_135m() -> None:
     assert (arch.mlp_width, arch.vocab_size, arch.tied_head) == (1536, 49152, True)
     assert (arch.norm_eps, arch.ropes[0].theta, arch.ropes[0].kind) == (1e-5, 1e5, "default")
     assert tiny.num_params(arch, 30, head=True) == 134_515_008
+
+
+def test_its_folder_is_named_after_the_model_and_its_file() -> None:
+    assert demo_directory().name == f"{demo.DEMO_NAME}-{demo._SHA256[:12]}"
 
 
 @pytest.mark.parametrize("variable", ["SPILE_CACHE", "XDG_CACHE_HOME", "HOME"])

@@ -3,17 +3,19 @@
 Row numbers count the dataset's rows in stored order: unit by unit, and within a unit as packed.
 """
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.core.expressions import DocumentFilter, RowFilter, split_condition
 from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
 from spile.core.options import parse_count
 from spile.core.recipe import ResolvedRecipe
@@ -24,7 +26,7 @@ from spile.dataset.ledger import Ledger, Table
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.checked_file import checked
 from spile.dataset.read.latents import Latents, read_latents
-from spile.dataset.read.order import BatchOptions, Normalize, Order, Shuffle
+from spile.dataset.read.order import BatchOptions, Normalize, Order, RowChoice, Shuffle
 from spile.dataset.read.rows import StoredRows, runs
 from spile.dataset.read.window import View
 from spile.dataset.write.documents import joined, read_documents
@@ -33,6 +35,11 @@ from spile.dataset.write.shard import read_tensors
 from spile.dataset.write.statistics import TapStats, merged
 from spile.objects import Objects, open_objects
 from spile.objects.cache import CachedObjects, cached
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from spile.dataset.read.texts import Texts
 
 _TABLES = 2  # of documents, for those who ask for one after another
 
@@ -80,11 +87,14 @@ class Dataset:
         units: Sequence[Done],
         scales: Mapping[str, np.ndarray],
         verify: bool = False,
+        tokenizer: str | None = None,
     ) -> None:
         """Args:
         scales: of each channel, for taps that are stored with them.
         verify: check each file when it is first read.
+        tokenizer: a directory or URL, instead of the model's.
         """
+        self._tokenizer = tokenizer
         self._unchecked, self._verify = objects, verify
         self._objects = checked(objects, units) if verify else objects
         self._stored = StoredRows(self._objects, table, units, scales)
@@ -96,13 +106,16 @@ class Dataset:
         """As another process opens it: the same units, whatever has been done since."""
         kept, scales = self._unchecked, dict(self._stored.scales)
         cache = (kept.folder, kept.most) if isinstance(kept, CachedObjects) else None
-        return _again, (self.url, cache, self._table, self._units, scales, self._verify)
+        parts = self._table, self._units, scales, self._verify, self._tokenizer
+        return _again, (self.url, cache, *parts)
 
     def verified(self) -> "Dataset":
         """The same dataset; each of its files is checked when it is first read."""
         if self._verify:
             return self
-        return Dataset(self._unchecked, self._table, self._units, self._stored.scales, verify=True)
+        return Dataset(
+            self._unchecked, self._table, self._units, self._stored.scales, True, self._tokenizer
+        )
 
     @property
     def taps(self) -> list[str]:
@@ -240,6 +253,39 @@ class Dataset:
             "unusable, none of it kept by --where, or its unit is not done; see `about`)"
         )
 
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer of the model that read the corpus: `ds.tokenizer.decode(ids)`.
+
+        Raises:
+            ConfigError: if it is not on this machine; `spile.open(..., tokenizer=DIR)` names one.
+        """
+        found = self._with_tokenizer.tokenizer
+        assert found is not None
+        return found
+
+    def tokens(self, doc: int) -> list[str]:
+        """The text of each stored token of a document: one for each row of `document(doc)`."""
+        texts = self._with_tokenizer
+        return [piece for run in texts.runs(self.document(doc).index) for piece in run]
+
+    def text(self, doc: int) -> str:
+        """The text of a document's stored tokens, special ones too; `…` where some were dropped."""
+        return self._with_tokenizer.text(self.document(doc).index)
+
+    @property
+    def _with_tokenizer(self) -> "Texts":
+        if self._texts.tokenizer is None:
+            raise ConfigError(
+                f"{self.url}: {self._texts.missing}: open it with tokenizer=DIRECTORY"
+            )
+        return self._texts
+
+    @cached_property
+    def _texts(self) -> "Texts":
+        texts: Any = importlib.import_module("spile.dataset.read.texts")  # (few need a tokenizer)
+        return texts.Texts(self.recipe, self._tokenizer)
+
     def about(self, doc: int) -> dict[str, Any]:
         """What is known of a document of the corpus, read or skipped (and why)."""
         for _, unit, place in self._units_with(doc):
@@ -361,7 +407,8 @@ class Dataset:
             block: consecutive rows that are read together; 256 of a disk, of buckets 8 MiB's worth.
             epochs: each in an order of its own; None: without end.
             where: rows to give, as in "not special and pos >= 1" (see `extract --where`): BOS, EOS
-                and every other special token are `special`.
+                and every other special token are `special`. Columns of documents can be named,
+                too: "topic == 'law' and pos >= 1".
             normalize: by the stored statistics: "mean" is subtracted; "std": and channels divided
                 by their deviation; "norm": rows are multiplied so that they are sqrt(width) long
                 on average. Gives float32 unless `dtype` is given.
@@ -388,7 +435,26 @@ class Dataset:
         names = [taps] if isinstance(taps, str) else list(taps)
         by_name = {name: self.name(name) for name in names}
         view = View(self._stored, by_name, options, self.statistics)
-        return Batches(view, Order(self._stored, options, view.row_bytes), options)
+        order = Order(self._stored, options, view.row_bytes, self._choice(where))
+        return Batches(view, order, options)
+
+    def _choice(self, where: str | None) -> RowChoice | None:
+        """Which rows are given, if `where` names columns of documents."""
+        if where is None:
+            return None
+        rows, documents = split_condition(where, self.document_columns)
+        if documents is None:
+            return None
+        condition = DocumentFilter(documents, "where")
+        for name in condition.columns:
+            if name not in self.document_columns:
+                raise ConfigError(condition.missing(self.url, name, self.document_columns))
+        table = self.documents([*dict.fromkeys(["doc", *condition.columns])])
+        found = [row["doc"] for row in table.to_pylist() if condition.matches(row)]
+        if not found:
+            raise ConfigError(f"where {where!r}: holds of no document of {self.url}")
+        chosen = RowFilter(rows, None) if rows else None
+        return RowChoice(where, chosen, np.sort(np.asarray(found, np.int64)))
 
     def _documents(self, unit: Done) -> Any:
         return self._table_of(unit.documents_table)
@@ -421,12 +487,13 @@ class Dataset:
 
 
 def open_dataset(
-    url: str,
+    url: str | Path,
     *,
     partial: bool = False,
     cache: str | Path | None = None,
     cache_bytes: int | str = "10GiB",
     verify: bool = False,
+    tokenizer: str | None = None,
 ) -> Dataset:
     """Open a finished dataset; with `partial`, whatever units are done so far.
 
@@ -434,10 +501,18 @@ def open_dataset(
         verify: compare each file with its checksum when it is first read: it is read whole then.
         cache: of a bucket, a local folder in which what was read is kept.
         cache_bytes: how much, at most.
+        tokenizer: a directory or URL, for `tokenizer`, `tokens` and `text`; the model's if not
+            given.
 
     Raises:
         StoreError: if there is no dataset, or it is unfinished and `partial` is not given.
     """
+    given = cast(object, url)
+    if not isinstance(given, str | Path):
+        raise ConfigError(
+            f"spile.open takes one dataset, got a {type(given).__name__}: open each, as in "
+            "[spile.open(url) for url in urls]"
+        )
     kept = None
     if cache is not None:
         try:
@@ -455,7 +530,7 @@ def open_dataset(
         known = [unit["id"] for unit in table.units]
         if [unit.unit for unit in units] != known or len({*known}) != len(known):
             raise CorruptError(fmt.MANIFEST, f"names other units than {fmt.UNITS}")
-        return Dataset(objects, table, units, _needed(scales), verify)
+        return Dataset(objects, table, units, _needed(scales), verify, tokenizer)
     done = sorted(ledger.done_units() & {int(unit["id"]) for unit in table.units})
     if not partial and len(done) < len(table.units):
         raise StoreError(
@@ -467,7 +542,8 @@ def open_dataset(
     for record in records:
         if record.fingerprint != table.fingerprint:
             raise CorruptError(fmt.done_key(record.unit), "belongs to another recipe")
-    return Dataset(objects, table, records, _needed(scales) if records else {}, verify)
+    needed = _needed(scales) if records else {}
+    return Dataset(objects, table, records, needed, verify, tokenizer)
 
 
 def _open_objects(url: str, cache: tuple[Path, int] | None) -> Objects:

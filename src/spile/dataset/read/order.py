@@ -139,6 +139,28 @@ def default_block(stored: StoredRows) -> int:
     return max(_BLOCK, _BLOCK_BYTES // max(info.row_bytes for info in stored.table.taps.values()))
 
 
+@dataclass(frozen=True)
+class RowChoice:
+    """Which rows are given: by a condition on rows, by their documents, or both."""
+
+    where: str
+    rows: RowFilter | None
+    documents: np.ndarray | None = None  # ordinals, ascending
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides which rows are given, as JSON."""
+        if self.documents is None:
+            return self.rows.identity if self.rows else {"where": None}
+        digest = xxhash.xxh3_64_hexdigest(self.documents.astype("<i8").tobytes())
+        return {"where": self.where, "documents": digest}
+
+    def mask(self, index: np.ndarray) -> np.ndarray:
+        """True for each entry that is given."""
+        kept = np.ones(len(index), bool) if self.rows is None else self.rows.mask(index)
+        return kept if self.documents is None else kept & np.isin(index["doc"], self.documents)
+
+
 class Order:
     """The order of every epoch's rows, cut into windows.
 
@@ -148,12 +170,23 @@ class Order:
         ends: of an epoch, how many rows have come when each window ends.
     """
 
-    def __init__(self, stored: StoredRows, options: BatchOptions, row_bytes: int) -> None:
-        """`row_bytes`: that a window holds of each row."""
+    def __init__(
+        self,
+        stored: StoredRows,
+        options: BatchOptions,
+        row_bytes: int,
+        choice: RowChoice | None = None,
+    ) -> None:
+        """Args:
+        row_bytes: that a window holds of each row.
+        choice: which rows are given, unless `options.where` says it all.
+        """
+        if choice is None and options.where is not None:
+            choice = RowChoice(options.where, RowFilter(options.where, None))
         self._stored, self._seed, self._shuffle = stored, options.seed, options.shuffle
         self._window = window = options.window_rows(row_bytes)
         self._block = default_block(stored) if options.block is None else options.block
-        self._filter = None if options.where is None else RowFilter(options.where, None)
+        self._filter = choice
         self._counts, self._kept = self._scan()
         self.rows = int(self._counts.sum())
         self.capacity = min(self.rows, window + self._block - 1)

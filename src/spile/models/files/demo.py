@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from spile.core.cache_dir import cache_directory
+from spile.core.cache_dir import cache_directory, demo_directory
 from spile.core.errors import InputError
 from spile.models.files.gguf import convert, require_gguf
 
@@ -35,11 +35,6 @@ _BY_HAND = (
 )
 
 _log = logging.getLogger("spile")
-
-
-def demo_directory() -> Path:
-    """Where the demo model lies, once it is made."""
-    return cache_directory() / f"{DEMO_NAME}-{_SHA256[:12]}"
 
 
 def demo_model() -> Path:

@@ -1,0 +1,98 @@
+"""The text of stored tokens, by the tokenizer of the model that read them. No jax."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from spile.core.cache_dir import demo_directory
+from spile.core.errors import ConfigError, SpileError
+from spile.core.identity import full_digest
+from spile.core.recipe import ResolvedRecipe
+from spile.objects.paths import AnyPath, path_of
+
+_FILES = ("tokenizer.json", "tokenizer_config.json")  # what a recipe's digest is of
+_CUT = "\ufffd"  # what is left of a character whose last token is missing
+_GAP = "…"  # stands for tokens that were not kept
+
+
+class Texts:
+    """A dataset's tokens as text.
+
+    Attributes:
+        tokenizer: None if it cannot be had.
+        missing: the reason, then.
+        note: what is to be known of the one that is used.
+    """
+
+    def __init__(self, recipe: ResolvedRecipe, given: str | None = None) -> None:
+        """`given`: a directory or URL with a tokenizer, to be used instead of the model's.
+
+        Raises:
+            ConfigError: if that holds no tokenizer.
+        """
+        self.tokenizer: Tokenizer | None = None
+        self.missing: str | None = None
+        self.note: str | None = None
+        source = given or recipe.model_source
+        # A store is a stranger's: what it names is read of this machine, and never fetched.
+        if not given and "://" in source:
+            self.missing = f"the model is not on this machine ({source})"
+            return
+        self.folder = folder = demo_directory() if source == "demo" else path_of(source)
+        try:
+            tokenizer = Tokenizer.from_buffer((folder / _FILES[0]).read_bytes())
+        except Exception as error:  # the Rust library raises bare Exception
+            if given:
+                raise ConfigError(f"{given}: no usable tokenizer.json there") from error
+            self.missing = f"no usable tokenizer.json in {source}"
+            return
+        if _differs(folder, recipe):
+            if not given:
+                self.missing = f"{source} holds another tokenizer by now"
+                return
+            self.note = "this tokenizer is not the one that the dataset was made with"
+        self.tokenizer = tokenizer
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text; a character of several tokens is its last one's."""
+        if self.tokenizer is None:
+            return [str(token) for token in ids]
+        pieces: list[str] = []
+        waiting: list[int] = []  # places of tokens whose character has not ended
+        stream = DecodeStream(skip_special_tokens=False)
+        for place, token in enumerate(ids):
+            if self.tokenizer.id_to_token(token) is None:
+                pieces.append(f"⟨{token}⟩")
+                continue
+            try:
+                piece = stream.step(self.tokenizer, token)
+            except Exception:  # a sequence that no text has: such tokens stand alone
+                stream = DecodeStream(skip_special_tokens=False)
+                piece = self.tokenizer.decode([token], skip_special_tokens=False)
+            waiting = [] if piece is not None else [*waiting, place]
+            pieces.append(piece or "")
+        for place in waiting:
+            pieces[place] = _CUT
+        return pieces
+
+    def text(self, index: np.ndarray) -> str:
+        """The tokens as one text, with a gap where some are missing."""
+        return _GAP.join("".join(run) for run in self.runs(index))
+
+    def runs(self, index: np.ndarray) -> Iterable[list[str]]:
+        """The pieces of each run of tokens that follow one another in a document."""
+        breaks = np.flatnonzero(np.diff(index["offset"].astype(np.int64)) != 1) + 1
+        for run in np.split(index["token_id"], breaks):
+            yield self.pieces(run.tolist())
+
+
+def _differs(folder: AnyPath, recipe: ResolvedRecipe) -> bool:
+    known = recipe.model.get("tokenizer")
+    if known is None:
+        return False
+    try:
+        return full_digest(*(p for p in (folder / name for name in _FILES) if p.is_file())) != known
+    except (OSError, SpileError):
+        return True

@@ -1,0 +1,82 @@
+"""Stored tokens as text, by the tokenizer of the model that read them."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import spile
+import stored
+import tiny
+from spile.core.errors import ConfigError
+from spile.core.index import INDEX_DTYPE
+from spile.dataset.read.texts import Texts
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    model = tiny.write_model(folder / "model")
+    (folder / "docs.jsonl").write_text('{"text": "häuser am Fluß 🌊 now"}\n{"text": "two"}\n')
+    spile.extract(
+        spile.Recipe(model=str(model), corpus=str(folder / "docs.jsonl"), taps="embed"),
+        str(folder / "out"),
+    )
+    return folder
+
+
+def test_a_document_is_given_as_text_and_as_pieces_for_each_row(made: Path) -> None:
+    ds = spile.open(made / "out")
+    pieces = ds.tokens(0)
+    assert len(pieces) == len(ds.document(0))
+    assert ds.text(0) == "".join(pieces)
+    assert ds.text(0).endswith("häuser am Fluß 🌊 now")
+    ids = ds.document(0).index["token_id"].tolist()
+    assert ds.tokenizer.decode(ids, skip_special_tokens=False) == ds.text(0)
+    assert pickle.loads(pickle.dumps(ds)).text(1) == ds.text(1)
+
+
+def test_dropped_tokens_are_shown_as_a_gap(made: Path) -> None:
+    ds = spile.open(made / "out")
+    index = ds.document(0).index
+    kept = index[[0, 1, 2, 8, 9]]
+    texts = Texts(ds.recipe)
+    assert list(texts.runs(kept)) == [
+        texts.pieces(index["token_id"][:3].tolist()),
+        texts.pieces(index["token_id"][8:10].tolist()),
+    ]
+    assert list(texts.runs(np.empty(0, INDEX_DTYPE))) == [[]]
+
+
+def test_a_tokenizer_that_is_gone_or_another_is_said_with_what_to_do(
+    made: Path, tmp_path: Path
+) -> None:
+    elsewhere = stored.copied(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"no usable tokenizer.json .*tokenizer=DIRECTORY"):
+        spile.open(elsewhere.path).text(0)
+    with pytest.raises(ConfigError, match=r"no usable tokenizer.json there"):
+        spile.open(elsewhere.path, tokenizer=str(tmp_path)).text(0)
+    given = spile.open(elsewhere.path, tokenizer=str(made / "model"))
+    assert isinstance(given.tokenizer, Tokenizer)
+    doc = int(given.index(0, 1)["doc"][0])
+    assert len(given.tokens(doc)) == len(given.document(doc))
+
+
+def test_a_tokenizer_that_has_changed_is_not_used_unless_asked_for(
+    made: Path, tmp_path: Path
+) -> None:
+    recipe = spile.open(made / "out").recipe
+    other = tiny.write_model(tmp_path / "other")
+    (other / "tokenizer_config.json").write_text('{"bos_token": "<other>"}')
+    object.__setattr__(recipe, "model_source", str(other))
+    found = Texts(recipe)
+    assert found.tokenizer is None and "holds another tokenizer by now" in (found.missing or "")
+    assert Texts(recipe, str(other)).note is not None
+
+
+def test_models_that_are_not_on_this_machine_are_never_fetched(made: Path) -> None:
+    recipe = spile.open(made / "out").recipe
+    object.__setattr__(recipe, "model_source", "hf://someone/model")
+    assert "is not on this machine" in (Texts(recipe).missing or "")
