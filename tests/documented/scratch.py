@@ -23,6 +23,7 @@ from spile.objects import open_objects
 EXTRACT = ["--model", "M", "--corpus", "C", "--taps", "T"]
 FEW = ["--max-docs", "6", "--seq-len", "256"]
 TAPS = "resid_post:9+20,mlp_out:12"  # of the datasets that are there; one a layer
+DEMO_TAPS = "resid_post:9,mlp_out:9"  # `make demo`'s
 # What stands for something of the reader's own, where no file of that name can.
 _PLACEHOLDERS = {
     "T": "resid_post:9", "N": "64", "X": "float32", "SECONDS": "1", "FORMAT": "saelens",
@@ -52,6 +53,7 @@ def write_datasets(model: Path, folder: Path) -> Path:
     corpus = tiny.write_corpus(model.parent / "texts.jsonl", 24)  # the folder is moved
     recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps=TAPS, seq_len=256)
     spile.extract(recipe, str(folder / "acts"))
+    spile.extract(replace(recipe, taps=DEMO_TAPS), str(folder / "demo"))
     saes.write_sae(folder / _SAE, latents=2048)
     encoded = replace(recipe, taps="resid_post:20", encode=str(folder / _SAE), latents=128)
     spile.extract(encoded, str(folder / "latents"))
@@ -109,8 +111,8 @@ class Scratch:
     def prepare(self, own: set[str]) -> None:
         """The datasets that are there before a page begins, which makes `own` itself."""
         for name in (_DEMO, *(name for name in _READY if name not in own)):
-            source = self.made / ("latents" if name == "acts/latents" else "acts")
-            shutil.copytree(source, self.folder / name, dirs_exist_ok=True)
+            source = {_DEMO: "demo", "acts/latents": "latents"}.get(name, "acts")
+            shutil.copytree(self.made / source, self.folder / name, dirs_exist_ok=True)
 
     @functools.cached_property
     def bucket(self) -> str:

@@ -24,7 +24,7 @@ from chaos.harness import files
 from chaos.test_hub import write_tables
 from documented import exceptions, pages
 from documented.pages import Block, Command
-from documented.scratch import Scratch
+from documented.scratch import DEMO_TAPS, Scratch
 from hub_network import Network
 from hub_server import Hub
 from marks import some
@@ -196,6 +196,7 @@ def test_no_two_pages_make_different_datasets_of_one_name() -> None:
     makefile = (pages.ROOT / "Makefile").read_text().replace("\\\n", " ")
     for line in re.findall(r"/(spile extract .*)", makefile):
         text = " ".join(line.replace("$(OUT)", "acts/demo").split())
+        assert f"--taps {DEMO_TAPS} " in text
         made.setdefault("acts/demo", set()).add(text)
     for page in pages.pages():
         for command in (c for block in _shell(page) for c in pages.commands(block)):
