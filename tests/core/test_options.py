@@ -7,7 +7,7 @@ import pytest
 
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
-from spile.core.options import Options, flag_of, option, parse_count, shown
+from spile.core.options import Options, flag_of, listed, option, parse_count, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,3 +105,9 @@ def test_what_is_no_count_is_refused(text: str) -> None:
 def test_a_count_that_is_not_whole_is_refused_rather_than_cut(text: str) -> None:
     with pytest.raises(ConfigError, match="--max-docs must be a whole number"):
         Recipe(max_docs=text)  # type: ignore[arg-type]
+
+
+def test_names_that_a_stranger_chose_fit_in_a_line() -> None:
+    assert listed(["id", "two\nlines"]) == "id, 'two\\nlines'"
+    assert listed([]) == "none" and listed([], "nothing") == "nothing"
+    assert len(listed(["x" * 9999] * 9999)) < 20_000

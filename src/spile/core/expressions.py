@@ -21,6 +21,7 @@ import numpy as np
 
 from spile.core.errors import ConfigError
 from spile.core.index import FIRST, FLAGS, SPECIALS
+from spile.core.options import listed
 
 _MAX_CHARACTERS = 1000
 
@@ -542,7 +543,7 @@ class DocumentFilter:
             hint = f"write {_WORDS[column.lower()]}"
         else:
             hint = f'a text needs quotes: "{column}"'
-        has = ", ".join(names) or "no columns"
+        has = listed(names, "no columns")
         return f"{where}: no column {column!r}, which {self.flag} names; there are {has}; {hint}"
 
     def matches(self, row: Mapping[str, Any], *, untyped: bool = False) -> bool:

@@ -5,6 +5,7 @@ Flags, TOML keys, validation and `--help` all derive from that declaration.
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import field, fields
 from fractions import Fraction
 from typing import Any
@@ -117,3 +118,10 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):  # too many digits for Python, or too deep
         return f"a {type(value).__name__} beyond all measure"
     return text if len(text) <= 200 else text[:199] + "…"
+
+
+def listed(names: Iterable[str], otherwise: str = "none") -> str:
+    """Names that a stranger chose, in a part of a line; the first of many."""
+    every = [*names]
+    some = [name if name.isprintable() and len(name) <= 100 else shown(name) for name in every[:50]]
+    return ", ".join([*some, *(["…"] if len(every) > 50 else [])]) or otherwise

@@ -17,6 +17,7 @@ from spile.core.config import MAX_DOC_BYTES
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.core.expressions import DocumentFilter
 from spile.core.index import DOCUMENT_COLUMNS
+from spile.core.options import listed
 from spile.corpus.chats.pool import RenderPool, made_at
 from spile.corpus.chats.rows import Chats, RowReader, of_program, template_of
 from spile.corpus.documents import CorpusDocument, Documents
@@ -297,7 +298,7 @@ class CorpusReader:
                 rows = "lines" if source.kind == "jsonl" else "elements"
                 raise InputError(
                     f"{source.path}: no key {column!r} in its first {len(records)} {rows}; they "
-                    f"have {', '.join(keys) or 'none'}: {choose}"
+                    f"have {listed(keys)}: {choose}"
                 )
 
     # -- from a file's rows to documents -----------------------------------------------------
@@ -572,7 +573,7 @@ def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None
                 if name not in found:
                     raise InputError(
                         f"{file.path}: no {name!r} in its first documents, which --keep names; "
-                        f"they have {', '.join(sorted(found)) or 'none'}"
+                        f"they have {listed(sorted(found))}"
                     )
 
 

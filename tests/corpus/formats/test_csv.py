@@ -107,7 +107,7 @@ def test_any_bytes_are_read_as_by_the_standard_library(text: str, places: list[i
         (b"a,text\n\n1,2,3\n", "line 3: its number of fields is more than 2, and the first line"),
         (b"a;text\n1;2\n", "seem to be separated by ';'; .csv is read with commas"),
         (b"\na,text\n", "the first line must name the columns; its first line names none"),
-        (b"a,a,text\n1,2,3\n", "2 columns are called 'a'; rename all but one"),
+        (b"a,a,text\n1,2,3\n", "2 columns are called 'a'; rename some"),
         (b"a,text\r1,x\r", "its lines end in CR alone"),
         (b"caf\xe9,text\n1,x\n", "the first line must name the columns; .* is not UTF-8"),
         (b"a,b\n1,2\n", r"which column is the text\? Choose one with --text-column \(a, b\)"),

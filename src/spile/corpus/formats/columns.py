@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spile.core.errors import InputError
+from spile.core.options import listed
 from spile.corpus.documents import OVERSIZED, Oversized
 from spile.objects.paths import AnyPath
 
@@ -179,7 +180,7 @@ def refuse_missing(
 ) -> None:
     for name in columns:
         if name not in present:
-            has = ", ".join(sorted({*present}))
+            has = listed(sorted({*present}))
             near = difflib.get_close_matches(name, present, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InputError(f"{path}: no column {name!r}{why}; it has {has}{hint}")
@@ -222,14 +223,14 @@ def text_column(path: AnyPath, schema: pa.Schema, wanted: str | None) -> str:
     top = [name for name in strings if name in schema.names]
     if wanted is None and len(top) == 1:
         return top[0]
-    listed = ", ".join(strings) or "none"
+    those = listed(strings)
     if wanted is None:
         raise _choice_error(path, schema)
     found = f" but {kinds[wanted]}" if wanted in kinds else ""
     chats = f"; {chats_in([wanted])}" if found and holds_chats(kinds[wanted]) else ""
     raise InputError(
         f"{path}: --text-column {wanted!r} is not a column of strings there{found} "
-        f"(those are: {listed}){chats}"
+        f"(those are: {those}){chats}"
     )
 
 
@@ -239,8 +240,7 @@ def _choice_error(path: AnyPath, schema: pa.Schema) -> InputError:
     chats = [field.name for field in schema if holds_chats(field.type)]
     return InputError(
         f"{path}: which column is the text? Choose one with --text-column "
-        f"(columns of strings: {', '.join(strings) or 'none'})"
-        + (f"; {chats_in(chats)}" if chats else "")
+        f"(columns of strings: {listed(strings)})" + (f"; {chats_in(chats)}" if chats else "")
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spile.core.errors import InputError
+from spile.core.options import listed, shown
 from spile.corpus.files import CorpusFile
 from spile.corpus.formats.columns import refuse_missing
 from spile.corpus.formats.text import refuse_wide
@@ -128,7 +129,7 @@ class CsvHeader:
         if len(named) != 1:
             raise InputError(
                 f"{file.path}: which column is the text? Choose one with --text-column "
-                f"({', '.join(named) or 'its first line names none'})"
+                f"({listed(named)})"
             )
         return named[0]
 
@@ -171,7 +172,9 @@ def _parsed_header(file: CorpusFile, data: bytes, stop: int) -> CsvHeader:
         raise _no_header_error(file, "its first line names none")
     [(name, count)] = Counter(named).most_common(1)
     if count > 1:
-        raise InputError(f"{file.path}: {count} columns are called {name!r}; rename all but one")
+        raise InputError(
+            f"{file.path}: {count} columns are called {shown(name)}; rename all but one"
+        )
     if "\r" in text:
         raise InputError(
             f"{file.path}: its lines end in CR alone; convert it first: tr '\\r' '\\n' < OLD > NEW"

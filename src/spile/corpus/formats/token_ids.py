@@ -12,6 +12,7 @@ import numpy as np
 
 from spile.core.config import MAX_DOC_BYTES, Recipe, flag_of
 from spile.core.errors import ConfigError, InputError
+from spile.core.options import listed
 from spile.core.recipe import ResolvedRecipe
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import CorpusFile
@@ -216,7 +217,7 @@ def _found(recipe: Recipe, files: list[CorpusFile]) -> str | None:
     if strings or len(lists) > 1:
         raise InputError(
             f"{table.path}: which column is the corpus? Choose token ids with --tokens-column "
-            f"({', '.join(lists)}) or a text with --text-column ({', '.join(strings) or 'none'})"
+            f"({listed(lists)}) or a text with --text-column ({listed(strings)})"
         )
     return lists[0]
 
