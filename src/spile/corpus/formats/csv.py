@@ -172,9 +172,7 @@ def _parsed_header(file: CorpusFile, data: bytes, stop: int) -> CsvHeader:
         raise _no_header_error(file, "its first line names none")
     [(name, count)] = Counter(named).most_common(1)
     if count > 1:
-        raise InputError(
-            f"{file.path}: {count} columns are called {shown(name)}; rename all but one"
-        )
+        raise InputError(f"{file.path}: {count} columns are called {shown(name)}; rename some")
     if "\r" in text:
         raise InputError(
             f"{file.path}: its lines end in CR alone; convert it first: tr '\\r' '\\n' < OLD > NEW"
