@@ -32,7 +32,8 @@ def test_an_empty_out_is_refused() -> None:
 
 
 def outcome(**changes: Any) -> Outcome:
-    values: dict[str, Any] = {"rows": 90, "tokens": 100, "documents": 5, "bytes": 2000}
+    values: dict[str, Any] = {"out": "acts", "rows": 90, "tokens": 100, "documents": 5}
+    values |= {"bytes": 2000}
     values |= {"units": 2, "units_total": 2, "skipped": {}, "estimate": NO_ESTIMATE}
     return Outcome(**{**values, **changes})
 
@@ -40,14 +41,30 @@ def outcome(**changes: Any) -> Outcome:
 def test_the_summary_says_what_was_made_and_what_to_do_next() -> None:
     lines = extract_summary("my acts", outcome(), Counters()).splitlines()
     assert lines[0] == "my acts: 5 documents, 90 rows per tap (of 100 tokens), 2.0 kB in 2 units"
-    assert [line.split()[0] for line in lines[1:]] == ["look", "verify", "read"]
-    assert lines[1].endswith("status 'my acts'") and lines[2].endswith("verify 'my acts'")
+    assert [line.split()[0] for line in lines[1:]] == ["see", "verify", "read"]
+    assert lines[1].endswith("serve 'my acts'") and lines[2].endswith("verify 'my acts'")
+    one = outcome(documents=1, rows=1, tokens=1, units=1, units_total=1)
+    told = extract_summary("acts", one, Counters()).splitlines()[0]
+    assert told == "acts: 1 document, 1 row per tap, 2.0 kB in 1 unit"
+
+
+def test_the_device_never_waits_while_it_computes() -> None:
+    counters = Counters()
+    counters.add(device_busy=10.0, device_idle=0.0, waited_for_text=5.4, reading=1.0, prepared=9)
+    line = extract_summary("acts", outcome(), counters).splitlines()[1]
+    assert "computed for 100.0% of 10.0 s and waited for text for 0.0%" in line
 
 
 def test_what_is_missing_is_said_with_the_reason() -> None:
     made = outcome(units=1, skipped={"no tokens": 3}, truncated={"resid_post_latents.0": 4})
     lines = extract_summary("acts", made, Counters()).splitlines()
-    assert lines[1].startswith("ended by --max-bytes with 1 of 2 units")
+    assert lines[1].startswith("--max-bytes ended it after 1 of 2 units")
     assert lines[2] == "left out: 3 no tokens"
-    assert lines[3].startswith("resid_post_latents.0: of 4 rows more latents were active")
+    assert lines[3].startswith("resid_post_latents.0: in 4 rows more latents were active")
     assert lines[-2].endswith("verify acts --partial") and "partial=True" in lines[-1]
+
+
+def test_an_outcome_is_short_when_printed() -> None:
+    assert repr(outcome()) == (
+        "<acts: 90 rows per tap of 5 documents, 2.0 kB in 2 units; spile.open('acts') reads it>"
+    )

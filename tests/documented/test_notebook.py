@@ -33,7 +33,10 @@ def test_the_notebook_finds_a_feature(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    _, extracted, trained, _, shown = map(printed, code_cells(path))
+    cells = code_cells(path)
+    displayed = [o["data"] for cell in cells for o in cell["outputs"] if "data" in o]
+    assert any("100%" in "".join(data.get("text/plain", "")) for data in displayed), displayed
+    _, extracted, trained, _, shown = map(printed, cells)
     assert "rows of 576 values, 16 documents" in extracted
     errors = [float(line.rpartition(" ")[2]) for line in trained.splitlines()]
     assert errors[-1] < 0.5 < errors[0]

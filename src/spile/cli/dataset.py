@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spile.cli.flags import Verbs
-from spile.cli.style import size
 from spile.core.config import Recipe, Runtime, parse_count
 from spile.core.errors import ConfigError, SpileError, printable
+from spile.core.humanize import size
 
 if TYPE_CHECKING:
     from spile.dataset.maintain.compact import Compacted
@@ -69,10 +69,10 @@ def add_verify(verbs: Verbs) -> None:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    from spile.cli.progress import counted
     from spile.dataset.maintain.signature import read_signed
     from spile.dataset.maintain.verify import Journal, verify
     from spile.objects import open_objects
+    from spile.run.display import counted
 
     objects = open_objects(arguments.out)
     signers = Path(arguments.signers) if arguments.signers else None
@@ -112,9 +112,9 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def _repair(arguments: argparse.Namespace, objects: "Objects", report: "Report") -> "Repaired":
     """Make again what an audit found damaged, and say what was made."""
-    from spile.cli.progress import progress
     from spile.metrics import Counters
     from spile.objects import open_objects
+    from spile.run.display import progress
     from spile.run.repair import repair
 
     if not arguments.json:
@@ -192,9 +192,9 @@ def add_sign(verbs: Verbs) -> None:
 
 
 def sign(arguments: argparse.Namespace) -> int:
-    from spile.cli.progress import counted
     from spile.dataset.maintain.signature import sign
     from spile.objects import open_objects
+    from spile.run.display import counted
 
     with counted("files", quiet=arguments.json) as progress:
         made = sign(
@@ -224,9 +224,9 @@ def add_gc(verbs: Verbs) -> None:
 
 
 def gc(arguments: argparse.Namespace) -> int:
-    from spile.cli.progress import counted
     from spile.dataset.maintain.gc import collect_garbage
     from spile.objects import open_objects
+    from spile.run.display import counted
 
     objects = open_objects(arguments.out)
     with counted("orphans", quiet=arguments.json) as progress:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from spile import __version__
 from spile.cli.flags import Verbs
-from spile.cli.style import size
 from spile.core.cache_dir import cache_directory
 from spile.core.errors import SpileError
+from spile.core.humanize import size
 
 # Extra, the package that shows that it is installed, what it is for.
 _EXTRAS = (

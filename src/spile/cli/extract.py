@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spile.cli.flags import TAPS_HELP, Verbs, add_options
-from spile.cli.style import compared, formatter, lasting, program, size, skipped
+from spile.cli.style import formatter, program, skipped
 from spile.core.config import RayOptions, Recipe, Runtime, build, load_toml
 from spile.core.errors import ConfigError, Interrupted
+from spile.core.humanize import compared, lasting, plural, size
 
 if TYPE_CHECKING:
     from spile.dataset.ledger import Prediction
@@ -122,9 +123,9 @@ def _extraction(arguments: argparse.Namespace) -> _Extraction:
 
 
 def extract(arguments: argparse.Namespace) -> int:
-    from spile.cli.progress import progress
     from spile.metrics import Counters
     from spile.run.child import accompany, is_child
+    from spile.run.display import progress
 
     asked = _extraction(arguments)
     rank, out = asked.rank, asked.out
@@ -190,28 +191,24 @@ def extract_summary(out: str, outcome: "Outcome", counters: "Counters") -> str:
     """What was made, and how to look at it, verify it and read it."""
     # The script beside the interpreter: argv[0] is no program under `python -m spile.cli`.
     spile = program("spile", str(Path(sys.executable).with_name("spile")))
-    python = program("python", sys.executable)
     quoted = shlex.quote(out)
     part = "" if outcome.complete else ", partial=True"
-    read = (
-        f"import spile; ds = spile.open({out!r}{part}); print(ds.taps, ds.read(ds.taps[0], 0, 4))"
-    )
+    of_tokens = f" (of {outcome.tokens:,} tokens)" if outcome.rows < outcome.tokens else ""
     lines = [
-        f"{out}: {outcome.documents:,} documents, {outcome.rows:,} rows per tap"
-        + (f" (of {outcome.tokens:,} tokens)" if outcome.rows < outcome.tokens else "")
-        + ", "
-        f"{size(outcome.bytes)} in {outcome.units} units"
+        f"{out}: {plural(outcome.documents, 'document')}, {plural(outcome.rows, 'row')} per tap"
+        f"{of_tokens}, {size(outcome.bytes)} in {plural(outcome.units, 'unit')}"
     ]
     if not outcome.complete:
         lines.append(
-            f"ended by --max-bytes with {outcome.units} of {outcome.units_total} units; the same "
-            "command with more of them goes on"
+            f"--max-bytes ended it after {outcome.units} of {outcome.units_total} units; the same "
+            "command with a larger --max-bytes continues"
         )
     if outcome.skipped:
         lines.append(f"left out: {skipped(outcome.skipped)}")
     for tap, rows in outcome.truncated.items():
         lines.append(
-            f"{tap}: of {rows:,} rows more latents were active than were kept; --latents keeps more"
+            f"{tap}: in {plural(rows, 'row')} more latents were active than were kept; a larger "
+            "--latents keeps more"
         )
     if outcome.prediction:
         lines.append(f"predicted: {_outcome_of(outcome, outcome.prediction, counters)}")
@@ -220,12 +217,13 @@ def extract_summary(out: str, outcome: "Outcome", counters: "Counters") -> str:
         lines.append(
             f"the device computed for {rates['computed_share']:.1%} of "
             f"{rates['device_seconds']:.1f} s and waited for text for "
-            f"{rates['waited_for_text_share']:.1%}; text came at {rates['text_rate']:,.0f} tok/s"
+            f"{rates['waited_for_text_share']:.1%}; text came at "
+            f"{rates['text_rate'] or 0:,.0f} tok/s"
         )
     lines += [
-        f"  look    {spile} status {quoted}",
+        f"  see     {spile} serve {quoted}",
         f"  verify  {spile} verify {quoted}{'' if outcome.complete else ' --partial'}",
-        f"  read    {python} -c {shlex.quote(read)}",
+        f"  read    import spile; ds = spile.open({out!r}{part})",
     ]
     return "\n".join(lines)
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spile.cli.flags import Verbs
-from spile.cli.style import compared, lasting, short, size, skipped
+from spile.cli.style import skipped
 from spile.core.errors import ConfigError
+from spile.core.humanize import compared, lasting, short, size
 
 if TYPE_CHECKING:
     from spile.status.listing import ListedFile

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spile.cli.flags import TAPS_HELP, Verbs
-from spile.cli.style import size
 from spile.core.config import STORE_DTYPES, Recipe, Runtime
 from spile.core.errors import ConfigError, InputError, SpileError
+from spile.core.humanize import size
 
 if TYPE_CHECKING:
     from spile.check.compare import CheckReport
@@ -230,8 +230,8 @@ def add_fetch(verbs: Verbs) -> None:
 
 
 def fetch(arguments: argparse.Namespace) -> int:
-    from spile.cli.progress import counted
     from spile.plan.fetch import fetch
+    from spile.run.display import counted
 
     with counted("files", quiet=arguments.json) as progress:
         made = fetch(

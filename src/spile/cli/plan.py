@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from spile.cli.extract import add_recipe_flags, given
 from spile.cli.flags import TAPS_HELP, Verbs
-from spile.cli.style import lasting, size
 from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
+from spile.core.humanize import lasting, size
 
 if TYPE_CHECKING:
     from spile.compile.step import Compiled

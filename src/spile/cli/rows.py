@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from spile.cli.flags import Verbs, add_listening, listen_address
-from spile.cli.style import size
 from spile.core.config import Runtime, parse_count
 from spile.core.errors import ConfigError, Interrupted, SpileError, printable
+from spile.core.humanize import size
 
 if TYPE_CHECKING:
     from spile.dataset.maintain.shuffle import Shuffled

@@ -62,12 +62,15 @@ class Counters:
 
     def rates(self) -> dict[str, float | None]:
         """How fast text was made ready, tokens a second; and of the time from the first step to the
-        last, the shares in which the device computed, and waited for text."""
+        last, the shares in which the device computed, and stood idle for want of text."""
         span = self["device_busy"] + self["device_idle"]
         spent = self["reading"] + self["preparing"]
         return {
             "text_rate": self["prepared"] / spent if spent else None,
             "device_seconds": span,
             "computed_share": self["device_busy"] / span if span else None,
-            "waited_for_text_share": min(1.0, self["waited_for_text"] / span) if span else None,
+            # (Whoever feeds the device may wait for text while it has steps to compute still.)
+            "waited_for_text_share": min(self["device_idle"], self["waited_for_text"]) / span
+            if span
+            else None,
         }

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import spile
 from spile.core.config import Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError, InputError, Interrupted, StoreError
+from spile.core.humanize import plural, size
 from spile.core.recipe import latent_names
 from spile.core.threads import mapped
 from spile.corpus.pack import Batch, PackedUnit
@@ -57,6 +58,7 @@ from spile.plan.job import ExtractionJob
 from spile.plan.resolve import resolve, store_table
 from spile.run.calibrate import channel_scales
 from spile.run.devices import memory_limit, memory_used, peak_flops, prepared_device
+from spile.run.display import in_notebook, progress
 from spile.run.pipeline import Worker
 from spile.run.profile import Profile, ProfiledStep
 from spile.run.progress import reporting
@@ -73,6 +75,7 @@ _ECHO_SECONDS = 1.0  # within which a signal is the same one again
 class Outcome:
     """What a finished run made."""
 
+    out: str
     rows: int
     tokens: int
     documents: int
@@ -89,6 +92,14 @@ class Outcome:
         """All of it; less only where `--max-bytes` ended it."""
         return self.units == self.units_total
 
+    def __repr__(self) -> str:
+        part = "" if self.complete else ", partial=True"
+        return (
+            f"<{self.out}: {plural(self.rows, 'row')} per tap of "
+            f"{plural(self.documents, 'document')}, {size(self.bytes)} in "
+            f"{plural(self.units, 'unit')}; spile.open({self.out!r}{part}) reads it>"
+        )
+
 
 def extract(
     recipe: Recipe,
@@ -103,6 +114,8 @@ def extract(
     ledger: Ledger | None = None,
 ) -> Outcome:
     """Make the dataset, or continue it; returns when every unit is done, or `max_bytes` are.
+
+    In a notebook it shows its progress, unless `counters` or `on_start` are given.
 
     SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
     joined (`run/rank.py`) each of them calls this, and what one fails with all of them raise.
@@ -128,10 +141,12 @@ def extract(
             presence.tell(world={"coordinator": rank.coordinator, "process": rank.process})
             presence.start()  # before joining: should that fail, it says who had come
             world = join(rank, runtime, stop)
+        shows_itself = in_notebook() and counters is None and on_start is None
+        counters = counters or Counters()
         try:
-            counters = counters or Counters()
             run = Extraction(ledger, runtime, world, presence, counters, stop, share, pick)
-            outcome = run.extract(recipe, on_start)
+            with progress(counters, quiet=not shows_itself) as shown:
+                outcome = run.extract(recipe, on_start or shown)
             world.close()
         except BaseException as error:
             first = world.failed(error)
@@ -399,6 +414,7 @@ def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -
             f"the corpus holds no usable document ({reasons}); run another recipe with --restart"
         )
     return Outcome(
+        out=ledger.objects.url,
         rows=manifest["rows"],
         tokens=manifest["tokens"],
         documents=manifest["documents"],

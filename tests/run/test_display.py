@@ -14,15 +14,16 @@ from pathlib import Path
 
 import pytest
 
+import spile
 import tiny
 import zygote
 from chaos.harness import Work
-from spile.cli.progress import ProgressLine
 from spile.metrics import Counters
+from spile.run.display import ProgressLine
 
 # The command, which says how it goes more often than every ten seconds.
 OFTEN = (
-    "import sys, spile.cli.progress as shown; shown._PLAIN_SECONDS = 0.02; "
+    "import sys, spile.run.display as shown; shown._PLAIN_SECONDS = 0.02; "
     "import spile.cli; spile.cli.main()"
 )
 
@@ -124,3 +125,30 @@ def test_a_terminal_of_eighty_columns_sees_one_line(
     lines = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
     moving = [line for line in lines if line[0] in "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"]
     assert moving and all(len(line.rstrip()) <= 80 for line in moving), lines
+
+
+def test_a_notebook_shows_one_line_that_changes_below_the_cell(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(`tests/documented/test_notebook.py` runs a real kernel.)"""
+    lines: list[str] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], *, raw: bool) -> None:
+            lines.append(data["text/plain"])
+
+    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
+        lines.append(data["text/plain"])
+        return Handle()
+
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr("builtins.get_ipython", lambda: shell, raising=False)
+    monkeypatch.setattr("IPython.display.display", display)
+    corpus = tiny.write_corpus(tmp_path / "docs.jsonl", 5)
+    recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps="embed")
+    outcome = spile.extract(recipe, str(tmp_path / "out"))
+    assert lines[0] == "loading and compiling" and "100%" in lines[-1] and "5 docs" in lines[-1]
+    assert repr(outcome).endswith(f"spile.open({str(tmp_path / 'out')!r}) reads it>")
+    lines.clear()
+    spile.extract(recipe, str(tmp_path / "again"), counters=Counters())
+    assert not lines

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spile.cli.style import clock, compared, lasting, short
+from spile.core.humanize import clock, compared, lasting, plural, short
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,9 @@ def test_times() -> None:
 def test_what_came_is_compared_with_what_was_expected() -> None:
     assert compared(100, 103) == "+3.0%" and compared(200, 150) == "-25.0%"
     assert compared(0, 0) == "0%" and compared(0, 5) == "none was expected"
+
+
+def test_one_is_singular() -> None:
+    assert [plural(n, "unit") for n in (0, 1, 2, 1024)] == [
+        "0 units", "1 unit", "2 units", "1,024 units",
+    ]  # fmt: skip

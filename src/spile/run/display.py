@@ -1,5 +1,8 @@
-"""The progress of a run: a line that moves on a terminal, plain or JSON lines elsewhere."""
+"""The progress of a run: a line that moves, on a terminal or below a notebook's cell; plain or
+JSON lines elsewhere. No jax."""
 
+import builtins
+import importlib
 import logging
 import os
 import shutil
@@ -16,7 +19,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from spile.cli.style import FIELDS, clock, short, size
+from spile.core.humanize import FIELDS, clock, short, size
 from spile.metrics import Counters
 from spile.run.progress import Meter, MeterReading
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("spile.progress")
 _PLAIN_SECONDS = 10.0  # between lines where there is no terminal
 _LIVE_SECONDS = 0.25
+_CELL_SECONDS = 1.0
+_CELL_WIDTH = 100  # characters
 _QUEUES = ("text", "device", "write", "commit")
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 OnStart = Callable[[object, "Estimate"], None]
@@ -44,6 +49,8 @@ def progress(
 
     def on_start(job: object, cost: "Estimate") -> None:
         show = _live if sys.stderr.isatty() and not as_json else _plain
+        if in_notebook():
+            show = _in_cell
         shown = ProgressLine(counters, cost.remaining_tokens)
         thread = threading.Thread(target=show, args=(shown, stop), daemon=True)
         threads.append(thread)
@@ -139,6 +146,21 @@ def _live(shown: ProgressLine, stop: threading.Event) -> None:
             width = console.width - 3
             line = f"{_SPINNER[turn % len(_SPINNER)]} {shown.line(width)}"
             live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
+
+
+def _in_cell(shown: ProgressLine, stop: threading.Event) -> None:
+    """Below the cell, in one line that changes. (rich would want ipywidgets for that.)"""
+    display: Any = importlib.import_module("IPython.display").display
+    handle = display({"text/plain": shown.line(_CELL_WIDTH)}, raw=True, display_id=True)
+    for _ in _turns(stop, _CELL_SECONDS):
+        handle.update({"text/plain": shown.line(_CELL_WIDTH)}, raw=True)
+    handle.update({"text/plain": shown.line(_CELL_WIDTH)}, raw=True)
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's."""
+    shell = getattr(builtins, "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 def _plain(shown: ProgressLine, stop: threading.Event) -> None:
