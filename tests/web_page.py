@@ -193,14 +193,30 @@ def build_latents(path: Path, model: Path, documents: Sequence[str], **options: 
 
 
 def build_large(path: Path, rows: int = 1 << 20, documents: int = 2048) -> Built:
-    """A million tokens, in eight units."""
+    """A million tokens, in eight units; of one tap, 8 of 16,384 latents."""
     rng = np.random.default_rng(0)
     length, each = rows // documents, documents // 8
     ids = rng.integers(0, 256, (8, each, length), dtype=np.int32)
     previews = [[f"text {unit * each + n}" for n in range(each)] for unit in range(8)]
     units = [[*part] for part in ids]
-    taps = {"resid_post.0": 32, "resid_post.1": 32}
-    return build(path, units, previews, taps=taps, dtype="bfloat16", seq_len=512)
+    taps: stored.Taps = {
+        "resid_post.0": 32,
+        "resid_post.1": 32,
+        "mlp_out_latents.0": TapInfo((8,), "bfloat16", latents=1 << 14),
+        "mlp_out_latent_ids.0": TapInfo((8,), "int16", latents=1 << 14),
+    }
+
+    def planted_rows(tap: str, width: int, index: np.ndarray) -> np.ndarray:
+        if "latent" not in tap:
+            return planted(tap, width, index)
+        rng = np.random.default_rng(int(index["doc"][0]))
+        ids = rng.integers(0, 1 << 11, (len(index), 8)) * 8 + np.arange(8)  # differ within a row
+        return ids if "ids" in tap else -np.sort(-rng.exponential(3, (len(index), 8)))
+
+    return build(
+        path, units, previews, taps=taps, rows=planted_rows, dtype="bfloat16", seq_len=512,
+        encode={"mlp_out.0": "topk 16384"},
+    )  # fmt: skip
 
 
 # -- the server ------------------------------------------------------------------------------

@@ -575,6 +575,8 @@ _REQUESTS = [
     "GET /api/document?doc=0&tap=logprob&by=channel&channel=0&start=0&count=9 HTTP/1.0\r\n"
     "Host: localhost\r\n\r\n",
     "GET /api/top?tap=embed&channel=1&end=low HTTP/1.0\r\nHost: 127.0.0.1:80\r\n\r\n",
+    "GET /api/token?doc=0&token=1&tap=logprob HTTP/1.0\r\nHost: localhost\r\n\r\n",
+    "GET /api/latents?by=fires&tap=embed HTTP/1.0\r\nHost: localhost\r\n\r\n",
     "GET /api/projection?method=pca&first=without HTTP/1.0\r\nHost: [::1]\r\n\r\n",
     "GET /api/channels?by=kurtosis HTTP/1.0\r\nHost: localhost\r\nCookie: a=b\r\n\r\n",
     "HEAD / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",

@@ -233,7 +233,9 @@ def test_a_million_tokens_are_answered_for_at_once(
         assert server.api("dataset")["rows"] == 1 << 20
         asked = [*API, "documents?start=2000", "documents?q=text%2017", "documents?q=ab",
                  "document?doc=1700&by=channel&channel=3", "top?channel=9&end=low",
-                 "channels?by=kurtosis&tap=resid_post.1"]  # fmt: skip
+                 "channels?by=kurtosis&tap=resid_post.1", "latents", "latents?by=fires",
+                 "top?tap=mlp_out.0&latent=77", "token?doc=1700&token=9",
+                 "document?doc=1700&tap=mlp_out.0&by=latent&latent=77"]  # fmt: skip
         for name in ("similarity", "projection"):
             server.wait(name, lambda told: not told["making"])
         took: dict[str, float] = {}

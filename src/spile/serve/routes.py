@@ -63,6 +63,7 @@ class Answers:
             unit["id"]: sum(count for _, count in fmt.doc_runs(unit))
             for unit in Ledger(objects).table().units
         }
+        self._units = len(counts)
         self._finder = Finder(self.explorer, counts)
         self._cache = BackgroundCache()
         self.history = RunHistory(objects, self._reopen)
@@ -262,8 +263,9 @@ class Answers:
         def truncated() -> Ready:
             return Ready(dataset.statistics(tap).truncated)
 
-        # A file of each unit holds it: read in the background.
-        cut = self._cache.ask(("truncated", tap), len(dataset.units), truncated)["value"]
+        # A file of each unit holds it: read in the background, and once, when all are there.
+        complete = len(dataset.units) == self._units
+        cut = self._cache.ask(("truncated", tap), 1, truncated)["value"] if complete else None
         return {
             "tap": tap,
             "by": by,
