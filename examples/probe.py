@@ -1,6 +1,6 @@
 """A linear probe: what can be read off a tap's rows about the document they are of.
 
-    spile extract --model demo --corpus demo --keep year --taps resid_post:9 --out acts/demo
+    spile extract --model demo --corpus demo --taps resid_post:9 --out acts/demo
     python examples/probe.py acts/demo --tap resid_post.9 --label 'year >= 1900'
 
 The label is a condition over the columns kept from the corpus, written as for --filter:

@@ -11,22 +11,24 @@ import pytest
 import spile
 from chaos.harness import check_refused, run
 from e2e.test_selection import ROWS, extracted, write
+from marks import some
 
 
 def documents(out: Path) -> list[dict[str, Any]]:
     return spile.open(str(out)).documents().to_pylist()
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_documents_keep_their_id_and_a_preview(kind: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", some(["parquet", "jsonl", "csv"], "parquet", "csv"))
+def test_documents_keep_their_labels_and_a_preview(kind: str, model: Path, tmp_path: Path) -> None:
     extracted(model, write(tmp_path, kind), tmp_path / "out", unit_tokens=1500, preview=12)
     dataset = spile.open(str(tmp_path / "out"))
-    assert dataset.recipe.keep == ("id",)
-    told = dataset.documents(["doc", "id", "preview", "skipped"]).to_pylist()
+    assert dataset.recipe.keep == ("id", "language", "score")
+    told = dataset.documents(["doc", *dataset.recipe.keep, "preview", "skipped"]).to_pylist()
     assert told == [
-        {"doc": n, "id": row["id"], "preview": row["text"][:12], "skipped": None}
+        {"doc": n, **{name: row[name] for name in dataset.recipe.keep},
+         "preview": row["text"][:12], "skipped": None}
         for n, row in enumerate(ROWS)
-    ]
+    ]  # fmt: skip
     assert dataset.document(7).about["id"] == "doc-7"
 
 
@@ -95,7 +97,8 @@ def test_arc_documents_know_task_and_augmentation(model: Path, tmp_path: Path) -
 def test_a_run_goes_on_with_the_columns_it_began_with(model: Path, tmp_path: Path) -> None:
     corpus, out = write(tmp_path, "jsonl"), tmp_path / "out"
     extracted(model, corpus, out, keep="language,id", preview=0)
-    assert run("extract", "--out", out).code == 0
+    assert run("extract", "--out", out).code == 0, "whatever is kept of others by default"
+    assert spile.open(str(out)).recipe.keep == ("id", "language")
     assert run("extract", "--out", out, "--keep", "id,language", "--preview", "0").code == 0
     check_refused(run("extract", "--out", out, "--keep", "id"), 2, "keep", "language")
     check_refused(run("extract", "--out", out, "--preview", "9"), 2, "preview")

@@ -51,7 +51,7 @@ OTHER: dict[str, tuple[Any, str, str]] = {
     "min_tokens": (2, "None", "2"),
     "max_doc_tokens": (500, "None", "500"),
     "max_doc_bytes": (1000, "67108864", "1000"),
-    "keep": ("url", "[]", "['url']"),
+    "keep": ("url", "['body']", "['url']"),
     "preview": (0, "200", "0"),
     "max_docs": (11, "12", "11"),
     "max_tokens": (700, "600", "700"),

@@ -12,6 +12,7 @@ import tiny
 from spile.core.config import Recipe, Runtime
 from spile.corpus.units import Unit
 from spile.dataset.ledger import Ledger
+from spile.dataset.write.shard import read_tensors
 from spile.objects import open_objects
 from spile.plan import survey as surveying
 from spile.plan.estimate import estimate
@@ -48,6 +49,10 @@ def test_a_corpus_that_was_read_whole_is_known_to_the_last_byte(
     made = spile.extract(recipe, str(tmp_path / "out"), RUNTIME)
     assert (cost.tokens, cost.rows, cost.total_bytes) == (made.tokens, made.rows, made.bytes)
     assert cost.remaining_bytes == made.bytes and cost.remaining_tokens == made.tokens
+    done = [ledger.read_done(unit) for unit in ledger.done_units()]
+    stored = [read_tensors(ledger.objects, each.documents_table.key) for each in done if each]
+    kept = sum(a.nbytes for table in stored for name, a in table.items() if "kept/" in name)
+    assert cost.kept_bytes == kept > 0
     # What is done is counted by its records.
     found = survey(job, ledger, RUNTIME)
     cost = estimate(

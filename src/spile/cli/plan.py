@@ -15,6 +15,7 @@ from spile.cli.flags import TAPS_HELP, Verbs
 from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
 from spile.core.humanize import lasting, size
+from spile.core.options import listed
 
 if TYPE_CHECKING:
     from spile.compile.step import Compiled
@@ -250,6 +251,7 @@ def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str,
         *((f"  {tap}", size(b)) for tap, b in cost.bytes_per_tap.items()),
         ("  index", size(cost.index_bytes)),
         ("  headers, statistics, documents", size(cost.overhead_bytes)),
+        *([("    columns kept of documents", _kept(recipe, cost))] if recipe["keep"] else []),
         ("to store", _stored(cost, recipe["store_dtype"])),
         *((f"  as {d}", size(b)) for d, b in cost.bytes_by_dtype.items() if d != chosen),
         *_compressed(cost, chosen),
@@ -259,6 +261,11 @@ def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str,
         ("memory per device", size(cost.device_bytes)),
         ("memory on the host", size(cost.host_bytes)),
     ]
+
+
+def _kept(recipe: Mapping[str, Any], cost: "Estimate") -> str:
+    """What --keep stores, named or by default, and what that takes."""
+    return f"{size(cost.kept_bytes)}: {listed(recipe['keep'])}"
 
 
 def _print_rows(rows: Iterable[tuple[str, str]]) -> None:

@@ -160,8 +160,9 @@ class Recipe(Options):
     )
     keep: str | None = option(
         None,
-        "columns or keys to keep of each document, comma separated, or none [id and url, where "
-        "they are; all that a program says of its documents]",
+        "columns or keys to keep of each document, comma separated, or none [id, url, and up to 32 "
+        "of numbers, booleans or texts of at most 64 characters; all that a program says of its "
+        "documents]",
     )
     preview: int | None = option(
         None, "characters of each document's text to keep [200]", kind="count", minimum=0

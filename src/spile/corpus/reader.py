@@ -5,25 +5,22 @@ without parsing. Documents that cannot be used (empty, null, not UTF-8) are coun
 """
 
 import json
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any, BinaryIO, cast
 
 from spile.core.config import MAX_DOC_BYTES
-from spile.core.errors import ConfigError, DataError, InputError
+from spile.core.errors import DataError, InputError
 from spile.core.expressions import DocumentFilter
-from spile.core.index import DOCUMENT_COLUMNS
 from spile.core.options import listed
 from spile.corpus.chats.pool import RenderPool, made_at
 from spile.corpus.chats.rows import Chats, RowReader, of_program, template_of
 from spile.corpus.documents import CorpusDocument, Documents
 from spile.corpus.files import CorpusFile, Span
 from spile.corpus.formats import arrow, parquet
-from spile.corpus.formats.columns import chats_in, is_chat, value_at
+from spile.corpus.formats.columns import chats_in, is_chat, text_column, value_at
 from spile.corpus.formats.csv import (
     CsvHeader,
     RecordEnds,
@@ -46,10 +43,6 @@ _LINES = ("jsonl", "text")
 _LONGEST_LINE = 1 << 20  # bytes of a sample that is one line
 DUPLICATE = "duplicate"
 MOST_CHARACTERS = 1 << 28  # kept of the documents of a unit
-_DEFAULT_KEEP = ("id", "url")
-_KEEP_NONE = "none"
-_SAMPLED_FILES = 4
-_KEY_BYTES = 8192  # of a key, more than --filter can name, and the white space after it
 
 
 @dataclass(frozen=True)
@@ -179,7 +172,7 @@ class CorpusReader:
             left, size, documents = _SAMPLE_ROWS, 0, list[CorpusDocument]()
             for group, each in source.groups(file, self.options.text_column, self._own_columns()):
                 part = group.part(0, min(group.count, left))
-                documents += self._documents(part)
+                documents += self._rendered(self._of_table(source, part), render)
                 left, size = left - part.count, size + each * part.count // max(1, group.count)
                 if not left:
                     break
@@ -264,6 +257,18 @@ class CorpusReader:
         documents, _ = self.sample(file, render=False)
         rows = [document.columns or {} for document in documents.every]
         return [*dict.fromkeys(name for row in rows for name in row)]
+
+    def made_of(self, file: int) -> set[str]:
+        """The columns of a file that documents are made of."""
+        source, wanted = self.files[file], self.options.text_column
+        if self._reading:
+            return {*self._reading.columns}
+        if source.is_table:
+            return {text_column(source.path, source.schema(), wanted)}
+        if source.is_csv:
+            header = self._header(source)
+            return {header.text_column(source, wanted)} if header else set()
+        return {wanted or "text"}
 
     def _collected(self, documents: Iterable[CorpusDocument]) -> Documents:
         found = [*documents]
@@ -509,116 +514,3 @@ class CorpusReader:
         if self.options.filter and not self.options.filter.matches(keys):
             return CorpusDocument(skipped=FILTERED, columns=keys)
         return CorpusDocument.of_text(value, keys)
-
-
-# -- which columns are kept of each document ---------------------------------------------------
-
-
-def parse_keep(keep: str) -> tuple[str, ...]:
-    """The columns that `--keep` names, sorted: another order makes no other dataset."""
-    if keep == _KEEP_NONE:
-        return ()
-    names = [name.strip() for name in keep.split(",")]
-    for name in names:
-        if not name or not name.isprintable():
-            raise ConfigError(f"--keep {keep!r}: columns are separated by commas, as in id,url")
-        if name in DOCUMENT_COLUMNS:
-            raise ConfigError(
-                f"--keep {name}: the documents table has a column of that name; its own are "
-                f"{', '.join(DOCUMENT_COLUMNS)}"
-            )
-    return tuple(sorted({*names}))
-
-
-def keep_spelled(keep: tuple[str, ...]) -> str:
-    """What `parse_keep` reads."""
-    return ",".join(keep) or _KEEP_NONE
-
-
-def _can_be_named(name: str) -> bool:
-    """Whether `--keep` could name it: on resuming, the stored names are read so."""
-    if name in ("", _KEEP_NONE, *DOCUMENT_COLUMNS):
-        return False
-    return name == name.strip() and name.isprintable() and "," not in name
-
-
-def default_columns(reader: CorpusReader) -> tuple[str, ...]:
-    """Those kept where none is named: id and url, if the first file has them; of a program's
-    documents, all their metadata."""
-    file = reader.files[0]
-    if file.kind in ("text", "bin"):
-        return ()
-    found = reader.columns_of(0)
-    if file.program:
-        return tuple(sorted(filter(_can_be_named, found)))
-    return tuple(name for name in _DEFAULT_KEEP if name in found)
-
-
-def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None:
-    """Stop where a column that --keep names is not there, or where no file has one of --filter.
-
-    The first rows of a few files say so; every table does when it is cut.
-    """
-    last = len(reader.files) - 1
-    sampled = sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
-    if reader.options.filter:
-        _refuse_missing_of_filter(reader, reader.options.filter, sampled)
-    for number in sampled if named else ():
-        file = reader.files[number]
-        if file.kind in ("text", "bin"):
-            raise InputError(f"{file.path}: such a file has no columns, which --keep names")
-        if not file.is_table:
-            found = reader.columns_of(number)
-            for name in named:
-                if name not in found:
-                    raise InputError(
-                        f"{file.path}: no {name!r} in its first documents, which --keep names; "
-                        f"they have {listed(sorted(found))}"
-                    )
-
-
-def _refuse_missing_of_filter(
-    reader: CorpusReader, condition: DocumentFilter, sampled: Sequence[int]
-) -> None:
-    known = {name for number in sampled for name in reader.columns_of(number)}
-    for column in condition.columns:
-        # A key of few rows may come later: only a corpus without it is refused.
-        if column in known or any(_has_key(file, column, reader.heed) for file in reader.files):
-            continue
-        more = len(reader.files) - 1
-        where = f"{reader.files[0].path}" + (f" and {more} more files" if more else "")
-        raise InputError(condition.missing(where, column, known))
-
-
-def _has_key(file: CorpusFile, key: str, heed: Callable[[], None]) -> bool:
-    """Whether any object of a JSON file has this key, however deep, or CSV such a column.
-
-    Reads all of the JSON, unparsed.
-    """
-    if file.is_csv:
-        header = read_header(file)
-        return header is not None and key in header.columns
-    if file.kind not in ("jsonl", "json"):
-        return False
-    # (Quotes within a text are escaped, so that none looks like a key.)
-    spellings = {json.dumps(key, ensure_ascii=ascii).encode() for ascii in (True, False)}
-    pattern = re.compile(rb"(?:" + b"|".join(map(re.escape, spellings)) + rb")\s*:")
-    tail = b""
-    with file.open() as stream:
-        while data := file.read(stream, _READ_SIZE):
-            heed()
-            data = tail + data
-            if pattern.search(data):
-                return True
-            tail = data[-_KEY_BYTES:]
-    return False
-
-
-def settled_columns(
-    keep: str | None, files: list[CorpusFile], text_column: str | None, reading: RowReader | None
-) -> tuple[str, ...]:
-    """The columns that a recipe keeps, named or not."""
-    if keep is not None:
-        return parse_keep(keep)
-    with closing(CorpusReader(files, ReadOptions(text_column), reading=reading)) as reader:
-        return default_columns(reader)

@@ -55,6 +55,7 @@ class Estimate:
     monthly_dollars: float | None = None  # of keeping the whole, where it goes to a cloud
     priced_as: str | None = None
     warnings: tuple[str, ...] = ()
+    kept_bytes: int = 0  # of the overhead: the columns that --keep names
     remaining_tokens: int = 0
     tokens_error: int | None = None  # they are within this in 95 of 100 cases
     packing: float | None = None  # share of the model's places that hold tokens
@@ -193,6 +194,7 @@ def estimate(
         bytes_per_tap={tap: kept_rows * info.row_bytes for tap, info in table.items()},
         index_bytes=kept_rows * INDEX_DTYPE.itemsize,
         overhead_bytes=overhead,
+        kept_bytes=round(total.kept),
         remaining_bytes=min(unwritten, runtime.max_bytes or unwritten),
         free_bytes=free_bytes,
         batch_rows=together,
@@ -224,7 +226,9 @@ def _by_table(job: ExtractionJob, done: set[int]) -> tuple[Counted, Counted]:
         chosen = {unit.id: unit.tokens for unit in units}
         beside = (unit_overhead(job.table, u) for u in job.table.units if u["id"] in chosen)
         tokens = sum(chosen.values())
-        return Counted(tokens, tokens * job.table.kept, sum(beside))
+        docs = sum(u["num_docs"] for u in job.table.units if u["id"] in chosen)
+        kept = docs * _KEPT * len(job.recipe.keep)
+        return Counted(tokens, tokens * job.table.kept, sum(beside), kept=kept)
 
     return added(job.units), added(unit for unit in job.units if unit.id not in done)
 

@@ -20,14 +20,9 @@ from spile.core.recipe import RULES, ResolvedRecipe
 from spile.corpus.chats.rows import RowReader, read_as
 from spile.corpus.files import CorpusFile, find_files, lasting
 from spile.corpus.formats.token_ids import TokenIds, read_ids, settle_ids
+from spile.corpus.named_columns import keep_spelled, refuse_missing_columns, settled_columns
 from spile.corpus.programs.program import Program, is_program
-from spile.corpus.reader import (
-    CorpusReader,
-    ReadOptions,
-    keep_spelled,
-    refuse_missing_columns,
-    settled_columns,
-)
+from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import (

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
@@ -20,6 +20,7 @@ from spile.core.index import INDEX_DTYPE
 from spile.core.threads import mapped
 from spile.corpus.units import Unit, is_forward
 from spile.dataset.ledger import Ledger, Table
+from spile.dataset.write.documents import kept_bytes
 from spile.dataset.write.unit_writer import unit_bytes
 from spile.objects import Objects
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
@@ -37,6 +38,7 @@ class Counted:
     rows: float = 0.0
     beside: float = 0.0  # bytes that are neither a tap's rows nor the index: headers, statistics
     packed: float = 0.0  # places for tokens in the rows that the model reads
+    kept: float = 0.0  # bytes of the columns that --keep names, of those beside the rows
 
     def __add__(self, other: "Counted") -> "Counted":
         return Counted(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
@@ -106,7 +108,7 @@ def _count(
     shard = min(runtime.shard_bytes, objects.most_streamed or runtime.shard_bytes)
     taps, rows = job.table.taps, packed.num_rows
     size = unit_bytes(taps, parts, table, shard) - rows * row_bytes(job.table)
-    return Counted(packed.num_tokens, rows, size, packed.tokens.size)
+    return Counted(packed.num_tokens, rows, size, packed.tokens.size, kept_bytes(table))
 
 
 def _concluded(
@@ -119,6 +121,8 @@ def _concluded(
     scale = unread / guessed if guessed else 0.0
     rest = Counted(*(scale * value for value in _values(seen)))
     known = sum(done.values(), Counted())
+    if seen.tokens:  # records do not say what of their bytes is kept of documents
+        known = replace(known, kept=seen.kept * known.tokens / seen.tokens)
     fill = seen.tokens / seen.packed if seen.packed else None
     return Survey(
         units_counted=len(counted) + len(done),
@@ -146,4 +150,4 @@ def _error(guess: Mapping[int, int], counted: Mapping[int, Counted]) -> int | No
 
 
 def _values(counted: Counted) -> tuple[float, ...]:
-    return counted.tokens, counted.rows, counted.beside, counted.packed
+    return counted.tokens, counted.rows, counted.beside, counted.packed, counted.kept

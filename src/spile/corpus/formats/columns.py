@@ -9,6 +9,7 @@ found when the corpus is cut, not later.
 
 import difflib
 import struct
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -120,6 +121,25 @@ def kinds_of(schema: Any) -> tuple[list[str], list[str]]:
     return texts, [field.name for field in schema if is_ids(field.type)]
 
 
+def scalar_columns(schema: Any) -> tuple[str, ...]:
+    """The columns of numbers, booleans and strings that a name can choose."""
+    types = pa.types
+    known = (types.is_integer, types.is_floating, types.is_boolean, types.is_string,
+             types.is_large_string)  # fmt: skip
+    names = Counter(schema.names)
+    return tuple(
+        field.name
+        for field in schema
+        if names[field.name] == 1
+        and "." not in field.name
+        and any(is_kind(_plain_type(field.type)) for is_kind in known)
+    )
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
 def rows_of(batch: pa.RecordBatch, ids: str | None) -> list[dict[str, Any]]:
     """Each row by its columns; of the column that holds token ids, an array."""
     plain = [name for name in batch.schema.names if name != ids]
@@ -212,7 +232,7 @@ def _kept_values(path: AnyPath, name: str, column: pa.Array) -> list[Any]:
         ) from error
 
 
-def text_column(path: AnyPath, schema: pa.Schema, wanted: str | None) -> str:
+def text_column(path: AnyPath, schema: Any, wanted: str | None) -> str:
     """The one asked for, `text`, or the only column of strings."""
     kinds = _kinds(schema)
     strings = [name for name, kind in kinds.items() if is_text(kind)]

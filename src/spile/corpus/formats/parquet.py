@@ -98,6 +98,18 @@ def _row_groups(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, i
     return groups
 
 
+def mean_sizes(path: AnyPath, names: Sequence[str]) -> dict[str, float]:
+    """Bytes of a value in columns of the first row group that has rows, by the footer alone."""
+    with _opened(path, check=True) as file:
+        groups = (file.metadata.row_group(g) for g in range(file.metadata.num_row_groups))
+        group = next((group for group in groups if group.num_rows), None)
+        if group is None:
+            return {}
+        chunks = [group.column(c) for c in range(group.num_columns)]
+        sizes = {chunk.path_in_schema: chunk.total_uncompressed_size for chunk in chunks}
+        return {name: sizes[name] / group.num_rows for name in names if name in sizes}
+
+
 def _is_of(leaf: str, names: Sequence[str]) -> bool:
     """Whether what lies under a path is of one of these columns, or of fields of them."""
     return any(leaf == name or leaf.startswith(f"{name}.") for name in names)

@@ -97,6 +97,12 @@ def _spelled(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
+def kept_bytes(table: Mapping[str, np.ndarray]) -> int:
+    """What the chosen columns take of a unit's tensors."""
+    own = {prefix + name for prefix in ("", "ends/", "valid/") for name in (*_NUMBERS, *_TEXTS)}
+    return sum(tensor.nbytes for name, tensor in table.items() if name not in own)
+
+
 def kept_of(table: Mapping[str, np.ndarray], doc: int) -> dict[str, Any]:
     """Of one document of a unit's tensors: the columns that were chosen, then the preview."""
     (row,) = np.flatnonzero(table["doc"] == doc)

@@ -1,26 +1,30 @@
 """Which columns are kept of each document, and which a filter may name."""
 
+import csv
 import gzip
 import json
 from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from spile.core.errors import ConfigError, InputError
 from spile.core.expressions import DocumentFilter
+from spile.corpus.chats.rows import Pairs
 from spile.corpus.files import find_files
-from spile.corpus.reader import (
-    CorpusReader,
-    ReadOptions,
+from spile.corpus.formats import parquet
+from spile.corpus.named_columns import (
     keep_spelled,
     parse_keep,
     refuse_missing_columns,
     settled_columns,
 )
+from spile.corpus.reader import CorpusReader, ReadOptions
 from texts import units_of, write_parquet
 
+PAIRS = Pairs("q", "a", "", "", None)
 PROGRAM = """
 def documents():
     yield {"text": "one", "task": 1, "rows": 2, "b, c": 3}
@@ -45,6 +49,78 @@ def test_what_can_be_no_column_is_refused(keep: str) -> None:
         parse_keep(keep)
 
 
+ROWS = [
+    {
+        "text": f"some text {n}",
+        "label": n % 2,
+        "topic": "law" if n else None,
+        "good": n > 1,
+        "score": n / 3,
+        "url": "https://" + "x" * 99,  # kept whatever it holds
+        "title": "t" * (60 + n),  # one is too long
+        "tags": ["a"],
+        "meta": {"a": n},
+        "nothing": None,
+        "tokens": n,  # a name of the documents table
+        "a, b": n,
+    }
+    for n in range(6)
+]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "json", "csv"])
+def test_labels_are_kept_unless_told_otherwise(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{kind}"
+    flat = [{k: v for k, v in row.items() if k not in ("tags", "meta")} for row in ROWS]
+    if kind == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(flat[0]))
+            writer.writeheader()
+            writer.writerows(flat)
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    elif kind == "arrow":
+        table = pa.Table.from_pylist(ROWS)
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        lines = "\n".join(map(json.dumps, ROWS))
+        path.write_text(lines if kind == "jsonl" else json.dumps(ROWS))
+    files = find_files(str(path))
+    assert settled_columns(None, files, None, None) == ("good", "label", "score", "topic", "url")
+    assert settled_columns("none", files, None, None) == ()
+    assert settled_columns("meta", files, None, None) == ("meta",)
+    others = settled_columns(None, files, "topic", None)
+    assert others == ("good", "label", "score", "text", "url"), "the text itself is no label"
+
+
+def test_columns_of_which_documents_are_made_are_no_labels(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": "why", "a": "so", "kind": "x"}\n')
+    assert settled_columns(None, find_files(str(path)), None, PAIRS) == ("kind",)
+
+
+def test_few_columns_are_kept_of_a_table_of_many_and_long_ones_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {f"c{n:03}": pa.array([n]) for n in range(100)}
+    long = {"text": pa.array(["x"]), "body": pa.array(["long " * 999]), "raw": pa.array([b"x"])}
+    path = write_parquet(tmp_path / "a.parquet", {**long, **columns})
+    read: list[str] = []
+    rows = parquet.kept_rows
+    monkeypatch.setattr(
+        parquet, "kept_rows", lambda p, b, names: (read.extend(names), rows(p, b, names))[1]
+    )
+    assert settled_columns(None, find_files(str(path)), None, None) == tuple([*columns][:32])
+    assert not {"body", "raw"} & {*read}
+
+
+def test_names_that_a_table_has_twice_or_with_a_dot_are_not_kept_by_default(tmp_path: Path) -> None:
+    table = pa.table([["x"], [1], [2], [3], [4]], names=["text", "n", "n", "a.b", "m"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert settled_columns(None, find_files(str(tmp_path)), None, None) == ("m",)
+
+
 def test_id_and_url_are_kept_where_they_are(tmp_path: Path) -> None:
     table = write_parquet(
         tmp_path / "a.parquet", {n: pa.array(["x"]) for n in ("text", "url", "b")}
@@ -53,7 +129,7 @@ def test_id_and_url_are_kept_where_they_are(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("one\n")
     (tmp_path / "d.py").write_text(PROGRAM)
     for path, columns in (
-        (table, ("url",)),
+        (table, ("b", "url")),
         (tmp_path / "b.jsonl", ("id",)),
         (tmp_path / "c.txt", ()),
         (f"{tmp_path}/d.py:documents", ("augmentation", "task")),
