@@ -28,7 +28,7 @@ def labels(ds: spile.Dataset, label: str) -> np.ndarray:
     documents = ds.documents([*dict.fromkeys(["doc", *condition.columns])]).to_pylist()
     found = np.zeros(max(row["doc"] for row in documents) + 1, np.float32)
     for row in documents:
-        found[row["doc"]] = condition.matches(row)
+        found[row["doc"]] = condition.matches(row, untyped=True)  # "7" is a number, as in CSV
     return found
 
 

@@ -605,6 +605,17 @@ def test_batches_can_be_chosen_by_columns_of_documents(tmp_path: Path) -> None:
         ds.batches("mlp_out.1", 3, where=f"topic == {wanted!r} or pos > 3")
 
 
+def test_a_column_of_several_types_is_compared_with_numbers_where_it_has_some(
+    tmp_path: Path,
+) -> None:
+    ds = spile.open(stored.copied(tmp_path / "out", keep=("mixed",)).path)
+    told = {row["doc"]: row["mixed"] for row in ds.documents().to_pylist()}
+    numbers = {doc for doc, value in told.items() if not value.startswith("mixed")}
+    given = np.concatenate([b["index"] for b in ds.batches("mlp_out.1", 3, where="mixed >= 0")])
+    stored_docs = {*ds.index(0, ds.num_tokens)["doc"].tolist()}
+    assert {*given["doc"].tolist()} == numbers & stored_docs < stored_docs
+
+
 def test_several_datasets_are_not_opened_as_one(source: stored.Stored) -> None:
     paths: Any = [source.path, source.path]
     with pytest.raises(ConfigError, match=r"takes one dataset, got a list: open each"):

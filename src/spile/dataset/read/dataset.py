@@ -450,7 +450,9 @@ class Dataset:
             if name not in self.document_columns:
                 raise ConfigError(condition.missing(self.url, name, self.document_columns))
         table = self.documents([*dict.fromkeys(["doc", *condition.columns])])
-        found = [row["doc"] for row in table.to_pylist() if condition.matches(row)]
+        rows_of_table = table.to_pylist()
+        # (A column that has values of several types in the corpus is one of texts here.)
+        found = [row["doc"] for row in rows_of_table if condition.matches(row, untyped=True)]
         if not found:
             raise ConfigError(f"where {where!r}: holds of no document of {self.url}")
         chosen = RowFilter(rows, None) if rows else None
