@@ -253,36 +253,30 @@ def top_rows_kept(latents: int) -> int:
 class Extremes:
     """The rows at which each channel is largest, those first at which it is most."""
 
-    def __init__(self, width: int, kept: int = KEPT) -> None:
-        self.kept = kept
-        self.values = np.full((kept, width), -np.inf, np.float32)
-        self.units = np.full((kept, width), -1, np.int32)
-        self.rows = np.full((kept, width), -1, np.int64)
+    def __init__(self, width: int) -> None:
+        self.values = np.full((KEPT, width), -np.inf, np.float32)
+        self.units = np.full((KEPT, width), -1, np.int32)
+        self.rows = np.full((KEPT, width), -1, np.int64)
 
     def add(self, values: np.ndarray, unit: int, rows: np.ndarray) -> None:
         """`rows`: numbers within the unit."""
-        kept = self.kept
-        beats = values > self.values[-1]
-        if np.count_nonzero(beats) > 4 * beats.shape[1] * kept and len(values) > kept:
+        least = self.values[-1]
+        beats = values > least
+        if np.count_nonzero(beats) > 4 * beats.shape[1] * KEPT and len(values) > KEPT:
             # At first nearly all do: only the block's own largest are worth sorting.
-            cut = np.partition(values, len(values) - kept, axis=0)[len(values) - kept]
+            cut = np.partition(values, len(values) - KEPT, axis=0)[len(values) - KEPT]
             beats &= values >= cut
         at, channels = np.nonzero(beats)
-        self.merge(channels, values[at, channels], unit, rows[at])
-
-    def merge(self, channels: np.ndarray, values: np.ndarray, unit: int, rows: np.ndarray) -> None:
-        """Take in some values, each with its channel and its row's number within the unit."""
-        if not len(channels):
+        if not len(at):
             return
-        kept = self.kept
         touched = np.unique(channels)
-        channel = np.concatenate([np.tile(touched, kept), channels])
-        value = np.concatenate([self.values[:, touched].ravel(), values])
-        units = np.concatenate([self.units[:, touched].ravel(), np.full(len(rows), unit, np.int32)])
-        numbers = np.concatenate([self.rows[:, touched].ravel(), rows])
+        channel = np.concatenate([np.tile(touched, KEPT), channels])
+        value = np.concatenate([self.values[:, touched].ravel(), values[at, channels]])
+        units = np.concatenate([self.units[:, touched].ravel(), np.full(len(at), unit, np.int32)])
+        numbers = np.concatenate([self.rows[:, touched].ravel(), rows[at]])
         order = np.lexsort((-value, channel))
         begins = np.searchsorted(channel[order], touched)
-        best = order[begins[None, :] + np.arange(kept)[:, None]]
+        best = order[begins[None, :] + np.arange(KEPT)[:, None]]
         self.values[:, touched], self.units[:, touched] = value[best], units[best]
         self.rows[:, touched] = numbers[best]
 
@@ -366,6 +360,57 @@ class Moments:
         return float(self.norms_at.sum() / max(1, self.count))
 
 
+class LatentExtremes:
+    """The rows in which each latent is largest.
+
+    Latents are far more than channels, and most of them are not in a block. So nothing is sorted:
+    a larger value takes the place of the least.
+    """
+
+    def __init__(self, latents: int, kept: int) -> None:
+        self.kept = kept
+        self._values = np.full((latents, kept), -np.inf, np.float32)
+        self._units = np.full((latents, kept), -1, np.int32)
+        self._rows = np.full((latents, kept), -1, np.int64)
+        self._least = np.full(latents, -np.inf, np.float32)
+
+    def add(
+        self,
+        latents: np.ndarray,
+        values: np.ndarray,
+        ranks: np.ndarray,
+        unit: int,
+        rows: np.ndarray,
+    ) -> None:
+        """Take in some values of one unit.
+
+        Args:
+            ranks: how many values of the same latent come before, all of them at least as large.
+            rows: numbers within the unit.
+        """
+        worth = np.flatnonzero((ranks < self.kept) & (values > self._least[latents]))
+        for rank in range(self.kept):
+            # Of one rank no latent comes twice, so all can be placed at once.
+            worth = worth[ranks[worth] >= rank]
+            now = worth[ranks[worth] == rank]
+            now = now[values[now] > self._least[latents[now]]]
+            if not len(now):
+                return
+            own = latents[now]
+            held = self._values[own]
+            place = held.argmin(axis=1)
+            held[np.arange(len(now)), place] = values[now]
+            self._least[own] = held.min(axis=1)
+            self._values[own, place] = values[now]
+            self._units[own, place], self._rows[own, place] = unit, rows[now]
+
+    def of(self, latent: int) -> list[tuple[float, int, int]]:
+        """(value, unit, row within it), the largest first."""
+        parts = (part[latent].tolist() for part in (self._values, self._units, self._rows))
+        hits = [hit for hit in zip(*parts, strict=True) if hit[1] >= 0]
+        return sorted(hits, key=lambda hit: (-hit[0], *hit[1:]))
+
+
 class LatentMoments:
     """Of one encoded tap: how often each latent fires, how strongly, and where most.
 
@@ -377,7 +422,7 @@ class LatentMoments:
         self.fires = np.zeros(latents, np.int64)  # rows
         self._sum = np.zeros(latents)
         self.largest = np.zeros(latents, np.float32)
-        self.high = Extremes(latents, kept)
+        self.high = LatentExtremes(latents, kept)
         self.norms_at = np.zeros(positions)
         self.rows_at = np.zeros(positions, np.int64)
 
@@ -406,16 +451,17 @@ class LatentMoments:
         latents, values = ids[found], rows[found]
         if not len(latents):
             return rows
-        order = np.lexsort((-values, latents))  # by latent, its largest first
+        # By latent, its largest first: as the bits of floats above zero are ordered.
+        keys = (latents.astype(np.uint64) << 32) | ~values.view(np.uint32)
+        order = np.argsort(keys)
         latents, values, places = latents[order], values[order], places[order]
         begins = np.flatnonzero(np.diff(latents, prepend=-1))
         fired, counts = latents[begins], np.diff(begins, append=len(latents))
         self.fires[fired] += counts
         self._sum[fired] += np.add.reduceat(values.astype(np.float64), begins)
         self.largest[fired] = np.maximum(self.largest[fired], values[begins])
-        rank = np.arange(len(latents)) - np.repeat(begins, counts)
-        beats = (rank < self.high.kept) & (values > self.high.values[-1, latents])
-        self.high.merge(latents[beats], values[beats], unit, first + places[beats])
+        ranks = np.arange(len(latents)) - np.repeat(begins, counts)
+        self.high.add(latents, values, ranks, unit, first + places)
         return rows
 
     @property
