@@ -113,15 +113,21 @@ def test_values_over_the_limit_are_counted_one_by_one(tmp_path: Path) -> None:
     assert found.skipped == Counter({"over --max-doc-bytes": 2, "null": 1, "empty": 1})
 
 
-def test_a_row_group_that_is_one_large_value_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [(), ("n",)])
+def test_a_row_group_that_is_one_large_value_is_not_read(
+    keep: tuple[str, ...], tmp_path: Path
+) -> None:
     """Its size says enough: damage within it is not noticed."""
     texts = pa.array(["one", "x" * (8 << 20), "three"])
-    path = write_parquet(tmp_path / "a.parquet", {"text": texts}, rows=1)
+    columns = {"text": texts, "n": pa.array([1, 2, 3])}
+    path = write_parquet(tmp_path / "a.parquet", columns, rows=1)
     place = pq.ParquetFile(path).metadata.row_group(1).column(0).dictionary_page_offset
     data = bytearray(path.read_bytes())
     data[place : place + 200] = bytes(200)
     path.write_bytes(data)
     files = find_files(str(path))
-    found = CorpusReader(files, ReadOptions(max_doc_bytes=100)).read((Span(0, 0, 3),), 0)
+    options = ReadOptions(max_doc_bytes=100, keep=keep)
+    found = CorpusReader(files, options).read((Span(0, 0, 3),), 0)
+    assert not keep or found.kept("n") == [1, 2, 3]
     assert (found.texts, found.ordinals) == (["one", "three"], [0, 2])
     assert found.skipped == Counter({"over --max-doc-bytes": 1})

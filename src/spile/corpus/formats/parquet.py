@@ -126,12 +126,17 @@ def read_texts(
         name = text_column(path, file.schema_arrow, wanted)
         sizes = _row_groups(file, [name])
         for group, low, high in _groups(file, first, count):
-            # A column chunk of one value is that value, perhaps twice more as its least and most.
-            if sizes[group][0] == 1 and sizes[group][1] > 3 * most + _AHEAD:
+            if _is_oversized(*sizes[group], most):
                 yield OVERSIZED
                 continue
             for batch in _batches(file, [(group, low, high)], [name]):
                 yield from text_values(leaf(batch, name), most)
+
+
+def _is_oversized(rows: int, size: int, most: int) -> bool:
+    """Whether a column chunk is one value of more than `most` bytes, which need not be read."""
+    # (It is that value, perhaps twice more as its least and most.)
+    return rows == 1 and size > 3 * most + _AHEAD
 
 
 def read_rows(
@@ -160,14 +165,17 @@ def read_rows(
         chosen = [*dict.fromkeys([*asked, *kept])]
         # (A field of a column that is read anyway comes with it.)
         extra = [text] if text and text.split(".")[0] not in chosen and text not in chosen else []
+        sizes = _row_groups(file, extra)
         for group, low, high in _groups(file, first, count):
             if filter and not filter.may_match(_bounds(file, group, filter.columns)):
                 yield from [(None, {})] * (high - low)
                 continue
-            for batch in _batches(file, [(group, low, high)], [*chosen, *extra]):
+            unread = bool(extra and chosen) and _is_oversized(*sizes[group], most)
+            read = chosen if unread else [*chosen, *extra]
+            for batch in _batches(file, [(group, low, high)], read):
                 rows = rows_of(batch.select(asked), ids)
                 if text:
-                    values = text_values(leaf(batch, text), most)
+                    values = [OVERSIZED] if unread else text_values(leaf(batch, text), most)
                     rows = [{**row, TEXT: v} for row, v in zip(rows, values, strict=True)]
                 yield from zip(rows, kept_rows(path, batch, kept), strict=True)
 
