@@ -78,6 +78,17 @@ def dataset(healthy: Path, tmp_path: Path) -> Path:
     return copied(healthy, tmp_path / "out")
 
 
+def test_taps_of_some_heads_are_compared_with_those_heads(
+    llama: Path, texts: Path, tmp_path: Path
+) -> None:
+    taps = "z:1.h0+h3,attn_pattern:0.h2,k:2.h1"
+    out = extract(tmp_path / "out", llama, texts, taps, compute_dtype="float32")
+    report = check(str(out), samples=3)
+    assert report.ok and set(report.taps) == {"z.1.h0.h3", "attn_pattern.0.h2", "k.2.h1"}
+    ds = spile.open(out)
+    assert ds.shape("z.1.h0.h3")[0] == 2 and ds.shape("attn_pattern.0.h2") == (1, SEQ_LEN)
+
+
 @pytest.fixture(scope="module")
 def embeddings(llama: Path, texts: Path, folder: Folder) -> Path:
     """The same of the embeddings alone."""

@@ -267,6 +267,30 @@ def test_all_taps_come_block_by_block(family: str) -> None:
     assert parse_taps(",".join(tap.name for tap in reversed(taps)), arch) == taps
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("z:5.h0", ["z.5.h0"]),
+        ("attn_pattern:3.h3+h2", ["attn_pattern.3.h2.h3"]),
+        ("z:0-1.h3+h3,q:7.h1", ["z.0.h3", "z.1.h3", "q.7.h1"]),
+        ("z:1.h0+3+5.h1+h2", ["z.1.h0", "z.3", "z.5.h1.h2"]),
+        ("z:5.h0,z:5.h1,z:5", ["z.5", "z.5.h0", "z.5.h1"]),
+        ("k:5.h0+h1", ["k.5"]),
+        ("z.5.h0.h3", ["z.5.h0.h3"]),
+    ],
+)
+def test_heads_follow_their_layers(text: str, wanted: list[str]) -> None:
+    taps = parse_taps(text, ARCH)
+    assert [tap.name for tap in taps] == wanted
+    assert [Tap.from_name(name) for name in wanted] == list(taps)
+    assert parse_taps(",".join(wanted), ARCH) == taps
+    for tap in taps:
+        whole = Tap(tap.site, tap.layer)
+        count, *rest = whole.shape(ARCH, 64)
+        assert tap.shape(ARCH, 64) == (len(tap.heads) or count, *rest)
+        assert tap.aliases(ARCH) == (() if tap.heads else whole.aliases(ARCH))
+
+
 def test_spelling_and_order_do_not_change_the_taps() -> None:
     same = ["resid_post:1-2,embed", "embed, resid_post:2+1 ,", "resid_post.2,hook_embed,"
             "blocks.1.hook_resid_post,resid_post:1-2,embed", "hidden_states[2],embed,"
@@ -302,6 +326,14 @@ def test_spelling_and_order_do_not_change_the_taps() -> None:
         ("resid_post:1++2", ["'' is not a layer"]),
         ("resid_post:1:2", ["'1:2' is not a layer"]),
         ("resid_post:0-27/-1", ["is not a layer"]),
+        ("z:5.h0,h3", ["heads of one layer are joined by +", "z:5.h0+h3"]),
+        ("z:h3", ["heads follow a layer, as in 5.h0+h3"]),
+        ("z:5+h3", ["heads follow a layer"]),
+        ("z:5.h12", ["head h12 does not exist", "4 heads, h0 to h3"]),
+        ("k:5.h2", ["head h2 does not exist", "2 heads, h0 to h1"]),
+        ("z:5.h", ["head h does not exist"]),
+        ("z:5.hx", ["head hx does not exist"]),
+        ("resid_post:5.h0", ["resid_post has no heads", "q, k, v, q_rot, k_rot, attn_pattern, z"]),
         ("", ["names no tap"]),
         (" , ,", ["names no tap"]),
     ],
@@ -317,7 +349,7 @@ def test_a_tap_that_cannot_be_is_refused_with_a_hint(text: str, said: list[str])
 
 PARTS = st.sampled_from([*SITES, "blocks.", ".hook_resid_post", ".attn.hook_q", "hidden_states[",
                          "aux_hidden_states[", "]", ":", "-", "+", "/", ",", ".", "all", " ", "0",
-                         "3", "27", "28", "99", "x", "\n", "²", "٣"])  # fmt: skip
+                         "3", "27", "28", "99", "x", "h0", ".h3", "\n", "²", "٣"])  # fmt: skip
 
 
 @given(st.lists(PARTS, max_size=8).map("".join), st.sampled_from([ARCH, *ARCHS.values()]))

@@ -14,9 +14,9 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
 from spile.dataset.read.dataset import Dataset, Document, open_dataset
 from spile.models.files.sae import Arrays, SparseEncoder, activations, load_arrays
+from spile.models.taps import Tap
 from spile.objects import open_objects
 from spile.objects.paths import local_copy
 from spile.plan.job import ExtractionJob, prepare_unit
@@ -220,7 +221,9 @@ class _Comparison:
         self._experts = job.checkpoint.arch.experts
         # In float32 one wrong row must show; below it, a single row says nothing.
         self._by_row = job.recipe.compute_dtype == "float32"
-        self._exact, self._rough, self._again, self.reference = _references(job)
+        exact, rough, again, self.reference = _references(job)
+        self._exact, self._rough = partial(_by_heads, exact), partial(_by_heads, rough)
+        self._again = partial(_by_heads, again)
         self._sparse = {tap: SparseTap(tap, each) for tap, each in job.encoders.items()}
         names = [self._name(tap) for tap in job.recipe.taps]
         self._distances: dict[str, dict[str, list[np.ndarray]]] = {name: {} for name in names}
@@ -452,13 +455,29 @@ def _like(stored: np.ndarray, truth: np.ndarray) -> np.ndarray:
 
 def _neighbour(tap: str, num_layers: int) -> str | None:
     """The same site one layer on (or back); None where it has no layers."""
-    site, dot, layer = tap.partition(".")
-    if not dot or num_layers < 2:
+    found = Tap.from_name(tap)
+    if found.layer is None or num_layers < 2:
         return None
-    return f"{site}.{int(layer) + 1 if int(layer) + 1 < num_layers else int(layer) - 1}"
+    beside = found.layer + 1 if found.layer + 1 < num_layers else found.layer - 1
+    return replace(found, layer=beside).name
 
 
 Taps = Callable[..., dict[str, np.ndarray]]  # those of a context, by name
+
+
+def _by_heads(
+    taps: Taps, context: np.ndarray, names: Collection[str], **noise: int
+) -> dict[str, np.ndarray]:
+    """Taps by name, some of single heads, from a reference that gives all of a layer."""
+    some = {name: tap for name in names if (tap := Tap.from_name(name)).heads}
+    whole = {name: replace(tap, heads=()).name for name, tap in some.items()}
+    found = taps(context, {*names, *whole.values()} - some.keys(), **noise)
+    of_heads = {
+        name: found[whole[name]][:, list(tap.heads)]
+        for name, tap in some.items()
+        if whole[name] in found
+    }
+    return found | of_heads
 
 
 def _references(job: ExtractionJob) -> tuple[Taps, Taps, Taps, str]:

@@ -16,6 +16,7 @@ sites:  resid_pre  resid_mid  resid_post  attn_in  attn_out  mlp_in  mlp_hidden 
         q  k  v  q_rot  k_rot  z  attn_pattern  router_logits  expert_weights  expert_ids
         and, without layers: embed  final_norm  logits  logprob  entropy
 layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
+heads:  z:5.h0   attn_pattern:0-3.h2+h5              (of q, k, v, q_rot, k_rot, z, attn_pattern)
         TransformerLens, HF and vLLM names work too: blocks.20.hook_resid_post,
         model.layers.20, hidden_states[21], aux_hidden_states[21]
 

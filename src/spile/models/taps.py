@@ -1,6 +1,7 @@
 """The places one can tap, and what each means. The only file that says so.
 
-Tap names are `site.layer` (`resid_post.20`) or the bare site where it has no layer (`embed`).
+Tap names are `site.layer` (`resid_post.20`) or the bare site where it has no layer (`embed`); some
+heads of a layer are named after it (`z.5.h0.h3`).
 Layers count from 0; `resid_post.i` is the residual stream after block *i*, before any final
 norm. HF's `hidden_states[i + 1]` is the same thing, except its last entry, which is `final_norm`.
 """
@@ -127,6 +128,7 @@ SITES = {
         ),
     )
 }  # fmt: skip
+_BY_HEAD = ("heads", "kv_heads")  # axes
 AFTER_BLOCKS = ("final_norm", "logits", "logprob", "entropy")
 _ORDER = {name: i for i, name in enumerate(SITES)}
 _LENS = {name: site.name for site in SITES.values() for name in site.lens}
@@ -140,19 +142,29 @@ _MISSING: dict[str, tuple[Callable[[Arch], bool], str]] = {
 
 @dataclass(frozen=True)
 class Tap:
-    """A site and, where it has one, a layer."""
+    """A site and, where it has one, a layer; of some heads, or (none named) of all."""
 
     site: str
     layer: int | None = None
+    heads: tuple[int, ...] = ()
+
+    @classmethod
+    def from_name(cls, name: str) -> "Tap":
+        """The tap of a canonical name: `embed`, `resid_post.20`, `z.5.h0.h3`."""
+        site, *rest = name.split(".")
+        heads = tuple(int(head[1:]) for head in rest[1:])
+        return cls(site, int(rest[0]) if rest else None, heads)
 
     @property
     def name(self) -> str:
-        return self.site if self.layer is None else f"{self.site}.{self.layer}"
+        heads = "".join(f".h{head}" for head in self.heads)
+        return self.site if self.layer is None else f"{self.site}.{self.layer}{heads}"
 
     def shape(self, arch: Arch, seq_len: int) -> tuple[int, ...]:
         """Of one token's values: empty for a single number."""
         sizes = _sizes(arch, seq_len)
-        return tuple(sizes[axis] for axis in SITES[self.site].shape)
+        whole = tuple(sizes[axis] for axis in SITES[self.site].shape)
+        return (len(self.heads), *whole[1:]) if self.heads else whole
 
     def width(self, arch: Arch, seq_len: int) -> int:
         """Values per token."""
@@ -170,7 +182,9 @@ class Tap:
         return self.layer if self.site == "resid_pre" else self.layer + 1
 
     def aliases(self, arch: Arch) -> tuple[str, ...]:
-        """What other tools call the same values."""
+        """What other tools call the same values; they have no name for some of the heads."""
+        if self.heads:
+            return ()
         lens = tuple(name.format(self.layer) for name in SITES[self.site].lens)
         if self.site == "logits" and arch.logit_softcap is not None:
             lens = ()  # TransformerLens hooks them before the cap
@@ -243,7 +257,8 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
     """`resid_post:20-27,mlp_out:12,embed` -> taps, in the order in which the model meets them.
 
     Layers: a number, a range `a-b` (both included), `all`, negatives from the end, a step
-    (`0-27/4`); several joined by `+`. Canonical names (`resid_post.20`) and those of other tools
+    (`0-27/4`); several joined by `+`. Heads, where a site has them, follow their layers:
+    `z:5.h0`, `attn_pattern:0-3.h2+h5`. Canonical names (`resid_post.20`) and those of other tools
     (`blocks.20.hook_resid_post`, `hidden_states[21]`, `aux_hidden_states[21]`) are accepted too,
     and so are paths of HF modules (`model.layers.20`) whose output is the tap's value.
     """
@@ -253,6 +268,10 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
         if ":" in before and re.fullmatch(r"(all|-?\d+)[-\d/+]*", item):
             raise ConfigError(
                 f"--taps {text!r}: layers of one site are joined by +, as in {before}+{item}"
+            )
+        if ".h" in before and re.fullmatch(r"h\d+", item):
+            raise ConfigError(
+                f"--taps {text!r}: heads of one layer are joined by +, as in {before}+{item}"
             )
         taps.update(_parse_item(item, arch))
     if not taps:
@@ -265,17 +284,19 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
 
 
 def _in_order(taps: "set[Tap] | list[Tap]", arch: Arch) -> tuple[Tap, ...]:
-    def met(tap: Tap) -> tuple[int, int, int]:
+    def met(tap: Tap) -> tuple[int, int, int, tuple[int, ...]]:
         last = arch.num_layers if tap.site in AFTER_BLOCKS else -1
-        return tap.layers_needed(arch), last if tap.layer is None else tap.layer, _ORDER[tap.site]
+        layer = last if tap.layer is None else tap.layer
+        return tap.layers_needed(arch), layer, _ORDER[tap.site], tap.heads
 
     return tuple(sorted(taps, key=met))
 
 
 def _parse_item(item: str, arch: Arch) -> set[Tap]:
     item = _from_alias(item, arch)
-    if re.fullmatch(r"\w+\.-?\d+", item):
-        item = item.replace(".", ":", 1)
+    if match := re.fullmatch(r"(\w+)\.(-?\d+)((?:\.h\d+)*)", item):
+        heads = "+".join(match[3].split(".")[1:])
+        item = f"{match[1]}:{match[2]}" + (f".{heads}" if heads else "")
     site_name, colon, layers = item.partition(":")
     site = SITES.get(site_name)
     if site is None:
@@ -287,8 +308,43 @@ def _parse_item(item: str, arch: Arch) -> set[Tap]:
     if not layers:
         raise ConfigError(f"--taps {item!r}: say which layers, e.g. {site.name}:0-3 or :all")
     return {
-        Tap(site.name, layer) for part in layers.split("+") for layer in _layers(part, item, arch)
+        Tap(site.name, layer, _heads(heads, site, item, arch))
+        for part, heads in _grouped(layers, item)
+        for layer in _layers(part, item, arch)
     }
+
+
+def _grouped(text: str, item: str) -> list[tuple[str, list[str]]]:
+    """`3.h2+h5+7` -> layers, each with the heads that follow it: [(3, [2, 5]), (7, [])]."""
+    groups: list[tuple[str, list[str]]] = []
+    for part in (part.strip() for part in text.split("+")):
+        if head := re.fullmatch(r"h(\d{1,9})", part):
+            if not groups or not groups[-1][1]:
+                raise ConfigError(f"--taps {item!r}: heads follow a layer, as in 5.h0+h3")
+            groups[-1][1].append(head[1])
+            continue
+        layers, _, head = part.partition(".h")
+        groups.append((layers, [head] if head or part.endswith(".h") else []))
+    return groups
+
+
+def _heads(texts: list[str], site: Site, item: str, arch: Arch) -> tuple[int, ...]:
+    """Heads in ascending order; none if they are all there are."""
+    if not texts:
+        return ()
+    axis = site.shape[0]
+    if axis not in _BY_HEAD:
+        having = ", ".join(s.name for s in SITES.values() if s.shape and s.shape[0] in _BY_HEAD)
+        raise ConfigError(f"--taps {item!r}: {site.name} has no heads; these have: {having}")
+    count = _sizes(arch, 1)[axis]
+    for text in texts:
+        if not re.fullmatch(r"\d{1,9}", text) or int(text) >= count:
+            raise ConfigError(
+                f"--taps {item!r}: head h{text} does not exist; {site.name} has {count} heads, "
+                f"h0 to h{count - 1}"
+            )
+    chosen = tuple(sorted({int(text) for text in texts}))
+    return chosen if len(chosen) < count else ()
 
 
 def _layers(text: str, item: str, arch: Arch) -> range:

@@ -121,6 +121,8 @@ class Model:
                 raise ConfigError(str(error).replace("--taps", "splice", 1)) from None
             change = given if callable(given) else replaced(jnp.asarray(given))
             for tap in taps:
+                if tap.heads:
+                    raise ConfigError(f"splice {name!r}: all heads are changed together")
                 if tap.site not in SPLICED:
                     known = ", ".join(SPLICED)
                     raise ConfigError(f"splice {name!r}: only these can be changed: {known}")

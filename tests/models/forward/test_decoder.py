@@ -313,6 +313,22 @@ def test_any_mix_of_taps_gives_the_rows_of_a_full_run(name: str, tmp_path: Path)
             assert error(values, full[tap]) <= 1e-6, tap
 
 
+@pytest.mark.parametrize("more", ["", "z:2"])
+def test_chosen_heads_are_those_of_the_whole_layer(more: str, tmp_path: Path) -> None:
+    """Of several layers at once, and beside a tap of all heads."""
+    _, checkpoint = saved(SUPPORTED["llama-gqa"], tmp_path)
+    text = ",".join(filter(None, ["z:0.h1+h3,z:2.h0,k:1.h1,attn_pattern:1.h2", more]))
+    chosen = parse_taps(text, checkpoint.arch)
+    whole = {tap.name: Tap(tap.site, tap.layer) for tap in chosen}
+    full = run(checkpoint, tuple(dict.fromkeys(whole.values())), masked)
+    found = run(checkpoint, chosen, masked)
+    for tap in chosen:
+        expected = full[whole[tap.name].name]
+        expected = expected[:, :, list(tap.heads)] if tap.heads else expected
+        assert found[tap.name].shape == expected.shape
+        assert error(found[tap.name], expected) <= 1e-6, tap.name
+
+
 def test_the_deepest_block_need_not_run_to_its_end(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

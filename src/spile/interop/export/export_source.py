@@ -124,9 +124,9 @@ def _matching(item: str, dataset: Dataset) -> Iterator[str]:
 
 
 def site_and_layer(tap: str) -> tuple[str, int | None]:
-    """`resid_post.20` -> its site and layer; `embed` has none."""
-    site, _, layer = tap.partition(".")
-    return site, int(layer) if layer else None
+    """`resid_post.20` -> its site and layer; `embed` has none. Heads stay with the site: `z.h0`."""
+    site, *rest = tap.split(".")
+    return ".".join([site, *rest[1:]]), int(rest[0]) if rest else None
 
 
 def choose_dtypes(

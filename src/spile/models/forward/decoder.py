@@ -57,6 +57,7 @@ class _Run:
     angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
     attend: Attend
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
+    heads: dict[str, list[int]]  # site -> heads to keep of all its layers; others keep all
     shards: Shards | None  # none: one device has everything
     changes: Changes
 
@@ -72,6 +73,18 @@ class _Run:
         if self.shards is None:
             return block
         return {name: self.shards.used(name, array) for name, array in block.items()}
+
+    def of_heads(self, site: str, values: Array) -> Array:
+        """[rows, kept, heads, ...] -> the heads that any tap of the site wants."""
+        return values[:, :, np.array(self.heads[site])] if site in self.heads else values
+
+    def of_tap(self, tap: Tap, values: Array) -> Array:
+        """[rows x kept, heads, ...] -> the heads that this tap wants, of those that were kept."""
+        if not tap.heads:
+            return values
+        there = self.heads.get(tap.site) or range(self.arch.num_heads)
+        places = [there.index(head) for head in tap.heads]
+        return values if len(places) == values.shape[1] else values[:, np.array(places)]
 
     def kept(self, values: Array) -> Array:
         """[rows, seq, ...] -> [rows, kept, ...]: only the rows that will be stored."""
@@ -112,7 +125,7 @@ def forward(
     run = _Run(
         arch, tokens, positions, segments, columns,
         tuple(rotary_angles(positions, *each) for each in frequencies),
-        attend, _layers_by_site(taps), shards, changes,
+        attend, _layers_by_site(taps), _heads_by_site(taps), shards, changes,
     )  # fmt: skip
     embedded = run.by_rows(params.outer["embed"][tokens])
     if arch.embed_scale != 1.0:
@@ -136,7 +149,8 @@ def forward(
     for tap in taps:
         met = _computed_as(tap)
         if met.layer is not None and met.site in buffers:
-            out[tap.name] = buffers[met.site][run.wanted[met.site].index(met.layer)]
+            values = buffers[met.site][run.wanted[met.site].index(met.layer)]
+            out[tap.name] = run.of_tap(tap, values)
     return {tap.name: out[tap.name] for tap in taps}
 
 
@@ -162,6 +176,15 @@ def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
     return {site: sorted(layers) for site, layers in wanted.items()}
 
 
+def _heads_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
+    """The heads to keep of each site where no tap wants them all."""
+    heads: dict[str, set[int]] = {}
+    for tap in taps:
+        heads.setdefault(tap.site, set()).update(tap.heads)
+    whole = {tap.site for tap in taps if not tap.heads}
+    return {site: sorted(some) for site, some in heads.items() if site not in whole}
+
+
 def _run_blocks(
     params: Params, x: Hidden, run: _Run, schedule: LayerSchedule, dtypes: dict[str, jnp.dtype]
 ) -> tuple[Hidden, Values]:
@@ -171,7 +194,8 @@ def _run_blocks(
     cast = {site: dtypes[site] for site in sites}
 
     def tapped(values: Values) -> Values:
-        return {s: run.flat(run.kept(values[s])).astype(dtype) for s, dtype in cast.items()}
+        chosen = {s: run.of_heads(s, run.kept(values[s])) for s in cast}
+        return {s: run.flat(chosen[s]).astype(dtype) for s, dtype in cast.items()}
 
     def put(buffers: Values, values: Values, slot: dict[str, Array]) -> Values:
         return {
