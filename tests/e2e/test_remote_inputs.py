@@ -204,7 +204,7 @@ def test_what_cannot_be_found_is_one_line(model: Path, texts: Path, tmp_path: Pa
         result = run("extract", *flags(tmp_path / "out", model, corpus))
         check_refused(result, code, *named)
 
-    for missing in ("none.jsonl", "none/", "*.csv", "deep/*.jsonl"):
+    for missing in ("none.jsonl", "none/", "*.tsv", "deep/*.jsonl"):
         refused(2, f"{corpus}/{missing}", "no such file", corpus=f"{corpus}/{missing}")
     refused(2, f"{corpus}/notes.md", "does not say what it holds", corpus=f"{corpus}/notes.md")
     refused(2, f"{bucket}/none", "no such directory", model=f"{bucket}/none")
