@@ -12,7 +12,7 @@ import web_page
 from spile.core.errors import ConfigError, StoreError
 from spile.serve import documents as finding
 from spile.serve.digest import Digest
-from spile.serve.documents import BoundedCache, Colour, Explorer, Finder, Texts, sequences
+from spile.serve.documents import BoundedCache, Colour, Explorer, Finder, PageTexts, sequences
 
 TAP = "resid_post.0"
 NORM = Colour(TAP, "norm")
@@ -34,7 +34,7 @@ def explorer(built: web_page.Built, model: Path) -> Iterator[Explorer]:
     limit = time.monotonic() + 60
     while digest.at_work and time.monotonic() < limit:
         time.sleep(0.01)
-    yield Explorer(dataset, Texts(dataset.recipe, str(model)), digest)
+    yield Explorer(dataset, PageTexts(dataset.recipe, str(model)), digest)
     digest.close()
 
 
@@ -139,7 +139,7 @@ def explorer_of(built: web_page.Built, model: Path) -> Explorer:
     while digest.at_work and time.monotonic() < limit:
         time.sleep(0.01)
     digest.close()
-    return Explorer(dataset, Texts(dataset.recipe, str(model)), digest)
+    return Explorer(dataset, PageTexts(dataset.recipe, str(model)), digest)
 
 
 @pytest.fixture(scope="module")

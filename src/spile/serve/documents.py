@@ -3,7 +3,7 @@
 `Explorer` reads a document or a row in context, with a number for each token, and says where tokens
 are missing because no row of them is stored. `Finder` lists documents and searches their previews,
 kept columns and tokens; a search of a large dataset stops when its time is up, and says where to go
-on. `Texts` turns token ids into text.
+on. `PageTexts` turns token ids into text, and text into token ids.
 """
 
 import importlib
@@ -16,12 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
-from spile.core.cache_dir import demo_directory
-from spile.core.errors import ConfigError, SpileError
-from spile.core.identity import full_digest
+from spile.core.errors import ConfigError
 from spile.core.index import FIRST, FLAGS
 from spile.core.recipe import ResolvedRecipe
 from spile.core.threads import mapped
@@ -29,7 +25,7 @@ from spile.corpus.tokenize import TextTokenizer
 from spile.dataset.read.dataset import Dataset, Document
 from spile.dataset.read.latents import pair_of
 from spile.dataset.read.rows import runs
-from spile.objects.paths import AnyPath, path_of
+from spile.dataset.read.texts import Texts
 from spile.serve.digest import Digest, LatentMoments, read_rows
 from spile.serve.directions import Directions
 
@@ -41,17 +37,10 @@ _FEW = 64  # sampled rows, under which a scale is taken from the page itself
 MOST_LISTED = 100
 _KEPT_BYTES = 192 << 20  # of tokens, and as many of tables, so that no search reads them again
 _SECONDS = 0.12  # of one request
-_FILES = ("tokenizer.json", "tokenizer_config.json")  # what a recipe's digest is of
-_CUT = "\ufffd"  # what is left of a character whose last token is missing
 
 
-class Texts:
-    """A dataset's tokens, as they are read.
-
-    Attributes:
-        missing: why there is no tokenizer; None if there is one.
-        note: what is to be known of the one that is used.
-    """
+class PageTexts(Texts):
+    """A dataset's tokens as text, and the other way round."""
 
     def __init__(self, recipe: ResolvedRecipe, given: str | None) -> None:
         """`given`: the directory or URL of `--tokenizer`.
@@ -59,83 +48,36 @@ class Texts:
         Raises:
             ConfigError: if that holds no tokenizer.
         """
-        self._tokenizer: Tokenizer | None = None
+        try:
+            super().__init__(recipe, given)
+        except ConfigError as error:
+            raise ConfigError(f"--tokenizer {error}") from error
+        if self.missing:
+            self.missing += ": give --tokenizer"
         self._policy = recipe.special_tokens
         self._encoder: TextTokenizer | None = None
-        self.missing: str | None = None
-        self.note: str | None = None
-        source = given or recipe.model_source
-        # A store is a stranger's: what it names is read of this machine, and never fetched.
-        if not given and "://" in source:
-            self.missing = f"the model is not on this machine ({source}): give --tokenizer"
-            return
-        self._folder = folder = demo_directory() if source == "demo" else path_of(source)
-        try:
-            self._tokenizer = Tokenizer.from_buffer((folder / _FILES[0]).read_bytes())
-        except Exception as error:  # the Rust library raises bare Exception
-            if given:
-                raise ConfigError(f"--tokenizer {given}: no usable tokenizer.json there") from error
-            self.missing = f"no usable tokenizer.json in {source}: give --tokenizer"
-            return
-        if _differs(folder, recipe):
-            self.note = "this tokenizer is not the one that the dataset was made with"
-            if not given:
-                self._tokenizer = None
-                self.missing = f"{source} holds another tokenizer by now: give --tokenizer"
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text; a character of several tokens is its last one's."""
-        if self._tokenizer is None:
-            return [str(token) for token in ids]
-        pieces: list[str] = []
-        waiting: list[int] = []  # places of tokens whose character has not ended
-        stream = DecodeStream(skip_special_tokens=False)
-        for place, token in enumerate(ids):
-            if self._tokenizer.id_to_token(token) is None:
-                pieces.append(f"⟨{token}⟩")
-                continue
-            try:
-                piece = stream.step(self._tokenizer, token)
-            except Exception:  # a sequence that no text has: such tokens stand alone
-                stream = DecodeStream(skip_special_tokens=False)
-                piece = self._tokenizer.decode([token], skip_special_tokens=False)
-            waiting = [] if piece is not None else [*waiting, place]
-            pieces.append(piece or "")
-        for place in waiting:
-            pieces[place] = _CUT
-        return pieces
 
     def encoded(self, text: str) -> list[int]:
         """Token ids of a document of this text, special tokens included; none if the tokenizer
         that the dataset was made with is not at hand."""
-        if self._tokenizer is None or self.note is not None:
+        if self.tokenizer is None or self.note is not None:
             return []
         try:
             if self._encoder is None:
-                self._encoder = TextTokenizer(self._folder, self._policy)
+                self._encoder = TextTokenizer(self.folder, self._policy)
             return self._encoder.encode([text])[0].tolist()
-        except SpileError:
+        except Exception:  # the Rust library raises bare Exception
             return []
 
     def spellings(self, text: str) -> list[list[int]]:
         """Token ids that a text has at the beginning of a document, and after a space."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return []
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         found = [
             tokenizer.encode(before + text, add_special_tokens=False).ids for before in ("", " ")
         ]
         return [ids for number, ids in enumerate(found) if ids and ids not in found[:number]]
-
-
-def _differs(folder: AnyPath, recipe: ResolvedRecipe) -> bool:
-    known = recipe.model.get("tokenizer")
-    if known is None:
-        return False
-    try:
-        return full_digest(*(p for p in (folder / name for name in _FILES) if p.is_file())) != known
-    except (OSError, SpileError):
-        return True
 
 
 @dataclass(frozen=True)
@@ -161,7 +103,7 @@ class Gap:
 class Explorer:
     """Reads a dataset as it is now; `see` hands it a later one."""
 
-    def __init__(self, dataset: Dataset, texts: Texts, digest: Digest) -> None:
+    def __init__(self, dataset: Dataset, texts: PageTexts, digest: Digest) -> None:
         self.texts, self.digest, self.directions = texts, digest, Directions()
         self.see(dataset)
 

@@ -24,7 +24,7 @@ from spile.serve.documents import (
     Colour,
     Explorer,
     Finder,
-    Texts,
+    PageTexts,
     described,
 )
 from spile.serve.projection import has_umap, pca, similarities, umap
@@ -58,7 +58,7 @@ class Answers:
         self._opened = opened
         dataset = opened()
         self.digest = Digest(dataset, most_bytes)
-        self.explorer = Explorer(dataset, Texts(dataset.recipe, tokenizer), self.digest)
+        self.explorer = Explorer(dataset, PageTexts(dataset.recipe, tokenizer), self.digest)
         counts = {
             unit["id"]: sum(count for _, count in fmt.doc_runs(unit))
             for unit in Ledger(objects).table().units
