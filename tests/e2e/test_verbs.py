@@ -223,7 +223,8 @@ def test_check_says_how_far_each_tap_is_and_where_things_may_be(
     assert result.code == 0, result.err
     lines = result.out.splitlines()
     assert lines[0].split()[:4] == ["tap", "error", "allowed", "control"]
-    taps = [line.split() for line in lines[1:-1]]
+    legend = next(number for number, line in enumerate(lines) if line.startswith("  error "))
+    taps = [line.split() for line in lines[1:legend]]
     assert [row[0] for row in taps] == ["embed", "resid_post.0", "z.1", "resid_post.2", "logprob"]
     for _, error, allowed, control, alone, typical, cosine in taps:
         assert float(error) <= float(allowed) < float(control)
@@ -258,7 +259,7 @@ def test_check_of_a_faulty_dataset_names_the_tap_and_fails(checked: Path, tmp_pa
     text = run("check", out, "--samples", 1)
     assert text.code == 3
     assert [line.split()[0] for line in text.out.splitlines() if "too far" in line] == ["z.1"]
-    assert f"{out}: 1 taps disagree with the reference" in text.out
+    assert f"{out}: 1 tap disagrees with the reference" in text.out
     check_sound(out)
 
 

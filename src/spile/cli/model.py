@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 import json
 import shlex
-import sys
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from spile.cli.flags import TAPS_HELP, Verbs
 from spile.core.config import STORE_DTYPES, Recipe, Runtime
 from spile.core.errors import ConfigError, InputError, SpileError
-from spile.core.humanize import size
+from spile.core.humanize import plural, size
 
 if TYPE_CHECKING:
     from spile.check.compare import CheckReport
@@ -41,24 +42,35 @@ def taps(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(entries))
     else:
-        taps_table(entries)
+        # A pipe has no width.
+        print(taps_text(entries, shutil.get_terminal_size((200, 24)).columns))
     return 0
 
 
-def taps_table(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Print taps, one line each: name, shape, bytes and other names."""
-    from rich.console import Console
-    from rich.table import Table
+def taps_text(entries: Sequence[Mapping[str, Any]], width: int) -> str:
+    """Taps with their shapes, bytes and meanings, and below each its other names."""
+    shapes = ["×".join(map(str, entry["shape"])) or "1" for entry in entries]
+    names = max(len("tap"), *(len(entry["name"]) for entry in entries))
+    wide = max(len("shape"), *map(len, shapes))
+    lines = [f"{'tap':{names}}  {'shape':{wide}}  bytes/token  meaning"]
+    for entry, shape in zip(entries, shapes, strict=True):
+        head = f"{entry['name']:{names}}  {shape:{wide}}  {entry['bytes']:>11,}  "
+        lines += _wrapped(entry["meaning"], width, head, " " * len(head))
+        if entry["aliases"]:
+            lines += _wrapped(", ".join(entry["aliases"]), width, "    also ", " " * 9)
+    return "\n".join(lines)
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("tap", "shape", "bytes/token", "meaning", "also known as"):
-        table.add_column(title, justify="right" if title == "bytes/token" else "left")
-    for entry in entries:
-        shape = "×".join(map(str, entry["shape"])) or "1"
-        aliases = "\n".join(entry["aliases"])
-        table.add_row(entry["name"], shape, f"{entry['bytes']:,}", entry["meaning"], aliases)
-    # A pipe has no width, and cutting a name off would make it useless.
-    Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
+
+def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
+    """Lines no wider than `width`, unless a name alone is: cut in two it would be useless."""
+    return textwrap.wrap(
+        text,
+        max(width, len(first) + 20),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def add_compile(verbs: Verbs) -> None:
@@ -195,13 +207,18 @@ def check(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else SpileError.exit_code
 
 
+_CHECK_LEGEND = """\
+  error          distance of the stored rows from HF transformers, as a share of a row's length
+  allowed        the most that rounding explains
+  control        the same distance for the neighbouring layer or token: it must exceed `allowed`, or
+                 the tap is unclear
+  storing alone  what the stored dtype costs (in brackets: in a typical channel), and the cosine"""
+
+
 def check_text(out: str, report: "CheckReport") -> str:
     """How far each tap is from the reference, and the verdict."""
     width = max(map(len, report.taps))
-    lines = [
-        f"{'tap':{width}}  error     allowed   control   storing alone         cosine    "
-        "(control: neighbouring layer or token; in brackets: a typical channel)"
-    ]
+    lines = [f"{'tap':{width}}  error     allowed   control   storing alone         cosine"]
     for name, tap in report.taps.items():
         verdict = "" if tap.ok else "  <- " + ("too far" if tap.error > tap.allowed else "unclear")
         lines.append(
@@ -211,11 +228,14 @@ def check_text(out: str, report: "CheckReport") -> str:
         )
     far = sum(tap.error > tap.allowed for tap in report.taps.values())
     unclear = sum(not tap.ok for tap in report.taps.values()) - far
-    verdict = [f"{far} taps disagree with the reference"] if far else []
-    verdict += [f"{unclear} taps cannot be told from a neighbour"] if unclear else []
+    disagree = "disagrees" if far == 1 else "disagree"
+    verdict = [f"{plural(far, 'tap')} {disagree} with the reference"] if far else []
+    verdict += [f"{plural(unclear, 'tap')} unclear"] if unclear else []
+    lines.append(_CHECK_LEGEND)
     lines.append(
         f"{out}: {', '.join(verdict) or 'every tap agrees with the reference'} "
-        f"({report.documents} documents, {report.tokens:,} tokens, {report.reference})"
+        f"({plural(report.documents, 'document')}, {plural(report.tokens, 'token')}, "
+        f"{report.reference})"
     )
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ import tiny
 from spile.core.errors import InputError
 from spile.core.tensors import write_tensors
 from spile.models.config.specs import block_specs, outer_specs
-from spile.models.files.checkpoint import Checkpoint, open_checkpoint
+from spile.models.files.checkpoint import Checkpoint, open_checkpoint, read_arch
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 
@@ -414,6 +414,10 @@ def test_a_config_that_is_no_json_object_is_named(content: bytes, directory: Pat
 
 
 def test_a_missing_directory_says_what_a_model_is(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean openai-community/gpt2-xl, a model of the"):
+        open_checkpoint("gpt2-xl")
+    with pytest.raises(InputError, match="--model pythia-70m: no such directory.*EleutherAI/"):
+        read_arch("pythia-70m")
     with pytest.raises(InputError, match="--model .*absent: no such directory; give 'demo'"):
         open_checkpoint(str(tmp_path / "absent"))
 

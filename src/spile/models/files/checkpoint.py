@@ -6,6 +6,7 @@ whether the set of tensors is exactly the expected one, and the model's identity
 
 import dataclasses
 import logging
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -88,18 +89,43 @@ class Checkpoint:
 
 def read_arch(model: str) -> Arch:
     """What a model is made of, from its config.json alone."""
-    return _read_config(_directory(model))[1]
+    return _read_config(_existing(model))[1]
+
+
+# Names that people type without their owner, and whose they are.
+_OWNERS = {
+    r"gpt2(-medium|-large|-xl)?": "openai-community",
+    r"pythia-.*": "EleutherAI",
+    r"gemma-.*": "google",
+    r"(meta-)?llama-[23].*": "meta-llama",
+    r"(mistral|mixtral)-.*": "mistralai",
+    r"smollm.*": "HuggingFaceTB",
+    r"qwen.*": "Qwen",
+    r"olmo.*": "allenai",
+    r"phi-.*": "microsoft",
+    r"starcoder2.*": "bigcode",
+    r"gpt-oss-.*": "openai",
+}
+
+
+def _existing(model: str) -> AnyPath:
+    """The directory of a model that is there."""
+    directory = _directory(model)
+    # (A web server cannot say whether it has a directory.)
+    if (directory / "config.json").is_file() or directory.is_dir():
+        return directory
+    owners = (owner for name, owner in _OWNERS.items() if re.fullmatch(name, model, re.IGNORECASE))
+    owner = next(owners, None)
+    meant = f"; did you mean {owner}/{model}, a model of the Hub?" if owner else ""
+    raise InputError(
+        f"--model {model}: no such directory; give 'demo', a directory with config.json, "
+        f"tokenizer.json and *.safetensors, or OWNER/NAME of the Hub{meant}"
+    )
 
 
 def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
     """Find a model by its directory, URL or name, read its config and headers, check them."""
-    directory = _directory(model)
-    # (A web server cannot say whether it has a directory.)
-    if not (directory / "config.json").is_file() and not directory.is_dir():
-        raise InputError(
-            f"--model {model}: no such directory; give 'demo', a directory with config.json, "
-            "tokenizer.json and *.safetensors, or OWNER/NAME of the Hub"
-        )
+    directory = _existing(model)
     if not (directory / "tokenizer.json").is_file():
         raise InputError(f"--model {model}: no tokenizer.json there; save the fast tokenizer too")
     family, arch = _read_config(directory)
