@@ -39,6 +39,7 @@ from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import find_files
 from spile.corpus.formats.token_ids import FlatArray, TokenIds
+from spile.corpus.named_columns import settled_columns
 from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import CutOptions, make_units
@@ -128,6 +129,8 @@ def read_corpus(
     """Cut a corpus into units and read all of it: every document is read or counted."""
     options = options or ReadOptions()
     files = find_files(str(path))
+    with only_our_errors():
+        settled_columns(None, files, options.text_column, reading)
     flat = reading.flat if isinstance(reading, TokenIds) else None
     cut = CutOptions(
         unit_tokens=64, density=0.25, columns=reading.columns if reading else (), flat=flat,

@@ -11,6 +11,7 @@ from contextlib import closing
 
 from spile.core.errors import ConfigError, InputError
 from spile.core.expressions import DocumentFilter
+from spile.core.humanize import plural
 from spile.core.index import DOCUMENT_COLUMNS
 from spile.core.options import listed
 from spile.corpus.chats.rows import RowReader
@@ -90,7 +91,7 @@ def _refuse_missing_of_filter(
         if column in known or any(_has_key(file, column, reader.heed) for file in reader.files):
             continue
         more = len(reader.files) - 1
-        where = f"{reader.files[0].path}" + (f" and {more} more files" if more else "")
+        where = f"{reader.files[0].path}" + (f" and {plural(more, 'more file')}" if more else "")
         raise InputError(condition.missing(where, column, known))
 
 

@@ -302,7 +302,7 @@ class CorpusReader:
                 )
                 rows = "lines" if source.kind == "jsonl" else "elements"
                 raise InputError(
-                    f"{source.path}: no key {column!r} in its first {len(records)} {rows}; they "
+                    f"{source.path}: no key {column!r} in its first {rows}; they "
                     f"have {listed(keys)}: {choose}"
                 )
 
