@@ -691,7 +691,7 @@ def test_tokens_that_are_not_the_corpus_are_no_basis_for_a_comparison(small: Pat
     with forged(small) as values:
         for array in values("index/token_id"):
             array[:] = (array + 1) % 256
-    with pytest.raises(StoreError, match=r"document \d+: other tokens than the corpus's"):
+    with pytest.raises(StoreError, match=r"document \d+: its tokens differ from the corpus's"):
         check(str(small))
     assert not (small / fmt.CHECK).exists()
 
@@ -700,7 +700,7 @@ def test_offsets_beyond_a_document_are_no_basis_for_a_comparison(small: Path) ->
     with forged(small) as values:
         for array in values("index/offset"):
             array += 1000
-    with pytest.raises(StoreError, match=r"document \d+: other tokens than the corpus's"):
+    with pytest.raises(StoreError, match=r"document \d+: its tokens differ from the corpus's"):
         check(str(small))
 
 

@@ -156,7 +156,7 @@ def test_words_with_spaces_are_printed_as_a_shell_takes_them() -> None:
         (
             "multihost",
             "--dataset_path x --grid_encoder CodeBlockEncoder()",
-            "of encoders there are",
+            "no such encoder; choose from",
         ),
         ("launch", "--gcs_bucket B", "--deployment is missing"),
         ("launch", "--deployment ssh --gcs_bucket B", "needs --tpu_names or --hosts"),

@@ -86,7 +86,7 @@ def test_what_a_restart_cannot_mend_is_not_started_again(start: Start, tmp_path:
     member = start("os._exit(2)")
     assert ended(member) == 2
     assert starts(tmp_path) == 1
-    assert member.err == "spile: not started again: exit 2 is what a restart cannot mend\n"
+    assert member.err == "spile: not restarted: exit code 2 means bad input, which a restart cannot fix\n"
 
 
 def test_it_gives_up_with_the_last_code_when_nothing_is_ever_done(
@@ -95,7 +95,7 @@ def test_it_gives_up_with_the_last_code_when_nothing_is_ever_done(
     member = start("os._exit(3)", "--max-restarts", "2")
     assert ended(member) == 3
     assert starts(tmp_path) == 3
-    assert member.last_line.endswith("(exit 3); given up after 2 restarts without a unit done")
+    assert member.last_line.endswith("(exit 3); giving up after 2 restarts without a unit done")
 
 
 def test_a_unit_done_begins_the_count_anew(start: Start, tmp_path: Path) -> None:

@@ -240,7 +240,9 @@ class _Comparison:
         offsets = document.index["offset"]
         inside = offsets.max() < len(tokens)
         if not inside or not np.array_equal(document.index["token_id"], tokens[offsets]):
-            raise StoreError(f"document {document.index['doc'][0]}: other tokens than the corpus's")
+            raise StoreError(
+                f"document {document.index['doc'][0]}: its tokens differ from the corpus's"
+            )
         starts = np.unique(offsets // recipe.seq_len)[:_CONTEXTS_PER_DOCUMENT] * recipe.seq_len
         for start in starts.tolist():
             context = tokens[start : start + recipe.seq_len]

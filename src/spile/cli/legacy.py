@@ -226,7 +226,7 @@ def _encoder(text: str) -> str:
     found = [new for name in named for old, new in _ENCODERS.items() if old in name]
     if len(found) != len(named) or not found:
         known = ", ".join(_ENCODERS)
-        raise ConfigError(f"--grid_encoder {text!r}: of encoders there are {known}")
+        raise ConfigError(f"--grid_encoder {text!r}: no such encoder; choose from {known}")
     words = [new for new in _ENCODERS.values() if new in found and new != "plain"]
     return "+".join(words) or "plain"
 

@@ -143,7 +143,7 @@ def watch(arguments: argparse.Namespace) -> int:
 
     for name in ("interval", "stale_after"):
         if not 0 < getattr(arguments, name) < 86400:
-            raise ConfigError(f"--{name.replace('_', '-')} must be seconds, more than none")
+            raise ConfigError(f"--{name.replace('_', '-')} must be more than 0 seconds")
     objects = open_objects(arguments.out)
     observer = HeartbeatObserver(arguments.stale_after)
     with contextlib.suppress(KeyboardInterrupt):  # looking is over; nothing was interrupted

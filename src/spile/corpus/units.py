@@ -60,7 +60,7 @@ class Unit:
             parts["skip"] = tuple(parts.get("skip", ()))
             return cls(**parts)
         except (TypeError, KeyError) as error:
-            raise DataError(f"the unit table holds what is no unit ({error})") from error
+            raise DataError(f"the unit table holds an invalid unit ({error})") from error
 
 
 def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], int]) -> float:

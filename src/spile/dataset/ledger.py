@@ -302,7 +302,7 @@ def _audit_table(table: Table) -> None:
         if not fmt.is_count(told["seed"]) or not all(
             map(fmt.is_name, (told["entries"], told["drawn"]))
         ):
-            raise ValueError("the order of its rows is none")
+            raise ValueError("the order of its rows is invalid")
 
 
 def _audit_manifest(manifest: Mapping[str, Any]) -> None:
@@ -315,7 +315,7 @@ def _audit_manifest(manifest: Mapping[str, Any]) -> None:
         raise CorruptError(fmt.MANIFEST, f"is not a manifest ({fmt.shown(error)})") from error
     named = all(map(fmt.is_name, (*keys, *manifest["skipped"])))
     if not named or not all(map(fmt.is_count, counts)) or not all(type(u) is dict for u in units):
-        raise CorruptError(fmt.MANIFEST, "is not a manifest (a count or a name is none)")
+        raise CorruptError(fmt.MANIFEST, "is not a manifest (a count or a name is invalid)")
 
 
 def _unit_ids(table: Table) -> list[int]:
@@ -370,9 +370,9 @@ class Prediction:
             raise CorruptError(fmt.PREDICTION, f"is none ({fmt.shown(error)})") from error
         counts = all(map(fmt.is_count, (found.tokens, found.rows, found.bytes)))
         if not counts or not all(map(fmt.is_name, (found.device, found.mesh))):
-            raise CorruptError(fmt.PREDICTION, "is none (a count or a name is none)")
+            raise CorruptError(fmt.PREDICTION, "is not a prediction (a count or a name is invalid)")
         if found.seconds is not None and not fmt.is_amount(found.seconds):
-            raise CorruptError(fmt.PREDICTION, "is none (its seconds are no number)")
+            raise CorruptError(fmt.PREDICTION, "is not a prediction (its seconds are not a number)")
         return found
 
 

@@ -89,12 +89,12 @@ class Supervisor:
             progress = self._progressed(child, before)
             worked |= progress or code == ABORTED
             if code == ConfigError.exit_code and not (worked and self._alone()):
-                _log.error("not started again: exit 2 is what a restart cannot mend")
+                _log.error("not restarted: exit code 2 means bad input, which a restart cannot fix")
                 return code
             failures = 1 if progress else failures + 1
             why = child.signalled() or self._reported(child) or _MEANING.get(code, f"exit {code}")
             if failures > self._patience.max_restarts:
-                _log.error("%s; given up after %d restarts without a unit done", why, failures - 1)
+                _log.error("%s; giving up after %d restarts without a unit done", why, failures - 1)
                 return code
             pause = self._patience.pause(failures)
             _log.warning(

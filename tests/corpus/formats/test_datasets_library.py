@@ -156,7 +156,7 @@ def test_a_corpus_that_was_changed_or_is_not_whole_is_not_read(hub: Hub, tmp_pat
     path.write_bytes(path.read_bytes()[:-8] + b"otherwis")
     assert f"{path}: was changed since it was made; remove" in refused(name_of(hub), DataError)
     (path.parent / "source.json").write_text("{")
-    assert "no corpus that was made whole" in refused(name_of(hub), DataError)
+    assert "is not a complete corpus" in refused(name_of(hub), DataError)
 
 
 @pytest.mark.parametrize("text", [b"word " * 1_000_000, b"\0" * 5_000_000])

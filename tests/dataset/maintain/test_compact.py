@@ -278,7 +278,7 @@ def test_a_place_inside_the_source_or_around_it_is_refused(tmp_path: Path) -> No
     (tmp_path / "link").symlink_to(made.path)
     for place in ("out", "out/compact", "link/compact", "."):
         dest = LocalObjects(tmp_path / place)
-        refused(made.objects, dest, ConfigError, "lie one inside the other")
+        refused(made.objects, dest, ConfigError, "must not contain one another")
     compact(made.objects, LocalObjects(tmp_path / "out-compact"))
 
 
@@ -359,7 +359,7 @@ def test_a_disk_is_compacted_into_a_bucket_and_back(kind: str, tmp_path: Path) -
     check_compacted(made.objects, bucket)
     assert compact(bucket, dest).units == 1
     check_compacted(made.objects, dest)
-    with pytest.raises(ConfigError, match="lie one inside the other"):
+    with pytest.raises(ConfigError, match="must not contain one another"):
         compact(bucket, open_objects(f"{bucket.url}/inside"))
 
 

@@ -301,7 +301,7 @@ def test_places_that_are_taken_are_refused(tmp_path: Path) -> None:
     other = stored.copied(tmp_path / "other", seed=1)
     with pytest.raises(ConfigError, match="holds another dataset"):
         shuffle(made.objects, other.objects)
-    with pytest.raises(ConfigError, match="lie one inside the other"):
+    with pytest.raises(ConfigError, match="must not contain one another"):
         shuffle(made.objects, LocalObjects(made.path / "inside"))
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")

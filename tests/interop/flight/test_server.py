@@ -197,7 +197,7 @@ def test_one_that_takes_nothing_is_left_behind(ds: spile.Dataset) -> None:
 def test_a_token_is_asked_for(ds: spile.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(ds, address=ListenAddress(token="sesame")) as server:
         for wrong in (None, "sesam"):
-            with pytest.raises(ConfigError, match="token is missing, or another"):
+            with pytest.raises(ConfigError, match="token is missing or wrong"):
                 next(connect(server.url, token=wrong))
         monkeypatch.setenv("SPILE_TOKEN", "sesame")
         assert len(list(connect(server.url))) == 32
@@ -218,7 +218,7 @@ def test_over_tls_batches_come_to_those_who_trust_the_certificate_and_know_the_t
         port = server.url.rpartition(":")[2]
         assert server.url.startswith("grpc+tls://")
         url = f"grpc+tls://localhost:{port}"
-        with pytest.raises(ConfigError, match="token is missing, or another"):
+        with pytest.raises(ConfigError, match="token is missing or wrong"):
             next(connect(url, tls_root_certs=own.cert))
         for wrong in (None, other.cert):  # the system knows neither
             with pytest.raises(StoreError, match="(?i)handshake|certificate|ssl|connect"):

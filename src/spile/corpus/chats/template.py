@@ -231,7 +231,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         plain = {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
     role = plain.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise InputError(f"{where}: its role is {role!r:.80}, which is none of {', '.join(_ROLES)}")
+        raise InputError(f"{where}: its role is {role!r:.80}, expected one of {', '.join(_ROLES)}")
     return plain
 
 
@@ -272,7 +272,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return [_plain(item, where, depth + 1) for item in cast(Sequence[Any], value)]
     if value is None or type(value) in (str, int, float, bool):
         return value
-    raise InputError(f"{where}: holds a {type(value).__name__}, which is no type of JSON's")
+    raise InputError(f"{where}: holds a {type(value).__name__}, which is not a JSON type")
 
 
 def _find_template(

@@ -226,7 +226,7 @@ def _checked(source: _Source, folder: Path) -> BuiltFile:
         same = note["file"] == sampled_digest(folder / _DATA)
         identity = f"{source.identity} {note['rows']} rows {note['content']}"
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"{folder}: is no corpus that was made whole; {again}") from None
+        raise DataError(f"{folder}: is not a complete corpus; {again}") from None
     if not same:
         raise DataError(f"{folder / _DATA}: was changed since it was made; {again}")
     return BuiltFile(folder / _DATA, identity)

@@ -264,7 +264,7 @@ class Augmentation:
     def __post_init__(self) -> None:
         for name, items in (("colors", range(COLORS)), ("order", range(len(self.order)))):
             if sorted(getattr(self, name)) != list(items):
-                raise ConfigError(f"augmentation: {name} is no permutation of {list(items)}")
+                raise ConfigError(f"augmentation: {name} is not a permutation of {list(items)}")
         if self.turns not in range(4):
             raise ConfigError(f"augmentation: turns must be 0, 1, 2 or 3, got {self.turns}")
 

@@ -116,7 +116,7 @@ def refuse_nested(source: Objects, dest: Objects) -> None:
     here, there = _place(source), _place(dest)
     if f"{there}/".startswith(f"{here}/") or f"{here}/".startswith(f"{there}/"):
         raise ConfigError(
-            f"{dest.url} and {source.url} lie one inside the other; choose a place outside of it"
+            f"{dest.url} and {source.url} must not contain one another; choose another destination"
         )
 
 

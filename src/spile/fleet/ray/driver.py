@@ -87,7 +87,7 @@ def extract(
     ]
     if given:
         flag = "--" + given[0].replace("_", "-")
-        raise ConfigError(f"{flag} is not for --engine ray, which says itself who does what")
+        raise ConfigError(f"{flag} does not go with --engine ray, which assigns the work itself")
     ray = connect(options.ray_address)
     try:
         with stop_on_signal(stop or threading.Event()) as stop:
@@ -255,7 +255,7 @@ class _Pool:
         if code is not None and errors >= _MOST_ERRORS:
             raise WorldError(0, named, code)
         if at_work >= 0 and lost >= _MOST_LOSSES:
-            raise StoreError(f"unit {at_work} was in hand of {lost} slices that are lost; {named}")
+            raise StoreError(f"unit {at_work} was lost with {lost} slices in a row; {named}")
         if self._failures >= _MOST_FAILURES * max(1, len(self._slices)):
             raise StoreError(f"{self._failures} slices failed, and not one unit was done; {named}")
 

@@ -110,7 +110,7 @@ def _flight_server(
             given = [value for value in headers.get("authorization", ()) if isinstance(value, str)]
             wanted = f"Bearer {address.token}".encode()
             if not any(secrets.compare_digest(value.encode(), wanted) for value in given):
-                raise flight.FlightUnauthenticatedError("the token is missing, or another one")
+                raise flight.FlightUnauthenticatedError("the token is missing or wrong")
 
     class Server(flight.FlightServerBase):
         def do_get(self, context: Any, ticket: Any) -> Any:
@@ -140,7 +140,7 @@ def _state_of(ticket: bytes) -> dict[str, Any] | None:
         reason = "too long" if error.problem == "size" else "not JSON"
         raise ConfigError(f"the ticket is {reason}") from None
     if state is not None and not isinstance(state, dict):
-        raise ConfigError("the ticket is not the state of batches")
+        raise ConfigError("the ticket does not hold the state of an iteration")
     return cast(dict[str, Any], state) or None
 
 
@@ -221,7 +221,7 @@ class Fanout:
         whose = self._start.keys() - {"epoch", "position"}
         known = is_count(state.get("epoch")) and is_count(state.get("position"))
         if not known or any(state.get(name) != self._start[name] for name in whose):
-            raise ConfigError("this is no state of the iteration that is served")
+            raise ConfigError("this state does not belong to the iteration that is served")
 
     def _found(self, state: State) -> int | None:
         """The number of the batch that follows a state, if it is held or read next."""
@@ -238,7 +238,7 @@ class Fanout:
         if self._takers:
             raise ConfigError(
                 f"epoch {state.get('epoch')}, position {state.get('position')} is no longer held, "
-                "and others are connected; go on with `spile.open(…).batches`, or restart together"
+                "and others are connected; use `spile.open(…).batches`, or restart together"
             )
         self._wanted = self._after = dict(state)
         self._first, self._ended, self._given = self._first + len(self._held), False, False

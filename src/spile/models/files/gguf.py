@@ -281,7 +281,7 @@ def convert(
     except KeyError as error:
         raise InputError(f"{where}: the metadata lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise InputError(f"{where}: the metadata are of another kind ({error})") from error
+        raise InputError(f"{where}: the metadata has an unexpected type ({error})") from error
     plan = _plan(where, _ARCHS[meta["general.architecture"]], config, sizes, stored)
     dest.parent.mkdir(parents=True, exist_ok=True)
     # Beside the destination, so that the rename stays inside one file system.

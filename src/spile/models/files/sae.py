@@ -288,7 +288,7 @@ def _gemma_scope(folder: AnyPath) -> Sae:
             raise InputError(f"{config}: architecture is {architecture!r}; known: jump_relu")
     shape = _shapes(file, folder).get("W_enc", ())
     if len(shape) != 2 or not all(map(_is_size, shape)):
-        raise InputError(f"{file}: holds no matrix W_enc, which an encoder has")
+        raise InputError(f"{file}: holds no matrix W_enc; is it an encoder?")
     return Sae(
         directory=folder, file=file, architecture="jumprelu", width=shape[0], latents=shape[1],
         subtracts=False, raw=True,
