@@ -76,3 +76,11 @@ def test_a_near_miss_names_what_may_be_meant(words: str, said: str) -> None:
 def test_a_suggestion_names_only_flags_that_extract_has(flag: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(flags._INSTEAD[flag])):
         PARSER.parse_args(["extract", flag])
+
+
+@pytest.mark.parametrize(("verb", "meant"), flags._VERBS.items())
+def test_a_verb_of_other_tools_names_the_one_here(verb: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"no verb '{verb}': did you mean {meant}\\?"):
+        PARSER.parse_args([verb, "acts"])
+    with pytest.raises(SystemExit):
+        PARSER.parse_args([meant, "--help"])

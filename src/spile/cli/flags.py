@@ -26,7 +26,8 @@ exit codes: 0 done; 2 bad input or configuration; 3 data or store fault; 130 int
 
 
 _NOTHING_IS_OVERWRITTEN = (
-    "the same command resumes what --out holds; for a new dataset give a new --out"
+    "the same command resumes what --out holds; for a new dataset give a new --out (or add "
+    "--restart while no row is stored)"
 )
 # What users of other tools type, and what to type here. It is suggested, not accepted.
 _INSTEAD = {
@@ -65,6 +66,30 @@ _INSTEAD = {
     "--split": "use --corpus owner/name:config:split",
     "--text-field": "use --text-column X",
     "--tokens": "use --max-tokens N",
+}
+
+
+# Verbs of other tools, and the one here.
+_VERBS = {
+    "audit": "verify",
+    "cat": "ls",
+    "clean": "gc",
+    "cost": "plan",
+    "download": "fetch",
+    "estimate": "plan",
+    "info": "status",
+    "inspect": "serve",
+    "list": "ls",
+    "open": "serve",
+    "prune": "gc",
+    "resume": "extract",
+    "run": "extract",
+    "show": "status",
+    "test": "check",
+    "ui": "serve",
+    "upload": "push",
+    "validate": "verify",
+    "view": "serve",
 }
 
 
@@ -108,7 +133,8 @@ class Parser(argparse.ArgumentParser):
         """As argparse does; for a verb that does not exist, only the nearest is named."""
         verbs = [*action.choices] if action.choices and action.nargs == argparse.PARSER else []
         if len(verbs) > 9 and value not in verbs:
-            self.error(f"there is no verb {value!r}{_did_you_mean(value, verbs)}")
+            meant = f": did you mean {_VERBS[value]}?" if value in _VERBS else None
+            self.error(f"there is no verb {value!r}{meant or _did_you_mean(value, verbs)}")
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
