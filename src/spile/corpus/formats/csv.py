@@ -67,7 +67,10 @@ class RecordEnds:
         Raises:
             CsvError: if something follows quotes that were closed.
         """
-        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE)
+        whole = np.frombuffer(data, np.uint8)
+        ends = np.flatnonzero(whole == _NEWLINE)
+        if (inside := self._by_parity(whole, ends, position)) is not None:
+            return position + 1 + ends[~inside]
         # (As numbers at once: there may be millions.)
         places = np.fromiter(chain.from_iterable(self._fields(data, position)), np.int64)
         if len(places) and len(ends):
@@ -75,6 +78,36 @@ class RecordEnds:
             before = np.searchsorted(starts, ends, side="right") - 1
             ends = ends[(before < 0) | (ends >= stops[before])]
         return position + 1 + ends
+
+    def _by_parity(self, data: np.ndarray, ends: np.ndarray, position: int) -> np.ndarray | None:
+        """Which line ends lie within quotes, told by how many quotes are before them.
+
+        That holds where no quote is a character of a field that has none around it: where each that
+        opens stands where a field begins or after one that closed, and after each that closes the
+        field ends or another opens. None: some do not.
+        """
+        follows = (self._delimiter, _NEWLINE, _RETURN, _QUOTE)  # a closing quote
+        if not len(data) or (self._closing and int(data[0]) not in follows):
+            return None
+        quotes = np.flatnonzero(data == _QUOTE)
+        first = int(self._quoted and not self._closing)  # of them closes
+        opening, closing = quotes[first::2], quotes[1 - first :: 2]
+        before = data[opening - 1]
+        doubled = before == _QUOTE
+        begins = doubled | (before == self._delimiter) | (before == _NEWLINE)
+        if len(opening) and opening[0] == 0:
+            doubled[0], begins[0] = self._closing, self._closing or self._begins
+        after = data[np.minimum(closing + 1, len(data) - 1)]
+        stops = np.isin(after, follows) | (closing == len(data) - 1)
+        if not (begins.all() and stops.all()):
+            return None
+        if len(fresh := opening[~doubled]):
+            self._opened = position + int(fresh[-1])
+        self._closing = bool(len(closing)) and int(closing[-1]) == len(data) - 1
+        self._quoted = (len(quotes) + first) % 2 == 1 or self._closing
+        if not self._quoted:
+            self._begins = int(data[-1]) in (self._delimiter, _NEWLINE)
+        return (np.searchsorted(quotes, ends) + first) % 2 == 1
 
     def _fields(self, data: bytes, position: int) -> Iterator[tuple[int, int]]:
         """Where quoted fields begin and end within a piece."""
