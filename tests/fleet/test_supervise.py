@@ -86,7 +86,9 @@ def test_what_a_restart_cannot_mend_is_not_started_again(start: Start, tmp_path:
     member = start("os._exit(2)")
     assert ended(member) == 2
     assert starts(tmp_path) == 1
-    assert member.err == "spile: not restarted: exit code 2 means bad input, which a restart cannot fix\n"
+    assert member.err == (
+        "spile: not restarted: exit code 2 means bad input, which a restart cannot fix\n"
+    )
 
 
 def test_it_gives_up_with_the_last_code_when_nothing_is_ever_done(
