@@ -35,6 +35,7 @@ from spile.corpus.formats.columns import (
     refuse_missing,
     rows_of,
     text_column,
+    with_names,
 )
 from spile.corpus.formats.parquet import TEXT
 from spile.objects.paths import AnyPath
@@ -81,7 +82,7 @@ def _refusing(path: AnyPath) -> Iterator[None]:
 def schema(path: AnyPath) -> Any:
     """The names and types of its columns."""
     with _refusing(path), path.open("rb") as stream:
-        return _schema(path, next(_messages(stream)))
+        return with_names(_schema(path, next(_messages(stream))))
 
 
 def batches(

@@ -25,6 +25,7 @@ from spile.corpus.formats.columns import (
     rows_of,
     text_column,
     text_values,
+    with_names,
 )
 from spile.corpus.formats.parquet_footer import checked_metadata
 from spile.objects.paths import AnyPath
@@ -60,7 +61,7 @@ def _opened(path: AnyPath, *, check: bool = False) -> Iterator[pq.ParquetFile]:
 def schema(path: AnyPath) -> Any:
     """The names and types of its columns."""
     with _opened(path) as file:
-        return file.schema_arrow
+        return with_names(file.schema_arrow)
 
 
 def row_groups(
