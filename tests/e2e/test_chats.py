@@ -177,6 +177,9 @@ class Source:
 
 def source():
     return Source()
+
+def both():
+    return [{"text": "not this", "question": f"who is {n}?", "answer": f"n {n}"} for n in range(4)]
 """
 
 
@@ -210,6 +213,22 @@ def test_who_says_what_in_a_programs_segments_is_kept(
     assert {int(f) & (ROLES["user"] | ROLES["assistant"]) for f in flags} >= {
         ROLES["user"], ROLES["assistant"],
     }  # fmt: skip
+
+
+def test_pairs_of_a_program_are_read_and_not_its_text(
+    program: Path, model: Path, tmp_path: Path
+) -> None:
+    columns = {"prompt_column": "question", "template": "none", "special_tokens": "none"}
+    corpus, out = f"{program}:both", tmp_path / "out"
+    extracted(model, corpus, out, **columns, response_column="answer", filter="answer != 'n 1'")
+    dataset = spile.open(str(out))
+    assert [dataset.text(doc) for doc in (0, 2, 3)] == [f"who is {n}?n {n}" for n in (0, 2, 3)]
+    assert not dataset.has_document(1)
+    result = run(
+        "extract", "--model", model, "--corpus", corpus, "--taps", "embed", "--prompt-column",
+        "question", "--response-column", "reply", "--template", "none", "--out", tmp_path / "no",
+    )  # fmt: skip
+    check_refused(result, 2, "has no 'reply', which --response-column names", "'answer'")
 
 
 def test_a_program_that_is_not_the_same_twice_is_refused(

@@ -131,7 +131,8 @@ def settled_columns(
     options = ReadOptions(text_column, keep=_scalars(file) if file.is_table else ())
     with closing(CorpusReader(files, options, reading=reading)) as reader:
         if file.program:
-            return tuple(sorted(filter(_can_be_named, reader.columns_of(0))))
+            said = {*reader.columns_of(0)} - reader.made_of(0)
+            return tuple(sorted(filter(_can_be_named, said)))
         found = [name for name in reader.columns_of(0) if name in _ALWAYS]
         labels = [name for name in _short_columns(reader) if _can_be_named(name)]
         return tuple(sorted({*found, *labels[:_MOST_LABELS]}))

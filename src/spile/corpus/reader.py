@@ -16,7 +16,7 @@ from spile.core.errors import DataError, InputError
 from spile.core.expressions import DocumentFilter
 from spile.core.options import listed
 from spile.corpus.chats.pool import RenderPool, made_at
-from spile.corpus.chats.rows import Chats, RowReader, of_program, template_of
+from spile.corpus.chats.rows import Chats, Pairs, RowReader, of_program, template_of
 from spile.corpus.documents import CorpusDocument, Documents
 from spile.corpus.files import CorpusFile, Span
 from spile.corpus.formats import arrow, parquet
@@ -407,15 +407,18 @@ class CorpusReader:
 
     def opened(self, program: Program) -> ProgramSource:
         if self._source is None:
-            messages = self._reading.columns[0] if isinstance(self._reading, Chats) else None
-            self._source = program.open(self.options.text_column, messages)
+            reading = self._reading
+            messages = reading.columns[0] if isinstance(reading, Chats) else None
+            pair = reading.columns if isinstance(reading, Pairs) else ()
+            self._source = program.open(self.options.text_column, messages, pair)
         return self._source
 
     def _of_program(self, where: str, given: ProgramDocument) -> CorpusDocument:
-        if self.options.filter and not self.options.filter.matches(given.metadata):
-            return CorpusDocument(skipped=FILTERED, columns=given.metadata)
+        columns = {**given.metadata, **given.pair}
+        if self.options.filter and not self.options.filter.matches(columns):
+            return CorpusDocument(skipped=FILTERED, columns=columns)
         made = made_at(where, lambda: of_program(given, self._reading))
-        return made.with_columns(given.metadata)
+        return made.with_columns(columns)
 
     def _header(self, source: CorpusFile) -> CsvHeader | None:
         if source not in self._headers:

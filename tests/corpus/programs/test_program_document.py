@@ -111,6 +111,19 @@ def test_a_column_is_chosen_among_others() -> None:
         checked_document("here", both, text_column="title")
 
 
+def test_a_pair_is_taken_out_by_its_columns_and_refused_by_the_flag_that_names_it() -> None:
+    given = {"question": "q", "answer": "a", "text": "t", "topic": "law"}
+    document = checked_document("here", given, pair_columns=("question", "answer"))
+    assert document.pair == {"question": "q", "answer": "a"} and document.text is None
+    assert document.metadata == {"text": "t", "topic": "law"}
+    other = checked_document("here", {**given, "answer": "b"}, pair_columns=("question", "answer"))
+    assert digest_of([document]) != digest_of([other])
+    with pytest.raises(InputError, match=r"has no 'reply', which --response-column names; it has"):
+        checked_document("here", given, pair_columns=("question", "reply"))
+    with pytest.raises(InputError, match="is str, not a mapping with --prompt-column"):
+        checked_document("here", "text", pair_columns=("question",))
+
+
 def test_roles_say_which_characters_are_whose() -> None:
     segments = [["system", "é🌳"], ["user", ""], ["user", "b c"], ["assistant", "d"]]
     document = checked_document("here", {"segments": segments})

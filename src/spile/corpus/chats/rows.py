@@ -113,6 +113,8 @@ def joined(pieces: tuple[tuple[str, str], ...]) -> CorpusDocument:
 
 def of_program(document: ProgramDocument, reading: "RowReader | None") -> CorpusDocument:
     """Raises ValueError where a template is needed and none is known."""
+    if isinstance(reading, Pairs):
+        return reading.document(document.pair)
     if document.messages:
         if not isinstance(reading, Chats):
             raise ValueError("holds messages, not text: read them with --messages messages")

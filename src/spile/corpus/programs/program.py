@@ -72,12 +72,14 @@ class ProgramDocument:
         segments: role and text of each piece; joined they are the text. Empty if not given so.
         messages: a chat, of which the model's template makes a text. Empty if not given so.
         metadata: all other keys, as JSON has them.
+        pair: the prompt and the response by their columns' names, where those were asked for.
     """
 
     text: str | None
     segments: tuple[tuple[str, str], ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    pair: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def roles(self) -> tuple[tuple[int, int, str], ...]:
@@ -88,8 +90,8 @@ class ProgramDocument:
 
     def canonical(self) -> bytes:
         """All of it, in the one spelling that hashes and sizes are of."""
-        parts = [self.text, self.segments, self.messages, self.metadata]
-        return canonical_json(parts)
+        parts: list[Any] = [self.text, self.segments, self.messages, self.metadata]
+        return canonical_json([*parts, self.pair] if self.pair else parts)
 
 
 def digest_of(documents: Iterable[ProgramDocument]) -> str:
@@ -108,13 +110,21 @@ def hash_into(digest: xxhash.xxh3_128, document: ProgramDocument) -> int:
 
 
 def checked_document(
-    where: str, value: Any, text_column: str | None = None, messages_column: str | None = None
+    where: str,
+    value: Any,
+    text_column: str | None = None,
+    messages_column: str | None = None,
+    pair_columns: tuple[str, ...] = (),
 ) -> ProgramDocument:
     """A document of what was given as one; a column's name chooses among a mapping's keys.
+
+    `pair_columns`: of the prompt and, if there is one, the response.
 
     Raises:
         InputError: begins with `where`.
     """
+    if pair_columns:
+        return _pair(where, value, pair_columns)
     if value is None or isinstance(value, str | bytes):
         return ProgramDocument(clean(where, value))
     if not isinstance(value, Mapping):
@@ -125,10 +135,7 @@ def checked_document(
     fields: dict[str, Any] = clean(where, cast(Any, value))
     kind, key = _kind(where, fields, {"text": text_column, "messages": messages_column})
     content: Any = fields.pop(key)
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a text may be counted and left out; what describes it may not
-        raise InputError(f"{where}: its metadata is not UTF-8 text; leave it out") from None
+    _check_metadata(where, fields)
     if kind == "text" and (content is None or isinstance(content, str)):
         return ProgramDocument(content, metadata=fields)
     if kind == "messages" and _are_messages(content):
@@ -137,6 +144,29 @@ def checked_document(
         segments = tuple((role, text) for role, text in content)
         return ProgramDocument("".join(text for _, text in segments), segments, metadata=fields)
     raise InputError(f"{where}: {key!r} is not {_KINDS[kind]}")
+
+
+def _pair(where: str, value: Any, columns: tuple[str, ...]) -> ProgramDocument:
+    flags = dict(zip(columns, ("--prompt-column", "--response-column"), strict=False))
+    if not isinstance(value, Mapping):
+        named = " and ".join(flags.values())
+        raise InputError(f"{where}: is {type(value).__name__}, not a mapping with {named}")
+    fields: dict[str, Any] = clean(where, cast(Any, value))
+    pair: dict[str, Any] = {}
+    for column, flag in flags.items():
+        if column not in fields:
+            has = ", ".join(map(repr, list(fields)[:_SHOWN])) or "no keys"
+            raise InputError(f"{where}: has no {column!r}, which {flag} names; it has {has}")
+        pair[column] = fields.pop(column)
+    _check_metadata(where, fields)
+    return ProgramDocument(None, metadata=fields, pair=pair)
+
+
+def _check_metadata(where: str, fields: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a text may be counted and left out; what describes it may not
+        raise InputError(f"{where}: its metadata is not UTF-8 text; leave it out") from None
 
 
 def _kind(
@@ -232,11 +262,12 @@ class ProgramSource:
         described: Mapping[str, Any],
         text_column: str | None,
         messages_column: str | None,
+        pair_columns: tuple[str, ...] = (),
     ) -> None:
         """What `call` returns; `described` is its identity, if it has none of its own."""
         self.name = name
         self._function, self._described = call, described
-        self._columns = (text_column, messages_column)
+        self._columns = (text_column, messages_column, pair_columns)
         self._given = self._call()
         self._iterator: Iterator[Any] | None = None
         self._position = 0
@@ -444,7 +475,10 @@ class Program:
         return (self.where, self.function) in [target[:2] for target in _ALIASES.values()]
 
     def open(
-        self, text_column: str | None = None, messages_column: str | None = None
+        self,
+        text_column: str | None = None,
+        messages_column: str | None = None,
+        pair_columns: tuple[str, ...] = (),
     ) -> ProgramSource:
         """Load the function and call it. A column takes the place of the keys documents have."""
         function = self._load()
@@ -455,7 +489,7 @@ class Program:
             "source": _source_digest(function),
         }
         call = partial(function, **self.arguments)
-        return ProgramSource(name, call, described, text_column, messages_column)
+        return ProgramSource(name, call, described, text_column, messages_column, pair_columns)
 
     def _load(self) -> Callable[..., Any]:
         by_path = self.where.endswith(".py")
