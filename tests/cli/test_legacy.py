@@ -68,7 +68,10 @@ LINES: dict[str, dict[str, tuple[str, str]]] = {
         **ARC,
         "batch_size": ("--batch_size 32 --num_hosts 16 --max_seq_length 100", "--batch-tokens 200"),
         "grid_encoder": (f"--dataset_path x --grid_encoder {NESTED}", 'encoder="rows+shape"'),
-        "predictions_per_task": ("--dataset_path x --predictions_per_task 8", "predictions=8"),
+        "predictions_per_task": (
+            "--dataset_path x --predictions_per_task 8",
+            'predictions=8, augment="rotate,flip,colors"',
+        ),
         "prompt_version": ("--prompt_version v1", ""),
         "activation_type": ("--activation_type attn", "--taps attn_out:10-23"),
         "fsdp_size": ("--fsdp_size 4", "--mesh 3d --fsdp 4"),

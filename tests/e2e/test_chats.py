@@ -256,7 +256,8 @@ def test_arc_tasks_become_documents_whose_answers_can_be_kept_alone(
     prompt: str, talking: Path, tmp_path: Path
 ) -> None:
     folder = next(path for path in TASKS.iterdir() if path.is_dir())
-    corpus = f'arc:{folder}(prompt="{prompt}", predictions=3, answers=True, encoder="rows+shape")'
+    more = 'predictions=3, augment="rotate", answers=True, encoder="rows+shape"'
+    corpus = f'arc:{folder}(prompt="{prompt}", {more})'
     chat = {"messages": "messages"} if prompt == "chat" else {}
     out = tmp_path / "out"
     outcome = extracted(talking, corpus, out, where="assistant", **chat)

@@ -96,7 +96,7 @@ PROGRAMS = {
     "multihost": LegacyProgram("multihost_extract.py", "extract", (
         Old("dataset_path", "--corpus", 'arc:PATH(prompt="chat"), with --messages messages'),
         Old("grid_encoder", "--corpus", 'arc:PATH(encoder="rows+shape"), by the encoders named'),
-        Old("predictions_per_task", "--corpus", "arc:PATH(predictions=N)"),
+        Old("predictions_per_task", "--corpus", "arc:PATH(predictions=N, augment=...)"),
         Old("prompt_version", "", 'prompts are plain, chat or turns: --corpus \'arc:PATH(prompt='
             '"chat")\''),
         Old("activation_type", "--taps", "resid_post, mlp_out or attn_out",
@@ -216,7 +216,10 @@ def _corpus(program: str, given: Given) -> str | None:
     if encoder := given.get("grid_encoder"):
         settings.append(f'encoder="{_encoder(encoder)}"')
     if predictions := given.get("predictions_per_task"):
-        settings.append(f"predictions={_number('predictions_per_task', predictions)}")
+        count = _number("predictions_per_task", predictions)
+        settings.append(f"predictions={count}")
+        if count > 1:  # the same transformations as before, not the same draws
+            settings.append('augment="rotate,flip,colors"')
     return f"arc:{given['dataset_path']}({', '.join(settings)})"
 
 

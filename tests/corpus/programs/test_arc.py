@@ -338,6 +338,7 @@ def test_unknown_answers_are_refused_where_they_are_asked_for(tmp_path: Path) ->
         ({"augment": ["rotate"]}, "augment must be of type str"),
         ({"prompt": "poem"}, "prompt must be one of plain, chat, turns; got 'poem'"),
         ({"predictions": 0}, "predictions must be at least 1"),
+        ({"predictions": 2}, 'makes equal documents; add augment="rotate,flip,colors,order"'),
         ({"predictions": 1.5}, "predictions must be of type int, got 1.5"),
         ({"predictions": True}, "predictions must be of type int"),
         ({"answers": 1}, "answers must be of type bool"),

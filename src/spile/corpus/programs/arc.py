@@ -398,6 +398,12 @@ class Settings:
                 raise ConfigError(f"arc: {f.name} must be of type {wanted}, got {value!r}")
         if self.predictions < 1:
             raise ConfigError(f"arc: predictions must be at least 1, got {self.predictions}")
+        if self.predictions > 1 and not self.augment:
+            kinds = ",".join(AUGMENTATIONS)
+            raise ConfigError(
+                f"arc: predictions={self.predictions} without augment makes equal documents; add "
+                f'augment="{kinds}", or some of these'
+            )
         if self.prompt not in PROMPTS:
             known = ", ".join(PROMPTS)
             raise ConfigError(f"arc: prompt must be one of {known}; got {self.prompt!r}")
