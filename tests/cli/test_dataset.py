@@ -15,6 +15,8 @@ def test_a_sound_dataset_is_one_line() -> None:
     assert verify_text("acts", report) == (
         "acts: sound so far (2 of 3 units, 0 rows, 0 B by size and etag)"
     )
+    empty = Report(units=3, units_done=3)
+    assert "sound, and without a row (3 of 3 units, 0 rows" in verify_text("acts", empty)
     report = Report(units=3, units_done=3, resumed=2)
     assert "read, 2 units of them by the audit before)" in verify_text("acts", report)
 
@@ -26,7 +28,7 @@ def test_faults_come_first_and_orphans_with_what_to_do() -> None:
         "orphan: b",
         "orphan: c",
         "2 orphans are harmless; `spile gc 'my acts'` removes those of finished units",
-        "my acts: 1 faults (1 of 1 units, 0 rows, 0 B read)",
+        "my acts: 1 fault (1 of 1 units, 0 rows, 0 B read)",
     ]
 
 

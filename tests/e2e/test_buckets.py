@@ -219,7 +219,7 @@ def test_a_run_that_its_limit_ended_says_so_and_succeeds(extracted: Any, tmp_pat
         "--seq-len", 64, "--unit-tokens", 1000, "--out", tmp_path / "out", "--max-bytes", "300kB",
     )  # fmt: skip
     assert result.code == 0, result.err
-    assert "ended by --max-bytes with" in result.out and "partial=True" in result.out
+    assert "--max-bytes ended it after" in result.out and "partial=True" in result.out
 
 
 def test_a_plan_prices_what_a_bucket_keeps(extracted: Any) -> None:

@@ -196,7 +196,7 @@ def test_a_filter_that_keeps_nothing_is_said_so_in_one_line(whole: Whole, tmp_pa
         check_refused(run("extract", *flags), 2, "--where", "pos > 1000", f"{len(whole.index):,}")
     check_sound(out)
     status = run("status", out, "--json").json
-    assert (status["state"], status["rows"], status["tokens"]) == ("complete", 0, len(whole.index))
+    assert (status["state"], status["rows"], status["tokens"]) == ("empty", 0, len(whole.index))
     dataset = spile.open(str(out))
     assert dataset.num_tokens == 0
     assert dataset.read("q.1", 0, 5).shape == (0, 4, 8)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spile.cli.flags import Verbs
 from spile.core.config import Recipe, Runtime, parse_count
 from spile.core.errors import ConfigError, SpileError, printable
-from spile.core.humanize import size
+from spile.core.humanize import plural, size
 
 if TYPE_CHECKING:
     from spile.dataset.maintain.compact import Compacted
@@ -160,7 +160,9 @@ def verify_text(out: str, report: "Report") -> str:
             "those of finished units"
         )
     sound = "whole and sound" if report.units_done == report.units else "sound so far"
-    verdict = sound if report.ok else f"{len(report.faults)} faults"
+    if report.units_done == report.units and not report.rows:
+        sound = "sound, and without a row"
+    verdict = sound if report.ok else plural(len(report.faults), "fault")
     how = "by size and etag" if report.quick else "read"
     if report.resumed:
         how += f", {report.resumed} units of them by the audit before"

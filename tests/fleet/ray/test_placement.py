@@ -79,6 +79,6 @@ def test_a_cluster_that_is_away_a_missing_ray_and_flags_that_are_not_for_it_are_
     flags = ("extract", "--out", tmp_path / "out", "--engine", "ray")
     address = f"127.0.0.1:{tiny.free_port()}"
     check_refused(run(*flags, "--ray-address", address), 2, address, "Connection refused")
-    check_refused(run(*flags, "--share", "0/2"), 2, "--share is not for --engine ray")
+    check_refused(run(*flags, "--share", "0/2"), 2, "--share does not go with --engine ray")
     monkeypatch.setitem(sys.modules, "ray", None)
     check_refused(run(*flags), 2, "pip install 'spile[ray]'")

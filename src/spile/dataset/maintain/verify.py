@@ -258,7 +258,8 @@ def _check_records(
         if len(report.faults) > before:
             report.beside.append(key)
     present = set(ledger.objects.list())
-    if len(records) == len(table.units) and fmt.MANIFEST not in present and not partial:
+    complete = len(records) == len(table.units) and any(done.rows for done in records)
+    if complete and fmt.MANIFEST not in present and not partial:
         report.faults.append(f"{fmt.MANIFEST}: is missing; the same `spile extract` makes it")
         report.beside.append(fmt.MANIFEST)
     by_channel = any(info.scaled_by == "channel" for info in table.taps.values())
