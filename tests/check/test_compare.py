@@ -78,6 +78,7 @@ def dataset(healthy: Path, tmp_path: Path) -> Path:
     return copied(healthy, tmp_path / "out")
 
 
+@pytest.mark.full
 def test_taps_of_some_heads_are_compared_with_those_heads(
     llama: Path, texts: Path, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_the_example_of_a_family_is_the_one_in_the_source() -> None:
     assert ast.dump(shown) in {ast.dump(row) for row in rows}
 
 
+@pytest.mark.full
 def test_what_compile_is_said_to_print_is_what_it_prints(scratch: Scratch) -> None:
     """Of the example: all but how long it took, and what another compiler's memory would be."""
     (block,) = (b for b in pages.shell_blocks("docs/tpu.md") if b.first.startswith("$ "))

@@ -92,6 +92,7 @@ def test_the_folders_are_listed_in_the_readme_and_in_the_architecture() -> None:
     }
 
 
+@pytest.mark.full
 def test_a_broken_link_fails_the_build(site: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(site, tmp_path / "broken")
     with (broken / "docs" / "index.md").open("a") as page:

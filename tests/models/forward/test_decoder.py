@@ -313,7 +313,7 @@ def test_any_mix_of_taps_gives_the_rows_of_a_full_run(name: str, tmp_path: Path)
             assert error(values, full[tap]) <= 1e-6, tap
 
 
-@pytest.mark.parametrize("more", ["", "z:2"])
+@pytest.mark.parametrize("more", [pytest.param("", marks=FULL), "z:2"])
 def test_chosen_heads_are_those_of_the_whole_layer(more: str, tmp_path: Path) -> None:
     """Of several layers at once, and beside a tap of all heads."""
     _, checkpoint = saved(SUPPORTED["llama-gqa"], tmp_path)

@@ -173,7 +173,8 @@ export function view(page) {
     picked = at;
     const asked = shown;
     const answer = await ask('token', { tap: page.tap, doc: shown.doc, token: shown.offsets[at] }).catch(page.fault);
-    if (!answer || shown !== asked) return;
+    // The tap may have changed since: a dense one has no latents, and its tokens are drawn soon.
+    if (!answer?.latents || shown !== asked) return;
     const chosen = colouring() === 'latent' ? Number(page.state.latent ?? 0) : -1;
     const rows = answer.latents.map((each) => h('tr', { className: each.latent === chosen ? 'chosen' : '' },
       h('td', {}, h('button', { type: 'button', className: 'link', title: 'Colour the document by it', onclick: () => page.set({ by: 'latent', latent: each.latent, token: shown.offsets[at] }) }, each.latent)),
