@@ -6,6 +6,8 @@ import re
 import shutil
 import sys
 
+import pytest
+
 import quick
 import tiny
 import zygote
