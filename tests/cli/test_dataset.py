@@ -27,7 +27,7 @@ def test_faults_come_first_and_orphans_with_what_to_do() -> None:
         "fault: a\\x1b: bad",
         "orphan: b",
         "orphan: c",
-        "2 orphans are harmless; `spile gc 'my acts'` removes those of finished units",
+        "2 orphans, harmless; `spile gc 'my acts'` removes those of finished units",
         "my acts: 1 fault (1 of 1 units, 0 rows, 0 B read)",
     ]
 

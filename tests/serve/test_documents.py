@@ -28,14 +28,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, model: Path) -> web_page.Bui
 
 @pytest.fixture(scope="module")
 def explorer(built: web_page.Built, model: Path) -> Iterator[Explorer]:
-    dataset = spile.open(str(built.path))
-    digest = Digest(dataset, 1 << 40)
-    digest.start()
-    limit = time.monotonic() + 60
-    while digest.at_work and time.monotonic() < limit:
-        time.sleep(0.01)
-    yield Explorer(dataset, PageTexts(dataset.recipe, str(model)), digest)
-    digest.close()
+    yield explorer_of(built, model)
 
 
 @pytest.fixture

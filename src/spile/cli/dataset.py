@@ -156,8 +156,8 @@ def verify_text(out: str, report: "Report") -> str:
     lines += [f"orphan: {printable(key)}" for key in report.orphans]
     if report.orphans:
         lines.append(
-            f"{len(report.orphans)} orphans are harmless; `spile gc {shlex.quote(out)}` removes "
-            "those of finished units"
+            f"{plural(len(report.orphans), 'orphan')}, harmless; `spile gc {shlex.quote(out)}` "
+            "removes those of finished units"
         )
     sound = "whole and sound" if report.units_done == report.units else "sound so far"
     if report.units_done == report.units and not report.rows:
@@ -236,7 +236,7 @@ def gc(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"removed": removed}))
     else:
-        print(f"{len(removed)} orphans removed")
+        print(f"{plural(len(removed), 'orphan')} removed")
     return 0
 
 

@@ -1,9 +1,9 @@
 """The command lines of the tools that came before, in Spile's words: one table, and what reads it.
 
-    spile legacy fineweb|arc|multihost|launch|monitor [--dry-run] FLAGS OF OLD [-- FLAGS OF TODAY]
+    spile legacy fineweb|arc|multihost|launch|monitor [--dry-run] OLD FLAGS [-- NEW FLAGS]
 
-A flag of old becomes one of today, alone or together with others, or nothing, and then the table
-says why. `docs/fleets.md` shows the table; a test holds the two together.
+The table gives, for each old flag, the flag that replaces it, alone or together with others, or the
+reason why none does. `docs/fleets.md` shows the table; a test holds the two together.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _SEQ_LEN = 2048
 
 @dataclass(frozen=True)
 class Old:
-    """A flag of old."""
+    """A flag of a former tool."""
 
     name: str
     new: str  # what it becomes; empty: nothing
@@ -36,7 +36,7 @@ class Old:
 
 @dataclass(frozen=True)
 class LegacyProgram:
-    """A script of old."""
+    """A former script."""
 
     script: str
     verb: str  # of Spile's
@@ -172,10 +172,10 @@ def legacy(arguments: argparse.Namespace) -> int:
 
 
 def translate(program: str, arguments: Sequence[str]) -> Translation:
-    """The command of today for one of old.
+    """Translate a former command line into one of Spile's.
 
     Raises:
-        ConfigError: if the old one would not have been taken, or means nothing today.
+        ConfigError: if the former tool would have refused it, or nothing here does the same.
     """
     known = PROGRAMS[program]
     at = list(arguments).index("--") if "--" in arguments else len(arguments)

@@ -50,7 +50,7 @@ class Survey:
 
     units_counted: int
     total: Counted  # of the whole dataset
-    left: Counted  # of what is not done
+    left: Counted  # of the units that are not done
     tokens_error: int | None  # of the total: it is within this in 95 of 100 cases; None: unknown
     packing: float | None  # share of the model's places that hold tokens
 

@@ -81,7 +81,7 @@ class Digest:
         self._sample = _empty(self._widths)
         self._drawn: list[Sample] = []  # since then: joining copies it all
         self._dataset, self.rows_read = dataset, 0
-        # Keys of what is sampled are under this: a little more than fits, of what is there now.
+        # A row is sampled if its key is below this: a fifth more rows than the sample holds.
         self._limit = min(1.0, 1.2 * self._most_sampled / max(1, self.rows_wanted))
         self._waiting: list[Block] = []
         self._known: set[int] = set()

@@ -599,7 +599,7 @@ def test_batches_can_be_chosen_by_columns_of_documents(tmp_path: Path) -> None:
     state = batches.state_dict()
     with pytest.raises(ConfigError, match="this state is of another"):
         ds.batches("mlp_out.1", 3, where=f"topic == {wanted!r}").load_state_dict(state)
-    with pytest.raises(ConfigError, match="holds of no document"):
+    with pytest.raises(ConfigError, match="matches no document"):
         ds.batches("mlp_out.1", 3, where="topic == 'nothing of the kind'")
     with pytest.raises(ConfigError, match="by `and` alone"):
         ds.batches("mlp_out.1", 3, where=f"topic == {wanted!r} or pos > 3")

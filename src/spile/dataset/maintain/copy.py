@@ -52,6 +52,8 @@ def read_finished(source: Objects) -> tuple[Table, list[Done]]:
         if record.rows and {shard.tap for shard in record.shards} != set(table.taps):
             raise CorruptError(fmt.done_key(record.unit), "does not hold the recipe's taps")
     manifest = ledger.read_manifest()
+    if manifest is None and not any(record.rows for record in records):
+        raise StoreError(f"{source.url}: holds no rows; there is nothing to copy")
     if manifest is None:  # the last unit has only just been done
         raise StoreError(
             f"{source.url}: every unit is done, but there is no {fmt.MANIFEST} yet; finish with "

@@ -454,7 +454,7 @@ class Dataset:
         # (A column that has values of several types in the corpus is one of texts here.)
         found = [row["doc"] for row in rows_of_table if condition.matches(row, untyped=True)]
         if not found:
-            raise ConfigError(f"where {where!r}: holds of no document of {self.url}")
+            raise ConfigError(f"where {where!r}: matches no document of {self.url}")
         chosen = RowFilter(rows, None) if rows else None
         return RowChoice(where, chosen, np.sort(np.asarray(found, np.int64)))
 

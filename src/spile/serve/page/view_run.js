@@ -5,7 +5,8 @@ import { lines } from './charts.js';
 import { h } from './dom.js';
 import { bytes, clock, count, duration, short } from './words.js';
 
-const STATES = { complete: 'complete', running: 'running', unfinished: 'unfinished' };
+const STATES = { complete: 'complete', empty: 'no rows', running: 'running', unfinished: 'unfinished' };
+const isOver = (told) => told.state === 'complete' || told.state === 'empty';
 
 export function view() {
   const element = h('section', { className: 'view run', ariaLabel: 'Run' });
@@ -16,8 +17,8 @@ export function view() {
     clearTimeout(timer);
     const told = await ask('run');
     open = element.querySelector('details')?.open ?? open;
-    element.replaceChildren(headline(told), tiles(told), charts(told), workers(told), recipe(told, open ?? told.state === 'complete'));
-    timer = setTimeout(() => update().catch(() => { timer = setTimeout(update, 4000); }), told.state === 'complete' ? 10000 : 2000);
+    element.replaceChildren(headline(told), tiles(told), charts(told), workers(told), recipe(told, open ?? isOver(told)));
+    timer = setTimeout(() => update().catch(() => { timer = setTimeout(update, 4000); }), isOver(told) ? 10000 : 2000);
   }
 
   return { element, update, close: () => clearTimeout(timer) };
@@ -25,18 +26,18 @@ export function view() {
 
 function headline(told) {
   const share = told.tokens_estimated ? Math.min(1, told.tokens / told.tokens_estimated) : 0;
-  const shown = told.state === 'complete' ? 1 : Math.min(share, 0.999);
+  const shown = isOver(told) ? 1 : Math.min(share, 0.999);
   const bar = h('div', { className: 'progress', role: 'progressbar', ariaLabel: 'Tokens read', ariaValueNow: String(Math.round(shown * 100)), ariaValueMin: '0', ariaValueMax: '100' },
     h('div', { style: { width: `${(shown * 100).toFixed(2)}%` } }));
   return h('div', { className: 'headline' },
     h('h1', {}, h('span', { className: `state ${told.state}` }, STATES[told.state] ?? told.state),
-      h('span', { className: 'share' }, told.state === 'complete' ? '' : `${(shown * 100).toFixed(1)} %`)),
+      h('span', { className: 'share' }, isOver(told) ? '' : `${(shown * 100).toFixed(1)} %`)),
     bar, told.error ? h('p', { className: 'fault' }, told.error) : null);
 }
 
 function tiles(told) {
   const left = Object.entries(told.skipped).map(([why, number]) => `${count(number)} ${why}`).join(', ');
-  const over = told.state === 'complete';
+  const over = isOver(told);
   const items = [
     ['Tokens', count(told.tokens), over ? 'read' : `of about ${short(told.tokens_estimated)}`],
     ...(over ? [] : [['Rate', short(told.rate), 'tokens a second, of late'], ['Left', duration(told.eta), 'at that rate']]),
@@ -51,7 +52,7 @@ function tiles(told) {
 
 function charts(told) {
   const done = told.made.length > 1 ? told.made : told.seen;
-  if (done.length < 2 || (done === told.seen && done[0].tokens === done[done.length - 1].tokens && told.state === 'complete')) return '';
+  if (done.length < 2 || (done === told.seen && done[0].tokens === done[done.length - 1].tokens && isOver(told))) return '';
   const total = done.map((each) => [each.at, each.tokens]);
   const rates = rateOf(done);
   return h('div', { className: 'pair' },
