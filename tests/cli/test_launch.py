@@ -1,7 +1,10 @@
 """`spile launch` refuses here what every host would refuse there."""
 
+from pathlib import Path
+
 import pytest
 
+import stored
 from spile import cli
 from spile.cli.launch import launch
 from spile.core.errors import ConfigError
@@ -17,6 +20,12 @@ def asked(*words: str) -> int:
         (("--", "--model", "demo"), "--out is missing: after -- come the arguments"),
         (("--", "--out", "acts", "--seq-len", "long"), "--seq-len"),
         (("--", "--out", "acts", "--nothing"), "--nothing"),
+        (
+            ("--", "--out", "acts", "--corpus", "c", "--taps", "t"),
+            "--model is missing: give the whole recipe",
+        ),
+        (("--", "--out", "acts", "--model", "m", "--taps", "t"), "--corpus is missing"),
+        (("--", "--out", "acts", "--model", "m", "--corpus", "c"), "--taps is missing"),
     ],
 )
 def test_options_of_extract_are_read_here(words: tuple[str, ...], complaint: str) -> None:
@@ -24,7 +33,22 @@ def test_options_of_extract_are_read_here(words: tuple[str, ...], complaint: str
         asked(*words)
 
 
+def test_options_may_come_from_a_file_here_or_there(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('model = "m"\ncorpus = "c"\n')
+    with pytest.raises(ConfigError, match="--taps is missing"):
+        asked("--", "--out", "acts", "--config", str(file))
+    assert asked("--", "--out", "acts", "--taps", "t", "--config", str(file)) == 0
+    assert asked("--", "--config", str(tmp_path / "on_the_hosts.toml")) == 0
+
+
+def test_a_dataset_that_is_there_says_the_rest(tmp_path: Path) -> None:
+    stored.build(tmp_path / "acts")
+    assert asked("--", "--out", str(tmp_path / "acts")) == 0
+
+
 def test_a_dry_run_prints_the_command_of_every_slice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert asked("--slices", "2", "--", "extract", "--model", "demo", "--out", "acts") == 0
+    recipe = ("--model", "demo", "--corpus", "demo", "--taps", "embed")
+    assert asked("--slices", "2", "--", "extract", *recipe, "--out", "acts") == 0
     told = capsys.readouterr().out
     assert "# slice 0\n" in told and "# slice 1\n" in told

@@ -1,4 +1,4 @@
-"""Command lines of old: every flag becomes what the table says, and what it makes is understood."""
+"""Former command lines: every flag becomes what the table says, and what it makes is understood."""
 
 import re
 from pathlib import Path
@@ -17,18 +17,25 @@ TYPED = {
     "fineweb": "machine_id total_machines multihost coordinator_address host_id num_hosts "
     "mesh_type model_path dataset_name dataset_config dataset_split max_samples batch_size "
     "max_seq_length layers_to_extract output_dir upload_to_gcs gcs_bucket gcs_prefix shard_size_gb "
-    "compress_shards no_compress_shards delete_local_after_upload no_data_parallel verbose",
+    "compress_shards no_compress_shards delete_local_after_upload no_data_parallel "
+    "use_data_parallel verbose",
     "arc": "machine_id total_machines multihost coordinator_address host_id num_hosts mesh_type "
-    "model_path dataset_path max_samples batch_size max_seq_length layers_to_extract output_dir "
+    "model_path dataset_path max_tasks grid_encoder prompt_version predictions_per_task "
+    "max_samples batch_size max_seq_length layers_to_extract output_dir "
     "upload_to_gcs gcs_bucket gcs_prefix shard_size_gb compress_shards no_compress_shards "
-    "delete_local_after_upload no_data_parallel verbose",
-    "multihost": "topology dataset_path fsdp_size activation_type grid_encoder prompt_version "
-    "predictions_per_task checkpoint_dir enable_barrier_sync barrier_port is_barrier_server",
-    "launch": "deployment tpu_names zone hosts total_machines gcs_bucket batch_size max_samples",
+    "delete_local_after_upload no_data_parallel use_data_parallel random_seed verbose",
+    "multihost": "topology dataset_path max_tasks fsdp_size activation_type grid_encoder "
+    "prompt_version predictions_per_task checkpoint_dir enable_checkpointing no_checkpointing "
+    "enable_barrier_sync no_barrier_sync barrier_controller_host barrier_port is_barrier_server "
+    "random_seed",
+    "launch": "deployment tpu_names zone hosts total_machines gcs_bucket model_path dataset_name "
+    "dataset_config dataset_split batch_size max_seq_length layers_to_extract shard_size_gb "
+    "max_samples working_dir logs_dir monitor",
     "monitor": "gcs_bucket gcs_prefix total_machines aggregate list_shards",
 }
 FINEWEB = "--corpus HuggingFaceFW/fineweb-edu:sample-10BT:train"
 NESTED = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
+LOCAL = "--deployment local --gcs_bucket B"
 # Of each flag: a line that uses it, and what it makes of it (nothing: a note).
 RAN = {
     "model_path": ("--model_path M", "--model M"),
@@ -41,8 +48,8 @@ RAN = {
     "num_hosts": ("--num_hosts 16", "--num-processes 16"),
     "mesh_type": ("--mesh_type 2d", "--mesh 2d"),
     "output_dir": ("--output_dir acts", "--out acts"),
-    "upload_to_gcs": ("--upload_to_gcs --gcs_bucket B --output_dir x", "--out gs://B/activations_"),
-    "gcs_bucket": ("--upload_to_gcs --gcs_bucket gs://B/", "--out gs://B/activations_"),
+    "upload_to_gcs": ("--upload_to_gcs --gcs_bucket B --output_dir x", "--out gs://B/activations"),
+    "gcs_bucket": ("--upload_to_gcs --gcs_bucket gs://B/", "--out gs://B/activations"),
     "gcs_prefix": ("--upload_to_gcs --gcs_bucket B --gcs_prefix /p/q/", "--out gs://B/p/q"),
     "shard_size_gb": ("--shard_size_gb 0.5", "--shard-bytes 0.5GiB"),
     "compress_shards": ("--compress_shards", "--compress"),
@@ -52,9 +59,23 @@ RAN = {
     "verbose": ("--verbose", ""),
     "machine_id": ("--machine_id 3 --total_machines 32", "--share 3/32"),
     "total_machines": ("--total_machines 8 --machine_id 0 --max_samples 5", "--max-docs 40"),
-    "no_data_parallel": ("--no_data_parallel", "--mesh 1d"),
+    "no_data_parallel": ("--no_data_parallel --mesh_type 2d", "--mesh 1"),
+    "use_data_parallel": ("--use_data_parallel", ""),
 }
-ARC = {"dataset_path": ("--dataset_path gs://B/t.jsonl", 'arc:gs://B/t.jsonl(prompt="chat")')}
+ARC = {
+    "dataset_path": ("--dataset_path gs://B/t.jsonl", 'arc:gs://B/t.jsonl(prompt="chat", '),
+    "max_tasks": (
+        "--dataset_path x --max_tasks 5 --machine_id 0 --total_machines 2",
+        "max_tasks=10",
+    ),
+    "grid_encoder": (f"--dataset_path x --grid_encoder {NESTED}", 'encoder="rows+shape"'),
+    "predictions_per_task": (
+        "--dataset_path x --predictions_per_task 8",
+        'predictions=8, augment="rotate,flip,colors"',
+    ),
+    "prompt_version": ("--prompt_version v1", ""),
+    "random_seed": ("--dataset_path x --random_seed 7", "seed=7"),
+}
 LINES: dict[str, dict[str, tuple[str, str]]] = {
     "fineweb": {
         **RAN,
@@ -67,16 +88,14 @@ LINES: dict[str, dict[str, tuple[str, str]]] = {
         **RAN,
         **ARC,
         "batch_size": ("--batch_size 32 --num_hosts 16 --max_seq_length 100", "--batch-tokens 200"),
-        "grid_encoder": (f"--dataset_path x --grid_encoder {NESTED}", 'encoder="rows+shape"'),
-        "predictions_per_task": (
-            "--dataset_path x --predictions_per_task 8",
-            'predictions=8, augment="rotate,flip,colors"',
-        ),
-        "prompt_version": ("--prompt_version v1", ""),
-        "activation_type": ("--activation_type attn", "--taps attn_out:10-23"),
+        "activation_type": ("--activation_type attn", "--taps attn_out:all"),
         "fsdp_size": ("--fsdp_size 4", "--mesh 3d --fsdp 4"),
         "topology": ("--topology v5e-64", ""),
         "checkpoint_dir": ("--checkpoint_dir c", ""),
+        "enable_checkpointing": ("--enable_checkpointing", ""),
+        "no_checkpointing": ("--no_checkpointing", ""),
+        "no_barrier_sync": ("--no_barrier_sync", ""),
+        "barrier_controller_host": ("--barrier_controller_host h", ""),
         "enable_barrier_sync": ("--enable_barrier_sync", ""),
         "barrier_port": ("--barrier_port 5555", ""),
         "is_barrier_server": ("--is_barrier_server", ""),
@@ -91,13 +110,23 @@ LINES: dict[str, dict[str, tuple[str, str]]] = {
         "batch_size": ("--deployment local --gcs_bucket B --batch_size 4", "--batch-tokens 8192"),
         "max_samples": ("--deployment ssh --hosts a b --gcs_bucket B --max_samples 5",
                         "--max-docs 10"),
+        "model_path": (f"{LOCAL} --model_path M", "--model M"),
+        "dataset_name": (f"{LOCAL} --dataset_name a/b", "--corpus a/b:sample-10BT:train"),
+        "dataset_config": (f"{LOCAL} --dataset_config c", "fineweb-edu:c:train"),
+        "dataset_split": (f"{LOCAL} --dataset_split s", "fineweb-edu:sample-10BT:s"),
+        "layers_to_extract": (f"{LOCAL} --layers_to_extract 10 11", "--taps resid_post:10+11"),
+        "max_seq_length": (f"{LOCAL} --max_seq_length 512", "--seq-len 512 --long-docs truncate"),
+        "shard_size_gb": (f"{LOCAL} --shard_size_gb 2", "--shard-bytes 2GiB"),
+        "working_dir": (f"{LOCAL} --working_dir /w", "local --folder /w"),
+        "logs_dir": (f"{LOCAL} --logs_dir l", ""),
+        "monitor": (f"{LOCAL} --monitor", ""),
     },
     "monitor": {
         "gcs_bucket": ("--gcs_bucket B", "status gs://B/activations_fineweb"),
         "gcs_prefix": ("--gcs_bucket B --gcs_prefix p", "status gs://B/p"),
-        "aggregate": ("--gcs_bucket B --aggregate", "--json"),
-        "list_shards": ("--gcs_bucket B --list_shards", ""),
-        "total_machines": ("--gcs_bucket B --total_machines 4", ""),
+        "aggregate": ("--gcs_bucket B --aggregate", "status gs://B/activations_fineweb"),
+        "list_shards": ("--gcs_bucket B --list_shards", "status gs://B/activations_fineweb"),
+        "total_machines": ("--gcs_bucket B --total_machines 4", "status gs://B/"),
     },
 }  # fmt: skip
 EVERY = [(program, flag) for program, known in PROGRAMS.items() for flag in known.flags]
@@ -128,21 +157,41 @@ def test_each_flag_becomes_what_the_table_says_and_is_understood(program: str, f
         build({k: v for k, v in vars(arguments).items() if k not in ("out", "verb")})
 
 
-def test_what_is_left_out_gets_the_defaults_of_old() -> None:
+def test_what_is_left_out_gets_the_former_defaults() -> None:
     made = translate("fineweb", ["--model_path", "M", "--output_dir", "o"])
     assert str(made) == (
         f"spile extract --model M {FINEWEB} --taps resid_post:10-23 --long-docs truncate --out o"
     )
 
 
-def test_flags_of_today_follow_two_dashes_and_win() -> None:
+def test_a_default_of_the_former_tool_is_said_unless_a_new_flag_decides_it() -> None:
+    for program, name in (
+        ("fineweb", "KathirKs/qwen-2.5-0.5b"),
+        ("arc", "KathirKs/qwen-2.5-7b"),
+        ("multihost", "Qwen/Qwen2.5-0.5B"),
+    ):
+        made = translate(program, [])
+        assert ("--model", name) == made.argv[1:3]
+        assert f"--model_path is not given: {name}, as before" in made.notes
+        made = translate(program, ["--", "--model", "mine"])
+        assert name not in made.argv
+        assert not any("model_path" in note for note in made.notes)
+    made = translate("fineweb", ["--machine_id", "3", "--max_samples", "5"])
+    assert "--share 3/32" in str(made) and "--max-docs 160" in str(made)
+    assert "--total_machines is not given: 32, as before" in made.notes
+    assert "--taps resid_post:-14--1 " in str(translate("arc", []))
+    layers = ["--deployment", "local", "--gcs_bucket", "B", "--layers_to_extract", "10 11"]
+    assert "--taps resid_post:10+11 " in str(translate("launch", layers))
+
+
+def test_new_flags_follow_two_dashes_and_win() -> None:
     made = translate("fineweb", ["--model_path", "M", "--", "--model", "N", "--quiet"])
     assert made.argv[-3:] == ("--model", "N", "--quiet")
 
 
 def test_words_with_spaces_are_printed_as_a_shell_takes_them() -> None:
     made = translate("arc", ["--dataset_path", "my tasks.jsonl", "--output_dir", "o; rm -rf /"])
-    assert """'arc:my tasks.jsonl(prompt="chat")'""" in str(made)
+    assert """'arc:my tasks.jsonl(prompt="chat", encoder="rows+shape", """ in str(made)
     assert "'o; rm -rf /'" in str(made)
 
 
@@ -185,7 +234,7 @@ def test_a_dry_run_prints_the_new_spelling_and_runs_nothing(tmp_path: Path) -> N
     check_refused(run("legacy", "another"), 2, "another")
 
 
-def test_a_command_of_old_makes_the_dataset_that_the_new_one_makes(
+def test_a_former_command_makes_the_dataset_that_the_new_one_makes(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     today = ["--corpus", corpus, "--unit-tokens", "900", "--compute-dtype", "float32"]

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import zstandard
 
 from spile.core.errors import DataError, InputError, SpileError
 from spile.core.expressions import DocumentFilter
+from spile.corpus.chats.rows import Pairs
 from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
 from spile.corpus.reader import CorpusReader, ReadOptions
+from spile.corpus.units import CutOptions, make_units
 from texts import NOT_UTF8, read, units_of, write_parquet
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -133,14 +136,9 @@ def test_a_bad_line_in_a_later_unit_is_refused_by_its_number_in_the_file(tmp_pat
 MARKED = ["\ufeffone", "two", "\ufeffthree", "\ufeff"]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "json"])
-def test_a_text_that_begins_with_a_byte_order_mark_keeps_it_in_every_format(
-    kind: str, tmp_path: Path
-) -> None:
-    """The tokens of one corpus do not depend on its format."""
-    path = tmp_path / f"a.{kind}"
-    rows = [{"text": text, "n": n} for n, text in enumerate(MARKED)]
-    table = pa.Table.from_pylist(rows)
+def write_rows(folder: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
+    """A file of that kind; JSON with a byte-order mark of its own."""
+    path, table = folder / f"a.{kind}", pa.Table.from_pylist(rows)
     if kind == "parquet":
         pq.write_table(table, path)
     elif kind == "arrow":
@@ -148,7 +146,35 @@ def test_a_text_that_begins_with_a_byte_order_mark_keeps_it_in_every_format(
             file.write_table(table)
     else:
         text = json.dumps(rows) if kind == "json" else "".join(json.dumps(r) + "\n" for r in rows)
-        path.write_bytes(b"\xef\xbb\xbf" + text.encode())  # the file's own
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "json"])
+def test_prompts_and_responses_can_be_fields_of_a_column(kind: str, tmp_path: Path) -> None:
+    rows = [{"n": n, "translation": {"en": f"yes {n}", "fr": f" oui {n}"}} for n in range(3)]
+    files = find_files(str(write_rows(tmp_path, kind, rows)))
+    pairs = Pairs("translation.en", "translation.fr", "", "", None)
+    cut = CutOptions(unit_tokens=1 << 30, density=1.0, columns=pairs.columns)
+    (unit,) = make_units(files, cut)
+    for filter in (None, DocumentFilter("n >= 0")):
+        options = ReadOptions(filter=filter)
+        with closing(CorpusReader(files, options, reading=pairs)) as reader:
+            wanted = [f"yes {n} oui {n}" for n in range(3)]
+            assert reader.read(unit.spans, 0).texts == wanted
+            assert reader.sample(0)[0].texts == wanted
+    if files[0].is_table:
+        with pytest.raises(InputError, match="no column 'translation.es'"):
+            make_units(files, replace(cut, columns=("translation.es",)))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "json"])
+def test_a_text_that_begins_with_a_byte_order_mark_keeps_it_in_every_format(
+    kind: str, tmp_path: Path
+) -> None:
+    """The tokens of one corpus do not depend on its format."""
+    rows = [{"text": text, "n": n} for n, text in enumerate(MARKED)]
+    path = write_rows(tmp_path, kind, rows)
     assert read(path).texts == MARKED
     files = find_files(str(path))
     (unit,) = units_of(files)

@@ -132,6 +132,14 @@ def test_a_program_that_is_not_there_is_named(host: Host) -> None:
     assert missing.said == (
         "no program /no/$(touch pwned) here: install spile, or say where it is by --spile"
     )
+    check_never_started(host, job())
+
+
+def check_never_started(host: Host, of: LaunchJob, said: str = "") -> None:
+    """Whoever is asked says so."""
+    assert str(host.state(of)) == (f"never started here: {said}" if said else "never started here")
+    assert host.hand(script.logs(of, SEAT, 5)).out.startswith("never started here\n")
+    assert host.hand(script.stop(of, SEAT)).out == "never started here\n"
 
 
 def test_setup_runs_first_and_its_failure_is_told(host: Host, tmp_path: Path) -> None:
@@ -144,7 +152,8 @@ def test_setup_runs_first_and_its_failure_is_told(host: Host, tmp_path: Path) ->
     failed = host.hand(script.start(failing, SEAT))
     assert (failed.code, failed.said) == (1, "setup failed: no space left")
     assert len(calls(tool)) == 1
-    assert host.state(of).name == "lost"
+    check_never_started(host, failing, "no space left")
+    assert host.hand(script.logs(failing, SEAT, 1)).out.endswith("\nno space left\n")
 
 
 DOCKER = """

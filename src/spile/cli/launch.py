@@ -4,9 +4,11 @@ import argparse
 import dataclasses
 import json
 import os
+from pathlib import Path
 
+from spile.cli.extract import given as options_of
 from spile.cli.flags import Verbs
-from spile.core.config import Recipe, Runtime, build
+from spile.core.config import build, flag_of
 from spile.core.errors import ConfigError
 from spile.launch import flags
 
@@ -36,9 +38,7 @@ def launch(arguments: argparse.Namespace) -> int:
             del arguments.extract[0]
         given = arguments.parse_extract(arguments.extract)
         check_out(arguments, given.out)
-        if given.out is None and given.config is None:
-            raise ConfigError("--out is missing: after -- come the arguments of spile extract")
-        _check_options(given)
+        _check_recipe(given)
     job = build_job(arguments, os.environ)
     if arguments.dry_run:
         print(shown(commands(action, target, job.masked(), lines)))
@@ -52,7 +52,26 @@ def launch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_options(given: argparse.Namespace) -> None:
-    """What can be known wrong here is not sent to thirty hosts. A file of options may be there."""
-    values = {name: getattr(given, name) for name in (*Recipe.names(), *Runtime.names())}
-    build({name: value for name, value in values.items() if value is not None})
+def _check_recipe(given: argparse.Namespace) -> None:
+    """What can be known wrong here is not sent to thirty hosts.
+
+    Model, corpus and taps may be left out where `--out` is a folder here that has a dataset (no
+    bucket is asked: the hosts may see it and this machine not), and all of them where `--config`
+    names a file that only the hosts have.
+    """
+    from spile.dataset.format import UNITS
+
+    there_only = given.config is not None and not Path(given.config).is_file()
+    if there_only:
+        given = argparse.Namespace(**{**vars(given), "config": None})
+    options = options_of(given)
+    build(options)
+    if there_only:
+        return
+    if "out" not in options:
+        raise ConfigError("--out is missing: after -- come the arguments of spile extract")
+    missing = [name for name in ("model", "corpus", "taps") if name not in options]
+    if missing and not Path(options["out"], UNITS).is_file():
+        raise ConfigError(
+            f"{flag_of(missing[0])} is missing: give the whole recipe after --; nothing was started"
+        )

@@ -7,20 +7,48 @@ reason why none does. `docs/fleets.md` shows the table; a test holds the two tog
 """
 
 import argparse
+import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from spile.cli.flags import Verbs
 from spile.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from spile.objects import Objects
+    from spile.status.status import Status
+
 HOSTS_FILE = "spile-hosts.txt"
-_LAYERS = "10-23"
+AGGREGATED, SHARD_LIST = "aggregated_metadata.json", "shard_list.json"
 _SEQ_LEN = 2048
+_MACHINES = 32
+_ENCODER = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
+# Layers that were extracted where none are named.
+_LAYERS = {"fineweb": "10-23", "launch": "10-23", "arc": "-14--1", "multihost": "all"}
+# What a flag was where it is not given.
+_DEFAULTS = {
+    "fineweb": {"model_path": "KathirKs/qwen-2.5-0.5b", "output_dir": "activations_fineweb"},
+    "arc": {
+        "model_path": "KathirKs/qwen-2.5-7b",
+        "dataset_path": "arc_formatted_challenges.jsonl",
+        "grid_encoder": _ENCODER,
+        "predictions_per_task": "8",
+        "output_dir": "activations_arc_v5e64",
+    },
+    "multihost": {
+        "model_path": "Qwen/Qwen2.5-0.5B",
+        "grid_encoder": _ENCODER,
+        "predictions_per_task": "8",
+        "output_dir": "activations",
+    },
+    "launch": {"model_path": "KathirKs/qwen-2.5-0.5b"},
+    "monitor": {"total_machines": str(_MACHINES)},
+}
 
 
 @dataclass(frozen=True)
@@ -48,27 +76,32 @@ class Translation:
     """What to run instead."""
 
     argv: tuple[str, ...]
-    notes: tuple[str, ...]  # flags that become nothing, and why
+    notes: tuple[str, ...]  # flags that become nothing, and why; defaults that are taken
     files: Mapping[str, str]  # to be written first
+    monitor: "Monitor | None" = None  # does more than the command
 
     def __str__(self) -> str:
         return shlex.join(("spile", *self.argv))
 
 
 _RAN = (
-    Old("model_path", "--model"),
+    Old("model_path", "--model", "[KathirKs/qwen-2.5-0.5b; arc: KathirKs/qwen-2.5-7b; multihost: "
+        "Qwen/Qwen2.5-0.5B]"),
     Old("max_seq_length", "--seq-len", "with --long-docs truncate: longer texts were cut"),
-    Old("layers_to_extract", "--taps", f"resid_post:LAYERS [{_LAYERS}]", "values"),
+    Old("layers_to_extract", "--taps", "resid_post:LAYERS [10-23; arc: the last 14; multihost: "
+        "all]", "values"),
     Old("max_samples", "--max-docs", "was per machine: times --total_machines"),
     Old("batch_size", "--batch-tokens", "sequences times their length"),
     Old("coordinator_address", "--coordinator"),
     Old("host_id", "--process-id"),
     Old("num_hosts", "--num-processes"),
     Old("mesh_type", "--mesh", choices=("1d", "2d", "3d", "auto")),
-    Old("output_dir", "--out", "unless it went to a bucket"),
+    Old("output_dir", "--out", "unless it went to a bucket [activations_fineweb; arc: "
+        "activations_arc_v5e64; multihost: activations]"),
     Old("upload_to_gcs", "--out", "gs://BUCKET/PREFIX: written there, not copied there", "nothing"),
     Old("gcs_bucket", "--out", "gs://BUCKET/PREFIX"),
-    Old("gcs_prefix", "--out", "gs://BUCKET/PREFIX"),
+    Old("gcs_prefix", "--out", "gs://BUCKET/PREFIX [activations_fineweb; arc: "
+        "activations_arc_v5e64; multihost: activations/multihost]"),
     Old("shard_size_gb", "--shard-bytes", "GiB; of a bucket at most 64 MiB"),
     Old("compress_shards", "--compress", "zstd, lossless; no pickle", "nothing"),
     Old("no_compress_shards", "", "so it is unless --compress is given", "nothing"),
@@ -79,9 +112,21 @@ _RAN = (
 )  # fmt: skip
 _SHARED_OUT = (
     Old("machine_id", "--share", "I/N, from 0"),
-    Old("total_machines", "--share", "I/N, from 0"),
-    Old("no_data_parallel", "--mesh", "1d, unless --mesh_type says otherwise", "nothing"),
+    Old("total_machines", "--share", f"I/N, from 0 [{_MACHINES} with --machine_id]"),
+    Old("no_data_parallel", "--mesh", "1: one device, whatever --mesh_type says", "nothing"),
+    Old("use_data_parallel", "", "so it is unless --no_data_parallel is given", "nothing"),
 )
+_ARC = (
+    Old("dataset_path", "--corpus", 'arc:PATH(prompt="chat"), with --messages messages [arc: '
+        "arc_formatted_challenges.jsonl]"),
+    Old("max_tasks", "--corpus", "arc:PATH(max_tasks=N); was per machine: times --total_machines"),
+    Old("grid_encoder", "--corpus", 'arc:PATH(encoder="rows+shape"), by the encoders named '
+        '[rows+shape]'),
+    Old("predictions_per_task", "--corpus", "arc:PATH(predictions=N, augment=...) [8]"),
+    Old("prompt_version", "", 'prompts are plain, chat or turns: --corpus \'arc:PATH(prompt='
+        '"chat")\''),
+    Old("random_seed", "--corpus", "arc:PATH(seed=N); the draws are others"),
+)  # fmt: skip
 PROGRAMS = {
     "fineweb": LegacyProgram("extract_activations_fineweb[_multihost].py", "extract", (
         Old("dataset_name", "--corpus", "NAME:CONFIG:SPLIT [HuggingFaceFW/fineweb-edu]"),
@@ -90,21 +135,20 @@ PROGRAMS = {
         *_SHARED_OUT, *_RAN,
     )),
     "arc": LegacyProgram("extract_activations_arc_v5e64.py", "extract", (
-        Old("dataset_path", "--corpus", 'arc:PATH(prompt="chat"), with --messages messages'),
-        *_SHARED_OUT, *_RAN,
+        *_ARC, *_SHARED_OUT, *_RAN,
     )),
     "multihost": LegacyProgram("multihost_extract.py", "extract", (
-        Old("dataset_path", "--corpus", 'arc:PATH(prompt="chat"), with --messages messages'),
-        Old("grid_encoder", "--corpus", 'arc:PATH(encoder="rows+shape"), by the encoders named'),
-        Old("predictions_per_task", "--corpus", "arc:PATH(predictions=N, augment=...)"),
-        Old("prompt_version", "", 'prompts are plain, chat or turns: --corpus \'arc:PATH(prompt='
-            '"chat")\''),
+        *_ARC,
         Old("activation_type", "--taps", "resid_post, mlp_out or attn_out",
             choices=("residual", "mlp", "attn")),
         Old("fsdp_size", "--fsdp", "with --mesh 3d"),
         Old("topology", "", "the devices are seen; `spile compile --topology` asks beforehand"),
         Old("checkpoint_dir", "", "a run goes on from --out itself, by the same command"),
+        Old("enable_checkpointing", "", "so it is: a run goes on from --out", "nothing"),
+        Old("no_checkpointing", "", "a run always goes on from --out", "nothing"),
         Old("enable_barrier_sync", "", "hosts meet through jax, at --coordinator", "nothing"),
+        Old("no_barrier_sync", "", "hosts meet through jax, at --coordinator", "nothing"),
+        Old("barrier_controller_host", "", "hosts meet through jax, at --coordinator"),
         Old("barrier_port", "", "hosts meet through jax, at --coordinator"),
         Old("is_barrier_server", "", "process 0 is the one they meet at", "nothing"),
         *_SHARED_OUT, *_RAN,
@@ -116,25 +160,45 @@ PROGRAMS = {
         Old("hosts", "--hosts", f"a file of them, {HOSTS_FILE}", "values"),
         Old("total_machines", "--slices", "local; else as many as there are names"),
         Old("gcs_bucket", "--out", "gs://BUCKET/activations_fineweb"),
+        Old("model_path", "--model", "[KathirKs/qwen-2.5-0.5b]"),
+        Old("dataset_name", "--corpus", "NAME:CONFIG:SPLIT [HuggingFaceFW/fineweb-edu]"),
+        Old("dataset_config", "--corpus", "NAME:CONFIG:SPLIT [sample-10BT]"),
+        Old("dataset_split", "--corpus", "NAME:CONFIG:SPLIT [train]"),
+        Old("layers_to_extract", "--taps", "resid_post:LAYERS [10-23]", "values"),
+        Old("max_seq_length", "--seq-len", "with --long-docs truncate: longer texts were cut"),
         Old("batch_size", "--batch-tokens", "sequences times their length"),
         Old("max_samples", "--max-docs", "was per machine: times their number"),
+        Old("shard_size_gb", "--shard-bytes", "GiB; of a bucket at most 64 MiB"),
+        Old("working_dir", "--folder"),
+        Old("logs_dir", "", "each host keeps its log; `spile launch logs` shows them"),
+        Old("monitor", "", "`spile launch status` looks, `spile watch OUT` goes on looking",
+            "nothing"),
     )),
     "monitor": LegacyProgram("monitor_extraction.py", "status", (
         Old("gcs_bucket", "OUT", "gs://BUCKET/PREFIX"),
         Old("gcs_prefix", "OUT", "gs://BUCKET/PREFIX"),
-        Old("aggregate", "--json", "the sums; the dataset's own are in its manifest.json",
+        Old("aggregate", "status", f"and {AGGREGATED} and {SHARD_LIST} are written beside the "
+            "dataset", "nothing"),
+        Old("list_shards", "status", "and every shard is listed, as `spile ls OUT` does",
             "nothing"),
-        Old("list_shards", "", "`spile ls OUT` lists every shard", "nothing"),
-        Old("total_machines", "", "workers are listed as the store knows them"),
+        Old("total_machines", "status", f"with a line for each machine [{_MACHINES}]"),
     )),
 }  # fmt: skip
 
 _SITES = {"residual": "resid_post", "mlp": "mlp_out", "attn": "attn_out"}
 _ENCODERS = {"Minimal": "plain", "RowNumber": "rows", "GridShape": "shape"}
 _TARGETS = {"gcp_tpu": "gcloud", "ssh": "ssh", "local": "local"}
-_PREFIXES = {"fineweb": "activations_fineweb", "arc": "activations_arc",
-             "multihost": "activations_arc", "launch": "activations_fineweb",
+_PREFIXES = {"fineweb": "activations_fineweb", "arc": "activations_arc_v5e64",
+             "multihost": "activations/multihost", "launch": "activations_fineweb",
              "monitor": "activations_fineweb"}  # fmt: skip
+# A machine's state, in the monitor's words.
+_STATES = {
+    "not started": "NOT STARTED",
+    "starting": "IN PROGRESS",
+    "running": "IN PROGRESS",
+    "done": "COMPLETE",
+    "stopped": "STOPPED",
+}
 
 Given = Mapping[str, Any]
 
@@ -144,7 +208,7 @@ def add_legacy(verbs: Verbs) -> None:
         "legacy",
         legacy,
         "run a command line of the tools before Spile, and print the new spelling",
-        usage="spile legacy PROGRAM [--dry-run] FLAGS OF OLD [-- FLAGS OF TODAY]",
+        usage="spile legacy PROGRAM [--dry-run] OLD FLAGS [-- NEW FLAGS]",
     )
     sub.add_argument("--dry-run", action="store_true", help="only print it")
     sub.add_argument("program", choices=PROGRAMS)
@@ -161,6 +225,8 @@ def legacy(arguments: argparse.Namespace) -> int:
     print("\n".join(told), file=None if dry_run else sys.stderr)
     if dry_run:
         return 0
+    if made.monitor is not None:
+        return made.monitor.run()
     for name, text in made.files.items():
         path = Path(name)
         if path.exists() and path.read_text("utf-8") != text:
@@ -182,16 +248,36 @@ def translate(program: str, arguments: Sequence[str]) -> Translation:
     old, today = arguments[:at], arguments[at + 1 :]
     given = vars(_parser(program).parse_args(old))
     notes = [f"--{f.name}: {f.how}" for f in known.flags if not f.new and given[f.name]]
+    for name, value in _left_out(program, given, today):
+        given[name] = value
+        notes.append(f"--{name} is not given: {value}, as before")
     if program == "monitor":
         if not given["gcs_bucket"]:
             raise ConfigError("--gcs_bucket is missing: whose progress?")
-        json = ["--json"] if given["aggregate"] else []
-        return Translation(("status", _bucket(program, given), *json, *today), tuple(notes), {})
+        out = _bucket(program, given)
+        machines = _number("total_machines", given["total_machines"])
+        asked = Monitor(out, machines, given["list_shards"], given["aggregate"])
+        return Translation(
+            ("status", out, *today), tuple(notes), {}, monitor=None if today else asked
+        )
     if program == "launch":
         where, files = _launch(given)
         words = (*where, "--", *_extract(program, given), *today)
         return Translation(("launch", *words), tuple(notes), files)
     return Translation(("extract", *_extract(program, given), *today), tuple(notes), {})
+
+
+def _left_out(program: str, given: Given, today: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Flags that were not given, and what they were then; not those that `today` decides."""
+    settled = {word.partition("=")[0] for word in today}
+    flags = {flag.name: flag for flag in PROGRAMS[program].flags}
+    for name, value in _DEFAULTS[program].items():
+        in_bucket = name == "output_dir" and given.get("upload_to_gcs")
+        if given[name] is None and flags[name].new not in settled and not in_bucket:
+            yield name, value
+    shared = program != "monitor" and given.get("machine_id") is not None
+    if shared and given["total_machines"] is None and "--share" not in settled:
+        yield "total_machines", str(_MACHINES)
 
 
 def _extract(program: str, given: Given) -> list[str]:
@@ -220,6 +306,10 @@ def _corpus(program: str, given: Given) -> str | None:
         settings.append(f"predictions={count}")
         if count > 1:  # the same transformations as before, not the same draws
             settings.append('augment="rotate,flip,colors"')
+    if (seed := _count("random_seed", given)) is not None:
+        settings.append(f"seed={seed}")
+    if (tasks := _count("max_tasks", given)) is not None:
+        settings.append(f"max_tasks={tasks * (_count('total_machines', given) or 1)}")
     return f"arc:{given['dataset_path']}({', '.join(settings)})"
 
 
@@ -236,9 +326,9 @@ def _encoder(text: str) -> str:
 
 def _taps(program: str, given: Given) -> str:
     site = _SITES[given.get("activation_type") or "residual"]
-    layers = given.get("layers_to_extract")
-    numbers = [_number("layers_to_extract", layer) for layer in layers] if layers else []
-    return f"{site}:{'+'.join(map(str, numbers)) or _LAYERS}"
+    layers = " ".join(given.get("layers_to_extract") or ()).split()  # some were one word: "10 11"
+    numbers = [_number("layers_to_extract", layer) for layer in layers]
+    return f"{site}:{'+'.join(map(str, numbers)) or _LAYERS[program]}"
 
 
 def _out(program: str, given: Given) -> str | None:
@@ -281,11 +371,9 @@ def _batch(program: str, given: Given) -> int | None:
 
 
 def _mesh(program: str, given: Given) -> str | None:
-    if given.get("mesh_type"):
-        return given["mesh_type"]
-    if given.get("fsdp_size"):
-        return "3d"
-    return "1d" if given.get("no_data_parallel") else None
+    if given.get("no_data_parallel"):
+        return "1"
+    return given.get("mesh_type") or ("3d" if given.get("fsdp_size") else None)
 
 
 def _messages(program: str, given: Given) -> str | None:
@@ -337,6 +425,8 @@ def _launch(given: Given) -> tuple[list[str], dict[str, str]]:
     if names and len(names) != machines:
         raise ConfigError(f"--total_machines is {machines}, but {len(names)} are named")
     words = [_TARGETS[deployment]]
+    if given["working_dir"]:
+        words += ["--folder", given["working_dir"]]
     if deployment == "local":
         return [*words, "--slices", str(machines)], {}
     if deployment == "ssh":
@@ -350,6 +440,68 @@ def _launch(given: Given) -> tuple[list[str], dict[str, str]]:
 def _machines(given: Given) -> int:
     named = given["tpu_names"] if given["deployment"] == "gcp_tpu" else given["hosts"]
     return _count("total_machines", given) or len(named or ()) or 1
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """What `monitor_extraction.py` showed, of a dataset of Spile's."""
+
+    out: str
+    machines: int
+    list_shards: bool
+    aggregate: bool
+
+    def run(self) -> int:
+        from spile.cli.look import listing_lines, status_text
+        from spile.dataset.ledger import Ledger
+        from spile.objects import open_objects
+        from spile.status.listing import list_files
+        from spile.status.status import read_status
+
+        objects = open_objects(self.out)
+        begun = Ledger(objects).read_table() is not None
+        status = read_status(objects) if begun else None
+        states = self.states(status)
+        for machine, state in enumerate(states):
+            print(f"machine {machine:03d}: {state}")
+        print(status_text(self.out, status) if status else f"{self.out}: no dataset yet")
+        if self.list_shards and begun:
+            print("\n".join(listing_lines(self.out, list_files(objects))))
+        if self.aggregate:
+            self._write(objects, status, states)
+        return 0
+
+    def states(self, status: "Status | None") -> list[str]:
+        """The state of each machine: COMPLETE, IN PROGRESS, STOPPED, NOT STARTED or ERROR."""
+        if status is None:
+            return ["NOT STARTED"] * self.machines
+        by_share = {str(worker.get("share")): worker["state"] for worker in status.workers}
+        if self.machines == 1 and status.workers:  # one machine has no share
+            by_share.setdefault("0/1", status.workers[0]["state"])
+        shares = [f"{machine}/{self.machines}" for machine in range(self.machines)]
+        if status.over:  # every unit is done, whoever did it
+            return ["COMPLETE" for _ in shares]
+        return [_STATES.get(by_share.get(share, "not started"), "ERROR") for share in shares]
+
+    def _write(self, objects: "Objects", status: "Status | None", states: Sequence[str]) -> None:
+        from spile.objects import open_objects
+        from spile.status.listing import list_files
+
+        files = list_files(objects) if status else []
+        shards = [asdict(file) for file in files]
+        total = {
+            "dataset": self.out,
+            "total_machines": self.machines,
+            "machines": {f"machine_{number:03d}": state for number, state in enumerate(states)},
+            "total_shards": len(shards),
+            "total_samples": status.documents if status else 0,
+            "total_bytes": sum(file.bytes for file in files),
+            "status": status.to_json() if status else None,
+        }
+        beside = self.out.rpartition("/")[0]
+        for name, value in ((AGGREGATED, total), (SHARD_LIST, shards)):
+            open_objects(beside).replace(name, json.dumps(value, indent=1).encode())
+            print(f"written: {beside}/{name}")
 
 
 def _count(name: str, given: Given) -> int | None:

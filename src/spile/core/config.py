@@ -257,7 +257,7 @@ class Runtime(Options):
     )
     mesh: str = option(
         "auto",
-        "devices by axis: auto, 1d (all on model), 2d (hosts x chips), 3d, or e.g. "
+        "devices by axis: auto, 1 (one device), 1d (all on model), 2d (hosts x chips), 3d, or e.g. "
         "data=16,fsdp=2,model=2 [auto: the fastest that fits]",
     )
     fsdp: int | None = option(

@@ -87,10 +87,11 @@ printf '{_MARK}\\t%s\\t%s\\t%s\\n' "$name" "$code" "$said"
 """
     return f"""\
 {_folder(job, seat)}name=absent code= said=
+if [ -e "$d/log" ]; then said=$(tail -n 1 "$d/log" | tr '\\t' ' ') || said=; fi
 if [ -e "$d/lock" ]; then
-  said=$(tail -n 1 "$d/log" 2>/dev/null | tr '\\t' ' ') || said=
   exec 9<"$d/lock"
   if ! flock -n 9; then name=running
+  elif [ ! -s "$d/pid" ]; then :
   elif [ -s "$d/code" ]; then name=ended code=$(cat "$d/code")
   else name=lost
   fi
@@ -101,10 +102,16 @@ printf '{_MARK}\\t%s\\t%s\\t%s\\n' "$name" "$code" "$said"
 
 def logs(job: LaunchJob, seat: Seat, lines: int) -> str:
     if job.container is not None:
-        return f"{shlex.join(job.engine())} logs --tail {lines} {_container(job, seat)} 2>&1\n"
+        name, engine = _container(job, seat), shlex.join(job.engine())
+        return f"""\
+{engine} inspect {name} >/dev/null 2>&1 || {{ echo "never started here"; exit 0; }}
+{engine} logs --tail {lines} {name} 2>&1
+"""
     return f"""\
-{_folder(job, seat)}[ -e "$d/log" ] || {{ echo "never started here"; exit 0; }}
-tail -n {lines} "$d/log"
+{_folder(job, seat)}if [ ! -s "$d/pid" ]; then
+  if [ ! -e "$d/lock" ] || flock -n "$d/lock" true; then echo "never started here"; fi
+fi
+if [ -e "$d/log" ]; then tail -n {lines} "$d/log"; fi
 """
 
 
@@ -119,7 +126,10 @@ def stop(job: LaunchJob, seat: Seat) -> str:
     return f"""\
 {_folder(job, seat)}[ -e "$d/lock" ] || {{ echo "never started here"; exit 0; }}
 exec 9<"$d/lock"
-if flock -n 9; then echo "not running"; exit 0; fi
+if flock -n 9; then
+  if [ -s "$d/pid" ]; then echo "not running"; else echo "never started here"; fi
+  exit 0
+fi
 kill -s TERM "$(cat "$d/pid")" 2>/dev/null || :
 if flock -w {GRACE} 9; then echo stopped; exit 0; fi
 kill -s KILL -- "-$(cat "$d/group")"

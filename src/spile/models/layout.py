@@ -125,6 +125,10 @@ def parse_layout(text: str, devices: int, processes: int, fsdp: int | None) -> L
         if fsdp is not None:
             return _three(devices, processes, fsdp)
         return None
+    if text == "1":
+        if processes > 1 or fsdp is not None:
+            raise ConfigError("--mesh 1 is one device of one process: without --fsdp, not joined")
+        return Layout()
     named = {"1d": _one, "2d": _two}
     if text in named:
         if fsdp is not None:
@@ -172,7 +176,7 @@ def _explicit(text: str, devices: int, fsdp: int | None) -> Layout:
         axis, _, size = part.partition("=")
         if axis not in AXES or not size.isdecimal() or int(size) < 1:
             raise ConfigError(
-                f"--mesh takes auto, 1d, 2d, 3d or e.g. data=16,fsdp=2,model=2, got {text!r}"
+                f"--mesh takes auto, 1, 1d, 2d, 3d or e.g. data=16,fsdp=2,model=2, got {text!r}"
             )
         if axis in sizes:
             raise ConfigError(f"--mesh {text}: {axis} is given twice")

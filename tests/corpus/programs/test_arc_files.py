@@ -134,14 +134,20 @@ def jsonl(*tasks: Any) -> bytes:
     return b"".join(json.dumps(task).encode() + b"\n" for task in tasks)
 
 
+def test_a_line_without_an_id_is_named_after_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n" + jsonl(TASK, {**TASK, "task_id": "x"}, TASK))
+    assert [task.id for task in read_tasks(str(path))] == ["task_00000001", "task_00000003", "x"]
+
+
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
         ("a.jsonl", b"", "holds no task"),
         ("a.jsonl", jsonl({**TASK, "id": "x"}) + b"{oops\n", "line 2: not valid JSON"),
-        ("a.jsonl", jsonl(TASK), "line 1: not a task with its id (id or task_id)"),
-        ("a.jsonl", jsonl({**TASK, "id": 5}), "line 1: not a task with its id"),
-        ("a.jsonl", jsonl([1]), "line 1: not a task with its id"),
+        ("a.jsonl", jsonl({**TASK, "id": 5}), "line 1: its id (id or task_id) is not a text"),
+        ("a.jsonl", jsonl({**TASK, "task_id": ""}), "line 1: its id (id or task_id) is not a text"),
+        ("a.jsonl", jsonl([1]), "line 1: task 'task_00000000': needs lists train and test"),
         ("a.jsonl", jsonl({**TASK, "id": "x"}, {**TASK, "id": "x"}), "line 2: a second task 'x'"),
         ("a.jsonl", jsonl({"id": "x\n\x1b"}), r"task 'x\n\x1b': needs lists"),
         ("a.json", b"{}", "holds no task"),

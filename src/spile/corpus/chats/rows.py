@@ -14,6 +14,7 @@ from spile.core.errors import ConfigError
 from spile.core.index import ROLES
 from spile.corpus.chats.template import ChatTemplate, read_template
 from spile.corpus.documents import CorpusDocument
+from spile.corpus.formats.columns import value_at
 from spile.corpus.programs.program import ProgramDocument
 from spile.corpus.select import BLANK, EMPTY
 from spile.objects.paths import AnyPath
@@ -52,7 +53,7 @@ class Chats:
         return (self.column,)
 
     def document(self, row: Mapping[str, Any]) -> CorpusDocument:
-        value = row.get(self.column)
+        value = value_at(row, self.column)
         if value is None:
             return CorpusDocument(skipped="null")
         if not isinstance(value, list) or not all(
@@ -81,7 +82,7 @@ class Pairs:
         return (self.prompt, self.response) if self.response else (self.prompt,)
 
     def document(self, row: Mapping[str, Any]) -> CorpusDocument:
-        values = [row.get(column) for column in self.columns]
+        values = [value_at(row, column) for column in self.columns]
         if any(value is None for value in values):
             return CorpusDocument(skipped="null")
         for column, value in zip(self.columns, values, strict=True):

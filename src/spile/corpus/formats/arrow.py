@@ -29,10 +29,10 @@ from spile.corpus.formats.columns import (
     UNREADABLE,
     ColumnKinds,
     check_columns,
+    columns_holding,
     first_line,
     kept_rows,
     leaf,
-    refuse_missing,
     rows_of,
     text_column,
     with_names,
@@ -224,8 +224,8 @@ def _chosen(
     path: AnyPath, found: pa.Schema, wanted: str | None, columns: Sequence[str], *, texts: bool
 ) -> tuple[list[str], str | None]:
     """Columns that are read, and of them that of the text."""
-    refuse_missing(path, found.names, columns)
-    return [*dict.fromkeys(columns)], text_column(path, found, wanted) if texts else None
+    names = columns_holding(path, found, columns)
+    return names, text_column(path, found, wanted) if texts else None
 
 
 def _bytes(path: AnyPath, start: int, stop: int) -> pa.Buffer:

@@ -195,6 +195,12 @@ def text_values(column: pa.Array, most: int) -> list[bytes | Oversized | None]:
     return [value if ok else OVERSIZED for value, ok in zip(kept, small, strict=True)]
 
 
+def columns_holding(path: AnyPath, schema: Any, names: Sequence[str]) -> list[str]:
+    """The columns to read for these: for `a.b`, a field of the struct `a`, that is `a`."""
+    refuse_missing(path, _kinds(schema), names)
+    return [*dict.fromkeys(n if n in schema.names else n.partition(".")[0] for n in names)]
+
+
 def refuse_missing(
     path: AnyPath, present: Collection[str], columns: Sequence[str], why: str = ""
 ) -> None:
@@ -308,7 +314,7 @@ def check_columns(
         guessed = known is not None and not wanted and found != "text"
         if guessed and any(holds_chats(field.type) for field in schema):
             raise _choice_error(path, schema)
-    refuse_missing(path, schema.names, columns)
+    refuse_missing(path, kinds, columns)
     refuse_missing(path, schema.names, also, ", which --filter names")
     refuse_missing(path, schema.names, keep, ", which --keep names")
 

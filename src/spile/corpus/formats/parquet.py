@@ -18,10 +18,10 @@ from spile.corpus.formats.columns import (
     UNREADABLE,
     ColumnKinds,
     check_columns,
+    columns_holding,
     first_line,
     kept_rows,
     leaf,
-    refuse_missing,
     rows_of,
     text_column,
     text_values,
@@ -160,9 +160,8 @@ def read_rows(
     """
     with _opened(path) as file:
         text = text_column(path, file.schema_arrow, wanted) if texts else None
-        refuse_missing(path, file.schema_arrow.names, columns)
+        asked = columns_holding(path, file.schema_arrow, columns)
         kept = [name for name in keep if name in file.schema_arrow.names]
-        asked = [*dict.fromkeys(columns)]
         chosen = [*dict.fromkeys([*asked, *kept])]
         # (A field of a column that is read anyway comes with it.)
         extra = [text] if text and text.split(".")[0] not in chosen and text not in chosen else []

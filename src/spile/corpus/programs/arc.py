@@ -54,8 +54,8 @@ def read_tasks(path: str) -> list[Task]:
     """Tasks by their ids, from any of the layouts in which they are published.
 
     A folder of TASKID.json; one such file; a file with many tasks by their ids, whose solutions
-    may lie beside it (X_challenges.json and X_solutions.json); or a task with an id on each line
-    of a .jsonl file.
+    may lie beside it (X_challenges.json and X_solutions.json); or a task on each line of a .jsonl
+    file, with its id (`id` or `task_id`) or without: then it is named after its line, from 0.
     """
     where = path_of(path)
     if where.is_file():
@@ -135,10 +135,11 @@ def _from_lines(file: AnyPath) -> _Found:
             continue
         place = f"{file} line {number}"
         value = _json(place, line)
-        names = [name for key in _IDS if isinstance(name := _field(value, key), str) and name]
-        if not names:
-            raise InputError(f"arc: {place}: not a task with its id ({' or '.join(_IDS)}), a text")
-        yield place, names[0], value
+        ids = [name for key in _IDS if (name := _field(value, key)) is not None]
+        name = ids[0] if ids else f"task_{number - 1:08x}"
+        if not isinstance(name, str) or not name:
+            raise InputError(f"arc: {place}: its id ({' or '.join(_IDS)}) is not a text")
+        yield place, name, value
 
 
 def _bytes(file: AnyPath) -> bytes:
@@ -485,8 +486,14 @@ def tasks(
     keep_zero: bool = False,
     plain_first: bool = True,
     answers: bool = False,
+    max_tasks: int = 0,
 ) -> Questions:
-    """The program: tasks from a path or URL (see `read_tasks`), under `Settings`."""
+    """The program: tasks from a path or URL (see `read_tasks`), under `Settings`.
+
+    max_tasks: only the first so many, by their ids; 0: all.
+    """
+    if type(max_tasks) is not int or max_tasks < 0:
+        raise ConfigError(f"arc: max_tasks must be a number of tasks, got {max_tasks!r}")
     settings = Settings(
         encoder=encoder,
         prompt=prompt,
@@ -497,7 +504,7 @@ def tasks(
         plain_first=plain_first,
         answers=answers,
     )
-    return Questions(read_tasks(path), settings)
+    return Questions(read_tasks(path)[: max_tasks or None], settings)
 
 
 def _words(name: str, given: str, separator: str, known: Iterable[str]) -> tuple[str, ...]:
