@@ -50,7 +50,8 @@ def late(call):
 
 chance = random.Random(7)
 step.Step.__call__ = late(step.Step.__call__)
-world.World._get, world.World._set = late(world.World._get), late(world.World._set)
+joined = world.JoinedWorld
+joined._get, joined._set = late(joined._get), late(joined._set)
 """
 SLOW = """
 import time

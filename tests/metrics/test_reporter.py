@@ -83,8 +83,9 @@ def test_the_largest_is_of_the_time_since_the_last_report() -> None:
 
 def test_what_else_is_so_is_reported_with_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    told, memory = Told(), {"memory_used": 7.0}
-    with Reporter({"told": told}, Counters(), 1000, more=lambda: memory):
-        pass
-    assert told.reports[0][1]["device/memory_used"] == 7.0
+    told, counters, memory = Told(), Counters(), {"memory_used/0": 7.0}
+    with Reporter({"told": told}, counters, 1000, more=lambda: memory):
+        counters.sample(step_seconds=0.25)
+    assert told.reports[0][1]["device/memory_used/0"] == 7.0
+    assert told.reports[0][1]["step/p95"] == 0.25
     assert caplog.messages == []

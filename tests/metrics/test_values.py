@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from spile.metrics.values import NAMES, OF_TAPS, described, tap_counts, values_between
+from spile.metrics.values import (
+    LABELS,
+    NAMES,
+    described,
+    memory_counts,
+    next_token_counts,
+    step_times,
+    tap_counts,
+    values_between,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -30,8 +39,37 @@ def test_rates_are_of_the_time_between() -> None:
 
 def test_utilization_is_arithmetic_against_the_peak() -> None:
     now = {"computed": 2000, "flops_per_token": 3e9, "peak_flops": 6e12}
-    assert values_between({}, now, 2.0)["device/mfu"] == pytest.approx(0.5)
-    assert "device/mfu" not in values_between({}, {"computed": 2000}, 2.0)
+    found = values_between({}, now, 2.0)
+    assert (found["device/flops"], found["device/mfu"]) == (pytest.approx(3e12), pytest.approx(0.5))
+    del now["peak_flops"]
+    assert values_between({}, now, 2.0)["device/flops"] == pytest.approx(3e12)
+    assert "device/mfu" not in values_between({}, now, 2.0)
+    assert "device/flops" not in values_between({}, {"computed": 2000}, 2.0)
+
+
+def test_memory_is_of_each_device_and_a_share_of_its_limit() -> None:
+    now = {**memory_counts(0, 25, 100), **memory_counts(3, 7, None)}
+    found = values_between({}, now, 1.0)
+    assert found["device/memory_used/0"] == 25 and found["device/memory_limit/0"] == 100
+    assert found["device/memory_percent/0"] == 25.0
+    assert found["device/memory_used/3"] == 7 and "device/memory_percent/3" not in found
+
+
+def test_step_times_are_a_mean_and_two_percentiles() -> None:
+    found = step_times([0.1] * 18 + [1.0, 2.0])
+    assert found == {"step/mean": pytest.approx(0.24), "step/p50": 0.1, "step/p95": 1.0}
+    assert step_times([]) == {} and step_times([3.0])["step/p95"] == 3.0
+
+
+def test_perplexity_is_of_the_tokens_between() -> None:
+    before = next_token_counts(10, -math.log(1000) * 10)
+    now = {name: value + more for (name, value), more in zip(
+        before.items(), next_token_counts(5, -math.log(8) * 5).values(), strict=True
+    )}  # fmt: skip
+    assert values_between(before, now, 1.0)["model/perplexity"] == pytest.approx(8)
+    assert "model/perplexity" not in values_between(now, now, 1.0)
+    assert "model/perplexity" not in values_between({}, next_token_counts(5, math.nan), 1.0)
+    assert math.isfinite(values_between({}, next_token_counts(1, -1e9), 1.0)["model/perplexity"])
 
 
 def test_shares_and_efficiency_are_of_what_grew() -> None:
@@ -58,19 +96,23 @@ def test_a_norm_that_is_no_number_is_not_reported() -> None:
 
 def test_every_value_has_a_name_in_the_table() -> None:
     counted = (
-        "computed copied bytes uploaded waited_for_text waited_for_writing memory_used "
-        "queue_write memory_limit peak_flops flops_per_token uploading spooled reading "
-        "preparing prepared device_busy device_idle positions stepped"
+        "computed copied bytes uploaded waited_for_text waited_for_writing "
+        "queue_write peak_flops flops_per_token uploading spooled reading "
+        "preparing prepared device_busy device_idle positions stepped predicted surprise"
     )
     now = {**dict.fromkeys(counted.split(), 1.0), **tap_counts("embed", 1, 1.0, 1)}
-    found = {described(name)[0] for name in values_between({}, now, 1.0)}
+    values = {**values_between({}, {**now, **memory_counts(0, 1, 2)}, 1.0), **step_times([1.0])}
+    found = {described(name)[0] for name in values}
     assert found == set(NAMES) - {"tap/max_abs"}, "which the counters themselves name"
 
 
 def test_the_page_has_every_name_with_its_unit_and_meaning() -> None:
     _, _, values = PAGE.read_text("utf-8").partition("## Values")
     rows = re.findall(r"^\| `(\S+)` \| (.*?) \| (.*?) \|$", values, re.M)
-    shown = {name.removesuffix("/TAP"): (unit, meaning) for name, unit, meaning in rows}
+    shown = {
+        name.removesuffix("/TAP").removesuffix("/DEVICE"): (unit, meaning)
+        for name, unit, meaning in rows
+    }
     assert shown == {
         name: (about.unit + " (total)" * about.total, about.meaning)
         for name, about in NAMES.items()
@@ -80,4 +122,6 @@ def test_the_page_has_every_name_with_its_unit_and_meaning() -> None:
 def test_a_tap_is_told_from_what_is_said_of_it() -> None:
     assert described("tap/mean_norm/resid_post.20") == ("tap/mean_norm", "resid_post.20")
     assert described("rate/tokens") == ("rate/tokens", "")
-    assert {"tap/mean_norm", "tap/max_abs", "tap/nonfinite"} == OF_TAPS
+    assert {"tap/mean_norm", "tap/max_abs", "tap/nonfinite"} == {
+        name for name, label in LABELS.items() if label == "tap"
+    }

@@ -10,8 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from spile.core.errors import ConfigError
 from spile.plan.chips import CHIPS
-from spile.run.devices import memory_limit, memory_used, peak_flops, start_error
+from spile.run.devices import (
+    memory_limit,
+    memory_used,
+    peak_flops,
+    prepared_device,
+    start_error,
+)
 
 
 def saying(**stats: int) -> SimpleNamespace:
@@ -38,6 +45,29 @@ def test_a_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "proxy,cpu")
     device = SimpleNamespace(memory_stats=refuses)
     assert (memory_limit(device), memory_used(device)) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "calls"),
+    [("JAX_PLATFORMS", "proxy,cpu", 1), ("JAX_BACKEND_TARGET", "grpc://h:1", 1), ("X", "proxy", 0)],
+)
+def test_pathways_is_registered_where_it_is_asked_for(
+    variable: str, value: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in that records the call: there is no Pathways here."""
+    called: list[int] = []
+    stand_in = SimpleNamespace(initialize=lambda: called.append(1))
+    monkeypatch.setitem(sys.modules, "pathwaysutils", stand_in)
+    monkeypatch.setenv(variable, value)
+    prepared_device()
+    assert len(called) == calls
+
+
+def test_pathways_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "proxy")
+    monkeypatch.setitem(sys.modules, "pathwaysutils", None)
+    with pytest.raises(ConfigError, match=r"needs Pathways: .* pip install 'spile\[pathways\]'"):
+        prepared_device()
 
 
 def test_a_device_that_is_not_there_is_one_line_and_exit_code_2() -> None:

@@ -12,7 +12,7 @@ from spile.cli.extract import profile_summary
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DataError
 from spile.metrics import Counters
-from spile.run.profile import Profile, Traced, read_trace
+from spile.run.profile import SPANS, Profile, Traced, read_trace
 
 
 def extract(model: Path, corpus: Path, out: Path, profile: str) -> Counters:
@@ -25,7 +25,19 @@ def extract(model: Path, corpus: Path, out: Path, profile: str) -> Counters:
 
 
 @pytest.mark.parametrize(
-    "text", ["steps=5", "steps=5:5", "steps=6:5", "step=1:2", "", "steps=1:2,dir=", "steps=-1:2"]
+    "text",
+    [
+        "steps=5",
+        "steps=5:5",
+        "steps=6:5",
+        "step=1:2",
+        "",
+        "steps=1:2,dir=",
+        "steps=-1:2",
+        "steps=1:2,host=4",
+        "steps=1:2,python=",
+        "steps=1:2,tpu=1",
+    ],
 )
 def test_what_is_no_range_of_steps_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--profile .*: choose e\.g\. steps=10:15"):
@@ -35,6 +47,9 @@ def test_what_is_no_range_of_steps_is_refused(text: str) -> None:
 def test_steps_and_a_folder_are_understood() -> None:
     assert Profile.parse("steps=10:15") == Profile(10, 15, Path("spile-profile"))
     assert Profile.parse("dir=a/b,steps=0:1") == Profile(0, 1, Path("a/b"))
+    levels = {"host": 3, "device": 0, "python": 1}
+    found = Profile.parse("steps=0:1,host=3,device=0,python=1")
+    assert found == Profile(0, 1, Path("spile-profile"), levels)
 
 
 def test_the_trace_holds_the_steps_that_were_asked_for_and_no_others(
@@ -58,6 +73,16 @@ def test_the_trace_holds_the_steps_that_were_asked_for_and_no_others(
     assert len(shown.splitlines()) <= 30, "one screen"
     for stage in ("device busy", "waited for text", "writing rows", "making units durable"):
         assert stage in shown
+
+
+def test_the_trace_shows_the_stages_of_the_host(model: Path, corpus: Path, tmp_path: Path) -> None:
+    asked = f"steps=0:100000,dir={tmp_path / 'trace'},host=1"
+    extract(model, corpus, tmp_path / "out", asked)
+    path = Profile.parse(asked).newest()
+    assert path
+    with gzip.open(path) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {f"spile_{name}" for name in SPANS.values()} <= names
 
 
 def test_a_run_that_ends_before_says_so(

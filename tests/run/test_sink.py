@@ -14,10 +14,12 @@ import pytest
 import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import DataError, StoreError
+from spile.core.index import FLAGS
 from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.verify import verify
 from spile.dataset.write.shard import ShardWriter
+from spile.metrics import Counters
 from spile.objects import open_objects
 
 TAPS = "embed,resid_pre:0,attn_in:0"  # cheap, and one for each lane
@@ -182,6 +184,19 @@ def test_an_error_while_a_shard_is_made_durable_is_raised(
     assert units_on_disk(out) == (set(), set())
     spile.extract(recipe(model, corpus), str(out), SHARDS)
     assert verify(open_objects(str(out))).ok
+
+
+def test_the_surprise_of_next_tokens_is_counted_without_last_ones(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    counters, out = Counters(), str(tmp_path / "out")
+    recipe = Recipe(model=str(model), corpus=str(corpus), taps="logprob,embed", seq_len=64)
+    spile.extract(recipe, out, counters=counters)
+    ds = spile.open(out)
+    rows = ds.read("logprob", 0, ds.num_tokens).astype(np.float64)
+    known = ds.index(0, ds.num_tokens)["flags"] & FLAGS["last"] == 0
+    assert counters["predicted"] == np.count_nonzero(known) < ds.num_tokens
+    assert counters["surprise"] == pytest.approx(-rows[known].sum(), rel=1e-5)
 
 
 def test_what_int8_cannot_hold_is_refused_whatever_is_allowed(

@@ -313,8 +313,8 @@ class Runtime(Options):
     )
     run_name: str | None = option(None, "what metrics call this run [the last part of --out]")
     profile: str | None = option(
-        None, "steps=FIRST:END[,dir=DIR]: trace these steps of the device, from 0, END excluded "
-        "[dir: spile-profile]",
+        None, "steps=FIRST:END[,dir=DIR][,host=0-3][,device=0-1][,python=0-1]: trace these steps, "
+        "from 0, END excluded, in so much detail [dir=spile-profile,host=2,device=1,python=0]",
     )  # fmt: skip
 
 

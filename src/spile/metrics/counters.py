@@ -2,9 +2,11 @@
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+_MOST_SAMPLES = 4096
 
 
 class Counters:
@@ -14,6 +16,9 @@ class Counters:
         self._lock = threading.Lock()
         self._values: Counter[str] = Counter()
         self._largest: dict[str, float] = {}
+        self._samples: dict[str, deque[float]] = {}
+        # What shows a stage in a profiler's trace, while there is one (`run/profile.py`).
+        self.annotate: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def add(self, **amounts: float) -> None:
         with self._lock:
@@ -38,6 +43,18 @@ class Counters:
             taken, self._largest = self._largest, {}
         return taken
 
+    def sample(self, **values: float) -> None:
+        """Of these every value is kept, the last few thousand, until they are taken."""
+        with self._lock:
+            for name, value in values.items():
+                self._samples.setdefault(name, deque(maxlen=_MOST_SAMPLES)).append(value)
+
+    def take_samples(self) -> dict[str, list[float]]:
+        """All values since this was last called; it has one caller."""
+        with self._lock:
+            taken, self._samples = self._samples, {}
+        return {name: [*values] for name, values in taken.items()}
+
     def snapshot(self) -> dict[str, float]:
         """All sums and values, of one moment."""
         with self._lock:
@@ -48,7 +65,8 @@ class Counters:
         """Adds the seconds that pass inside."""
         begin = time.perf_counter()
         try:
-            yield
+            with self.annotate(name):
+                yield
         finally:
             self.add(**{name: time.perf_counter() - begin})
 

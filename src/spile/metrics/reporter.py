@@ -8,7 +8,7 @@ from types import TracebackType
 
 from spile.metrics.backends import Backend, line
 from spile.metrics.counters import Counters
-from spile.metrics.values import values_between
+from spile.metrics.values import step_times, values_between
 
 _log = logging.getLogger("spile")
 _PATIENCE = 60.0  # seconds that a run's end waits for backends
@@ -71,6 +71,7 @@ class Reporter:
         now, at = self._look(), time.monotonic()
         values = values_between(self._last, now, at - self._at)
         values |= self._counters.take_largest()
+        values |= step_times(self._counters.take_samples().get("step_seconds", []))
         self._last, self._at = now, at
         tokens = self._tokens_before + int(values["progress/tokens"])
         for name, backend in list(self._backends.items()):

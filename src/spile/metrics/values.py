@@ -5,7 +5,7 @@ Sums are reported as they are, rates between two moments. docs/metrics.md holds 
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -31,10 +31,16 @@ NAMES = {
     "rate/upload": Metric("uploaded to a bucket, now", "GB/s"),
     "device/busy_share": Metric("of the time in which steps ran, that they computed", "0 to 1"),
     "device/idle_share": Metric("of that time, that the device had nothing to do", "0 to 1"),
-    "device/mfu": Metric("the model's matrix products against the peak, now", "0 to 1"),
+    "device/flops": Metric("the model's matrix products on each device, now", "FLOP/s"),
+    "device/mfu": Metric("the same against the peak", "0 to 1"),
     "device/peak_flops": Metric("of a device: published, else measured here", "FLOP/s"),
-    "device/memory_used": Metric("of this process's first device", "bytes"),
+    "device/memory_used": Metric("of each of this process's devices", "bytes"),
     "device/memory_limit": Metric("of that device, where it says so", "bytes"),
+    "device/memory_percent": Metric("used of that limit", "%"),
+    "step/mean": Metric("of the steps that finished since the last report", "seconds"),
+    "step/p50": Metric("half of those steps took at most this", "seconds"),
+    "step/p95": Metric("95 of 100 of those steps took at most this", "seconds"),
+    "model/perplexity": Metric("of the next token, now, where `logprob` is tapped"),
     "wait/text_share": Metric("of the time, that the device's loop waited for text", "0 to 1"),
     "wait/writing_share": Metric("of the time, that it waited for rows to be written", "0 to 1"),
     "backlog/steps": Metric("computed and waiting to be written", "steps"),
@@ -46,16 +52,20 @@ NAMES = {
     "tap/max_abs": Metric("largest finite value of a tap, now"),
     "tap/nonfinite": Metric("NaN and infinity in a tap", "values", total=True),
 }
-OF_TAPS = {name for name in NAMES if name.startswith("tap/")}
+# Values of which there are several, each named after what it is of: `tap/mean_norm/embed`.
+LABELS = {
+    **{name: "tap" for name in NAMES if name.startswith("tap/")},
+    **{name: "device" for name in NAMES if name.startswith("device/memory_")},
+}
 
 _GB = 1e9
+_MOST_NATS = 700.0  # of which a float is the exponential
 _TOTALS = {
     "progress/tokens": "tokens", "progress/documents": "documents", "progress/units": "units",
     "progress/bytes": "bytes", "store/retries": "retries",
 }  # fmt: skip
 # Reported only where they have been said: a run to a disk uploads nothing.
 _GAUGES = {
-    "device/memory_used": "memory_used", "device/memory_limit": "memory_limit",
     "device/peak_flops": "peak_flops", "backlog/steps": "queue_write",
     "backlog/uploads": "uploading", "backlog/spooled": "spooled",
 }  # fmt: skip
@@ -67,16 +77,40 @@ _PER_SECOND = {
 
 
 def described(name: str) -> tuple[str, str]:
-    """`tap/mean_norm/resid_post.20` -> the name in the table, and the tap."""
+    """`tap/mean_norm/resid_post.20` -> the name in the table, and the tap or device."""
     if name in NAMES:
         return name, ""
-    kind, _, tap = name.rpartition("/")
-    return kind, tap
+    kind, _, label = name.rpartition("/")
+    return kind, label
 
 
 def tap_counts(tap: str, rows: int, norm_sum: float, nonfinite: int) -> dict[str, float]:
     """What is counted of some of a tap's rows."""
     return {f"rows/{tap}": rows, f"norms/{tap}": norm_sum, f"nonfinite/{tap}": nonfinite}
+
+
+def next_token_counts(tokens: int, logprob_sum: float) -> dict[str, float]:
+    """What is counted of tokens whose next one is known."""
+    return {"predicted": tokens, "surprise": -logprob_sum}
+
+
+def memory_counts(device: int, used: int | None, limit: int | None) -> dict[str, float]:
+    """What is known of a device's memory now."""
+    found = {"memory_used": used, "memory_limit": limit}
+    return {f"{name}/{device}": size for name, size in found.items() if size is not None}
+
+
+def step_times(seconds: Sequence[float]) -> dict[str, float]:
+    """What is reported of the steps that finished since the last report."""
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+
+    def at_most(share: float) -> float:
+        return ordered[math.ceil(share * len(ordered)) - 1]
+
+    mean = sum(ordered) / len(ordered)
+    return {"step/mean": mean, "step/p50": at_most(0.5), "step/p95": at_most(0.95)}
 
 
 def values_between(
@@ -104,14 +138,25 @@ def _values(
     if span := grown["device_busy"] + grown["device_idle"]:
         yield "device/busy_share", grown["device_busy"] / span
         yield "device/idle_share", grown["device_idle"] / span
-    if now["peak_flops"]:
+    if now["flops_per_token"]:
         flops = grown["computed"] * now["flops_per_token"] / seconds
-        yield "device/mfu", flops / now["peak_flops"]
+        yield "device/flops", flops
+        if now["peak_flops"]:
+            yield "device/mfu", flops / now["peak_flops"]
+    if grown["predicted"] and math.isfinite(grown["surprise"]):
+        yield "model/perplexity", math.exp(min(grown["surprise"] / grown["predicted"], _MOST_NATS))
     if grown["positions"]:
         yield "packing/efficiency", grown["stepped"] / grown["positions"]
     for counted in now:
         kind, _, tap = counted.partition("/")
-        if kind == "nonfinite":
+        if kind in ("memory_used", "memory_limit"):
+            yield f"device/{counted}", now[counted]
+            if kind == "memory_limit" and now[counted]:
+                yield (
+                    f"device/memory_percent/{tap}",
+                    (100 * now[f"memory_used/{tap}"] / now[counted]),
+                )
+        elif kind == "nonfinite":
             yield f"tap/nonfinite/{tap}", now[counted]
         elif kind == "norms" and grown[f"rows/{tap}"] and math.isfinite(grown[counted]):
             yield f"tap/mean_norm/{tap}", grown[counted] / grown[f"rows/{tap}"]

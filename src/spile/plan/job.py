@@ -80,6 +80,9 @@ def open_reader(
     return CorpusReader(files, options, reading=reading, processes=processes, heed=heed)
 
 
+Timed = Callable[[str], AbstractContextManager[object]]  # of a stage, by its name
+
+
 @dataclass(frozen=True)
 class PreparedUnit:
     """A unit as the model will read it.
@@ -110,27 +113,31 @@ def prepare_unit(
     unit: Unit,
     *,
     with_table: bool = True,
-    timed: Callable[[str], AbstractContextManager[object]] = lambda stage: nullcontext(),
+    timed: Timed = lambda stage: nullcontext(),
 ) -> PreparedUnit:
     """Read a unit's documents and prepare them.
 
     Args:
         reader: one of the job's.
         with_table: whether the documents' table is wanted: it is stored by one process alone.
-        timed: times the stages `reading` and `preparing`.
+        timed: times the stages `reading` and `preparing`, and of that `tokenizing` and `packing`.
     """
     with timed("reading"):
         documents = reader.read(unit.spans, unit.first_doc, unit.skip)
     with timed("preparing"):
-        return prepare_documents(job, documents, with_table=with_table)
+        return prepare_documents(job, documents, with_table=with_table, timed=timed)
 
 
 def prepare_documents(
-    job: ExtractionJob, documents: Documents, *, with_table: bool = True
+    job: ExtractionJob,
+    documents: Documents,
+    *,
+    with_table: bool = True,
+    timed: Timed = lambda stage: nullcontext(),
 ) -> PreparedUnit:
     """Tokenize documents, leave out those of the wrong length, and pack the others."""
     digest = documents.digest()
-    found = select_and_pack(job.recipe, job.tokenizer, documents)
+    found = select_and_pack(job.recipe, job.tokenizer, documents, timed=timed)
     left_out = found.left_out
     if left_out:
         every = [
@@ -159,24 +166,30 @@ class PackedDocuments:
 
 
 def select_and_pack(
-    recipe: ResolvedRecipe, tokenizer: TextTokenizer, documents: Documents
+    recipe: ResolvedRecipe,
+    tokenizer: TextTokenizer,
+    documents: Documents,
+    *,
+    timed: Timed = lambda stage: nullcontext(),
 ) -> PackedDocuments:
     """Tokenize documents, choose those of the right length, and pack them as a recipe says."""
-    tokens, flags = tokenize(tokenizer, documents)
+    with timed("tokenizing"):
+        tokens, flags = tokenize(tokenizer, documents)
     ordinals = documents.ordinals
     selection = selection_of(recipe)
     reasons = [selection.refuses_length(len(ids)) for ids in tokens]
     chosen = [number for number, reason in enumerate(reasons) if not reason]
-    packed = pack_unit(
-        [ordinals[number] for number in chosen],
-        [tokens[number] for number in chosen],
-        tokenizer,
-        seq_len=recipe.seq_len,
-        long_docs=recipe.long_docs,
-        pack=recipe.pack,
-        rows=RowFilter(recipe.where, recipe.every, recipe.special_flags),
-        roles=[flags[number] for number in chosen] if flags else (),
-    )
+    with timed("packing"):
+        packed = pack_unit(
+            [ordinals[number] for number in chosen],
+            [tokens[number] for number in chosen],
+            tokenizer,
+            seq_len=recipe.seq_len,
+            long_docs=recipe.long_docs,
+            pack=recipe.pack,
+            rows=RowFilter(recipe.where, recipe.every, recipe.special_flags),
+            roles=[flags[number] for number in chosen] if flags else (),
+        )
     left_out = {
         ordinal: reason for ordinal, reason in zip(ordinals, reasons, strict=True) if reason
     }

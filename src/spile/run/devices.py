@@ -3,6 +3,7 @@
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
+import importlib
 import os
 import time
 from typing import Any
@@ -20,7 +21,7 @@ _MISSING = {
     "tpu": "needs a TPU and libtpu: pip install 'spile[tpu]'",
     "cuda": "needs an NVIDIA driver and jax's CUDA plugin: pip install 'spile[gpu]'",
     "gpu": "needs an NVIDIA driver and jax's CUDA plugin: pip install 'spile[gpu]'",
-    "proxy": "needs Pathways: start its proxy, and pip install pathwaysutils",
+    "proxy": "needs Pathways: start its proxy, and pip install 'spile[pathways]'",
 }
 # Measured at 7B shapes on an H200 (docs/benchmarks.md): cuBLAS is 3% faster than XLA's own
 # matrix products, and compiles sooner.
@@ -33,6 +34,7 @@ def prepared_device() -> Any:
     chosen = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *chosen]).strip()
     try:
+        _start_pathways()
         device = jax.local_devices()[0]
     except (RuntimeError, AssertionError, ImportError) as error:
         raise start_error(str(error)) from error
@@ -40,6 +42,16 @@ def prepared_device() -> Any:
     if device.platform != "cpu" and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
     return device
+
+
+def _start_pathways() -> None:
+    """Register Pathways's proxy with jax, where it is asked for by its name or its address."""
+    if _through_proxy() or os.environ.get("JAX_BACKEND_TARGET"):
+        importlib.import_module("pathwaysutils").initialize()
+
+
+def _through_proxy() -> bool:
+    return "proxy" in os.environ.get("JAX_PLATFORMS", "").split(",")
 
 
 def start_error(said: str) -> SpileError:
@@ -107,6 +119,6 @@ def _seconds(multiply: Any, ones: jax.Array) -> float:
 
 def _stats(device: Any) -> dict[str, int]:
     """Under Pathways (a proxy for devices elsewhere) there are none, nor on CPUs."""
-    if "proxy" in os.environ.get("JAX_PLATFORMS", ""):
+    if _through_proxy():
         return {}
     return device.memory_stats() or {}

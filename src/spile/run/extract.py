@@ -36,6 +36,7 @@ from spile.dataset.ledger import Ledger, Prediction, Table, derive_manifest, rea
 from spile.dataset.write.shard import read_tensors
 from spile.dataset.write.statistics import TapStats
 from spile.metrics import Counters, MetricsRun, Reporter, open_backends, parse_backends
+from spile.metrics.values import memory_counts
 from spile.models.config.specs import array_axes
 from spile.models.files.sae import Arrays, SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
@@ -60,7 +61,7 @@ from spile.run.calibrate import channel_scales
 from spile.run.devices import memory_limit, memory_used, peak_flops, prepared_device
 from spile.run.display import in_notebook, progress
 from spile.run.pipeline import Worker
-from spile.run.profile import Profile, ProfiledStep
+from spile.run.profile import Profile, ProfiledStep, host_span
 from spile.run.progress import reporting
 from spile.run.rank import find_rank
 from spile.run.step import Step
@@ -224,7 +225,10 @@ class Extraction(RunContext):
             )
         self._heed()
         profile = Profile.parse(self.runtime.profile) if self.runtime.profile else None
-        profiled = ProfiledStep(step, profile) if profile and self.world.leads else None
+        profiled = None
+        if profile and self.world.leads:
+            profiled = ProfiledStep(step, profile)
+            self.counters.annotate = host_span
         worker = Worker(
             self,
             job,
@@ -263,7 +267,7 @@ class Extraction(RunContext):
             open_backends(parse_backends(runtime.metrics), run),
             self.counters,
             every,
-            more=lambda: {**COUNTED.snapshot(), **_memory_metrics(device)},
+            more=lambda: {**COUNTED.snapshot(), **_memory_metrics()},
             tokens_before=cost.tokens * cost.units_done // max(1, cost.units),
         )
 
@@ -480,15 +484,18 @@ def _arithmetic(job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> 
         every_pair=False,  # of what the model asks for, whatever a kernel does besides
     )
     peak = peak_flops(device, job.recipe.compute_dtype)
-    return {"flops_per_token": work.flops / work.tokens, "peak_flops": peak} if peak else {}
+    known = {"flops_per_token": work.flops / work.tokens}
+    return {**known, "peak_flops": peak} if peak else known
 
 
-def _memory_metrics(device: Any) -> Mapping[str, float]:
+def _memory_metrics() -> Mapping[str, float]:
     found: dict[str, float] = {}
-    with suppress(RuntimeError):  # an array may go while it is looked at
-        found["memory_used"] = memory_used(device)
-    limit = memory_limit(device)
-    return found | ({"memory_limit": limit} if limit else {})
+    for device in jax.local_devices():
+        used = None
+        with suppress(RuntimeError):  # an array may go while it is looked at
+            used = memory_used(device)
+        found |= memory_counts(device.id, used, memory_limit(device))
+    return found
 
 
 def _gigabytes(size: int | None) -> str:

@@ -83,9 +83,9 @@ class DeviceClock:
         self._counters.add(computed=tokens)
         if self._last is not None:
             idle = max(0.0, begin - self._last)
-            self._counters.add(
-                device_idle=idle, device_busy=end - self._last - idle, clocked=tokens, steps=1
-            )
+            busy = end - self._last - idle
+            self._counters.add(device_idle=idle, device_busy=busy, clocked=tokens, steps=1)
+            self._counters.sample(step_seconds=busy)
         self._last = end
 
     def close(self) -> None:

@@ -8,7 +8,8 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,20 @@ from spile.run.step import Step, StepOutput
 
 _DIRECTORY = "spile-profile"
 _STEP = "spile_step"  # what a step is called in a trace
+# By default all that jax traces but calls of Python, which would crowd out everything else.
+_LEVELS = {"host": 2, "device": 1, "python": 0}
+# Stages of a run, as `Counters.timed` names them, and what they are called in a trace.
+SPANS = {
+    "reading": "read",
+    "tokenizing": "tokenize",
+    "packing": "pack",
+    "waited_at_first": "wait",
+    "waited_for_text": "wait",
+    "waited_for_writing": "wait",
+    "copying": "copy",
+    "writing": "write",
+    "committing": "commit",
+}
 # Traces are read in Chrome's format. `jax.profiler.ProfileData` reads the .xplane.pb beside it, but
 # its events have no display name (a TPU's operations are then called by their whole HLO text), and
 # it is not certain to be the same in every jax that Spile runs with.
@@ -37,10 +52,11 @@ class Profile:
     first: int
     end: int
     directory: Path
+    levels: Mapping[str, int] = field(default_factory=lambda: dict(_LEVELS))  # by tracer
 
     @classmethod
     def parse(cls, text: str) -> "Profile":
-        """`steps=10:15,dir=DIR`.
+        """`steps=10:15,dir=DIR,host=2,device=1,python=0`.
 
         Raises:
             ConfigError: if it says anything else.
@@ -48,17 +64,27 @@ class Profile:
         given = {name: value for name, _, value in (p.partition("=") for p in text.split(","))}
         steps = re.fullmatch(r"(\d{1,9}):(\d{1,9})", given.pop("steps", ""), re.ASCII)
         directory = given.pop("dir", _DIRECTORY)
-        if given or not directory or not steps or int(steps[1]) >= int(steps[2]):
+        levels = {name: given.pop(name, str(level)) for name, level in _LEVELS.items()}
+        known = all(level in ("0", "1", "2", "3") for level in levels.values())
+        if given or not known or not directory or not steps or int(steps[1]) >= int(steps[2]):
             raise ConfigError(
                 f"--profile {text}: choose e.g. steps=10:15 (the eleventh step to the fifteenth), "
-                "or steps=10:15,dir=DIR"
+                "or steps=10:15,dir=DIR; more or less is traced with host=0 to 3, device=0 to 1, "
+                "python=0 to 1"
             )
-        return cls(int(steps[1]), int(steps[2]), Path(directory))
+        by_tracer = {name: int(level) for name, level in levels.items()}
+        return cls(int(steps[1]), int(steps[2]), Path(directory), by_tracer)
 
     def newest(self) -> Path | None:
         """The trace that was made last, as Perfetto opens it."""
         found = self.directory.glob("plugins/profile/*/perfetto_trace.json.gz")
         return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def host_span(stage: str) -> AbstractContextManager[object]:
+    """Shows a stage of the run in the trace, on the line of the thread that it runs in."""
+    name = SPANS.get(stage)
+    return jax.profiler.TraceAnnotation(f"spile_{name}") if name else nullcontext()
 
 
 class ProfiledStep:
@@ -85,7 +111,9 @@ class ProfiledStep:
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # calls of Python would crowd out everything else
+        options.host_tracer_level = self._profile.levels["host"]
+        options.device_tracer_level = self._profile.levels["device"]
+        options.python_tracer_level = self._profile.levels["python"]
         try:
             jax.profiler.start_trace(
                 self._profile.directory, create_perfetto_trace=True, profiler_options=options

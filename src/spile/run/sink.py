@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spile.core.errors import DataError
+from spile.core.index import FLAGS
 from spile.core.system import system
 from spile.core.threads import Consumer
 from spile.corpus.pack import PackedUnit
@@ -23,7 +24,7 @@ from spile.dataset.format import Shard
 from spile.dataset.ledger import Attempt
 from spile.dataset.write.statistics import TapStats
 from spile.dataset.write.unit_writer import UnitWriter
-from spile.metrics.values import tap_counts
+from spile.metrics.values import next_token_counts, tap_counts
 from spile.plan.job import ExtractionJob
 from spile.run.nonfinite import by_stored_name, nonfinite_error
 from spile.run.step import StepOutput
@@ -229,13 +230,17 @@ class Sink:
                 self._commits.put(item.unit)
             return
         for tap in taps:
-            found = output.stats_of(tap)
+            with self._counters.timed("copying"):  # waits for the step, and for its rows to come
+                found = output.stats_of(tap)
+                pieces = [*output.pieces_of(tap)]
             self._watch(tap, found)
+            if tap == "logprob":
+                self._watch_predictions(item, found)
             if any(stats.nonfinite for stats in found) and not self._may_keep(tap):
                 raise self._nonfinite_error(item, output)
             for stats in found:
                 writer.stats[tap].merge(stats)
-            for rows, scales in output.pieces_of(tap):
+            for rows, scales in pieces:
                 with self._counters.timed("writing"):
                     writer.write(tap, rows, scales)
                 self._counters.add(bytes=len(rows) * self._job.table.taps[tap].row_bytes)
@@ -252,6 +257,14 @@ class Sink:
         rows, norms = sum(s.count for s in found), sum(s.norm_sum for s in found)
         self._counters.add(**tap_counts(tap, rows, norms, sum(s.nonfinite for s in found)))
         self._counters.met(**{f"tap/max_abs/{tap}": max(s.max_abs for s in found)})
+
+    def _watch_predictions(self, item: _Shared, found: list[TapStats]) -> None:
+        """How well the model predicts: by tokens that have a next one in their context."""
+        rows = sum(stats.count for stats in found)
+        flags = item.unit.prepared.packed.index["flags"][item.first : item.first + rows]
+        known = int(np.count_nonzero(flags & FLAGS["last"] == 0))
+        # (No log-probability is above zero: its norm is what it lacks. That of a last token is 0.)
+        self._counters.add(**next_token_counts(known, -sum(s.norm_sum for s in found)))
 
     def _may_keep(self, tap: str) -> bool:
         """NaN and infinity. (int8 has neither.)"""

@@ -42,15 +42,16 @@ def test_shards_hold_documents_by_layer(
                 assert values.dtype.name == made.taps["resid_post.0"]
                 assert np.array_equal(values, expected.astype(values.dtype))
                 assert sample["shape"] == values.shape
-                assert sample["text_preview"] == "", "the model is not there"
+                assert sample["text_preview"] == f"text of {sample['sample_idx']}"
         seen += [sample["sample_idx"] for sample in shard[0]]
     assert len(seen) == len(set(seen)) == metadata["total_samples"]
+    assert metadata["total_shards"] == len(paths)
     assert set(seen) == set(written.index["doc"].tolist())
 
 
-def test_a_preview_is_the_beginning_of_the_text(tmp_path: Path, model: Path) -> None:
+def test_where_no_preview_is_stored_the_tokens_are_decoded(tmp_path: Path, model: Path) -> None:
     made = stored.build(
-        tmp_path / "out", [[300]], taps={"resid_post.0": 4}, model_source=str(model)
+        tmp_path / "out", [[300]], taps={"resid_post.0": 4}, model_source=str(model), preview=0
     )
     export(str(made.path), tmp_path / "dest", to="legacy")
     with gzip.open(tmp_path / "dest" / "shard_0001.pkl.gz") as file:

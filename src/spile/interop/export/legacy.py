@@ -26,7 +26,7 @@ Samples = dict[int, list[dict[str, Any]]]  # by layer
 
 def _write(source: ExportSource, to: Path) -> int:
     taps = _by_layer(source)
-    preview = _previewer(source)
+    decode = _decoder(source)
     shards: list[dict[str, Any]] = []
     held, size, rows = _empty(taps), 0, 0
 
@@ -40,7 +40,8 @@ def _write(source: ExportSource, to: Path) -> int:
 
     for doc in _documents(source):
         document = source.dataset.document(doc)
-        text = preview(document.index["token_id"])
+        stored = str(source.dataset.about(doc)["preview"] or "")
+        text = stored[:_PREVIEW] or decode(document.index["token_id"])
         for layer, tap in taps.items():
             values = source.convert(tap, document.read(tap))
             sample = {"sample_idx": doc, "activation": values, "shape": values.shape}
@@ -51,6 +52,7 @@ def _write(source: ExportSource, to: Path) -> int:
             finish()
     finish()
     metadata = {
+        "total_shards": len(shards),
         "total_samples": sum(shard["samples"] for shard in shards),
         "layers": list(taps),
         "taps": list(source.taps),
@@ -86,19 +88,20 @@ def _documents(source: ExportSource) -> Iterator[int]:
                 yield doc
 
 
-def _previewer(source: ExportSource) -> Callable[[np.ndarray], str]:
-    """Decodes the beginning of a document; to nothing, where the model's tokenizer has moved."""
+def _decoder(source: ExportSource) -> Callable[[np.ndarray], str]:
+    """Decodes the beginning of a document of which no preview is stored; to nothing, where the
+    model's tokenizer is no local file."""
     path = Path(source.dataset.recipe.model_source, "tokenizer.json")
     if not path.is_file():
         return lambda tokens: ""
     tokenizer: Any = library("tokenizers").Tokenizer.from_file(str(path))
 
-    def preview(tokens: np.ndarray) -> str:
+    def decode(tokens: np.ndarray) -> str:
         # (a token is a character at least, but for pieces of characters)
         text: str = tokenizer.decode(tokens[: 4 * _PREVIEW].tolist(), skip_special_tokens=True)
         return text[:_PREVIEW]
 
-    return preview
+    return decode
 
 
 def _by_layer(source: ExportSource) -> dict[int, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from spile.core.errors import ConfigError
 from spile.metrics.backends import MetricsRun
-from spile.metrics.values import NAMES, OF_TAPS, described
+from spile.metrics.values import LABELS, NAMES, described
 
 _LOOPBACK = "127.0.0.1"
 _PORTS_TRIED = 64
@@ -64,8 +64,9 @@ class Prometheus:
         families: dict[str, Any] = {}
         names, base = list(self._labels), list(self._labels.values())
         for name, value in self._last[1].items():
-            kind, tap = described(name)
-            labels, of = ([*names, "tap"], [*base, tap]) if kind in OF_TAPS else (names, base)
+            kind, label = described(name)
+            own = LABELS.get(kind)
+            labels, of = ([*names, own], [*base, label]) if own else (names, base)
             about = NAMES[kind]
             if kind not in families:
                 make = "CounterMetricFamily" if about.total else "GaugeMetricFamily"
