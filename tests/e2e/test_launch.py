@@ -148,7 +148,7 @@ def test_every_target_shows_what_it_would_run(tmp_path: Path) -> None:
         assert shown.code == 0, shown.err
         assert "gs://b/acts" in shown.out, target
         seen = {"docker": ("--mount", "/m:/m"), "kubernetes": ("--claim", "c:/m")}.get(target, ())
-        out = run("launch", target, *flags, *seen, "--dry-run", "--", "--out", "/m/acts")
+        out = run("launch", target, *flags, *seen, "--dry-run", *EXTRACT[:-1], "/m/acts")
         assert out.code == 0, out.err
         for action in ("status", "logs", "stop"):
             shown = run("launch", action, target, *flags, "--dry-run")

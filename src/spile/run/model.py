@@ -3,13 +3,16 @@
 model = spile.load_model("demo")
 logits = model("The capital of France is Paris.")["logits"]
 clean = model.loss("The capital of France is Paris.")
+cut = model.to("1d")  # over all devices of this process
 steered = model.loss("The capital of France is Paris.", splice={"resid_post.9": added(vector)})
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
+import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +21,14 @@ from jax.tree_util import Partial
 
 from spile.core.errors import ConfigError
 from spile.corpus.tokenize import TextTokenizer
+from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.forward.decoder import forward
 from spile.models.forward.kernels import for_platform
+from spile.models.forward.sharding import Shards, make_mesh, put
 from spile.models.forward.splice import SPLICED, Change, replaced
-from spile.models.forward.weights import LayerSchedule, Params, load_params
+from spile.models.forward.weights import LayerSchedule, Params, load_params, moved_params
+from spile.models.layout import Cuts, parse_layout
 from spile.models.taps import Tap, parse_taps
 from spile.run.devices import prepared_device
 
@@ -33,7 +39,7 @@ Splice = Mapping[str, Change | jax.Array | np.ndarray]
 
 
 class Model:
-    """On one device, with all its blocks and the head."""
+    """All blocks of a model and its head, on one device or on a mesh of them."""
 
     def __init__(
         self,
@@ -42,8 +48,14 @@ class Model:
         *,
         compute_dtype: str | None = None,
         special_tokens: str = "tokenizer",
+        mesh: str = "1",
     ) -> None:
-        """Args: as `spile extract` has them; the dtype is float32 on a CPU, bfloat16 elsewhere."""
+        """Args:
+        mesh: how it lies on this process's devices, as `--mesh` has it but for `auto`.
+
+        The others are as `spile extract` has them; the dtype is float32 on a CPU, bfloat16
+        elsewhere.
+        """
         checkpoint = open_checkpoint(name, lora)
         self._name = name
         self._device = prepared_device()
@@ -52,14 +64,41 @@ class Model:
         self._tokenizer = TextTokenizer(checkpoint.directory, special_tokens)
         self._schedule = LayerSchedule.of(self.arch, self.arch.num_layers, whole=True)
         dtype = jnp.dtype(self._dtype)
-        self._params, _ = load_params(checkpoint, self._schedule, head=True, dtype=dtype)
+        self._shards = self._laid_out(mesh)
+        self._params, _ = load_params(
+            checkpoint, self._schedule, head=True, dtype=dtype, shards=self._shards
+        )
         self._run = jax.jit(self._forward, static_argnames=("taps", "spliced"))
+
+    def to(self, mesh: str) -> "Model":
+        """The same model on another mesh: its weights are moved, and not read again.
+
+        This one stays where it is until it is let go: `model = model.to("1d")`.
+        """
+        other = copy.copy(self)
+        other._shards = self._laid_out(mesh)
+        if other._shards is None:
+            other._params = jax.device_put(self._params, self._device)
+        else:
+            other._params = moved_params(self._params, other._shards)
+        other._run = jax.jit(other._forward, static_argnames=("taps", "spliced"))
+        return other
+
+    def _laid_out(self, mesh: str) -> Shards | None:
+        layout = parse_layout(mesh, jax.local_device_count(), 1, None)
+        if layout is None:
+            raise ConfigError("mesh: say which, e.g. 1, 1d, 2d or data=2,model=2; not auto")
+        if layout.size == 1:
+            return None
+        cuts = Cuts.of(layout, axis_sizes(self.arch))
+        return Shards(make_mesh(layout, jax.local_devices()), cuts, array_axes(self.arch))
 
     def __repr__(self) -> str:
         arch = self.arch
         return (
             f"<spile.Model {self._name}: {arch.num_layers} layers, width {arch.width}, "
-            f"{self._dtype} on {self._device.platform}>"
+            f"{self._dtype} on {self._device.platform}"
+            + (f", mesh {self._shards.layout}>" if self._shards else ">")
         )
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -78,15 +117,37 @@ class Model:
         """
         ids, segments = self._padded(tokens)
         changes = self._changes(splice or {})
+        chosen = parse_taps(taps, self.arch)
+        rows, seq = ids.shape
+        inputs = self._divided(ids, segments, spliced=bool(changes))
         found = self._run(
             self._params,
-            ids,
-            segments,
+            *inputs,
             tuple(changes.values()),
-            taps=parse_taps(taps, self.arch),
+            taps=chosen,
             spliced=tuple(changes),
         )
-        return {tap: values.reshape(*ids.shape, *values.shape[1:]) for tap, values in found.items()}
+        shaped: dict[str, jax.Array] = {}
+        for tap in chosen:
+            values = found[tap.name]
+            values = values.reshape(*inputs[0].shape, *values.shape[1:])[:rows, :seq]
+            shaped[tap.name] = values[..., :seq] if tap.site == "attn_pattern" else values
+        return shaped
+
+    def _divided(self, ids: np.ndarray, segments: np.ndarray, *, spliced: bool) -> tuple[Any, Any]:
+        """The inputs where the mesh wants them, with as much more as makes them divisible."""
+        if self._shards is None:
+            return ids, segments
+        layout = self._shards.layout
+        more = (-ids.shape[0] % layout.groups, -ids.shape[1] % layout.model)
+        if spliced and any(more):
+            raise ConfigError(
+                f"on the mesh {layout} a splice needs a multiple of {layout.groups} contexts, the "
+                f"longest of a multiple of {layout.model} tokens; got {list(ids.shape)}"
+            )
+        padded = (np.pad(array, [(0, n) for n in more]) for array in (ids, segments))
+        first, second = (put(array, self._shards.by_rows) for array in padded)
+        return first, second
 
     def loss(self, tokens: Tokens, *, splice: Splice | None = None) -> float:
         """Cross-entropy of the next token, in nats, in the mean over those that have one."""
@@ -157,5 +218,6 @@ class Model:
                 attention=attention,
                 schedule=self._schedule,
                 store_dtype=self._dtype,
+                shards=self._shards,
                 splice=dict(zip(spliced, changes, strict=True)),
             )
