@@ -9,7 +9,7 @@ import pytest
 
 from launches import HOSTILE, IMAGE, calls, contained, hostile_job, job, path_with, recorder
 from spile.core.errors import ConfigError
-from spile.launch.command import shown
+from spile.launch.command import run, shown
 from spile.launch.slurm import Slurm
 
 LINE = "spile supervise -- extract --model M --corpus C --taps resid_post:20 --out gs://B/acts"
@@ -83,11 +83,22 @@ def test_what_is_shown_holds_no_secret() -> None:
     assert "hf_shh" not in json.dumps(shown([command]))
 
 
+def test_logs_are_the_last_lines_of_each_task_or_say_that_there_is_none(tmp_path: Path) -> None:
+    (logs,) = Slurm(folder=str(tmp_path / "my logs")).logs(job(), 1)
+    assert run(logs).out == "never started, or with another --log-folder\n"
+    (tmp_path / "my logs").mkdir()
+    for task in range(2):
+        (tmp_path / "my logs" / f"run1.log.7_{task}").write_text(f"first\nlast of {task}\n")
+    told = run(logs)
+    assert told.code == 0 and "last of 0\n" in told.out and "first" not in told.out
+    assert "run1.log.7_1 <==" in told.out
+
+
 def test_status_logs_and_stop_go_by_name() -> None:
     target, of = Slurm(folder="/my logs"), job()
     assert target.stop(of)[0].argv == ("scancel", "--me", "--name=run1")
     assert target.status(of)[0].argv[:3] == ("squeue", "--me", "--name=run1")
-    assert target.logs(of, 7)[0].stdin == "tail -n 7 -- '/my logs/run1.log.'*\n"
+    assert "set -- '/my logs/run1.log.'*\n" in str(target.logs(of, 7)[0].stdin)
 
 
 @pytest.mark.parametrize(

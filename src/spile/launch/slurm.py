@@ -75,7 +75,12 @@ class Slurm:
 
     def logs(self, job: LaunchJob, lines: int) -> Sequence[Command]:
         files = f"{shlex.quote(self._log(job, ''))}*"
-        return [Command(argv=("sh", "-s"), stdin=f"tail -n {lines} -- {files}\n")]
+        told = f"""\
+set -- {files}
+[ -e "$1" ] || {{ echo "never started, or with another --log-folder"; exit 0; }}
+tail -n {lines} -- "$@"
+"""
+        return [Command(argv=("sh", "-s"), stdin=told)]
 
     def stop(self, job: LaunchJob) -> Sequence[Command]:
         return [Command(argv=("scancel", "--me", f"--name={job.name}"))]
