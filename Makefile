@@ -41,7 +41,6 @@ chaos-buckets: $(VENV)/.dev
 
 chaos-fleets: $(VENV)/.dev
 	$(FULL) tests/chaos/test_ray.py tests/chaos/test_shares.py tests/chaos/test_slurm.py tests/chaos/test_ssh.py tests/chaos/test_supervised.py
-	$(FULL) -m full tests/fleet tests/launch
 
 chaos-models: $(VENV)/.dev $(VENV)/.saelens
 	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \

@@ -85,12 +85,13 @@ def diagnose() -> Diagnosis:
     """Look at this machine. Starts its devices; asks no other machine."""
     name, count, kind, limit, problem, slow = "none", 0, "", None, None, None
     try:
-        from spile.models.forward.kernels import why_not_cudnn
+        from spile.models.forward.kernels import missing_kernels
         from spile.run.devices import devices_here, memory_limit, prepared_device
 
         limit = memory_limit(prepared_device())
         name, count, kind = devices_here()
-        slow = why_not_cudnn() if name == "gpu" else None
+        missing = missing_kernels() if name == "gpu" else {}
+        slow = "; ".join(f"{kernel}: {why}" for kernel, why in missing.items()) or None
     except SpileError as error:
         problem = str(error)
     cache = cache_directory()

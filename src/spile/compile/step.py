@@ -25,7 +25,6 @@ from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.corpus.pack import Batch
 from spile.models.config.arch import Arch
-from spile.models.config.kernel_choice import why_unfused
 from spile.models.config.specs import (
     ParamSpec,
     array_axes,
@@ -132,7 +131,6 @@ class Question:
         arch, target, seq_len = self.arch, self.target, self.seq_len
         taps = parse_taps(self.recipe.taps or "", arch)
         depth = max(tap.layers_needed(arch) for tap in taps)
-        reason = why_unfused(target.platform, arch, self.compute_dtype, seq_len)
         quantum = row_quantum(layout, target.hosts)
         work = Workload(
             arch=arch,
@@ -143,7 +141,6 @@ class Question:
             compute_dtype=self.compute_dtype,
             store_dtype=self.store_dtype,
             whole=needs_whole_block(taps, depth),
-            every_pair=reason is not None,
             encoders=self.encoders,
         )
         platform = target.platform if target.chip is None else "accelerator"

@@ -260,6 +260,12 @@ class Runtime(Options):
         "devices by axis: auto, 1 (one device), 1d (all on model), 2d (hosts x chips), 3d, or e.g. "
         "data=16,fsdp=2,model=2 [auto: the fastest that fits]",
     )
+    attention: str = option(
+        "auto",
+        "attention kernel: auto, mosaic, cudnn, triton, splash, or blocked (plain products) [auto: "
+        "the fastest that serves the model here]",
+        choices=("auto", "mosaic", "cudnn", "triton", "splash", "blocked"),
+    )
     fsdp: int | None = option(
         None, "size of the fsdp axis, for --mesh 3d [2]", kind="count", minimum=1
     )

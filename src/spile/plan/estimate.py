@@ -14,7 +14,6 @@ from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
 from spile.corpus.units import Unit
 from spile.dataset.ledger import Ledger, Table
-from spile.models.config.kernel_choice import why_unfused
 from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.objects import Objects
@@ -121,7 +120,6 @@ def planned_cuts(
 def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workload:
     """A step in which each group of devices reads so many rows."""
     recipe, arch = job.recipe, job.checkpoint.arch
-    unfused = why_unfused(platform, arch, recipe.compute_dtype, recipe.seq_len)
     return Workload(
         arch=arch,
         taps=job.taps,
@@ -131,7 +129,6 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
         compute_dtype=recipe.compute_dtype,
         store_dtype=recipe.store_dtype,
         whole=True,
-        every_pair=unfused is not None,
         encoders=job.encoders,
     )
 

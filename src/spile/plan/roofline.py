@@ -76,7 +76,6 @@ class Workload:
     compute_dtype: str
     store_dtype: str
     whole: bool  # whether the deepest block runs to its end
-    every_pair: bool = False  # whether attention scores what it then hides
     encoders: Mapping[str, SparseEncoder] = field(
         default_factory=dict[str, SparseEncoder]
     )  # by tap
@@ -224,7 +223,7 @@ class Workload:
 
     @property
     def _scores_all(self) -> bool:
-        return self.every_pair or any(tap.site == "attn_pattern" for tap in self.taps)
+        return any(tap.site == "attn_pattern" for tap in self.taps)
 
     def _keys(self, layer: Layer) -> float:
         """That a query is scored against, on average."""

@@ -214,7 +214,15 @@ class Extraction(RunContext):
         batches = steps_of(cost, cuts, device, self.world.processes)
         before = memory_used(device)
         with self.counters.timed("loading"):
-            step = load_step(job, self.ledger, device, batches, cuts, self.world)
+            step = load_step(
+                job,
+                self.ledger,
+                device,
+                batches,
+                cuts,
+                self.world,
+                attention=self.runtime.attention,
+            )
         if jax.device_count() > 1:
             loaded = memory_used(device)
             _log.info(
@@ -343,8 +351,14 @@ def load_step(
     batches: Callable[[PackedUnit], Iterator[Batch]],
     cuts: Cuts = ONE_DEVICE,
     world: World | None = None,
+    *,
+    attention: str = "auto",
 ) -> Step:
-    """The model on the devices, ready to run a job's batches."""
+    """The model on the devices, ready to run a job's batches.
+
+    Args:
+        attention: the kernel (`--attention`).
+    """
     world = world or SingleWorld()
     arch = job.checkpoint.arch
     shards = None
@@ -380,6 +394,7 @@ def load_step(
         device=device,
         shards=shards,
         encoders=encoders,
+        attention=attention,
     )
     scales = None
     if store_dtype == "int8":
@@ -481,7 +496,6 @@ def _arithmetic(job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> 
     work = replace(
         step_of(job, rows, device.platform, cuts),
         whole=needs_whole_block(job.taps, job.layers),
-        every_pair=False,  # of what the model asks for, whatever a kernel does besides
     )
     peak = peak_flops(device, job.recipe.compute_dtype)
     known = {"flops_per_token": work.flops / work.tokens}

@@ -150,11 +150,13 @@ class Step:
         shards: Shards | None = None,
         scales: Mapping[str, Any] | None = None,
         encoders: Mapping[str, tuple[SparseEncoder, Arrays]] | None = None,
+        attention: str = "auto",
     ) -> None:
         """Args:
         device: one of those it runs on; the only one, if there are no `shards`.
         scales: of each channel, for taps that are stored with them.
         encoders: of taps that are stored as latents, each with its arrays.
+        attention: the kernel, as `--attention` has it.
         """
         self.params, self._shards, self._device = params, shards, device
         place = shards.whole if shards else None
@@ -187,8 +189,13 @@ class Step:
             part: int,
         ) -> tuple[dict[str, Array], dict[str, Reduced]]:
             seq_len = tokens.shape[1]
-            attention = for_platform(
-                device.platform, arch, compute_dtype, seq_len=seq_len, contexts=contexts
+            attend = for_platform(
+                device.platform,
+                arch,
+                compute_dtype,
+                seq_len=seq_len,
+                contexts=contexts,
+                wanted=attention,
             )
             with jax.default_matmul_precision(precision):
                 values = forward(
@@ -200,7 +207,7 @@ class Step:
                     arch=arch,
                     taps=taps,
                     schedule=schedule,
-                    attention=attention,
+                    attention=attend,
                     store_dtype=carried,
                     shards=shards,
                 )

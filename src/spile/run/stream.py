@@ -106,7 +106,7 @@ def stream(
     )
     job = store_table(job, ledger)
     batches = steps_of(cost, cuts, device)
-    step = load_step(job, ledger, device, batches, cuts)
+    step = load_step(job, ledger, device, batches, cuts, attention=runtime.attention)
 
     aliases = {alias: tap for tap, info in job.table.taps.items() for alias in info.aliases}
     names = list(job.table.taps) if taps is None else [taps] if isinstance(taps, str) else taps

@@ -1,28 +1,94 @@
-"""Where a fused attention kernel can be used, and why not elsewhere. No jax."""
+"""Which attention kernel serves which model on which device, and why. No jax.
 
+`attention_kernel` goes through the kernels of a platform, best first by what was measured (docs/
+benchmarks.md), and takes the first that serves the model and that the machine has. Where none does,
+attention runs in blocks (`attention.blocked`): slower, but its work is in proportion to the
+documents' lengths and its memory to the tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spile.core.errors import ConfigError
 from spile.models.config.arch import Arch
 
-_CUDNN_HEAD_DIM = 256
-_SPLASH_LANES = 128  # tokens of a row must fill them
+BLOCKED = "blocked"
+# In the order in which they are tried.
+_BY_PLATFORM = {"gpu": ("mosaic", "cudnn", "triton"), "tpu": ("splash",), "cpu": ()}
+KERNELS = {
+    "mosaic": "tokamax's Mosaic kernel, for Hopper and Blackwell GPUs",
+    "cudnn": "cuDNN's packed attention, for Hopper and later GPUs",
+    "triton": "tokamax's Triton kernel, for GPUs from Ampere on",
+    "splash": "jax's splash attention, for TPUs",
+    BLOCKED: "blocks of plain products, anywhere",
+}
+CHOICES = ("auto", *KERNELS)
+_MOST_HEAD_DIM = 256
+_LANES = 128  # tokens of a row must fill them, on a TPU
 
 
-def why_unfused(platform: str, arch: Arch, dtype: str, seq_len: int) -> str | None:
-    """The reason why every pair of a row's tokens must be scored; None where a kernel fits."""
-    if platform == "cpu":
-        return None
-    if platform not in ("gpu", "tpu"):
-        return f"there is no kernel for {platform}"
-    kernel = "cuDNN" if platform == "gpu" else "splash attention"
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernel that is used, and for each better one the reason why it is not."""
+
+    name: str
+    passed_over: Mapping[str, str]
+
+    @property
+    def fused(self) -> bool:
+        return self.name != BLOCKED
+
+    @property
+    def why(self) -> str:
+        """Why no better kernel is used, in one line; empty if there is none."""
+        return "; ".join(f"{name}: {reason}" for name, reason in self.passed_over.items())
+
+
+def attention_kernel(
+    platform: str,
+    arch: Arch,
+    dtype: str,
+    seq_len: int,
+    *,
+    missing: Mapping[str, str] | None = None,
+    wanted: str = "auto",
+) -> KernelChoice:
+    """Choose the attention kernel of a model.
+
+    Args:
+        missing: kernels that this machine does not have, and why; the others are taken to be there.
+        wanted: the only kernel that may be used, or `auto`.
+
+    Raises:
+        ConfigError: if the wanted kernel cannot serve the model here.
+    """
+    passed_over: dict[str, str] = {}
+    for name in _BY_PLATFORM.get(platform, ()):
+        if wanted not in ("auto", name):
+            continue
+        reason = (missing or {}).get(name) or _unfit(name, arch, dtype, seq_len)
+        if reason is None:
+            return KernelChoice(name, passed_over)
+        passed_over[name] = reason
+    if wanted not in ("auto", BLOCKED):
+        reason = passed_over.get(wanted, f"there is none for {platform}")
+        raise ConfigError(f"--attention {wanted}: {reason}; choose another, or auto")
+    return KernelChoice(BLOCKED, passed_over)
+
+
+def _unfit(kernel: str, arch: Arch, dtype: str, seq_len: int) -> str | None:
+    """Why a kernel cannot serve a model."""
     if dtype == "float32":
-        return f"{kernel} multiplies in 16 bits, float32 was asked for"
-    if arch.sinks:
-        return f"{kernel} has no sinks"
-    if platform == "tpu":
-        if seq_len % _SPLASH_LANES:
-            return f"{kernel} takes contexts of multiples of {_SPLASH_LANES}, not {seq_len}"
+        return "multiplies in 16 bits, float32 was asked for"
+    if kernel == "splash":
+        if seq_len % _LANES:
+            return f"takes contexts of multiples of {_LANES} tokens, not {seq_len}"
         return None
-    if arch.attn_softcap is not None:
-        return f"{kernel} has no soft cap"
-    if arch.head_dim % 8 or arch.head_dim > _CUDNN_HEAD_DIM:
-        return f"{kernel} takes heads of up to {_CUDNN_HEAD_DIM} in steps of 8, not {arch.head_dim}"
+    if arch.head_dim % 8 or arch.head_dim > _MOST_HEAD_DIM:
+        return f"takes heads of up to {_MOST_HEAD_DIM} in steps of 8, not {arch.head_dim}"
+    if kernel == "cudnn":
+        if arch.sinks:
+            return "has no sinks"
+        if arch.attn_softcap is not None:
+            return "has no soft cap"
     return None

@@ -1,8 +1,9 @@
 """Fused attention kernels of accelerators, behind the signature of `attention.py`.
 
-cuDNN's packed form takes each context's place and length, and does nothing for pairs that cannot
-see each other. jax has it, but not in its public interface: `for_platform` looks whether it is
-there, and says why where another implementation is taken.
+Each of them skips pairs of tokens that cannot see each other. tokamax's kernels take the first key
+that each query sees, cuDNN's packed form each context's place and length, splash attention the
+segments. `for_platform` looks which of them this machine has (neither jax's packed cuDNN attention
+nor tokamax's masks are public), and says why where a better one is passed over.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -10,14 +11,16 @@ there, and says why where another implementation is taken.
 
 import importlib
 import logging
-from functools import partial
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from spile.models.config.arch import Arch
-from spile.models.config.kernel_choice import why_unfused
+from spile.models.config.kernel_choice import KERNELS, KernelChoice, attention_kernel
 from spile.models.forward.attention import (
     Attend,
     Attention,
@@ -27,34 +30,77 @@ from spile.models.forward.attention import (
     Scoring,
     Sinks,
     blocked,
-    masked,
 )
 
 _log = logging.getLogger("spile")
 _CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
+# tokamax's public function takes no mask of this kind; its kernels' own classes do.
+_TOKAMAX = {
+    "mosaic": "tokamax._src.ops.attention.pallas_mosaic_gpu",
+    "triton": "tokamax._src.ops.attention.pallas_triton",
+}
+_FLASH = {"mosaic": "PallasMosaicGpuFlashAttention", "triton": "PallasTritonFlashAttention"}
 _LANES = 128
 
 
 def for_platform(
-    platform: str, arch: Arch, dtype: str, *, seq_len: int, contexts: int
+    platform: str,
+    arch: Arch,
+    dtype: str,
+    *,
+    seq_len: int,
+    contexts: int,
+    wanted: str = "auto",
 ) -> Attention:
-    """The implementation for where the step will run.
+    """The implementation for the platform on which the step will run.
 
     Args:
         contexts: the most contexts in a row, for kernels that need a fixed number.
+        wanted: the kernel to use (`kernel_choice.CHOICES`).
     """
-    if platform == "cpu":
-        return blocked
-    reason = why_unfused(platform, arch, dtype, seq_len)
-    if reason is None and platform == "gpu":
-        reason = why_not_cudnn()
-    if reason is None:
-        return splash if platform == "tpu" else partial(cudnn, contexts=contexts)
-    _log.info("attention scores every pair of a row: %s", reason)
-    return masked
+    missing = missing_kernels() if platform == "gpu" else {}
+    choice = attention_kernel(platform, arch, dtype, seq_len, missing=missing, wanted=wanted)
+    _tell(platform, choice)
+    match choice.name:
+        case "splash":
+            return splash
+        case "cudnn":
+            return partial(cudnn, contexts=contexts)
+        case "mosaic" | "triton":
+            return partial(flash, kernel=choice.name)
+        case _:
+            return blocked
 
 
-def why_not_cudnn() -> str | None:
+@cache
+def missing_kernels() -> Mapping[str, str]:
+    """The kernels that this machine's GPU and packages do not have, and why."""
+    found = {"cudnn": _why_not_cudnn()}
+    capability = float(getattr(jax.local_devices()[0], "compute_capability", "0"))
+    for name, module in _TOKAMAX.items():
+        least = 9.0 if name == "mosaic" else 8.0
+        if capability < least:
+            found[name] = f"needs a GPU of compute capability {least:g} or more, not {capability:g}"
+            continue
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever is wrong with it, there are other kernels
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            found[name] = f"tokamax is not installed ({said}): pip install 'spile[kernels]'"
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+@cache
+def _say_once(line: str) -> None:
+    _log.info("%s", line)
+
+
+def _tell(platform: str, choice: KernelChoice) -> None:
+    if platform != "cpu" and choice.passed_over:
+        _say_once(f"attention by {KERNELS[choice.name]}; {choice.why}")
+
+
+def _why_not_cudnn() -> str | None:
     """Why cuDNN's packed attention cannot be used with this jax on this GPU."""
     try:
         module = importlib.import_module(_CUDNN)
@@ -64,6 +110,55 @@ def why_not_cudnn() -> str | None:
         return None if hasattr(module.MaskType, "PADDING_CAUSAL") else "this jax packs differently"
     except (ImportError, AttributeError, RuntimeError) as error:
         return f"this jax has no packed cuDNN attention ({error})"
+
+
+def flash(segments: Places, positions: Places, *, kernel: str) -> Attend:
+    """tokamax's flash attention: blocks of which no pair is visible are skipped.
+
+    A query sees the keys from the first of its context, or of its window, to itself.
+    """
+    base: Any = importlib.import_module("tokamax._src.ops.attention.base")
+    module: Any = importlib.import_module(_TOKAMAX[kernel])
+    run: Any = getattr(module, _FLASH[kernel])()
+    place = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    start = jnp.where(segments > 0, place - positions, place)  # padding sees itself
+
+    def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
+        first = start
+        if scoring.window is not None:
+            first = jnp.maximum(start, place - scoring.window + 1)
+        mask = base.Mask(k_start=first[:, None, :], is_causal=True)
+        with _without_tuning_advice():
+            out = run(
+                q,
+                k,
+                v,
+                logits_scale=scoring.scale,
+                logits_soft_cap=scoring.cap,
+                mask=mask,
+                return_residuals=sinks is not None,
+            )
+        if sinks is None:
+            return out
+        # The sink is one more score, without a value: it only adds to the sum.
+        values, (highest, total) = out
+        beside = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - highest)
+        share = total / (total + beside)
+        return (values * share.swapaxes(1, 2)[..., None].astype(values.dtype)).astype(q.dtype)
+
+    return attend
+
+
+@contextmanager
+def _without_tuning_advice() -> Generator[None, None, None]:
+    """tokamax warns in every trace that a shape was not tuned; its own rule for tiles serves."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
@@ -107,7 +202,6 @@ def splash(segments: Places, positions: Places, *, interpret: bool = False) -> A
     )
 
     def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
-        del sinks
         seq, heads = q.shape[1], q.shape[2]
         if scoring.window is None:
             mask = masks.CausalMask((seq, seq))
@@ -123,7 +217,9 @@ def splash(segments: Places, positions: Places, *, interpret: bool = False) -> A
 
         def row(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
             ids = kernel.SegmentIds(segments, segments)
-            return run(q.swapaxes(0, 1), k.swapaxes(0, 1), v.swapaxes(0, 1), ids).swapaxes(0, 1)
+            given = {} if sinks is None else {"sinks": sinks.astype(jnp.float32)}
+            by_head = (x.swapaxes(0, 1) for x in (q, k, v))
+            return run(*by_head, ids, **given).swapaxes(0, 1)
 
         def whole_lanes(x: jax.Array) -> jax.Array:  # zeros change neither scores nor sums
             return jnp.pad(x, (*[(0, 0)] * 3, (0, -x.shape[-1] % _LANES)))

@@ -7,7 +7,10 @@ the chosen experts, and no token is ever left out for lack of room.
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
+import importlib
+import importlib.util
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import jax
@@ -21,6 +24,8 @@ from spile.models.forward.weights import Block
 from spile.models.layout import ROWS
 
 _GATHERED = 1 << 28  # bytes of expert weights laid side by side at once
+_MOSAIC = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
+_MOSAIC_K = 64  # terms that a tile adds up at once
 
 
 def route(
@@ -67,9 +72,10 @@ def mix(
 
     def each(inputs: Array, name: str) -> Array:
         # TPUs have an instruction for this; elsewhere it would be done densely, for all experts.
-        out = jax.lax.platform_dependent(
-            inputs, block[f"w_{name}"], sizes, tpu=_ragged, default=_tiled
-        )
+        ways = {"tpu": _ragged}
+        if _mosaic_serves(inputs, block[f"w_{name}"]):
+            ways["cuda"] = _mosaic
+        out = jax.lax.platform_dependent(inputs, block[f"w_{name}"], sizes, **ways, default=_tiled)
         bias = block.get(f"b_{name}")
         if bias is None:
             return out
@@ -77,8 +83,10 @@ def mix(
 
     gate = each(tokens, "gate") if arch.gated else None
     hidden = activate(each(tokens, "up"), gate, arch.activation, arch.glu_limit)
-    out = jnp.where(here[order][:, None], each(hidden, "down"), 0)
-    back = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, x.shape[-1])
+    out = each(hidden, "down")
+    # Each token gathers its experts' outputs, so that they are read once and never written again.
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
+    back = jnp.where(here[:, None], out[place], 0).reshape(*ids.shape, x.shape[-1])
     return jnp.einsum("rscd,rsc->rsd", back, weights)
 
 
@@ -112,6 +120,44 @@ def _ragged(
     x: Float[Array, "tokens in"], w: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
 ) -> Float[Array, "tokens out"]:
     return jax.lax.ragged_dot(x, w.swapaxes(1, 2), sizes)
+
+
+def _mosaic_serves(x: Array, w: Array) -> bool:
+    """Whether jax's Mosaic kernel can multiply these on this machine's GPU."""
+    halves = x.dtype == w.dtype and x.dtype in (jnp.bfloat16, jnp.float16)
+    return halves and x.shape[1] % _MOSAIC_K == 0 and w.shape[1] % 8 == 0 and _has_mosaic()
+
+
+@cache
+def _has_mosaic() -> bool:
+    """Whether this process has a Hopper GPU: the kernel is written in its instructions."""
+    if jax.default_backend() != "gpu":
+        return False
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    return capability.startswith("9.") and importlib.util.find_spec(_MOSAIC) is not None
+
+
+def _mosaic(
+    x: Float[Array, "tokens in"], w: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
+) -> Float[Array, "tokens out"]:
+    """jax's grouped product for Hopper, with tiles that were measured (docs/benchmarks.md).
+
+    Wrong ones cost four to five times: of 128 x 256 the accumulator does not fit the registers.
+    """
+    kernel: Any = importlib.import_module(_MOSAIC)
+    out = w.shape[1]
+    wide = out % 192 == 0 and out % 128 != 0
+    return kernel.ragged_dot(
+        x,
+        w,
+        group_sizes=sizes.astype(jnp.int32),
+        block_m=128,
+        block_n=192 if wide else 128,
+        block_k=_MOSAIC_K,
+        max_concurrent_steps=5 if wide else 6,
+        grid_block_n=2 if wide else 4,
+        transpose_rhs=True,
+    )
 
 
 def _tiled(

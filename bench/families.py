@@ -1,0 +1,262 @@
+"""Spile's step on every family, against the model's own matrix products and HF, in one run.
+
+    python bench/families.py [--models gemma-2-9b,Mixtral-8x7B-v0.1] [--attention auto,triton]
+                             [--seq-len 2048] [--seconds 2] [--hf] [--parity]
+
+Published configurations (tests/fixtures/configs), cut to a few layers and a small vocabulary, with
+random bfloat16 weights; documents of natural lengths (log-normal, median 600, cut at the row),
+packed. `products` are the model's matrix products, chained, on as many tokens: those of the chosen
+experts as one plain product each. HF runs full rows of the same length, the best of its ways.
+`--parity` compares rows with HF in float32, beside HF's own distance from it in bfloat16.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CONFIGS = Path(__file__).parents[1] / "tests" / "fixtures" / "configs"
+MODELS = (
+    "Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-8B", "phi-4", "OLMo-2-1124-7B", "pythia-6.9b",
+    "starcoder2-7b", "gemma-7b", "gemma-2-2b", "gemma-2-9b", "gemma-3-4b-it", "Mistral-7B-v0.1",
+    "Mixtral-8x7B-v0.1", "Qwen3-30B-A3B", "gpt-oss-20b",
+)  # fmt: skip
+VOCAB = 4096
+PEAK = 653e12  # FLOP/s that large products reach on an H200
+
+
+def cut_config(name: str, layers: int) -> dict[str, Any]:
+    """A published configuration with fewer layers and tokens."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    text = config.get("text_config", config)
+    for key in ("num_hidden_layers", "n_layer"):
+        if key in text:
+            text[key] = layers
+    for key in ("layer_types",):
+        if isinstance(text.get(key), list):
+            text[key] = text[key][:layers]
+    text["vocab_size"] = VOCAB
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(text.get(key), int):
+            text[key] = 0
+    config.pop("quantization_config", None)
+    text.pop("quantization_config", None)
+    return config
+
+
+def random_params(arch: Any, depth: int) -> Any:
+    """Weights under which activations keep a realistic size, made on the device."""
+    import jax
+    import jax.numpy as jnp
+
+    from spile.models.config.specs import block_specs, outer_specs
+    from spile.models.forward.weights import LayerSchedule, Params
+
+    schedule = LayerSchedule.of(arch, depth, whole=True)
+    keys = iter(jax.random.split(jax.random.key(0), 4096))
+
+    def array(spec: Any, lead: tuple[int, ...] = ()) -> Any:
+        shape = (*lead, *spec.shape)
+        if "norm" in spec.name and not spec.name.endswith("_bias"):
+            return jnp.ones(shape, jnp.bfloat16)
+        if len(spec.shape) == 1 or spec.name.startswith("b_"):
+            return jnp.zeros(shape, jnp.bfloat16)
+        make = jax.jit(
+            lambda key: jax.random.normal(key, shape, jnp.bfloat16) * spec.shape[-1] ** -0.5
+        )
+        return make(next(keys)).astype(jnp.bfloat16)
+
+    blocks = block_specs(arch)
+    cycle = tuple(
+        {spec.name: array(spec, (schedule.cycles,)) for spec in blocks}
+        for _ in range(schedule.period if schedule.cycles else 0)
+    )
+    tail = tuple(
+        {spec.name: array(spec) for spec in blocks} for _ in range(depth - schedule.scanned)
+    )
+    outer = {spec.name: array(spec) for spec in outer_specs(arch)}
+    return Params(outer=outer, cycle=cycle, tail=tail), schedule
+
+
+def natural_batch(rows: int, seq: int) -> Any:
+    """Documents of natural lengths, each in the first row with room for it."""
+    from spile.corpus.pack import Batch
+
+    rng = np.random.default_rng(0)
+    room, placed = [seq] * rows, [[] for _ in range(rows)]
+    for length in sorted(np.minimum(seq, rng.lognormal(np.log(600), 1.0, rows * seq // 200)),
+                         reverse=True):  # fmt: skip
+        length = max(1, int(length))
+        row = next((r for r in range(rows) if room[r] >= length), None)
+        if row is not None:
+            placed[row].append(length)
+            room[row] -= length
+    tokens = rng.integers(0, VOCAB, (rows, seq)).astype(np.int32)
+    positions, segments = np.zeros((2, rows, seq), np.int32)
+    for row, lengths in enumerate(placed):
+        at = 0
+        for number, length in enumerate(lengths, 1):
+            positions[row, at : at + length] = np.arange(length)
+            segments[row, at : at + length] = number
+            at += length
+    lengths = np.array([seq - left for left in room], np.int32)
+    contexts = max(map(len, placed))
+    most = next(n for n in (16, 64, 256, 1024) if n >= contexts)
+    return Batch(tokens, positions, segments, lengths, None, lengths, contexts=most)
+
+
+def timed(call: Callable[[], Any], seconds: float) -> float:
+    """Seconds of one call, sustained."""
+    import jax
+
+    jax.block_until_ready(call())
+    jax.block_until_ready(call())
+    count, begin, last = 0, time.perf_counter(), None
+    while time.perf_counter() - begin < seconds:
+        ahead = call()
+        if last is not None:
+            jax.block_until_ready(last)
+        last, count = ahead, count + 1
+    jax.block_until_ready(last)
+    return (time.perf_counter() - begin) / count
+
+
+def products(arch: Any, depth: int, tokens: int) -> tuple[Callable[[], Any], float]:
+    """The matrix products of the blocks, chained in a scan; and their FLOPs."""
+    import jax
+    import jax.numpy as jnp
+
+    d, q = arch.width, arch.num_heads * arch.head_dim
+    kv, f = arch.num_kv_heads * arch.head_dim, arch.mlp_width
+    chosen = arch.experts.chosen if arch.experts else 1
+    shapes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "up": (f, d), "down": (d, f)}
+    if arch.gated:
+        shapes["gate"] = (f, d)
+    key = jax.random.key(1)
+    weights = {
+        name: jax.random.normal(jax.random.fold_in(key, n), (depth, *shape), jnp.bfloat16)
+        * jnp.bfloat16(shape[-1] ** -0.5)
+        for n, (name, shape) in enumerate(shapes.items())
+    }
+
+    def block(x: Any, w: Any) -> Any:
+        used = 0 * ((x @ w["k"].T)[:, :1] + (x @ w["v"].T)[:, :1])  # nothing may be left out
+        x = x + (x @ w["q"].T) @ w["o"].T + used
+        wide = jnp.tile(x, (chosen, 1)) if chosen > 1 else x
+        hidden = wide @ w["up"].T
+        if arch.gated:
+            hidden = (hidden + wide @ w["gate"].T) * jnp.bfloat16(0.5)
+        out = hidden @ w["down"].T
+        return (x + out[: len(x)]) * jnp.bfloat16(0.6), None
+
+    run = jax.jit(lambda x, w: jax.lax.scan(block, x, w)[0])
+    x = jax.random.normal(key, (tokens, d), jnp.bfloat16)
+    mlp = sum(f * d for name in shapes if name in ("up", "down", "gate")) * chosen
+    flops = 2 * tokens * depth * (2 * q * d + 2 * kv * d + mlp)
+    return (lambda: run(x, weights)), flops
+
+
+def hf_seconds(config: dict[str, Any], rows: int, seq: int, seconds: float) -> tuple[float, str]:
+    """Seconds of a step of full rows in HF, in the fastest of the ways that it has."""
+    import torch
+    import transformers
+
+    kind = getattr(transformers, config["architectures"][0])
+    best, way = float("inf"), ""
+    for attention in ("sdpa", "eager"):
+        for experts in ("grouped_mm", "eager"):
+            try:
+                settings = transformers.AutoConfig.for_model(**config)
+                settings._attn_implementation = attention
+                settings._experts_implementation = experts
+                with torch.device("cuda"):
+                    model = kind._from_config(settings, torch_dtype=torch.bfloat16).eval()
+                inner = getattr(model, "model", None) or model.base_model
+                ids = torch.randint(0, VOCAB, (rows, seq), device="cuda")
+                with torch.inference_mode():
+                    for _ in range(2):
+                        inner(ids, use_cache=False)
+                    torch.cuda.synchronize()
+                    count, begin = 0, time.perf_counter()
+                    while time.perf_counter() - begin < seconds:
+                        inner(ids, use_cache=False)
+                        torch.cuda.synchronize()
+                        count += 1
+                spent = (time.perf_counter() - begin) / count
+                if spent < best:
+                    best, way = spent, f"{attention}, {experts}"
+            except Exception as error:
+                print(f"    HF {attention}, {experts}: {str(error).splitlines()[0][:90]}")
+            finally:
+                model = inner = None
+                torch.cuda.empty_cache()
+            if "num_experts" not in str(config) and "num_local_experts" not in str(config):
+                break
+    return best, way
+
+
+def measure(name: str, options: argparse.Namespace) -> None:
+    import jax
+
+    from spile.models.config.hf_config import read_config
+    from spile.models.taps import parse_taps
+    from spile.run.step import Step
+
+    layers = {"gemma-3-4b-it": 12, "gemma-2-2b": 12}.get(name, options.layers)
+    config = cut_config(name, layers)
+    _, arch = read_config(config, "bench")
+    seq = options.seq_len
+    rows = max(1, options.tokens // seq)
+    batch = natural_batch(rows, seq)
+    useful = int(batch.lengths.sum())
+    run, flops = products(arch, layers, rows * seq)
+    bare = timed(run, options.seconds) * useful / (rows * seq)
+    del run
+    share = flops * useful / (rows * seq) / bare / PEAK
+    print(
+        f"{name:<20} products {useful / bare:>9,.0f} tok/s ({share:.0%} of 653 TFLOP/s)", flush=True
+    )
+    taps = parse_taps(f"resid_post:{layers - 1}", arch)
+    params, schedule = random_params(arch, layers)
+    for wanted in options.attention.split(","):
+        try:
+            step = Step(
+                params, arch, taps, schedule, compute_dtype="bfloat16", store_dtype="bfloat16",
+                device=jax.devices()[0], attention=wanted,
+            )  # fmt: skip
+            spent = timed(lambda: step.compute(batch), options.seconds)
+            print(f"    Spile, {wanted:<9} {useful / spent:>9,.0f} tok/s {bare / spent:>7.1%} of its "
+                  f"products", flush=True)  # fmt: skip
+        except Exception as error:
+            print(f"    Spile, {wanted}: {str(error).splitlines()[0][:160]}", flush=True)
+    del params
+    if options.hf:
+        spent, way = hf_seconds(config, rows, seq, options.seconds)
+        print(f"    HF, {way:<12} {rows * seq / spent:>9,.0f} tok/s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--hf", action="store_true")
+    options = parser.parse_args()
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    for name in options.models.split(","):
+        try:
+            measure(name, options)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
+
+
+main()
