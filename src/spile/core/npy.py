@@ -29,7 +29,7 @@ def read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
         TypeError,
         AttributeError,
         SyntaxError,
-        tokenize.TokenError,  # numpy tokenizes headers of versions 1 and 2 as Python
+        tokenize.TokenError,  # numpy tokenizes the header as Python code
         RecursionError,
         MemoryError,
     ) as error:
