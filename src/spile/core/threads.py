@@ -20,7 +20,7 @@ _POLL = 0.1  # seconds between checks of the stop flag while blocked
 
 
 class Stopped(Exception):
-    """Raised inside a stage whose consumer has gone; caught by this module's users."""
+    """Raised inside a stage whose consumer has gone; never leaves this module's users."""
 
 
 def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
@@ -39,7 +39,7 @@ def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iter
 
 
 class Producer(Generic[T]):
-    """Runs a generator in a thread, at most `depth` items ahead of whoever iterates.
+    """Runs a generator in a thread, at most `depth` items ahead of the consumer.
 
     The generator's exception is raised in the consumer, after the items made before it.
     """

@@ -24,7 +24,7 @@ from spile.corpus.reader import CorpusReader, ReadOptions
 LABEL = 64  # longest text of a label, in characters
 _MOST_LABELS = 32
 _MOST_BYTES = 4 * LABEL  # mean size of a value: columns of longer ones are not read
-_ALWAYS = ("id", "url")  # whatever they hold
+_ALWAYS = ("id", "url")  # kept by default, whatever their values
 _NONE = "none"
 _SAMPLED_FILES = 4
 _READ_SIZE = 1 << 22

@@ -45,7 +45,7 @@ class PackedUnit:
     columns: np.ndarray | None  # [rows, most]: positions of kept tokens, then 0; None: all are kept
     counts: np.ndarray  # kept tokens of each row
     index: np.ndarray  # one entry per kept token, in stored order
-    doc_tokens: Mapping[int, int]  # of each document read
+    doc_tokens: Mapping[int, int]  # tokens of each document read
     num_contexts: int
     num_tokens: int
 

@@ -90,8 +90,8 @@ class CorpusReader:
         self.heed = heed
         self._reading = reading
         self._streams = Streams(files)
-        self._headers: dict[CorpusFile, CsvHeader | None] = {}  # of CSV
-        self._source: ProgramSource | None = None  # of a program; a corpus has at most one
+        self._headers: dict[CorpusFile, CsvHeader | None] = {}  # of CSV files
+        self._source: ProgramSource | None = None  # the program, if the corpus is one
         template = template_of(reading)
         self._pool = RenderPool(template, processes, heed=heed) if template else None
         if reading or options.filter:

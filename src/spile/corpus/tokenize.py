@@ -18,7 +18,7 @@ _SPECIALS = (
     "extra_special_tokens",
     "model_specific_special_tokens",
 )
-_MOST_IDS = 1 << 24  # of a vocabulary
+_MOST_IDS = 1 << 24  # most ids in a vocabulary
 
 
 def use_threads(asked: int | None) -> None:

@@ -370,7 +370,7 @@ def _cut_bytes(
     for data in chunks:
         ends = ends_in(data, position)
         ended = int(ends[-1]) if len(ends) else ended
-        used, taken = 0, 0  # of this chunk: bytes hashed, ends passed
+        used, taken = 0, 0  # bytes hashed and ends passed in this chunk
         while taken < len(ends) and not builder.full:
             by_size = int(np.searchsorted(ends, start + builder.room, side="left")) + 1
             by_docs = taken + builder.docs_left - documents
@@ -398,7 +398,7 @@ def _cut_elements(
     builder: _Builder, number: int, file: CorpusFile, heed: Callable[[], None]
 ) -> None:
     """Cut a JSON array, in one pass."""
-    first = count = start = stop = 0  # of the span being collected
+    first = count = start = stop = 0  # the span being collected
     digest, begins = xxhash.xxh3_128(), True
     for piece in file.pieces(_chunks(file, heed), _CHUNK):
         if begins and not count:

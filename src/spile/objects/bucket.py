@@ -38,7 +38,7 @@ _HOPELESS = (
 )
 _STREAMED = 64 << 20
 _ROOM = _STREAMED + (1 << 20)  # with a header
-_TIMEOUT = timedelta(seconds=60)  # of one request, and without any data on a connection
+_TIMEOUT = timedelta(seconds=60)  # for one request, and for a connection without data
 
 
 def open_bucket(url: str, spool: Spool | None = None) -> "BucketObjects":

@@ -1,7 +1,7 @@
-"""A cache of ranges of another store's objects on a local disk, in pieces; least recently used go.
+"""A least-recently-used cache of ranges of another store's objects, on a local disk.
 
-Only ranges are cached: those of shards, which never change under their keys. Records are read
-whole, and requested each time. Processes may share a folder.
+It holds pieces of ranges only: those of shards, which never change under their keys. Records are
+read whole, and requested each time. Processes may share a folder.
 """
 
 import contextlib

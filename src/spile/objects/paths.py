@@ -24,7 +24,7 @@ from spile.objects.hub.names import open_named
 from spile.objects.protocol import Objects, exists, matches, plain_depth
 
 _AHEAD = 1 << 20  # read-ahead for small reads
-_PIECE = 8 << 20  # of a large range: several are fetched in parallel
+_PIECE = 8 << 20  # size of the parts of a large range, which are fetched in parallel
 _FETCHERS = ThreadPoolExecutor(16, "fetch")  # one per process, so that memory is bounded
 
 

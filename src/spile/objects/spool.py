@@ -22,7 +22,7 @@ from spile.objects.protocol import COUNTED
 
 _PREFIX = "spile-spool-"
 _LOCK = "lock"
-_KEPT_FREE = 1 << 30  # of the disk, for others: with less, writers wait
+_KEPT_FREE = 1 << 30  # space to leave for others: with less, writers wait
 _POLL = 0.2
 
 

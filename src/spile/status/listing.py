@@ -22,7 +22,7 @@ class ListedFile:
     rows: int
     bytes: int
     digest: str
-    dtype: str | None  # of a tap
+    dtype: str | None  # None for files beside the shards
 
 
 def list_files(

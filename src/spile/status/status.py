@@ -33,7 +33,7 @@ class Status:
     prediction: dict[str, Any] | None
     rate: float | None  # tokens a second of all active workers
     eta_seconds: float | None
-    slowest: str | None  # of several active workers
+    slowest: str | None  # name of the slowest, if several workers are active
     workers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     @property

@@ -46,7 +46,7 @@ def processes_for(asked: int | None) -> int:
 @dataclass
 class _Batch:
     documents: list[CorpusDocument] = field(default_factory=list[CorpusDocument])
-    places: list[str] = field(default_factory=list[str])  # of the chats among them, for messages
+    places: list[str] = field(default_factory=list[str])  # where each chat among them came from
     chats: list[bytes] = field(default_factory=list[bytes])
 
 

@@ -46,7 +46,7 @@ class Renderer:
         heed: called now and then while the process renders; may raise to stop waiting.
         """
         self._where = template.where
-        self._places: Sequence[str] | None = None  # of the chats in progress; None: compiling
+        self._places: Sequence[str] | None = None  # origins of the current chats; None: compiling
         self._done, done = os.pipe()  # receives a byte for each rendered chat
         try:
             self._process = LimitedProcess(

@@ -48,8 +48,8 @@ GENERATED = (-1, 0)  # the owner of text inside `{% generation %}`
 _STEPS, _MORE_STEPS = 200_000, 1  # iterations, calls and operations
 _CHARACTERS, _MORE_CHARACTERS = 1 << 26, 64  # in all intermediate texts
 _TEXT, _MORE_TEXT = 1 << 20, 64  # characters of the output
-_BITS = 4096  # of an integer
-_WIDTH = 100  # of an indent, a separator
+_BITS = 4096  # of the largest integer
+_WIDTH = 100  # longest indent or separator
 
 # fmt: off
 _FILTERS = frozenset({

@@ -30,8 +30,8 @@ _ROLES = {
 }
 _UNOWNED = frozenset({"role", "name", "tool_call_id"})  # fields that are not said by the speaker
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names for the same field
-_MAX_BYTES = 16 << 20  # of a template's file
-_MAX_DEPTH = 32  # of a message
+_MAX_BYTES = 16 << 20  # largest template file
+_MAX_DEPTH = 32  # deepest message
 
 
 class TemplateLimit(InputError):

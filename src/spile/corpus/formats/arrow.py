@@ -45,7 +45,7 @@ _PREFIX = struct.Struct("<Ii")  # a marker, and the length of the header that fo
 _MARK = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _MOST_HEADER = 64 << 20
-_MOST_ROWS = (1 << 31) - 1  # of a batch; offsets cannot express more
+_MOST_ROWS = (1 << 31) - 1  # most rows in a batch; offsets cannot express more
 _ROWS = 1024  # rows converted to Python values at a time
 
 
@@ -57,7 +57,7 @@ class RecordBatchPlace:
     size: int
     start: int
     stop: int
-    digest: str  # of its header
+    digest: str  # hash of its header
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a JSON value looks like a chat: a list of messages with role and content."""
+    """Return whether a JSON value looks like a chat: a list of messages with role and content."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(message, dict) and message.keys() >= _MESSAGE for message in value)
@@ -109,7 +109,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_ids(kind: pa.DataType) -> bool:
-    """Whether a column holds lists of integers."""
+    """Return whether a column holds lists of integers."""
     types = pa.types
     known = (types.is_list, types.is_large_list, types.is_fixed_size_list)
     return any(is_kind(kind) for is_kind in known) and types.is_integer(kind.value_type)

@@ -64,8 +64,8 @@ class BuiltFile:
 @dataclass(frozen=True)
 class _Source:
     where: str  # for messages
-    identity: str  # of the source, as far as known beforehand
-    key: str  # of its folder in the cache
+    identity: str  # identity of the source, as far as known beforehand
+    key: str  # name of its folder in the cache
     load: Callable[[Path], Any]  # with a folder for the library's own files
 
 

@@ -209,7 +209,7 @@ def checked_grid(where: str, value: Any) -> Grid:
 
 
 AUGMENTATIONS = ("rotate", "flip", "colors", "order")
-_VERSION = 1  # of the conversion from a task to a text: another text is another dataset
+_VERSION = 1  # version of the conversion from task to text: another text is another dataset
 
 
 @dataclass(frozen=True)

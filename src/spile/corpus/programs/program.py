@@ -50,7 +50,7 @@ _ALIAS = re.compile(rf"({'|'.join(_ALIASES)}):([^(]+)(\(.*\))?", re.DOTALL)
 _FILE = re.compile(rf"(.+?\.py)(?::({_NAME}))?(\(.*\))?", re.DOTALL)
 _MODULE = re.compile(rf"({_NAME}(?:\.{_NAME})*):({_NAME})(\(.*\))?", re.DOTALL)
 _MAX_CHARACTERS = 10_000
-_MAX_SHOWN = 200  # of them, in a message
+_MAX_SHOWN = 200  # most characters of a name in a message
 _KINDS = {
     "text": "a text",
     "messages": "a list of mappings, each with a role",
@@ -58,7 +58,7 @@ _KINDS = {
 }
 _MAX_DEPTH = 32
 _LIMIT = 1 << 63
-_SHOWN = 12  # of keys, in a message
+_SHOWN = 12  # most keys in a message
 _SAMPLE_DOCS = 256
 _SAMPLE_BYTES = 1 << 22
 _END = object()
@@ -279,7 +279,7 @@ class ProgramSource:
             self._iterator = guarded(name, iter, self._given)
 
     def close(self) -> None:
-        close = getattr(self._iterator, "close", None)  # of a generator, or a file
+        close = getattr(self._iterator, "close", None)  # a generator and a file have one
         if callable(close):
             guarded(self.name, close)
         self._iterator = None

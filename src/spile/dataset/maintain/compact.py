@@ -55,7 +55,7 @@ class Compacted:
     """The sizes of a compaction, before and after."""
 
     dest: str
-    rows: int  # of each tap
+    rows: int  # in each tap
     units: int
     units_before: int
     shards: int

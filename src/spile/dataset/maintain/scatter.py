@@ -39,7 +39,7 @@ from spile.objects import PROBES, Objects
 from spile.objects.local import settle
 
 OWNER = "owner.json"  # says what the runs are made from
-WHOLE = "whole.json"  # a pass is finished, and its rows are those of the pass before
+WHOLE = "whole.json"  # written when a pass is finished and its rows match those of the pass before
 SHUFFLED = "shuffled"
 
 _INDEX_SUM = "index"

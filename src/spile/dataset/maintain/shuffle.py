@@ -73,7 +73,7 @@ class Shuffled:
     """The result of a shuffle."""
 
     dest: str
-    rows: int  # of each tap
+    rows: int  # in each tap
     units: int
     shards: int
     bytes: int

@@ -59,7 +59,7 @@ class Signed:
     units: int
     units_total: int
     files: int  # including records
-    bytes: int  # of the units' files
+    bytes: int  # total size of the units' files
     key: str
 
 

@@ -25,7 +25,7 @@ class Batches:
         self._schedule = EpochSchedule(order, self.share, options.epochs, options.drop_last)
         self._cursor = EpochCursor(order.identity, options.epochs, "iteration")
         self._given = 0
-        self._number = 0  # of the next batch, counted from the start of the schedule
+        self._number = 0  # number of the next batch, counted from the start of the schedule
         self._ahead = ReadAhead(view, self._schedule)
 
     def __len__(self) -> int:

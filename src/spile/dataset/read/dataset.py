@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from spile.dataset.read.texts import Texts
 
-_TABLES = 2  # of documents, for consecutive requests
+_TABLES = 2  # documents tables to keep, for consecutive requests
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,7 @@ class RankShare:
             before: rows in earlier epochs.
         """
         each, extra = divmod(size, self.world)
-        # As many ranks get an extra row as there are; the first rank rotates.
+        # As many ranks get one more row as there are extra rows; the first of them rotates.
         first = (before + position) % self.world
         before = each * self.rank + sum(
             1 for rank in range(self.rank) if (rank - first) % self.world < extra

@@ -36,7 +36,7 @@ from spile.dataset.write.shard import (
 )
 from spile.objects import Objects
 
-_COLUMNS = 4  # of indexes, kept whole in memory
+_COLUMNS = 4  # columns of indexes to keep whole in memory
 _OPEN_SHARDS = 512  # memory maps kept; each holds a file descriptor's worth of address space
 _HEADERS = 1 << 16  # kept, so that random reads request only rows
 _STRETCH_BYTES = 8 << 20  # of one read: long for a disk or a request, yet several fit in memory
@@ -51,7 +51,7 @@ ReadJob = Callable[[], None]
 MappedFile = tuple[Path, TensorInfo, int]  # a file, a tensor in it, the number of its first row
 
 _MOST_MAPPED_FILES = 1 << 14  # Linux allows 65,530 maps per process, for everything
-_MOST_MAPPED_BYTES = 1 << 45  # of 1 << 47 bytes of address space
+_MOST_MAPPED_BYTES = 1 << 45  # the address space has 1 << 47 bytes
 _MAP_FIXED, _MADV_WILLNEED = 0x10, 3
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -302,7 +302,7 @@ def _read(source: "_Source", rows: Rows, out: np.ndarray) -> None:
     if source.mapped:
         opened = cast(Any, np.asarray(opened))
     stored = cast(np.ndarray, opened[first:last])
-    if out.ndim == 1:  # a column; those of the index are not contiguous
+    if out.ndim == 1:  # a column; in the index its values are not contiguous
         out[...] = stored[rows - first]
         return
     stored = stored.reshape(last - first, -1).view(np.uint8)

@@ -197,8 +197,8 @@ class _TapWriter:
         self._unit, self._tap, self._info = unit, tap, info
         self._rows_per_shard = rows_per_shard
         self._writer: ShardWriter | None = None
-        self._first = self._count = 0  # of the open shard
-        self._scales: list[np.ndarray] = []  # of its rows; written after all of those
+        self._first = self._count = 0  # rows before the open shard, and in it
+        self._scales: list[np.ndarray] = []  # scales of its rows; written after all of those
         self._closed: list[tuple[str, int, int, Future[tuple[int, str, str]]]] = []
 
     def write(self, rows: np.ndarray, scales: np.ndarray | None) -> None:

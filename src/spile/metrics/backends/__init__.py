@@ -48,7 +48,7 @@ class ChosenBackend:
     """A backend that was requested."""
 
     name: str
-    argument: str  # what follows the colon
+    argument: str  # the text after the colon
     opening: Opening
 
 

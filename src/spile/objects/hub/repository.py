@@ -20,7 +20,7 @@ from spile.core.errors import InputError, StoreError
 from spile.objects.http import Answer, Client, WebObjects, library
 from spile.objects.protocol import Entry, check_key
 
-_PAGE_BYTES = 64 << 20  # of a listing's page
+_PAGE_BYTES = 64 << 20  # largest page of a listing
 _OFFLINE = "HF_HUB_OFFLINE is set"
 
 
