@@ -15,4 +15,4 @@ def cache_directory() -> Path:
 
 def demo_directory() -> Path:
     """Return the folder of the demo model, which `models/files/demo.py` creates."""
-    return cache_directory() / "SmolLM2-135M-Instruct-b179c9523d0e"  # start of its SHA-256
+    return cache_directory() / "SmolLM2-135M-Instruct-b179c9523d0e"  # from its file's SHA-256

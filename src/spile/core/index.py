@@ -2,8 +2,7 @@
 
 import numpy as np
 
-# Flags, one bit each. FIRST and LAST mark the ends of a context: a document, or a piece of a long
-# one.
+# Flags, one bit each. FIRST and LAST mark the ends of a context: a document, or a part of one.
 # END marks the last token of a document that the model reads.
 BOS, EOS, SPECIAL, FIRST, LAST, END = 1, 2, 4, 8, 16, 32
 # SPECIAL marks special tokens other than BOS and EOS, so each special token has one of these flags.

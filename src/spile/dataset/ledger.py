@@ -242,8 +242,8 @@ class Attempt:
     still be on its way to a bucket. Removing the files then would lose a unit that exists. Files
     are therefore removed only in three cases: before the commit begins; when the record has been
     read back and names another attempt; or when it certainly was not created (`NotCreatedError`: a
-    full disk). `gc` deletes any remaining files once the unit has a record; before that, `gc
-    --abandoned` does. Nobody else calls `Ledger.commit` or `UnitWriter.discard`.
+    full disk). `gc` deletes any remaining files once the unit has a record; before that,
+    `gc --abandoned` does. Nobody else calls `Ledger.commit` or `UnitWriter.discard`.
 
     with Attempt(ledger, writer) as attempt:
         writer.write(...)

@@ -19,8 +19,7 @@ from spile.corpus.chats.template import ChatTemplate, plain_messages
 from spile.corpus.documents import CorpusDocument
 
 _CHATS, _BYTES = 64, 1 << 20  # most chats and bytes in a batch
-# Limit on the characters rendered from all chats of one call, plus the allowance for each byte of
-# them.
+# Most characters rendered from all chats of one call, and the allowance for each byte of them.
 _CHARACTERS, _MORE_CHARACTERS = 1 << 28, 16
 
 

@@ -84,8 +84,7 @@ class CompiledTemplate:
     """A compiled template.
 
     Attributes:
-        marks_assistant: whether the template marks the assistant's text itself (`{% generation
-            %}`).
+        marks_assistant: whether it marks the assistant's text itself (`{% generation %}`).
     """
 
     def __init__(self, source: str, date: datetime.date | None) -> None:

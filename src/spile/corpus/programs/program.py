@@ -41,8 +41,7 @@ from spile.objects.hub.names import BUILT
 
 _DEFAULT = "create_dataset"
 # Programs shipped with Spile: module, function, and the argument that follows the colon. These
-# names are part of the format, since recipes are fingerprinted with them. They stay valid if the
-# files move.
+# names are part of the format, since recipes are fingerprinted with them: files may move.
 _ALIASES = {"arc": ("spile.data.arc", "tasks", "path")}
 _HOMES = {"spile.data.arc": "spile.corpus.programs.arc"}
 _NAME = r"[^\W\d]\w*"

@@ -93,8 +93,7 @@ class PlaneReader:
         packed, plain = table[:, 0].astype(np.int64), table[:, 1].astype(np.int64)
         if np.any((plain == 0) | (plain > MAX_FRAME_BYTES)):
             raise CorruptError(where, f"a frame is empty or above {MAX_FRAME_BYTES} bytes")
-        # A zstd block has at least 4 bytes and at most 128 KiB of content; zstd also has a worst
-        # case.
+        # A zstd block takes 4 bytes or more and gives 128 KiB or less; expansion is bounded, too.
         if np.any((plain > (packed - 6) << 15) | (packed > plain + (plain >> 8) + 64)):
             raise CorruptError(where, "a frame has a size that zstd cannot have made")
         self._packed_at, self._plain_at = _offsets(packed), _offsets(plain)
@@ -103,8 +102,7 @@ class PlaneReader:
         if self._packed_at[-1] != table_at:
             raise CorruptError(where, f"its frames end at {table_at}, not as its table says")
         self.size = int(self._plain_at[-1])
-        # The last frame read, by index and item size. One tuple, so that threads can share the
-        # reader.
+        # The last frame read, by index and item size. One tuple, so that threads may share it.
         self._last: tuple[int, int, _Bytes] = (-1, 0, np.empty(0, np.uint8))
 
     def read(self, start: int, stop: int, itemsize: int) -> memoryview:
