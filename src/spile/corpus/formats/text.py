@@ -69,7 +69,7 @@ class Streams:
             )
 
     def lines(self, span: Span, most: int, *, whole: bool) -> Iterator[bytes | None]:
-        """Yield lines, or the whole span as one; None for one of more than `most` bytes."""
+        """Yield lines, or the whole span as one; None, not held, for one over `most` bytes."""
         ends = b"" if whole else b"\n"
         held, size, made = list[bytes](), 0, 0
 
@@ -91,7 +91,7 @@ class Streams:
             yield line()
 
     def elements(self, span: Span, most: int) -> Iterator[bytes | None]:
-        """Yield the elements of a JSON array; None for one of more than `most` bytes."""
+        """Yield the elements of a JSON array; None for one over `most` bytes, which is not held."""
         # A span begins and ends with an element.
         data = chain([b"["], self.read(span), [b"]"])
         begins = True
@@ -133,5 +133,5 @@ def _unmarked_wide(head: bytes) -> str | None:
 
 
 def count_lines(data: bytes) -> int:
-    """Count the lines in some bytes; the last one needs no newline."""
+    """Lines in some bytes; the last needs no newline, and a trailing one does not start another."""
     return data.count(b"\n") + (1 if data and not data.endswith(b"\n") else 0)
