@@ -1,6 +1,6 @@
-"""JSON that a stranger wrote, parsed within limits on its size and its depth.
+"""Parse untrusted JSON within limits on its size and its depth.
 
-Whoever walks the result may recurse: nothing in it is nested deeper than the limit.
+A caller may recurse through the result: nothing in it is nested deeper than the limit.
 """
 
 import json
@@ -9,18 +9,19 @@ from typing import Any, Literal, cast
 
 from spile.core.options import shown
 
-MAX_BYTES = 256 << 20  # the index of the largest checkpoints has a tenth of it
+MAX_BYTES = 256 << 20  # the index of the largest checkpoints is a tenth of this size
 MAX_DEPTH = 32
 
-# A value of which nobody has looked yet what it is.
+# A parsed value of unchecked type.
 Json = dict[str, Any] | list[Any] | str | int | float | bool | None
 
 
 class JsonError(ValueError):
-    """Bytes are not the JSON that was asked for; the text says why, without saying where.
+    """Bytes are not the JSON that was expected. The message says why, but not where.
 
     Attributes:
-        problem: which limit or rule was broken, for callers with words of their own.
+        problem: the kind of limit or rule that was broken, for callers that write their own
+            message.
     """
 
     def __init__(self, problem: Literal["size", "syntax", "depth", "type"], reason: str) -> None:
@@ -45,10 +46,10 @@ def parse_json(
     max_depth: int = MAX_DEPTH,
     unique_keys: bool = False,
 ) -> Any:
-    """Return the value that bytes hold, in UTF-8 (or -16 or -32), with or without a mark.
+    """Parse bytes in UTF-8, UTF-16 or UTF-32, with or without a byte-order mark.
 
     Args:
-        max_depth: how many objects and lists may lie inside each other.
+        max_depth: how deeply objects and lists may be nested.
         unique_keys: refuse an object that repeats a key, instead of keeping its last value.
 
     Raises:
@@ -74,10 +75,10 @@ def parse_json(
 def parse_json_object(
     data: bytes, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH
 ) -> dict[str, Any]:
-    """As `parse_json`, for bytes that must hold an object.
+    """Parse bytes that must hold an object, as `parse_json` does.
 
     Raises:
-        JsonError: if they hold another kind of value, too.
+        JsonError: as `parse_json`, and if the value is not an object.
     """
     value = parse_json(data, max_bytes=max_bytes, max_depth=max_depth)
     if not isinstance(value, dict):
@@ -86,7 +87,7 @@ def parse_json_object(
 
 
 def _containers(value: dict[str, Any] | list[Any]) -> list[Any]:
-    """The objects and lists directly inside of one."""
+    """Return the objects and lists directly inside a value."""
     inside = value.values() if isinstance(value, dict) else value
     return [part for part in inside if isinstance(part, dict | list)]
 

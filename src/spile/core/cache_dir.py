@@ -1,4 +1,4 @@
-"""The one folder for files that Spile can make again: compiled programs, demo weights, corpora."""
+"""The folder for files that Spile can make again: compiled programs, demo weights, corpora."""
 
 import os
 from pathlib import Path
@@ -14,5 +14,5 @@ def cache_directory() -> Path:
 
 
 def demo_directory() -> Path:
-    """Where the demo model lies, once `models/files/demo.py` has made it."""
-    return cache_directory() / "SmolLM2-135M-Instruct-b179c9523d0e"  # its file's SHA-256 begins so
+    """Return the folder of the demo model, which `models/files/demo.py` creates."""
+    return cache_directory() / "SmolLM2-135M-Instruct-b179c9523d0e"  # from its file's SHA-256

@@ -1,7 +1,7 @@
-"""What is asked for: `Recipe` (what the dataset is), `Runtime` and `RayOptions` (how it is made).
+"""The user's options: `Recipe` (what the dataset is), `Runtime` and `RayOptions` (how it is made).
 
-In a `Recipe` a field left at None means "not given": it is taken from the store when resuming, and
-settled by `plan/resolve.py` otherwise.
+A `Recipe` field of None means "not given". When a run resumes, its value comes from the store;
+otherwise `plan/resolve.py` chooses it.
 """
 
 import difflib
@@ -34,7 +34,7 @@ PREVIEW = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Options):
-    """What the dataset is. Two runs of one recipe make the same dataset."""
+    """Options that define the dataset. Two runs of one recipe make the same dataset."""
 
     model: str | None = option(
         None,
@@ -194,7 +194,7 @@ class Recipe(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime(Options):
-    """How the dataset is made. Nothing here changes what is in it."""
+    """Options for making the dataset. None of them changes its contents."""
 
     batch_tokens: int | None = option(
         None,
@@ -326,9 +326,9 @@ class Runtime(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions(Options):
-    """How `--engine ray` uses a cluster: slices, and where they run.
+    """Options for `--engine ray`: the slices, and where they run.
 
-    Like `Runtime`, nothing here changes what is in a dataset.
+    Like `Runtime`, none of them changes the contents of a dataset.
     """
 
     engine: str = option(
@@ -363,7 +363,7 @@ class RayOptions(Options):
             raise ConfigError("--ray-topology says how many hosts there are: leave out --ray-hosts")
 
     def resources(self) -> dict[str, float]:
-        """Of each host; empty if it takes all."""
+        """Return the resources a slice takes of each host; empty if it takes them all."""
         found: dict[str, float] = {}
         for part in (self.ray_resources or "").split(",") if self.ray_resources else ():
             name, _, amount = part.partition("=")
@@ -379,19 +379,19 @@ class RayOptions(Options):
 
 
 def canonical_json(value: Any) -> bytes:
-    """One byte string per JSON value: what digests are taken of."""
+    """Encode a JSON value in its canonical form, from which digests are computed."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def load_toml(path: Path, more: Collection[str] = ()) -> dict[str, Any]:
-    """The options of a TOML file, keys spelled as the flags are (dashes or underscores)."""
+    """Return the options of a TOML file. Keys are spelled like flags (dashes or underscores)."""
     try:
         raw = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from None
     except RecursionError:
         raise ConfigError(f"--config {path}: is nested too deeply") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
+    except ValueError as error:  # not TOML, not UTF-8, or a number with thousands of digits
         raise ConfigError(f"--config {path}: {error}") from None
     known = {*Recipe.names(), *Runtime.names(), "out", *more}
     options: dict[str, Any] = {}
@@ -406,7 +406,7 @@ def load_toml(path: Path, more: Collection[str] = ()) -> dict[str, Any]:
 
 
 def build(options: Mapping[str, Any]) -> tuple[Recipe, Runtime]:
-    """Split a flat mapping of options (None: not given) into the two."""
+    """Split a flat mapping of options (None: not given) into a `Recipe` and a `Runtime`."""
     given = {k: v for k, v in options.items() if v is not None}
     recipe = Recipe(**{k: v for k, v in given.items() if k in Recipe.names()})
     runtime = Runtime(**{k: v for k, v in given.items() if k in Runtime.names()})

@@ -1,14 +1,14 @@
-"""Every error Spile raises on purpose: one line for the user, an exit code for the script.
+"""Errors that Spile raises on purpose: one line for the user, an exit code for the script.
 
-A message says what is wrong, where, and what to do. The command maps each class to its
-`exit_code`; anything that is not a `SpileError` is a bug and keeps its traceback.
+A message says what is wrong, where, and what to do. The command maps each class to its `exit_code`;
+anything that is not a `SpileError` is a bug and keeps its traceback.
 """
 
 from collections.abc import Mapping
 
 
 def printable(text: str) -> str:
-    """A text in which nothing speaks to the terminal: it may hold a stranger's words."""
+    """Escape control characters, which untrusted text could use to drive the terminal."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -33,10 +33,10 @@ class InputError(SpileError):
 
 
 class DriftError(SpileError):
-    """The store holds another recipe than the one asked for.
+    """The store was made by a different recipe than the one given.
 
     Attributes:
-        differences: field name -> (value in the store, value asked for).
+        differences: field name -> (value in the store, value given).
     """
 
     exit_code = 2
@@ -66,10 +66,10 @@ class StoreError(SpileError):
 
 
 class NotCreatedError(StoreError):
-    """A record was not created, and never will be by this request.
+    """A record was not created, and this request can no longer create it.
 
-    Any other error may hide that it was: an answer can get lost, and a request can still be
-    under way.
+    After any other error the record may exist: the answer may have been lost, or the request may
+    still be under way.
     """
 
 
@@ -86,11 +86,11 @@ class CorruptError(StoreError):
 
 
 class DataError(SpileError):
-    """The run produced or met values it must not keep (a NaN, a changed file)."""
+    """The run produced or read values that it must not keep (a NaN, a changed file)."""
 
 
 class LaunchError(SpileError):
-    """What was to be started, asked or stopped elsewhere was not, or not all of it."""
+    """A job could not be started, queried or stopped on other machines, at least in part."""
 
 
 class Interrupted(SpileError):
@@ -103,10 +103,10 @@ class Interrupted(SpileError):
 
 
 class WorldError(SpileError):
-    """A process of the world failed, and with it the world.
+    """A process of the world failed, which ends the whole world.
 
     Attributes:
-        process: the one that failed first.
+        process: the first process that failed.
     """
 
     def __init__(self, process: int, message: str, exit_code: int) -> None:

@@ -1,9 +1,8 @@
-"""Conditions that a person writes: which rows are stored (`--where`), which documents are read
-(`--filter`).
+"""User conditions that select the rows to store (`--where`) and the documents to read (`--filter`).
 
-Both are a small part of Python's expressions, read by `ast` and never executed. One parser and one
-evaluator know and, or, not and chained comparisons; a vocabulary adds what the names mean, what may
-be compared, and the words of its errors.
+Both languages are a small part of Python's expressions, parsed by `ast` and never executed. One
+parser and one evaluator handle `and`, `or`, `not` and chained comparisons. Each language adds the
+meaning of names, the values that may be compared, and the wording of its errors.
 """
 
 import ast
@@ -26,7 +25,7 @@ from spile.core.options import listed
 _MAX_CHARACTERS = 1000
 
 _Comparison = Callable[[Any, Any], Any]
-# A text is not less than a number, nor is 300 among bytes; a list may be nested for ever.
+# Comparisons may raise these: 'a' < 1, 300 in b'x', or a list nested too deeply.
 _INCOMPARABLE = (TypeError, ValueError, ArithmeticError, RecursionError)
 _ORDER: Mapping[type[ast.cmpop], _Comparison] = {
     ast.Eq: operator.eq,
@@ -36,7 +35,7 @@ _ORDER: Mapping[type[ast.cmpop], _Comparison] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-# Operators of other languages, each with Python's; those inside of quotes are passed over.
+# Operators of other languages and Python's equivalents. Those inside quotes are ignored.
 _OTHER_SPELLINGS = {
     "&&": "and", "||": "or", "!": "not", "=": "==", "===": "==", "!==": "!=", "<>": "!=",
     "AND": "and", "OR": "or", "NOT": "not",
@@ -55,7 +54,10 @@ _INSTEAD: Mapping[type[ast.AST], str] = {
 
 
 def _explained(error: SyntaxError, text: str) -> SyntaxError:
-    """The error, or one that suggests Python's operators where the text has another language's."""
+    """Return an error that suggests Python's operators if the text uses another language's.
+
+    If the text uses none, return the given error.
+    """
     found = [match for match in _OTHER_SPELLING.finditer(text) if match[1]]
     if not found:
         return error
@@ -66,14 +68,14 @@ def _explained(error: SyntaxError, text: str) -> SyntaxError:
 
 
 class _Parser(ABC):
-    """From a text to a checked tree. Each method returns the canonical form of its node."""
+    """Parser of a text into a checked tree. Each method returns its node in canonical form."""
 
     max_depth: int
 
     def parse(self, text: str) -> ast.expr:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of `1and`, which some Pythons dislike
+                warnings.simplefilter("ignore")  # some Pythons warn about `1and`
                 tree = ast.parse(text, mode="eval").body
         except SyntaxError as error:
             raise self.syntax_error(_explained(error, text)) from None
@@ -87,7 +89,7 @@ class _Parser(ABC):
         return self.condition(tree)
 
     def condition(self, node: ast.expr) -> ast.expr:
-        """A node that is true or false."""
+        """Check a node that must be true or false."""
         match node:
             case ast.UnaryOp(op=ast.Not() as op, operand=operand):
                 return ast.UnaryOp(op=op, operand=self.condition(operand))
@@ -109,7 +111,7 @@ class _Parser(ABC):
 
     @abstractmethod
     def switch(self, node: ast.expr) -> ast.expr:
-        """A node that is true or false by itself: a name."""
+        """Check a node that is true or false by itself: a name."""
         ...
 
     @abstractmethod
@@ -120,7 +122,7 @@ class _Parser(ABC):
 
 
 class _Evaluator(ABC):
-    """The value of a tree that was checked."""
+    """Evaluator of a checked tree."""
 
     def evaluate(self, node: ast.expr) -> Any:
         match node:
@@ -141,7 +143,7 @@ class _Evaluator(ABC):
 
     @abstractmethod
     def value(self, node: ast.expr) -> Any:
-        """What a side of a comparison is."""
+        """Return the value of one side of a comparison."""
         ...
 
     @abstractmethod
@@ -159,9 +161,9 @@ class _Evaluator(ABC):
 
 # -- rows: --where and --every ---------------------------------------------------------------------
 
-_LIMIT = 1 << 62  # every integer, given or computed, is smaller than this, and greater than its -
+_LIMIT = 1 << 62  # every integer n, given or computed, satisfies -_LIMIT < n < _LIMIT
 
-# Each column's values are 0 or greater, and less than this.
+# Upper bounds (exclusive) of the columns; the lower bound is 0.
 _COLUMNS = {"token_id": 1 << 31, "doc": 1 << 40, "offset": 1 << 31, "pos": 1 << 31}
 
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -185,16 +187,16 @@ _Range = tuple[int, int]  # least and greatest value
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Which tokens become stored rows. Two filters of one meaning and shape compare equal.
+    """Selects the tokens that become stored rows. Filters of equal meaning and shape compare equal.
 
-    The flags are true or false, the columns of the index are integers, and the two do not mix.
-    Bounds are followed through all arithmetic, and what could leave 64 bits or divide by zero is
-    refused when the filter is made; what is accepted is therefore evaluated exactly.
+    Flags are booleans and columns of the index are integers; the two do not mix. The constructor
+    follows the bounds of every value through all arithmetic, and refuses an expression that could
+    overflow 64 bits or divide by zero. Evaluation is therefore exact.
 
     Attributes:
         where: the canonical text of the expression; None keeps every token.
-        every: of each context's rows that `where` leaves, the first and every N-th after it;
-            None (as 1 becomes) keeps them all.
+        every: keep the first and then every N-th of the rows that `where` selects in each context;
+            None keeps them all, and 1 becomes None.
         special: the flags of the index that the name `special` stands for.
     """
 
@@ -219,33 +221,33 @@ class RowFilter:
 
     @classmethod
     def parse(cls, where: str | None, every: int | None) -> "RowFilter":
-        """Check what the user gave.
+        """Make a filter from the user's options.
 
         Raises:
-            ConfigError: says what is wrong, and where in the text.
+            ConfigError: if the expression is invalid; the message gives the place in the text.
         """
         return cls(where, every)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides which rows `where` keeps, as JSON: the text, and what `special` means."""
+        """The text of `where` and the meaning of `special`, as JSON: they decide the kept rows."""
         return {"where": self.where, **({"special": self.special} if self.uses_special else {})}
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing was asked for: every row of any index is kept."""
+        """Whether the filter keeps every row of any index."""
         return self.where is None and self.every is None
 
     @property
     def flags(self) -> dict[str, int]:
-        """The flags that `where` names, and their bits in the index."""
+        """The flags that `where` names, with their bits in the index."""
         bits = {**FLAGS, "special": self.special}
         nodes = ast.walk(self._tree) if self._tree else ()
         names = [node.id for node in nodes if isinstance(node, ast.Name)]
         return {name: bits[name] for name in names if name in bits}
 
     def mask(self, index: np.ndarray) -> np.ndarray:
-        """True for each entry that is kept; `index` holds whole contexts, in order."""
+        """Return a mask of the kept entries; `index` must hold whole contexts, in order."""
         evaluator = _RowEvaluator(index, self.special)
         kept = True if self._tree is None else evaluator.evaluate(self._tree)
         mask = np.array(np.broadcast_to(kept, len(index)))
@@ -259,8 +261,8 @@ class RowFilter:
 
 
 def _parse_rows(text: str) -> ast.expr:
-    """The checked tree, in canonical form."""
-    text = " ".join(text.split())  # it may be spread over lines, in a TOML file
+    """Parse and check a text, and return its canonical tree."""
+    text = " ".join(text.split())  # in a TOML file it may span several lines
     if not text:
         raise ConfigError("--where is empty; leave it out to keep every token")
     if len(text) > _MAX_CHARACTERS:
@@ -268,7 +270,7 @@ def _parse_rows(text: str) -> ast.expr:
             f"--where may have {_MAX_CHARACTERS} characters at most; this has {len(text)}"
         )
     for place, character in enumerate(text, 1):
-        # A comment would reach over the line ends that were just taken out.
+        # A comment would swallow the following lines, which were joined above.
         if character == "#" or not (character.isascii() and character.isprintable()):
             raise ConfigError(f"--where, character {place}: {character!r} is not understood")
     tree = _RowParser(text).parse(text)
@@ -285,7 +287,7 @@ def _names_special(tree: ast.expr) -> bool:
 
 
 class _RowParser(_Parser):
-    """Two walks that call each other, one for conditions and one for integers."""
+    """Parser of `--where`: conditions and integers are checked by methods that call each other."""
 
     max_depth = 32
 
@@ -293,7 +295,7 @@ class _RowParser(_Parser):
         self._text = text
 
     def condition(self, node: ast.expr) -> ast.expr:
-        """A node that is true or false."""
+        """Check a node that must be true or false."""
         if not self._is_boolean(node):
             raise self.error(
                 "is an integer where true or false is needed; compare it, as in pos > 0", node
@@ -304,7 +306,7 @@ class _RowParser(_Parser):
         return node  # a flag
 
     def integer(self, node: ast.expr) -> tuple[ast.expr, _Range]:
-        """A node that is an integer, and the values it can have."""
+        """Check a node that must be an integer; also return the range of its values."""
         if self._is_boolean(node):
             raise self.error("is true or false where an integer is needed", node)
         match node:
@@ -344,7 +346,7 @@ class _RowParser(_Parser):
         return ast.Compare(left=self.integer(node.left)[0], ops=node.ops, comparators=comparators)
 
     def _members(self, node: ast.expr) -> ast.expr:
-        """The list after `in`: in canonical form a tuple, sorted, without repetitions."""
+        """Check the list after `in`; its canonical form is a sorted tuple without repetitions."""
         if not isinstance(node, ast.Tuple | ast.List | ast.Set) or not node.elts:
             raise self.error("'in' needs a list of integers, as in pos in (1, 2) or (1,)", node)
         values = {self._literal(element) for element in node.elts}
@@ -364,7 +366,7 @@ class _RowParser(_Parser):
         return sign * plain.value
 
     def _is_boolean(self, node: ast.expr) -> bool:
-        """The type of a node by its outermost form; refuses what is not of the language."""
+        """Return whether a node is a boolean, by its outermost form; refuse unknown syntax."""
         match node:
             case ast.Name(id=name) if name in FLAGS:
                 return True
@@ -411,7 +413,7 @@ def _shown(text: str) -> str:
 
 
 def _bounds(op: ast.operator, left: _Range, right: _Range) -> _Range:
-    """Of the result; a divisor's bounds are on one side of zero."""
+    """Return the bounds of a result. The bounds of a divisor lie on one side of zero."""
     if isinstance(op, ast.Mod):
         if right[0] < 0:
             return right[0] + 1, 0
@@ -422,7 +424,7 @@ def _bounds(op: ast.operator, left: _Range, right: _Range) -> _Range:
 
 
 class _RowEvaluator(_Evaluator):
-    """An array with a value for each entry of an index, or one value for all."""
+    """Evaluates to an array with one value for each entry of the index, or to a single value."""
 
     def __init__(self, index: np.ndarray, special: int) -> None:
         self._index = index
@@ -463,10 +465,11 @@ class _RowEvaluator(_Evaluator):
 
 
 def split_condition(text: str, columns: Collection[str]) -> tuple[str | None, str | None]:
-    """Split a condition at its outer `and`s: what is about rows, what about documents' columns.
+    """Split a condition at its outer `and`s into one about rows and one about documents' columns.
 
     "topic == 'law' and pos >= 1" gives ("pos >= 1", "topic == 'law'") if there is a column `topic`.
-    A condition that cannot be parsed comes back as one about rows: `RowFilter` says what is wrong.
+    A condition that cannot be parsed is returned as one about rows, so that `RowFilter` reports the
+    error.
     """
     own = {*columns} - {*_COLUMNS, *FLAGS}
     if len(text) > _MAX_CHARACTERS:
@@ -515,13 +518,13 @@ _WORDS = {"true": "True", "false": "False", "none": "None", "null": "None", "nan
 
 
 class DocumentFilter:
-    """Which documents are read: a condition over the columns of a document's row.
+    """Selects the documents to read, by a condition over the columns of a document's row.
 
     A comparison with a missing value is false: `score >= 3` where there is no score.
 
     Attributes:
-        columns: those that the condition names, each once.
-        flag: what errors call the condition.
+        columns: the columns that the condition names, each once.
+        flag: the name of the condition in error messages.
     """
 
     def __init__(self, text: str, flag: str = "--filter") -> None:
@@ -535,7 +538,7 @@ class DocumentFilter:
             raise ConfigError(f"{flag} {text!r}: names no column")
 
     def missing(self, where: str, column: str, known: Iterable[str]) -> str:
-        """What to say of a column that is not there, where the columns that are there are known."""
+        """Return the error message for a missing column; `known` are the columns that exist."""
         names = sorted({*known})
         if near := difflib.get_close_matches(column, names, n=1):
             hint = f"did you mean {near[0]!r}?"
@@ -547,22 +550,22 @@ class DocumentFilter:
         return f"{where}: no column {column!r}, which {self.flag} names; there are {has}; {hint}"
 
     def matches(self, row: Mapping[str, Any], *, untyped: bool = False) -> bool:
-        """Whether the condition holds of a row.
+        """Return whether a row satisfies the condition.
 
         Args:
-            untyped: its texts come from where there are no types (CSV). One that is compared with
-                a number or a boolean counts as such if it is written so; of two columns, if both
-                are.
+            untyped: whether the row's values come from an untyped format (CSV). A text that is
+                compared with a number or a boolean is then converted if it is spelled like one; two
+                columns are converted only if both are spelled like numbers.
         """
         return _ColumnEvaluator(row, untyped=untyped).evaluate(self._tree)
 
     def may_match(self, bounds: Mapping[str, tuple[Any, Any]]) -> bool:
-        """Whether a row may match whose columns lie within bounds."""
+        """Return whether a row could match if its columns lie within bounds."""
         return _BoundsEvaluator(bounds).evaluate(self._tree)
 
 
 class _ColumnParser(_Parser):
-    """Sides of comparisons become names or constants, of any type that Python writes out."""
+    """Parser of `--filter`: each side of a comparison becomes a name or a Python literal."""
 
     max_depth = 256  # more than the longest text can hold
 
@@ -599,7 +602,7 @@ class _ColumnParser(_Parser):
             ) from None
 
     def _near(self, node: ast.expr) -> ConfigError | None:
-        """What to write for `a == 1 & b`, which Python reads as `a == (1 & b)`."""
+        """Suggest a fix for `a == 1 & b`, which Python reads as `a == (1 & b)`."""
         for part in ast.walk(node):
             if isinstance(part, ast.BitAnd | ast.BitOr | ast.Invert):
                 return self.error(_INSTEAD[type(part)])
@@ -618,12 +621,12 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 class _Untyped(str):
-    """A text that may mean a number or a boolean."""
+    """A text that may stand for a number or a boolean."""
 
     __slots__ = ()
 
     def meant_by(self, other: Any) -> Any:
-        """Its value beside another: of that one's type where it is written so, else itself."""
+        """Convert to the type of `other` if the text is spelled so, else return the text."""
         if isinstance(other, bool):
             return _BOOLEANS.get(self.strip().lower(), self)
         text = self.strip() if len(self) <= _MOST_DIGITS else ""
@@ -633,7 +636,7 @@ class _Untyped(str):
 
 
 def _typed(left: Any, right: Any) -> tuple[Any, Any]:
-    """Two sides of a comparison, of which at least one may mean something else than a text."""
+    """Convert the untyped sides of a comparison, of which there is at least one."""
     if isinstance(left, _Untyped) and isinstance(right, _Untyped):
         pair = left.meant_by(right), right.meant_by(left)
         return (left, right) if any(isinstance(side, _Untyped) for side in pair) else pair
@@ -643,7 +646,7 @@ def _typed(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 class _ColumnEvaluator(_Evaluator):
-    """True or false, of one row."""
+    """Evaluates to true or false for one row."""
 
     def __init__(self, row: Mapping[str, Any], *, untyped: bool) -> None:
         self._row, self._untyped = row, untyped
@@ -682,7 +685,7 @@ class _Bounds:
 
 
 class _BoundsEvaluator(_Evaluator):
-    """False only where no row within bounds can match."""
+    """Evaluates to false only if no row within bounds can match."""
 
     def __init__(self, bounds: Mapping[str, tuple[Any, Any]]) -> None:
         self._bounds = bounds

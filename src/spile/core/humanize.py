@@ -1,6 +1,6 @@
-"""How sizes, counts and times are written for people."""
+"""Format sizes, counts and times for people."""
 
-FIELDS = "fields"  # the attribute of a log record that holds what else a JSON line says
+FIELDS = "fields"  # the attribute of a log record that holds the extra fields of its JSON line
 
 
 def size(count: float) -> str:
@@ -12,7 +12,7 @@ def size(count: float) -> str:
 
 
 def short(count: float) -> str:
-    """A number in a few characters: 987, 12.3k, 4.56M."""
+    """Format a number in a few characters: 987, 12.3k, 4.56M."""
     for unit in ("", "k", "M", "G"):
         if count < 999.5:
             digits = 0 if not unit or count >= 99.95 else 1 if count >= 9.995 else 2
@@ -22,7 +22,7 @@ def short(count: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """A time in one unit, or two of minutes and seconds."""
+    """Format a duration in one unit: 3.2 s, 45 s, 1.5 min, 2.0 h, 3.0 days."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 100:
@@ -35,7 +35,7 @@ def lasting(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A time as it is counted down: 3:07, 2:03:07, 4d 2h."""
+    """Format a duration as a countdown: 3:07, 2:03:07, 4d 2h."""
     whole = round(seconds)
     minutes, hours = whole // 60, whole // 3600
     if hours >= 100:
@@ -46,12 +46,12 @@ def clock(seconds: float) -> str:
 
 
 def compared(predicted: float, came: float) -> str:
-    """How far off a prediction was, by what came."""
+    """Format the relative difference between an actual value (`came`) and its prediction."""
     if not predicted:
         return "0%" if not came else "none was expected"
     return f"{(came - predicted) / predicted:+.1%}"
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 unit`, `2 units`, `1,024 rows`."""
+    """Format a count with its noun: `1 unit`, `2 units`, `1,024 rows`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

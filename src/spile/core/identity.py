@@ -1,9 +1,9 @@
-"""What a file is, cheaply: its size and sampled blocks of it.
+"""Cheap identity of a file: its size and a hash of sampled blocks.
 
-Reading terabytes to learn whether they changed is no answer, and trusting names or dates is none
-either. Files up to a megabyte are hashed whole; of larger ones sixteen blocks are, spread evenly
-with both ends included. A full hash follows when the bytes are read anyway (weights while
-loading, line files while indexing), and is compared too.
+Reading terabytes to learn whether they changed takes too long, and names and dates prove nothing.
+Files up to a megabyte are hashed whole. In larger files sixteen blocks are hashed, spread evenly
+from the first to the last. A full hash is also compared where all bytes are read anyway (weights
+while loading, line files while indexing).
 """
 
 import hashlib
@@ -16,11 +16,11 @@ import xxhash
 
 _BLOCK = 1 << 16
 _BLOCKS = 16
-_THREADS = 16  # a bucket answers late, but many at once
+_THREADS = 16  # a bucket has high latency, but serves many requests at once
 
 
 class ReadablePath(Protocol):
-    """A path, or what can be read like one."""
+    """A path, or an object that can be read like one."""
 
     def open(self, mode: Literal["rb"], buffering: int) -> BinaryIO: ...
 
@@ -28,7 +28,7 @@ class ReadablePath(Protocol):
 
 
 def sampled_digest(path: ReadablePath) -> str:
-    """`SIZE-HASH` of a file."""
+    """Return `SIZE-HASH` of a file."""
     digest = xxhash.xxh3_128()
     with path.open("rb", _BLOCK) as file:
         size = file.seek(0, os.SEEK_END)
@@ -43,13 +43,13 @@ def sampled_digest(path: ReadablePath) -> str:
 
 
 def sampled_digests(paths: Iterable[ReadablePath]) -> list[str]:
-    """Those of several files, some at a time."""
+    """Return the sampled digests of several files, computed in parallel."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(sampled_digest, paths))
 
 
 def full_digest(*paths: ReadablePath) -> str:
-    """SHA-256 of small files, together."""
+    """Return one SHA-256 over several small files."""
     digest = hashlib.sha256()
     for path in paths:
         data = path.read_bytes()

@@ -1,9 +1,9 @@
-"""A process that does for another one what may not end, or may end it: within limits of the system.
+"""A child process for work that may hang, crash or run out of memory, under limits of the system.
 
-Some work no counting in Python sees, and no signal reaches Python while it lasts; and a library may
-abort. So it is done in a process whose memory and processor time are limited, and which may be
-killed at any time. It is asked through its standard input, which ends when the process that started
-it does, however that ended: then so does this one.
+Python cannot count or interrupt some work while it lasts, and a library may abort. Such work is
+done in a child process, which has limits on memory and processor time and can be killed at any
+time. Requests arrive on its standard input. That stream ends when the parent ends, for whatever
+reason, and then the child exits too.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import IO
 
 _LENGTH = struct.Struct("<Q")
-_POLL = 0.1  # seconds between looks at whether to stop, while the process is at work
-_MORE_MEMORY = 32  # bytes for each byte that is asked
-_NO_MEMORY = 97  # the exit code of a process that could not even say so
+_POLL = 0.1  # seconds between calls of `heed` while the process works
+_MORE_MEMORY = 32  # bytes for each byte of a request
+_NO_MEMORY = 97  # the exit code of a process that had too little memory to report it
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL})
 
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """What such a process may take.
+    """The resources a limited process may use.
 
     Attributes:
-        seconds: of processor time for each part of its work, and one more for each MiB of it.
-        memory: bytes beyond what the process begins with, and 32 for each byte that is asked.
+        seconds: processor time for each part of its work; each MiB of that part adds one second.
+        memory: bytes beyond the process's initial memory; each byte of a request adds 32.
     """
 
     seconds: float = 10.0
@@ -40,11 +40,11 @@ class ProcessLimits:
 
 
 class ProcessEnded(Exception):
-    """The process has ended before it answered.
+    """The process ended before it answered.
 
     Attributes:
-        limit: what it took, where that is its own fault: "more than 10 s of processor time"; None
-            if somebody killed it.
+        limit: the excess, if the process itself is at fault: "more than 10 s of processor time";
+            None if it was killed.
     """
 
     def __init__(self, code: int, limits: ProcessLimits) -> None:
@@ -59,9 +59,9 @@ class ProcessEnded(Exception):
 
 
 class LimitedProcess:
-    """The process, as whoever asks it sees it.
+    """The parent's handle to the process.
 
-    `module` is what it runs: it calls `run_limited`.
+    The process runs `module`, which must call `run_limited`.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class LimitedProcess:
         quiet: bool = False,
     ) -> None:
         """Args:
-        heed: is called now and then while the process is at work, and may raise to end that.
-        quiet: whether what it says to the terminal is dropped.
+        heed: called now and then while the process works; may raise to stop waiting.
+        quiet: whether to discard its standard error.
         """
         self._limits, self._heed = limits, heed
         self._process = subprocess.Popen(
@@ -93,15 +93,15 @@ class LimitedProcess:
 
     def send(self, data: bytes) -> None:
         assert self._process.stdin
-        # (That it has ended is seen when it does not answer.)
+        # (If it has ended, `received` reports that.)
         with contextlib.suppress(BrokenPipeError):
             send(self._process.stdin, data)
 
     def received(self) -> bytes:
-        """Its answer.
+        """Wait for the answer and return it.
 
         Raises:
-            ProcessEnded: if there is none.
+            ProcessEnded: if the process ends without an answer.
         """
         assert self._process.stdout
         ready = select.poll()
@@ -114,12 +114,12 @@ class LimitedProcess:
         return answer
 
     def close(self) -> None:
-        """End the process, whatever it does: there is nothing to lose in it."""
+        """Kill the process, whatever it does: it holds nothing of value."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream
-            with contextlib.suppress(OSError):  # what it was not yet sent
+            with contextlib.suppress(OSError):  # unsent data
                 stream.close()
 
 
@@ -130,7 +130,7 @@ def send(stream: IO[bytes], data: bytes) -> None:
 
 
 def received(stream: IO[bytes]) -> bytes | None:
-    """None at the end."""
+    """Read one message; return None at the end of the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -143,18 +143,18 @@ def received(stream: IO[bytes]) -> bytes | None:
 
 
 class Allowance:
-    """What this process may still take, set anew for each part of its work."""
+    """The limits of this process, renewed for each part of its work."""
 
     def __init__(self, limits: ProcessLimits) -> None:
         self._limits, self._most = limits, 0
         try:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-        except OSError:  # nor do such systems heed RLIMIT_AS
+        except OSError:  # such systems do not enforce RLIMIT_AS either
             pages = 0
         self._begun = pages * resource.getpagesize()
 
     def allow_memory(self, size: int) -> None:
-        # Never less than before: what was freed is still the process's.
+        # Never lower the limit: freed memory still belongs to the process.
         self._most = max(self._most, self._limits.memory + _MORE_MEMORY * size)
         if self._begun:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -163,17 +163,17 @@ class Allowance:
             resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
     def allow_time(self, size: int) -> None:
-        # Its signal ends the process without asking Python.
+        # The default action of its signal ends the process without running Python code.
         signal.setitimer(signal.ITIMER_PROF, self._limits.seconds + size / (1 << 20))
 
 
 def run_limited(serve: Callable[[IO[bytes], IO[bytes]], None]) -> None:
-    """All that the module of such a process does: answer until whoever asks is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks decides when to stop
+    """Serve requests until the parent is gone; the whole main program of such a module."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     try:
         serve(sys.stdin.buffer, sys.stdout.buffer)
     except BrokenPipeError:
-        sys.stderr.close()  # nobody is left to tell
+        sys.stderr.close()  # nobody is left to read it
     except MemoryError:
         os._exit(_NO_MEMORY)

@@ -1,7 +1,7 @@
-"""The address that a server listens on: who can reach it, which token it asks for, and its TLS.
+"""The address a server listens on: who can reach it, the token it requires, and its TLS.
 
 On loopback nothing leaves the machine. On any other address every request carries a token, which
-a network must not see: such a server has a certificate, or is told that it needs none.
+must not cross a network in clear text: such a server needs a certificate, or an explicit waiver.
 """
 
 import ipaddress
@@ -16,18 +16,19 @@ from spile.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where a server listens, and what those who connect must know.
+    """The address of a server, and the credentials it uses.
 
     Attributes:
         host: a name or an address.
-        port: 0 takes any that is free.
-        token: that is asked for; made if none is given and the host is not loopback.
-        tls_cert: a PEM file: the server's certificate, then those that signed it.
-        tls_key: a PEM file: the certificate's key, not encrypted.
-        insecure: whether a token may go over a network as it is.
+        port: 0 takes any free port.
+        token: the token that clients must send; generated if none is given and the host is not
+            loopback.
+        tls_cert: a PEM file with the server's certificate, then those that signed it.
+        tls_key: a PEM file with the certificate's key, unencrypted.
+        insecure: whether the token may cross a network unencrypted.
 
     Raises:
-        ConfigError: if the token would go over a network as it is, or the files are not usable.
+        ConfigError: if the token would cross a network unencrypted, or the files are not usable.
     """
 
     host: str = "127.0.0.1"
@@ -46,7 +47,7 @@ class ListenAddress:
         if self.tls_cert and self.insecure:
             raise ConfigError("--insecure means no TLS, and --tls-cert gives it: leave one out")
         if self.tls_cert:
-            self.ssl_context()  # says what is wrong with the files before anything is opened
+            self.ssl_context()  # report problems with the files before anything is opened
         elif not self.is_loopback and not self.insecure:
             raise ConfigError(
                 f"--host {self.host}: the token would cross the network unencrypted; give "
@@ -67,12 +68,12 @@ class ListenAddress:
 
     @property
     def in_url(self) -> str:
-        """The host as a URL spells it."""
+        """The host as it is written in a URL."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
     @property
     def is_anywhere(self) -> bool:
-        """Whether it is every address of this machine: one that nobody can open."""
+        """Whether the host means every address of this machine; clients cannot connect to it."""
         try:
             return ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
@@ -80,28 +81,29 @@ class ListenAddress:
 
     @property
     def openable(self) -> str:
-        """The host as others can open it, as a URL spells it.
+        """A host that others can connect to, as it is written in a URL.
 
-        For every address of this machine: over TLS its name, which is what certificates hold; else
-        the address from which it reaches others. No name server is asked.
+        If the host means every address of this machine, the result is the machine's name over TLS,
+        since certificates hold names, and otherwise the address from which it reaches others. No
+        name server is asked.
         """
         if not self.is_anywhere:
             return self.in_url
         if self.uses_tls:
             return socket.gethostname()
-        family, elsewhere = socket.AF_INET, "192.0.2.1"  # an address for examples
+        family, elsewhere = socket.AF_INET, "192.0.2.1"  # an address reserved for documentation
         if ":" in self.host:
             family, elsewhere = socket.AF_INET6, "2001:db8::1"
         with socket.socket(family, socket.SOCK_DGRAM) as found:
             try:
-                found.connect((elsewhere, 9))  # of a datagram socket this sends nothing
+                found.connect((elsewhere, 9))  # on a datagram socket this sends nothing
                 address = str(found.getsockname()[0])
             except OSError:  # no network
                 return "localhost"
         return f"[{address}]" if ":" in address else address
 
     def ssl_context(self) -> ssl.SSLContext:
-        """The server's side of TLS, 1.2 or later."""
+        """Return a server-side TLS context, for TLS 1.2 or later."""
         assert self.tls_cert and self.tls_key
         for flag, path in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key)):
             try:
@@ -119,7 +121,7 @@ class ListenAddress:
         return context
 
     def pem(self) -> tuple[bytes, bytes]:
-        """The certificate and its key, as files hold them."""
+        """Return the contents of the certificate file and of the key file."""
         assert self.tls_cert and self.tls_key
         return Path(self.tls_cert).read_bytes(), Path(self.tls_key).read_bytes()
 
@@ -131,7 +133,7 @@ class ListenAddress:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's alone."""
+    """Return whether a name or an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

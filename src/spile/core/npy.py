@@ -1,4 +1,4 @@
-"""The header of a .npy file, as a stranger may have written it. Pickles are never read."""
+"""Read the header of an untrusted .npy file. Pickles are never read."""
 
 import tokenize
 import warnings
@@ -13,14 +13,14 @@ _READERS = {
 
 
 def read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype; the stream is then at the first value, of which nothing is known.
+    """Return the shape and dtype; the stream is then at the first value, and no value is checked.
 
     Raises:
-        ValueError: if it is no header of an array of plain numbers.
+        ValueError: if there is no header of an array of plain numbers.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of headers that Python 2 wrote
+            warnings.simplefilter("ignore")  # numpy warns about headers that Python 2 wrote
             read = _READERS[np.lib.format.read_magic(stream)]
             shape, _, dtype = read(stream)
     except (
@@ -29,7 +29,7 @@ def read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
         TypeError,
         AttributeError,
         SyntaxError,
-        tokenize.TokenError,  # numpy takes the header for Python's, of versions 2 and 3
+        tokenize.TokenError,  # numpy tokenizes the header as Python code
         RecursionError,
         MemoryError,
     ) as error:

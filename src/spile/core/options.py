@@ -34,31 +34,31 @@ def option(
 
     Kinds: text, count (an integer, `64k` allowed), size (bytes), share (above 0, to 1), switch.
 
-    With `auto` that word may be given, and means the default.
+    With `auto`, the value "auto" is allowed and means the default.
     """
     meta = {"help": help, "kind": kind, "choices": choices, "minimum": minimum, "auto": auto}
     return field(default=default, metadata=meta)
 
 
 def flag_of(name: str) -> str:
-    """`seq_len` -> `--seq-len`."""
+    """Return the flag of a name: `seq_len` -> `--seq-len`."""
     return "--" + name.replace("_", "-")
 
 
 def parse_count(text: str) -> int:
-    """`4096`, `64k`, `1.5M`, `1GiB` -> an integer."""
+    """Parse `4096`, `64k`, `1.5M` or `1GiB` into an integer."""
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
     if not match or match[2].lower() not in _SUFFIXES:
         raise ValueError(text)
     suffix = match[2].lower()
     value = Fraction(match[1].replace("_", "")) * _SUFFIXES[suffix]
-    if value.denominator != 1 and not suffix.endswith("ib"):  # 1.3GiB is no whole number either
+    if value.denominator != 1 and not suffix.endswith("ib"):  # 1.3GiB is not a whole number either
         raise ValueError(text)
     return int(value)
 
 
 class Options:
-    """Validation shared by Recipe and Runtime: from each field's declaration."""
+    """Base of Recipe and Runtime: validates each field against its declaration."""
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
@@ -112,16 +112,16 @@ def _share(flag: str, value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """A value that may be of any size, in a part of a line."""
+    """Format a value of any size as part of a line."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # too many digits for Python, or too deep
+    except (ValueError, RecursionError):  # too many digits for Python, or nested too deeply
         return f"a {type(value).__name__} beyond all measure"
     return text if len(text) <= 200 else text[:199] + "…"
 
 
 def listed(names: Iterable[str], otherwise: str = "none") -> str:
-    """Names that a stranger chose, in a part of a line; the first of many."""
+    """Format untrusted names as part of a line; of many, only the first."""
     every = [*names]
     some = [name if name.isprintable() and len(name) <= 100 else shown(name) for name in every[:50]]
     return ", ".join([*some, *(["…"] if len(every) > 50 else [])]) or otherwise

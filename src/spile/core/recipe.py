@@ -1,4 +1,4 @@
-"""A recipe as a store keeps it."""
+"""A recipe in the form that a store keeps."""
 
 import dataclasses
 import hashlib
@@ -12,8 +12,8 @@ from spile.core.errors import ConfigError
 from spile.core.index import SPECIAL, SPECIALS
 from spile.core.options import LIMIT, shown
 
-# Which rules turn a recipe into rows, where they have changed since the format's version 6 began.
-# A dataset keeps those it was begun with: other rows would follow in its later units.
+# The version of the rules that turn a recipe into rows, for changes within version 6 of the format.
+# A dataset keeps the rules it was begun with; otherwise its later units would hold different rows.
 # 1 (not stored): U+FEFF is cut from the start of every text of Parquet, Arrow and text files; the
 #   index marks added special tokens alone, and `special` in --where leaves out BOS and EOS.
 # 2: only a file's own byte-order mark is cut; all special tokens are marked, and are `special`.
@@ -22,10 +22,10 @@ RULES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRecipe:
-    """A recipe with nothing left open: what is stored, fingerprinted and compared on resume.
+    """A recipe with every option settled: it is stored, fingerprinted and compared on resume.
 
-    `model_source`, `lora_source` and the like say where things were found; paths are not identity,
-    so they are kept but not fingerprinted.
+    Fields such as `model_source` and `lora_source` say where things were found. A path is not part
+    of the identity, so these fields are stored but not fingerprinted.
     """
 
     model_source: str
@@ -37,7 +37,7 @@ class ResolvedRecipe:
     corpus: tuple[str, ...]
     taps: tuple[str, ...]
     encode: Mapping[str, str] = field(default_factory=dict[str, str])  # identities, by tap
-    latents: int | None = None  # of a row that are kept, if that was asked for
+    latents: int | None = None  # how many latents to keep of a row, if given
     where: str | None
     every: int | None
     seq_len: int
@@ -77,12 +77,12 @@ class ResolvedRecipe:
 
     @property
     def cuts_every_mark(self) -> bool:
-        """Whether U+FEFF before any text is a byte-order mark, and not before a file's alone."""
+        """Whether U+FEFF is cut from the start of every text, not only from that of a file."""
         return self.rules < 2
 
     @property
     def marks_named_specials(self) -> bool:
-        """Whether the index marks every special token, and not the added ones alone."""
+        """Whether the index marks every special token, and not only the added ones."""
         return self.rules >= 2
 
     @property
@@ -92,7 +92,7 @@ class ResolvedRecipe:
 
     @property
     def stored_taps(self) -> tuple[str, ...]:
-        """What is stored of the taps, in their order: itself, or its latents and their ids."""
+        """The stored names, in the order of the taps: the tap, or its latents and their ids."""
         return tuple(
             name
             for tap in self.taps
@@ -101,7 +101,7 @@ class ResolvedRecipe:
 
     @property
     def reads_all(self) -> bool:
-        """Whether the model reads every token of the documents that are chosen by their content."""
+        """Whether the model reads every token of the documents that are selected by content."""
         lengths = self.min_tokens, self.max_doc_tokens
         return self.long_docs == "split" and lengths == (None, None)
 
@@ -141,13 +141,13 @@ class ResolvedRecipe:
 
 
 def latent_names(tap: str) -> tuple[str, str]:
-    """What an encoded tap's latents are called, and their ids: sites of the same layer."""
+    """Return the names under which an encoded tap's latents and their ids are stored."""
     site, dot, layer = tap.partition(".")
     return f"{site}_latents{dot}{layer}", f"{site}_latent_ids{dot}{layer}"
 
 
 def _fits(value: Any, kind: Any, least: int) -> bool:
-    """Whether a value from JSON is of a field's type; no number is under `least`."""
+    """Return whether a JSON value has the type of a field; an integer must be at least `least`."""
     if kind == tuple[str, ...]:
         return all(type(part) is str for part in value)
     if kind == Mapping[str, str]:

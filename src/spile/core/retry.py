@@ -1,4 +1,4 @@
-"""Trying again: how long to pause between attempts, and when to give up."""
+"""Retries: how long to pause between attempts, and when to give up."""
 
 import logging
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from spile.core.errors import StoreError
 from spile.core.system import system
 
-# How long a request is tried again: a service may be gone for minutes, a wrong address stays wrong.
+# How long to retry a request: a service may be down for minutes, but a wrong address stays wrong.
 PATIENCE, PATIENCE_AT_FIRST = 300.0, 10.0  # seconds
-PASSING = {408, 409, 423, 425, 429}  # 4xx statuses that may go away by themselves
+PASSING = {408, 409, 423, 425, 429}  # 4xx statuses that may be temporary
 _FIRST_PAUSE, _LONGEST_PAUSE, _JITTER = 0.1, 15.0, 0.5
 
 _log = logging.getLogger("spile")
@@ -17,20 +17,20 @@ _log = logging.getLogger("spile")
 def backoff(
     failures: int, first: float, longest: float, *, jitter: float = 0.0, at_least: float = 0.0
 ) -> float:
-    """Seconds to pause after `failures` attempts in a row have failed.
+    """Return the seconds to pause after `failures` failed attempts in a row.
 
     Args:
-        first: the pause after the first failure; each one after it is twice as long.
-        longest: no pause is longer, unless `at_least` is.
-        jitter: the largest share of the pause that chance may take away.
-        at_least: the shortest pause, whatever chance does.
+        first: the pause after the first failure; each later one is twice as long.
+        longest: the longest pause, unless `at_least` is longer.
+        jitter: the largest share of the pause that is taken off at random.
+        at_least: the shortest pause, whatever the jitter.
     """
     pause = min(longest, first * 2.0 ** min(failures - 1, 60))
     return max(at_least, pause) * system().uniform(1 - jitter, 1) + jitter * at_least
 
 
 class Retrying:
-    """The attempts of one request to a service: pauses grow, are jittered, and end."""
+    """The attempts of one request to a service, with growing, jittered pauses and a time limit."""
 
     def __init__(self, what: str, patience: float, on_retry: Callable[[], object]) -> None:
         """Args:
@@ -45,10 +45,11 @@ class Retrying:
         """Pause before another attempt.
 
         Args:
-            at_least: seconds that the service asked for; then it is there, and patience is long.
+            at_least: seconds that the service asked for. It is then known to be up, and is retried
+                longer.
 
         Raises:
-            StoreError: when it has been tried for long enough.
+            StoreError: if the request has been retried for long enough.
         """
         waited = system().monotonic() - self._began
         if waited > (PATIENCE if at_least else self._patience):

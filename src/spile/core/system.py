@@ -1,9 +1,9 @@
-"""What the protocol asks of the machine: time, pauses, chance and threads.
+"""The machine as the commit protocol uses it: time, pauses, random numbers and threads.
 
-Whatever takes part in a commit (requests and their retries, the ledger, heartbeats, the picker, the
-stages of a run) asks here, and for nothing else of this kind. So a simulator can put its own
-`System` in place and run the shipped code in simulated time, with every interleaving drawn from a
-seed (`tests/simulator`).
+Everything that takes part in a commit (requests and their retries, the ledger, heartbeats, the
+picker, the stages of a run) gets these from here only. A simulator can therefore install its own
+`System` and run the shipped code in simulated time, with every interleaving drawn from a seed
+(`tests/simulator`).
 """
 
 import queue
@@ -18,25 +18,25 @@ from typing import Any
 
 
 class System:
-    """The machine itself."""
+    """The real machine."""
 
     def time(self) -> float:
-        """Seconds since 1970, for people alone: no two clocks are ever compared."""
+        """Return seconds since 1970, for display only: two machines' clocks are never compared."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds that never go back."""
+        """Return seconds that never decrease."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
     def uniform(self, low: float, high: float) -> float:
-        """A number drawn from low..high."""
+        """Return a random number from low..high."""
         return random.uniform(low, high)
 
     def token(self, size: int) -> str:
-        """A name that nobody else has: so many random bytes, in hexadecimal digits."""
+        """Return a unique name: `size` random bytes in hexadecimal."""
         return secrets.token_hex(size)
 
     def lock(self) -> AbstractContextManager[Any]:
@@ -49,11 +49,11 @@ class System:
         return threading.Semaphore(count)
 
     def queue(self, depth: int) -> "queue.Queue[Any]":
-        """A queue that holds at most so many items."""
+        """Return a queue that holds at most `depth` items."""
         return queue.Queue(depth)
 
     def thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """A thread that is not started yet, and does not keep the process alive."""
+        """Return a daemon thread, not yet started."""
         return threading.Thread(target=target, name=name, daemon=True)
 
     def pool(self, threads: int, name: str = "") -> ThreadPoolExecutor:
@@ -64,13 +64,13 @@ _used = [System()]
 
 
 def system() -> System:
-    """The system in use."""
+    """Return the system in use."""
     return _used[-1]
 
 
 @contextmanager
 def using(other: System) -> Generator[None, None, None]:
-    """Put another system in place, for everything in this process."""
+    """Use another system for everything in this process."""
     _used.append(other)
     try:
         yield

@@ -1,10 +1,10 @@
-"""The safetensors container, byte for byte: headers parsed and built, tensors located.
+"""The safetensors container: parse and build headers, locate tensors.
 
-Both sides of Spile need it (weights come in, shards go out) and both need byte ranges, which the
-official package does not give. Its own API has two traps we avoid by never calling it: it writes
-a non-contiguous array in the wrong element order, and `load(bytes)` fails on BF16.
+Reading weights and writing shards both need byte ranges, which the official package does not give.
+Its API also has two traps, which we avoid by never calling it: it writes a non-contiguous array in
+the wrong element order, and `load(bytes)` fails on BF16.
 
-A header from a stranger is data: sizes, counts, shapes and offsets are checked before anything is
+A header is untrusted data: sizes, counts, shapes and offsets are checked before anything is
 allocated.
 """
 
@@ -25,7 +25,7 @@ from spile.core.bounded_json import JsonError, parse_json_object
 from spile.core.errors import CorruptError
 
 MAX_HEADER_BYTES = 100 << 20  # the official limit
-MAX_TENSORS = 1 << 20  # a tiny entry takes twenty times its bytes in memory
+MAX_TENSORS = 1 << 20  # a tiny entry takes twenty times its size in memory
 # Rows begin on a page boundary, so that a memory map of them is aligned.
 HEADER_ALIGN = 4096
 
@@ -47,14 +47,14 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# As numpy and recipes spell them. (numpy tells the two kinds of e4m3 apart by `fn`; safetensors,
-# torch's users and we mean this one.)
+# By the names that numpy and recipes use. (numpy marks one of the two kinds of e4m3 by `fn`;
+# safetensors, torch's users and we mean that one.)
 DTYPES_BY_NAME = {dtype.name.removesuffix("fn"): dtype for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file: what it is and where its bytes lie (offsets from the file's start)."""
+    """One tensor of a file: its type, and its byte range (offsets from the file's start)."""
 
     name: str
     dtype: np.dtype[Any]
@@ -67,7 +67,7 @@ def build_header(
     tensors: Iterable[tuple[str, npt.DTypeLike, tuple[int, ...]]],
     metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """The bytes that precede the tensors, which follow in the given order without gaps."""
+    """Return the bytes that precede the tensors, which follow in the given order without gaps."""
     entries: dict[str, Any] = {}
     if metadata:
         entries["__metadata__"] = dict(metadata)
@@ -87,10 +87,10 @@ def build_header(
 
 
 def parse_header(where: str, head: bytes, file_size: int) -> dict[str, TensorInfo]:
-    """Check and decode a file's first bytes (8 + header length of them, or more).
+    """Check and decode the start of a file (8 bytes plus the header, or more).
 
     Raises:
-        CorruptError: if anything about the header cannot be true of this file.
+        CorruptError: if the header is invalid or does not fit this file.
     """
     body_size = header_size(where, head[:8], file_size) - 8
     if len(head) < 8 + body_size:
@@ -120,7 +120,7 @@ def parse_header(where: str, head: bytes, file_size: int) -> dict[str, TensorInf
 
 
 def header_size(where: str, first8: bytes, file_size: int) -> int:
-    """Bytes before the first tensor, from a file's first eight."""
+    """Return the number of bytes before the first tensor, from the first eight of a file."""
     if len(first8) < 8:
         raise CorruptError(where, "too short to be a safetensors file")
     (size,) = struct.unpack("<Q", first8)
@@ -132,16 +132,16 @@ def header_size(where: str, first8: bytes, file_size: int) -> int:
 def read_header_from(
     read: Callable[[int, int], bytes], size: int, where: str, *, first: int = 1 << 16
 ) -> dict[str, TensorInfo]:
-    """Read and check the header of a file of `size` bytes, through any means of reading a range.
+    """Read and check the header of a file of `size` bytes, with any function that reads a range.
 
     Args:
         read: takes a start and a length, returns that many bytes of the file (fewer if it ends).
-        where: names the file in errors.
-        first: bytes to ask for at first, so that most headers take one request.
+        where: the name of the file in errors.
+        first: bytes to request at first, so that most headers take one request.
 
     Raises:
-        CorruptError: if anything about the header cannot be true of this file. No more than
-            `MAX_HEADER_BYTES` are ever asked for.
+        CorruptError: if the header is invalid or does not fit this file. At most `MAX_HEADER_BYTES`
+            are requested.
     """
     head = bytes(read(0, min(size, max(first, 8))))
     needed = header_size(where, head[:8], size)
@@ -162,7 +162,7 @@ def read_header(path: Path, where: str | None = None) -> dict[str, TensorInfo]:
 
 
 def map_tensor(path: Path, info: TensorInfo) -> np.ndarray:
-    """A read-only memory map of one tensor: no bytes are read until they are touched.
+    """Return a read-only memory map of one tensor: no bytes are read until they are touched.
 
     (`np.memmap` resolves the path each time and makes every slice several times as slow.)
     """
@@ -174,7 +174,7 @@ def map_tensor(path: Path, info: TensorInfo) -> np.ndarray:
 
 
 def map_tensors(path: Path, infos: Mapping[str, TensorInfo]) -> dict[str, np.ndarray]:
-    """Read-only memory maps of tensors of one file: views of one map, which is the costly part."""
+    """Return read-only views of tensors of one file; they share one memory map, the costly part."""
     stop = max((info.stop for info in infos.values() if info.stop > info.start), default=0)
     if not stop:
         return {name: np.empty(info.shape, info.dtype) for name, info in infos.items()}
@@ -190,7 +190,7 @@ def _map(path: Path, start: int, stop: int) -> mmap.mmap:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a whole file at once (for what is small or made once; shards are streamed)."""
+    """Write a whole file at once, for small tensors or those made once; shards are streamed."""
     with path.open("xb") as file:
         file.write(build_header((name, a.dtype, a.shape) for name, a in tensors.items()))
         for array in tensors.values():
@@ -198,7 +198,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def as_bytes(array: np.ndarray) -> memoryview:
-    """The array's bytes in C order, without a copy where it is contiguous already."""
+    """Return the array's bytes in C order, without a copy if it is contiguous already."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(np.uint8).data
 
@@ -213,7 +213,7 @@ def _tensor_info(where: str, name: str, entry: Any, data_start: int) -> TensorIn
     numbers = (*shape, start, stop)
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or len(shape) > 8:
         raise CorruptError(where, f"tensor {name!r} has an impossible shape or offset")
-    # numpy cannot have more than that along the other axes of an empty array either.
+    # numpy limits the other axes of an empty array in the same way.
     if dtype.itemsize * math.prod(n or 1 for n in shape) >= 1 << 62:
         raise CorruptError(where, f"tensor {name!r} has an impossible shape or offset")
     if stop - start != dtype.itemsize * math.prod(shape):

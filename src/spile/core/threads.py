@@ -1,7 +1,7 @@
-"""Stages that overlap: threads joined by bounded queues, whose errors surface in the caller.
+"""Overlapping stages: threads joined by bounded queues, whose errors are raised in the caller.
 
 A stage that fails stops the run with its own error; a stage whose consumer has gone stops by
-itself. Nothing waits forever: every blocking call wakes to look at the stop flag.
+itself. Nothing waits forever: every blocking call wakes regularly to check the stop flag.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from spile.core.system import system
 T = TypeVar("T")
 R = TypeVar("R")
 
-_POLL = 0.1  # seconds between looks at the stop flag while blocked
+_POLL = 0.1  # seconds between checks of the stop flag while blocked
 
 
 class Stopped(Exception):
-    """Raised inside a stage whose consumer has gone; never seen outside this module's users."""
+    """Raised inside a stage whose consumer has gone; never leaves this module's users."""
 
 
 def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """The function of each item, in order, by a few threads that stay a few items ahead."""
+    """Yield the function of each item, in order; a few threads work a few items ahead."""
     pool = system().pool(threads)
     ahead: deque[Future[R]] = deque()
     try:
@@ -39,7 +39,7 @@ def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iter
 
 
 class Producer(Generic[T]):
-    """Runs a generator in a thread, at most `depth` items ahead of whoever iterates.
+    """Runs a generator in a thread, at most `depth` items ahead of the consumer.
 
     The generator's exception is raised in the consumer, after the items made before it.
     """
@@ -70,7 +70,7 @@ class Producer(Generic[T]):
         raise Stopped
 
     def _put_last(self, error: BaseException) -> None:
-        # A consumer that has gone did so for a reason of its own, and reports that one.
+        # A consumer that has gone reports its own error.
         with contextlib.suppress(Stopped):
             self._put(error)
 
@@ -90,11 +90,11 @@ class Producer(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Items that are made and not taken."""
+        """The number of items that were produced but not yet taken."""
         return self._queue.qsize()
 
     def close(self) -> None:
-        """Stop the thread; items not taken are dropped."""
+        """Stop the thread and drop the items not yet taken."""
         self._stop.set()
         self._thread.join()
 
@@ -128,7 +128,7 @@ class Consumer(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Items that were put and not taken."""
+        """The number of items that were put but not yet taken."""
         return self._queue.qsize()
 
     def check(self) -> None:
@@ -137,12 +137,12 @@ class Consumer(Generic[T]):
             raise self._error
 
     def close(self) -> None:
-        """Handle what is waiting, end the thread, and raise its error if it failed."""
+        """Handle the waiting items, end the thread, and raise the handler's error if it failed."""
         self._end()
         self.check()
 
     def abandon(self) -> None:
-        """Drop what is waiting and end the thread; for use when another error is being raised."""
+        """Drop the waiting items and end the thread; for use when another error is being raised."""
         self._abandoned.set()
         self._end()
 
@@ -150,6 +150,6 @@ class Consumer(Generic[T]):
         if not self._ending:
             self._queue.put(None)
             self._ending = (
-                True  # after: an interrupted put is tried again; a second None is harmless
+                True  # set afterwards: an interrupted put is retried; a second None is harmless
             )
         self._thread.join()

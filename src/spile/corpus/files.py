@@ -1,4 +1,4 @@
-"""Which files a corpus is, and how each is opened."""
+"""Find the files of a corpus, and open them."""
 
 import gzip
 import logging
@@ -34,22 +34,25 @@ _KINDS = {
     ".bin": "bin",
 }
 _DELIMITERS = {"csv": b",", "tsv": b"\t"}
-_LINES = ("jsonl", "json", "text", *_DELIMITERS)  # which alone are read through gzip and zstd
-_ASIDE = ((".csv", ".tsv"), (".json",), (".bin",))  # in a directory of other kinds
+_LINES = ("jsonl", "json", "text", *_DELIMITERS)  # only these are read through gzip and zstd
+_ASIDE = ((".csv", ".tsv"), (".json",), (".bin",))  # ignored in a directory that holds other kinds
 _COMPUTED = r"cache-.*\.arrow"
 DEMO = Path(__file__).parent / "demo" / "sotu.jsonl.gz"
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """One file; `kind` is parquet, arrow, jsonl, json, csv, tsv, text, bin (a flat array of token
-    ids) or program, `compression` gz, zst or empty."""
+    """One file of a corpus.
+
+    `kind` is parquet, arrow, jsonl, json, csv, tsv, text, bin (a flat array of token ids) or
+    program; `compression` is gz, zst or empty.
+    """
 
     path: AnyPath
     kind: str
     compression: str = ""
-    program: Program | None = None  # where that takes the place of a file
-    identity: str = ""  # where it is known by something else than its bytes
+    program: Program | None = None  # in place of a file
+    identity: str = ""  # if it is not identified by its bytes
 
     @property
     def is_table(self) -> bool:
@@ -61,11 +64,11 @@ class CorpusFile:
 
     @property
     def delimiter(self) -> bytes:
-        """What separates the fields of CSV or TSV."""
+        """The byte that separates the fields of CSV or TSV."""
         return _DELIMITERS[self.kind]
 
     def schema(self) -> Any:
-        """Of a table: the names and types of its columns."""
+        """Return the names and types of a table's columns."""
         return (arrow if self.kind == "arrow" else parquet).schema(self.path)
 
     def groups(
@@ -78,11 +81,11 @@ class CorpusFile:
         also: Sequence[str] = (),
         known: ColumnKinds | None = None,
     ) -> "Iterator[tuple[Span, int]]":
-        """Row groups of Parquet and record batches of Arrow, each a span, and the bytes of each:
-        in Parquet those of the text column, or of some others.
+        """Yield a span and its size in bytes for each row group of Parquet or batch of Arrow.
 
-        Columns to `keep`, and `also` others, must be there; `known`: what those of other files
-        hold, which must be the same.
+        In Parquet the size counts the text column only, or some others. The columns in `keep` and
+        `also` must exist. `known` holds the types of these columns in other files, which must be
+        the same.
         """
         row = 0
         if self.kind == "arrow":
@@ -96,7 +99,7 @@ class CorpusFile:
             row += rows
 
     def open(self) -> BinaryIO:
-        """The decompressed bytes, as a stream."""
+        """Open the file as a stream of decompressed bytes."""
         try:
             if self.compression == "gz":
                 source = self.path if isinstance(self.path, Path) else self.path.open("rb")
@@ -108,14 +111,14 @@ class CorpusFile:
             raise InputError(f"{self.path}: cannot open ({error.strerror or error})") from error
 
     def read(self, stream: BinaryIO, size: int) -> bytes:
-        """Read from a stream of `open`; a damaged file is one clear line."""
+        """Read from a stream of `open`; raise InputError if the file is damaged."""
         try:
             return stream.read(size)
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(f"{self.path}: cannot decompress ({error}); is it whole?") from error
 
     def pieces(self, chunks: Iterator[bytes], whole: int) -> Iterator[JsonPiece]:
-        """Of a JSON array: its elements, those of more than `whole` bytes cut."""
+        """Yield the elements of a JSON array; those of more than `whole` bytes come in pieces."""
         return pieces(str(self.path), chunks, whole)
 
 
@@ -123,13 +126,13 @@ class CorpusFile:
 class Span:
     """Consecutive documents of one file.
 
-    For line files `start` and `stop` are offsets into the decompressed bytes, and `digest` is
-    their hash, taken when the unit table was made and checked at every reading. For Arrow they
-    are where the record batch lies, and its header's hash.
+    In line files `start` and `stop` are offsets into the decompressed bytes, and `digest` is the
+    hash of these bytes, computed for the unit table and checked at every reading. In Arrow they are
+    the place of the record batch, and the hash of its header.
 
     Attributes:
-        before: rows of its row group or record batch that come before the first.
-        doc: the ordinal of its first document, where that does not follow the span before.
+        before: rows of its row group or record batch before the first.
+        doc: the ordinal of its first document, if that does not follow the previous span.
     """
 
     file: int
@@ -142,14 +145,14 @@ class Span:
     doc: int | None = None
 
     def part(self, taken: int, count: int) -> "Span":
-        """Some rows of a row group or record batch."""
+        """Return the span of some rows of a row group or record batch."""
         return replace(self, first=self.first + taken, count=count, before=self.before + taken)
 
 
 def find_files(
     corpus: str, cache: str | None = None, heed: Callable[[], None] = lambda: None
 ) -> list[CorpusFile]:
-    """The files a corpus name stands for, sorted by path.
+    """Return the files a corpus name stands for, sorted by path.
 
     `cache` and `heed` as in `formats/datasets_library.py`.
     """
@@ -172,11 +175,11 @@ def find_files(
             raise InputError(f"--corpus {corpus}: no such file, directory, or match for a glob")
     known = [p for p in candidates if _suffixes(p)[0] in _KINDS]
     if path.is_dir():
-        # Beside other kinds, CSV and JSON files say something about the corpus, and .bin is
-        # anything.
+        # Beside files of other kinds, CSV and JSON files usually describe the corpus, and a .bin
+        # file may hold anything.
         for suffixes in _ASIDE:
             known = [p for p in known if _suffixes(p)[0] not in suffixes] or known
-        # What `datasets` computed from a corpus lies beside it, and would double it.
+        # `datasets` stores computed results beside a corpus; they would double it.
         known = [p for p in known if not re.fullmatch(_COMPUTED, p.name)] or known
     if not known:
         raise InputError(f"--corpus {corpus}: holds no {', '.join(_KINDS)} file (or .gz, .zst)")
@@ -208,9 +211,9 @@ def _classify(path: AnyPath) -> CorpusFile:
 
 
 def lasting(source: str) -> str:
-    """What a corpus or a model is called from any directory, so that --out alone resumes."""
+    """Return a name of a corpus or model that is valid in any directory, for a later resume."""
     if source.startswith(("https://", "http://")):
-        return source.partition("?")[0]  # what follows may be a signature, which is not for others
+        return source.partition("?")[0]  # the rest may be a signature, which is secret
     if is_program(source):
         return str(Program.parse(source))
     if is_built(source):

@@ -1,7 +1,7 @@
-"""Columns that --keep and --filter name, and those that are kept where none is named.
+"""Columns named by --keep and --filter, and those that are kept by default.
 
-What is kept by default is settled once, from the first rows of the first file, and stored in the
-recipe: every worker finds the same, and a dataset that was begun keeps what it was begun with.
+The default is chosen once, from the first rows of the first file, and stored in the recipe: every
+worker uses the same columns, and a dataset keeps those it was begun with.
 """
 
 import json
@@ -21,18 +21,18 @@ from spile.corpus.formats.csv import read_header
 from spile.corpus.formats.parquet import mean_sizes
 from spile.corpus.reader import CorpusReader, ReadOptions
 
-LABEL = 64  # characters of a text that may be one
+LABEL = 64  # longest text of a label, in characters
 _MOST_LABELS = 32
-_MOST_BYTES = 4 * LABEL  # of a value, on average: no page of longer ones is read
-_ALWAYS = ("id", "url")  # whatever they hold
+_MOST_BYTES = 4 * LABEL  # mean size of a value: columns of longer ones are not read
+_ALWAYS = ("id", "url")  # kept by default, whatever their values
 _NONE = "none"
 _SAMPLED_FILES = 4
 _READ_SIZE = 1 << 22
-_KEY_BYTES = 8192  # of a key, more than --filter can name, and the white space after it
+_KEY_BYTES = 8192  # longest key and the white space after it, more than --filter can name
 
 
 def parse_keep(keep: str) -> tuple[str, ...]:
-    """The columns that `--keep` names, sorted: another order makes no other dataset."""
+    """Return the columns that `--keep` names, sorted: their order does not change the dataset."""
     if keep == _NONE:
         return ()
     names = [name.strip() for name in keep.split(",")]
@@ -48,21 +48,21 @@ def parse_keep(keep: str) -> tuple[str, ...]:
 
 
 def keep_spelled(keep: tuple[str, ...]) -> str:
-    """What `parse_keep` reads."""
+    """Return the text that `parse_keep` reads back."""
     return ",".join(keep) or _NONE
 
 
 def _can_be_named(name: str) -> bool:
-    """Whether `--keep` could name it: on resuming, the stored names are read so."""
+    """Return whether `--keep` could name a column: on resuming, the stored names are parsed so."""
     if name in ("", _NONE, *DOCUMENT_COLUMNS):
         return False
     return name == name.strip() and name.isprintable() and "," not in name
 
 
 def refuse_missing_columns(reader: CorpusReader, named: tuple[str, ...]) -> None:
-    """Stop where a column that --keep names is not there, or where no file has one of --filter.
+    """Refuse a missing column of --keep, or a column of --filter that no file has.
 
-    The first rows of a few files say so; every table does when it is cut.
+    The first rows of a few files are checked here; every table is checked when it is cut.
     """
     last = len(reader.files) - 1
     sampled = sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
@@ -87,7 +87,7 @@ def _refuse_missing_of_filter(
 ) -> None:
     known = {name for number in sampled for name in reader.columns_of(number)}
     for column in condition.columns:
-        # A key of few rows may come later: only a corpus without it is refused.
+        # A rare key may occur later, so only a corpus without it is refused.
         if column in known or any(_has_key(file, column, reader.heed) for file in reader.files):
             continue
         more = len(reader.files) - 1
@@ -96,7 +96,7 @@ def _refuse_missing_of_filter(
 
 
 def _has_key(file: CorpusFile, key: str, heed: Callable[[], None]) -> bool:
-    """Whether any object of a JSON file has this key, however deep, or CSV such a column.
+    """Return whether any object of a JSON file has this key, at any depth, or a CSV has the column.
 
     Reads all of the JSON, unparsed.
     """
@@ -105,7 +105,7 @@ def _has_key(file: CorpusFile, key: str, heed: Callable[[], None]) -> bool:
         return header is not None and key in header.columns
     if file.kind not in ("jsonl", "json"):
         return False
-    # (Quotes within a text are escaped, so that none looks like a key.)
+    # (Quotes within a text are escaped, so none looks like a key.)
     spellings = {json.dumps(key, ensure_ascii=ascii).encode() for ascii in (True, False)}
     pattern = re.compile(rb"(?:" + b"|".join(map(re.escape, spellings)) + rb")\s*:")
     tail = b""
@@ -122,7 +122,7 @@ def _has_key(file: CorpusFile, key: str, heed: Callable[[], None]) -> bool:
 def settled_columns(
     keep: str | None, files: list[CorpusFile], text_column: str | None, reading: RowReader | None
 ) -> tuple[str, ...]:
-    """The columns that a recipe keeps, named or not. They depend on the first file alone."""
+    """Return the columns that a recipe keeps, named or by default, from the first file alone."""
     if keep is not None:
         return parse_keep(keep)
     file = files[0]
@@ -139,11 +139,11 @@ def settled_columns(
 
 
 def _short_columns(reader: CorpusReader) -> list[str]:
-    """Those of the first rows whose values are numbers, booleans or short texts, as labels are."""
+    """Return columns whose first values are numbers, booleans or short texts, as labels are."""
     sampled, _ = reader.sample(0, render=False)
     rows = [document.columns for document in sampled.every if document.columns]
     made_of = reader.made_of(0)
-    short: dict[str, bool] = {}  # False: all are missing or empty so far
+    short: dict[str, bool] = {}  # False: all values so far are missing or empty
     long = {name.partition(".")[0] for name in made_of} | made_of
     for row in rows:
         for name, value in row.items():
@@ -159,7 +159,7 @@ def _short_columns(reader: CorpusReader) -> list[str]:
 
 
 def _scalars(file: CorpusFile) -> tuple[str, ...]:
-    """The columns of a table that may hold labels, by their types and, in Parquet, their sizes."""
+    """Return the columns of a table that may be labels, by type and, in Parquet, by size."""
     names = scalar_columns(file.schema())
     if file.kind != "parquet" or not names:
         return names

@@ -1,11 +1,11 @@
-"""Documents into rows of fixed length: a function of the recipe and the unit alone.
+"""Pack documents into rows of fixed length: a function of the recipe and the unit alone.
 
-A document longer than a row becomes several contexts (or loses its tail, by choice). Contexts are
-placed first-fit by decreasing length, so that short ones fill the gaps; each row then holds whole
+A document longer than a row is split into several contexts (or, by choice, truncated). Contexts are
+placed first-fit by decreasing length, so that short ones fill the gaps. Each row then holds whole
 contexts, one after another, and padding only at its end. Tokens are stored in this order.
 
-A filter chooses which of the tokens become stored rows. It never moves anything: packing is that
-of all tokens, but rows without a chosen one are left out, since nothing would be kept of them.
+A filter chooses which tokens become stored rows. It never moves anything: all tokens are packed,
+but rows without a chosen token are left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from spile.corpus.tokenize import TextTokenizer
 
 @dataclass(frozen=True)
 class Batch:
-    """Fixed-shape input of one device step; fields as in `PackedUnit`."""
+    """The fixed-shape input of one device step; fields as in `PackedUnit`."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -28,24 +28,24 @@ class Batch:
     lengths: np.ndarray
     columns: np.ndarray | None
     counts: np.ndarray
-    contexts: int  # at least as many as any of its rows holds
+    contexts: int  # at least the number in any of its rows
 
 
 @dataclass(frozen=True)
 class PackedUnit:
     """A unit ready for the device. Arrays are [rows, seq_len]; segment 0 is padding.
 
-    Documents, contexts and tokens are counted as they were read, kept or not.
+    The counts of documents, contexts and tokens are those before the filter.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
     segments: np.ndarray
     lengths: np.ndarray  # real tokens of each row
-    columns: np.ndarray | None  # [rows, most]: places of kept tokens, then 0; None: all are kept
+    columns: np.ndarray | None  # [rows, most]: positions of kept tokens, then 0; None: all are kept
     counts: np.ndarray  # kept tokens of each row
     index: np.ndarray  # one entry per kept token, in stored order
-    doc_tokens: Mapping[int, int]  # of each document that was read
+    doc_tokens: Mapping[int, int]  # tokens of each document read
     num_contexts: int
     num_tokens: int
 
@@ -55,11 +55,11 @@ class PackedUnit:
 
     @property
     def num_rows(self) -> int:
-        """Stored rows: kept tokens."""
+        """The number of stored rows, which is that of kept tokens."""
         return len(self.index)
 
     def first(self, rows: int) -> "PackedUnit":
-        """The first packed rows alone."""
+        """Return only the first packed rows."""
         cut = replace(
             self,
             tokens=self.tokens[:rows],
@@ -72,7 +72,7 @@ class PackedUnit:
         return replace(cut, index=self.index[: int(cut.counts.sum())])
 
     def run_of(self, part: int, parts: int) -> tuple[int, int]:
-        """Where the stored rows of one of several equal parts begin, and how many there are."""
+        """Return the first stored row of one of several equal parts, and the number of its rows."""
         share = -(-len(self.counts) // parts)
         before = int(self.counts[: part * share].sum())
         return before, int(self.counts[part * share : (part + 1) * share].sum())
@@ -80,11 +80,12 @@ class PackedUnit:
     def batches(
         self, rows: int, fewest: int | None = None, *, parts: int = 1, quantum: int = 1
     ) -> Iterator[Batch]:
-        """Groups of rows; the last is padded with empty ones.
+        """Yield groups of `rows` rows; the last one is padded with empty rows.
 
-        It is halved first as long as it holds what is left, but not below `fewest` rows (`rows`,
-        if not given), and to multiples of `quantum`: each size must be compiled. Of several
-        `parts` of the unit each has its share of every batch: consecutive rows of its own.
+        The last group is first halved while it still holds the rest, but not below `fewest` rows
+        (`rows` by default), and only to multiples of `quantum`, since each size must be compiled.
+        With several `parts`, each part of the unit gets its share of every batch: consecutive rows
+        of its own.
         """
         share, each = -(-len(self.lengths) // parts), rows // parts
         for first in range(0, share, each):
@@ -109,12 +110,12 @@ class PackedUnit:
 
 
 def _rounded_up(contexts: int) -> int:
-    """16, 64, 256, ...: kernels are compiled for a number of contexts, and these are few."""
+    """Round up to 16, 64, 256, ...: kernels are compiled for each number of contexts."""
     return 4 ** max(2, -(-max(1, contexts - 1).bit_length() // 2))
 
 
 def _group(array: np.ndarray, chosen: list[slice], each: int) -> np.ndarray:
-    """The chosen rows, every slice padded to `each` of them."""
+    """Return the chosen rows, each slice padded to `each` rows."""
     parts = [array[rows] for rows in chosen]
     shape = array.shape[1:]
     empty = [np.zeros((each - len(part), *shape), array.dtype) for part in parts]
@@ -122,7 +123,7 @@ def _group(array: np.ndarray, chosen: list[slice], each: int) -> np.ndarray:
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Bins of item numbers; the result depends on the lengths and their order alone."""
+    """Return bins of item numbers, which depend only on the lengths and their order."""
     room = np.empty(len(lengths), np.int64)
     bins: list[list[int]] = []
     for item in np.argsort(-lengths, kind="stable"):
@@ -149,10 +150,10 @@ def pack_unit(
     rows: RowFilter | None = None,
     roles: Sequence[np.ndarray] = (),
 ) -> PackedUnit:
-    """Cut documents into contexts, place those in rows, and index every token that is kept.
+    """Cut documents into contexts, place the contexts in rows, and index every kept token.
 
     Args:
-        roles: flags of each document's tokens; none at all where nobody in particular speaks.
+        roles: flags of each document's tokens; empty if the documents have no speakers.
     """
     contexts: list[tuple[int, int, np.ndarray]] = []  # document, offset of its first token, tokens
     ends: list[int] = []  # flags of each context's last token
@@ -214,17 +215,17 @@ def pack_unit(
 
 
 def bucket(n: int, seq_len: int) -> int:
-    """`n` rounded up, by less than a quarter, so that few shapes are ever compiled."""
+    """Round `n` up by less than a quarter, so that few shapes are compiled."""
     step = 1 << max(0, n.bit_length() - 3)
     return max(1, min(-(-n // step) * step, seq_len))
 
 
 def _filtered(unit: PackedUnit, mask: np.ndarray) -> PackedUnit:
-    """What is left of an unfiltered unit when entries of its index are dropped."""
+    """Drop entries of the index of an unfiltered unit."""
     if mask.all():
         return unit
     kept = np.zeros(unit.tokens.shape, np.bool_)
-    kept[unit.segments > 0] = mask  # both are in the order of rows, then of places within a row
+    kept[unit.segments > 0] = mask  # both are ordered by row, then by position in the row
     counts = kept.sum(axis=1, dtype=np.int32)
     full = counts > 0
     kept, counts = kept[full], counts[full]

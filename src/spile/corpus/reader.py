@@ -1,6 +1,6 @@
-"""The documents of a range of a file, each with all that belongs to it in one record.
+"""Read the documents of a range of a file, one record each.
 
-A document's ordinal counts every row or line of the corpus, usable or not, so that it can be known
+A document's ordinal counts every row or line of the corpus, usable or not, so that it is known
 without parsing. Documents that cannot be used (empty, null, not UTF-8) are counted by reason.
 """
 
@@ -40,22 +40,22 @@ _READ_SIZE = 1 << 22
 _SAMPLE_BYTES = 1 << 18
 _SAMPLE_ROWS = 256
 _LINES = ("jsonl", "text")
-_LONGEST_LINE = 1 << 20  # bytes of a sample that is one line
+_LONGEST_LINE = 1 << 20  # longest line to read for a sample, in bytes
 DUPLICATE = "duplicate"
-MOST_CHARACTERS = 1 << 28  # kept of the documents of a unit
+MOST_CHARACTERS = 1 << 28  # limit on the kept characters of a unit's documents
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What of a corpus is read, and how.
+    """What to read of a corpus, and how.
 
     Attributes:
-        text_column: the column of the text; the usual names are tried if there is none.
-        text_documents: what a document of a text file is: `line`, `paragraph` or `file`.
-        keep: columns that are kept of each document.
-        preview: how many characters of the text are kept of each document.
-        cut_every_mark: whether U+FEFF before any text is taken for a byte-order mark, and not only
-            at the start of a file.
+        text_column: the column of the text; None: try the usual names.
+        text_documents: the document of a text file: `line` or `file`.
+        keep: columns to keep of each document.
+        preview: how many characters of each text to keep.
+        cut_every_mark: whether U+FEFF before any text is a byte-order mark, and not only at the
+            start of a file.
     """
 
     text_column: str | None = None
@@ -81,17 +81,17 @@ class CorpusReader:
         heed: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
-        reading: makes documents of rows that are not plain texts.
-        processes: how many render chats, apart from this one.
-        heed: is called now and then while chats are rendered, and may raise to end that.
+        reading: makes documents from rows that are not plain texts.
+        processes: number of processes that render chats, besides this one.
+        heed: called now and then while chats are rendered; may raise to stop waiting.
         """
         self.files = files
         self.options = options = options or ReadOptions()
         self.heed = heed
         self._reading = reading
         self._streams = Streams(files)
-        self._headers: dict[CorpusFile, CsvHeader | None] = {}  # of CSV
-        self._source: ProgramSource | None = None  # of a program, of which a corpus has just one
+        self._headers: dict[CorpusFile, CsvHeader | None] = {}  # of CSV files
+        self._source: ProgramSource | None = None  # the program, if the corpus is one
         template = template_of(reading)
         self._pool = RenderPool(template, processes, heed=heed) if template else None
         if reading or options.filter:
@@ -111,7 +111,7 @@ class CorpusReader:
     def read(
         self, spans: tuple[Span, ...], first_ordinal: int, skip: Collection[int] = ()
     ) -> Documents:
-        """All documents of some spans, in order; those to `skip` are duplicates, and left out."""
+        """Return all documents of some spans, in order; those in `skip` count as duplicates."""
         options, found = self.options, list[CorpusDocument]()
         ordinal, repeated, characters = first_ordinal, {*skip}, 0
         for span in spans:
@@ -119,7 +119,7 @@ class CorpusReader:
             stop = ordinal + span.count
             for document in self._documents(span):
                 if ordinal == stop:
-                    continue  # the span was cut short; its bytes are still to be compared
+                    continue  # the span was cut short; its remaining bytes must still be hashed
                 document.ordinal = ordinal
                 document.keep(options.keep, options.preview)
                 if document.skipped is None and (reason := self._refusal(document, repeated)):
@@ -143,7 +143,7 @@ class CorpusReader:
         return Documents(found, options.keep)
 
     def _refusal(self, document: CorpusDocument, repeated: Collection[int]) -> str:
-        """Why a document is left out by its size or its content; empty if it is not."""
+        """Return why a document is refused by its size or its content; empty if it is not."""
         size = len(document.text) if document.ids is None else document.ids.nbytes
         if (
             size > self.options.max_doc_bytes // 4
@@ -157,11 +157,11 @@ class CorpusReader:
         return DUPLICATE if document.ordinal in repeated else ""
 
     def sample(self, file: int, *, render: bool = True) -> tuple[Documents, int]:
-        """Documents from a file's head, and the bytes they took in the file's own measure
-        (those of the columns in Parquet, of the rows elsewhere).
+        """Return documents from a file's head, and their size in bytes in the file.
 
-        What a hash would leave out is in it: it is about size. Chats are made into texts only if
-        it is to `render` them.
+        The size counts the columns in Parquet, and the rows elsewhere. The sample includes
+        documents that a hash would exclude, since it serves to estimate sizes. Chats become texts
+        only with `render`.
         """
         source = self.files[file]
         if source.program:
@@ -183,7 +183,7 @@ class CorpusReader:
             if source.is_csv:
                 return self._sample_of_csv(source, data, stream, render)
             whole = self._is_whole(source)
-            # A first line longer than the sample is read to its end, within reason.
+            # A first line longer than the sample is read to its end, up to a limit.
             while b"\n" not in data and len(data) < _LONGEST_LINE and not whole:
                 more = source.read(stream, _SAMPLE_BYTES) if source.kind in _LINES else b""
                 if not more:
@@ -193,7 +193,7 @@ class CorpusReader:
                 first = source.pieces(
                     chain([data], iter(partial(source.read, stream, _READ_SIZE), b"")), _READ_SIZE
                 )
-                # (One that comes in pieces teaches nothing, and may be the rest of the file.)
+                # (An element in pieces is not representative, and may be the rest of the file.)
                 some = list(takewhile(lambda piece: piece.ends, islice(first, _SAMPLE_ROWS)))
                 rows = [piece.data for piece in some]
                 size = some[-1].stop if some else 0
@@ -203,7 +203,7 @@ class CorpusReader:
         if source.kind == "bin":
             return self._collected(self._of_array(source, [data], 0, 0)), len(data)
         if len(data) >= (_SAMPLE_BYTES if whole or b"\n" in data else _LONGEST_LINE):
-            data = data[: data.rfind(b"\n") + 1]  # what follows is a part of a line
+            data = data[: data.rfind(b"\n") + 1]  # the rest is a partial line
         lines = [data] if whole else data.split(b"\n")[: count_lines(data)]
         found = self._collected(self._rendered(self._parsed(source, lines, 0), render))
         if source.kind == "jsonl":
@@ -213,7 +213,7 @@ class CorpusReader:
     def _sample_of_csv(
         self, source: CorpusFile, data: bytes, stream: BinaryIO, render: bool
     ) -> tuple[Documents, int]:
-        """From the bytes that a file begins with; the stream goes on behind them."""
+        """Return a sample from the first bytes of a file; the stream continues after them."""
         header = self._header(source)
         if header is None:
             return Documents([]), 0
@@ -230,16 +230,16 @@ class CorpusReader:
                 data += more
                 ends = RecordEnds(source.delimiter)
             stop = found[-1] if found else header.stop
-            if len(data) < _SAMPLE_BYTES:  # all of the file
+            if len(data) < _SAMPLE_BYTES:  # the whole file
                 stop = len(data)
             rows = records([data[header.stop : stop]], source.delimiter, len(data), header.stop)
             documents = self._collected(self._rendered(self._of_csv(source, rows, 0), render))
         return documents, stop - header.stop
 
     def times_longer(self, file: int, taken: int) -> float:
-        """How many times longer the document is that a text file makes up than `taken` bytes of it.
+        """Return the ratio of a whole text file, read as one document, to `taken` bytes of it.
 
-        1 where files hold several documents, or nobody knows before they are decompressed.
+        It is 1 if files hold several documents, or if the file is compressed.
         """
         source = self.files[file]
         if not self._is_whole(source) or source.compression or not taken:
@@ -247,7 +247,7 @@ class CorpusReader:
         return max(1.0, size_of(source.path) / taken)
 
     def columns_of(self, file: int) -> list[str]:
-        """The columns of a file; where rows have keys, those of its first rows."""
+        """Return the columns of a file; if rows have keys, those of its first rows."""
         source = self.files[file]
         if source.is_table:
             return source.schema().names
@@ -259,7 +259,7 @@ class CorpusReader:
         return [*dict.fromkeys(name for row in rows for name in row)]
 
     def made_of(self, file: int) -> set[str]:
-        """The columns of a file that documents are made of."""
+        """Return the columns that documents are made from."""
         source, wanted = self.files[file], self.options.text_column
         if self._reading:
             return {*self._reading.columns}
@@ -279,15 +279,15 @@ class CorpusReader:
         return Documents(found)
 
     def _own_columns(self) -> tuple[str, ...]:
-        """What documents are made of; if nothing is named, the text column, found in each file."""
+        """Return the columns documents are made from; empty for the text column of each file."""
         return self._reading.columns if self._reading else ()
 
     def _columns(self) -> tuple[str, ...]:
-        """What is read of a row."""
+        """Return the columns to read of a row."""
         return (*self._own_columns(), *(self.options.filter.columns if self.options.filter else ()))
 
     def _refuse_without_key(self, source: CorpusFile, sampled: Documents) -> None:
-        """A key that no sampled record has is a wrong column, not a corpus of nulls."""
+        """Refuse a key that no sampled record has: it is a wrong column, not a corpus of nulls."""
         if sampled.usable or not sampled.skipped["null"]:
             return
         columns = self._reading.columns if self._reading else (self.options.text_column or "text",)
@@ -309,7 +309,7 @@ class CorpusReader:
     # -- from a file's rows to documents -----------------------------------------------------
 
     def _documents(self, span: Span) -> Iterator[CorpusDocument]:
-        """With all columns of their rows, before any is left out by its content."""
+        """Yield documents with all columns of their rows, before selection by content."""
         source = self.files[span.file]
         if source.program:
             wanted = Range(span.first, span.count, span.stop, span.digest)
@@ -335,7 +335,7 @@ class CorpusReader:
     def _rendered(
         self, found: Iterable[CorpusDocument], render: bool = True
     ) -> Iterator[CorpusDocument]:
-        """With texts made of those that are still rows; of chats by other processes."""
+        """Make texts from rows; chats are rendered by other processes."""
         if self._reading is None:
             return iter(found)
         made = map(self._made, found)
@@ -428,7 +428,7 @@ class CorpusReader:
     def _of_csv(
         self, source: CorpusFile, rows: Iterable[tuple[int, bytes | None]], first: int
     ) -> Iterator[CorpusDocument]:
-        """Documents of records, each with its offset in the file."""
+        """Yield documents from records, each given with its offset in the file."""
         header = self._header(source)
         assert header
         text = None if self._reading else header.text_column(source, self.options.text_column)
@@ -451,7 +451,7 @@ class CorpusReader:
         offset: int,
         text: str | None,
     ) -> CorpusDocument:
-        """`text`: the column of the text, where the document is one."""
+        """Make a document from a record; `text` is the text column, if it holds a plain text."""
         try:
             record = row.decode("utf-8")
         except UnicodeDecodeError:
@@ -467,7 +467,7 @@ class CorpusReader:
     def _of_row(
         self, where: str, row: Mapping[str, Any], *, untyped: bool = False
     ) -> CorpusDocument:
-        """A row that is to be rendered is left as it is; `untyped`: all its values are texts."""
+        """Filter a row, which may still need rendering; `untyped`: all its values are texts."""
         if self.options.filter and not self.options.filter.matches(row, untyped=untyped):
             return CorpusDocument(skipped=FILTERED)
         if self._reading is None:
@@ -480,7 +480,7 @@ class CorpusReader:
     def _parsed(
         self, source: CorpusFile, rows: Iterable[bytes | None], first: int
     ) -> Iterator[CorpusDocument]:
-        """Documents of lines, or of the elements of a JSON array."""
+        """Yield documents from lines, or from the elements of a JSON array."""
         for number, row in enumerate(rows, first + 1):
             if row is None or len(row) > self.options.max_doc_bytes:
                 yield CorpusDocument(skipped=TOO_LARGE)
@@ -496,7 +496,7 @@ class CorpusReader:
             return CorpusDocument(skipped="empty")
         where = f"{source.path} {'line' if source.kind == 'jsonl' else 'element'} {number}"
         try:
-            # (Of one of several files that were joined: before a row, it belongs to no text.)
+            # (Files that were joined leave marks; one before a row belongs to no text.)
             record = json.loads(row.decode("utf-8").removeprefix("\ufeff"))
         except UnicodeDecodeError:
             return CorpusDocument(skipped="not UTF-8")

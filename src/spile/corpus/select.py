@@ -1,9 +1,9 @@
-"""Which documents are read, by their own hash and their length. No order matters.
+"""Select documents by their hash and their length, independently of their order.
 
-(By their columns: `DocumentFilter` of `core/expressions.py`.)
+(`DocumentFilter` in `core/expressions.py` selects by columns.)
 
-Every rule looks at one document alone, so that it is the same wherever and whenever it is read;
-what is left out is counted by reason.
+Every rule looks at one document alone, so the result is the same wherever and whenever it is read.
+Excluded documents are counted by reason.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _SCALE = 1 << 64
 
 @dataclass(frozen=True)
 class Selection:
-    """The rules of a recipe."""
+    """The selection rules of a recipe."""
 
     fraction: float | None = None
     holdout: float | None = None
@@ -31,18 +31,18 @@ class Selection:
 
     @property
     def share(self) -> float:
-        """Of the documents, that hashes leave."""
+        """The share of documents that the hash rules keep."""
         held = self.holdout or 0.0
         rest = held if self.part == "holdout" else 1 - held
         return (self.fraction or 1.0) * rest
 
     @property
     def by_hash(self) -> bool:
-        """Whether what documents hold decides."""
+        """Whether any rule depends on the contents of documents."""
         return self.fraction is not None or self.holdout is not None
 
     def refuses_content(self, content: bytes) -> str:
-        """Why a document is left out; empty if it is not."""
+        """Return why a document is excluded; empty if it is not."""
         if self.fraction is not None and _share_of(content, "fraction") >= self.fraction:
             return "beyond --fraction"
         if self.holdout is not None:
@@ -68,5 +68,5 @@ def selection_of(recipe: ResolvedRecipe) -> Selection:
 
 
 def _share_of(content: bytes, rule: str) -> float:
-    """A number from 0 to 1 that is a document's own, and another for each rule."""
+    """Return a number from 0 to 1, determined by the document and the rule."""
     return xxhash.xxh3_64_intdigest(rule.encode() + b"\0" + content) / _SCALE

@@ -1,4 +1,4 @@
-"""Text to token ids, by the model's own tokenizer (the Rust library, batched)."""
+"""Convert text to token ids with the model's own tokenizer (the Rust library, batched)."""
 
 import os
 from collections.abc import Sequence
@@ -12,33 +12,35 @@ from spile.core.index import BOS, EOS, ROLES, SPECIAL
 from spile.corpus.documents import Documents
 from spile.objects.paths import AnyPath, read_json
 
-# Where `tokenizer_config.json` names special tokens, beside the keys that end in `_token`.
+# Keys of `tokenizer_config.json` that name special tokens, besides those that end in `_token`.
 _SPECIALS = (
     "additional_special_tokens",
     "extra_special_tokens",
     "model_specific_special_tokens",
 )
-_MOST_IDS = 1 << 24  # of a vocabulary
+_MOST_IDS = 1 << 24  # most ids in a vocabulary
 
 
 def use_threads(asked: int | None) -> None:
-    """How many threads the tokenizer may use, else all cores but one; must precede the first batch
-    of a process."""
+    """Set how many threads the tokenizer may use; all cores but one by default.
+
+    This must precede the first batch of a process.
+    """
     count = asked or max(1, (os.cpu_count() or 1) - 1)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(count)
 
 
 class TextTokenizer:
-    """A model's tokenizer under one policy of special tokens."""
+    """A model's tokenizer with one policy for special tokens."""
 
     def __init__(
         self, directory: AnyPath, special_tokens: str, *, marks_named_specials: bool = True
     ) -> None:
         """Args:
-        special_tokens: `tokenizer`, `bos` or `none`: which are added to each text.
-        marks_named_specials: whether `flags` marks the special tokens that the tokenizer names or
-            adds, too, and not only those that it lists as added and special.
+        special_tokens: `tokenizer`, `bos` or `none`: the special tokens to add to each text.
+        marks_named_specials: whether `flags` also marks the special tokens that the tokenizer names
+            or inserts, and not only those that it lists as added and special.
         """
         path = directory / "tokenizer.json"
         try:
@@ -47,7 +49,7 @@ class TextTokenizer:
             raise
         except Exception as error:  # the Rust library raises bare Exception
             raise InputError(f"{path}: not a usable tokenizer ({error})") from error
-        # A saved tokenizer may carry the length limits of whoever saved it.
+        # A saved tokenizer may contain the length limits of whoever saved it.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = read_json(directory / "tokenizer_config.json", missing_ok=True)
@@ -58,7 +60,7 @@ class TextTokenizer:
         if special_tokens == "bos" and self.bos is None:
             raise ConfigError("--special-tokens bos: this model's tokenizer has no BOS token")
         added = self._tokenizer.get_added_tokens_decoder()
-        self._size = self.max_id + 1  # any id beyond the vocabulary has the flags of this one: none
+        self._size = self.max_id + 1  # ids beyond the vocabulary use this entry, which has no flags
         inserted = self._inserted()
         for fault, token in (("has", self.max_id), ("puts around texts", max(inserted, default=0))):
             if token >= (_MOST_IDS if fault == "has" else self._size):
@@ -73,7 +75,7 @@ class TextTokenizer:
                 self._flags[token] = (self._flags[token] & ~np.uint16(SPECIAL)) | flag
 
     def _named(self, settings: dict[str, Any]) -> set[int]:
-        """Tokens that `tokenizer_config.json` calls special, whether or not they were added."""
+        """Return the tokens that `tokenizer_config.json` calls special, added or not."""
         names: list[Any] = [each for key, each in settings.items() if key.endswith("_token")]
         for more in map(settings.get, _SPECIALS):
             if isinstance(more, dict | list):
@@ -83,12 +85,12 @@ class TextTokenizer:
         return {token for token in found if token is not None}
 
     def _inserted(self) -> set[int]:
-        """Tokens that the tokenizer puts around any text."""
+        """Return the tokens that the tokenizer inserts around any text."""
         made = self._tokenizer.encode("")
         return {token for token, new in zip(made.ids, made.special_tokens_mask, strict=True) if new}
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids of each text, as int32."""
+        """Return the token ids of each text, as int32."""
         encodings = self._tokenizer.encode_batch_fast(
             texts, add_special_tokens=self._policy == "tokenizer"
         )
@@ -101,11 +103,11 @@ class TextTokenizer:
     def encode_roles(
         self, texts: list[str], roles: Sequence[Sequence[tuple[int, int, int]]]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Token ids of each text, and the flags of whoever said them.
+        """Return the token ids of each text, and the flag of each token's speaker.
 
-        A token is of whom its characters are: one that the assistant and others share is the
-        assistant's (so HF transformers has it), any other of whom its first character is that is
-        anyone's. The ranges follow one another without gaps.
+        A token belongs to the speaker of its characters. A token shared with the assistant is the
+        assistant's, as in HF transformers; any other shared token belongs to the speaker of its
+        first character that has one. The ranges follow one another without gaps.
         """
         ids: list[np.ndarray] = []
         flags: list[np.ndarray] = []
@@ -134,7 +136,7 @@ class TextTokenizer:
         return sum(len(tokens) for tokens in self.encode(texts))
 
     def flags(self, token_ids: np.ndarray) -> np.ndarray:
-        """bos, eos and special bits of each token."""
+        """Return the bos, eos and special bits of each token."""
         return self._flags[np.minimum(token_ids, self._size)]
 
     @property
@@ -153,7 +155,7 @@ class TextTokenizer:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token that a config names, by itself or with how it is matched."""
+    """Return the text of a token in a config, which may be a string or an object."""
     content = cast(dict[str, Any], token).get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
@@ -161,9 +163,9 @@ def _content(token: Any) -> str | None:
 def tokenize(
     tokenizer: TextTokenizer, documents: Documents
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Token ids of each usable document; and the flags of its tokens, where it matters who speaks.
+    """Return the token ids of each usable document, and the flags of its tokens if it has roles.
 
-    Documents that came as token ids are taken as they are.
+    Documents that came as token ids are returned unchanged.
     """
     if documents.ids:
         return documents.ids, []

@@ -1,14 +1,14 @@
-"""The corpus cut into units: made once, stored, and read by everyone afterwards.
+"""The corpus cut into units: the table is made once, stored, and then read by every worker.
 
-Parquet files are cut from their footers alone, Arrow's from the headers of their record batches.
-Line files (JSONL, CSV, text) and flat arrays of token ids take one streaming pass that finds where
-documents end and hashes each unit's bytes; the table records both, so that no other machine
-repeats the pass and every later reading can be checked.
+Parquet files are cut by their footers alone, and Arrow files by the headers of their record
+batches. Line files (JSONL, CSV, text) and flat arrays of token ids take one streaming pass that
+finds the ends of documents and hashes each unit's bytes. The table records both, so that no other
+machine repeats the pass and every later reading can be checked.
 
-Units keep the corpus's order, or a seed draws one. A drawn order moves whole units: each keeps its
-documents and their ordinals, and the first few are a sample of the corpus. Compressed files can
-only be read forward: the units of a large one stay together, so that whoever takes them one after
-another decompresses it once.
+Units keep the corpus's order, or are permuted by a seed. The permutation moves whole units: each
+keeps its documents and their ordinals, and the first few units are a sample of the corpus.
+Compressed files can only be read forward, so the units of a large one stay together: a worker that
+takes them in order decompresses the file once.
 """
 
 import itertools
@@ -34,8 +34,8 @@ from spile.objects.paths import size_of
 _CHUNK = 1 << 23
 _HEAD = 1 << 16
 _SAMPLED_FILES = 4
-_TOKENS_PER_BYTE = 0.25  # where a sample teaches nothing
-_QUICKLY = 64 << 20  # bytes that are decompressed in about a second
+_TOKENS_PER_BYTE = 0.25  # if a sample teaches nothing
+_QUICKLY = 64 << 20  # bytes that decompress in about a second
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Unit:
     """A fixed range of the corpus: the atom of work. May span several small files."""
 
     id: int
-    first_doc: int  # its ordinal in the corpus; the others follow
+    first_doc: int  # the ordinal in the corpus of its first document
     num_docs: int
-    tokens: int  # an estimate; the exact count is settled by tokenizing the unit
+    tokens: int  # an estimate; tokenizing the unit gives the exact count
     spans: tuple[Span, ...]
-    skip: tuple[int, ...] = ()  # documents whose text came before
+    skip: tuple[int, ...] = ()  # documents whose text occurred before
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,7 +64,7 @@ class Unit:
 
 
 def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], int]) -> float:
-    """Estimated from the heads of a few files, spread evenly over the corpus."""
+    """Estimate from the heads of a few files, spread evenly over the corpus."""
     texts: list[str] = []
     size = tokens = 0
     unreadable = 0
@@ -84,30 +84,30 @@ def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], in
 
 
 def sampled_files(reader: CorpusReader) -> list[int]:
-    """The files whose heads stand for the corpus: a few, spread evenly over it."""
+    """Return the files to sample: a few, spread evenly over the corpus."""
     last = len(reader.files) - 1
     return sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutOptions:
-    """How a corpus is cut into units.
+    """How to cut a corpus into units.
 
     Attributes:
-        unit_tokens: how many tokens a unit has, about.
+        unit_tokens: approximate tokens in a unit.
         density: tokens per byte.
-        read: the share of tokens that the model reads: others are cut from long documents, or are
-            of documents that are too short or too long. Units are no larger for it, since their
-            texts are held whole.
+        read: the share of tokens that the model reads; the others are truncated, or belong to
+            documents that are too short or too long. Units do not grow with it, since their texts
+            are held whole.
         text_column: the column of texts; None: the one that can be nothing else.
-        text_documents: whether a text file holds a document on each `line`, or is one (`file`).
-        columns: those that documents are made of, where they are not plain texts.
-        filtered: others that are looked at.
-        keep: others that must be there, to be kept.
-        flat: how token ids lie in .bin files.
-        max_docs: documents to cut, at most.
-        max_tokens: tokens, about; the last unit is whole.
-        shuffle: a seed. The whole corpus is cut then, before anything is chosen.
+        text_documents: whether a document of a text file is a `line` or the whole `file`.
+        columns: the columns documents are made from, if they are not plain texts.
+        filtered: other columns that the filter reads.
+        keep: other columns that must exist, to be kept.
+        flat: the layout of token ids in .bin files.
+        max_docs: the most documents to cut.
+        max_tokens: approximate limit on tokens; the last unit is whole.
+        shuffle: a seed. The whole corpus is then cut before anything is chosen.
     """
 
     unit_tokens: int
@@ -133,8 +133,8 @@ def make_units(
     """Cut the corpus. The result depends on the files and the options alone.
 
     Args:
-        program: opened, where the corpus is one.
-        heed: is called for every file and every few megabytes, and may raise to stop the pass.
+        program: the opened program, if the corpus is one.
+        heed: called for every file and every few megabytes; may raise to stop the pass.
     """
     seed = options.shuffle
     if seed is not None:
@@ -157,7 +157,7 @@ def make_units(
         if builder.full:
             break
         if forward[number] and builder.closed > before:
-            builder.close()  # else its last unit would tie the next file to it
+            builder.close()  # otherwise its last unit would tie the next file to it
     units = builder.finish(options.density * options.read)
     if seed is not None:
         chosen = first_documents(shuffled(units, seed, forward), options.max_docs, program)
@@ -174,7 +174,7 @@ def make_units(
 def without_duplicates(
     units: list[Unit], reader: CorpusReader, heed: Callable[[], None] = lambda: None
 ) -> list[Unit]:
-    """Units that know which of their documents have a text that came before."""
+    """Return units that list the documents whose text occurred before."""
     hashes: list[np.ndarray] = []
     ordinals: list[list[int]] = []
     for unit in units:
@@ -195,7 +195,7 @@ def without_duplicates(
 
 
 class _Builder:
-    """Collects spans until a unit's bytes are reached."""
+    """Collects spans until a unit has enough bytes."""
 
     def __init__(self, unit_bytes: int, max_docs: int | None) -> None:
         self.unit_bytes, self.max_docs = unit_bytes, max_docs
@@ -228,7 +228,7 @@ class _Builder:
 
     @property
     def closed(self) -> int:
-        """Units that are whole."""
+        """The number of finished units."""
         return len(self._done)
 
     def close(self) -> None:
@@ -292,7 +292,7 @@ def _cut_table(
 
 
 def _check_head(file: CorpusFile, columns: Sequence[str], known: ColumnKinds) -> None:
-    """Compare what the first row of JSON holds with the files before; any fault is found later."""
+    """Check the types in the first row of JSON against earlier files; ignore parse errors."""
     with file.open() as stream:
         data = file.read(stream, _HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
     try:
@@ -315,7 +315,7 @@ def _cut_csv(
     options: CutOptions,
     heed: Callable[[], None],
 ) -> None:
-    """One pass over the records after the first, which names the columns."""
+    """Cut the records after the header, in one pass."""
     header = read_header(file)
     if header is None:
         return
@@ -332,7 +332,7 @@ def _cut_csv(
 
 
 def _after(chunks: Iterable[bytes], start: int) -> Iterator[bytes]:
-    """The bytes from an offset on."""
+    """Yield the bytes from an offset on."""
     for data in chunks:
         if start < len(data):
             yield data[start:]
@@ -354,11 +354,11 @@ def _cut_bytes(
     ends_in: Callable[[bytes, int], np.ndarray],
     begin: int = 0,
 ) -> None:
-    """One pass over a file, of which pieces and their places tell where documents end.
+    """Cut a file in one pass; `ends_in` finds the ends of documents in a piece at an offset.
 
     The first piece is at the byte `begin`.
     """
-    start = position = ended = begin  # of the span being collected: byte, byte reached
+    start = position = ended = begin  # start of the collected span; byte reached; last document end
     first = documents = 0
     digest = xxhash.xxh3_128()
 
@@ -370,7 +370,7 @@ def _cut_bytes(
     for data in chunks:
         ends = ends_in(data, position)
         ended = int(ends[-1]) if len(ends) else ended
-        used, taken = 0, 0  # of this chunk: bytes hashed, ends passed
+        used, taken = 0, 0  # bytes hashed and ends passed in this chunk
         while taken < len(ends) and not builder.full:
             by_size = int(np.searchsorted(ends, start + builder.room, side="left")) + 1
             by_docs = taken + builder.docs_left - documents
@@ -397,8 +397,8 @@ def _cut_bytes(
 def _cut_elements(
     builder: _Builder, number: int, file: CorpusFile, heed: Callable[[], None]
 ) -> None:
-    """One pass over a JSON array."""
-    first = count = start = stop = 0  # of the span being collected
+    """Cut a JSON array, in one pass."""
+    first = count = start = stop = 0  # the span being collected
     digest, begins = xxhash.xxh3_128(), True
     for piece in file.pieces(_chunks(file, heed), _CHUNK):
         if begins and not count:
@@ -431,7 +431,7 @@ def _chunks(file: CorpusFile, heed: Callable[[], None]) -> Iterator[bytes]:
 
 
 def is_forward(file: CorpusFile) -> bool:
-    """Whether a file's units stay together, in their order."""
+    """Return whether a file's units stay together, in their order."""
     return bool(file.compression) and size_of(file.path) > _QUICKLY
 
 
@@ -444,7 +444,7 @@ def refuse_iterator(program: ProgramSource | None) -> None:
 
 
 def shuffled(units: Sequence[Unit], seed: int, forward: Sequence[bool]) -> list[Unit]:
-    """In an order that is the seed's; `forward`: of each file, whether its units stay together."""
+    """Return the units, permuted by the seed; `forward` says which files' units stay together."""
     groups: list[list[Unit]] = [[unit] for unit in units[:1]]
     for before, unit in pairwise(units):
         if before.spans[-1].file == unit.spans[0].file and forward[unit.spans[0].file]:
@@ -457,7 +457,7 @@ def shuffled(units: Sequence[Unit], seed: int, forward: Sequence[bool]) -> list[
             "decompress it, or cut it into several"
         )
 
-    # By hashes alone: the same for every version of Python and of its random numbers.
+    # By hashes alone: the same for every version of Python and its `random`.
     def drawn(group: list[Unit]) -> tuple[int, int]:
         first = group[0].first_doc
         return xxhash.xxh3_64_intdigest(f"{seed} {first}".encode()), first
@@ -468,7 +468,7 @@ def shuffled(units: Sequence[Unit], seed: int, forward: Sequence[bool]) -> list[
 def first_documents(
     units: Sequence[Unit], count: int | None, program: ProgramSource | None
 ) -> Iterator[Unit]:
-    """Units until there are so many documents; the last may be cut short."""
+    """Yield units until there are `count` documents; the last unit may be cut short."""
     for unit in units:
         if count is not None and unit.num_docs > count:
             if count:

@@ -2,23 +2,23 @@
 
     units.json               the unit table: resolved recipe, taps, files, units
     model.json               full hashes of the weights, from the first worker's loading
-    scales.json              int8 alone: each channel's scale, measured by the first worker
+    scales.json              int8 only: the scale of each channel, measured by the first worker
     attempts/UNIT/ATTEMPT/   TAP.N.safetensors (or .zst: `compression.py`), index.safetensors,
                              statistics.safetensors, documents.safetensors (`documents.py`);
-                             of other processes, TAP.PART.N.safetensors
+                             from other processes, TAP.PART.N.safetensors
     done/UNIT.json           the done record: the unit exists, and these are its shards
-    manifest.json            derived from the done records, once all are there
-    prediction.json          what the first worker expected; beside what came, for people alone
+    manifest.json            derived from the done records, once all exist
+    prediction.json          the estimates of the first worker, for people only
     check.json               the last comparison with HF transformers (`spile check`)
-    signature-v1.sha256      SHA-256 of the table, all units and what their rows depend on
+    signature-v1.sha256      SHA-256 of the table, all units and the records their rows need
     signature-v1.sha256.sig  the signature of that list, by `spile sign`
-    workers/NAME.json        heartbeats; nothing depends on them
-    scratch/                 rows between two passes of `spile shuffle`, until it is done
+    workers/NAME.json        heartbeats; correctness does not need them
+    scratch/                 rows between two passes of `spile shuffle`, until it ends
     damaged/TOKEN/KEY        a record that `spile verify --repair` moved aside, until `gc`
 
-A record is JSON in one canonical spelling, with its own checksum: any changed byte is noticed. A
-stranger can compute that too, so what a record says is checked as well: names stay inside the
-store, no number is beyond what could be stored, and nothing is nested deeply.
+A record is canonical JSON with its own checksum, so that any changed byte is noticed. An attacker
+can compute that too, so the contents of a record are checked as well: names must stay inside the
+store, numbers must be within what could be stored, and nesting is limited.
 """
 
 import json
@@ -53,14 +53,14 @@ DAMAGED = "damaged/"
 
 COMPRESSED = ".zst"
 SCALE_DTYPE = np.dtype(np.float32)
-MADE_WHEN = ("finished_at", "seconds")  # of `made_by`: the maker's clock, for charts alone
+MADE_WHEN = ("finished_at", "seconds")  # in `made_by`, by the maker's clock, for charts only
 BESIDE = ("index", "statistics", "documents_table")  # the files of a unit that are not shards
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 _MOST = 1 << 56  # rows, documents or bytes
 _MOST_AMOUNT = 1e18  # seconds, tokens a second, sums
 _MAX_AXES = 8
-_MAX_WIDTH = 1 << 28  # values of one row: attention over a million tokens by 64 heads fits
+_MAX_WIDTH = 1 << 28  # most values in one row: attention over a million tokens by 64 heads fits
 _NOT_A_RECORD = {
     "syntax": "is not JSON (damaged or truncated)",
     "depth": "is nested too deeply for a record",
@@ -79,14 +79,14 @@ def attempt_prefix(unit: int, attempt: str) -> str:
 def shard_key(
     unit: int, attempt: str, tap: str, number: int, *, part: int = 0, compressed: bool = False
 ) -> str:
-    """`part`: of the unit, where several processes write it."""
+    """Return the key of a shard; `part` is the number of the process, if several write the unit."""
     label = f"{part}.{number:05d}" if part else f"{number:05d}"
     name = f"{attempt_prefix(unit, attempt)}{tap}.{label}.safetensors"
     return name + COMPRESSED if compressed else name
 
 
 def scale_name(tap: str) -> str:
-    """The tensor beside a tap's rows that holds the scale of each."""
+    """Return the name of the tensor that holds the scale of each of a tap's rows."""
     return f"{tap}/scale"
 
 
@@ -95,29 +95,29 @@ def worker_key(name: str) -> str:
 
 
 def parse_worker_key(key: str) -> str | None:
-    """The name of the worker whose heartbeat this is."""
+    """Return the name of the worker that wrote a heartbeat."""
     match = re.fullmatch(rf"workers/({_NAME.pattern})\.json", key)
     return match[1] if match else None
 
 
 def is_count(value: object) -> bool:
-    """Whether a value from JSON can be a number of rows, bytes or the like."""
+    """Return whether a JSON value can be a number of rows, bytes or the like."""
     return type(value) is int and 0 <= value < _MOST
 
 
 def is_amount(value: object) -> bool:
-    """Whether a value from JSON can be a time, a rate or a sum."""
+    """Return whether a JSON value can be a time, a rate or a sum."""
     number = value if isinstance(value, float | int) and not isinstance(value, bool) else math.nan
     return 0 <= number < _MOST_AMOUNT
 
 
 def is_name(value: object) -> bool:
-    """Whether a value from JSON is a text that can be shown: it holds no line or terminal codes."""
+    """Return whether a JSON value is printable text, without line ends or terminal codes."""
     return type(value) is str and value.isprintable()
 
 
 def shown(value: object) -> str:
-    """A stranger's words, or an error's about them, in a part of a line."""
+    """Format untrusted text, or an error about it, as part of a line."""
     text = str(value)
     return (text if text.isprintable() else ascii(text)[1:-1])[:200]
 
@@ -128,22 +128,22 @@ def parse_done_key(key: str) -> int | None:
 
 
 def parse_attempt_key(key: str) -> tuple[int, str] | None:
-    """The unit and attempt an object under `attempts/` belongs to."""
+    """Return the unit and attempt of an object under `attempts/`."""
     match = re.fullmatch(r"attempts/(\d{8})/([^/]+)/[^/]+", key)
     return (int(match[1]), match[2]) if match else None
 
 
 def parse_damaged_key(key: str) -> str | None:
-    """The key of the record that was moved aside to this one."""
+    """Return the original key of a record that was moved to this one."""
     match = re.fullmatch(r"damaged/[^/]+/(done/\d{8}\.json|[a-z]+\.json)", key)
     return match[1] if match else None
 
 
 def doc_runs(unit: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Runs of documents that a unit of the table holds: the first of each, and how many.
+    """Return the runs of documents of a unit in the table: the first of each, and its length.
 
-    It is one, but for units that were merged where their order was drawn: a span says so that
-    does not follow the one before it.
+    There is one run, except in merged units of a permuted corpus. There, a span that does not
+    follow the previous one gives its first document.
     """
     spans: list[Mapping[str, Any]] = unit["spans"]
     if all(span.get("doc") is None for span in spans):
@@ -159,26 +159,26 @@ def doc_runs(unit: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class TapInfo:
-    """What is stored for each row of a tap."""
+    """The stored form of a tap's rows."""
 
     shape: tuple[int, ...]  # empty: a single number
     dtype: str
-    aliases: tuple[str, ...] = ()  # what other tools call it
-    latents: int = 0  # that the row's are the largest, or the ids, of: see `latents.py`
+    aliases: tuple[str, ...] = ()  # its names in other tools
+    latents: int = 0  # size of the encoder whose latents or ids the row holds; see `latents.py`
 
     @property
     def width(self) -> int:
-        """Values per row."""
+        """Values in a row."""
         return math.prod(self.shape)
 
     @property
     def storage(self) -> np.dtype[Any]:
-        """Of the values as they lie in a shard."""
+        """The dtype of the values in a shard."""
         return DTYPES_BY_NAME[self.dtype]
 
     @property
     def scaled_by(self) -> Literal["row", "channel"] | None:
-        """What a stored value must be multiplied by: its row's scale, its channel's, nothing."""
+        """The scale to multiply stored values by: that of the row, of the channel, or none."""
         return {"float8_e4m3": "row", "int8": "channel"}.get(self.dtype)  # type: ignore[return-value]
 
     @property
@@ -203,8 +203,7 @@ class TapInfo:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a unit: a run of rows (first, count) of one tap, of the index, or statistics;
-    or the table of all its documents."""
+    """One file of a unit: rows of a tap or of the index, statistics, or the documents table."""
 
     tap: str
     key: str
@@ -212,18 +211,18 @@ class Shard:
     count: int
     bytes: int
     digest: str
-    etag: str = ""  # that a bucket gave it: a listing tells whether it is still the same object
+    etag: str = ""  # from the bucket: a listing shows whether the object is still the same
 
 
 @dataclass(frozen=True)
 class Done:
-    """A done record: everything a reader needs to know of one unit."""
+    """A done record: everything a reader needs to know about one unit."""
 
     unit: int
     attempt: str
     fingerprint: str
     rows: int
-    tokens: int  # that the model read; rows are those of them that were asked for
+    tokens: int  # read by the model; rows are the chosen ones of them
     documents: int
     contexts: int
     skipped: Mapping[str, int]
@@ -242,7 +241,7 @@ class Done:
 
     @classmethod
     def from_json(cls, key: str, body: Mapping[str, Any]) -> "Done":
-        """Rebuild and audit: names stay inside the attempt, runs tile each tap's rows."""
+        """Rebuild and check a record: names stay inside the attempt, runs tile each tap's rows."""
         try:
             parts: dict[str, Any] = {**body}
             parts["shards"] = tuple(Shard(**shard) for shard in parts["shards"])
@@ -271,7 +270,7 @@ class Done:
 
 
 def listed_files(unit: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The files of a unit, as a manifest has them."""
+    """Return the files of a unit in a manifest."""
     return [*unit["shards"], *(unit[name] for name in BESIDE)]
 
 
@@ -290,7 +289,7 @@ def _audit_types(done: Done) -> None:
 
 
 def encode_record(kind: str, body: Mapping[str, Any]) -> bytes:
-    """A record's bytes: canonical JSON that carries its own checksum."""
+    """Encode a record as canonical JSON with its own checksum."""
     record = {"format": FORMAT, "kind": kind, **body}
     record["checksum"] = _checksum(record)
     data = _canonical(record)
@@ -300,7 +299,7 @@ def encode_record(kind: str, body: Mapping[str, Any]) -> bytes:
 
 
 def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:
-    """The body of a record.
+    """Decode and check a record; return its body.
 
     Raises:
         StoreError: if it was written in a format this version does not know.

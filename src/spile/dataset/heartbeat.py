@@ -1,9 +1,9 @@
-"""Signs of life: which worker holds which unit. They save work; correctness needs none of this.
+"""Heartbeats: which worker holds which unit. They save work; correctness does not need them.
 
-A worker replaces its record every few seconds, with a counter that grows. An observer that has
-not seen the counter move for a while *by its own clock* takes the worker for gone; clocks of
-different machines are never compared. A worker of this very machine whose process has ended is
-known to be gone at once.
+A worker replaces its record every few seconds, with an increasing counter. An observer that has not
+seen the counter move for a while *by its own clock* considers the worker dead; the clocks of
+different machines are never compared. A worker on the same machine is known to be dead as soon as
+its process has ended.
 """
 
 import contextlib
@@ -27,39 +27,39 @@ _WATCHED_BEATS = 3
 _LAST_WORDS = ("done", "failed", "stopped")
 
 _log = logging.getLogger("spile")
-_unreadable: set[str] = set()  # heartbeats of which that was said
+_unreadable: set[str] = set()  # heartbeats already reported as unreadable
 
 
 class HeartbeatObserver:
-    """Remembers when each worker's counter last moved, by this process's clock alone."""
+    """Remembers when each worker's counter last moved, by this process's clock only."""
 
     def __init__(self, stale_after: float = math.inf) -> None:
         self._stale_after = stale_after
         self._moved: dict[str, tuple[int, float]] = {}  # worker -> counter, when it last moved
 
     def note(self, name: str, counter: int) -> None:
-        """Take in what a worker's record says now."""
+        """Record the counter of a worker's current heartbeat."""
         known = self._moved.get(name)
         if known is None or known[0] != counter:
             self._moved[name] = (counter, system().monotonic())
 
     def silence(self, name: str) -> float | None:
-        """Seconds since a worker's counter was seen to move; None if it was never noted."""
+        """Return the seconds since a worker's counter last moved; None if it was never noted."""
         known = self._moved.get(name)
         return None if known is None else system().monotonic() - known[1]
 
     def is_stale(self, name: str) -> bool:
-        """Whether a worker has been silent for so long that it is taken for gone."""
+        """Return whether a worker has been silent for so long that it is considered dead."""
         return (self.silence(name) or 0.0) >= self._stale_after
 
 
 class Presence:
-    """This worker's record, and what it sees of the others."""
+    """This worker's heartbeat, and its view of the others."""
 
     def __init__(self, objects: Objects, stale_after: float) -> None:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{system().token(2)}"
         self.objects, self._observer = objects, HeartbeatObserver(stale_after)
-        self._left: set[str] = set()  # workers that have said their last word
+        self._left: set[str] = set()  # workers that have written their final record
         self._lock = system().lock()
         self._state: dict[str, Any] = {"state": "starting", "units": []}
         self._counter = 0
@@ -73,12 +73,12 @@ class Presence:
             self._thread.start()
 
     def tell(self, **fields: Any) -> None:
-        """Change what the next beat says."""
+        """Change the fields of the next heartbeat."""
         with self._lock:
             self._state |= fields
 
     def report(self, progress: Callable[[], Mapping[str, Any]]) -> None:
-        """What every beat is to ask, and to say as `progress`: for whoever looks."""
+        """Set the function that every heartbeat calls for its `progress`, which is for display."""
         with self._lock:
             self._progress = progress
 
@@ -89,11 +89,11 @@ class Presence:
         self._try_write()
 
     def claim(self, unit: int) -> bool:
-        """Hold a unit, unless another does; of several who claim it at once the first by name."""
+        """Hold a unit unless another worker does; of simultaneous claims the first by name wins."""
         self.tell(wants=unit)
         self.hold(unit)
         kept = self._prevails(unit)
-        self.tell(wants=None)  # said with the next beat, which who comes later waits for
+        self.tell(wants=None)  # written with the next beat, which a later claimant waits for
         if not kept:
             self.release(unit)
             self._try_write()
@@ -105,7 +105,7 @@ class Presence:
             rivals = {n: r.get("wants") == unit for n, r in self._holders() if unit in r["units"]}
             if any(not only_wants or name < self.name for name, only_wants in rivals.items()):
                 return False
-            # Who claims it, too, either looked before us and keeps it, or will give way.
+            # A rival claimant either looked before us and keeps the unit, or will give way.
             if not rivals or system().monotonic() > limit or self._stop.wait(_SETTLING_SECONDS):
                 return True
 
@@ -114,7 +114,7 @@ class Presence:
             self._state["units"] = [u for u in self._state["units"] if u != unit]
 
     def close(self, state: str, **fields: Any) -> None:
-        """Say the last word, if there was a first one."""
+        """Write the final record, if there was a first one."""
         self._stop.set()
         if not self._thread.is_alive():
             return
@@ -123,14 +123,14 @@ class Presence:
         self._try_write()
 
     def held_by_others(self) -> set[int]:
-        """Units that a worker which seems alive is working on."""
+        """Return the units held by workers that seem alive."""
         held: set[int] = set()
         for _, record in self._holders():
             held.update(record["units"])
         return held
 
     def _holders(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The others who seem alive and hold something."""
+        """Yield the other workers that seem alive and hold units."""
         for name, record in read_workers(self.objects, without=self._left).items():
             if record.get("state") in _LAST_WORDS:
                 self._left.add(name)
@@ -148,7 +148,7 @@ class Presence:
             self._try_write()
 
     def _try_write(self) -> None:
-        """Nothing depends on a beat: a full or absent disk is reported by whoever writes rows."""
+        """Write a heartbeat and ignore errors: a full disk is reported when rows are written."""
         with contextlib.suppress(StoreError):
             self._write()
 
@@ -162,9 +162,9 @@ class Presence:
 
 
 def read_workers(objects: Objects, *, without: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Every worker's last word; a record being replaced right now may be left out.
+    """Return every worker's last heartbeat; one that is being replaced may be missing.
 
-    Of one that may not be read (another user's, perhaps), the state is "unknown".
+    If a heartbeat cannot be read (perhaps another user's), its state is "unknown".
     """
 
     def read(key: str) -> dict[str, Any] | None:
@@ -184,7 +184,7 @@ def read_workers(objects: Objects, *, without: Collection[str] = ()) -> dict[str
 
 
 def warn_unreadable(objects: Objects, key: str, error: OSError) -> None:
-    """Say once that a heartbeat cannot be read: its worker may be alive or not."""
+    """Warn once that a heartbeat cannot be read: its worker may or may not be alive."""
     where = f"{objects.url}/{key}"
     if where not in _unreadable:
         _unreadable.add(where)
@@ -196,9 +196,9 @@ def warn_unreadable(objects: Objects, key: str, error: OSError) -> None:
 
 
 def working(objects: Objects, besides: str | None = None) -> list[str]:
-    """Workers that are at work on a dataset, as "NAME (HOST, process PID)".
+    """Return the workers that are active on a dataset, as "NAME (HOST, process PID)".
 
-    A worker on another machine that has not said it ended is watched for a few beats.
+    A worker on another machine that has not reported its end is watched for a few beats.
 
     Args:
         besides: the coordinator of a world whose processes do not count.
@@ -227,13 +227,13 @@ def working(objects: Objects, besides: str | None = None) -> list[str]:
 
 
 def _coordinator(record: Mapping[str, Any]) -> str | None:
-    """Of the world that a worker is a process of."""
+    """Return the coordinator of a worker's world."""
     world: dict[str, Any] = record.get("world") or {}
     return world.get("coordinator")
 
 
 def _sound(record: Mapping[str, Any]) -> bool:
-    """Whether a record says what ours say; one that does not is nobody's sign of life."""
+    """Return whether a record has the form of a heartbeat; others are ignored."""
     units: Any = record.get("units")
     world: Any = record.get("world") or {"process": 0}
     if not isinstance(units, list) or not isinstance(world, dict):
@@ -244,7 +244,7 @@ def _sound(record: Mapping[str, Any]) -> bool:
 
 
 def process_ended(record: Mapping[str, Any]) -> bool:
-    """Whether the worker ran on this machine, as now booted, and its process is no more."""
+    """Return whether the worker ran on this machine since its last boot, and has ended."""
     mine = _process()
     if record.get("host") != mine["host"] or record.get("boot") != mine["boot"]:
         return False
@@ -252,7 +252,7 @@ def process_ended(record: Mapping[str, Any]) -> bool:
 
 
 def rebooted(record: Mapping[str, Any]) -> bool:
-    """Whether this machine, by its name, has been started anew since the worker's last word."""
+    """Return whether this machine, by name, has rebooted since the worker's last heartbeat."""
     mine = _process()
     return record.get("host") == mine["host"] and record.get("boot") != mine["boot"]
 
@@ -269,7 +269,7 @@ def _process() -> dict[str, Any]:
 
 
 def _start_time(pid: int) -> int | None:
-    """A process's start, in clock ticks since boot; tells a process from a later one of its id."""
+    """Return a process's start in clock ticks since boot; it tells apart reuses of a process id."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] == "Z" else int(fields[19])

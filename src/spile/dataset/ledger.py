@@ -1,7 +1,7 @@
-"""What exists: the unit table, the done records, the manifest. Every commit goes through here.
+"""The records of a dataset: unit table, done records, manifest. Every commit goes through here.
 
-A unit exists when its done record does. Records are created exclusively; whoever is told that
-one exists already reads it back, because the answer to one's own lost request is the same.
+A unit exists when its done record does. Records are created exclusively. A worker that is told that
+a record already exists reads it back, because a lost answer to its own request looks the same.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from spile.objects.local import settle
 
 @dataclass(frozen=True)
 class Table:
-    """The unit table, as stored. `units` and `files` are JSON; data/ knows what they mean."""
+    """The unit table, as stored. `units` and `files` are JSON; corpus/ defines their meaning."""
 
     recipe: ResolvedRecipe
     fingerprint: str
@@ -34,8 +34,8 @@ class Table:
     files: tuple[Mapping[str, Any], ...]
     units: tuple[Mapping[str, Any], ...]
     kept: float  # the share of tokens that become rows, estimated from a sample
-    # Where rows lie in a drawn order (`maintain/shuffle.py`), and units are no more those of their
-    # documents: the seed, and the sum of all index entries (`maintain/scatter.py`).
+    # For a shuffled dataset (`maintain/shuffle.py`), whose units no longer hold the rows of their
+    # own documents: the seed, and the sum of all index entries (`maintain/scatter.py`).
     shuffled: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Table:
 
     @property
     def order(self) -> str:
-        """What the order of the rows follows from."""
+        """The identity of the order of the rows."""
         if not self.shuffled:
             return self.fingerprint
         return f"{self.fingerprint}, shuffled {self.shuffled['seed']} {self.shuffled['drawn']}"
@@ -83,7 +83,7 @@ class Ledger:
         return table
 
     def table(self) -> Table:
-        """The unit table of a dataset that must exist."""
+        """Return the unit table; raise StoreError if there is no dataset."""
         table = self.read_table()
         if table is None:
             raise StoreError(f"{self.objects.url}: no dataset there (no {fmt.UNITS})")
@@ -95,7 +95,7 @@ class Ledger:
         return self.table()
 
     def check_weights(self, digests: Mapping[str, str]) -> None:
-        """Record the weights' full hashes, or compare with those recorded before."""
+        """Record the weights' full hashes, or compare them with those recorded before."""
         body = {"tensors": dict(sorted(digests.items()))}
         if self.objects.create(fmt.MODEL, fmt.encode_record("model", body)):
             return
@@ -116,20 +116,20 @@ class Ledger:
             raise DriftError(self.objects.url, differences, holds_rows=self.holds_rows())
 
     def read_scales(self, table: Table) -> dict[str, np.ndarray] | None:
-        """The scale of each channel, for taps stored with one; None if not measured yet."""
+        """Return the scale of each channel, for taps that have them; None if not measured yet."""
         if all(info.scaled_by != "channel" for info in table.taps.values()):
             return {}
         body = self._read(fmt.SCALES, "scales")
         return None if body is None else scales_from_json(body, table.taps)
 
     def create_scales(self, table: Table, measured: Mapping[str, np.ndarray]) -> None:
-        """Store the scales, unless others came first: those are everyone's."""
+        """Store the scales, unless others came first: those apply to every worker."""
         body = scales_to_json(measured)
-        scales_from_json(body, table.taps)  # one that cannot be read would stop everyone for good
+        scales_from_json(body, table.taps)  # an unreadable record would block every worker forever
         self.objects.create(fmt.SCALES, fmt.encode_record("scales", body))
 
     def done_units(self) -> set[int]:
-        """The units that exist, from a listing alone."""
+        """Return the units that exist, from a listing alone."""
         found = (fmt.parse_done_key(key) for key in self.objects.list(fmt.DONE))
         return {unit for unit in found if unit is not None}
 
@@ -144,7 +144,7 @@ class Ledger:
         return done
 
     def holds_rows(self) -> bool:
-        """Whether a committed unit holds a row. A record that cannot be read counts as one."""
+        """Return whether a committed unit holds a row. An unreadable record counts as one."""
         for unit in sorted(self.done_units()):
             try:
                 done = self.read_done(unit)
@@ -155,17 +155,17 @@ class Ledger:
         return False
 
     def commit(self, done: Done) -> bool:
-        """Create the done record; False if another attempt came first.
+        """Create the done record; return False if another attempt came first.
 
         Raises:
-            NotCreatedError: if there is no record, and will be none: a file that it would name has
-                vanished, or the disk is full.
-            StoreError: if the record may exist, or may yet.
+            NotCreatedError: if the record was not and will not be created: a file that it would
+                name has vanished, or the disk is full.
+            StoreError: if the record may exist, now or later.
         """
         key = fmt.done_key(done.unit)
         gone = self.missing_files(done)
         if gone:
-            # `gc` takes the files of an attempt that lost; anything else had no right to.
+            # `gc` deletes the files of an attempt that lost; nothing else may delete them.
             stored = self.read_done(done.unit)
             if stored is not None:
                 return stored.attempt == done.attempt
@@ -182,20 +182,20 @@ class Ledger:
         return stored.attempt == done.attempt
 
     def missing_files(self, done: Done) -> list[str]:
-        """Files that a record names and that are not there, or not as long as it says."""
+        """Return the files that a record names but that are missing or of another size."""
         prefix = fmt.attempt_prefix(done.unit, done.attempt)
         sizes = {entry.key: entry.size for entry in self.objects.entries(prefix)}
         return [file.key for file in done.files() if sizes.get(file.key) != file.bytes]
 
     def complete(self, table: Table) -> bool:
-        """Create the manifest if every unit is done; says whether they are.
+        """Create the manifest if every unit is done; return whether they are.
 
-        A dataset without a single row gets none: it is of no use to a reader, and another recipe
-        may take its place.
+        A dataset without any row gets no manifest: it is useless to readers, and another recipe may
+        replace it.
         """
         if not self.done_units().issuperset(_unit_ids(table)):
             return False
-        settle(self.objects, fmt.done_key(0), fmt.MANIFEST)  # others' too are durable then
+        settle(self.objects, fmt.done_key(0), fmt.MANIFEST)  # makes others' records durable, too
         if not exists(self.objects, fmt.MANIFEST):
             must_be_done = partial(self._must_be_done, table)
             records = mapped(must_be_done, _unit_ids(table), self.objects.parallel)
@@ -205,7 +205,7 @@ class Ledger:
         return True
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """The manifest; its units are those of `Done`, and to be audited as such."""
+        """Return the manifest. Its units have the form of `Done`, and must be checked as such."""
         manifest = self._read(fmt.MANIFEST, "manifest")
         if manifest is not None:
             _audit_manifest(manifest)
@@ -238,12 +238,12 @@ class Ledger:
 class Attempt:
     """The files of one attempt at a unit: removed, unless a record may name them.
 
-    A commit that fails or is interrupted may have created its record all the same, or its request
-    may still be under way to a bucket: whoever removed the files then would lose a unit that
-    exists. So they are removed before the commit begins, when the record has been read back and
-    names another attempt, or when it certainly was not created (`NotCreatedError`: a full disk),
-    and at no other time. What is left otherwise `gc` takes as soon as the unit has a record; before
-    that, `gc --abandoned` does. Nobody else calls `Ledger.commit` or `UnitWriter.discard`.
+    A commit that fails or is interrupted may still have created its record, or its request may
+    still be on its way to a bucket. Removing the files then would lose a unit that exists. Files
+    are therefore removed only in three cases: before the commit begins; when the record has been
+    read back and names another attempt; or when it certainly was not created (`NotCreatedError`: a
+    full disk). `gc` deletes any remaining files once the unit has a record; before that,
+    `gc --abandoned` does. Nobody else calls `Ledger.commit` or `UnitWriter.discard`.
 
     with Attempt(ledger, writer) as attempt:
         writer.write(...)
@@ -255,7 +255,7 @@ class Attempt:
         self._removable = True
 
     def commit(self, done: Done) -> bool:
-        """Create the done record; False if another attempt came first, and this one is removed."""
+        """Create the done record; if another came first, remove the files and return False."""
         self.release()
         try:
             if self._ledger.commit(done):
@@ -267,7 +267,7 @@ class Attempt:
         return False
 
     def release(self) -> None:
-        """From here on a record may name the files, whoever creates it."""
+        """Keep the files from now on: a record may name them, whoever creates it."""
         self._removable = False
 
     def discard(self) -> None:
@@ -277,7 +277,7 @@ class Attempt:
             self._remove()
 
     def _remove(self) -> None:
-        # Tidying up never hides why an attempt ended.
+        # Cleaning up must not hide why an attempt ended.
         with contextlib.suppress(OSError, StoreError):
             self.writer.discard()
 
@@ -323,7 +323,7 @@ def _unit_ids(table: Table) -> list[int]:
 
 
 def derive_manifest(table: Table, records: Iterable[Done]) -> dict[str, Any]:
-    """The manifest's content: determined by the table and the done records alone."""
+    """Derive the manifest from the table and the done records alone."""
     units: list[dict[str, Any]] = []
     skipped: dict[str, int] = {}
     for done in records:
@@ -341,24 +341,24 @@ def derive_manifest(table: Table, records: Iterable[Done]) -> dict[str, Any]:
         "skipped": skipped,
         "units": units,
     }
-    return json.loads(json.dumps(manifest))  # as it reads back: lists, not tuples
+    return json.loads(json.dumps(manifest))  # in the form that is read back: lists, not tuples
 
 
-# -- what was expected --------------------------------------------------------------------------
+# -- predictions --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run was expected to give and to take, to be compared with what came of it.
+    """The expected size and duration of a run, to compare with the actual ones.
 
-    The first worker writes it, create-only, once its own first steps have shown how fast they are.
-    It is for people alone: nothing else reads it, and a dataset without one is whole.
+    The first worker writes it, create-only, once its first steps have shown their speed. It is for
+    people only: nothing else reads it, and a dataset without one is complete.
     """
 
     tokens: int
     rows: int
     bytes: int
-    seconds: float | None  # that one slice like the first takes; None: its run was too short
+    seconds: float | None  # for one slice like the first; None if its run was too short
     device: str
     mesh: str
 
@@ -377,7 +377,7 @@ class Prediction:
 
 
 def read_prediction(objects: Objects) -> Prediction | None:
-    """Return the prediction; None if there is none or it is damaged (`verify` tells)."""
+    """Return the prediction; None if there is none or it is damaged (`verify` reports that)."""
     with contextlib.suppress(OSError, StoreError):
         data = objects.get(fmt.PREDICTION)
         return Prediction.from_json(fmt.decode_record(fmt.PREDICTION, data, "prediction"))
@@ -385,6 +385,6 @@ def read_prediction(objects: Objects) -> Prediction | None:
 
 
 def create_prediction(objects: Objects, made: Prediction) -> None:
-    """Store it unless another came first. No run fails for it."""
+    """Store the prediction unless another came first. Errors are ignored."""
     with contextlib.suppress(StoreError):
         objects.create(fmt.PREDICTION, fmt.encode_record("prediction", asdict(made)))

@@ -1,4 +1,4 @@
-"""What a run counts, and where that goes: TensorBoard, Weights & Biases, Prometheus, others."""
+"""Counters of a run, and their backends: TensorBoard, Weights & Biases, Prometheus, others."""
 
 from spile.metrics.backends import Backend, MetricsRun, open_backends, parse_backends
 from spile.metrics.counters import Counters

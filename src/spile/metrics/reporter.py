@@ -1,4 +1,4 @@
-"""One thread that looks at the counters every few seconds and tells every backend."""
+"""A thread that reads the counters every few seconds and reports to every backend."""
 
 import logging
 import threading
@@ -11,13 +11,13 @@ from spile.metrics.counters import Counters
 from spile.metrics.values import step_times, values_between
 
 _log = logging.getLogger("spile")
-_PATIENCE = 60.0  # seconds that a run's end waits for backends
+_PATIENCE = 60.0  # seconds to wait for backends at the end of a run
 
 
 class Reporter:
-    """Reports while it is entered, and once more when it is left, however that is.
+    """Reports while its context is entered, and once more on exit, even after an error.
 
-    A backend that fails is said to, once, and is not asked again: metrics never stop a run.
+    A backend that fails is reported once, and not called again: metrics never stop a run.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class Reporter:
         tokens_before: int = 0,
     ) -> None:
         """Args:
-        more: what else is so now or has been counted, under names that `counters` has not.
-        tokens_before: of earlier runs: what is reported goes on from there.
+        more: returns further gauges and sums, under names that `counters` does not use.
+        tokens_before: tokens of earlier runs; reports continue from there.
         """
         self._backends, self._counters, self._every = dict(backends), counters, every
         self._more, self._tokens_before = more, tokens_before

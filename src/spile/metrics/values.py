@@ -1,6 +1,6 @@
-"""Every value that is reported, and how it follows from what is counted.
+"""Every reported value, and how it is computed from the counters.
 
-Sums are reported as they are, rates between two moments. docs/metrics.md holds the same table.
+Sums are reported unchanged, rates between two moments. docs/metrics.md holds the same table.
 """
 
 import math
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """What is known of a reported value."""
+    """The description of a reported value."""
 
     meaning: str
     unit: str = ""
     total: bool = False  # a sum that only grows, since the process began
 
 
-# What is "now" is of the time since the last report. A value that is not known is not reported.
+# "now" means since the last report. Unknown values are not reported.
 NAMES = {
     "progress/tokens": Metric("read by the model", "tokens", total=True),
     "progress/documents": Metric("in units that were committed", "documents", total=True),
@@ -52,19 +52,19 @@ NAMES = {
     "tap/max_abs": Metric("largest finite value of a tap, now"),
     "tap/nonfinite": Metric("NaN and infinity in a tap", "values", total=True),
 }
-# Values of which there are several, each named after what it is of: `tap/mean_norm/embed`.
+# Values that exist several times, each with the name of its tap or device: `tap/mean_norm/embed`.
 LABELS = {
     **{name: "tap" for name in NAMES if name.startswith("tap/")},
     **{name: "device" for name in NAMES if name.startswith("device/memory_")},
 }
 
 _GB = 1e9
-_MOST_NATS = 700.0  # of which a float is the exponential
+_MOST_NATS = 700.0  # so that the exponential fits a float
 _TOTALS = {
     "progress/tokens": "tokens", "progress/documents": "documents", "progress/units": "units",
     "progress/bytes": "bytes", "store/retries": "retries",
 }  # fmt: skip
-# Reported only where they have been said: a run to a disk uploads nothing.
+# Reported only if they have been set: a run to a disk uploads nothing.
 _GAUGES = {
     "device/peak_flops": "peak_flops", "backlog/steps": "queue_write",
     "backlog/uploads": "uploading", "backlog/spooled": "spooled",
@@ -77,7 +77,7 @@ _PER_SECOND = {
 
 
 def described(name: str) -> tuple[str, str]:
-    """`tap/mean_norm/resid_post.20` -> the name in the table, and the tap or device."""
+    """Split `tap/mean_norm/resid_post.20` into the name in the table, and the tap or device."""
     if name in NAMES:
         return name, ""
     kind, _, label = name.rpartition("/")
@@ -85,23 +85,23 @@ def described(name: str) -> tuple[str, str]:
 
 
 def tap_counts(tap: str, rows: int, norm_sum: float, nonfinite: int) -> dict[str, float]:
-    """What is counted of some of a tap's rows."""
+    """Return the counts for some of a tap's rows."""
     return {f"rows/{tap}": rows, f"norms/{tap}": norm_sum, f"nonfinite/{tap}": nonfinite}
 
 
 def next_token_counts(tokens: int, logprob_sum: float) -> dict[str, float]:
-    """What is counted of tokens whose next one is known."""
+    """Return the counts for tokens whose next token is known."""
     return {"predicted": tokens, "surprise": -logprob_sum}
 
 
 def memory_counts(device: int, used: int | None, limit: int | None) -> dict[str, float]:
-    """What is known of a device's memory now."""
+    """Return the gauges of a device's memory."""
     found = {"memory_used": used, "memory_limit": limit}
     return {f"{name}/{device}": size for name, size in found.items() if size is not None}
 
 
 def step_times(seconds: Sequence[float]) -> dict[str, float]:
-    """What is reported of the steps that finished since the last report."""
+    """Return the reported durations of the steps that finished since the last report."""
     if not seconds:
         return {}
     ordered = sorted(seconds)
@@ -116,7 +116,7 @@ def step_times(seconds: Sequence[float]) -> dict[str, float]:
 def values_between(
     before: Mapping[str, float], now: Mapping[str, float], seconds: float
 ) -> dict[str, float]:
-    """What is reported of the time between two snapshots; what is not known is left out."""
+    """Return the values to report for the time between two snapshots, without unknown ones."""
     now, grown = Counter(now), Counter(now)
     grown.subtract(before)
     return dict(_values(now, grown, max(seconds, 1e-9)))

@@ -1,4 +1,4 @@
-"""Bytes under keys. One protocol, so that what stands on it knows nothing of disks or buckets."""
+"""Stores of bytes under keys, behind one protocol that hides disks and buckets."""
 
 import importlib
 from pathlib import Path
@@ -21,10 +21,10 @@ def is_bucket(url: str) -> bool:
 
 
 def open_objects(url: str, spool: Spool | None = None) -> Objects:
-    """The store at a path or URL; nothing is created by opening it.
+    """Open the store at a path or URL; nothing is created.
 
     Args:
-        spool: where what goes to a bucket waits for its upload, instead of in memory.
+        spool: where objects for a bucket wait for their upload, instead of in memory.
     """
     scheme, separator, rest = url.partition("://")
     if spool and not is_bucket(url):

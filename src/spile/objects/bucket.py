@@ -1,11 +1,11 @@
-"""Objects in a bucket: gs:// and s3:// (and what speaks like it), through obstore.
+"""Objects in a bucket: gs:// and s3:// (and compatible servers), through obstore.
 
-Every object goes up by a single put, which is atomic: a process that is killed leaves nothing
-behind, neither half an object nor parts of one that nobody lists and everybody pays for. So a
-stream is held until it is closed, in memory or in a spool, and shards of buckets are small.
+Every object is uploaded by a single put, which is atomic: a killed process leaves neither a partial
+object nor the unlisted parts of one, which would still cost money. A stream is therefore held until
+it is closed, in memory or in a spool, and shards in buckets are small.
 
-A create whose answer is lost may have happened. It is tried again, and what then "exists already"
-is read back: the same bytes are our own.
+A create whose answer is lost may have succeeded. It is retried, and if the object then "exists
+already", it is read back: the same bytes mean that it is our own.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ _HOPELESS = (
 )
 _STREAMED = 64 << 20
 _ROOM = _STREAMED + (1 << 20)  # with a header
-_TIMEOUT = timedelta(seconds=60)  # of one request, and for a connection to say anything
+_TIMEOUT = timedelta(seconds=60)  # for one request, and for a connection without data
 
 
 def open_bucket(url: str, spool: Spool | None = None) -> "BucketObjects":
-    """The store under a URL such as `gs://bucket/some/prefix`."""
+    """Open the store under a URL such as `gs://bucket/some/prefix`."""
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
     if not bucket:
@@ -50,13 +50,13 @@ def open_bucket(url: str, spool: Spool | None = None) -> "BucketObjects":
     settings: dict[str, Any] = {
         "prefix": prefix.strip("/") or None,
         "client_options": {"timeout": _TIMEOUT, "allow_http": True},
-        # What may be repeated is repeated here, where it is known what a lost answer means.
+        # Requests are retried here, where the meaning of a lost answer is known.
         "retry_config": {"max_retries": 0, "retry_timeout": _TIMEOUT},
     }
     try:
         if scheme == "gs":
             return BucketObjects(url, GCSStore(bucket, **settings), spool)
-        # A body that TLS guards need not be hashed and signed as well.
+        # TLS already protects the body, so it need not be hashed and signed.
         unsigned = not os.environ.get("AWS_ENDPOINT_URL", "https:").startswith("http:")
         store = S3Store(bucket, conditional_put="etag", unsigned_payload=unsigned, **settings)
         return BucketObjects(url, store, spool)
@@ -73,8 +73,8 @@ class BucketObjects:
     def __init__(self, url: str, store: Any, spool: Spool | None = None) -> None:
         self.url, self._store, self._spool = url.rstrip("/"), store, spool
         self.most_closing = 1 << 20 if spool else self.parallel
-        self._answered = False  # whether there has been any success
-        self._etags_are_md5 = True  # until one is not: with some encryptions they are no digest
+        self._answered = False  # whether any request has succeeded
+        self._etags_are_md5 = True  # until one is not: under some encryptions etags are no digests
 
     def get(self, key: str) -> bytes:
         def whole() -> bytes:
@@ -121,7 +121,7 @@ class BucketObjects:
         return (entry.key for entry in self.entries(prefix))
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """In order, and after a failure from where it stood: long listings have many requests."""
+        """Yield entries in order; after a failure, resume there: long listings take many pages."""
         if prefix:
             check_key(self.url, prefix.removesuffix("/"))
         trying, last = self._trying("listing", prefix), ""
@@ -159,13 +159,13 @@ class BucketObjects:
     # -- writing -----------------------------------------------------------------------------
 
     def upload(self, key: str, data: Any) -> str:
-        """Put what a stream held under its own key; returns the object's etag.
+        """Put the contents of a stream under its own key; return the object's etag.
 
-        On its way it is guarded by TLS, or by the hash it is signed with. What lies in a spool may
-        be changed before that, by a disk: there the MD5 of what was sent is compared, too.
+        In transit the data is protected by TLS, or by the hash in its signature. A disk may have
+        changed a spooled object before that, so there the MD5 of the data is compared, too.
         """
-        # Nobody else writes under this key: what is there with the same bytes is our own, such as
-        # where a proxy has sent the request twice and the second answer came.
+        # Nobody else writes under this key, so an object with the same bytes is our own: a proxy
+        # may have sent the request twice and returned the second answer.
         etag = self._create(key, data, unsure=True)
         if etag is None:
             raise StoreError(f"{self.url}/{key}: exists already")
@@ -174,7 +174,7 @@ class BucketObjects:
         return etag
 
     def _confirm(self, key: str, data: Any, etag: str) -> None:
-        """That what arrived is what was sent."""
+        """Check that the stored object is the one that was sent."""
         if self._etags_are_md5 and hashlib.md5(data, usedforsecurity=False).hexdigest() != etag:
             if memoryview(self.get(key)) != memoryview(data):
                 raise StoreError(
@@ -187,7 +187,7 @@ class BucketObjects:
             raise StoreError(f"{self.url}/{key}: is not as long as what was sent")
 
     def _create(self, key: str, data: Any, *, unsure: bool = False) -> str | None:
-        """The etag of the object, if it is ours.
+        """Create an object; return its etag if it is ours, else None.
 
         Args:
             unsure: whether an object with the same bytes may be our own.
@@ -204,8 +204,8 @@ class BucketObjects:
                     there = self._read(key, lambda: self._store.head(key))
                     ours = unsure and memoryview(self.get(key)) == memoryview(data)
                 except FileNotFoundError:
-                    # Not 412 but 409: another request for this key was under way, and has failed.
-                    # Or `gc` has just removed it, since another attempt was committed.
+                    # 409, not 412: another request for this key was under way, and has failed. Or
+                    # `gc` has just removed the object, since another attempt was committed.
                     trying.again(_line(error), error)
                     continue
                 return _plain(there["e_tag"]) if ours else None
@@ -220,7 +220,7 @@ class BucketObjects:
         return self._retry("reading", key, request)
 
     def _retry(self, action: str, key: str, request: Callable[[], T]) -> T:
-        """A request that may be repeated: reading, or writing what is the same every time."""
+        """Run a request that may be repeated: a read, or an idempotent write."""
         trying = self._trying(action, key)
         while True:
             try:
@@ -239,7 +239,7 @@ class BucketObjects:
         return retrying(f"{action} {self.url}/{key}", patience)
 
     def _failed(self, trying: Retrying, error: Exception) -> None:
-        """Wait before another try; what will not get better is raised at once."""
+        """Pause before another try; raise permanent errors at once."""
         what = f"{trying.what}: {_line(error)}"
         if isinstance(error, StoreError):
             raise error
@@ -251,7 +251,7 @@ class BucketObjects:
             raise StoreError(f"{what}; check the credentials and their rights") from error
         passing = status in PASSING or "<Code>RequestTimeout<" in str(
             error
-        )  # (which S3 says by 400)
+        )  # (S3 reports this as 400)
         if isinstance(error, _HOPELESS) or (status and not passing):
             raise StoreError(what) from error
         trying.again(_line(error), error)
@@ -282,10 +282,10 @@ class BucketStream:
 
 
 class _Held:
-    """An object's bytes in memory until they are put."""
+    """The bytes of an object in memory until they are put."""
 
     def __init__(self) -> None:
-        # Room that is not written to takes no memory; growing by pieces would copy them.
+        # Untouched space takes no memory; growing in steps would copy.
         self._buffer, self._filled = np.empty(_ROOM, np.uint8), 0
 
     def write(self, data: bytes | memoryview) -> None:
@@ -310,5 +310,5 @@ def _plain(etag: str | None) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The first line of a message; obstore adds a trace of its own below."""
+    """Return the first line of a message; obstore appends its own trace."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,8 +1,7 @@
-"""Ranges of another store's objects, kept on a local disk: in pieces, of which those that were
-used longest ago make room for new ones.
+"""A least-recently-used cache of ranges of another store's objects, on a local disk.
 
-Only ranges are kept: those of shards, which never change under their keys. Records are read whole,
-and are asked for each time. Processes may share a folder.
+It holds pieces of ranges only: those of shards, which never change under their keys. Records are
+read whole, and requested each time. Processes may share a folder.
 """
 
 import contextlib
@@ -18,12 +17,12 @@ from spile.core.errors import ConfigError, StoreError
 from spile.objects.protocol import Objects
 
 _PIECE = 1 << 20
-_DIGEST = 8  # bytes after each piece: a disk that lost power may have kept a part of it
+_DIGEST = 8  # bytes after each piece: after a power loss a piece may be incomplete
 _SUFFIX = ".piece"
 
 
 def cached(objects: Objects, folder: Path, most: int) -> Objects:
-    """The same objects, with at most so many bytes of them in a folder."""
+    """Return the same objects, with at most `most` bytes of them cached in a folder."""
     if objects.local_path("any") is not None:
         raise ConfigError(f"{objects.url} is on a disk already; a cache is for buckets")
     if most < _PIECE:
@@ -32,14 +31,14 @@ def cached(objects: Objects, folder: Path, most: int) -> Objects:
 
 
 class CachedObjects:
-    """What it does not know itself is asked of the store."""
+    """A store with cached ranges; everything else is passed on to the store."""
 
     def __init__(self, objects: Objects, folder: Path, most: int) -> None:
         self.folder, self.most = folder, most
         self._objects = objects
         self._own = folder / xxhash.xxh3_64_hexdigest(objects.url.encode())
         self._lock = threading.Lock()
-        self._held: int | None = None  # bytes, as far as we know of others
+        self._held: int | None = None  # bytes, as far as known: other processes write, too
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._objects, name)
@@ -50,7 +49,7 @@ class CachedObjects:
         first, last = start // _PIECE, -(-stop // _PIECE)
         pieces = {number: self._find(key, number) for number in range(first, last)}
         missing = [number for number, piece in pieces.items() if piece is None]
-        while missing:  # neighbours by one request
+        while missing:  # adjacent pieces in one request
             count = 1
             while count < len(missing) and missing[count] == missing[0] + count:
                 count += 1
@@ -72,7 +71,7 @@ class CachedObjects:
         path = self._path(key, number)
         try:
             stored = path.read_bytes()
-            os.utime(path)  # used now
+            os.utime(path)  # mark as used
         except OSError:
             return None
         piece = stored[:-_DIGEST]
@@ -98,12 +97,12 @@ class CachedObjects:
             return
         pieces: list[tuple[float, int, Path]] = []
         for path in self.folder.rglob(f"*{_SUFFIX}"):
-            with contextlib.suppress(FileNotFoundError):  # another process made room
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
                 status = path.stat()
                 pieces.append((status.st_mtime, status.st_size, path))
         held = size + sum(found for _, found, _ in pieces)
         if held > self.most:
-            # A tenth more than needed: looking at them all takes a while.
+            # Free a tenth more than needed: scanning all pieces takes a while.
             for _, found, path in sorted(pieces):
                 if held <= 0.9 * self.most:
                     break

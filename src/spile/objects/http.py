@@ -1,7 +1,7 @@
-"""Files on web servers, to be read by ranges: https:// and http://.
+"""Files on web servers, read by ranges: https:// and http://.
 
-Requests go through huggingface_hub's client: it is there already (the tokenizers need it), keeps
-connections, knows proxies and certificates as its user has set them, and shows every answer's
+Requests go through huggingface_hub's client. It is installed already (the tokenizers need it),
+keeps connections open, uses the user's proxies and certificates, and exposes every answer's
 headers. A web server lists nothing, so a URL names one file.
 """
 
@@ -18,26 +18,26 @@ from spile.core.errors import ConfigError, SpileError, StoreError
 from spile.core.retry import PASSING, PATIENCE, PATIENCE_AT_FIRST
 from spile.objects.protocol import Entry, Stream, check_held, check_key, retrying
 
-_TIMEOUT = 60.0  # seconds without a byte
+_TIMEOUT = 60.0  # seconds without data
 _REDIRECTS = 5
 _LONGEST_WISH = 120.0  # seconds that a server may ask us to wait
-_WHOLE = 16 << 20  # a file that is read whole where the server knows no ranges
+_WHOLE = 16 << 20  # largest file to read whole if the server does not support ranges
 _NETWORK = ("httpx", "httpcore")
 _HOPELESS = ("InvalidURL", "UnsupportedProtocol", "LocalProtocolError", "OfflineModeIsEnabled")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said."""
+    """The answer of a server."""
 
     status: int
-    headers: Mapping[str, str]  # their names in any case
-    body: bytes | None  # None: larger than was asked for
-    url: str  # that gave it, after redirects
+    headers: Mapping[str, str]  # names in any case
+    body: bytes | None  # None: larger than requested
+    url: str  # the final one, after redirects
 
 
 class Client:
-    """Requests that read, repeated until they are answered."""
+    """Read requests, retried until they are answered."""
 
     def __init__(self) -> None:
         self._answered = False  # whether there has been any answer
@@ -52,12 +52,12 @@ class Client:
         secret: Mapping[str, str] | None = None,
         most: int = _WHOLE,
     ) -> Answer:
-        """The first answer that is no plea for patience, whatever else it says.
+        """Return the first answer that does not ask to retry, whatever its status.
 
         Args:
-            what: the request, as a user may see it; addresses may hold signatures.
-            secret: headers for the server that is asked, and for none it redirects to.
-            most: bytes of a body to take in.
+            what: the request, as shown to a user; addresses may hold signatures.
+            secret: headers for this server only, not for those it redirects to.
+            most: the largest body to read, in bytes.
         """
         trying = retrying(what, PATIENCE if self._answered else PATIENCE_AT_FIRST)
         while True:
@@ -75,7 +75,7 @@ class Client:
             if answer.status in PASSING or answer.status >= 500:
                 wish = _wish(answer.headers)
                 if answer.status == 429:
-                    wish = wish or 0.05  # it is there
+                    wish = wish or 0.05  # the server is up
                 trying.again(f"the server answered {answer.status}", at_least=wish)
                 continue
             self._answered = True
@@ -85,7 +85,7 @@ class Client:
 def _redirected(
     method: str, url: str, headers: Mapping[str, str], secret: Mapping[str, str], most: int
 ) -> Answer:
-    """One try, wherever it leads."""
+    """Make one attempt, following redirects."""
     first = url
     for _ in range(_REDIRECTS + 1):
         sent = {"Accept-Encoding": "identity", **headers}
@@ -104,7 +104,7 @@ def _redirected(
 
 
 def _body(response: Any, most: int) -> bytes | None:
-    """All of it, so that the connection can be used again, unless it is too much."""
+    """Read the whole body, so that the connection can be reused; None if it is too large."""
     if int(response.headers.get("content-length") or 0) > most:
         return None
     pieces: list[bytes] = []
@@ -127,8 +127,8 @@ class WebObjects:
         self.url, self._query = url.rstrip("/"), query
         self._client = Client()
         self._sizes: dict[str, int] = {}
-        self._whole: dict[str, bytes] = {}  # small files of a server that knows no ranges
-        self._located: dict[str, str] = {}  # where a key's last redirect led
+        self._whole: dict[str, bytes] = {}  # small files of a server without range support
+        self._located: dict[str, str] = {}  # where the last redirect of a key led
 
     def get(self, key: str) -> bytes:
         size = self.size(key)
@@ -164,7 +164,7 @@ class WebObjects:
             length = answer.headers.get("content-length")
             if answer.status in (404, 410):
                 self._refuse(key, answer)
-            if answer.status != 200 or length is None:  # HEAD is unknown, or not signed for
+            if answer.status != 200 or length is None:  # HEAD is unsupported, or not signed for
                 answer = self._ask("GET", key, {"Range": "bytes=0-0"})
                 self._refuse(key, answer)
                 total = (answer.headers.get("content-range") or "").rpartition("/")[2]
@@ -198,7 +198,7 @@ class WebObjects:
         return f"{self.url}/{key}{self._query}"
 
     def _secret(self) -> Mapping[str, str]:
-        """Headers for this server alone."""
+        """Return headers for this server only."""
         return {}
 
     def _ask(self, method: str, key: str, headers: Mapping[str, str], most: int = _WHOLE) -> Answer:
@@ -208,9 +208,9 @@ class WebObjects:
         )
 
     def _read(self, key: str, headers: Mapping[str, str], most: int) -> Answer:
-        """Some of a file; from the server that the last request was led to, while that lasts.
+        """Read part of a file, from the target of the last redirect while that works.
 
-        (Half the requests then, and the server that is spared is the one that counts them.)
+        (This halves the requests, and spares the server that counts them.)
         """
         located = self._located.get(key)
         if located is not None:
@@ -227,7 +227,7 @@ class WebObjects:
         return answer
 
     def _refuse(self, key: str, answer: Answer) -> None:
-        """Raise what an answer without the file means."""
+        """Raise the error for an answer without the file."""
         if answer.status in (404, 410):
             raise FileNotFoundError(f"{self.url}: no {key}")
         if answer.status in (401, 403):
@@ -238,7 +238,7 @@ class WebObjects:
         if answer.status not in (200, 206):
             raise StoreError(f"{self.url}/{key}: the server answered {answer.status}")
 
-    # -- what cannot be done -----------------------------------------------------------------
+    # -- unsupported operations -----------------------------------------------------------------
 
     def create(self, key: str, data: bytes) -> bool:
         self._only_read()
@@ -260,7 +260,7 @@ class WebObjects:
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Server, path and query of a file's address."""
+    """Return server, path and query of a file's address."""
     parts = urlsplit(url)
     if not parts.hostname:
         raise ConfigError(f"{url}: names no server; a file is e.g. {parts.scheme}://HOST/FILE")
@@ -271,7 +271,7 @@ def split_url(url: str) -> tuple[str, str, str]:
 
 
 def session() -> Any:
-    """The client that all of a process shares."""
+    """Return the client that the whole process shares."""
     client = library().get_session()
     if not hasattr(client, "stream"):
         raise ConfigError("huggingface_hub is too old; pip install 'spile[hub]'")
@@ -279,7 +279,7 @@ def session() -> Any:
 
 
 def library(module: str = "") -> Any:
-    """huggingface_hub, or a module of it."""
+    """Return huggingface_hub, or a module of it."""
     try:
         return importlib.import_module(f"huggingface_hub{module}")
     except ImportError as error:
@@ -294,14 +294,14 @@ def _origin(url: str) -> str:
 
 
 def _wish(headers: Mapping[str, str]) -> float:
-    """Seconds that a server asks us to wait, as it says itself or as the Hub does."""
+    """Return the seconds a server asks us to wait, by the standard header or the Hub's."""
     found = re.fullmatch(r"\s*(\d+)\s*", headers.get("retry-after") or "")
     found = found or re.search(r";\s*r=0\s*;\s*t=(\d+)", headers.get("ratelimit") or "")
     return min(float(found[1]), _LONGEST_WISH) if found else 0.0
 
 
 def of_the_network(error: Exception) -> bool:
-    """Whether an error may be gone the next time; any other is a bug of ours."""
+    """Return whether an error may be temporary; any other is a bug of ours."""
     module = type(error).__module__.partition(".")[0].rstrip("0123456789")
     return module in _NETWORK or isinstance(error, OSError)
 

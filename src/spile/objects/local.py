@@ -16,11 +16,11 @@ from spile.core.errors import CorruptError, NotCreatedError, StoreError
 from spile.objects.protocol import Entry, Objects, check_held, check_key
 
 _TEMPORARY = ".tmp-"
-_SYNC_BYTES = 64 << 20  # of a file, after which they are made durable
-_SYNCS = 8  # files at once, of which that is done: one for each tap that is being written
+_SYNC_BYTES = 64 << 20  # bytes of a file after which they are made durable
+_SYNCS = 8  # files to sync at once: one for each tap that is being written
 
 
-# A link that fails for one of these was refused, and not made.
+# A link that fails with one of these errors was not made.
 _REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMLINK}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -39,8 +39,9 @@ def _disk_error(
 class LocalObjects:
     """Objects as files under a directory.
 
-    A record is written beside its key, synced, and hard-linked to it: the link is exclusive, so
-    a record is either whole or absent, and never two. Directories are synced after they change.
+    A record is written beside its key, synced, and hard-linked to it. The link is exclusive, so a
+    record is either complete or absent, and never written twice. Directories are synced after they
+    change.
     """
 
     most_streamed: int | None = None
@@ -48,7 +49,7 @@ class LocalObjects:
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
-        self._inside: set[Path] = set()  # folders that are known to lie in it
+        self._inside: set[Path] = set()  # folders known to lie inside the root
         self._durable: set[Path] = set()  # folders whose entries this process has synced
         self.url = str(root)
 
@@ -62,10 +63,10 @@ class LocalObjects:
             mode = path.lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             mode = stat.S_IFREG
-        # A dataset may come from a stranger: where it leads is not ours to read or to delete.
+        # A dataset may be untrusted: its links must not make us read or delete elsewhere.
         if stat.S_ISLNK(mode) or not self._leads_inside(path.parent):
             raise CorruptError(key, f"a symbolic link leads out of {self.url} there; remove it")
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe would be waited for
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe would block
             raise CorruptError(key, f"is not a regular file in {self.url}; remove it")
         return path
 
@@ -94,7 +95,7 @@ class LocalObjects:
     def create(self, key: str, data: bytes) -> bool:
         path = self._path(key)
         temporary = path.with_name(f"{path.name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
-        made: bool | None = False  # None: not known
+        made: bool | None = False  # None: unknown
         try:
             with self._open_new(temporary) as file:
                 _write_all(file, data)
@@ -106,7 +107,7 @@ class LocalObjects:
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                # `gc` removes a leftover only when its key exists: then ours came second.
+                # `gc` removes a leftover only if its key exists: then ours came second.
                 if path.exists():
                     return False
                 raise
@@ -122,7 +123,7 @@ class LocalObjects:
             kind = NotCreatedError if absent else StoreError
             raise _disk_error("creating", path, error, kind) from error
         finally:
-            with contextlib.suppress(OSError):  # never hides why the creation failed
+            with contextlib.suppress(OSError):  # must not hide why the creation failed
                 temporary.unlink()
 
     def replace(self, key: str, data: bytes) -> None:
@@ -131,7 +132,7 @@ class LocalObjects:
         try:
             with self._open_new(temporary) as file:
                 _write_all(file, data)
-            # `gc` may take the file for a leftover; the next heartbeat replaces it anyway.
+            # `gc` may remove the file as a leftover; the next heartbeat replaces it anyway.
             with contextlib.suppress(FileNotFoundError):
                 os.replace(temporary, path)
         except OSError as error:
@@ -174,7 +175,7 @@ class LocalObjects:
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         for key in self.list(prefix):
-            with contextlib.suppress(FileNotFoundError):  # it went while we looked
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 yield Entry(key, self.size(key), "")
 
     def delete(self, key: str) -> None:
@@ -182,7 +183,7 @@ class LocalObjects:
         try:
             path.unlink(missing_ok=True)
             folder = path.parent
-            while folder != self.root:  # empty folders go with their last file
+            while folder != self.root:  # remove empty folders, too
                 folder.rmdir()
                 folder = folder.parent
         except OSError as error:
@@ -204,7 +205,7 @@ class LocalObjects:
         return shutil.disk_usage(folder).free
 
     def _open_new(self, path: Path) -> BinaryIO:
-        """Open a file that must not exist, making its folders; `gc` may be removing them."""
+        """Open a file that must not exist, and make its folders, which `gc` may be removing."""
         for attempt in range(100):
             try:
                 make_folder(path.parent, self._durable, self.root)
@@ -217,16 +218,16 @@ class LocalObjects:
 
 
 class LocalStream:
-    """A file being written, and on its way to the disk meanwhile.
+    """A file being written, and synced to the disk meanwhile.
 
-    Every so many bytes a thread beside makes them durable and drops them from memory: so the disk
-    always has something to write, closing has little to wait for, and what others keep in the page
-    cache stays there.
+    After a certain number of bytes, a thread makes them durable and drops them from memory. The
+    disk always has something to write, closing takes little time, and the page cache keeps other
+    processes' data.
     """
 
     def __init__(self, path: Path, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
         self._path, self._file, self._pool = path, file, pool
-        self._since = 0  # bytes written since the last of them were handed over
+        self._since = 0  # bytes written since the last sync
         self._syncing: Future[None] | None = None
 
     def write(self, data: bytes | memoryview) -> None:
@@ -241,7 +242,7 @@ class LocalStream:
             raise _disk_error("writing", self._path, error) from error
 
     def _settle(self) -> None:
-        """(An error that the disk reports late it reports once: it is raised again and again.)"""
+        """Wait for the sync. (The disk reports a late error once; this raises it every time.)"""
         if self._syncing is not None:
             self._syncing.result()
 
@@ -252,20 +253,20 @@ class LocalStream:
             self._file.close()
             sync(self._path.parent)
         except FileNotFoundError:
-            pass  # the folder is gone: `gc` saw the unit done by another attempt than this one
+            pass  # the folder is gone: `gc` saw that another attempt had finished the unit
         except OSError as error:
             raise _disk_error("writing", self._path, error) from error
         return ""
 
     def abandon(self) -> None:
         with contextlib.suppress(OSError):
-            self._settle()  # its descriptor may be another file's once it is closed
+            self._settle()  # once closed, its descriptor may belong to another file
         self._file.close()
         self._path.unlink(missing_ok=True)
 
 
 def _make_durable(descriptor: int) -> None:
-    """What was written so far; it is not kept in memory then. (macOS has neither call.)"""
+    """Sync the bytes written so far and drop them from memory. (macOS has neither call.)"""
     getattr(os, "fdatasync", os.fsync)(descriptor)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -273,7 +274,7 @@ def _make_durable(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def _absence() -> Generator[None, None, None]:
-    """Below a file there is nothing: that is absence too."""
+    """Treat a path below a file as absent."""
     try:
         yield
     except NotADirectoryError as error:
@@ -281,21 +282,21 @@ def _absence() -> Generator[None, None, None]:
 
 
 def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Unbuffered files may take less than they are given: a nearly full disk does."""
+    """Write all bytes: an unbuffered file may accept fewer, for example on a nearly full disk."""
     view = memoryview(data).cast("B")
     while view:
         view = view[file.write(view) :]
 
 
 def make_folder(folder: Path, durable: set[Path], root: Path | None = None) -> None:
-    """Make a folder and those above it, and let the entry of each survive a crash.
+    """Make a folder and those above it, and make the entry of each durable.
 
-    A folder that is there may be one whose maker was killed before that: so the entry of each
-    is synced once by every process that writes into it.
+    An existing folder's maker may have been killed before it synced the entry. Every process that
+    writes into a folder therefore syncs its entry once.
 
     Args:
-        durable: folders of which this was done, to which it adds.
-        root: entries above it that may not be read, and so not be synced, are none of ours.
+        durable: folders that are done; new ones are added.
+        root: entries above it that cannot be read, and so not synced, are ignored.
     """
     if folder in durable:
         return
@@ -313,7 +314,7 @@ def make_folder(folder: Path, durable: set[Path], root: Path | None = None) -> N
 
 
 def settle(objects: Objects, *keys: str) -> None:
-    """Let what lies beside these keys survive a crash, whoever created it.
+    """Make the objects beside these keys durable, whoever created them.
 
     A process that is killed between creating a record and syncing its folder leaves a record that
     others build upon. (In a bucket there is nothing to do.)
@@ -328,7 +329,7 @@ def settle(objects: Objects, *keys: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """A file's bytes, or a directory's entries, survive a crash from here on."""
+    """Make a file's bytes, or a directory's entries, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Objects in this process's memory: for trying things, and for datasets that need no disk."""
+"""Objects in this process's memory: for experiments, and for datasets that need no disk."""
 
 import threading
 from collections.abc import Iterator

@@ -23,13 +23,13 @@ from spile.objects.http import WebObjects, split_url
 from spile.objects.hub.names import open_named
 from spile.objects.protocol import Objects, exists, matches, plain_depth
 
-_AHEAD = 1 << 20  # read at once by whoever reads a little at a time
-_PIECE = 8 << 20  # of a large range: several are fetched side by side
-_FETCHERS = ThreadPoolExecutor(16, "fetch")  # all of this process's, so that memory is bounded
+_AHEAD = 1 << 20  # read-ahead for small reads
+_PIECE = 8 << 20  # size of the parts of a large range, which are fetched in parallel
+_FETCHERS = ThreadPoolExecutor(16, "fetch")  # one per process, so that memory is bounded
 
 
 class RemotePath:
-    """A file, or a folder of them, among the objects of a store."""
+    """A file, or a folder, among the objects of a store."""
 
     def __init__(self, objects: Objects, key: str) -> None:
         self.objects, self.key = objects, key
@@ -62,12 +62,12 @@ class RemotePath:
         return any(True for _ in self.below())
 
     def below(self) -> Iterator["RemotePath"]:
-        """All files of a folder and its folders, in no particular order."""
+        """Yield all files of a folder and its subfolders, in no particular order."""
         for key in self.objects.list(f"{self.key}/" if self.key else ""):
             yield RemotePath(self.objects, key)
 
     def above(self, depth: int) -> "RemotePath":
-        """The folder of its first so many names."""
+        """Return the folder made of the first `depth` names."""
         return RemotePath(self.objects, "/".join(self.parts[:depth]))
 
     def size(self) -> int:
@@ -77,7 +77,7 @@ class RemotePath:
         return self.objects.get(self.key)
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Exactly these bytes."""
+        """Return exactly these bytes; raise InputError if the file changed."""
         try:
             data = self.objects.get_range(self.key, start, stop)
         except FileNotFoundError:
@@ -87,7 +87,7 @@ class RemotePath:
         return data
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on, in pieces that are fetched side by side."""
+        """Fill `out` with the bytes from `start` on, in pieces that are fetched in parallel."""
 
         def fetch(low: int) -> None:
             high = min(low + _PIECE, len(out))
@@ -96,7 +96,7 @@ class RemotePath:
         list(_FETCHERS.map(fetch, range(0, len(out), _PIECE)))
 
     def open(self, mode: Literal["rb"] = "rb", buffering: int = _AHEAD) -> BinaryIO:
-        """A stream that can be sought; `buffering` bytes are read ahead, 0: what is asked for."""
+        """Open a seekable stream; `buffering` bytes are read ahead, or none if it is 0."""
         raw = _RemoteFile(self)
         return cast(BinaryIO, io.BufferedReader(raw, buffering) if buffering else raw)
 
@@ -105,7 +105,7 @@ AnyPath = Path | RemotePath
 
 
 class _RemoteFile(io.RawIOBase):
-    """Every read is one request."""
+    """A file in which every read is one request."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path, self._size, self._position = path, path.size(), 0
@@ -142,7 +142,7 @@ class _RemoteFile(io.RawIOBase):
 
 
 def path_of(where: str) -> AnyPath:
-    """What a path or a URL names, whether there is such a thing or not."""
+    """Return the path that a path or a URL names, whether it exists or not."""
     scheme, separator, rest = where.partition("://")
     if not separator:
         return Path(where)
@@ -164,7 +164,7 @@ def size_of(path: AnyPath) -> int:
 def read_json(
     path: AnyPath, *, max_bytes: int = MAX_BYTES, missing_ok: bool = False
 ) -> dict[str, Any]:
-    """Return the JSON object in a file that a stranger wrote.
+    """Return the JSON object in an untrusted file.
 
     Args:
         max_bytes: a larger file is refused before it is read.
@@ -187,16 +187,16 @@ def read_json(
 
 
 def files_below(folder: AnyPath) -> list[AnyPath]:
-    """All files of a folder and its folders, sorted; what begins with a dot or _ is left out."""
+    """Return all files below a folder, sorted; names that begin with . or _ are skipped."""
     paths = folder.rglob("*") if isinstance(folder, Path) else folder.below()
     depth = len(folder.parts)
     shown = (p for p in paths if not any(part[0] in "._" for part in p.parts[depth:]))
-    # A listing knows files alone.
+    # A listing contains only files.
     return _sorted(p for p in shown if isinstance(p, RemotePath) or p.is_file())
 
 
 def _walked(pattern: Path) -> Iterator[Path]:
-    """The files on a disk that a pattern finds, by one walk."""
+    """Yield the local files that match a pattern, in one walk."""
     top = Path(*pattern.parts[: plain_depth(pattern.parts)])
     for folder, _, names in os.walk(top):
         for name in names:
@@ -206,7 +206,7 @@ def _walked(pattern: Path) -> Iterator[Path]:
 
 
 def files_matching(pattern: str) -> list[AnyPath]:
-    """The files that a glob finds, sorted; `**` is any number of folders."""
+    """Return the files that match a glob, sorted; `**` is any number of folders."""
     path = path_of(pattern)
     if isinstance(path, Path):
         if path.parts.count("**") > 1:  # the library would walk once for each way to match
@@ -217,12 +217,12 @@ def files_matching(pattern: str) -> list[AnyPath]:
 
 
 def _sorted(paths: Iterable[AnyPath]) -> list[AnyPath]:
-    return sorted(paths, key=lambda path: path.parts)  # by folders, wherever they are
+    return sorted(paths, key=lambda path: path.parts)  # by folder, wherever they are
 
 
 @contextlib.contextmanager
 def local_copy(folder: AnyPath) -> Generator[Path, None, None]:
-    """A folder for programs that read disks alone: itself, or a copy for as long as it is used."""
+    """Provide a folder on a local disk: the folder itself, or a temporary copy of it."""
     if isinstance(folder, Path):
         yield folder
         return

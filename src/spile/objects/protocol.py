@@ -1,6 +1,6 @@
-"""What a store of objects is, whatever it is made of.
+"""The protocol of a store of objects, whatever it is made of.
 
-Two kinds of object exist, and the difference is the whole safety of the store:
+There are two kinds of object, and the safety of the store rests on the difference:
   * a *stream* is written once under a key nobody else uses (shards), durable when closed;
   * a *record* is small and created exclusively: of two writers one wins, and both know it.
 Heartbeats, which nothing depends on, are the only objects ever replaced.
@@ -20,19 +20,19 @@ from spile.core.system import system
 from spile.metrics.counters import Counters
 
 PROBES = "probes/"
-# What this process asks of buckets and sites, all together: retries; uploaded, in bytes; uploading
-# and spooled, as they are now.
+# This process's use of buckets and sites, in total: retries and uploaded bytes; and the current
+# numbers of uploading and spooled objects.
 COUNTED = Counters()
-MOST_HELD = 4 << 30  # bytes of an object that is read whole: no record of ours is as large
+MOST_HELD = 4 << 30  # limit on an object that is read whole: no record of ours is as large
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a listing says of an object."""
+    """The entry of an object in a listing."""
 
     key: str
     size: int
-    etag: str  # changes with the object's content; empty where the store has none
+    etag: str  # changes with the object's content; empty if the store has none
 
 
 class Stream(Protocol):
@@ -45,7 +45,7 @@ class Stream(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Stop writing; the object is removed if that is possible."""
+        """Stop writing, and remove the object if possible."""
         ...
 
 
@@ -53,25 +53,25 @@ class Objects(Protocol):
     """A store of objects. Keys are relative, with forward slashes."""
 
     url: str
-    most_streamed: int | None  # bytes that one stream should hold, where that is bounded
-    parallel: int  # requests that are worth making side by side
-    most_closing: int  # streams that may be closed or wait for it, each held until it is
+    most_streamed: int | None  # most bytes in one stream; None if unlimited
+    parallel: int  # number of requests worth making in parallel
+    most_closing: int  # streams that may be closing at a time; each is held until it is closed
 
     def get(self, key: str) -> bytes:
-        """The whole object. Raises FileNotFoundError if there is none.
+        """Return the whole object. Raises FileNotFoundError if there is none.
 
-        One larger than `MOST_HELD` is refused before memory is taken for it.
+        An object larger than `MOST_HELD` is refused before memory is allocated.
         """
         ...
 
     def get_range(self, key: str, start: int, stop: int) -> bytes: ...
 
     def size(self, key: str) -> int:
-        """Bytes in the object. Raises FileNotFoundError if there is none."""
+        """Return the object's size in bytes. Raises FileNotFoundError if there is none."""
         ...
 
     def create(self, key: str, data: bytes) -> bool:
-        """Create the record durably; False, changing nothing, if the key exists.
+        """Create the record durably; return False, changing nothing, if the key exists.
 
         Raises:
             NotCreatedError: if it certainly was not created.
@@ -84,41 +84,41 @@ class Objects(Protocol):
         ...
 
     def move(self, key: str, to: str) -> None:
-        """Give a record another key, durably: `key` can be created again. `to` must be new.
+        """Move a record to a new key, durably; `key` can then be created again.
 
-        A kill in between may leave both. Raises FileNotFoundError if there is none.
+        A kill in between may leave both. Raises FileNotFoundError if there is no such record.
         """
         ...
 
     def stream(self, key: str) -> Stream: ...
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        """Keys under a prefix that ends in a slash (or all), in no particular order."""
+        """Yield the keys under a prefix that ends in a slash (or all), in no particular order."""
         ...
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
-        """What `list` lists, with sizes."""
+        """Yield the same objects as `list`, with sizes."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the object; one that is not there is no error."""
+        """Remove the object; a missing one is not an error."""
         ...
 
     def leftover_of(self, key: str) -> str | None:
-        """The key whose interrupted creation left this object behind; None for any other."""
+        """Return the key whose interrupted creation left this object behind; None for any other."""
         ...
 
     def local_path(self, key: str) -> Path | None:
-        """The object's file, where it has one: for memory maps."""
+        """Return the object's file, if it has one, for memory maps."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Room left, where that is known."""
+        """Return the free space, if it is known."""
         ...
 
 
 def exists(objects: Objects, key: str) -> bool:
-    """Whether there is such an object."""
+    """Return whether an object exists."""
     try:
         objects.size(key)
     except FileNotFoundError:
@@ -127,20 +127,20 @@ def exists(objects: Objects, key: str) -> bool:
 
 
 def check_held(url: str, key: str, size: int) -> None:
-    """Refuse what is too large to be read whole."""
+    """Refuse an object that is too large to be read whole."""
     if size > MOST_HELD:
         raise StoreError(f"{url}/{key}: has {size:,} bytes, which no record of ours has")
 
 
 def check_creates_once(objects: Objects) -> None:
-    """Refuse a store that overwrites where it should refuse: commits could be lost there.
+    """Refuse a store that overwrites existing objects on create: commits could be lost there.
 
-    Some servers that speak like S3 ignore preconditions without a word.
+    Some servers that implement S3 ignore preconditions silently.
     """
     key = f"{PROBES}{system().token(8)}"
     try:
-        # (Nobody else has this key: what "exists already" with these bytes was just created, by a
-        # request that a proxy has sent twice.)
+        # (Nobody else uses this key: if it "exists already" with these bytes, it was just created
+        # by a request that a proxy has sent twice.)
         created = objects.create(key, b"first")
         with contextlib.suppress(FileNotFoundError):
             created = created or objects.get(key) == b"first"
@@ -155,7 +155,7 @@ def check_creates_once(objects: Objects) -> None:
 
 
 def check_key(url: str, key: str) -> list[str]:
-    """The parts of a key, none of which leads out of the store."""
+    """Return the parts of a key; refuse one that leads out of the store."""
     parts = key.split("/")
     if key.startswith("/") or "\0" in key or any(part in ("", ".", "..") for part in parts):
         raise StoreError(f"{url}: {key!r} is not a key inside the store")
@@ -163,13 +163,13 @@ def check_key(url: str, key: str) -> list[str]:
 
 
 def matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a key (or a path), cut into names, is found by a pattern.
+    """Return whether a key or path, split into names, matches a pattern.
 
-    As `glob` does: `*` stays within a name, and finds none that begins with a dot; `**` is any
-    number of folders, and at the end whatever lies in them.
+    As in `glob`, `*` stays within a name, and does not match a leading dot. `**` matches any number
+    of folders; at the end it also matches everything in them.
     """
-    # Which beginnings of the names the pattern's parts so far have matched: a pattern with many
-    # `**` costs no more than its parts times the names.
+    # The prefixes of the names that the pattern's parts so far match. The cost of a pattern with
+    # many `**` is only its parts times the names.
     reached = {0}
     for number, part in enumerate(pattern):
         if part != "**":
@@ -192,7 +192,7 @@ def matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def plain_depth(pattern: Sequence[str]) -> int:
-    """How many folders a pattern names plainly before it begins to match."""
+    """Return how many leading folders of a pattern contain no wildcard."""
     depth = 0
     while depth + 1 < len(pattern) and not glob.has_magic(pattern[depth]):
         depth += 1
@@ -200,5 +200,5 @@ def plain_depth(pattern: Sequence[str]) -> int:
 
 
 def retrying(what: str, patience: float) -> Retrying:
-    """The attempts of one request; retries are counted."""
+    """Return the attempts of one request; retries are counted."""
     return Retrying(what, patience, lambda: COUNTED.add(retries=1))

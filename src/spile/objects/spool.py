@@ -1,8 +1,8 @@
-"""A folder on a local disk where objects wait until they are uploaded: `--spool DIR`.
+"""A folder on a local disk where objects wait for their upload: `--spool DIR`.
 
-It lets the device go on while the network is slow, for as long as the disk has room. What is in it
-is never needed again: an object exists when it is in the bucket, and what a killed process left is
-removed by the next one.
+It lets the device continue while the network is slow, as long as the disk has room. Its contents
+are never needed again: an object exists once it is in the bucket, and the next process removes what
+a killed one left.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from spile.objects.protocol import COUNTED
 
 _PREFIX = "spile-spool-"
 _LOCK = "lock"
-_KEPT_FREE = 1 << 30  # of the disk, for others: while there is less, writers wait
+_KEPT_FREE = 1 << 30  # space to leave for others: with less, writers wait
 _POLL = 0.2
 
 
@@ -43,12 +43,12 @@ class Spool:
             raise ConfigError(f"--spool {root}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Remove the folder, with whatever is left in it."""
+        """Remove the folder and everything in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._locked.close()
 
     def file(self) -> "SpooledFile":
-        """A new file, when there is room for one."""
+        """Return a new file; wait until there is room for one."""
         while shutil.disk_usage(self.folder).free < self._kept_free:
             if not self._files:
                 raise StoreError(
@@ -67,7 +67,7 @@ class Spool:
 
 
 class SpooledFile:
-    """An object's bytes on the disk until they are put."""
+    """The bytes of an object on the disk until they are put."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
@@ -93,11 +93,11 @@ class SpooledFile:
         if not self._file.tell():
             yield b""
             return
-        # (Closed with the last reference: a request that timed out may still have one.)
+        # (Unmapped with the last reference: a request that timed out may still hold one.)
         yield mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def release(self) -> None:
-        """Once it is uploaded, or not wanted any more."""
+        """Remove the file, once it is uploaded or no longer wanted."""
         if not self._file.closed:
             self._file.close()
             with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ class SpooledFile:
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Generator[None, None, None]:
-    """One process at a time: a folder that was just made must not be swept."""
+    """Hold a lock on the root, so that a folder that was just made is not swept."""
     descriptor = os.open(root, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -117,7 +117,7 @@ def _alone(root: Path) -> Generator[None, None, None]:
 
 
 def _locked(folder: Path) -> Any:
-    """A lock that lasts as long as this process, however it ends."""
+    """Take a lock that lasts as long as this process, however it ends."""
     file = (folder / _LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

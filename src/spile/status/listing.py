@@ -1,4 +1,4 @@
-"""What a dataset holds, file by file, from its records alone."""
+"""List the files of a dataset, from its records alone."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ _BESIDE = ("index", "statistics", "documents")
 
 @dataclass(frozen=True)
 class ListedFile:
-    """One file: a shard of a tap, or what lies beside them in a unit."""
+    """One file of a unit: a shard of a tap, or a file beside the shards."""
 
     key: str
     unit: int
@@ -22,13 +22,13 @@ class ListedFile:
     rows: int
     bytes: int
     digest: str
-    dtype: str | None  # of a tap
+    dtype: str | None  # None for files beside the shards
 
 
 def list_files(
     objects: Objects, unit: int | None = None, tap: str | None = None
 ) -> list[ListedFile]:
-    """Those of the units that are done; of one unit or one tap, if that is asked for."""
+    """List the files of the finished units; only those of one unit or tap, if given."""
     ledger = Ledger(objects)
     table = ledger.table()
     known = (*table.taps, *_BESIDE)
@@ -62,7 +62,7 @@ def list_files(
 
 
 def to_json(files: list[ListedFile]) -> dict[str, object]:
-    """With what they add up to, tap by tap."""
+    """Return the files as JSON, with their totals by tap."""
     taps: dict[str, dict[str, object]] = {}
     for file in files:
         of_tap = taps.setdefault(file.tap, {"dtype": file.dtype, "files": 0, "rows": 0, "bytes": 0})

@@ -1,4 +1,4 @@
-"""Where a dataset stands, from its store alone: nothing is asked of the workers themselves."""
+"""The state of a dataset, from its store alone: the workers themselves are not asked."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,7 +14,7 @@ from spile.status.workers import ALIVE, describe_workers, rate_of
 
 @dataclass(frozen=True)
 class Status:
-    """A snapshot."""
+    """A snapshot of a dataset's state."""
 
     state: str  # complete | running | unfinished | empty (every unit is done, without any row)
     recipe: dict[str, Any]
@@ -29,11 +29,11 @@ class Status:
     tokens_estimated: int
     bytes: int
     skipped: dict[str, int]
-    seconds: float  # that slices spent on the units that are done
+    seconds: float  # spent by slices on the finished units
     prediction: dict[str, Any] | None
-    rate: float | None  # tokens a second of all who are at work now
+    rate: float | None  # tokens a second of all active workers
     eta_seconds: float | None
-    slowest: str | None  # of several who are at work
+    slowest: str | None  # name of the slowest, if several workers are active
     workers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     @property
@@ -46,9 +46,9 @@ class Status:
 
 
 def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> Status:
-    """Add up what is done, and who is at work.
+    """Add up the finished units, and describe the workers.
 
-    `observer`: has looked before, and so can tell who has not moved since.
+    `observer`: has seen earlier heartbeats, and so can tell which workers have not moved since.
     """
     ledger = Ledger(objects)
     table = ledger.table()
@@ -96,7 +96,7 @@ def _seconds(done: Done) -> float:
 
 
 def _left(table: Table, done: Sequence[Done]) -> float:
-    """Tokens still to be read: by the estimate, put right by how it turned out so far."""
+    """Return the tokens still to read: the estimate, scaled by how it turned out so far."""
     guess = {int(unit["id"]): int(unit["tokens"]) for unit in table.units}
     guessed = sum(guess.get(record.unit, 0) for record in done)
     ratio = sum(record.tokens for record in done) / guessed if guessed else 1.0

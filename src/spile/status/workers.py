@@ -1,9 +1,9 @@
-"""Who is at work, from their signs of life: what each said last, and what may be known of it now.
+"""The workers of a dataset, from their heartbeats: the last report of each, and its state now.
 
-A record says how its worker was when it wrote it. Whether it still is, only an observer knows who
-has looked before: a counter that does not move by the observer's own clock is stale. The times in
-a record are its writer's; an age that is shown is therefore said to be "about", and decides
-nothing.
+A record gives a worker's state at the time of writing. Only an observer that has seen earlier
+records can tell whether it still holds: a counter that does not move by the observer's own clock is
+stale. The times in a record come from its writer's clock; an age is therefore displayed as "about",
+and no decision depends on it.
 """
 
 import time
@@ -15,7 +15,7 @@ from spile.dataset import format as fmt
 from spile.dataset.format import is_amount
 from spile.dataset.heartbeat import HeartbeatObserver, process_ended, rebooted
 
-_MOST_SHARES = 10_000  # more are a stranger's joke
+_MOST_SHARES = 10_000  # a larger number is not genuine
 ALIVE = ("running", "starting")
 _KEPT = ("units", "units_done", "tokens", "error", "host", "pid", "counter", "world", "share")
 _WORDS = ("error", "host", "share")
@@ -26,7 +26,7 @@ _PROGRESS = ("tokens", "documents", "units", "bytes", "durable", "rate", "averag
 def describe_workers(
     records: Mapping[str, Mapping[str, Any]], observer: HeartbeatObserver | None = None
 ) -> list[dict[str, Any]]:
-    """One entry for each process, and for each share that nobody has taken."""
+    """Return one entry for each process, and one for each share that no worker has taken."""
     found = [_describe(name, record, observer) for name, record in sorted(records.items())]
     current = _without_earlier(found)
     leaders = [worker for worker in current if _leads(worker)]
@@ -41,20 +41,20 @@ def describe_workers(
 
 
 def rate_of(workers: Sequence[Mapping[str, Any]]) -> tuple[float | None, str | None]:
-    """Tokens a second of all who are at work, and who of several is the slowest."""
+    """Return the tokens a second of all active workers, and the slowest of several."""
     rates = {
         worker["name"]: float(worker["progress"]["rate"])
         for worker in workers
         if worker["state"] == "running"
         and "rate" in worker["progress"]
-        and _leads(worker)  # the others count the same tokens
+        and _leads(worker)  # other processes count the same tokens
     }
     slowest = min(rates, key=lambda name: rates[name]) if len(rates) > 1 else None
     return (sum(rates.values()) if rates else None), slowest
 
 
 def _leads(worker: Mapping[str, Any]) -> bool:
-    """Whether it speaks for its world; one without a world speaks for itself."""
+    """Return whether a worker reports for its world; one without a world reports for itself."""
     world: Mapping[str, Any] = worker.get("world") or {}
     return world.get("process", 0) == 0
 
@@ -65,7 +65,7 @@ def _describe(
     state = record.get("state", "unknown")
     told = {k: record[k] for k in _KEPT if k in record}
     told |= {k: 0 for k in ("units_done", "tokens") if k in told and not fmt.is_count(told[k])}
-    # It is shown in terminals, and these obey control characters.
+    # Terminals obey control characters, so text is escaped.
     shown = {k: fmt.shown(v) if k in _WORDS else v for k, v in told.items()}
     progress = _progress(record)
     worker: dict[str, Any] = {"name": name, "state": fmt.shown(state), **shown}
@@ -91,7 +91,7 @@ def _progress(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _without_earlier(workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of a share, or a place in a world, that was started again: the last one, who says so."""
+    """Keep the last worker of a share, or of a place in a world, that was started several times."""
     by_place: dict[str, list[dict[str, Any]]] = {}
     for worker in workers:
         share, world = worker.get("share"), worker.get("world")
@@ -99,7 +99,7 @@ def _without_earlier(workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         by_place.setdefault(where if share or world else worker["name"], []).append(worker)
     kept: list[dict[str, Any]] = []
     for several in by_place.values():
-        # One that is there beats one that was; else who began last, by the clock of its machine.
+        # A live worker is preferred; otherwise the one that began last, by its machine's clock.
         latest = max(
             several, key=lambda w: (w["state"] in ALIVE, w["progress"].get("started", 0.0))
         )
@@ -108,13 +108,13 @@ def _without_earlier(workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _untaken(workers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Shares of as many as somebody was told there are."""
+    """Return the shares that no worker has taken, if all workers agree on their number."""
     taken: dict[int, set[int]] = {}
     for worker in workers:
         index, _, count = str(worker.get("share") or "").partition("/")
         if index.isdecimal() and count.isdecimal() and int(count) <= _MOST_SHARES:
             taken.setdefault(int(count), set()).add(int(index))
-    if len(taken) != 1:  # none, or a run that was started with one number and then another
+    if len(taken) != 1:  # none, or a run that was started with different numbers
         return []
     ((count, known),) = taken.items()
     return [f"{share}/{count}" for share in range(count) if share not in known]

@@ -1,6 +1,6 @@
-"""Chats rendered by processes beside this one, several of which do so side by side.
+"""A pool of processes that render chats in parallel.
 
-Chats go out in batches and come back in their order, so that the documents are the same with any
+Chats are sent in batches and come back in their order, so that the documents are the same with any
 number of processes.
 """
 
@@ -18,13 +18,13 @@ from spile.corpus.chats.renderer import REFUSED, Answer, Renderer
 from spile.corpus.chats.template import ChatTemplate, plain_messages
 from spile.corpus.documents import CorpusDocument
 
-_CHATS, _BYTES = 64, 1 << 20  # of a batch
-# What may come out of all chats of one call, and so much more for each byte of them.
+_CHATS, _BYTES = 64, 1 << 20  # most chats and bytes in a batch
+# Most characters rendered from all chats of one call, and the allowance for each byte of them.
 _CHARACTERS, _MORE_CHARACTERS = 1 << 28, 16
 
 
 def made_at(where: str, make: Callable[[], CorpusDocument]) -> CorpusDocument:
-    """The document that is made of what lies there."""
+    """Make the document of a row; `where` is the row's place."""
     try:
         made = make()
         made.text.encode("utf-8")
@@ -37,7 +37,7 @@ def made_at(where: str, make: Callable[[], CorpusDocument]) -> CorpusDocument:
 
 
 def processes_for(asked: int | None) -> int:
-    """How many processes render; other cores tokenize, and few have none to spare."""
+    """Return how many processes render; the other cores tokenize."""
     cores = os.cpu_count() or 1
     return max(1, min(8, cores // 4) if asked is None else asked)
 
@@ -45,12 +45,12 @@ def processes_for(asked: int | None) -> int:
 @dataclass
 class _Batch:
     documents: list[CorpusDocument] = field(default_factory=list[CorpusDocument])
-    places: list[str] = field(default_factory=list[str])  # of the chats among them
+    places: list[str] = field(default_factory=list[str])  # where each chat among them came from
     chats: list[bytes] = field(default_factory=list[bytes])
 
 
 class RenderPool:
-    """Processes that render the chats of one template; they start with the first chat."""
+    """Processes that render the chats of one template. They start with the first chat."""
 
     def __init__(
         self,
@@ -61,17 +61,17 @@ class RenderPool:
         limits: ProcessLimits | None = None,
     ) -> None:
         """Args:
-        heed: is called now and then while a process renders, and may raise to end that.
+        heed: called now and then while a process renders; may raise to stop waiting.
         """
         self._template, self._count = template, max(1, processes)
         self._heed, self._limits = heed, limits or ProcessLimits()
         self._idle: list[Renderer] = []
 
     def documents(self, found: Iterable[CorpusDocument]) -> Iterator[CorpusDocument]:
-        """Documents of the chats among them; the others pass through unchanged.
+        """Render the chats among the documents; other documents pass through unchanged.
 
         Raises:
-            InputError: if the template is none, or a rendering met a limit.
+            InputError: if the template is invalid, or a rendering exceeded a limit.
             DataError: if a process was killed.
         """
         waiting: deque[tuple[Renderer | None, _Batch]] = deque()
@@ -79,7 +79,7 @@ class RenderPool:
         started = False
         asked = made = 0
         try:
-            for batch in _batches(found):  # which is made while the processes render
+            for batch in _batches(found):  # the next batch is made while the processes render
                 renderer = None
                 if batch.chats:
                     if not started:
@@ -113,7 +113,7 @@ class RenderPool:
         self._idle = []
 
     def _start(self) -> None:
-        """Have as many processes as there are to be; those of an earlier call are still there."""
+        """Start processes until there are enough; those of an earlier call are reused."""
         new: list[Renderer] = []
         try:
             while len(self._idle) + len(new) < self._count:
@@ -127,7 +127,7 @@ class RenderPool:
         self._idle += new
 
     def _filled(self, renderer: Renderer | None, batch: _Batch) -> list[CorpusDocument]:
-        """Documents of a batch, once its chats are rendered."""
+        """Return the documents of a batch, once its chats are rendered."""
         if renderer is None:
             return batch.documents
         try:
@@ -159,11 +159,11 @@ def _batches(found: Iterable[CorpusDocument]) -> Iterator[_Batch]:
 
 
 def _packed(document: CorpusDocument) -> bytes | None:
-    """A chat as it travels; None if no template would be given it, of which the document says."""
+    """Serialize a chat; if no template could accept it, skip the document and return None."""
     chat: Any = document.chat
     try:
         return marshal.dumps(chat)
-    except ValueError:  # it holds a date, say
+    except ValueError:  # it holds a date, for example
         pass
     try:
         return marshal.dumps(plain_messages(chat))

@@ -1,8 +1,9 @@
-"""Texts that remember which of their characters came from where.
+"""Strings that track which message each of their characters came from.
 
-A chat template cuts, joins and trims what messages say. Where the messages are given to it as
-`OwnedText`, so is what comes out: equal to the plain text in every comparison, and with the owner
-of each character beside it. Whatever would lose an owner on the way raises instead.
+A chat template cuts, joins and trims the texts of messages. If it is given the messages as
+`OwnedText`, its output is an `OwnedText` too: it equals the plain text in every comparison, and
+also holds the owner of each character. An operation that would lose an owner raises an error
+instead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,10 +11,11 @@ from typing import Any, SupportsIndex, cast
 
 from spile.core.errors import InputError
 
-Owner = tuple[int, int]  # which message, and which part of it; part 0 is whatever has no number
+Owner = tuple[int, int]  # the message, and the part of it; part 0 is everything without a number
 Runs = tuple[tuple[int, int, Owner], ...]  # start, stop, owner: in order, none empty
 
-# What a template may call on a text: it is answered by a truth or a number, or followed below.
+# Methods a template may call on a text. Those of ASKED return a boolean or a number; those of
+# FOLLOWED are implemented below.
 # fmt: off
 ASKED = frozenset({
     "count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit",
@@ -29,7 +31,7 @@ FOLLOWED = frozenset({
 
 
 class OwnedText(str):
-    """A text and the owners of its characters; those that no run covers have none."""
+    """A text with the owners of its characters. Characters that no run covers have no owner."""
 
     __slots__ = ("_runs",)
     _runs: Runs
@@ -44,7 +46,7 @@ class OwnedText(str):
         return self._runs
 
     def __str__(self) -> str:
-        return self  # `str(text)` must not forget
+        return self  # `str(text)` must not lose the owners
 
     def __getitem__(self, key: SupportsIndex | slice) -> "OwnedText":
         if not isinstance(key, slice):
@@ -81,7 +83,7 @@ class OwnedText(str):
         return self.unowned("formats").__mod__(value)
 
     def unowned(self, act: str) -> str:
-        """The plain text, for what cannot be followed."""
+        """Return the plain text for an operation that cannot be tracked; refuse an owned one."""
         if self._runs:
             raise InputError(
                 f"it {act} a message's text, so its speaker can no longer be told; give a "
@@ -157,11 +159,11 @@ class OwnedText(str):
         return self._cased(str.upper)
 
     def _pieces(self, pieces: Sequence[str], sep: str | None) -> list[str]:
-        """Where pieces lie that were cut out of this text, one after the other."""
+        """Return slices of this text for pieces that were cut from it, one after the other."""
         found: list[str] = []
         start = 0
         for piece in pieces:
-            if sep is None:  # any amount of white space was between them
+            if sep is None:  # any amount of white space separated them
                 start = self.index(piece, start)
             found.append(self[start : start + len(piece)])
             start += len(piece) + len(sep or "")
@@ -169,7 +171,7 @@ class OwnedText(str):
 
     def _cased(self, change: Callable[[str], str]) -> "OwnedText":
         text = change(self)
-        if len(text) == len(self):  # no character has a shorter other case, so places are kept
+        if len(text) == len(self):  # no character has a shorter other case, so positions stay
             return OwnedText(text, self._runs)
         owner = sole_owner([self], "changes the case of")
         return lifted(text) if owner is None else owned_whole(text, owner)
@@ -180,7 +182,7 @@ def owned_whole(text: str, owner: Owner) -> OwnedText:
 
 
 def lifted(text: str) -> OwnedText:
-    """The same text, as one that can take in the owned."""
+    """Return the same text as `OwnedText`, so that owned texts can be joined to it."""
     return text if isinstance(text, OwnedText) else OwnedText(text)
 
 
@@ -198,7 +200,7 @@ def joined(parts: Iterable[str]) -> OwnedText:
 
 
 def owned(value: Any, owner: Owner) -> Any:
-    """JSON's values, with every text in them owned."""
+    """Return a JSON value in which every text has the given owner."""
     if isinstance(value, str):
         return owned_whole(value, owner)
     if isinstance(value, Mapping):
@@ -210,7 +212,7 @@ def owned(value: Any, owner: Owner) -> Any:
 
 
 def sole_owner(texts: Iterable[str], act: str) -> Owner | None:
-    """The one owner of all texts that have any; what is partly owned, or by two, is refused."""
+    """Return the one owner of all owned texts; refuse partly owned texts, and two owners."""
     owners: set[Owner] = set()
     partly = False
     for text in texts:

@@ -1,8 +1,8 @@
-"""A process that renders chats within limits: a chat template is a stranger's program.
+"""A process that renders chats within limits: a chat template is an untrusted program.
 
-It may compare lists that hold one another, or copy a long text in a loop. So templates are compiled
-and rendered only here, never in the process that runs. What travels is `marshal`ed, by and for the
-same interpreter.
+It may compare lists that contain one another, or copy a long text in a loop. Templates are
+therefore compiled and rendered only here, never in the main process. Messages are serialized with
+`marshal`; the same interpreter runs on both sides.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from spile.core.limited_process import (
 )
 from spile.corpus.chats.template import ChatTemplate, TemplateLimit
 
-REFUSED = "refused by the chat template"  # why a document is left out
+REFUSED = "refused by the chat template"  # the reason a document is skipped
 
-# What becomes of a chat: (text, roles); a reason why there is none; (fault,), which ends the run.
+# The outcome of a chat: (text, roles); the reason it is skipped; or (fault,), which ends the run.
 Answer = tuple[str, tuple[tuple[int, int, int], ...]] | str | tuple[str]
 
 
 class Renderer:
-    """The process, as whoever asks it sees it. It starts at once, and compiles the template."""
+    """The parent's handle to the process, which starts at once and compiles the template."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class Renderer:
     ) -> None:
         """Args:
         roles: the flag of each role.
-        heed: is called now and then while the process renders, and may raise to end that.
+        heed: called now and then while the process renders; may raise to stop waiting.
         """
         self._where = template.where
-        self._places: Sequence[str] | None = None  # of the chats in hand; None: it compiles
-        self._done, done = os.pipe()  # a byte for each chat that is rendered
+        self._places: Sequence[str] | None = None  # origins of the current chats; None: compiling
+        self._done, done = os.pipe()  # receives a byte for each rendered chat
         try:
             self._process = LimitedProcess(
                 __name__, limits, heed=heed, arguments=[str(done)], pass_fds=[done]
@@ -64,21 +64,21 @@ class Renderer:
         """Wait until the template is compiled.
 
         Raises:
-            InputError: if it is none.
+            InputError: if the template is invalid.
         """
         if fault := marshal.loads(self._received()):
             raise InputError(fault)
 
     def ask(self, places: Sequence[str], chats: list[bytes]) -> None:
-        """Have chats rendered, each `marshal`ed; `places` say where they are from."""
+        """Send chats to be rendered, each `marshal`ed; `places` says where each came from."""
         self._places = places
         self._process.send(marshal.dumps(chats))
 
     def answers(self) -> list[Answer]:
-        """What has become of the chats.
+        """Return the outcomes of the chats.
 
         Raises:
-            InputError: if the template met a limit of the process.
+            InputError: if the template exceeded a limit of the process.
             DataError: if the process was killed.
         """
         found: list[Answer] = marshal.loads(self._received())
@@ -86,7 +86,7 @@ class Renderer:
         return found
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process, whatever it does."""
         self._process.close()
         if self._done >= 0:
             os.close(self._done)
@@ -99,7 +99,7 @@ class Renderer:
             raise self._failure(ended) from None
 
     def _failure(self, ended: ProcessEnded) -> InputError | DataError:
-        """Why it did, and over which chat."""
+        """Return the error to raise, which names the cause and the chat."""
         if ended.limit is None:
             return DataError(
                 f"a process that renders chats has ended ({ended}); run the same command again"
@@ -135,7 +135,7 @@ def _described(
 
 
 def serve(asked: IO[bytes], answers: IO[bytes], done: int) -> None:
-    """Answer until whoever asks is gone."""
+    """Answer requests until the parent is gone."""
     first = received(asked)
     if first is None:
         return

@@ -1,6 +1,6 @@
-"""How a row of the corpus becomes a document, or the chat of which a template makes one.
+"""Turn a row of the corpus into a document, or into a chat for a template to render.
 
-A plain text needs none of this; its column is read as it stands (`reader.py`).
+A plain text needs none of this: `reader.py` reads its column directly.
 """
 
 from collections.abc import Mapping
@@ -21,28 +21,28 @@ from spile.objects.paths import AnyPath
 
 
 class RowReader(Protocol):
-    """Makes documents of rows."""
+    """Makes documents from rows."""
 
     @property
     def columns(self) -> tuple[str, ...]: ...
 
     @property
     def flag(self) -> str:
-        """What names the columns."""
+        """The flag that names the columns."""
         ...
 
     def document(self, row: Mapping[str, Any]) -> CorpusDocument:
-        """A document, or one whose `chat` is still to be rendered.
+        """Return a document, or one whose `chat` is still to be rendered.
 
         Raises:
-            ValueError: for a row that can be no document of this kind.
+            ValueError: if the row cannot be a document of this kind.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Chats:
-    """A column of messages, through a chat template."""
+    """A column of messages, rendered by a chat template."""
 
     column: str
     template: ChatTemplate
@@ -68,7 +68,7 @@ class Chats:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Columns of prompts and responses, through a chat template or just joined."""
+    """Columns of prompts and responses, rendered by a chat template or joined."""
 
     prompt: str
     response: str | None
@@ -103,7 +103,7 @@ class Pairs:
 
 
 def joined(pieces: tuple[tuple[str, str], ...]) -> CorpusDocument:
-    """A document of pieces by whoever said them."""
+    """Make a document from pieces, each with the role of its speaker."""
     text, roles = "", list[tuple[int, int, int]]()
     for role, piece in pieces:
         if piece:
@@ -113,7 +113,7 @@ def joined(pieces: tuple[tuple[str, str], ...]) -> CorpusDocument:
 
 
 def of_program(document: ProgramDocument, reading: "RowReader | None") -> CorpusDocument:
-    """Raises ValueError where a template is needed and none is known."""
+    """Make a document from a program's; raise ValueError if it needs a template and has none."""
     if isinstance(reading, Pairs):
         return reading.document(document.pair)
     if document.messages:
@@ -128,12 +128,12 @@ def of_program(document: ProgramDocument, reading: "RowReader | None") -> Corpus
 
 
 def template_of(reading: RowReader | None) -> ChatTemplate | None:
-    """The template that renders what is read so; None if there is none."""
+    """Return the template that a reader uses, or None."""
     return reading.template if isinstance(reading, Chats | Pairs) else None
 
 
 def read_as(recipe: Recipe, directory: AnyPath) -> tuple[RowReader | None, str | None]:
-    """How a recipe's rows become documents, and the hash of the template that is used."""
+    """Return the reader for a recipe's rows, and the hash of its template."""
     if recipe.messages and recipe.prompt_column:
         raise ConfigError("--messages and --prompt-column both say where the chats are; choose one")
     if recipe.response_column and not recipe.prompt_column:

@@ -1,9 +1,9 @@
-"""Strangers' chat templates, run in Jinja's sandbox: without effects, and never without end.
+"""Jinja sandbox for untrusted chat templates: no side effects, bounded work.
 
-Set up as `transformers` sets it up, so that the text is the same. What it adds: texts are followed
-(see `provenance.py`), most of what a template does is counted, and what is random, or cannot be
-followed, is refused. What is not counted (comparisons, slices, filters of long texts) is ended by
-the limits of the process that renders (`pool.py`).
+It is configured as in `transformers`, so that the text is the same. In addition it tracks the
+owners of texts (see `provenance.py`), counts most operations, and refuses what is random or cannot
+be tracked. Work that is not counted (comparisons, slices, filters of long texts) is bounded by the
+limits of the rendering process (`pool.py`).
 """
 
 import datetime
@@ -41,15 +41,15 @@ from spile.corpus.chats.template import TemplateLimit
 if [int(number) for number in re.findall(r"\d+", importlib.metadata.version("jinja2"))] < [3, 1, 6]:
     raise ImportError("the sandbox of older versions can be left")
 
-GENERATED = (-1, 0)  # the owner of what lies in `{% generation %}`
+GENERATED = (-1, 0)  # the owner of text inside `{% generation %}`
 
-# What a rendering may do, and so much more for each character that comes in: many times what
-# published templates need.
+# Limits of one rendering, each with an allowance for every character of input. Published templates
+# need a small part of them.
 _STEPS, _MORE_STEPS = 200_000, 1  # iterations, calls and operations
-_CHARACTERS, _MORE_CHARACTERS = 1 << 26, 64  # in all texts made on the way
-_TEXT, _MORE_TEXT = 1 << 20, 64  # characters of what comes out
-_BITS = 4096  # of an integer
-_WIDTH = 100  # of an indent, a separator
+_CHARACTERS, _MORE_CHARACTERS = 1 << 26, 64  # in all intermediate texts
+_TEXT, _MORE_TEXT = 1 << 20, 64  # characters of the output
+_BITS = 4096  # of the largest integer
+_WIDTH = 100  # longest indent or separator
 
 # fmt: off
 _FILTERS = frozenset({
@@ -62,7 +62,7 @@ _FILTERS = frozenset({
 
 @dataclass
 class _Run:
-    """One rendering: what it may still do, and whether texts are followed."""
+    """One rendering: its remaining budget, and whether texts are tracked."""
 
     following: bool
     steps: int
@@ -84,7 +84,7 @@ class CompiledTemplate:
     """A compiled template.
 
     Attributes:
-        marks_assistant: whether it says itself what the assistant wrote (`{% generation %}`).
+        marks_assistant: whether it marks the assistant's text itself (`{% generation %}`).
     """
 
     def __init__(self, source: str, date: datetime.date | None) -> None:
@@ -97,7 +97,7 @@ class CompiledTemplate:
         self._template = environment.from_string(tree)
 
     def render(self, variables: Mapping[str, Any], size: int, following: bool) -> str:
-        """The text; `size` is the number of characters that come in."""
+        """Return the text; `size` is the number of characters of input."""
         steps, characters = _STEPS + _MORE_STEPS * size, _CHARACTERS + _MORE_CHARACTERS * size
         _run.set(_Run(following, steps, characters))
         text = self._template.render(variables)
@@ -107,7 +107,7 @@ class CompiledTemplate:
 
 
 class _Rewriter(NodeTransformer):
-    """Loops are counted, and `~` is followed; both by way of filters."""
+    """Rewrites loops so that they are counted, and `~` so that it is tracked, both as filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         if node.recursive:
@@ -128,7 +128,7 @@ class _Rewriter(NodeTransformer):
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`: what the assistant wrote."""
+    """`{% generation %} … {% endgeneration %}`: marks the assistant's text."""
 
     tags = {"generation"}
 
@@ -143,7 +143,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Templates' own variables; names with an underscore could reach Python's."""
+    """Variables of a template. Names with an underscore could reach Python's own attributes."""
 
     def __init__(self, /, *given: Any, **variables: Any) -> None:
         values: dict[str, Any] = dict(*given, **variables)
@@ -184,7 +184,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         if isinstance(obj, str):
             return self._of_text(obj, attribute)
-        if isinstance(obj, int | float):  # whose methods can make very long things
+        if isinstance(obj, int | float):  # their methods can make very long values
             return self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
@@ -194,7 +194,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def _of_text(self, text: str, name: str) -> Any:
-        markup = isinstance(text, Markup)  # whose methods escape
+        markup = isinstance(text, Markup)  # its methods escape
         if name == "join" and not markup:
             return functools.partial(_concat, text)
         if name == "replace" and not markup:
@@ -231,7 +231,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _concat(separator: str, parts: Iterable[Any]) -> str:
-    """Texts put together; `separator` first, as in Python."""
+    """Join texts; `separator` comes first, as in Python."""
     run = _run.get()
     pieces: list[str] = []
     for part in parts:
@@ -256,21 +256,21 @@ def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
 
 
 def _text(value: Any) -> str:
-    """What is printed of any value."""
+    """Return any value as it is printed."""
     if isinstance(value, str):
         return value
     return _described(value, str)
 
 
 def _described(value: Any, write: Callable[[Any], str]) -> str:
-    """A text made of a whole value: it belongs to whom all texts in it belong."""
+    """Write out a whole value; the text gets the owner of all texts in the value."""
     owner = sole_owner(_texts(value), "writes out")
     text = write(value)
     return text if owner is None else owned_whole(text, owner)
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value, each counted: a list may hold itself a million times."""
+    """Yield all texts in a value and count each: a list may contain itself a million times."""
     waiting: list[Any] = [value]
     while waiting:
         each = waiting.pop()
@@ -311,7 +311,7 @@ def _tojson(
 
 
 def _safe(value: Any) -> Any:
-    # Nothing is ever escaped but what is added to a Markup: the two renderings then differ.
+    # Only text added to a Markup is escaped; then the two renderings differ.
     return value if isinstance(value, OwnedText) else Markup(value)
 
 
@@ -323,7 +323,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of Jinja's own filters, which goes through what it is given."""
+    """Wrap a filter of Jinja's that goes through its arguments, so that it is counted."""
 
     @functools.wraps(function)
     def counting(*args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Chats: the model's own chat template, and who said what in the text it makes.
+"""Chats: the model's own chat template, and the speaker of each part of the text it makes.
 
-A template is rendered twice: as it is, which gives the text, and with messages whose texts are
-followed through it, which gives the roles. The two must agree. Nothing is searched for, so it does
-not matter what a message says, or how often.
+A template is rendered twice: once plainly, which gives the text, and once with messages whose texts
+are tracked, which gives the roles. The two must agree. Nothing is searched for, so the contents of
+messages and repetitions in them do not matter.
 
-The same chat gives the same text on every day: a template that asks for today's date is told the
-one the user chose, or that there is none (Llama's then falls back on a date of its own).
+The same chat gives the same text on every day. A template that asks for today's date gets the date
+the user chose, or none (Llama's template then uses a default date).
 """
 
 import datetime
@@ -28,14 +28,14 @@ _ROLES = {
     "function": "tool",
     "ipython": "tool",
 }
-_UNOWNED = frozenset({"role", "name", "tool_call_id"})  # of a message: about it, not said in it
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing
-_MAX_BYTES = 16 << 20  # of a template's file
-_MAX_DEPTH = 32  # of a message
+_UNOWNED = frozenset({"role", "name", "tool_call_id"})  # fields that are not said by the speaker
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names for the same field
+_MAX_BYTES = 16 << 20  # largest template file
+_MAX_DEPTH = 32  # deepest message
 
 
 class TemplateLimit(InputError):
-    """A template took more than a rendering may: steps, characters, memory, processor time."""
+    """A template exceeded a limit of a rendering: steps, characters, memory, processor time."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Rendered:
     """A chat as text.
 
     Attributes:
-        text: what the model reads; the template has put in the special tokens.
+        text: the text the model reads; the template has added the special tokens.
         roles: ranges of characters (start, stop, role), in order, none empty, none overlapping;
-            what no range covers came from the template.
+            characters outside all ranges came from the template.
     """
 
     text: str
@@ -55,15 +55,15 @@ class Rendered:
 class ChatTemplate:
     """A template and the special tokens it may name.
 
-    It is a stranger's program: `pool.py` compiles and renders it in processes that have limits.
+    It is an untrusted program: `pool.py` compiles and renders it in processes with limits.
 
     Attributes:
         text: the template itself.
-        where: the file it is from.
+        where: the file it came from.
         tokens: special tokens by their names, e.g. `bos_token`.
-        system: a message put before chats that have none of that role; None for none.
+        system: a system message put before chats that do not begin with one; None for none.
         generation_prompt: whether the text ends where the assistant would begin to speak.
-        date: what the template is told when it asks for today's.
+        date: the date the template gets when it asks for today's.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class ChatTemplate:
             ) from None
 
     def compile(self) -> None:
-        """Raises InputError for a template that is none."""
+        """Compile the template; raise InputError if it is invalid."""
         _ = self._program
 
     @cached_property
     def _program(self) -> Any:
         try:
             return self._sandbox.CompiledTemplate(self.text, self.date)
-        except Exception as error:  # a stranger's program: it may raise anything
+        except Exception as error:  # an untrusted program may raise anything
             raise self._failure(error) from None
 
     def render(
@@ -103,16 +103,16 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> Rendered:
-        """The text `transformers` makes of it, and whose each character is.
+        """Return the text that `transformers` renders, plus the role of each range of it.
 
-        What stands between two pieces of one message of the assistant's (the end of its reasoning,
-        the syntax of its tool calls) is the assistant's, too. A template that says itself what the
-        assistant wrote, by `{% generation %}`, is believed.
+        Text between two pieces of one assistant message (the end of its reasoning, the syntax of
+        its tool calls) also belongs to the assistant. If the template itself marks the assistant's
+        text, by `{% generation %}`, its marks are used.
 
         Raises:
-            InputError: if the messages are none, the template refuses them, or does what cannot be
-                followed.
-            TemplateLimit: if it does too much.
+            InputError: if the messages are invalid, or the template refuses them or cannot be
+                tracked.
+            TemplateLimit: if the template exceeds a limit.
         """
         program, chat = self._program, plain_messages(messages)
         added = self.system is not None and (not chat or _role(chat[0]) != "system")
@@ -151,7 +151,7 @@ class ChatTemplate:
     def _ranges(self, runs: Runs, roles: Sequence[str]) -> tuple[tuple[int, int, str], ...]:
         ranges: list[tuple[int, int, str]] = []
         last: int | None = None  # the message of the last range
-        named: set[Owner] = set()  # calls whose name has been written: a second time is a quotation
+        named: set[Owner] = set()  # calls whose name was written: the second time it is a quotation
         for start, stop, owner in runs:
             message, part = owner
             if owner == self._sandbox.GENERATED:
@@ -188,17 +188,17 @@ def read_template(
     generation_prompt: bool = False,
     date: datetime.date | None = None,
 ) -> ChatTemplate:
-    """A model's chat template, or that of a file.
+    """Read a model's chat template, or the one in a given file.
 
-    As in `transformers`, `chat_template.jinja` comes before what `tokenizer_config.json` holds; of
-    several named templates the default is taken.
+    As in `transformers`, `chat_template.jinja` takes precedence over `tokenizer_config.json`; among
+    several named templates the default is used.
 
     Raises:
-        InputError: if there is none, or it is not one.
+        InputError: if there is no template, or it is invalid.
     """
     settings = _read_object(directory / "tokenizer_config.json")
     where, text = _find_template(directory, file, settings)
-    if "added_tokens_decoder" not in settings:  # an old form, in which this file had its say
+    if "added_tokens_decoder" not in settings:  # an old format, in which this file was used
         settings = settings | _read_object(directory / "special_tokens_map.json")
     return ChatTemplate(
         text,
@@ -211,7 +211,7 @@ def read_template(
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A chat as templates expect it.
+    """Return a chat as templates expect it.
 
     Raises:
         InputError: if it holds anything but messages of JSON's types.
@@ -220,11 +220,11 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """A message as templates expect it: of JSON's types only, without what is null."""
+    """Return a message as templates expect it: only JSON's types, and no null fields."""
     if not isinstance(message, Mapping):
         raise InputError(f"{where}: not an object with role and content, but {message!r:.80}")
     plain = _plain(message, where)
-    # A struct of Parquet has every field of every message; templates ask whether there is one.
+    # A Parquet struct has the fields of all messages; templates test whether a field exists.
     plain = {key: plain[key] for key in plain if plain[key] is not None or key == "content"}
     reasoning = next((plain[name] for name in _REASONING if name in plain), None)
     if reasoning is not None:
@@ -252,7 +252,7 @@ def _owned(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _number_name(call: Any, owner: Owner) -> None:
-    """Templates write a call's name again, before its result: it must be known by its number."""
+    """Give a call's name its own owner: templates write it again before the result."""
     if isinstance(call, dict):
         fields = cast(dict[str, Any], call)
         if isinstance(fields.get("name"), str):
@@ -319,7 +319,7 @@ def _read_object(path: AnyPath) -> dict[str, Any]:
 
 
 def _read_text(path: AnyPath) -> str | None:
-    """What a file holds; None if there is no such file."""
+    """Return the contents of a file; None if it does not exist."""
     try:
         if size_of(path) > _MAX_BYTES:
             raise InputError(f"{path}: larger than {_MAX_BYTES} bytes")

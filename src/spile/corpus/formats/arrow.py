@@ -1,18 +1,18 @@
-"""Arrow IPC files in both of their forms: where their record batches lie, and the rows of one.
+"""Arrow IPC files and streams: find their record batches, and read the rows of one.
 
-Either form is a sequence of messages. The one called a file has its name before them and a table
-of contents behind, which is not needed. Batches are found by their headers alone; the header of a
-batch that is read must be what it was when the corpus was cut. Local files are mapped: whoever
-wants a few rows of a large batch does not read the others.
+Both forms are a sequence of messages. A file also has a magic string before them and a table of
+contents after them, which is not needed. Batches are found by their headers alone; when a batch is
+read, its header must be the same as when the corpus was cut. Local files are memory-mapped, so that
+reading a few rows of a large batch does not read the others.
 
-The messages are walked here rather than by `pyarrow.ipc`, whose readers do not say where a batch
-lies or what its header hashes to, which the unit table records; they read the bodies of remote
-files to find the next header, and trust the sizes and the table of contents of a hostile one. One
-message's schema and batch are left to `pyarrow.ipc`, and validated before anything is taken out.
+This module walks the messages itself because the readers of `pyarrow.ipc` do not give the place of
+a batch or the bytes of its header, which the unit table records. They also read the bodies of
+remote files to find the next header, and trust the sizes and the table of contents of a hostile
+file. Decoding the schema and one batch is left to `pyarrow.ipc`; both are validated before use.
 """
 
 # pyright: standard
-# pyarrow ships no types; what comes out of it is given one at this file's edge.
+# pyarrow ships no types; the functions of this file declare them.
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -41,23 +41,23 @@ from spile.corpus.formats.parquet import TEXT
 from spile.objects.paths import AnyPath
 
 _MAGIC = b"ARROW1"
-_PREFIX = struct.Struct("<Ii")  # a mark, and the length of the header that follows
+_PREFIX = struct.Struct("<Ii")  # a marker, and the length of the header that follows
 _MARK = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
 _MOST_HEADER = 64 << 20
-_MOST_ROWS = (1 << 31) - 1  # of a batch; offsets have no more
-_ROWS = 1024  # made into Python values at a time
+_MOST_ROWS = (1 << 31) - 1  # most rows in a batch; offsets cannot express more
+_ROWS = 1024  # rows converted to Python values at a time
 
 
 @dataclass(frozen=True)
 class RecordBatchPlace:
-    """A record batch: its rows, its bytes, and where in the file it is."""
+    """A record batch: its rows, its size in bytes, and its place in the file."""
 
     rows: int
     size: int
     start: int
     stop: int
-    digest: str  # of its header
+    digest: str  # hash of its header
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Message:
 
 @contextmanager
 def _refusing(path: AnyPath) -> Iterator[None]:
-    """Whatever is wrong with a file is one line."""
+    """Turn any error about a file into a one-line InputError."""
     try:
         yield
     except UNREADABLE as error:
@@ -80,7 +80,7 @@ def _refusing(path: AnyPath) -> Iterator[None]:
 
 
 def schema(path: AnyPath) -> Any:
-    """The names and types of its columns."""
+    """Return the names and types of the columns."""
     with _refusing(path), path.open("rb") as stream:
         return with_names(_schema(path, next(_messages(stream))))
 
@@ -94,7 +94,7 @@ def batches(
     also: Sequence[str] = (),
     known: ColumnKinds | None = None,
 ) -> Iterator[RecordBatchPlace]:
-    """The record batches of a file that has the text column, or some others; as in Parquet."""
+    """Yield the record batches of a file; columns are checked as in `parquet.row_groups`."""
     with _refusing(path), path.open("rb") as stream:
         messages = _messages(stream)
         found = _schema(path, next(messages))
@@ -121,9 +121,9 @@ def read_rows(
     ids: str | None,
     keep: Sequence[str] = (),
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """`count` rows of a batch from its row `first` on, as Python values; and what is kept of each.
+    """Yield `count` rows of a batch from row `first` on, as Python values, and their kept columns.
 
-    With `texts`, the text's bytes are under `TEXT`; the column `ids` is of arrays.
+    With `texts`, the text's bytes are under the key `TEXT`. Values of the column `ids` are arrays.
     """
     with _refusing(path):
         found = schema(path)
@@ -137,11 +137,11 @@ def read_rows(
                 f"{batch.start}); restore the file or use another --out"
             )
         whole = pa.ipc.read_record_batch(pa.ipc.read_message(data), found)
-        whole.validate()  # or else a slice of it may end the process
+        whole.validate()  # otherwise a slice could crash the process
         for start in range(first, first + count, _ROWS):
             part = whole.slice(start, min(_ROWS, first + count - start))
             others = part.select([*dict.fromkeys([*names, *(k for k in kept if k != text)])])
-            others.validate(full=True)  # what it says of itself need not be so
+            others.validate(full=True)  # the file's own metadata may be false
             rows = rows_of(others.select(names), ids)
             if text is not None:
                 for row, value in zip(rows, _texts(leaf(part, text)), strict=True):
@@ -150,7 +150,7 @@ def read_rows(
 
 
 def _messages(stream: BinaryIO) -> Iterator[_Message]:
-    """All of them, up to the mark of their end; bodies are passed over."""
+    """Yield all messages up to the end marker; bodies are skipped."""
     size = stream.seek(0, 2)
     stream.seek(0)
     position = 8 if stream.read(len(_MAGIC)) == _MAGIC else 0
@@ -174,7 +174,7 @@ def _messages(stream: BinaryIO) -> Iterator[_Message]:
 
 
 def _parsed(header: bytes) -> tuple[int, int, int]:
-    """Kind, rows and bytes of the body, from the flatbuffer that says so."""
+    """Return kind, rows and body size, from the flatbuffer of the header."""
     message = _number(header, "<I", 0)
     kind = _field(header, message, 1)
     content = _field(header, message, 2)
@@ -193,7 +193,7 @@ def _parsed(header: bytes) -> tuple[int, int, int]:
 
 
 def _field(data: bytes, table: int, number: int) -> int | None:
-    """Where a field of a flatbuffer's table is; None: it has its default."""
+    """Return the offset of a field of a flatbuffer table; None if it has its default."""
     names = table - _number(data, "<i", table)
     place = 4 + 2 * number
     if place >= _number(data, "<H", names):
@@ -203,7 +203,7 @@ def _field(data: bytes, table: int, number: int) -> int | None:
 
 
 def _number(data: bytes, form: str, at: int) -> int:
-    if at < 0:  # which struct would count from the end
+    if at < 0:  # struct would count from the end
         raise ValueError("a message points out of itself")
     return struct.unpack_from(form, data, at)[0]
 
@@ -223,7 +223,7 @@ def _schema(path: AnyPath, first: _Message) -> pa.Schema:
 def _chosen(
     path: AnyPath, found: pa.Schema, wanted: str | None, columns: Sequence[str], *, texts: bool
 ) -> tuple[list[str], str | None]:
-    """Columns that are read, and of them that of the text."""
+    """Return the columns to read, and the text column among them."""
     names = columns_holding(path, found, columns)
     return names, text_column(path, found, wanted) if texts else None
 
@@ -240,7 +240,7 @@ def _bytes(path: AnyPath, start: int, stop: int) -> pa.Buffer:
 
 
 def _texts(column: pa.Array) -> list[bytes | None]:
-    # As bytes: Arrow promises that strings are UTF-8, files do not keep that promise.
+    # As bytes: Arrow requires strings to be UTF-8, but files may violate that.
     raw = {
         pa.string(): pa.binary(),
         pa.large_string(): pa.large_binary(),

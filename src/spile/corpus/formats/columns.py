@@ -1,11 +1,11 @@
-"""Columns: what kind each one holds, and the rows of Arrow's tables as Python values.
+"""Column types, and the rows of Arrow tables as Python values.
 
-Token ids stay arrays. A column must hold the same kind in every file of a corpus; a mismatch is
-found when the corpus is cut, not later.
+Token ids stay arrays. A column must hold the same kind of value in every file of a corpus; a
+mismatch is found when the corpus is cut, not later.
 """
 
 # pyright: standard, reportAttributeAccessIssue=false
-# pyarrow ships no types; what comes out of it is given one at this file's edge.
+# pyarrow ships no types; the functions of this file declare them.
 
 import difflib
 import struct
@@ -22,20 +22,20 @@ from spile.core.options import listed
 from spile.corpus.documents import OVERSIZED, Oversized
 from spile.objects.paths import AnyPath
 
-# What Arrow raises over a file that lies: names that are no text, times beyond all years.
+# Errors that Arrow raises about an invalid file: names that are not text, times out of range.
 UNREADABLE = (pa.ArrowException, ValueError, OverflowError, LookupError, struct.error, OSError)
-_MESSAGE = {"role", "content"}  # what each message of a chat has
-NULL = "null"  # goes with every kind: whoever wrote the file saw no value
+_MESSAGE = {"role", "content"}  # keys of each message of a chat
+NULL = "null"  # fits every kind: the writer of the file saw no value
 
 
 class ColumnKinds:
-    """The columns of the files so far."""
+    """The column types of the files so far."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[str, str, str]] = {}  # kind, as it is called there, where
+        self._known: dict[str, tuple[str, str, str]] = {}  # kind, its name in the file, the file
 
     def check(self, where: str, columns: Mapping[str, tuple[str, str]]) -> None:
-        """Compare a file's columns, each with its kind and what that is called there."""
+        """Check a file's columns, each with its kind and the file's own name for that."""
         for name, (kind, called) in columns.items():
             if kind == NULL:
                 continue
@@ -48,7 +48,7 @@ class ColumnKinds:
 
 
 def json_kind(value: Any) -> tuple[str, str]:
-    """The kind of a JSON value, as of a column."""
+    """Return the kind of a JSON value, in the form used for columns."""
     match value:
         case None:
             return NULL, NULL
@@ -65,12 +65,12 @@ def json_kind(value: Any) -> tuple[str, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what a library says."""
+    """Return the first line of a library's error message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:500]
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:
-    """A row's value; `a.b` is b in the object under a, unless there is a key of that name."""
+    """Return a row's value; `a.b` is key b of the object under a, unless a key `a.b` exists."""
     if column in row or "." not in column:
         return row.get(column)
     head, _, rest = column.partition(".")
@@ -79,14 +79,14 @@ def value_at(row: Mapping[str, Any], column: str) -> Any:
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a JSON value looks like a chat: a list of messages with role and content."""
+    """Return whether a JSON value looks like a chat: a list of messages with role and content."""
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(message, dict) and message.keys() >= _MESSAGE for message in value)
 
 
 def holds_chats(kind: pa.DataType) -> bool:
-    """Whether a column of this type looks like it is of chats."""
+    """Return whether a column of this type seems to hold chats."""
     types = pa.types
     known = (types.is_list, types.is_large_list, types.is_fixed_size_list)
     if not any(is_kind(kind) for is_kind in known) or not types.is_struct(kind.value_type):
@@ -95,7 +95,7 @@ def holds_chats(kind: pa.DataType) -> bool:
 
 
 def chats_in(columns: Sequence[str]) -> str:
-    """What to do about columns that look like they are of chats."""
+    """Return advice about columns that seem to hold chats."""
     return " or ".join(f"--messages {name}" for name in columns) + " reads its chats"
 
 
@@ -109,20 +109,20 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_ids(kind: pa.DataType) -> bool:
-    """Whether a column holds lists of integers."""
+    """Return whether a column holds lists of integers."""
     types = pa.types
     known = (types.is_list, types.is_large_list, types.is_fixed_size_list)
     return any(is_kind(kind) for is_kind in known) and types.is_integer(kind.value_type)
 
 
 def kinds_of(schema: Any) -> tuple[list[str], list[str]]:
-    """The columns of strings, and those of lists of integers."""
+    """Return the columns of strings, and those of lists of integers."""
     texts = [field.name for field in schema if is_text(field.type)]
     return texts, [field.name for field in schema if is_ids(field.type)]
 
 
 def scalar_columns(schema: Any) -> tuple[str, ...]:
-    """The columns of numbers, booleans and strings that a name can choose."""
+    """Return the columns of numbers, booleans and strings that can be chosen by name."""
     types = pa.types
     known = (types.is_integer, types.is_floating, types.is_boolean, types.is_string,
              types.is_large_string)  # fmt: skip
@@ -141,7 +141,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def rows_of(batch: pa.RecordBatch, ids: str | None) -> list[dict[str, Any]]:
-    """Each row by its columns; of the column that holds token ids, an array."""
+    """Return each row as a dict; values of the column of token ids are arrays."""
     plain = [name for name in batch.schema.names if name != ids]
     rows: list[dict[str, Any]] = (
         batch.select(plain).to_pylist() if plain else [{} for _ in range(batch.num_rows)]
@@ -167,12 +167,12 @@ def _ids(column: pa.Array) -> Iterator[Any]:
 
 
 def column_of(batch: pa.RecordBatch, name: str) -> pa.Array:
-    """The first of that name: there may be several."""
+    """Return the first column of that name: there may be several."""
     return batch.column(batch.schema.names.index(name))
 
 
 def leaf(batch: pa.RecordBatch, name: str) -> pa.Array:
-    """A column, or the field of one."""
+    """Return a column, or a field of one."""
     if name in batch.schema.names:
         return column_of(batch, name)
     head, *path = name.split(".")
@@ -180,11 +180,11 @@ def leaf(batch: pa.RecordBatch, name: str) -> pa.Array:
 
 
 def text_values(column: pa.Array, most: int) -> list[bytes | Oversized | None]:
-    """Texts as they are stored; `OVERSIZED` for those of more than `most` bytes."""
-    if pa.types.is_dictionary(column.type):  # equal values stay one
+    """Return the bytes of texts; `OVERSIZED` for those of more than `most` bytes."""
+    if pa.types.is_dictionary(column.type):  # equal values share one object
         values = text_values(column.dictionary, most)
         return [None if i is None else values[i] for i in column.indices.to_pylist()]
-    # Through binary: Arrow promises that strings are UTF-8, files do not keep that promise.
+    # Through binary: Arrow requires strings to be UTF-8, but files may violate that.
     wide = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
     data = column.cast(pa.large_binary() if wide else pa.binary())
     sizes = pc.binary_length(data)
@@ -196,7 +196,7 @@ def text_values(column: pa.Array, most: int) -> list[bytes | Oversized | None]:
 
 
 def columns_holding(path: AnyPath, schema: Any, names: Sequence[str]) -> list[str]:
-    """The columns to read for these: for `a.b`, a field of the struct `a`, that is `a`."""
+    """Return the columns that hold these names: `a` holds `a.b`, a field of the struct `a`."""
     refuse_missing(path, _kinds(schema), names)
     return [*dict.fromkeys(n if n in schema.names else n.partition(".")[0] for n in names)]
 
@@ -213,14 +213,14 @@ def refuse_missing(
 
 
 def kept_rows(path: AnyPath, batch: pa.RecordBatch, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What is kept of each row."""
+    """Return the kept columns of each row."""
     columns = [_kept_values(path, name, column_of(batch, name)) for name in names]
     values = zip(*columns, strict=True) if names else [()] * batch.num_rows
     return [dict(zip(names, row, strict=True)) for row in values]
 
 
 def _kept_values(path: AnyPath, name: str, column: pa.Array) -> list[Any]:
-    """Values of any column, of which some have no counterpart in Python: those as text."""
+    """Return the values of a column; types without a counterpart in Python become text."""
     types = pa.types
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -239,10 +239,10 @@ def _kept_values(path: AnyPath, name: str, column: pa.Array) -> list[Any]:
 
 
 def text_column(path: AnyPath, schema: Any, wanted: str | None) -> str:
-    """The one asked for, `text`, or the only column of strings."""
+    """Return the requested column, `text`, or the only column of strings."""
     kinds = _kinds(schema)
     strings = [name for name, kind in kinds.items() if is_text(kind)]
-    # (Where all of a column is null, whoever wrote the file could not tell what it would be.)
+    # (If all values of a column are null, the writer of the file could not tell its type.)
     for name in [wanted] if wanted else ["text"]:
         if name in strings or (name in kinds and pa.types.is_null(kinds[name])):
             return name
@@ -261,7 +261,7 @@ def text_column(path: AnyPath, schema: Any, wanted: str | None) -> str:
 
 
 def _choice_error(path: AnyPath, schema: pa.Schema) -> InputError:
-    """Nothing says which column is the text."""
+    """Return the error for a table whose text column is ambiguous."""
     strings = [name for name, kind in _kinds(schema).items() if is_text(kind)]
     chats = [field.name for field in schema if holds_chats(field.type)]
     return InputError(
@@ -271,7 +271,7 @@ def _choice_error(path: AnyPath, schema: pa.Schema) -> InputError:
 
 
 def _kinds(schema: pa.Schema) -> dict[str, pa.DataType]:
-    """Columns and what they hold; of structs also their fields, as `column.field`."""
+    """Return the columns and their types; fields of structs are included as `column.field`."""
     found: dict[str, pa.DataType] = {}
 
     def add(name: str, kind: pa.DataType) -> None:
@@ -279,7 +279,7 @@ def _kinds(schema: pa.Schema) -> dict[str, pa.DataType]:
         for field in kind if pa.types.is_struct(kind) else ():
             add(f"{name}.{field.name}", field.type)
 
-    for field in schema:  # (first: a column may have a dot in its name)
+    for field in schema:  # (first, because a column may have a dot in its name)
         found[field.name] = field.type
     for field in schema:
         add(field.name, field.type)
@@ -287,7 +287,7 @@ def _kinds(schema: pa.Schema) -> dict[str, pa.DataType]:
 
 
 def with_names(schema: Any) -> Any:
-    """The schema, whose names are all text: raises ValueError now, and not where one is used."""
+    """Return the schema; raise ValueError now if a name is not valid text, and not on first use."""
     _kinds(schema)
     return schema
 
@@ -302,7 +302,7 @@ def check_columns(
     also: Sequence[str] = (),
     known: ColumnKinds | None = None,
 ) -> None:
-    """Refuse a file without some columns, or where they hold something else than in others."""
+    """Refuse a file that lacks a column, or whose columns differ in type from other files."""
     kinds = _kinds(schema)
     if known:
         named = [*(columns or [wanted or "text"]), *also]
@@ -310,7 +310,7 @@ def check_columns(
         known.check(str(path), {name: (_word(k), str(k)) for name, k in found.items()})
     if not columns:
         found = text_column(path, schema, wanted)
-        # (Only when a corpus is cut: datasets that were begun with such a column are read on.)
+        # (Only when a corpus is cut: existing datasets with such a column remain readable.)
         guessed = known is not None and not wanted and found != "text"
         if guessed and any(holds_chats(field.type) for field in schema):
             raise _choice_error(path, schema)
@@ -320,7 +320,7 @@ def check_columns(
 
 
 def _word(kind: pa.DataType) -> str:
-    """What a column holds, whichever of several forms it has."""
+    """Return the kind of a column, whichever Arrow type it has."""
     types = pa.types
     if is_text(kind):
         return "text"

@@ -1,12 +1,13 @@
-"""CSV and TSV: where records begin and end, found in one pass, and the values of each.
+"""CSV and TSV: find where records begin and end, in one pass, and parse their values.
 
-Quoting is RFC 4180's: a field that begins with a quote ends with one, holds delimiters and line
-ends, and doubles its own quotes. A quote anywhere else is a character like others. A byte offset
-does not tell whether it lies within quotes, so a file is looked through from its start when it is
-cut into units; the unit table then says where records begin, and each unit is read by itself.
+Quoting follows RFC 4180: a field that begins with a quote ends with one, may contain delimiters and
+line ends, and doubles its own quotes. A quote anywhere else is an ordinary character. Whether a
+byte lies within quotes depends on everything before it, so a file is scanned from its start when it
+is cut into units. The unit table then records where records begin, and each unit can be read by
+itself.
 
 Neither library does this: `csv.reader` takes lines of text, does not say where a record begins, and
-has one limit on fields for the whole process; `pyarrow.csv` guesses types from the first block, and
+has one field limit for the whole process; `pyarrow.csv` guesses types from the first block, and
 refuses a record that is longer than a block. (Tests compare the values with `csv.reader`'s.)
 """
 
@@ -26,22 +27,22 @@ from spile.corpus.formats.columns import refuse_missing
 from spile.corpus.formats.text import refuse_wide
 
 _QUOTE, _NEWLINE, _RETURN = b'"\n\r'
-_INSIDE = re.compile(rb'[^"]*+(?:""[^"]*+)*+')  # of quotes, up to the one that closes them
+_INSIDE = re.compile(rb'[^"]*+(?:""[^"]*+)*+')  # inside quotes, up to the closing quote
 _QUOTED = re.compile(r'"([^"]*+(?:""[^"]*+)*+)"')
 _BOM = b"\xef\xbb\xbf"
 _READ_SIZE = 1 << 16
 _MOST_HEADER = 1 << 20  # bytes of the first record
 _MOST_COLUMNS = 1 << 14  # as many as Excel has
 _CHUNK = 1 << 22
-_OTHERS = ";|\t,"  # what columns are separated by elsewhere
-# What is a number, and not only a text of digits: `007` is none.
+_OTHERS = ";|\t,"  # other common separators of columns
+# A number, and not merely a text of digits: `007` is not a number.
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _DECIMAL = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?")
 _INT64 = 1 << 63
 
 
 class CsvError(ValueError):
-    """A record is none; `offset`: of the byte in the file where that shows."""
+    """A record is invalid; `offset` is the byte of the file where that shows."""
 
     def __init__(self, offset: int, reason: str) -> None:
         self.offset = offset
@@ -49,9 +50,9 @@ class CsvError(ValueError):
 
 
 class RecordEnds:
-    """Finds where records end, in pieces of any size that follow one another.
+    """Finds the ends of records in consecutive pieces of any size.
 
-    The first piece begins with a record.
+    The first piece must begin with a record.
     """
 
     def __init__(self, delimiter: bytes) -> None:
@@ -59,19 +60,19 @@ class RecordEnds:
         self._opening = re.compile(b'[%s\n]"' % re.escape(delimiter))
         self._quoted = self._closing = False  # within quotes; after a quote that may close them
         self._begins = True  # whether a field begins with the next byte
-        self._opened = 0  # where the last quotes did
+        self._opened = 0  # where the last quotes opened
 
     def __call__(self, data: bytes, position: int) -> np.ndarray:
-        """The offsets in the file, of which the piece begins at `position`.
+        """Return the offsets of record ends in the file; the piece begins at `position`.
 
         Raises:
-            CsvError: if something follows quotes that were closed.
+            CsvError: if a closing quote is not followed by the end of its field.
         """
         whole = np.frombuffer(data, np.uint8)
         ends = np.flatnonzero(whole == _NEWLINE)
         if (inside := self._by_parity(whole, ends, position)) is not None:
             return position + 1 + ends[~inside]
-        # (As numbers at once: there may be millions.)
+        # (Without a list of tuples: there may be millions.)
         places = np.fromiter(chain.from_iterable(self._fields(data, position)), np.int64)
         if len(places) and len(ends):
             starts, stops = places[::2], places[1::2]
@@ -80,17 +81,17 @@ class RecordEnds:
         return position + 1 + ends
 
     def _by_parity(self, data: np.ndarray, ends: np.ndarray, position: int) -> np.ndarray | None:
-        """Which line ends lie within quotes, told by how many quotes are before them.
+        """Return which line ends lie within quotes, by the parity of the quotes before them.
 
-        That holds where no quote is a character of a field that has none around it: where each that
-        opens stands where a field begins or after one that closed, and after each that closes the
-        field ends or another opens. None: some do not.
+        Parity works only if no unquoted field contains a quote: each opening quote must stand at
+        the start of a field or right after a closing one, and each closing quote must be followed
+        by the end of the field or by another quote. Otherwise return None.
         """
-        follows = (self._delimiter, _NEWLINE, _RETURN, _QUOTE)  # a closing quote
+        follows = (self._delimiter, _NEWLINE, _RETURN, _QUOTE)  # may follow a closing quote
         if not len(data) or (self._closing and int(data[0]) not in follows):
             return None
         quotes = np.flatnonzero(data == _QUOTE)
-        first = int(self._quoted and not self._closing)  # of them closes
+        first = int(self._quoted and not self._closing)  # index of the first closing quote
         opening, closing = quotes[first::2], quotes[1 - first :: 2]
         before = data[opening - 1]
         doubled = before == _QUOTE
@@ -110,12 +111,12 @@ class RecordEnds:
         return (np.searchsorted(quotes, ends) + first) % 2 == 1
 
     def _fields(self, data: bytes, position: int) -> Iterator[tuple[int, int]]:
-        """Where quoted fields begin and end within a piece."""
+        """Yield the start and end of quoted fields within a piece."""
         at = start = 0
         while at < len(data):
             if self._closing:
                 self._closing = False
-                if data[at] == _QUOTE:  # the second of two: a quote of the text
+                if data[at] == _QUOTE:  # the second of two: a literal quote
                     at += 1
                     continue
                 if data[at] not in (self._delimiter, _NEWLINE, _RETURN):
@@ -154,7 +155,7 @@ class CsvHeader:
     stop: int
 
     def text_column(self, file: CorpusFile, wanted: str | None) -> str:
-        """The one asked for, `text`, or the only one."""
+        """Return the requested column, `text`, or the only one."""
         if wanted is not None:
             refuse_missing(file.path, self.columns, [wanted], ", which --text-column names")
             return wanted
@@ -170,7 +171,7 @@ class CsvHeader:
 
 
 def read_header(file: CorpusFile) -> CsvHeader | None:
-    """The columns that the first record names; None: the file is empty."""
+    """Return the columns that the first record names; None if the file is empty."""
     data, found = b"", np.empty(0, np.int64)
     ends = RecordEnds(file.delimiter)
     with file.open() as stream, refusing(file):
@@ -202,7 +203,7 @@ def _parsed_header(file: CorpusFile, data: bytes, stop: int) -> CsvHeader:
         raise InputError(f"{file.path} line 1: {error}; fix or remove that line") from None
     if len(columns) > _MOST_COLUMNS:
         raise _no_header_error(file, f"its first line has more than {_MOST_COLUMNS} fields")
-    named = [name for name in columns if name]  # (pandas writes its index without a name)
+    named = [name for name in columns if name]  # (pandas leaves the name of its index empty)
     if not named:
         raise _no_header_error(file, "its first line names none")
     [(name, count)] = Counter(named).most_common(1)
@@ -227,7 +228,7 @@ def _no_header_error(file: CorpusFile, why: str) -> InputError:
 
 @contextmanager
 def refusing(file: CorpusFile) -> Generator[None]:
-    """Whatever is wrong with a record is one line, with the file and the line."""
+    """Turn an error in a record into a one-line InputError with the file and the line."""
     try:
         yield
     except CsvError as error:
@@ -236,7 +237,7 @@ def refusing(file: CorpusFile) -> Generator[None]:
 
 
 def _line_at(file: CorpusFile, offset: int) -> int:
-    """The number of the line that a byte lies in; the file is read up to it."""
+    """Return the number of the line that contains a byte; the file is read up to it."""
     lines = 1
     with file.open() as stream:
         while offset > 0 and (data := file.read(stream, min(_CHUNK, offset))):
@@ -248,9 +249,9 @@ def _line_at(file: CorpusFile, offset: int) -> int:
 def records(
     pieces: Iterable[bytes], delimiter: bytes, most: int, start: int
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Where each record begins, and its bytes without the line's end.
+    """Yield the offset of each record, and its bytes without the line end.
 
-    None stands for one of more than `most` bytes, which is not held.
+    A record of more than `most` bytes is not held; None stands in its place.
 
     Args:
         pieces: bytes of whole records.
@@ -285,10 +286,10 @@ def _line(record: bytes) -> bytes:
 
 
 def fields(record: str, delimiter: str, most: int, offset: int = 0) -> list[str]:
-    """The values of a record; no more than `most` and one.
+    """Return the values of a record, at most `most` + 1 of them.
 
     Raises:
-        CsvError: if a quoted field does not end where it should; `offset`: the record's.
+        CsvError: if a quoted field does not end properly; `offset` is that of the record.
     """
     if '"' not in record:
         return record.split(delimiter, most)
@@ -316,10 +317,10 @@ def fields(record: str, delimiter: str, most: int, offset: int = 0) -> list[str]
 def values(
     record: str, columns: Sequence[str], delimiter: bytes, offset: int
 ) -> dict[str, str | None]:
-    """The values of a record by their columns; an empty field is a missing value.
+    """Return the values of a record by column; an empty field is a missing value.
 
     Raises:
-        CsvError: if there are more or fewer than columns.
+        CsvError: if the number of fields is not the number of columns.
     """
     found = fields(record, delimiter.decode(), len(columns), offset)
     if len(found) != len(columns):
@@ -331,9 +332,9 @@ def values(
 
 
 def typed(value: str | None) -> int | float | str | None:
-    """A value as it is kept: a number where the text is how that number is written.
+    """Convert a value for storage: a text becomes a number if it is that number's usual spelling.
 
-    Others stay texts (`007`, `1.50`), so that every value can be had back as it was.
+    Other values (`007`, `1.50`) stay texts, so that every value can be restored exactly.
     """
     if value is None or len(value) > 32 or not _DECIMAL.fullmatch(value):
         return value

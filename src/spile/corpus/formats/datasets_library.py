@@ -1,11 +1,11 @@
-"""Corpora that the `datasets` library reads for us: made into one Parquet file, once, and kept.
+"""Corpora read by the `datasets` library: converted once into one Parquet file, which is cached.
 
     datasets:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]    a dataset of the Hub, of any kind of files
-    datasets:FOLDER[:SPLIT]                            what `save_to_disk` has written
+    datasets:FOLDER[:SPLIT]                            a folder written by `save_to_disk`
 
-The file lies in a cache, beside a note of what it was made of and a hash of its rows. That hash,
-not the path nor the file's bytes, is what the corpus is: another machine, or another version of
-Arrow, makes the same of it, or is found out.
+The cached file lies beside a note of its source and a hash of its rows. That hash identifies the
+corpus, not the path or the file's bytes: if another machine or version of Arrow makes different
+rows, the difference is detected.
 """
 
 # pyright: standard, reportAttributeAccessIssue=false
@@ -41,13 +41,13 @@ from spile.objects.hub.datasets_library import (
 from spile.objects.hub.names import BUILT, HubName, hub_name
 from spile.objects.local import sync
 
-_ROWS, _BYTES = 8192, 64 << 20  # of a row group, at most
+_ROWS, _BYTES = 8192, 64 << 20  # most rows and bytes in a row group
 _WRITTEN = {
     "compression": "zstd", "compression_level": 1, "use_dictionary": False, "version": "2.6",
     "data_page_version": "1.0", "data_page_size": 1 << 20, "write_statistics": True,
 }  # fmt: skip
 _BATCH = 256  # rows taken from the library at a time
-_POLL = 0.5  # seconds between looks whether another process has finished
+_POLL = 0.5  # seconds between checks whether another process has finished
 _DATA, _NOTE = "data.parquet", "source.json"
 
 Heed = Callable[[], None]
@@ -55,7 +55,7 @@ Heed = Callable[[], None]
 
 @dataclass(frozen=True)
 class BuiltFile:
-    """Where the rows lie, and what they are."""
+    """The file that holds the rows, and their identity."""
 
     path: Path
     identity: str
@@ -64,8 +64,8 @@ class BuiltFile:
 @dataclass(frozen=True)
 class _Source:
     where: str  # for messages
-    identity: str  # of what it is made of, as far as that is known before
-    key: str  # of its folder in the cache
+    identity: str  # identity of the source, as far as known beforehand
+    key: str  # name of its folder in the cache
     load: Callable[[Path], Any]  # with a folder for the library's own files
 
 
@@ -74,11 +74,11 @@ def is_built(corpus: str) -> bool:
 
 
 def build(corpus: str, cache: str | None = None, heed: Heed = lambda: None) -> BuiltFile:
-    """The corpus as Parquet: the one in the cache, or made now, by one process at a time.
+    """Return the corpus as Parquet, from the cache or made now by one process at a time.
 
     Args:
         cache: the folder of such corpora [SPILE_CACHE/datasets].
-        heed: is called now and then, and may raise to stop it.
+        heed: called now and then; may raise to stop the work.
     """
     name = hub_name(corpus, "dataset")
     source = _of_hub(name) if name else _of_disk(corpus.removeprefix(BUILT))
@@ -130,7 +130,7 @@ def _of_disk(given: str) -> _Source:
     parts = [saved / "state.json", *(saved / str(file["filename"]) for file in names)]
     digest = xxhash.xxh3_128_hexdigest(" ".join(sampled_digests(parts)).encode())
     where = f"{BUILT}{saved}"
-    # (What is on a disk is known by its rows alone.)
+    # (A folder on disk is identified by its rows alone.)
     return _Source(
         where, f"{BUILT}saved", digest,
         lambda scratch: datasets_library(where).load_from_disk(str(saved)),
@@ -139,7 +139,7 @@ def _of_disk(given: str) -> _Source:
 
 @contextlib.contextmanager
 def _alone(lock: Path, heed: Heed) -> Iterator[None]:
-    """While another process makes the same, wait; the lock of one that was killed is free."""
+    """Wait while another process makes the same corpus; a killed process releases its lock."""
     with lock.open("ab") as file:
         while True:
             heed()
@@ -148,7 +148,7 @@ def _alone(lock: Path, heed: Heed) -> Iterator[None]:
                 break
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-                    break  # no locks there: both make it, and the first to be done wins
+                    break  # no locks available: both make it, and the first to finish wins
             time.sleep(_POLL)
         yield
 
@@ -169,7 +169,7 @@ def _make(source: _Source, folder: Path, heed: Heed) -> None:
         try:
             making.rename(folder)
         except OSError:
-            if not folder.exists():  # else another was first
+            if not folder.exists():  # otherwise another process was first
                 raise
         sync(folder.parent)
     finally:
@@ -177,7 +177,7 @@ def _make(source: _Source, folder: Path, heed: Heed) -> None:
 
 
 def _write(source: _Source, making: Path, heed: Heed) -> dict[str, Any]:
-    """All rows, in order; groups are cut by rows and bytes, so the same rows make the same file."""
+    """Write all rows in order; groups are cut by rows and bytes, so equal rows make equal files."""
     (making / "scratch").mkdir()
     dataset = source.load(making / "scratch")
     if not hasattr(dataset, "features"):
@@ -215,7 +215,7 @@ def _write(source: _Source, making: Path, heed: Heed) -> dict[str, Any]:
 
 
 def _step(table: pa.Table) -> int:
-    """Rows after which it is asked whether a group is large enough."""
+    """Return how many rows to add between checks of a group's size."""
     return max(1, table.num_rows * _BYTES // max(_BYTES, 4 * table.nbytes))
 
 

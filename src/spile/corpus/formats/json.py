@@ -1,4 +1,4 @@
-"""JSON arrays as files of documents: where each element lies, found without holding the file."""
+"""JSON arrays as files of documents: find each element without holding the file in memory."""
 
 import re
 from collections.abc import Iterator
@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 from spile.core.errors import InputError
 
-# What opens, closes and separates, past whole texts; or the quote before a text that goes on in the
-# next chunk. Within an element commas do not matter.
+# The next bracket, brace or comma outside of texts; or the quote that opens a text which continues
+# in the next chunk. Within an element commas do not matter.
 _TEXT = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _MARK = re.compile(rb'(?:[^\[\]{},"]++|' + _TEXT + rb')*+([\[\]{},"])', re.DOTALL)
 _BRACKET = re.compile(rb'(?:[^\[\]{}"]++|' + _TEXT + rb')*+([\[\]{}"])', re.DOTALL)
-_INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)  # of a text, up to its end
+_INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)  # inside a text, up to its end
 _SPACE = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 _BEFORE = 1 << 20  # bytes of white space before the array
 
 
 class JsonPiece(NamedTuple):
-    """An element, or some of one that is too large to be held."""
+    """An element, or a part of one that is too large to hold."""
 
     start: int  # in the file
     data: bytes
-    ends: bool  # whether the element is complete with it
+    ends: bool  # whether this completes the element
 
     @property
     def stop(self) -> int:
@@ -30,14 +30,14 @@ class JsonPiece(NamedTuple):
 
 
 def pieces(where: str, chunks: Iterator[bytes], whole: int) -> Iterator[JsonPiece]:
-    """The elements of the one array that a file holds, in order; a comma is between two.
+    """Yield the elements of the single array in a file, in order.
 
-    One of more than `whole` bytes comes in several pieces, of which only the last `ends`.
+    An element of more than `whole` bytes comes in several pieces; only the last one `ends`.
     """
-    buffer, base = b"", 0  # what is not done with, and where that begins in the file
+    buffer, base = b"", 0  # unprocessed bytes, and their offset in the file
     depth, inside = 0, False  # open brackets; whether a text is open
-    at = begun = 0  # looked through so far, and where what was not given yet begins
-    some = solid = False  # whether any element, and any of this one, was there
+    at = begun = 0  # scanned so far, and where the part not yet yielded begins
+    some = solid = False  # whether there was any element, and any part of this one
     for chunk in chunks:
         buffer += chunk
         while at < len(buffer):
@@ -46,7 +46,7 @@ def pieces(where: str, chunks: Iterator[bytes], whole: int) -> Iterator[JsonPiec
                 assert found
                 at = found.end()
                 if at == len(buffer) or buffer[at] != ord('"'):
-                    break  # the text, or what a backslash stands before, goes on in the next chunk
+                    break  # the text, or an escape, continues in the next chunk
                 at, inside = at + 1, False
             mark = (_BRACKET if depth > 1 else _MARK).match(buffer, at)
             if mark is None:

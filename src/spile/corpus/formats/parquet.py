@@ -1,7 +1,7 @@
-"""What Arrow reads for us: Parquet footers, the bytes of one column of strings, zstd streams."""
+"""Parquet footers, the bytes of one column of strings, and zstd streams, all read by Arrow."""
 
 # pyright: standard, reportAttributeAccessIssue=false
-# pyarrow ships no types; what comes out of it is given one at this file's edge.
+# pyarrow ships no types; the functions of this file declare them.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,20 +30,20 @@ from spile.corpus.formats.columns import (
 from spile.corpus.formats.parquet_footer import checked_metadata
 from spile.objects.paths import AnyPath
 
-TEXT = ""  # the text's key, where a row is read by columns
+TEXT = ""  # the key of the text in a row of several columns
 
-# Rows decoded at a time: so few that they take no more memory than this, were each as large as a
-# value can be, which is what the column takes in the row group (a dictionary holds it but once).
+# Rows decoded at a time. So few that they fit in this much memory even if every value were as large
+# as the whole column in the row group (a dictionary may store a value once for all rows).
 _BATCH_BYTES = 512 << 20
 _BATCH = range(4, 1025)
-_AHEAD = 4 << 20  # of a column: a row group is read as it is decoded, not at once
+_AHEAD = 4 << 20  # bytes of a column: a row group is read while it is decoded, not at once
 
 
 @contextmanager
 def _opened(path: AnyPath, *, check: bool = False) -> Iterator[pq.ParquetFile]:
-    """The file; whatever goes wrong with it is one line.
+    """Open a file; turn any error into a one-line InputError.
 
-    Its footer is to be checked before anything else is read by it: when a corpus is cut.
+    `check` has the footer checked before anything else is read, for use when a corpus is cut.
     """
     try:
         metadata = checked_metadata(path) if check else None
@@ -59,7 +59,7 @@ def _opened(path: AnyPath, *, check: bool = False) -> Iterator[pq.ParquetFile]:
 
 
 def schema(path: AnyPath) -> Any:
-    """The names and types of its columns."""
+    """Return the names and types of the columns."""
     with _opened(path) as file:
         return with_names(file.schema_arrow)
 
@@ -73,13 +73,14 @@ def row_groups(
     also: Sequence[str] = (),
     known: ColumnKinds | None = None,
 ) -> list[tuple[int, int]]:
-    """(rows, decoded bytes of the text column, or of some others) of each row group, from the
-    footer alone.
+    """Return (rows, decoded bytes) of each row group, from the footer alone.
+
+    The bytes are those of the text column, or of `columns`.
 
     Args:
-        keep: columns that must be there, too, for `--keep`;
-        also: and others.
-        known: what those of other files hold, which must be the same.
+        keep: columns that must exist, for `--keep`.
+        also: other columns that must exist.
+        known: the types of these columns in other files, which must be the same.
     """
     with _opened(path, check=True) as file:
         found = file.schema_arrow
@@ -100,7 +101,7 @@ def _row_groups(file: pq.ParquetFile, names: Sequence[str]) -> list[tuple[int, i
 
 
 def mean_sizes(path: AnyPath, names: Sequence[str]) -> dict[str, float]:
-    """Bytes of a value in columns of the first row group that has rows, by the footer alone."""
+    """Return the mean bytes of a value in the first non-empty row group, from the footer alone."""
     with _opened(path, check=True) as file:
         groups = (file.metadata.row_group(g) for g in range(file.metadata.num_row_groups))
         group = next((group for group in groups if group.num_rows), None)
@@ -112,16 +113,16 @@ def mean_sizes(path: AnyPath, names: Sequence[str]) -> dict[str, float]:
 
 
 def _is_of(leaf: str, names: Sequence[str]) -> bool:
-    """Whether what lies under a path is of one of these columns, or of fields of them."""
+    """Return whether a path belongs to one of these columns, or to a field of them."""
     return any(leaf == name or leaf.startswith(f"{name}.") for name in names)
 
 
 def read_texts(
     path: AnyPath, wanted: str | None, first: int, count: int, most: int
 ) -> Iterator[bytes | Oversized | None]:
-    """Texts of `count` rows from row `first` on; only the row groups that hold them are read.
+    """Yield the texts of `count` rows from row `first` on, reading only their row groups.
 
-    `OVERSIZED` stands for those of more than `most` bytes.
+    `OVERSIZED` stands for texts of more than `most` bytes.
     """
     with _opened(path) as file:
         name = text_column(path, file.schema_arrow, wanted)
@@ -135,8 +136,8 @@ def read_texts(
 
 
 def _is_oversized(rows: int, size: int, most: int) -> bool:
-    """Whether a column chunk is one value of more than `most` bytes, which need not be read."""
-    # (It is that value, perhaps twice more as its least and most.)
+    """Return whether a column chunk is one value of more than `most` bytes, to be left unread."""
+    # (The chunk holds the value, and maybe two more copies as its minimum and maximum.)
     return rows == 1 and size > 3 * most + _AHEAD
 
 
@@ -153,17 +154,18 @@ def read_rows(
     ids: str | None = None,
     keep: Sequence[str] = (),
 ) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]:
-    """Rows as Python values; with `texts`, the text's bytes under `TEXT`, or as in `read_texts`;
-    `ids` are arrays. And what is kept of each, as far as the file has it.
+    """Yield rows as Python values, each with its kept columns as far as the file has them.
 
-    None stands for a row that the filter leaves out by what the footer says of its row group.
+    With `texts`, the text's bytes are under the key `TEXT`, as in `read_texts`. Values of the
+    column `ids` are arrays. None stands for a row that the filter excludes by the statistics of its
+    row group.
     """
     with _opened(path) as file:
         text = text_column(path, file.schema_arrow, wanted) if texts else None
         asked = columns_holding(path, file.schema_arrow, columns)
         kept = [name for name in keep if name in file.schema_arrow.names]
         chosen = [*dict.fromkeys([*asked, *kept])]
-        # (A field of a column that is read anyway comes with it.)
+        # (A field comes with its column if that is read anyway.)
         extra = [text] if text and text.split(".")[0] not in chosen and text not in chosen else []
         sizes = _row_groups(file, extra)
         for group, low, high in _groups(file, first, count):
@@ -181,7 +183,7 @@ def read_rows(
 
 
 def _groups(file: pq.ParquetFile, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Row groups that hold some of the rows, and which of each."""
+    """Yield the row groups that hold some of the rows, and the range of rows in each."""
     row = 0
     for group in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
@@ -194,7 +196,7 @@ def _groups(file: pq.ParquetFile, first: int, count: int) -> Iterator[tuple[int,
 def _batches(
     file: pq.ParquetFile, groups: Sequence[tuple[int, int, int]], columns: list[str]
 ) -> Iterator[pa.RecordBatch]:
-    """The chosen rows of row groups, and no other."""
+    """Yield only the chosen rows of row groups."""
     sizes = _row_groups(file, columns)
     for group, low, high in groups:
         position = 0
@@ -209,7 +211,7 @@ def _batches(
 
 
 def _bounds(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> dict[str, tuple[Any, Any]]:
-    """The least and the greatest value of columns in a row group, where the footer says so."""
+    """Return the minimum and maximum of columns in a row group, where the footer has them."""
     found: dict[str, tuple[Any, Any]] = {}
     chunks = file.metadata.row_group(group)
     for number in range(chunks.num_columns):
@@ -220,7 +222,7 @@ def _bounds(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> dict[st
 
 
 def open_zstd(path: AnyPath) -> BinaryIO:
-    """Decompressed bytes; unlike zstandard's reader, a file cut short is an error, not an end."""
+    """Open a zstd file; unlike with zstandard's reader, a truncated file is an error."""
     local = isinstance(path, Path)
     stream = pa.OSFile(str(path)) if local else pa.PythonFile(path.open("rb"), mode="r")
     return pa.CompressedInputStream(stream, "zstd")

@@ -1,12 +1,12 @@
-"""Whether Arrow survives a Parquet file's footer.
+"""Check that Arrow can read a Parquet footer without crashing.
 
-Of one that lies (a histogram of levels that does not fit its column, say) Arrow's Python calls do
-not raise: they abort the process. So each footer is gone through once in another process, which
-may. It ends by itself when nobody has asked for a while.
+For some invalid footers (say, a histogram of levels that does not fit its column) Arrow's Python
+calls do not raise, but abort the process. So each footer is first walked in another process, which
+may crash. That process exits by itself after a while without requests.
 """
 
 # pyright: standard, reportAttributeAccessIssue=false
-# pyarrow ships no types; what comes out of it is given one at this file's edge.
+# pyarrow ships no types; the functions of this file declare them.
 
 import atexit
 import os
@@ -33,19 +33,19 @@ from spile.objects.paths import AnyPath
 
 _MAGIC = b"PAR1"
 _END = struct.Struct("<I4s")
-_TAIL = 1 << 16  # read at once, as Arrow does
+_TAIL = 1 << 16  # bytes of the first read, as in Arrow
 _IDLE_SECONDS = 5
 _MOST_KNOWN = 1 << 20  # digests
 _LIMITS = ProcessLimits()
 
 
 class _Checker:
-    """The process, started when it is needed; and the footers that it has passed."""
+    """The process, started when needed, and the footers it has accepted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: LimitedProcess | None = None
-        self._owner = 0  # a fork of ours has none
+        self._owner = 0  # a forked child has no process of its own
         self._known: set[bytes] = set()
 
     def check(self, path: AnyPath, footer: bytes) -> None:
@@ -66,7 +66,7 @@ class _Checker:
                             f"{path}: cannot read Parquet (its footer takes {ended.limit}); is it "
                             "whole?"
                         ) from None
-                    if last:  # the first may have ended just now, since nobody had asked
+                    if last:  # the first may have exited just now, for lack of requests
                         raise DataError(
                             f"{path}: the process that reads footers of Parquet has ended "
                             f"({ended}); run the same command again"
@@ -98,10 +98,10 @@ atexit.register(_checker.close)
 
 
 def checked_metadata(path: AnyPath) -> Any:
-    """What the footer says; None for a file without one, of which Arrow says what is wrong.
+    """Return the metadata of the footer; None if there is no footer, which Arrow then reports.
 
     Raises:
-        InputError: if Arrow would not survive it.
+        InputError: if the footer would crash Arrow.
     """
     with path.open("rb") as stream:
         size = stream.seek(0, os.SEEK_END)
@@ -129,7 +129,7 @@ def _metadata(footer: bytes) -> Any:
 
 
 def _walk(footer: bytes) -> None:
-    """All that is ever asked of a footer; what only raises is for whoever asks."""
+    """Access everything that is ever used of a footer; exceptions are left to the caller."""
     try:
         metadata = _metadata(footer)
         for g in range(metadata.num_row_groups):
@@ -150,7 +150,7 @@ def _column(chunk: Any) -> None:
 
 
 def serve(asked: IO[bytes], answers: IO[bytes]) -> None:
-    """Go through footers until nobody asks for a while."""
+    """Walk footers until no request comes for a while."""
     allowance = Allowance(_LIMITS)
     ready = select.poll()
     ready.register(asked, select.POLLIN)

@@ -1,4 +1,4 @@
-"""Lines, and the bytes of spans in which they lie; files of other encodings are refused.
+"""Lines of text files, and the bytes of the spans they lie in. Other encodings are refused.
 
 Bytes are read forward, so that a compressed file is decompressed once, span after span.
 """
@@ -15,19 +15,19 @@ from spile.corpus.files import CorpusFile, Span
 
 _READ_SIZE = 1 << 22
 _NEVER = 1 << 62
-# Encodings of two and four bytes, by the byte-order mark that a file begins with; the longer first.
+# Encodings of two and four bytes by their byte-order marks, the longer ones first.
 _WIDE_MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-_HEAD = 4096  # bytes from which an encoding is known without a mark
+_HEAD = 4096  # bytes to detect an encoding from if there is no mark
 _FEWEST = 16
 
 
 class Streams:
-    """Keeps a stream open where the next span continues it."""
+    """Keeps a stream open for a span that continues it."""
 
     def __init__(self, files: list[CorpusFile]) -> None:
         self._files = files
@@ -39,14 +39,14 @@ class Streams:
         self._open = None
 
     def read(self, span: Span) -> Iterator[bytes]:
-        """The bytes of a span, which must be those that were there when the table was made."""
+        """Yield the bytes of a span; raise DataError if they changed since the table was made."""
         source = self._files[span.file]
         if self._open and self._open[0] == span.file and self._open[1] <= span.start:
             _, offset, stream = self._open
         else:
             self.close()
             offset, stream = 0, source.open()
-        # Should the reading stop midway, the stream is of no more use, but must be closed.
+        # If reading stops midway, the stream cannot be reused, but must be closed.
         self._open = (span.file, _NEVER, stream)
         if not source.compression:
             offset = stream.seek(span.start)
@@ -69,7 +69,7 @@ class Streams:
             )
 
     def lines(self, span: Span, most: int, *, whole: bool) -> Iterator[bytes | None]:
-        """Lines, or all of it as one; None for one of more than `most` bytes: it is not held."""
+        """Yield lines, or the whole span as one; None, not held, for one over `most` bytes."""
         ends = b"" if whole else b"\n"
         held, size, made = list[bytes](), 0, 0
 
@@ -91,8 +91,8 @@ class Streams:
             yield line()
 
     def elements(self, span: Span, most: int) -> Iterator[bytes | None]:
-        """Of a JSON array; None for one of more than `most` bytes: it is not held."""
-        # A span begins with an element and ends with one.
+        """Yield the elements of a JSON array; None for one over `most` bytes, which is not held."""
+        # A span begins and ends with an element.
         data = chain([b"["], self.read(span), [b"]"])
         begins = True
         for piece in self._files[span.file].pieces(data, most):
@@ -102,9 +102,10 @@ class Streams:
 
 
 def refuse_wide(file: CorpusFile, head: bytes) -> None:
-    """Refuse text of two or four bytes a character, by the bytes that its file begins with.
+    """Refuse text with two or four bytes per character, by the first bytes of its file.
 
-    It is no UTF-8, but ASCII in it would read as text with a NUL beside each character.
+    It is not valid UTF-8 in general, but ASCII in it would read as text with a NUL beside each
+    character.
     """
     if file.kind not in ("text", "jsonl", "json") and not file.is_csv:
         return
@@ -119,7 +120,7 @@ def refuse_wide(file: CorpusFile, head: bytes) -> None:
 
 
 def _unmarked_wide(head: bytes) -> str | None:
-    """The encoding of text that is mostly ASCII, in which all but one byte of each are zero."""
+    """Detect the encoding of mostly ASCII text: all but one byte of each character are zero."""
     for name, width in (("UTF-32", 4), ("UTF-16", 2)):
         count = len(head) // width
         columns = [head[place : count * width : width] for place in range(width)]

@@ -1,7 +1,7 @@
-"""Corpora that are token ids already: columns of lists, and flat arrays of them.
+"""Corpora that already are token ids: columns of lists, and flat arrays.
 
-Ids are read as they are: nothing is added, nothing is left out, and each must be of the model's
-vocabulary. Whose ids they are the files do not say: the model's tokenizer must have made them.
+Ids are read unchanged: nothing is added or removed, and each must be in the model's vocabulary. The
+files do not say which tokenizer made the ids; it must have been the model's.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,20 +20,19 @@ from spile.corpus.formats.columns import kinds_of
 from spile.corpus.tokenize import TextTokenizer
 from spile.objects.paths import AnyPath, size_of
 
-_COLUMNS = ("input_ids", "tokens")  # where none is named
+_COLUMNS = ("input_ids", "tokens")  # if none is named
 _WIDTHS = {"uint16": "<u2", "uint32": "<u4"}
 _HEAD = 1 << 16
-_FEWEST = 32  # numbers, to tell widths apart by
+_FEWEST = 32  # numbers needed to tell widths apart
 
 
 @dataclass(frozen=True)
 class FlatArray:
-    """How ids lie in a file of nothing else.
+    """The layout of a file that holds only ids.
 
     Attributes:
-        dtype: of each, little-endian.
-        separator: the id that ends a document, or begins one; None: there is none, and every
-            `window` ids are a document.
+        dtype: of each id, little-endian.
+        separator: the id that ends or begins a document; None: every `window` ids are a document.
         leads: whether the separator begins a document.
     """
 
@@ -43,7 +42,7 @@ class FlatArray:
     window: int
 
     def ends(self, data: bytes, position: int) -> np.ndarray:
-        """Where documents end: the bytes of the file, by a piece that begins at one of them."""
+        """Return the file offsets of document ends in a piece that begins at `position`."""
         each = self.dtype.itemsize
         if self.separator is None:
             step = self.window * each
@@ -53,7 +52,7 @@ class FlatArray:
         return ends[ends > 0]
 
     def checked(self, path: AnyPath, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Pieces of whole numbers, as files are read in; a file that ends within one is refused."""
+        """Check that pieces hold whole numbers; refuse a file that ends within one."""
         for data in pieces:
             if len(data) % self.dtype.itemsize:
                 raise InputError(
@@ -63,7 +62,7 @@ class FlatArray:
             yield data
 
     def refuse_endless(self, path: AnyPath, documents: int) -> None:
-        """A large array of which nothing ends a document was not cut by this separator."""
+        """Refuse a large array that is one document: this separator did not cut it."""
         if self.separator is not None and documents == 1 and size_of(path) > MAX_DOC_BYTES:
             raise InputError(
                 f"{path}: is all one document, since token {self.separator} is not in it; say what "
@@ -73,8 +72,10 @@ class FlatArray:
     def documents(
         self, pieces: Iterable[bytes], start: int, most: int
     ) -> Iterator[np.ndarray | None]:
-        """Those of a run of bytes that begins with one; None for what is over `most` bytes,
-        which is never held."""
+        """Yield the documents in a run of bytes that begins with one.
+
+        A document of more than `most` bytes is never held; None stands in its place.
+        """
         held, size, position = list[bytes](), 0, start
 
         def whole() -> np.ndarray | None:
@@ -98,7 +99,7 @@ class FlatArray:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Makes documents of ids."""
+    """Makes documents from ids."""
 
     vocabulary: int
     column: str | None = None
@@ -123,7 +124,7 @@ class TokenIds:
         return self.of_ids(ids)
 
     def of_ids(self, ids: np.ndarray) -> CorpusDocument:
-        """Raises ValueError for an id that the model does not know."""
+        """Make a document; raise ValueError if an id is not in the vocabulary."""
         if ids.min() < 0 or ids.max() >= self.vocabulary:
             place = int(np.flatnonzero((ids < 0) | (ids >= self.vocabulary))[0])
             width = f", or are not {self.flat.dtype.name}: --tokens-dtype" if self.flat else ""
@@ -135,7 +136,7 @@ class TokenIds:
 
 
 def settle_ids(recipe: Recipe, files: list[CorpusFile], vocabulary: int) -> Recipe:
-    """With all that is to be known of the ids; as it was, where the corpus is of texts."""
+    """Settle the options about ids; return the recipe unchanged if the corpus is of texts."""
     flat = [file for file in files if file.kind == "bin"]
     if flat and len(flat) < len(files):
         other = next(file.path for file in files if file.kind != "bin")
@@ -175,7 +176,7 @@ def settle_ids(recipe: Recipe, files: list[CorpusFile], vocabulary: int) -> Reci
 
 
 def read_ids(recipe: ResolvedRecipe, tokenizer: TextTokenizer, vocabulary: int) -> TokenIds | None:
-    """How a settled recipe's ids become documents; None, if it is of texts."""
+    """Return the reader of a settled recipe's ids; None if the corpus is of texts."""
     if recipe.tokens_column:
         return TokenIds(vocabulary, recipe.tokens_column)
     if not (recipe.tokens_dtype and recipe.doc_separator):
@@ -206,7 +207,7 @@ def _separator(given: str, tokenizer: TextTokenizer, vocabulary: int) -> int | N
 
 
 def _found(recipe: Recipe, files: list[CorpusFile]) -> str | None:
-    """A column of ids in the first table, if it can be nothing but the corpus."""
+    """Return the column of ids in the first table, if only that can be the corpus."""
     table = next((file for file in files if file.is_table), None)
     if table is None or recipe.text_column or recipe.messages or recipe.prompt_column:
         return None

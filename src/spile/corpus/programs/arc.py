@@ -1,11 +1,11 @@
-"""ARC-AGI as a corpus: grids spelled out, tasks augmented, and prompts made of them.
+"""ARC-AGI as a corpus: grids as text, augmented tasks, and prompts made from them.
 
     arc:path/to/tasks(encoder="rows+shape", prompt="chat", predictions=8, augment="rotate,colors")
 
-A document is one test input, asked once for each of `predictions`: the first time as it stands,
-then each time under another augmentation, if any is asked for. Everything drawn follows from the
-seed, the task's id and the prediction's number, so that any part of the corpus is what it would
-be within the whole; the augmentation is kept with the document, and can be undone.
+A document is one test input, asked once for each of `predictions`: first unchanged, then each time
+under another augmentation, if any is requested. Everything random follows from the seed, the task's
+id and the prediction's number, so that any part of the corpus is the same as within the whole. The
+augmentation is kept with the document, and can be undone.
 """
 
 import logging
@@ -32,12 +32,12 @@ SOLUTIONS = "_solutions.json"
 _CHALLENGES = "_challenges.json"
 _IDS = ("id", "task_id")
 _MAX_BYTES = 1 << 30
-_READERS = 16  # a bucket answers late, but many at once
+_READERS = 16  # a bucket has high latency, but serves many requests at once
 
 
 @dataclass(frozen=True)
 class Pair:
-    """An input and what becomes of it; None where that is not known."""
+    """An input and its output; None if the output is not known."""
 
     input: Grid
     output: Grid | None
@@ -51,11 +51,12 @@ class Task:
 
 
 def read_tasks(path: str) -> list[Task]:
-    """Tasks by their ids, from any of the layouts in which they are published.
+    """Read tasks, sorted by id, from any of the published layouts.
 
-    A folder of TASKID.json; one such file; a file with many tasks by their ids, whose solutions
-    may lie beside it (X_challenges.json and X_solutions.json); or a task on each line of a .jsonl
-    file, with its id (`id` or `task_id`) or without: then it is named after its line, from 0.
+    The layouts are: a folder of TASKID.json; one such file; a file with many tasks by id, with or
+    without solutions beside it (X_challenges.json and X_solutions.json); a .jsonl file with a task
+    on each line. A line may hold the task's id (`id` or `task_id`); otherwise the task is named
+    after its line, from 0.
     """
     where = path_of(path)
     if where.is_file():
@@ -75,7 +76,7 @@ def read_tasks(path: str) -> list[Task]:
     return [tasks[name] for name in sorted(tasks)]
 
 
-_Found = Iterator[tuple[str, str, Any]]  # where it was found, its id, what is to be a task
+_Found = Iterator[tuple[str, str, Any]]  # its place, its id, the unchecked task
 
 
 def _from_folder(folder: AnyPath) -> _Found:
@@ -122,7 +123,7 @@ def _solutions(challenges: str) -> dict[str, Any]:
 
 
 def _solved(where: str, task: Mapping[str, Any], outputs: Any) -> list[dict[str, Any]]:
-    """The test pairs of a task, each with its solution."""
+    """Return the test pairs of a task, each with its solution."""
     if not isinstance(outputs, list) or len(cast(list[Any], outputs)) != len(task["test"]):
         raise InputError(f"arc: {where}: needs a list of {len(task['test'])} solutions")
     pairs = zip(task["test"], cast(list[Any], outputs), strict=True)
@@ -153,7 +154,7 @@ def _bytes(file: AnyPath) -> bytes:
 
 def _json(place: str, data: bytes) -> Any:
     try:
-        # Of two tasks with one id, one would be lost.
+        # Otherwise one of two tasks with the same id would be lost.
         return parse_json(data, max_bytes=_MAX_BYTES, unique_keys=True)
     except JsonError as error:
         raise InputError(f"arc: {place}: {error}") from None
@@ -188,7 +189,7 @@ def _task(where: str, name: str, value: Any) -> Task:
 
 
 def checked_grid(where: str, value: Any) -> Grid:
-    """A grid of what was read as one."""
+    """Check a value read as a grid."""
     rows = cast(list[Any], value) if isinstance(value, list) else []
     if not 1 <= len(rows) <= LARGEST:
         raise InputError(f"{where}: a grid is a list of 1 to {LARGEST} rows")
@@ -208,20 +209,20 @@ def checked_grid(where: str, value: Any) -> Grid:
 
 
 AUGMENTATIONS = ("rotate", "flip", "colors", "order")
-_VERSION = 1  # of all that makes a text of a task: another text is another dataset
+_VERSION = 1  # version of the conversion from task to text: another text is another dataset
 
 
 @dataclass(frozen=True)
 class GridEncoder:
-    """Grids as text: a line of digits for each row, and what else is asked for."""
+    """Writes grids as text: a line of digits for each row, and optional extras."""
 
     spaces: bool = False  # between cells, for tokenizers that join digits
-    rows: bool = False  # each begins with its number, from 1
-    shape: bool = False  # a line before them, as in 3x4: rows, then columns
+    rows: bool = False  # each begins with its row number, from 1
+    shape: bool = False  # a line before the rows, as in 3x4: rows, then columns
 
     @classmethod
     def parse(cls, name: str) -> "GridEncoder":
-        """`plain`, `spaces`, `rows`, `shape`, or several of them joined by `+`."""
+        """Parse `plain`, `spaces`, `rows`, `shape`, or several of them joined by `+`."""
         words = _words("encoder", name, "+", ("plain", *asdict(cls())))
         return cls(**{word: True for word in words if word != "plain"})
 
@@ -235,7 +236,7 @@ class GridEncoder:
         return "\n".join(lines)
 
     def decode(self, text: str) -> Grid:
-        """The grid of which `encode` makes exactly this text."""
+        """Return the grid that `encode` turns into exactly this text."""
         lines = text.split("\n")[self.shape :]
         if self.rows:
             lines = [line.partition(" ")[2] for line in lines]
@@ -248,13 +249,13 @@ class GridEncoder:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """A change of a task that leaves it the same puzzle.
+    """A change to a task that leaves it the same puzzle.
 
     Attributes:
         turns: quarter turns, clockwise.
-        flip: left and right are exchanged, after turning.
-        colors: what each colour becomes.
-        order: which of the examples comes first, second and so on; empty: as they come.
+        flip: whether left and right are exchanged, after turning.
+        colors: the new value of each colour.
+        order: the order of the examples; empty: unchanged.
     """
 
     turns: int = 0
@@ -273,7 +274,7 @@ class Augmentation:
     def drawn(
         cls, kinds: Iterable[str], task: Task, seed: int, prediction: int, *, keep_zero: bool
     ) -> "Augmentation":
-        """By hashes alone: the same for every version of Python and of its random numbers."""
+        """Draw an augmentation by hashes alone: the same for every version of Python."""
 
         def number(*what: str | int) -> int:
             drawn_from = canonical_json([seed, task.id, prediction, *what])
@@ -293,12 +294,12 @@ class Augmentation:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Augmentation":
-        """As it is kept with a document."""
+        """Restore an augmentation from its form in a document."""
         return cls(value["turns"], value["flip"], tuple(value["colors"]), tuple(value["order"]))
 
     def inverse(self) -> "Augmentation":
-        """What undoes it."""
-        # Mirrored, a turn goes the other way: to turn and flip once more undoes both.
+        """Return the augmentation that undoes this one."""
+        # In a mirror, a turn goes the other way: turning and flipping again undoes both.
         turns = self.turns if self.flip else -self.turns % 4
         return Augmentation(turns, self.flip, _inverse(self.colors), _inverse(self.order))
 
@@ -324,16 +325,16 @@ def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """How a task is put. Pieces are roles and texts with {number}, {input} and {output} in them."""
+    """The wording of a task. Pieces are roles and texts with {number}, {input} and {output}."""
 
     before: tuple[tuple[str, str], ...]
     example: tuple[tuple[str, str], ...]
     question: tuple[tuple[str, str], ...]
     answer: tuple[tuple[str, str], ...] = (("assistant", "{output}"),)
-    chat: bool = True  # messages for the model's template; else a text in segments
+    chat: bool = True  # messages for the model's template; otherwise a text in segments
 
     def pieces(self, task: Task, test: int, encoder: GridEncoder, answer: bool) -> list[list[str]]:
-        """Roles and texts; each role differs from the one before."""
+        """Return roles and texts; consecutive roles differ."""
         asked = task.test[test]
         parts = [
             (self.before, 0, asked),
@@ -369,7 +370,7 @@ PROMPTS = {
         example=(("user", "Input {number}:\n{input}\nOutput {number}:\n{output}\n\n"),),
         question=(("user", "Input {number}:\n{input}\nOutput {number}:"),),
     ),
-    # For templates that know no system, and answers in the form that was shown.
+    # For templates without a system role, and answers in the form of the examples.
     "turns": Prompt(
         before=(),
         example=(("user", "{input}"), ("assistant", "{output}")),
@@ -387,9 +388,9 @@ class Settings:
     predictions: int = 1
     augment: str = ""
     seed: int = 0
-    keep_zero: bool = False  # colour 0 stays what it is: it is the background more often than not
-    plain_first: bool = True  # the first prediction is asked for without augmentation
-    answers: bool = False  # each document ends with the output; else where that would begin
+    keep_zero: bool = False  # keep colour 0, which usually is the background
+    plain_first: bool = True  # no augmentation for the first prediction
+    answers: bool = False  # end each document with the output, and not where it would begin
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -448,7 +449,7 @@ class Questions:
         }
 
     def identity(self) -> dict[str, Any]:
-        """What the documents follow from, wherever and in whichever layout the tasks lie."""
+        """Return the settings and a hash of the tasks, whatever their place and layout."""
         tasks = canonical_json(
             [
                 [
@@ -488,9 +489,9 @@ def tasks(
     answers: bool = False,
     max_tasks: int = 0,
 ) -> Questions:
-    """The program: tasks from a path or URL (see `read_tasks`), under `Settings`.
+    """The program: make documents from tasks at a path or URL (see `read_tasks`) under `Settings`.
 
-    max_tasks: only the first so many, by their ids; 0: all.
+    max_tasks: use only the first so many tasks, by id; 0: all.
     """
     if type(max_tasks) is not int or max_tasks < 0:
         raise ConfigError(f"arc: max_tasks must be a number of tasks, got {max_tasks!r}")
@@ -508,7 +509,7 @@ def tasks(
 
 
 def _words(name: str, given: str, separator: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Those of the known words that are given, in the order in which they are known."""
+    """Return the given words, in the order in which they are known; refuse others."""
     words = [word.strip() for word in given.split(separator)] if given.strip() else []
     order = tuple(known)
     for word in words:

@@ -1,15 +1,15 @@
-"""Programs as corpora: a function that gives documents, by the name of its module or its file.
+"""Programs as corpora: a function that returns documents, named by its module or its file.
 
     package.module:function(argument=value, ...)
     path/to/file.py[:function][(argument=value, ...)]      without a name: create_dataset
     arc:path/to/tasks[(argument=value, ...)]               short for spile.data.arc:tasks
 
-It returns documents that can be iterated over, or asked for by number as the sources of Grain and
-TFDS can. It must give the same ones whenever it is called: what was hashed when the corpus was cut
-is compared with what is read afterwards, in this process or another.
+The function returns documents that can be iterated over, or indexed by number like the sources of
+Grain and TFDS. It must return the same ones on every call: documents are hashed when the corpus is
+cut, and compared when they are read later, in this process or another.
 
 A document is a text, or a mapping with one of `text`, `messages` (for a chat template) and
-`segments` (pieces with roles, which joined are the text); the mapping's other keys are metadata.
+`segments` (pieces with roles; joined, they are the text). The mapping's other keys are metadata.
 """
 
 import ast
@@ -40,8 +40,8 @@ from spile.core.index import ROLES
 from spile.objects.hub.names import BUILT
 
 _DEFAULT = "create_dataset"
-# Programs of our own: module, function, and the argument that follows the colon. These names are
-# part of the format, since recipes are fingerprinted with them: they outlive the files' places.
+# Programs shipped with Spile: module, function, and the argument that follows the colon. These
+# names are part of the format, since recipes are fingerprinted with them: files may move.
 _ALIASES = {"arc": ("spile.data.arc", "tasks", "path")}
 _HOMES = {"spile.data.arc": "spile.corpus.programs.arc"}
 _NAME = r"[^\W\d]\w*"
@@ -49,7 +49,7 @@ _ALIAS = re.compile(rf"({'|'.join(_ALIASES)}):([^(]+)(\(.*\))?", re.DOTALL)
 _FILE = re.compile(rf"(.+?\.py)(?::({_NAME}))?(\(.*\))?", re.DOTALL)
 _MODULE = re.compile(rf"({_NAME}(?:\.{_NAME})*):({_NAME})(\(.*\))?", re.DOTALL)
 _MAX_CHARACTERS = 10_000
-_MAX_SHOWN = 200  # of them, in a message
+_MAX_SHOWN = 200  # most characters of a name in a message
 _KINDS = {
     "text": "a text",
     "messages": "a list of mappings, each with a role",
@@ -57,7 +57,7 @@ _KINDS = {
 }
 _MAX_DEPTH = 32
 _LIMIT = 1 << 63
-_SHOWN = 12  # of keys, in a message
+_SHOWN = 12  # most keys in a message
 _SAMPLE_DOCS = 256
 _SAMPLE_BYTES = 1 << 22
 _END = object()
@@ -65,14 +65,14 @@ _END = object()
 
 @dataclass(frozen=True)
 class ProgramDocument:
-    """What a program gave.
+    """A document as a program returned it.
 
     Attributes:
-        text: None where messages take its place, or where the program gave nothing.
-        segments: role and text of each piece; joined they are the text. Empty if not given so.
-        messages: a chat, of which the model's template makes a text. Empty if not given so.
-        metadata: all other keys, as JSON has them.
-        pair: the prompt and the response by their columns' names, where those were asked for.
+        text: None if there are messages instead, or if the program returned nothing.
+        segments: role and text of each piece; joined, they are the text. Empty if not given.
+        messages: a chat for the model's template to render. Empty if not given.
+        metadata: all other keys, as JSON values.
+        pair: the prompt and the response by their columns' names, if those were requested.
     """
 
     text: str | None
@@ -83,19 +83,19 @@ class ProgramDocument:
 
     @property
     def roles(self) -> tuple[tuple[int, int, str], ...]:
-        """Which characters of the text are whose: start, stop and role of each segment."""
+        """The speaker of each range of the text: start, stop and role of each segment."""
         stops = list(itertools.accumulate(len(text) for _, text in self.segments))
         places = zip([0, *stops], stops, self.segments, strict=False)
         return tuple((start, stop, role) for start, stop, (role, _) in places)
 
     def canonical(self) -> bytes:
-        """All of it, in the one spelling that hashes and sizes are of."""
+        """Return the whole document in canonical form, for hashes and sizes."""
         parts: list[Any] = [self.text, self.segments, self.messages, self.metadata]
         return canonical_json([*parts, self.pair] if self.pair else parts)
 
 
 def digest_of(documents: Iterable[ProgramDocument]) -> str:
-    """A hash of documents and their order."""
+    """Return a hash of documents in their order."""
     digest = xxhash.xxh3_128()
     for document in documents:
         hash_into(digest, document)
@@ -103,9 +103,9 @@ def digest_of(documents: Iterable[ProgramDocument]) -> str:
 
 
 def hash_into(digest: xxhash.xxh3_128, document: ProgramDocument) -> int:
-    """Add a document to a hash; returns its size in bytes."""
+    """Add a document to a hash; return its size in bytes."""
     data = document.canonical()
-    digest.update(data + b"\n")  # which its JSON has nowhere
+    digest.update(data + b"\n")  # a newline, which its JSON never contains
     return len(data)
 
 
@@ -116,12 +116,12 @@ def checked_document(
     messages_column: str | None = None,
     pair_columns: tuple[str, ...] = (),
 ) -> ProgramDocument:
-    """A document of what was given as one; a column's name chooses among a mapping's keys.
+    """Check a program's value and make a document of it; column names choose keys of a mapping.
 
-    `pair_columns`: of the prompt and, if there is one, the response.
+    `pair_columns`: the column of the prompt and, if there is one, of the response.
 
     Raises:
-        InputError: begins with `where`.
+        InputError: if it is not a document; the message begins with `where`.
     """
     if pair_columns:
         return _pair(where, value, pair_columns)
@@ -165,14 +165,14 @@ def _pair(where: str, value: Any, columns: tuple[str, ...]) -> ProgramDocument:
 def _check_metadata(where: str, fields: Mapping[str, Any]) -> None:
     try:
         json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a text may be counted and left out; what describes it may not
+    except UnicodeEncodeError:  # invalid text is counted and skipped, invalid metadata refused
         raise InputError(f"{where}: its metadata is not UTF-8 text; leave it out") from None
 
 
 def _kind(
     where: str, fields: Mapping[str, Any], columns: Mapping[str, str | None]
 ) -> tuple[str, str]:
-    """Which of the three a mapping is, and the key that holds it."""
+    """Return which kind of document a mapping is, and the key that holds it."""
     found = [(kind, column) for kind, column in columns.items() if column]
     found = found or [(key, key) for key in _KINDS if key in fields]
     if len(found) == 1 and found[0][1] in fields:
@@ -204,9 +204,9 @@ def _are_segments(value: Any) -> bool:
 
 
 def clean(where: str, value: Any, depth: int = 0) -> Any:
-    """A value as JSON has it: numpy's become Python's, bytes are UTF-8, tuples are lists.
+    """Convert a value to JSON's types: numpy's become Python's, bytes become UTF-8, tuples lists.
 
-    Bytes that are not UTF-8 become lone surrogates, as in a text that JSON spelled so.
+    Bytes that are not UTF-8 become lone surrogates, as JSON escapes can spell.
     """
     if depth > _MAX_DEPTH:
         raise InputError(f"{where}: nested too deeply: {_MAX_DEPTH} levels at most")
@@ -240,7 +240,7 @@ def clean(where: str, value: Any, depth: int = 0) -> Any:
 
 @dataclass(frozen=True)
 class Range:
-    """Consecutive documents: about `size` bytes of them, and a hash to know them by."""
+    """Consecutive documents: about `size` bytes of them, and a hash that identifies them."""
 
     first: int
     count: int
@@ -252,7 +252,7 @@ class ProgramSource:
     """An opened program's documents, numbered from 0.
 
     Attributes:
-        length: how many there are; None where they can only be read in order.
+        length: the number of documents; None if they can only be read in order.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class ProgramSource:
         messages_column: str | None,
         pair_columns: tuple[str, ...] = (),
     ) -> None:
-        """What `call` returns; `described` is its identity, if it has none of its own."""
+        """Call the function; `described` is its identity, if the result has none of its own."""
         self.name = name
         self._function, self._described = call, described
         self._columns = (text_column, messages_column, pair_columns)
@@ -278,16 +278,16 @@ class ProgramSource:
             self._iterator = guarded(name, iter, self._given)
 
     def close(self) -> None:
-        close = getattr(self._iterator, "close", None)  # of a generator, or a file
+        close = getattr(self._iterator, "close", None)  # a generator and a file have one
         if callable(close):
             guarded(self.name, close)
         self._iterator = None
 
     def identity(self) -> tuple[str, ...]:
-        """What the program is, for the recipe: paths are no part of it.
+        """Return the identity of the program for the recipe, without paths.
 
-        Its name, arguments and source file; or its name, and what `identity()` of that which it
-        returned says, if it has such a method.
+        It consists of the name, arguments and source file. If the returned object has a method
+        `identity()`, it consists of the name and what that method returns.
         """
         parts = {**self._described}
         own = getattr(self._given, "identity", None)
@@ -300,7 +300,7 @@ class ProgramSource:
         return tuple(f"{key} {canonical_json(parts[key]).decode()}" for key in sorted(parts))
 
     def sample(self) -> tuple[list[ProgramDocument], int]:
-        """Some documents, spread evenly where they can be asked for, and their size in bytes."""
+        """Return some documents, spread evenly if they can be indexed, and their size in bytes."""
         if self.length is None:
             found = self.documents(0)
         else:
@@ -318,11 +318,11 @@ class ProgramSource:
     def ranges(
         self, size: int, max_docs: int | None = None, heed: Callable[[], None] = lambda: None
     ) -> Iterator[Range]:
-        """All documents, in ranges of about `size` bytes each.
+        """Yield all documents in ranges of about `size` bytes each.
 
-        Where documents can only be read in order this is a whole pass, in which each is hashed;
-        else only the first and the last of a range are, and sizes are estimated from a sample.
-        `heed` is called for every document or range, and may raise to stop the pass.
+        If documents can only be read in order, this takes a whole pass, in which each is hashed.
+        Otherwise only the first and the last of a range are hashed, and sizes are estimated from a
+        sample. `heed` is called for every document or range; it may raise to stop the pass.
         """
         if self.length is None:
             yield from self._counted(size, max_docs, heed)
@@ -337,12 +337,12 @@ class ProgramSource:
             yield replace(part, size=part.count * each)
 
     def part(self, first: int, count: int) -> Range:
-        """So many documents of those with numbers; nothing is known of their size."""
+        """Return the range of `count` documents from `first` on; its size is not known."""
         ends = [self._document(first), self._document(first + count - 1)]
         return Range(first, count, 0, digest_of(ends))
 
     def read(self, wanted: Range) -> list[ProgramDocument]:
-        """The documents of a range, which must be those that it was made of."""
+        """Return the documents of a range; raise DataError if they have changed since."""
         documents = list(itertools.islice(self.documents(wanted.first), wanted.count))
         hashed = documents if self.length is None else [*documents[:1], *documents[-1:]]
         if len(documents) != wanted.count or digest_of(hashed) != wanted.digest:
@@ -355,7 +355,7 @@ class ProgramSource:
         return documents
 
     def documents(self, first: int) -> Iterator[ProgramDocument]:
-        """Those from a number on."""
+        """Yield the documents from number `first` on."""
         if self.length is not None:
             yield from map(self._document, range(first, self.length))
             return
@@ -413,27 +413,27 @@ def _by_number(given: Any) -> bool:
 
 
 def guarded(where: str, call: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-    """Call what is not ours; whatever it raises is one line."""
+    """Call a function that is not ours; turn any exception into a one-line InputError."""
     try:
         return call(*args, **options)
     except SpileError:
         raise
-    except (Exception, SystemExit) as error:  # a script may end itself
+    except (Exception, SystemExit) as error:  # a script may call sys.exit
         raise InputError(f"{where}: {said(error)}") from error
 
 
 def said(error: BaseException) -> str:
-    """What an exception is and says, in one line."""
+    """Format an exception as one line: its type and message."""
     try:
         lines = str(error).split("\n")
-    except Exception:  # an exception of someone else's may fail to say what it is
+    except Exception:  # a foreign exception may fail to format itself
         lines = [""]
     return f"{type(error).__name__}: {lines[0][:200]}".removesuffix(": ")
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function and its arguments, by name: nothing of it is loaded before it is opened."""
+    """A function and its arguments, by name; nothing is loaded before it is opened."""
 
     where: str  # a module, or the absolute path of a file
     function: str
@@ -441,7 +441,7 @@ class Program:
 
     @classmethod
     def parse(cls, corpus: str) -> "Program":
-        """Read a name for which `is_program` holds; arguments are literals, never executed."""
+        """Parse a name that `is_program` accepts; arguments are literals, never executed."""
         if len(corpus) > _MAX_CHARACTERS:
             raise ConfigError(
                 f"--corpus: a program's name has {_MAX_CHARACTERS} characters at most"
@@ -461,7 +461,7 @@ class Program:
         return cls(match[1], match[2], _arguments(shown, match[3]))
 
     def __str__(self) -> str:
-        """The whole name; it means the same in any working directory."""
+        """Return the whole name, which is valid in any working directory."""
         given = ", ".join(f"{name}={value!r}" for name, value in sorted(self.arguments.items()))
         return f"{self.name}({given})"
 
@@ -471,7 +471,7 @@ class Program:
 
     @property
     def shipped(self) -> bool:
-        """Whether it is one of Spile's own: no other may be run because a store names it."""
+        """Whether the program is Spile's own: no other runs merely because a store names it."""
         return (self.where, self.function) in [target[:2] for target in _ALIASES.values()]
 
     def open(
@@ -480,7 +480,7 @@ class Program:
         messages_column: str | None = None,
         pair_columns: tuple[str, ...] = (),
     ) -> ProgramSource:
-        """Load the function and call it. A column takes the place of the keys documents have."""
+        """Load the function and call it. Given columns replace the default keys of documents."""
         function = self._load()
         name = f"--corpus {self.name}"
         described = {
@@ -502,7 +502,7 @@ class Program:
             )
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # not everything written in C says what it takes
+        except (TypeError, ValueError):  # some C functions have no signature
             return function
         try:
             signature.bind(**self.arguments)
@@ -513,7 +513,7 @@ class Program:
 
 
 def is_program(corpus: str) -> bool:
-    """Whether a corpus's name is one of a program: not a file, a URL or a dataset of the Hub."""
+    """Return whether a corpus names a program, and not a file, a URL or a dataset of the Hub."""
     head = corpus.partition("(")[0]
     if corpus.startswith(BUILT):
         return False
@@ -523,10 +523,10 @@ def is_program(corpus: str) -> bool:
 
 
 def _arguments(shown: str, given: str | None) -> dict[str, Any]:
-    """Those in parentheses, if any: keywords and literals."""
+    """Parse the arguments in parentheses, if any: keywords and literals."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in strings that Python does not know
+            warnings.simplefilter("ignore")  # warnings about unknown escapes in strings
             tree = ast.parse(f"f{given or '()'}", mode="eval").body
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
             raise ValueError("arguments are given by name, as in seed=0")
@@ -559,7 +559,7 @@ def _absolute(path: str) -> str:
 
 
 def _load_file(path: Path) -> types.ModuleType:
-    """Run a file, under a name of its own. It is read anew every time: there may be a newer one."""
+    """Run a file as a module of its own. It is read every time, since it may have changed."""
     try:
         source = path.read_bytes()
     except OSError as error:
@@ -589,7 +589,7 @@ def _import(name: str) -> types.ModuleType:
 
 
 def _source_digest(function: Callable[..., Any]) -> str:
-    """Of the file in which a function is written; empty if it is not written in Python."""
+    """Return the digest of a function's source file; empty if it is not written in Python."""
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""The audit of one unit: that its files hold the bytes that were written, and those make sense.
+"""The audit of one unit: its files hold the bytes that were written, and these are consistent.
 
-Where files are local they are read through memory maps; elsewhere each is fetched once, whole if
-it is small enough, and both its bytes and its content are looked at.
+Local files are read through memory maps. Remote files are fetched once, whole if they are small
+enough, and both their bytes and their contents are checked.
 """
 
 import hashlib
@@ -32,24 +32,24 @@ from spile.dataset.write.statistics import TapStats
 from spile.objects import Entry, MemoryObjects, Objects
 
 _CHUNK = 1 << 24
-_HELD = 256 << 20  # of a remote file, at most, in memory
+_HELD = 256 << 20  # most bytes of a remote file to hold in memory
 
 
 @dataclass
 class Audit:
-    """What was found of a unit's files."""
+    """The findings about a unit's files."""
 
     bytes: int
     faults: list[str] = field(default_factory=list[str])
     known: bool = False  # from an earlier audit
-    # Of a shuffled dataset's unit: the sum of its index entries, and what only all units together
-    # must add up to nothing in.
+    # For a unit of a shuffled dataset: the sum of its index entries, and differences that must add
+    # up to zero over all units.
     entries: int = 0
     off: Counter[str] = field(default_factory=Counter[str])
 
 
 def audit_listed(entries: Mapping[str, Entry], done: Done) -> Audit:
-    """By what a listing says alone: each file is there, as long as written, and the same one."""
+    """Check by a listing alone: each file exists, with the right size and the same etag."""
     audit = Audit(sum(file.bytes for file in done.files()))
     for file in done.files():
         entry = entries.get(file.key)
@@ -72,16 +72,16 @@ def audit_unit(
     done: Done,
     signed: Mapping[str, str] | None = None,
 ) -> Audit:
-    """By every byte.
+    """Check every byte.
 
     Args:
-        signed: SHA-256 of files, by key, that must be theirs.
+        signed: SHA-256 that files must have, by key.
     """
     audit = Audit(sum(file.bytes for file in done.files()))
     content: list[str] = []
     nonfinite: dict[str, int] = dict.fromkeys(table.taps, 0)
     statistics: dict[str, np.ndarray] | None = None
-    docs: np.ndarray | None = None  # of each row
+    docs: np.ndarray | None = None  # the document of each row
     for file in done.files():
         try:
             held = _held(objects, file)
@@ -109,7 +109,7 @@ def audit_unit(
                 nonfinite[file.tap] += count
         except SpileError as error:
             content.append(str(error))
-    # What the bytes mean is of no interest if they are not the ones that were written.
+    # The meaning of the bytes does not matter if they are not those that were written.
     if not audit.faults:
         if statistics is not None:
             content += _check_statistics(table, done, statistics, nonfinite, audit)
@@ -121,12 +121,12 @@ def audit_unit(
 
 
 def _held(objects: Objects, file: Shard) -> Objects:
-    """A store that holds the file: this one, or for what is fetched, one in memory."""
+    """Return a store that holds the file: this one, or one in memory with a fetched copy."""
     if objects.local_path(file.key) is not None or file.bytes > _HELD:
         return objects
     memory = MemoryObjects(objects.url)
     try:
-        if objects.size(file.key) == file.bytes:  # (nobody knows what else is there, or how much)
+        if objects.size(file.key) == file.bytes:  # (another object may have any size)
             memory.create(file.key, objects.get(file.key))
             return memory
     except FileNotFoundError:
@@ -170,7 +170,7 @@ def _index_columns(objects: Objects, done: Done) -> dict[str, np.ndarray] | None
 
 
 def _check_shuffled_index(objects: Objects, done: Done, audit: Audit) -> Iterator[str]:
-    """Of rows of the whole corpus."""
+    """Check an index whose rows come from the whole corpus."""
     columns = _index_columns(objects, done)
     if columns is None:
         yield f"{done.index.key}: is not an index of {done.rows} rows"
@@ -210,7 +210,7 @@ def _check_index(
     elif not (np.diff(doc) | np.diff(offset)).all() or done.rows > done.tokens:
         yield f"{done.index.key}: a token is doubled"
     elif done.rows:
-        # A kept token has all those before it in its document behind it.
+        # If a token is kept, all tokens before it in its document were read.
         ends = np.append(begins[1:], done.rows) - 1
         read = int((offset[ends].astype(np.int64) + 1).sum())
         if offset.min() < 0 or read > done.tokens or len(begins) > done.documents:
@@ -220,13 +220,13 @@ def _check_index(
 def _check_documents(
     done: Done, unit: Mapping[str, Any], table: Any, docs_of_rows: np.ndarray | None
 ) -> Iterator[str]:
-    """`docs_of_rows`: from the index, where that is sound."""
+    """Check the documents table; `docs_of_rows` comes from the index, if that is valid."""
     key = done.documents_table.key
     docs, tokens, rows, first = (
         table[name].fill_null(-1).to_numpy() for name in ("doc", "tokens", "rows", "first_row")
     )
     runs = fmt.doc_runs(unit)
-    # Counts are a stranger's: nothing is allocated before they are found to be those of the table.
+    # Counts are untrusted: nothing is allocated before they match those of the table.
     if len(docs) != sum(count for _, count in runs) or not np.array_equal(
         docs, np.concatenate([np.arange(first, first + count) for first, count in runs])
     ):
@@ -246,7 +246,7 @@ def _check_documents(
 
 
 def _check_shard(objects: Objects, shard: Shard, spec: TapInfo) -> tuple[list[str], int]:
-    """Faults of a shard, and how many of its values are not finite."""
+    """Return the faults of a shard, and the number of its values that are not finite."""
     header = read_shard_header(objects, shard.key)
     if not contains_exactly(header, tap_tensors(shard.tap, shard.count, spec)):
         return [f"{shard.key}: does not hold {shard.count} rows of {shard.tap}"], 0
@@ -281,7 +281,7 @@ def _check_statistics(
         except SpileError as error:
             yield f"{key}: {error}"
             continue
-        if table.shuffled:  # they are of the rows of the unit's documents, wherever those lie
+        if table.shuffled:  # they describe the rows of the unit's documents, wherever those lie
             audit.off[f"statistics of {tap}"] += stats.count - done.rows
             if spec.scaled_by != "channel":
                 audit.off[f"values of {tap} that are not finite"] += (
@@ -290,7 +290,7 @@ def _check_statistics(
             continue
         if stats.count != done.rows:
             yield f"{key}: counts {stats.count} rows of {tap}, not {done.rows}"
-        # int8 has no code for them: there, only the statistics know.
+        # int8 has no code for them; only the statistics count them.
         if nonfinite[tap] != stats.nonfinite and spec.scaled_by != "channel":
             yield (
                 f"unit {done.unit}: {nonfinite[tap]} values of {tap} are not finite, "

@@ -1,7 +1,8 @@
 """Compaction: the same rows in the same order, in few large shards, as a new dataset.
 
-Consecutive units become one, up to a size; shards are cut anew. What a done record was made from
-is in its `made_by`: by that, the same command continues after a kill, and any other is refused.
+Consecutive units are merged up to a size, and shards are cut anew. The `made_by` of a done record
+says what the unit was made from; with it, the same command continues after a kill, and any other is
+refused.
 """
 
 import logging
@@ -40,9 +41,9 @@ from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once
 
 UNIT_BYTES = 64 << 30
-COMPACTED = "compacted"  # in `made_by`: what the unit was made of
+COMPACTED = "compacted"  # key in `made_by`: what the unit was made from
 
-# Of a merged unit: its index and its documents are held whole, as extract holds them.
+# Limits for a merged unit: its index and its documents are held whole, as in extract.
 _INDEX_BYTES = 128 << 20
 _DOCUMENTS_BYTES = 128 << 20
 
@@ -51,10 +52,10 @@ _log = logging.getLogger("spile")
 
 @dataclass(frozen=True)
 class Compacted:
-    """What was made of what."""
+    """The sizes of a compaction, before and after."""
 
     dest: str
-    rows: int  # of each tap
+    rows: int  # in each tap
     units: int
     units_before: int
     shards: int
@@ -65,7 +66,7 @@ class Compacted:
 
 @dataclass(frozen=True)
 class _Group:
-    """Consecutive units that become one."""
+    """Consecutive units that are merged into one."""
 
     unit: Mapping[str, Any]  # its entry in the new table
     records: tuple[Done, ...]
@@ -75,7 +76,7 @@ class _Group:
         return sum(done.rows for done in self.records)
 
     def origin(self) -> dict[str, Any]:
-        """What the new unit is made from: the same for the same source and cut alone."""
+        """Return what the new unit is made from; it is equal only for the same source and cut."""
         return {
             "units": [self.records[0].unit, self.records[-1].unit],
             "records": records_digest(self.records),
@@ -90,12 +91,12 @@ def compact(
     shard_bytes: int = SHARD_BYTES,
     compress: bool = False,
 ) -> Compacted:
-    """Write a finished dataset anew, or continue to.
+    """Write a compacted copy of a finished dataset, or continue one.
 
     Args:
-        unit_bytes: of stored files, that merged units may reach.
-        shard_bytes: of a shard; where the store holds a stream in memory, less.
-        compress: byte planes and zstd, whatever the source has.
+        unit_bytes: limit on the stored files of a merged unit.
+        shard_bytes: limit on a shard; lower if the store holds a stream in memory.
+        compress: whether to write byte planes and zstd, whatever the source has.
     """
     refuse_nested(source, dest)
     table, records = read_finished(source)
@@ -132,10 +133,10 @@ def compact(
 
 
 def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: bool) -> None:
-    """Write some units of a compacted dataset again, from what it was made of.
+    """Write some units of a compacted dataset again, from its source.
 
     Args:
-        ledger: of the compacted dataset, for which the units are not done.
+        ledger: that of the compacted dataset, for which the units are not done.
     """
     table, records = read_finished(source)
     stored = ledger.table()
@@ -160,7 +161,7 @@ def _other_source_error(source: Objects, ledger: Ledger) -> ConfigError:
 
 
 def _groups(table: Table, records: Sequence[Done], unit_bytes: int) -> Iterator[_Group]:
-    """Cut between units only: what was one stays together, however large."""
+    """Group units up to a size; a unit is never split, however large."""
     held: list[int] = []
     size = rows = about = made = 0
     for number, record in enumerate(records):
@@ -178,7 +179,7 @@ def _groups(table: Table, records: Sequence[Done], unit_bytes: int) -> Iterator[
 
 
 def _groups_of(table: Table, records: Sequence[Done], stored: Table) -> Iterator[_Group]:
-    """Cut as a compacted dataset's table is, whatever size that was for."""
+    """Group units as in the table of a compacted dataset, whatever size that was for."""
     number = 0
     for made, unit in enumerate(stored.units):
         held: list[int] = []
@@ -197,7 +198,7 @@ def _group(unit: int, table: Table, records: Sequence[Done], numbers: Sequence[i
     spans: list[dict[str, Any]] = []
     for each in units:
         mine = [dict(span) for span in each["spans"]]
-        if mine and each["first_doc"] != reached:  # in a drawn order
+        if mine and each["first_doc"] != reached:  # in a permuted corpus
             mine[0]["doc"] = each["first_doc"]
         spans += mine
         ((first, count), *_) = reversed(fmt.doc_runs(each))
@@ -243,7 +244,7 @@ def _other_dataset_error(dest: Objects) -> ConfigError:
 
 
 def _resumed(ledger: Ledger, table: Table, groups: Sequence[_Group]) -> dict[int, Done]:
-    """The units that are done already. Whatever else is there is not ours to add to."""
+    """Return the units that are already done; refuse a place that holds anything else."""
     found = ledger.read_table()
     if found is not None and as_stored(found) != as_stored(table):
         raise _other_dataset_error(ledger.objects)
@@ -265,7 +266,7 @@ def _ours(ledger: Ledger, unit: int, group: _Group) -> Done:
 def _write(
     source: Objects, ledger: Ledger, table: Table, group: _Group, shard_bytes: int, compress: bool
 ) -> Done:
-    """One merged unit, a window of rows at a time."""
+    """Write one merged unit, a window of rows at a time."""
     number, index = int(group.unit["id"]), _read_index(source, group)
     writer = UnitWriter(ledger.objects, number, index, table.taps, shard_bytes, compress=compress)
     with Attempt(ledger, writer) as attempt:
@@ -286,7 +287,7 @@ def _write(
 
 
 def _described(table: Table, group: _Group) -> dict[str, Any]:
-    """The record's counts, summed; and who made the rows in the first place."""
+    """Return the record's counts, summed, and the original makers of the rows."""
     skipped: dict[str, int] = {}
     text = xxhash.xxh3_128()
     for done in group.records:

@@ -1,9 +1,9 @@
-"""Copying a dataset: what compaction, shuffling and publishing share.
+"""Copying a dataset: functions shared by compaction, shuffling and publishing.
 
-A copy gets a checksum of its own, so damage that is copied can never be found again. Therefore
-every file of the source is hashed as it is read and compared with its record, and nobody sees a
-copy before that has passed: the unit table of the new dataset is written last, and until then
-nothing opens as a dataset, and no `spile extract` takes it for one to continue.
+A copy gets its own checksums, so damage in the source would become undetectable. Every file of the
+source is therefore hashed as it is read and compared with its record. A copy is invisible until
+that has passed: the unit table of the new dataset is written last, and before that nothing opens it
+as a dataset, and no `spile extract` continues it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ COPIED = {fmt.MODEL: "model", fmt.SCALES: "scales", fmt.CHECK: "check"}
 
 
 def read_finished(source: Objects) -> tuple[Table, list[Done]]:
-    """The table and every record of a dataset that must be whole, as far as records tell."""
+    """Return the table and every record of a dataset, which must be finished."""
     ledger = Ledger(source)
     table = ledger.table()
     if table.fingerprint != table.recipe.fingerprint():
@@ -54,7 +54,7 @@ def read_finished(source: Objects) -> tuple[Table, list[Done]]:
     manifest = ledger.read_manifest()
     if manifest is None and not any(record.rows for record in records):
         raise StoreError(f"{source.url}: holds no rows; there is nothing to copy")
-    if manifest is None:  # the last unit has only just been done
+    if manifest is None:  # the last unit was committed just now
         raise StoreError(
             f"{source.url}: every unit is done, but there is no {fmt.MANIFEST} yet; finish with "
             "the same `spile extract` first"
@@ -67,7 +67,7 @@ def read_finished(source: Objects) -> tuple[Table, list[Done]]:
 
 
 def read_index(source: Objects, done: Done, first: int = 0, last: int | None = None) -> np.ndarray:
-    """Entries first..last of a unit's index, all if not given."""
+    """Read entries first..last of a unit's index; all by default."""
     last = done.rows if last is None else last
     index = np.empty(last - first, INDEX_DTYPE)
     file = CheckedFile(source, done.index)
@@ -82,9 +82,9 @@ def read_index(source: Objects, done: Done, first: int = 0, last: int | None = N
 def read_rows(
     source: Objects, shard: Shard, info: TapInfo, first: int = 0, last: int | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """A shard's rows first..last, a window at a time, with their scales where they have them.
+    """Yield rows first..last of a shard, a window at a time, with their scales if they have them.
 
-    The file is held against its record after the last of them.
+    The file is compared with its record after the last of them.
     """
     last = shard.count if last is None else last
     file = CheckedFile(source, shard)
@@ -104,7 +104,7 @@ def read_rows(
 def read_statistics(
     source: Objects, done: Done, taps: Mapping[str, TapInfo]
 ) -> dict[str, TapStats]:
-    """Of a unit's rows, by tap."""
+    """Return the statistics of a unit's rows, by tap."""
     file = CheckedFile(source, done.statistics)
     tensors = {name: file.rows(name) for name in file.header}
     file.check()
@@ -128,7 +128,7 @@ def _place(objects: Objects) -> str:
 
 
 def refuse_strangers(objects: Objects, also: Collection[str] = ()) -> None:
-    """Whatever is not of a dataset is not ours to add to. `also`: more beginnings of keys."""
+    """Refuse a place that holds files of no dataset; `also` gives more prefixes to accept."""
     ours = (fmt.DONE, fmt.ATTEMPTS, fmt.WORKERS, PROBES, *also)
     for key in objects.list():
         name = objects.leftover_of(key) or key
@@ -140,7 +140,7 @@ def refuse_strangers(objects: Objects, also: Collection[str] = ()) -> None:
 
 
 def refuse_missing(ledger: Ledger, done: Done) -> None:
-    """A unit that an earlier run has made is not made again: its files must be there."""
+    """Check that the files of a unit from an earlier run exist; it is not made again."""
     missing = ledger.missing_files(done)
     if missing:
         raise CorruptError(
@@ -160,12 +160,12 @@ def refuse_if_too_large(dest: Objects, taps: Mapping[str, TapInfo], rows: int) -
 
 
 def copy_records(source: Objects, dest: Objects) -> bool:
-    """What stands beside the units and is as true of the copy; False if others are there."""
+    """Copy the records that also hold for the copy; return False if others exist there."""
     for key, kind in COPIED.items():
         try:
             data = source.get(key)
         except FileNotFoundError:
-            continue  # as `verify` says, where it must not be
+            continue  # `verify` reports it if it is required
         fmt.decode_record(key, data, kind)
         if not dest.create(key, data) and key != fmt.CHECK and dest.get(key) != data:
             return False
@@ -173,7 +173,7 @@ def copy_records(source: Objects, dest: Objects) -> bool:
 
 
 def makers_of(records: Sequence[Done]) -> list[Mapping[str, object]]:
-    """Who made the rows in the first place."""
+    """Return the original makers of the rows."""
     makers: list[Mapping[str, object]] = []
     for done in records:
         maker = {k: v for k, v in done.made_by.items() if k not in fmt.MADE_WHEN}
@@ -186,17 +186,17 @@ def makers_of(records: Sequence[Done]) -> list[Mapping[str, object]]:
 
 
 def stored_bytes(records: Iterable[Done]) -> int:
-    """Of all files that records name."""
+    """Return the total bytes of all files that records name."""
     return sum(file.bytes for done in records for file in done.files())
 
 
 def as_stored(table: Table) -> bytes:
-    """A table's bytes."""
+    """Return the bytes of a table's record."""
     return fmt.encode_record("units", table.to_json())
 
 
 def records_digest(records: Iterable[Done]) -> str:
-    """The same for the very same files alone."""
+    """Return a digest that is equal only for exactly the same files."""
     digest = xxhash.xxh3_128()
     for done in records:
         digest.update(fmt.encode_record("done", done.to_json()))

@@ -1,4 +1,4 @@
-"""Deletion: what no finished unit needs and nobody can still commit; a dataset without rows."""
+"""Deletion of files that no record names or can still name, and of a dataset without rows."""
 
 from collections.abc import Callable
 
@@ -16,21 +16,21 @@ def collect_garbage(
     abandoned: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
-    """Delete what can never be committed; returns the keys.
+    """Delete files that can never be committed; return their keys.
 
-    Safe beside live writers: only losing attempts of units that are done and not being repaired,
-    and leftovers of records that exist. With `abandoned`, also attempts of unfinished units: on
-    the user's word that nothing runs.
+    This is safe beside live writers: it deletes only losing attempts of units that are done and not
+    being repaired, and leftovers of records that exist. With `abandoned`, it also deletes attempts
+    of unfinished units: the user must be sure that nothing runs.
     """
     ledger = Ledger(objects)
     ledger.table()
     manifest = ledger.read_manifest() or {"units": []}
-    # What readers open, even should a unit have been redone since: `verify` tells.
+    # Readers open these files, even if a unit has been redone since: `verify` reports that.
     listed = {file["key"] for unit in manifest["units"] for file in fmt.listed_files(unit)}
     keys = sorted(objects.list())
     attempts = {key: found[0] for key in keys if (found := fmt.parse_attempt_key(key))}
-    # After the listing, since a repair says which record it replaces before it writes anything; and
-    # before records are read, since then the record may be the new one.
+    # After the listing, since a repair marks the record it will replace before it writes anything;
+    # and before records are read, since the record may be the new one by then.
     condemned = _condemned(objects)
     units = sorted({*attempts.values()})
     records = mapped(ledger.read_done, units, objects.parallel)
@@ -44,8 +44,8 @@ def collect_garbage(
         if original is not None:
             return abandoned or _is_replaced(objects, key, original)
         if target is not None and not key.startswith(fmt.SCRATCH):
-            # A heartbeat's leftover is never missed, for the next beat writes anew; nor is that of
-            # a prediction, which no run fails for.
+            # The leftover of a heartbeat is not needed, since the next beat writes a new record;
+            # nor is that of a prediction, without which no run fails.
             missed = not (key.startswith(fmt.WORKERS) or target == fmt.PREDICTION)
             return abandoned or not missed or probe(key) or exists(objects, target)
         if key in attempts:
@@ -54,13 +54,13 @@ def collect_garbage(
                 return False
             return abandoned or (files is not None and attempts[key] not in condemned)
         if key.startswith(fmt.SCRATCH):
-            return True  # `shuffle` makes the table last, which we have read
+            return True  # `shuffle` creates the table last, and it exists
         if fmt.parse_worker_key(key) is not None:
             return not _readable(objects, key)
         return probe(key)
 
     def probe(key: str) -> bool:
-        # Whoever makes a dataset probes its store before there is a table.
+        # The maker of a dataset probes its store before the table exists.
         return key.startswith(PROBES) and (abandoned or bool(manifest["units"]))
 
     def remove(key: str) -> str:
@@ -79,13 +79,14 @@ def collect_garbage(
 def discard_empty(objects: Objects, besides: str | None = None) -> list[str]:
     """Delete a dataset that holds no row yet, so that another recipe can begin in its place.
 
-    Files that are not a dataset's stay. Returns the keys; none if there is no dataset.
+    Files that are not part of a dataset stay. Returns the deleted keys; none if there is no
+    dataset.
 
     Args:
-        besides: the coordinator of a world whose processes may be alive: those that wait for this.
+        besides: the coordinator of a world whose processes may be alive, waiting for this.
 
     Raises:
-        ConfigError: if a unit with rows is committed, or a worker is at work there.
+        ConfigError: if a unit with rows is committed, or a worker is active there.
     """
     ledger = Ledger(objects)
     if ledger.read_table() is None:
@@ -99,14 +100,14 @@ def discard_empty(objects: Objects, besides: str | None = None) -> list[str]:
     if busy:
         raise ConfigError(f"--restart: {busy[0]} is at work on {objects.url}; stop it first")
     keys = [key for key in sorted(objects.list()) if _is_ours(objects, key)]
-    # The table goes last: as long as it is there, what is left can be deleted the same way.
+    # The table is deleted last: while it exists, the rest can be deleted the same way.
     for key in (*(key for key in keys if key != fmt.UNITS), fmt.UNITS):
         objects.delete(key)
     return keys
 
 
 def _is_ours(objects: Objects, key: str) -> bool:
-    """Whether a key is of a dataset, or left over from writing one."""
+    """Return whether a key is part of a dataset, or left over from writing one."""
     key = objects.leftover_of(key) or key
     folders = (fmt.ATTEMPTS, fmt.DONE, fmt.WORKERS, fmt.SCRATCH, fmt.DAMAGED, PROBES)
     return key.startswith(folders) or key in (
@@ -122,7 +123,7 @@ def _is_ours(objects: Objects, key: str) -> bool:
 
 
 def _condemned(objects: Objects) -> set[int]:
-    """Units whose record is to be replaced by a repair: another attempt may be committed still."""
+    """Return units whose record a repair is about to replace: another attempt may be committed."""
     found: set[int] = set()
     for key in sorted(objects.list(fmt.DAMAGED)):
         original = fmt.parse_damaged_key(key) or ""
@@ -133,7 +134,7 @@ def _condemned(objects: Objects) -> set[int]:
 
 
 def _is_replaced(objects: Objects, key: str, original: str) -> bool:
-    """Whether there is another record in place of one that a repair has set aside."""
+    """Return whether another record has replaced one that a repair has moved aside."""
     try:
         return original == fmt.PREDICTION or objects.get(original) != objects.get(key)
     except FileNotFoundError:
@@ -141,11 +142,11 @@ def _is_replaced(objects: Objects, key: str, original: str) -> bool:
 
 
 def _readable(objects: Objects, key: str) -> bool:
-    """Whether a heartbeat is whole; one torn by a power cut is of no use to anyone."""
+    """Return whether a heartbeat is intact; one torn by a power cut is useless."""
     try:
         fmt.decode_record(key, objects.get(key), "worker")
     except (FileNotFoundError, CorruptError):
         return False
-    except OSError as error:  # another user's, perhaps: not ours to judge
+    except OSError as error:  # perhaps another user's: keep it
         warn_unreadable(objects, key, error)
     return True

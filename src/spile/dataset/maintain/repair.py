@@ -1,17 +1,17 @@
-"""Repair: a damaged unit is made again, and the new record takes the place of the old one.
+"""Repair: a damaged unit is made again, and its new record replaces the old one.
 
-It is made as any unit is: files under an attempt of its own, durable, then a record. Only the
-commit differs (`RepairLedger`): the manifest, which names the old files, is moved aside, then the
-old record, then the new one is created. A kill before that leaves the old record; a kill between
-the two leaves a unit that is missing; either way the same command goes on. No file is removed:
-those of the old attempt are orphans from then on, which `gc` takes.
+It is made like any unit: files under an attempt of its own, durable, then a record. Only the commit
+differs (`RepairLedger`): the manifest, which names the old files, is moved aside, then the old
+record, then the new one is created. A kill before that leaves the old record; a kill between the
+two leaves a missing unit. In both cases the same command continues. No file is removed: those of
+the old attempt become orphans, which `gc` deletes.
 
-`gc` removes other attempts at a unit that is done, since none of them can be committed. Here one
-can: so before anything is written a copy of each record that is to go is put into `damaged/`, and
+`gc` deletes other attempts at a unit that is done, since none of them can be committed. During a
+repair one can. Therefore each record that will be replaced is first copied into `damaged/`, and
 `gc` spares the attempts at a unit whose record has such a copy.
 
-Nothing is replaced by something else: what is made must have the index that the old record, or the
-manifest, says the unit has.
+A repair never changes the data: the new unit must have the index that the old record, or the
+manifest, gives.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from spile.objects import Objects, exists
 
 _log = logging.getLogger("spile")
 
-# What a wrong row could follow from, were it made again: of these only a copy will do.
+# If these were made again, rows could become wrong: they must come from a copy.
 _CANNOT_BE_MADE = {
     fmt.SCALES: "holds the scales that every int8 row was divided by; take it from a copy of the "
     "dataset, or extract anew",
@@ -41,7 +41,7 @@ _CANNOT_BE_MADE = {
 
 @dataclass
 class Repaired:
-    """What was made again."""
+    """The units and records that were made again."""
 
     units: list[int] = field(default_factory=list[int])
     identical: list[int] = field(default_factory=list[int])  # with the very same rows
@@ -49,7 +49,7 @@ class Repaired:
 
 
 class RepairLedger(Ledger):
-    """The records of a dataset of which some are to be replaced: their units are not done yet."""
+    """The records of a dataset in which some will be replaced; their units count as not done."""
 
     def __init__(self, objects: Objects, report: Report) -> None:
         super().__init__(objects)
@@ -58,34 +58,34 @@ class RepairLedger(Ledger):
         self.beside = list(report.beside)
         self.repaired = Repaired()
         self._expected = self._described(sorted({*report.damaged, *report.missing}))
-        self._marks: dict[int, str] = {}  # copies of records that are to go
+        self._marks: dict[int, str] = {}  # copies of records that will be replaced
 
     def refuse_impossible(self) -> None:
-        """Refuse before anything is done what cannot be made again."""
+        """Refuse a repair that is impossible, before anything is changed."""
         for key, why in _CANNOT_BE_MADE.items():
             if key in self.beside:
                 raise StoreError(f"{self.objects.url}/{key}: cannot be repaired; it {why}")
 
     @property
     def units(self) -> list[int]:
-        """Those that are to be made."""
+        """The units to make."""
         done = self.done_units()
         return [int(u["id"]) for u in self.table_found.units if int(u["id"]) not in done]
 
     def condemn(self) -> None:
-        """Tell `gc` which records are to go; before any file of their units is written."""
+        """Mark for `gc` the records to be replaced, before any file of their units is written."""
         for unit in sorted(self.condemned):
             key = fmt.done_key(unit)
             self._marks[unit] = f"{fmt.DAMAGED}{secrets.token_hex(6)}/{key}"
-            with contextlib.suppress(OSError):  # `gc` does nothing beside a record it cannot read
+            with contextlib.suppress(OSError):  # `gc` deletes nothing if it cannot read a record
                 self.objects.create(self._marks[unit], self.objects.get(key))
 
     def pardon(self) -> None:
-        """Take back what `condemn` said of units that were not made after all."""
+        """Remove the marks of `condemn` from units that were not made after all."""
         for unit in self.condemned.keys() & self._marks.keys():
             self.objects.delete(self._marks.pop(unit))
 
-    # -- what extraction asks of a ledger ------------------------------------------------------
+    # -- methods that extraction uses ------------------------------------------------------------
 
     def done_units(self) -> set[int]:
         return super().done_units() - self.condemned.keys()
@@ -115,7 +115,7 @@ class RepairLedger(Ledger):
         return committed
 
     def complete(self, table: Table) -> bool:
-        """Also make the manifest anew where it does not follow from the records."""
+        """Create the manifest; first replace one that does not follow from the records."""
         if fmt.MODEL in self.beside or not self.done_units().issuperset(
             int(unit["id"]) for unit in table.units
         ):
@@ -123,10 +123,10 @@ class RepairLedger(Ledger):
         self._check_manifest(table)
         return super().complete(table)
 
-    # -- records that go -----------------------------------------------------------------------
+    # -- replacing records -----------------------------------------------------------------------
 
     def _withdraw(self, unit: int) -> None:
-        """Move the record aside that was found damaged; if it has been replaced since, nothing."""
+        """Move a damaged record aside; do nothing if it has been replaced since."""
         key, judged = fmt.done_key(unit), self.condemned[unit]
         found = self._digest(key)
         if found != judged:
@@ -135,9 +135,9 @@ class RepairLedger(Ledger):
                     f"{self.objects.url}/{key}: could not be read before, and can be now; run the "
                     "same command again"
                 )
-            return  # another repair came first: its record stands
+            return  # another repair came first: keep its record
         aside = self._set_aside(key)
-        if aside and judged and self._digest(aside) != judged:  # in the very moment between
+        if aside and judged and self._digest(aside) != judged:  # it was replaced in between
             self.objects.create(key, self.objects.get(aside))
             self.objects.delete(aside)
 
@@ -150,7 +150,7 @@ class RepairLedger(Ledger):
         return aside
 
     def _digest(self, key: str) -> str | None:
-        """SHA-256 of a record; empty if it cannot be read, None if there is none."""
+        """Return the SHA-256 of a record; empty if it cannot be read, None if there is none."""
         try:
             return hashlib.sha256(self.objects.get(key)).hexdigest()
         except FileNotFoundError:
@@ -159,7 +159,7 @@ class RepairLedger(Ledger):
             return ""
 
     def withdraw(self) -> None:
-        """Move all damaged records aside, for whoever extracts to make their units again."""
+        """Move all damaged records aside, so that the next extraction makes their units again."""
         if self.condemned:
             self._set_aside(fmt.MANIFEST)
         for unit in sorted(self.condemned):
@@ -168,7 +168,7 @@ class RepairLedger(Ledger):
         self.condemned.clear()
 
     def set_aside_beside(self) -> None:
-        """Move damaged records aside that no row depends on: they are made again, or not at all."""
+        """Move aside damaged records that no row depends on; they are made again, or never."""
         for key in [k for k in self.beside if k in (fmt.CHECK, fmt.PREDICTION)]:
             self._set_aside(key)
             self.beside.remove(key)
@@ -192,7 +192,7 @@ class RepairLedger(Ledger):
             self.repaired.records.append(fmt.MANIFEST)
 
     def copy_beside(self, source: Objects) -> None:
-        """Take damaged records that a copy shares with its source from there."""
+        """Copy damaged records that a copy shares with its source from that source."""
         wanted = [key for key in self.beside if key in COPIED]
         for key in wanted:
             self._set_aside(key)
@@ -202,12 +202,12 @@ class RepairLedger(Ledger):
             self.beside.remove(key)
             self.repaired.records.append(key)
 
-    # -- that it is the same ---------------------------------------------------------------------
+    # -- comparing with the old units --------------------------------------------------------------
 
     def _described(self, units: list[int]) -> dict[int, dict[str, Any]]:
-        """What is known of units that are to be made: by their records, or by the manifest.
+        """Return the descriptions of units to make, from their records or the manifest.
 
-        A repair that was interrupted may have set those aside.
+        An interrupted repair may have moved those aside.
         """
         found: dict[int, dict[str, Any]] = {}
         if units:
@@ -220,7 +220,7 @@ class RepairLedger(Ledger):
         return found
 
     def _told_by(self, key: str) -> list[dict[str, Any]]:
-        """Units that a record describes; none if it is damaged, or of another dataset."""
+        """Return the units that a record describes; none if it is damaged or of another dataset."""
         original = fmt.parse_damaged_key(key) or key
         kind = "manifest" if original == fmt.MANIFEST else "done"
         try:
@@ -236,7 +236,7 @@ class RepairLedger(Ledger):
             return []
 
     def _compare(self, done: Done, known: Mapping[str, Any]) -> None:
-        """Refuse what is not that unit: packed in another way, or of other texts."""
+        """Refuse a unit that differs from the old one: packed differently, or from other texts."""
         names = ("rows", "tokens", "documents", "contexts", "text_digest")
         made = {**{name: getattr(done, name) for name in names}, "index": done.index.digest}
         was = {**{name: known[name] for name in names}, "index": known["index"]["digest"]}
@@ -249,7 +249,7 @@ class RepairLedger(Ledger):
                 )
 
     def made_by(self) -> Mapping[str, Any]:
-        """How the units to be made were made; else how the others were."""
+        """Return how the units to make were made; if unknown, how the others were."""
         for unit in self.units:
             if made := self._expected.get(unit, {}).get("made_by"):
                 return made
@@ -259,7 +259,7 @@ class RepairLedger(Ledger):
         return {}
 
     def compressed(self) -> bool:
-        """Whether shards of the dataset are, as far as one unit tells."""
+        """Return whether the dataset's shards are compressed, judging by one unit."""
         for unit in (*self._expected, *sorted(self.done_units())):
             if unit in self._expected:
                 keys = [shard["key"] for shard in self._expected[unit]["shards"]]
@@ -272,6 +272,6 @@ class RepairLedger(Ledger):
 
 
 def _rows(unit: Done | Mapping[str, Any]) -> dict[tuple[str, int, int], str]:
-    """The digests of a unit's shards: the same where its rows are, if they are cut alike."""
+    """Return the digests of a unit's shards; equal if the rows are, provided they are cut alike."""
     shards = unit.to_json()["shards"] if isinstance(unit, Done) else unit["shards"]
     return {(s["tap"], s["first"], s["count"]): s["digest"] for s in shards}

@@ -1,14 +1,14 @@
-"""One pass of an external shuffle: rows drawn into parts of the dataset to be made.
+"""One pass of an external shuffle: scatter rows into parts of the new dataset.
 
-The new dataset's rows are cut into parts that fit into memory. Every row draws a place among all
-of them, and belongs to the part that place lies in: so many rows as chance gives it. When a part's
-rows are put in a drawn order and the parts one after another, that is a permutation, and each is
-as likely as any other.
+The rows of the new dataset are cut into parts that fit into memory. Every row draws a random place
+among all rows, and belongs to the part with that place, so the number of rows in a part is random.
+Each part is then permuted at random, and the parts are concatenated. The result is a permutation,
+and every permutation is equally likely.
 
-A pass reads as many rows as fit into memory, sorts them by part and writes them as a run: what a
-part needs of a run then lies together. Where parts are so many that this would be little, the pass
-sorts by groups of parts instead (nodes), and the next one goes on with each of those. Runs are
-units of a store of their own, committed as units are.
+A pass reads as many rows as fit into memory, sorts them by part and writes them as a run; the rows
+of one part are then contiguous in a run. If there are so many parts that these stretches would be
+short, the pass sorts by groups of parts (nodes) instead, and the next pass continues with each
+node. Runs are units of a separate store, and are committed like units.
 """
 
 from bisect import bisect_right
@@ -38,8 +38,8 @@ from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import PROBES, Objects
 from spile.objects.local import settle
 
-OWNER = "owner.json"  # what the runs there are made from; they are nobody else's
-WHOLE = "whole.json"  # a pass is finished, and its rows are those of the pass before
+OWNER = "owner.json"  # says what the runs are made from
+WHOLE = "whole.json"  # written when a pass is finished and its rows match those of the pass before
 SHUFFLED = "shuffled"
 
 _INDEX_SUM = "index"
@@ -48,11 +48,11 @@ _SUM_MODULUS = 1 << 64
 Hashes = npt.NDArray[np.uint64]
 
 
-# -- whether two datasets hold the same rows ---------------------------------------------------
+# -- comparing the rows of two datasets --------------------------------------------------------
 
 
 def entry_hashes(index: np.ndarray) -> Hashes:
-    """A hash of each entry of an index."""
+    """Return a hash of each entry of an index."""
     found = np.zeros(len(index), np.uint64)
     for name in index.dtype.names or ():
         found = _mixed(found ^ index[name].astype(np.int64).view(np.uint64))
@@ -64,7 +64,7 @@ def entries_sum(index: np.ndarray) -> int:
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Every bit of the result depends on every bit of the value (splitmix64's last steps)."""
+    """Mix each value so that every bit of the result depends on every bit of it (splitmix64)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -72,11 +72,11 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 class RowSums:
-    """Sums of row hashes, which say whether two datasets hold the same rows in whatever order.
+    """Sums of row hashes, which are equal if two datasets hold the same rows in any order.
 
-    There is one of the index, and one of each tap. Each row is hashed with its index entry, so that
-    rows which have changed places without their entries are noticed; hashes are added, which
-    forgets the order and nothing else.
+    There is one sum for the index, and one for each tap. Each row is hashed with its index entry,
+    so that rows separated from their entries are noticed. Addition discards the order and nothing
+    else.
     """
 
     def __init__(self, values: Mapping[str, int] | None = None) -> None:
@@ -89,8 +89,8 @@ class RowSums:
         self, tap: str, rows: Bytes, scales: np.ndarray | None, entries: Iterable[int]
     ) -> None:
         """Args:
-        rows: their bytes.
-        entries: the hash of each one's entry.
+        rows: the bytes of the rows.
+        entries: the hash of each row's index entry.
         """
         digest = xxhash.xxh3_64_intdigest
         if scales is None:
@@ -128,7 +128,7 @@ class RowSums:
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """Rows first..last of a dataset: of one unit, or of several whole ones."""
+    """Rows first..last of a dataset: a part of one unit, or several whole units."""
 
     first: int
     last: int
@@ -137,7 +137,7 @@ class DatasetPart:
 
 @dataclass(frozen=True)
 class NodePiece:
-    """Rows first..last of a node, that are read together."""
+    """Rows first..last of a node, which are read together."""
 
     node: int
     first: int
@@ -145,7 +145,7 @@ class NodePiece:
 
 
 class NodeRows(Protocol):
-    """Rows, node by node."""
+    """A source of rows, node by node."""
 
     sums: RowSums
 
@@ -154,12 +154,12 @@ class NodeRows(Protocol):
     def index(self, piece: NodePiece) -> np.ndarray: ...
 
     def fill(self, tap: str, piece: NodePiece, rows: Bytes, scales: np.ndarray | None) -> None:
-        """Copy a tap's bytes, and the scale of each row where they have them."""
+        """Copy a tap's bytes, and the scale of each row if they have one."""
         ...
 
 
 class TapBuffer:
-    """Memory for the rows of a tap, as they are stored; used again."""
+    """Reusable memory for the rows of a tap, in stored form."""
 
     def __init__(self, info: TapInfo, count: int) -> None:
         self._info = info
@@ -167,7 +167,7 @@ class TapBuffer:
         self.scales = np.empty(count, fmt.SCALE_DTYPE) if info.scaled_by == "row" else None
 
     def taken(self, order: Rows) -> Iterator[tuple[Rows, Bytes, np.ndarray | None]]:
-        """Rows in an order, a window at a time."""
+        """Yield rows in a given order, a window at a time."""
         step = max(1, WINDOW_BYTES // max(1, self.rows.shape[1]))
         for at in range(0, len(order), step):
             chosen = order[at : at + step]
@@ -179,15 +179,15 @@ class TapBuffer:
 
 
 class SourceRows:
-    """A dataset, as one node; every file is checked as it is read."""
+    """A dataset as one node; every file is checked as it is read."""
 
     def __init__(self, objects: Objects, table: Table, records: Sequence[Done]) -> None:
         self._objects, self._table, self._records = objects, table, records
         self._starts = np.cumsum([0, *(done.rows for done in records)]).tolist()
-        self.sums = RowSums()  # nothing is known before it is read
+        self.sums = RowSums()  # empty: the sums of a source are not known
 
     def parts(self, capacity: int) -> list[DatasetPart]:
-        """Small units together; a large one cut where its widest tap's shards end, if possible."""
+        """Group small units; cut a large one at shard ends of its widest tap, if possible."""
         widest = max(self._table.taps, key=lambda tap: self._table.taps[tap].row_bytes)
         parts: list[DatasetPart] = []
         begun = 0
@@ -247,15 +247,15 @@ class SourceRows:
 
 
 class ScatteredRows:
-    """What a pass has written: runs, each sorted by the nodes its rows are of.
+    """The output of a pass: runs, each sorted by the node of its rows.
 
-    Of every node, the rows lie in some of the runs, together in each.
+    The rows of a node lie in some of the runs, contiguous in each.
     """
 
     def __init__(self, objects: Objects, table: Table, records: Sequence[Done]) -> None:
         self._objects, self._taps = objects, table.taps
         self._stored = StoredRows(objects, table, records, {})
-        self._segments: dict[int, list[tuple[int, int]]] = {}  # first row, and how many
+        self._segments: dict[int, list[tuple[int, int]]] = {}  # first row, and the number of rows
         self.sums = RowSums()
         for done, start in zip(records, self._stored.starts, strict=False):
             told = done.made_by[SHUFFLED]
@@ -265,7 +265,7 @@ class ScatteredRows:
             self.sums.merge(RowSums.from_json(told["sums"]))
 
     def count(self, node: int) -> int:
-        """Rows of a node."""
+        """Return the number of rows of a node."""
         return sum(count for _, count in self._segments.get(node, ()))
 
     def pieces(self, capacity: int) -> list[NodePiece]:
@@ -289,7 +289,7 @@ class ScatteredRows:
             self._run(self._stored.scale_jobs(tap, wanted, scales))
 
     def _rows(self, piece: NodePiece) -> Rows:
-        """Which of all rows those of a piece are, ascending."""
+        """Return the numbers of a piece's rows among all rows, ascending."""
         found: list[Rows] = [np.empty(0, np.int64)]
         before = 0
         for start, count in self._segments.get(piece.node, ()):
@@ -306,11 +306,12 @@ class ScatteredRows:
 
 @dataclass(frozen=True)
 class ScatterPass:
-    """What is drawn: of each row of `before`, the node it belongs to.
+    """One pass, which draws a node for each row of `before`.
 
     Attributes:
-        bounds: where the nodes to be made begin among the new dataset's places, and their end.
-        children: of each node of `before`, the first node that is made of it; and their number.
+        bounds: the places in the new dataset where the new nodes begin, and the end of the last.
+        children: for each node of `before`, the first new node made from it; then the number of new
+            nodes.
     """
 
     number: int
@@ -322,7 +323,7 @@ class ScatterPass:
     shard_bytes: int
 
     def run(self, before: NodeRows, objects: Objects, capacity: int) -> ScatteredRows:
-        """Write the runs that are not there yet."""
+        """Write the missing runs."""
         refuse_strangers(objects, [OWNER, WHOLE])
         if not objects.create(OWNER, self._owner()) and not self._owns(objects):
             raise other_dataset_error(objects)
@@ -341,7 +342,7 @@ class ScatterPass:
         return level
 
     def found(self, objects: Objects) -> ScatteredRows | None:
-        """What an earlier process has finished."""
+        """Return the finished output of an earlier process, if any."""
         try:
             body = fmt.decode_record(WHOLE, objects.get(WHOLE), "runs")
         except FileNotFoundError:
@@ -351,9 +352,9 @@ class ScatterPass:
         return ScatteredRows(objects, self.table, records)
 
     def clear(self, objects: Objects) -> None:
-        """Remove the runs, if they are this shuffle's; anything else there is a stranger's."""
+        """Remove the runs if they belong to this shuffle; leave anything else."""
         if self._owns(objects):
-            # Records before what they name, so that none ever names what is gone.
+            # Records before the files they name, so that no record names a deleted file.
             for runs in (WHOLE, fmt.DONE, fmt.ATTEMPTS, PROBES):
                 for key in [*objects.list()]:
                     if (objects.leftover_of(key) or key).startswith(runs):

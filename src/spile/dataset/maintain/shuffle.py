@@ -1,12 +1,12 @@
-"""Shuffling: the same rows in a drawn order, as a new dataset. Memory is bounded, passes are few.
+"""Shuffling: the same rows in random order, as a new dataset, with bounded memory and few passes.
 
-Rows are scattered (`scatter.py`) into parts that fit into memory; each part is then put in a drawn
-order and written. Units keep their numbers, their documents and the statistics of their documents'
-rows, so that all of those add up to what they were; which rows lie in a unit is chance.
+Rows are scattered (`scatter.py`) into parts that fit into memory; each part is then permuted and
+written. Units keep their numbers, their documents and the statistics of their documents' rows, so
+that the totals stay the same; the rows in a unit are random.
 
-Nothing opens as a dataset before the sums of all rows (`RowSums`) have been found to be those of
-the source. `made_by` says what was made from what: by that, the same command continues after a
-kill, and any other is refused.
+The result does not open as a dataset before the sums of all rows (`RowSums`) have been found equal
+to the source's. `made_by` says what a unit was made from; with it, the same command continues after
+a kill, and any other is refused.
 """
 
 import contextlib
@@ -62,22 +62,22 @@ from spile.objects.local import settle
 
 MEMORY = 4 << 30
 
-_BESIDE_ROW = 160  # bytes of memory for a row besides its widest tap: its entry, its place, hashes
-_SEGMENT_BYTES = 128 << 10  # of a part in a run, at least: shorter ones are slow to read
+_BESIDE_ROW = 160  # bytes of memory for a row besides its widest tap: entry, place, hashes
+_SEGMENT_BYTES = 128 << 10  # least size of a part in a run: shorter stretches are slow to read
 
 _log = logging.getLogger("spile")
 
 
 @dataclass(frozen=True)
 class Shuffled:
-    """What was made."""
+    """The result of a shuffle."""
 
     dest: str
-    rows: int  # of each tap
+    rows: int  # in each tap
     units: int
     shards: int
     bytes: int
-    passes: int  # over all rows: those that scatter, and the last
+    passes: int  # over all rows: the scattering ones, and the last
 
 
 def shuffle(
@@ -90,12 +90,12 @@ def shuffle(
     shard_bytes: int = SHARD_BYTES,
     compress: bool = False,
 ) -> Shuffled:
-    """Write a finished dataset anew with its rows in a drawn order, or continue to.
+    """Write a copy of a finished dataset with its rows in random order, or continue one.
 
     Args:
         memory: bytes for rows; the order depends on it.
-        scratch: where rows lie between passes, as many bytes as the dataset has (for a while twice
-            as many, if there are more than two passes) [in `dest`, until it is done].
+        scratch: where to keep rows between passes; it needs as many bytes as the dataset has (for a
+            while twice as many, if there are more than two passes) [in `dest`, until it is done].
     """
     if seed < 0:
         raise ConfigError(f"--seed must be 0 or more, got {seed}")
@@ -129,14 +129,14 @@ class _Shuffle:
 
     @property
     def capacity(self) -> int:
-        """Rows that are held at a time."""
+        """Rows held in memory at a time."""
         widest = max(info.row_bytes for info in self.table.taps.values())
-        # A part gets some more rows than its share, or fewer: an eighth is left for that.
+        # A part may get more rows than its share: an eighth is reserved for that.
         return max(1, self.memory * 7 // 8 // (widest + _BESIDE_ROW))
 
     @property
     def fan_out(self) -> int:
-        """Nodes that a run may be sorted by."""
+        """The number of nodes a run may be sorted by."""
         widest = max(info.row_bytes for info in self.table.taps.values())
         return max(2, self.capacity * widest // _SEGMENT_BYTES)
 
@@ -146,7 +146,7 @@ class _Shuffle:
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """What the order follows from: the same for the same source and the same way alone."""
+        """What the order follows from; equal only for the same source and the same settings."""
         return {
             "records": records_digest(self.records),
             "seed": self.seed,
@@ -174,7 +174,7 @@ class _Shuffle:
             self._commit(ledger, level, made)
         else:
             made = list(there.values())
-            settle(self.dest, fmt.done_key(0), fmt.UNITS)  # before what they were made from goes
+            settle(self.dest, fmt.done_key(0), fmt.UNITS)  # before their sources are removed
         for each in passes:
             each.clear(self._store(each.number))
         return Shuffled(
@@ -187,7 +187,7 @@ class _Shuffle:
         )
 
     def _resumed(self, ledger: Ledger) -> dict[int, Done]:
-        """The units that are done already."""
+        """Return the units that are already done."""
         found = ledger.read_table()
         wanted = replace(self.table, shuffled=None)
         if found is not None and (
@@ -212,10 +212,10 @@ class _Shuffle:
     def _drawn(self) -> str:
         return xxhash.xxh3_64_hexdigest(canonical_json(self.origin))
 
-    # -- rows into parts -----------------------------------------------------------------------
+    # -- scattering rows into parts ---------------------------------------------------------------
 
     def _passes(self, parts: Sequence[DatasetPart]) -> list[ScatterPass]:
-        """As few as make parts of the whole, when each makes so many nodes of one."""
+        """Return the fewest passes that reach single parts, given the fan-out."""
         widths = [1]  # parts in a node, from the last pass to the first
         while widths[-1] * self.fan_out < len(parts):
             widths.append(widths[-1] * self.fan_out)
@@ -247,7 +247,7 @@ class _Shuffle:
         return min(self.shard_bytes, objects.most_streamed or self.shard_bytes)
 
     def _scattered(self, passes: Sequence[ScatterPass]) -> ScatteredRows:
-        """What the last of the passes has made; those before it are not needed any more."""
+        """Return the output of the last pass; earlier outputs are removed."""
         level: SourceRows | ScatteredRows = SourceRows(self.source, self.table, self.records)
         begin = 0
         for number in range(len(passes), 0, -1):
@@ -263,7 +263,7 @@ class _Shuffle:
         assert isinstance(level, ScatteredRows)
         return level
 
-    # -- parts into units ----------------------------------------------------------------------
+    # -- gathering parts into units ---------------------------------------------------------------
 
     def _gathered(
         self,
@@ -291,7 +291,7 @@ class _Shuffle:
         missing: Sequence[int],
         nodes: Sequence[int],
     ) -> list[Done]:
-        """The units that are made of some parts: several of one, or one of several."""
+        """Write the units made from some parts: several units of one part, or one of several."""
         pieces = [NodePiece(node, 0, level.count(node)) for node in nodes]
         orders = [drawn(piece.last, self.seed, 0, piece.node) for piece in pieces]
         index = np.concatenate(
@@ -322,7 +322,7 @@ class _Shuffle:
             return [writers[unit].commit(ledger) for unit in missing]
 
     def _commit(self, ledger: Ledger, level: ScatteredRows, made: Sequence[Done]) -> None:
-        """The table makes it a dataset, once the rows are found to be the same."""
+        """Create the table, which makes it a dataset, after checking that the rows are the same."""
         sums = RowSums()
         for done in made:
             sums.merge(RowSums.from_json(done.made_by[SHUFFLED]["sums"]))
@@ -336,7 +336,7 @@ class _Shuffle:
 
 
 class _Writer:
-    """A unit of the new dataset."""
+    """A unit of the new dataset being written."""
 
     def __init__(self, work: _Shuffle, ledger: Ledger, unit: int, index: np.ndarray) -> None:
         self._work, self._source = work, work.records[unit]
@@ -376,7 +376,7 @@ class _Writer:
         return made if self.attempt.commit(made) else work.ours(ledger, done.unit)
 
     def _documents(self) -> dict[str, np.ndarray]:
-        """As they were, but for where their rows lie."""
+        """Return the source's documents table, without the places of their rows."""
         source, file = self._work.source, self._source.documents_table
         CheckedFile(source, file).check()
         tensors = read_tensors(source, file.key)
@@ -387,6 +387,6 @@ _KEPT = ("fingerprint", "tokens", "documents", "contexts", "skipped", "text_dige
 
 
 def _shares(rows: int, wanted: Sequence[int]) -> list[int]:
-    """Where each of some units ends, that share rows as they shared those of the source."""
+    """Divide rows among units in proportion to `wanted`; return where each unit begins and ends."""
     before = np.cumsum([0, *wanted]).tolist()
     return [rows * at // max(1, before[-1]) for at in before]

@@ -1,9 +1,9 @@
 """Signatures: who vouches for a dataset, by a list of SHA-256 digests and ssh-keygen.
 
-Checksums in records tell damage, but whoever changes a file can change those as well. So one list
-names every record and every file of every unit by SHA-256, in the format that `sha256sum --check`
-reads, and `ssh-keygen -Y sign` signs that list. docs/format.md says what is in it; anyone can
-verify both without Spile.
+Checksums in records detect damage, but an attacker who changes a file can change them, too. One
+list therefore holds the SHA-256 of every record and of every file of every unit, in the format that
+`sha256sum --check` reads, and `ssh-keygen -Y sign` signs that list. docs/format.md specifies its
+contents; anyone can verify both without Spile.
 """
 
 import hashlib
@@ -35,13 +35,13 @@ _BESIDE = {fmt.MODEL: "model", fmt.SCALES: "scales", fmt.MANIFEST: "manifest"}
 
 @dataclass(frozen=True)
 class SignedList:
-    """What was signed: digests of records and files, by key."""
+    """The signed list: digests of records and files, by key."""
 
     data: bytes
     fingerprint: str
     digests: Mapping[str, str]
-    signer: str = ""  # by the name that the file of signers has
-    key: str = ""  # SHA256:..., as ssh shows keys
+    signer: str = ""  # the name in the file of allowed signers
+    key: str = ""  # SHA256:..., as ssh displays keys
 
     @property
     def digest(self) -> str:
@@ -53,13 +53,13 @@ class SignedList:
 
 @dataclass(frozen=True)
 class Signed:
-    """What `sign` has signed."""
+    """The result of `sign`."""
 
     url: str
     units: int
     units_total: int
-    files: int  # records among them
-    bytes: int  # of the units' files
+    files: int  # including records
+    bytes: int  # total size of the units' files
     key: str
 
 
@@ -69,12 +69,12 @@ class Signed:
 def sign(
     objects: Objects, key: Path, *, progress: Callable[[int, int], None] | None = None
 ) -> Signed:
-    """Sign what is there: every unit that is done. An earlier signature is replaced.
+    """Sign every unit that is done. An earlier signature is replaced.
 
-    Every file is held against its record as it is hashed: what is damaged is not signed.
+    Every file is compared with its record as it is hashed: damaged files are not signed.
 
     Args:
-        key: a private key of ssh, or the public key of one that an agent holds.
+        key: an ssh private key, or the public key of one that an agent holds.
     """
     program = _ssh_keygen()
     if not key.is_file():
@@ -103,7 +103,7 @@ def sign(
             progress(number + 1, len(files))
     data = encode_list(table, len(records), digests)
     signature, name = _signed(program, data, key)
-    # Between the two there is no signature, rather than a wrong one.
+    # In between there is no signature, rather than a wrong one.
     for each in (fmt.SIGNATURE, fmt.SIGNED):
         objects.delete(each)
     for each, content in ((fmt.SIGNED, data), (fmt.SIGNATURE, signature)):
@@ -120,7 +120,7 @@ def sign(
 
 
 def encode_list(table: Table, units: int, digests: Mapping[str, str]) -> bytes:
-    """The bytes that are signed."""
+    """Return the bytes to sign."""
     head = [
         _HEADER,
         f"# fingerprint {table.fingerprint}",
@@ -158,14 +158,14 @@ def _digest(data: bytes) -> str:
 
 
 def read_signed(objects: Objects, signers: Path | None = None) -> SignedList:
-    """The list, once it is found to be signed by one of those who may.
+    """Read the list, and check that an allowed signer has signed it.
 
     Args:
         signers: a file of allowed signers, as ssh-keygen reads it, or a public key
             [~/.ssh/allowed_signers].
 
     Raises:
-        StoreError: if there is no signature, or none that counts.
+        StoreError: if there is no valid signature of an allowed signer.
     """
     try:
         data, signature = objects.get(fmt.SIGNED), objects.get(fmt.SIGNATURE)
@@ -179,7 +179,7 @@ def read_signed(objects: Objects, signers: Path | None = None) -> SignedList:
 
 
 def decode_list(data: bytes) -> tuple[str, dict[str, str]]:
-    """The fingerprint and the digests of a list, which must be spelled as we spell it."""
+    """Return the fingerprint and the digests of a list, which must be in canonical form."""
     lines = data.decode("ascii", "replace").split("\n")
     told = re.fullmatch(r"# fingerprint ([0-9a-f]{64})", lines[1] if len(lines) > 1 else "")
     if lines[0] != _HEADER:
@@ -203,10 +203,10 @@ def decode_list(data: bytes) -> tuple[str, dict[str, str]]:
 def check_listed(
     objects: Objects, table: Table, records: Sequence[Done], signed: SignedList
 ) -> tuple[list[str], list[int]]:
-    """Hold records against a list: what is wrong, and the units that it does not cover.
+    """Compare records with a list; return the faults, and the units that it does not cover.
 
-    Files of units are left to whoever reads them. The manifest follows from the records, so it may
-    be younger than the signature.
+    Files of units are checked by whoever reads them. The manifest follows from the records, so it
+    may be newer than the signature.
     """
     digests = signed.digests
     if signed.fingerprint != table.fingerprint or _differs(objects, fmt.UNITS, digests):
@@ -261,7 +261,7 @@ def _ssh_keygen() -> str:
 
 
 def _run(command: Sequence[str], given: bytes = b"") -> tuple[int, str]:
-    """The exit code, and what was said."""
+    """Run a command; return its exit code and its output."""
     done = subprocess.run(
         command,
         input=given,
@@ -278,11 +278,11 @@ def _last_line(said: str) -> str:
 
 
 def _signed(program: str, data: bytes, key: Path) -> tuple[bytes, str]:
-    """The signature, and the name of the key."""
+    """Return the signature, and the fingerprint of the key."""
     with tempfile.TemporaryDirectory(prefix="spile-sign-") as folder:
         path = Path(folder, fmt.SIGNED)
         path.write_bytes(data)
-        # (A passphrase is asked for on the terminal itself.)
+        # (ssh-keygen asks for a passphrase on the terminal itself.)
         code, said = _run([program, "-Y", "sign", "-q", "-f", str(key), "-n", NAMESPACE, str(path)])
         made = path.with_name(fmt.SIGNATURE)
         if code or not made.is_file():
@@ -292,7 +292,7 @@ def _signed(program: str, data: bytes, key: Path) -> tuple[bytes, str]:
 
 
 def _check(program: str, data: bytes, signature: Path) -> tuple[bool, str]:
-    """Whether a signature is one of this list, and the key it was made with."""
+    """Return whether a signature matches the data, and its key; if not, the reason."""
     check = [program, "-Y", "check-novalidate", "-n", NAMESPACE, "-s", str(signature)]
     code, said = _run(check, data)
     found = _KEY_NAME.search(said)
@@ -300,7 +300,7 @@ def _check(program: str, data: bytes, signature: Path) -> tuple[bool, str]:
 
 
 def _verified(url: str, data: bytes, signature: bytes, signers: Path | None) -> tuple[str, str]:
-    """Who signed, and with which key."""
+    """Return the signer and the key."""
     program = _ssh_keygen()
     with tempfile.TemporaryDirectory(prefix="spile-verify-") as folder:
         path = Path(folder, fmt.SIGNATURE)
@@ -324,7 +324,7 @@ def _verified(url: str, data: bytes, signature: bytes, signers: Path | None) -> 
 
 
 def _allowed(signers: Path | None, folder: Path, key: str) -> Path:
-    """A file of allowed signers; one is made of a public key."""
+    """Return the path of an allowed signers file; one is made from a public key."""
     path = (signers or SIGNERS).expanduser()
     try:
         text = path.read_text(errors="replace")

@@ -1,8 +1,8 @@
-"""The audit: every byte of every object, and that together they are one whole dataset.
+"""The audit: every byte of every object, and whether together they are one complete dataset.
 
-Nothing is assumed from names or from the manifest: records are checked against their own
-checksums, shards against the records, rows against the index (`audit.py`), the manifest against a
-fresh derivation. What no record names is listed as an orphan (`gc.py` removes those).
+Names and the manifest are not trusted: records are checked against their own checksums, shards
+against the records, rows against the index (`audit.py`), and the manifest against a fresh
+derivation. Files that no record names are listed as orphans (`gc.py` removes those).
 """
 
 import hashlib
@@ -35,11 +35,11 @@ Progress = Callable[[int, int], None]
 
 
 class Journal:
-    """Which units an audit has found sound, kept on this machine until it ends: `verify --resume`.
+    """The units that an unfinished audit has found valid, kept on this machine: `verify --resume`.
 
-    An audit of many terabytes takes hours. One that was interrupted goes on from here; one that
-    came to its end leaves nothing, and the next reads every byte again. There is a line for each
-    unit, with the digest of its record: a unit whose record has changed since is unknown.
+    An audit of many terabytes takes hours. An interrupted one continues from here; a finished one
+    leaves nothing, and the next reads every byte again. Each unit has a line with the digest of its
+    record, so a unit whose record has changed since is unknown.
     """
 
     def __init__(self, url: str, folder: Path | None = None, *, resume: bool) -> None:
@@ -65,29 +65,29 @@ class Journal:
             file.write(json.dumps({"unit": done.unit, "record": record_digest(done)}) + "\n")
 
     def end(self) -> None:
-        """The audit is over, whatever it found."""
+        """End the audit, whatever it found."""
         self._path.unlink(missing_ok=True)
 
 
 @dataclass
 class Report:
-    """What an audit found."""
+    """The findings of an audit."""
 
     units: int = 0
     units_done: int = 0
     absent: int = 0
     rows: int = 0
     bytes: int = 0
-    quick: bool = False  # by sizes and etags alone
-    resumed: int = 0  # units that an interrupted audit had found sound
+    quick: bool = False  # by sizes and etags only
+    resumed: int = 0  # units that an interrupted audit had found valid
     faults: list[str] = field(default_factory=list[str])
     orphans: list[str] = field(default_factory=list[str])
     missing: list[int] = field(default_factory=list[int])  # units without a record
     # Units with a fault in a file or in the record, and the SHA-256 of that record as it was found
-    # (empty: it cannot be read): `repair.py` replaces that very record, and no other.
+    # (empty if it cannot be read): `repair.py` replaces exactly that record.
     damaged: dict[int, str] = field(default_factory=dict[int, str])
-    beside: list[str] = field(default_factory=list[str])  # faulty or missing, of the other records
-    signed_by: str | None = None  # where that was asked for
+    beside: list[str] = field(default_factory=list[str])  # other records that are faulty or missing
+    signed_by: str | None = None  # if requested
     unsigned: list[int] = field(
         default_factory=list[int]
     )  # units that the signature does not cover
@@ -109,11 +109,11 @@ def verify(
     """Audit a dataset, several units at once.
 
     Args:
-        partial: units that are not done yet are no fault.
-        quick: by sizes and etags, from a listing; nothing but records is read.
-        journal: where it is noted which units were found sound; what it knows is not read again.
-        progress: called with the units looked at so far, and their number.
-        signed: what was signed; all that is there must be in it, and the same.
+        partial: whether unfinished units are allowed.
+        quick: check sizes and etags, from a listing; only records are read.
+        journal: records the units found valid; units it knows are not read again.
+        progress: called with the number of units checked so far, and the total.
+        signed: the signed list; everything there must be in it and match.
     """
     report = Report(quick=quick)
     ledger = Ledger(objects)
@@ -133,7 +133,7 @@ def verify(
     def audit(done: Done) -> Audit:
         if quick:
             return audit_listed(entries, done)
-        if journal and journal.knows(done) and not table.shuffled:  # all of it, or nothing adds up
+        if journal and journal.knows(done) and not table.shuffled:  # the sums need every unit
             return Audit(sum(file.bytes for file in done.files()), known=True)
         return audit_unit(objects, table, units[done.unit], done, signed and signed.digests)
 
@@ -189,7 +189,7 @@ def _check_table(table: Table, report: Report) -> None:
         if unit["id"] != number or sum(count for _, count in mine) != unit["num_docs"]:
             report.faults.append(f"{fmt.UNITS}: unit {number} is not what its place says")
         runs += mine
-    # In a drawn order units of everywhere come first, and with a limit not all of them come.
+    # In a permuted corpus units come from everywhere, and with a limit some are missing.
     recipe = table.recipe
     drawn = recipe.shuffle_docs is not None
     gaps = drawn and (recipe.max_docs, recipe.max_tokens) != (None, None)
@@ -201,7 +201,7 @@ def _check_table(table: Table, report: Report) -> None:
 
 
 def _check_sums(table: Table, total: Audit, report: Report) -> None:
-    """What is true of a shuffled dataset's units only when they are taken together."""
+    """Check properties that hold only over all units of a shuffled dataset together."""
     assert table.shuffled
     if f"{total.entries % (1 << 64):016x}" != table.shuffled["entries"]:
         report.faults.append(f"{fmt.UNITS}: its rows are not those that were shuffled")
@@ -211,7 +211,7 @@ def _check_sums(table: Table, total: Audit, report: Report) -> None:
 
 
 def _read_records(ledger: Ledger, table: Table, report: Report) -> Iterator[Done]:
-    """The done records that can be read; the others are faults."""
+    """Yield the done records that can be read; the others are faults."""
 
     def read(unit: Mapping[str, Any]) -> Done | SpileError | None:
         try:
@@ -226,7 +226,7 @@ def _read_records(ledger: Ledger, table: Table, report: Report) -> Iterator[Done
             report.missing.append(int(unit["id"]))
         elif isinstance(done, SpileError):
             report.faults.append(str(done))
-            # (A server that does not answer is a fault, but not of the record.)
+            # (A server that does not answer is a fault, but not one of the record.)
             if isinstance(done, CorruptError) or isinstance(done.__cause__, OSError):
                 report.damaged[int(unit["id"])] = _digest_of(ledger, fmt.done_key(int(unit["id"])))
         else:
@@ -244,7 +244,7 @@ def _read_records(ledger: Ledger, table: Table, report: Report) -> Iterator[Done
 def _check_records(
     ledger: Ledger, table: Table, records: list[Done], report: Report, partial: bool
 ) -> None:
-    """The records beside the units: weights' hashes, heartbeats, the derived manifest."""
+    """Check the records beside the units: weights' hashes, heartbeats, the derived manifest."""
     for key in sorted(ledger.objects.list()):
         kind = _RECORDS.get(key)
         if fmt.parse_worker_key(key):
@@ -270,7 +270,7 @@ def _check_records(
 
 
 def _read_beside(ledger: Ledger, key: str, kind: str, report: Report) -> dict[str, Any] | None:
-    """A record's body; None where there is none, or it is a fault."""
+    """Return a record's body; None if it does not exist, or is a fault."""
     try:
         return fmt.decode_record(key, ledger.objects.get(key), kind)
     except FileNotFoundError:
@@ -278,7 +278,7 @@ def _read_beside(ledger: Ledger, key: str, kind: str, report: Report) -> dict[st
     except SpileError as error:
         report.faults.append(str(error))
     except OSError as error:
-        if kind == "worker":  # another user's, perhaps; no row depends on it
+        if kind == "worker":  # perhaps another user's; no row depends on it
             warn_unreadable(ledger.objects, key, error)
         else:
             report.faults.append(f"{key}: cannot be read ({error.strerror or error})")
@@ -331,7 +331,7 @@ def _accounted(key: str, named: set[str], report: Report) -> bool:
 
 
 def record_digest(done: Done) -> str:
-    """SHA-256 of a unit's record."""
+    """Return the SHA-256 of a unit's record."""
     return hashlib.sha256(fmt.encode_record("done", done.to_json())).hexdigest()
 
 
@@ -348,5 +348,5 @@ def _read_journal(path: Path) -> set[str]:
         try:
             found.add(str(json.loads(line)["record"]))
         except (ValueError, KeyError, TypeError):
-            continue  # the last line of a process that was killed may be torn
+            continue  # a killed process may leave a partial last line
     return found

@@ -11,41 +11,41 @@ from spile.dataset.read.window import Batch, ReadAhead, View
 
 
 class Batches:
-    """An iterator; `state_dict` may be taken between any two batches.
+    """An iterator of batches; `state_dict` may be called between any two of them.
 
-    A batch's arrays are used again once nobody holds them, or views of them.
+    A batch's arrays are reused once nobody holds them, or views of them.
     """
 
     def __init__(
         self, view: View, order: Order, options: BatchOptions, share: RankShare | None = None
     ) -> None:
-        """`share`: of one of several workers; else it follows from the options."""
+        """Make the batches of a share of the rows; by default it follows from the options."""
         self.view, self._order, self._options = view, order, options
         self.share = share or RankShare(options.batch_size, options.rank, options.world)
         self._schedule = EpochSchedule(order, self.share, options.epochs, options.drop_last)
         self._cursor = EpochCursor(order.identity, options.epochs, "iteration")
         self._given = 0
-        self._number = 0  # of the next batch, counted from where the schedule begins
+        self._number = 0  # number of the next batch, counted from the start of the schedule
         self._ahead = ReadAhead(view, self._schedule)
 
     def __len__(self) -> int:
-        """Batches in all epochs."""
+        """Return the number of batches in all epochs."""
         if self._options.epochs is None:
             raise TypeError("batches without end have no length")
         return self._options.epochs * self._schedule.batches_from(0)
 
     @property
     def rows(self) -> int:
-        """Given in an epoch, by all ranks."""
+        """The number of rows in an epoch, over all ranks."""
         return self._order.rows
 
     @property
     def given(self) -> int:
-        """Rows of the last batch, of all ranks."""
+        """The number of rows in the last batch, over all ranks."""
         return self._given
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration stands, as JSON: the same for every rank and any number of them."""
+        """Return the state as JSON; it is the same for every rank and any number of ranks."""
         return self._cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -53,18 +53,18 @@ class Batches:
         self._cursor.load_state_dict(state)
         begin = self._cursor.epoch, self._cursor.position
         self._schedule, self._number = replace(self._schedule, begin=begin), 0
-        self._ahead.close()  # what it has read may be another share of the rows
+        self._ahead.close()  # it may have read another share of the rows
         self._ahead = ReadAhead(self.view, self._schedule)
 
     def in_turn(self, worker: int, workers: int) -> "Batches":
-        """The same iteration from here on, for one of a few workers that take batches in turn."""
+        """Return the same iteration from here on, for one of several workers that take turns."""
         share = replace(self.share, worker=worker, workers=workers)
         taken = Batches(self.view, self._order, self._options, share)
         taken.load_state_dict(self.state_dict())
         return taken
 
     def skip(self) -> bool:
-        """Leave out a batch, which others give; whether there was one."""
+        """Skip a batch, which another worker yields; return whether there was one."""
         size = self._next_size()
         self._advance(size)
         return size > 0
@@ -78,7 +78,7 @@ class Batches:
         ) and self._number % self.share.workers != self.share.worker:
             self._advance(size)
         if not size:
-            self._ahead = ReadAhead(self.view, self._schedule)  # the windows' memory is given back
+            self._ahead = ReadAhead(self.view, self._schedule)  # frees the memory of the windows
             raise StopIteration
         epoch = self._cursor.epoch
         before = self._schedule.given_before(epoch)
@@ -93,14 +93,14 @@ class Batches:
             made.take(window, window.begins[at], stop - at)
             at = stop
         batch = made.finish()
-        self._advance(size)  # last: rows not handed out are not counted
+        self._advance(size)  # last: rows not yet returned are not counted
         return batch
 
     def _next_size(self) -> int:
-        """Rows of the next batch, for all ranks; 0 where there is none."""
+        """Return the number of rows of the next batch, over all ranks; 0 if there is none."""
         cursor, schedule = self._cursor, self._schedule
         if cursor.position and not schedule.batches_from(cursor.position):
-            cursor.advance(0, ends=True)  # a state that was loaded stands at an epoch's end
+            cursor.advance(0, ends=True)  # a loaded state is at the end of an epoch
         if cursor.ended or not schedule.batches_from(cursor.position):
             return 0
         return min(self.share.batch_size, self.rows - cursor.position)

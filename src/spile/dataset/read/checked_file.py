@@ -1,7 +1,7 @@
-"""Files that are held against their records while they are read.
+"""Files that are compared with their records while they are read.
 
-A copy gets checksums of its own, so damage that is copied can never be found again: whatever copies
-rows reads them through here.
+A copy gets its own checksums, so damage in the source would become undetectable: anything that
+copies rows must read them through this module.
 """
 
 import threading
@@ -20,7 +20,7 @@ from spile.dataset.write.compression import PlaneReader
 from spile.dataset.write.shard import read_shard_header
 from spile.objects import Objects
 
-WINDOW_BYTES = 16 << 20  # in hand at a time
+WINDOW_BYTES = 16 << 20  # read at a time
 
 
 class CheckedFile:
@@ -47,10 +47,10 @@ class CheckedFile:
         return PlaneReader(key, self._file.bytes, self._fetch) if key.endswith(COMPRESSED) else None
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Rows first..last of a tensor, all if not given."""
+        """Return rows first..last of a tensor; all by default."""
         info = self.header[name]
         last = info.shape[0] if last is None else last
-        if not self._hashed:  # what stands before the rows is read first, and hashed with it
+        if not self._hashed:  # the bytes before the rows are read and hashed first
             self._read(0, min(each.start for each in self.header.values()), 1)
         each = (info.stop - info.start) // max(1, info.shape[0])
         start, stop = info.start + first * each, info.start + last * each
@@ -58,7 +58,7 @@ class CheckedFile:
         return np.frombuffer(data, info.dtype).reshape(last - first, *info.shape[1:])
 
     def pieces(self) -> Iterator[bytes]:
-        """What has not been hashed yet: all of it, if nothing was read. Then compare.
+        """Yield the bytes not hashed yet (all, if nothing was read), then compare the hash.
 
         Raises:
             CorruptError: if the file is not the one that was written.
@@ -76,7 +76,7 @@ class CheckedFile:
             pass
 
     def _read(self, start: int, stop: int, itemsize: int) -> bytes | memoryview:
-        """Of the file as it was before it was compressed."""
+        """Read a range of the file, decompressed."""
         if self._planes:
             return self._planes.read(start, stop, itemsize)
         return self._fetch(start, stop)
@@ -92,12 +92,12 @@ class CheckedFile:
 
 
 def checked(objects: Objects, units: Iterable[Done]) -> Objects:
-    """The same objects; each file that a unit names is checked when it is first read."""
+    """Return the same objects, with each file of the units checked when it is first read."""
     return cast(Objects, CheckedObjects(objects, units))
 
 
 class CheckedObjects:
-    """A store whose files are hashed once, before anything of them is given out."""
+    """A store whose files are hashed once, before any of their bytes are returned."""
 
     def __init__(self, objects: Objects, units: Iterable[Done]) -> None:
         self.objects = objects
@@ -120,7 +120,7 @@ class CheckedObjects:
         return self.objects.local_path(key)
 
     def _check(self, key: str) -> None:
-        if key not in self._files:  # a record, or a file that was found sound
+        if key not in self._files:  # a record, or a file already found valid
             return
         with self._locks[key]:
             if key in self._files:

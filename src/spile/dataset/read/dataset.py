@@ -1,4 +1,4 @@
-"""Reading a dataset: numpy in, numpy out, memory maps where the store is a local disk. No jax.
+"""Reading a dataset as numpy arrays, memory-mapped if the store is a local disk. No jax.
 
 Row numbers count the dataset's rows in stored order: unit by unit, and within a unit as packed.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from spile.dataset.read.texts import Texts
 
-_TABLES = 2  # of documents, for those who ask for one after another
+_TABLES = 2  # documents tables to keep, for consecutive requests
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class Document:
 
     index: np.ndarray
     _dataset: "Dataset"
-    rows: np.ndarray  # their numbers among the dataset's
+    rows: np.ndarray  # their numbers in the dataset
 
     @property
     def about(self) -> dict[str, Any]:
-        """What is known of it: its columns of the corpus, a preview, counts."""
+        """The document's entry in the documents table: its columns, a preview, counts."""
         return self._dataset.about(int(self.index["doc"][0]))
 
     def read(self, tap: str) -> np.ndarray:
-        """The document's rows of a tap, in reading order."""
+        """Return the document's rows of a tap, in reading order."""
         shape, dtype = self._dataset.shape(tap), self._dataset.dtype(tap)
         out = np.empty((len(self.rows), *shape), dtype)
         bounds = runs(self.rows)
@@ -90,9 +90,9 @@ class Dataset:
         tokenizer: str | None = None,
     ) -> None:
         """Args:
-        scales: of each channel, for taps that are stored with them.
-        verify: check each file when it is first read.
-        tokenizer: a directory or URL, instead of the model's.
+        scales: the scale of each channel, for taps that are stored with scales.
+        verify: whether to check each file when it is first read.
+        tokenizer: the directory or URL of a tokenizer to use instead of the model's.
         """
         self._tokenizer = tokenizer
         self._unchecked, self._verify = objects, verify
@@ -103,14 +103,14 @@ class Dataset:
         self._aliases = {alias: tap for tap, info in table.taps.items() for alias in info.aliases}
 
     def __reduce__(self) -> Any:
-        """As another process opens it: the same units, whatever has been done since."""
+        """Pickle the dataset so that another process opens the same units, not newer ones."""
         kept, scales = self._unchecked, dict(self._stored.scales)
         cache = (kept.folder, kept.most) if isinstance(kept, CachedObjects) else None
         parts = self._table, self._units, scales, self._verify, self._tokenizer
         return _again, (self.url, cache, *parts)
 
     def verified(self) -> "Dataset":
-        """The same dataset; each of its files is checked when it is first read."""
+        """Return the same dataset, with each of its files checked when it is first read."""
         if self._verify:
             return self
         return Dataset(
@@ -123,7 +123,7 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of every tap: one for each token that was kept."""
+        """The number of rows of every tap: one for each kept token."""
         return self._stored.count
 
     @property
@@ -136,7 +136,7 @@ class Dataset:
 
     @property
     def unit_starts(self) -> list[int]:
-        """The first row of each of `units`, and the number of rows."""
+        """The first row of each of `units`, then the total number of rows."""
         return list(self._stored.starts)
 
     @property
@@ -148,7 +148,7 @@ class Dataset:
         return self._table.fingerprint
 
     def name(self, tap: str) -> str:
-        """The canonical name of a tap, which may be given by another tool's name for it."""
+        """Return the canonical name of a tap, which may be given by another tool's name for it."""
         tap = self._aliases.get(tap, tap)
         if tap not in self._table.taps:
             raise ConfigError(
@@ -157,36 +157,36 @@ class Dataset:
         return tap
 
     def aliases(self, tap: str) -> tuple[str, ...]:
-        """What other tools call a tap."""
+        """Return the names of a tap in other tools."""
         return self._table.taps[self.name(tap)].aliases
 
     def dtype(self, tap: str) -> np.dtype[Any]:
-        """Of what `read` gives: as stored, but float32 where values are stored with scales."""
+        """Return the dtype that `read` gives: as stored, or float32 if values have scales."""
         info = self._table.taps[self.name(tap)]
         return DECODED if info.scaled_by else info.storage
 
     def stored_dtype(self, tap: str) -> str:
-        """As `--store-dtype` names it."""
+        """Return the stored dtype by its name in `--store-dtype`."""
         return self._table.taps[self.name(tap)].dtype
 
     def as_stored(self, tap: str, values: np.ndarray) -> np.ndarray:
-        """Values as they would read back, had they been stored."""
+        """Return values as they would read back if they had been stored."""
         tap = self.name(tap)
         scale = self._stored.scales.get(tap)
-        if scale is not None:  # of attention patterns only as wide as their context
+        if scale is not None:  # attention patterns may be only as wide as their context
             scale = scale[tuple(map(slice, values.shape[1:]))]
         return encode(values, self._table.taps[tap], scale)
 
     def shape(self, tap: str) -> tuple[int, ...]:
-        """Of one row: (width,), with an axis of heads (heads, dim), or () for a single number."""
+        """Return the shape of a row: (width,), (heads, dim), or () for a single number."""
         return self._table.taps[self.name(tap)].shape
 
     def width(self, tap: str) -> int:
-        """Values in one row."""
+        """Return the number of values in a row."""
         return self._table.taps[self.name(tap)].width
 
     def read(self, tap: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop of a tap; a view of the file if one shard holds them as they are.
+        """Return rows start..stop of a tap; a view of the file if one shard holds them undecoded.
 
         There are fewer rows if `stop` is beyond the last. Rows count from 0, never from the end.
         """
@@ -194,7 +194,7 @@ class Dataset:
         start, stop = self._bounds(start, stop)
         pieces = list(self._stored.pieces(tap, start, stop))
         for shard, _, _ in pieces:
-            self._stored.tensor(shard)  # so that no more is allocated than there is
+            self._stored.tensor(shard)  # checks the file before memory is allocated
         if len(pieces) == 1 and not self._table.taps[tap].scaled_by:
             shard, a, b = pieces[0]
             return self._stored.tensor(shard)[a:b]
@@ -203,11 +203,11 @@ class Dataset:
         return out
 
     def num_latents(self, tap: str) -> int:
-        """That the encoder of a tap has; 0 if a tap's rows are no latents."""
+        """Return the number of latents of a tap's encoder; 0 if its rows are not latents."""
         return self._table.taps[self.name(tap)].latents
 
     def latents(self, tap: str, start: int, stop: int) -> Latents:
-        """Active latents of rows start..stop of an encoded tap, sparse: see `Latents`."""
+        """Return the active latents of rows start..stop of an encoded tap; see `Latents`."""
         return read_latents(self, tap, start, stop)
 
     def read_into(self, tap: str, start: int, out: np.ndarray) -> None:
@@ -220,7 +220,7 @@ class Dataset:
         self._stored.fill(tap, self._stored.pieces(tap, start, start + len(out)), out)
 
     def index(self, start: int, stop: int) -> np.ndarray:
-        """Index entries of rows start..stop: token_id, doc, offset, pos, flags."""
+        """Return the index entries of rows start..stop: token_id, doc, offset, pos, flags."""
         return self._stored.index(*self._bounds(start, stop))
 
     def _bounds(self, start: int, stop: int) -> tuple[int, int]:
@@ -236,11 +236,11 @@ class Dataset:
         return self._objects.url
 
     def has_document(self, doc: int) -> bool:
-        """Whether any row of a document is stored."""
+        """Return whether any row of a document is stored."""
         return any(len(rows) for rows in self._rows_of(doc))
 
     def document(self, doc: int) -> Document:
-        """One document by its ordinal in the corpus; in a shuffled dataset it is searched for."""
+        """Return a document by its ordinal in the corpus; a shuffled dataset is searched for it."""
         rows = np.concatenate([np.empty(0, np.int64), *self._rows_of(doc)])
         if len(rows):
             entries = np.empty(len(rows), INDEX_DTYPE)
@@ -265,12 +265,12 @@ class Dataset:
         return found
 
     def tokens(self, doc: int) -> list[str]:
-        """The text of each stored token of a document: one for each row of `document(doc)`."""
+        """Return the text of each stored token of a document, one per row of `document(doc)`."""
         texts = self._with_tokenizer
         return [piece for run in texts.runs(self.document(doc).index) for piece in run]
 
     def text(self, doc: int) -> str:
-        """The text of a document's stored tokens, special ones too; `…` where some were dropped."""
+        """Return the text of a document's stored tokens, also special ones; `…` marks gaps."""
         return self._with_tokenizer.text(self.document(doc).index)
 
     @property
@@ -283,11 +283,11 @@ class Dataset:
 
     @cached_property
     def _texts(self) -> "Texts":
-        texts: Any = importlib.import_module("spile.dataset.read.texts")  # (few need a tokenizer)
+        texts: Any = importlib.import_module("spile.dataset.read.texts")  # (rarely needed)
         return texts.Texts(self.recipe, self._tokenizer)
 
     def about(self, doc: int) -> dict[str, Any]:
-        """What is known of a document of the corpus, read or skipped (and why)."""
+        """Return a document's entry in the documents table; a skipped one has the reason."""
         for _, unit, place in self._units_with(doc):
             row = self._documents(unit).slice(place, 1).to_pylist()
             if not row or row[0]["doc"] != doc:
@@ -296,10 +296,10 @@ class Dataset:
         raise StoreError(f"{self._objects.url}: no unit that is done has a document {doc}")
 
     def documents(self, columns: Sequence[str] | None = None, *, unit: int | None = None) -> Any:
-        """Every document of the corpus, or of one unit, read or skipped, as a pyarrow.Table.
+        """Return every document of the corpus or of a unit, read or skipped, as a pyarrow.Table.
 
         Args:
-            columns: some of `document_columns`, all if not given.
+            columns: some of `document_columns`; all by default.
         """
         chosen = self.document_columns if columns is None else list(columns)
         for name in chosen:
@@ -316,7 +316,7 @@ class Dataset:
         return [*DOCUMENT_COLUMNS, *self.recipe.keep]
 
     def find(self, **columns: Any) -> list[int]:
-        """The ordinals of documents with these values: `ds.find(id="doc-17")`."""
+        """Return the ordinals of documents with these values: `ds.find(id="doc-17")`."""
         table = self.documents([*dict.fromkeys(["doc", *columns])])
         found = np.ones(table.num_rows, bool)
         for name, wanted in columns.items():
@@ -325,7 +325,7 @@ class Dataset:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes of rows, as they lie in files."""
+        """The size of the stored rows in bytes, as files hold them."""
         return sum(shard.bytes for unit in self._units for shard in unit.shards)
 
     def __repr__(self) -> str:
@@ -340,7 +340,7 @@ class Dataset:
         )
 
     def _repr_html_(self) -> str:
-        """As a notebook shows it: taps with their shapes, then what made them."""
+        """Return HTML for a notebook: taps with their shapes, then their origin."""
         recipe = self.recipe
         shapes = {tap: "×".join(map(str, self.shape(tap))) or "1" for tap in self.taps}
         rows = "".join(
@@ -366,7 +366,7 @@ class Dataset:
         )
 
     def statistics(self, tap: str) -> TapStats:
-        """Count, mean, variance, norms and extremes of a tap over the whole dataset."""
+        """Return count, mean, variance, norms and extremes of a tap over the whole dataset."""
         tap = self.name(tap)
 
         def parts() -> Iterator[TapStats]:
@@ -395,26 +395,28 @@ class Dataset:
         world: int = 1,
         drop_last: bool = False,
     ) -> Batches:
-        """Shuffled `{tap: rows, "index": entries}`: each epoch every row once; resumable.
+        """Iterate over shuffled batches `{tap: rows, "index": entries}`; each row once an epoch.
+
+        The iteration is resumable: see `Batches.state_dict`.
 
         Args:
             taps: any name of each tap; batches use the same names as keys.
             batch_size: rows of all ranks together.
-            index: whether entries of the index go with the rows.
-            shuffle: "window": blocks of rows in a drawn order, and rows within a window of them;
-                "full": all rows, at eight bytes of memory for each; None: as stored.
-            window: rows held (and as many read ahead), or bytes of them, as in "512MiB".
-            block: consecutive rows that are read together; 256 of a disk, of buckets 8 MiB's worth.
-            epochs: each in an order of its own; None: without end.
-            where: rows to give, as in "not special and pos >= 1" (see `extract --where`): BOS, EOS
-                and every other special token are `special`. Columns of documents can be named,
+            index: whether to include the index entries of the rows.
+            shuffle: "window" permutes blocks of rows, and rows within a window of blocks; "full"
+                permutes all rows, at eight bytes of memory for each; None keeps the stored order.
+            window: rows to hold (and as many to read ahead), or their size, as in "512MiB".
+            block: consecutive rows to read together; 256 on a disk, 8 MiB of rows on a bucket.
+            epochs: number of epochs, each with its own order; None: without end.
+            where: rows to include, as in "not special and pos >= 1" (see `extract --where`): BOS,
+                EOS and every other special token are `special`. Columns of documents can be named,
                 too: "topic == 'law' and pos >= 1".
-            normalize: by the stored statistics: "mean" is subtracted; "std": and channels divided
-                by their deviation; "norm": rows are multiplied so that they are sqrt(width) long
-                on average. Gives float32 unless `dtype` is given.
-            encoded: of taps in eight bits, give `Encoded` codes and scales.
-            rank: of `world`, whose share of every batch to give.
-            drop_last: of each epoch, the batch that is short.
+            normalize: normalize by the stored statistics. "mean" subtracts the mean; "std" also
+                divides channels by their deviation; "norm" scales all rows so that their mean
+                length is sqrt(width). The result is float32 unless `dtype` is given.
+            encoded: return taps of eight bits as `Encoded` codes and scales.
+            rank: the rank, of `world`, whose share of every batch to return.
+            drop_last: whether to drop the last batch of an epoch if it is short.
         """
         options = BatchOptions(
             batch_size,
@@ -439,7 +441,7 @@ class Dataset:
         return Batches(view, order, options)
 
     def _choice(self, where: str | None) -> RowChoice | None:
-        """Which rows are given, if `where` names columns of documents."""
+        """Return the chosen rows if `where` names columns of documents; otherwise None."""
         if where is None:
             return None
         rows, documents = split_condition(where, self.document_columns)
@@ -451,7 +453,7 @@ class Dataset:
                 raise ConfigError(condition.missing(self.url, name, self.document_columns))
         table = self.documents([*dict.fromkeys(["doc", *condition.columns])])
         rows_of_table = table.to_pylist()
-        # (A column that has values of several types in the corpus is one of texts here.)
+        # (A column with values of several types in the corpus is stored as text.)
         found = [row["doc"] for row in rows_of_table if condition.matches(row, untyped=True)]
         if not found:
             raise ConfigError(f"where {where!r}: matches no document of {self.url}")
@@ -465,7 +467,7 @@ class Dataset:
         return read_documents(self._objects, file, self.recipe.keep)
 
     def _rows_of(self, doc: int) -> Iterator[np.ndarray]:
-        """Rows of a document, ascending, unit by unit."""
+        """Yield the rows of a document, ascending, unit by unit."""
         places = range(len(self._units))
         if not self._table.shuffled:
             places = [position for position, _, _ in self._units_with(doc)]
@@ -474,7 +476,7 @@ class Dataset:
             yield np.flatnonzero(docs == doc) + self._stored.starts[position]
 
     def _units_with(self, doc: int) -> Iterator[tuple[int, Done, int]]:
-        """Position and record of the unit that a document is of, and its place among the unit's."""
+        """Yield a document's unit by position and record, and the document's place in the unit."""
         for position, unit in enumerate(self._units):
             before = 0
             for first, count in self._runs[unit.unit]:
@@ -484,7 +486,7 @@ class Dataset:
 
     @cached_property
     def _runs(self) -> dict[int, list[tuple[int, int]]]:
-        """Of each unit, the documents that are its."""
+        """The runs of documents of each unit."""
         return {unit["id"]: fmt.doc_runs(unit) for unit in self._table.units}
 
 
@@ -497,14 +499,14 @@ def open_dataset(
     verify: bool = False,
     tokenizer: str | None = None,
 ) -> Dataset:
-    """Open a finished dataset; with `partial`, whatever units are done so far.
+    """Open a finished dataset; with `partial`, the units that are done so far.
 
     Args:
-        verify: compare each file with its checksum when it is first read: it is read whole then.
-        cache: of a bucket, a local folder in which what was read is kept.
-        cache_bytes: how much, at most.
-        tokenizer: a directory or URL, for `tokenizer`, `tokens` and `text`; the model's if not
-            given.
+        verify: compare each file with its checksum when it is first read; this reads all of it.
+        cache: a local folder that keeps what was read from a bucket.
+        cache_bytes: the largest size of that folder.
+        tokenizer: the directory or URL of a tokenizer for `tokenizer`, `tokens` and `text`; by
+            default the model's.
 
     Raises:
         StoreError: if there is no dataset, or it is unfinished and `partial` is not given.

@@ -1,8 +1,8 @@
-"""Sparse latents of a dataset: two taps that belong together, values and ids, read as one.
+"""Sparse latents of a dataset: two taps, values and ids, read as one.
 
-A row holds the largest latents first. Where fewer are active the rest are zero, with ids of
-latents that are not: so the ids of a row always differ, and writing values to their ids gives the
-row of all latents.
+A row holds the largest latents first. If fewer are active, the remaining values are zero, with ids
+of inactive latents. The ids of a row therefore always differ, and writing values to their ids gives
+the dense row of all latents.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _WINDOW_BYTES = 32 << 20  # read at a time
 
 
 class ReadableDataset(Protocol):
-    """What is needed of a `Dataset`."""
+    """The part of `Dataset` that this module needs."""
 
     @property
     def recipe(self) -> ResolvedRecipe: ...
@@ -34,10 +34,10 @@ class ReadableDataset(Protocol):
 
 @dataclass(frozen=True)
 class Latents:
-    """Active latents of consecutive rows, as compressed sparse rows.
+    """Active latents of consecutive rows, in compressed sparse row (CSR) form.
 
-    Those of row i are `ids[indptr[i]:indptr[i + 1]]` with their `values`, the largest first;
-    `scipy.sparse.csr_array((values, ids, indptr), shape=(len(latents), width))` is the same.
+    Row i has `ids[indptr[i]:indptr[i + 1]]` and the same slice of `values`, the largest first.
+    `scipy.sparse.csr_array((values, ids, indptr), shape=(len(latents), width))` is equivalent.
     """
 
     indptr: np.ndarray  # int64
@@ -50,11 +50,11 @@ class Latents:
 
     @property
     def rows(self) -> np.ndarray:
-        """The row of each active latent, counted from the first that was read."""
+        """The row of each active latent, counted from the first row read."""
         return np.repeat(np.arange(len(self)), np.diff(self.indptr))
 
     def dense(self) -> np.ndarray:
-        """[rows, width], zero where a latent is not active, or not among those kept."""
+        """Return [rows, width], zero where a latent is inactive or was not kept."""
         out = np.zeros((len(self), self.width), self.values.dtype)
         out[self.rows, self.ids] = self.values
         return out
@@ -64,19 +64,19 @@ class Latents:
 class TopRows:
     """The rows in which a channel or a latent is largest, the largest first."""
 
-    rows: np.ndarray  # numbers of the dataset's rows
+    rows: np.ndarray  # row numbers in the dataset
     values: np.ndarray  # float32
     index: np.ndarray  # entries of those rows: token_id, doc, offset, pos, flags
 
 
 def pair_of(recipe: ResolvedRecipe, tap: str) -> tuple[str, str] | None:
-    """The taps that hold the latents and the ids of an encoded tap, by any of the three names."""
+    """Return the taps that hold the latents and the ids of an encoded tap, by any of its names."""
     pairs = ((encoded, latent_names(encoded)) for encoded in recipe.encode)
     return next((pair for encoded, pair in pairs if tap in (encoded, *pair)), None)
 
 
 def read_latents(dataset: ReadableDataset, tap: str, start: int, stop: int) -> Latents:
-    """Latents of rows start..stop of an encoded tap.
+    """Return the latents of rows start..stop of an encoded tap.
 
     Args:
         tap: its name in the model (`resid_post.12`), or that of either of its two taps.
@@ -96,13 +96,13 @@ def read_latents(dataset: ReadableDataset, tap: str, start: int, stop: int) -> L
 
 
 def top_rows(dataset: ReadableDataset, tap: str, channel: int, count: int) -> TopRows:
-    """Where in the dataset a tap is largest at one place, in memory that does not depend on it.
+    """Return the rows where one channel of a tap is largest, in memory independent of their number.
 
-    Of equal values the row that comes first does; rows where it is not a number do not count.
+    Among equal values the first row is preferred; NaN is ignored.
 
     Args:
-        channel: of a tap's row, counted along all of its axes; of an encoded tap the latent, and
-            then only rows in which it is active and was kept are given.
+        channel: the channel of a row, counted along all axes. In an encoded tap, the latent; then
+            only rows in which it is active and was kept are returned.
     """
     pair = pair_of(dataset.recipe, tap)
     tap = pair[0] if pair else dataset.name(tap)
@@ -127,7 +127,7 @@ def top_rows(dataset: ReadableDataset, tap: str, channel: int, count: int) -> To
 def _values_of(
     dataset: ReadableDataset, tap: str, pair: tuple[str, str] | None, channel: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The first row of each window, and the value at one place of each of its rows."""
+    """Yield the first row of each window, and the channel's value in each of its rows."""
     names = pair or (tap,)
     row = sum(dataset.width(name) * dataset.dtype(name).itemsize for name in names)
     step = max(1, _WINDOW_BYTES // max(1, row))

@@ -1,9 +1,9 @@
-"""Which rows come when, and whose they are: a function of the seed, the epoch and a few numbers.
+"""The order of rows, and the share of each rank: a function of the seed, the epoch and few numbers.
 
-Blocks of consecutive rows are put in a drawn order, consecutive blocks of that order fill a
-window, and the window's rows are drawn from it one by one. Reads are therefore long and forward,
-and memory is a window, whatever the dataset's size. Ranks take parts of the same batches, so the
-order is one, however many there are.
+Blocks of consecutive rows are permuted, consecutive blocks of that permutation fill a window, and
+the rows of a window are permuted. Reads are therefore long and forward, and memory is bounded by a
+window, whatever the dataset's size. Ranks take parts of the same batches, so the order does not
+depend on their number.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,8 +22,8 @@ from spile.core.options import parse_count
 from spile.dataset.read.rows import Rows, StoredRows
 
 _BLOCK = 256  # rows read together: long enough for a disk, short enough to mix
-_BLOCK_BYTES = 8 << 20  # of a bucket, whose requests cost more than mixing less well
-_SCANNED = 1 << 20  # rows whose index is looked at together
+_BLOCK_BYTES = 8 << 20  # for a bucket, where requests cost more than less thorough mixing
+_SCANNED = 1 << 20  # rows whose index is scanned together
 
 Shuffle = Literal["window", "full"] | None
 Normalize = Literal["mean", "std", "norm"] | None
@@ -32,10 +32,10 @@ Place = tuple[int, int]  # an epoch, and the number of a window in it
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What a caller asks of shuffled rows; `Dataset.batches` says what each field means.
+    """Options of shuffled batches; `Dataset.batches` describes each field.
 
     Raises:
-        ConfigError: if a field holds what it cannot.
+        ConfigError: if a field has an invalid value.
     """
 
     batch_size: int
@@ -73,7 +73,7 @@ class BatchOptions:
             raise ConfigError(f"epochs must be 0 or more, or None for no end; got {self.epochs}")
 
     def window_rows(self, row_bytes: int) -> int:
-        """Rows of a window, which may be given in bytes of the rows asked for."""
+        """Return the rows of a window, which may be given in bytes."""
         window = self.window
         try:
             rows = parse_count(window) // max(1, row_bytes) if isinstance(window, str) else window
@@ -87,14 +87,14 @@ class BatchOptions:
 
 
 class EpochCursor:
-    """Where a shuffled iteration stands: an epoch, and how many of its rows have been given.
+    """The position of a shuffled iteration: an epoch, and how many of its rows have been returned.
 
-    An epoch that is known to have ended is counted at once: after its last batch, the iteration
-    stands at the beginning of the next.
+    An epoch that has ended is counted at once: after its last batch, the position is the start of
+    the next epoch.
     """
 
     def __init__(self, identity: Mapping[str, Any], epochs: int | None, what: str) -> None:
-        """`identity`: what the order follows from, as JSON; `what`: the word for it in errors."""
+        """`identity`: what the order follows from, as JSON; `what`: its name in errors."""
         self.epoch, self.position = 0, 0
         self._identity, self._epochs, self._what = dict(identity), epochs, what
 
@@ -104,20 +104,20 @@ class EpochCursor:
         return self._epochs is not None and self.epoch >= self._epochs
 
     def advance(self, rows: int, *, ends: bool) -> None:
-        """Count rows that were given (by all ranks); `ends`: they were the last of the epoch."""
+        """Count rows that were returned (by all ranks); `ends`: whether they end the epoch."""
         self.position += rows
         if ends:
             self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the iteration stands, as JSON."""
+        """Return the position as JSON."""
         return {"epoch": self.epoch, "position": self.position, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says.
+        """Move to the position of a state.
 
         Raises:
-            ConfigError: if the state is of an order that follows from something else, or is none.
+            ConfigError: if the state belongs to another order, or is invalid.
         """
         mine = self._identity
         changed = [key for key in mine if key not in state or state[key] != mine[key]]
@@ -133,7 +133,7 @@ class EpochCursor:
 
 
 def default_block(stored: StoredRows) -> int:
-    """Rows of a block, by where they lie and how wide they are."""
+    """Return the rows of a block, by the kind of store and the width of rows."""
     if stored.is_local:
         return _BLOCK
     return max(_BLOCK, _BLOCK_BYTES // max(info.row_bytes for info in stored.table.taps.values()))
@@ -141,7 +141,7 @@ def default_block(stored: StoredRows) -> int:
 
 @dataclass(frozen=True)
 class RowChoice:
-    """Which rows are given: by a condition on rows, by their documents, or both."""
+    """The rows to return, chosen by a condition on rows, by their documents, or both."""
 
     where: str
     rows: RowFilter | None
@@ -149,14 +149,14 @@ class RowChoice:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides which rows are given, as JSON."""
+        """What decides which rows are returned, as JSON."""
         if self.documents is None:
             return self.rows.identity if self.rows else {"where": None}
         digest = xxhash.xxh3_64_hexdigest(self.documents.astype("<i8").tobytes())
         return {"where": self.where, "documents": digest}
 
     def mask(self, index: np.ndarray) -> np.ndarray:
-        """True for each entry that is given."""
+        """Return a mask of the chosen entries."""
         kept = np.ones(len(index), bool) if self.rows is None else self.rows.mask(index)
         return kept if self.documents is None else kept & np.isin(index["doc"], self.documents)
 
@@ -165,9 +165,9 @@ class Order:
     """The order of every epoch's rows, cut into windows.
 
     Attributes:
-        rows: given in an epoch.
-        capacity: rows of the largest window, at most.
-        ends: of an epoch, how many rows have come when each window ends.
+        rows: rows in an epoch.
+        capacity: upper bound on the rows of a window.
+        ends: a function of the epoch; returns the number of rows up to the end of each window.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class Order:
         choice: RowChoice | None = None,
     ) -> None:
         """Args:
-        row_bytes: that a window holds of each row.
-        choice: which rows are given, unless `options.where` says it all.
+        row_bytes: bytes that a window holds of each row.
+        choice: the rows to return; by default those that `options.where` chooses.
         """
         if choice is None and options.where is not None:
             choice = RowChoice(options.where, RowFilter(options.where, None))
@@ -190,7 +190,7 @@ class Order:
         self._counts, self._kept = self._scan()
         self.rows = int(self._counts.sum())
         self.capacity = min(self.rows, window + self._block - 1)
-        self._blocks = lru_cache(2)(self._draw_blocks)  # the epoch in hand, and the one read ahead
+        self._blocks = lru_cache(2)(self._draw_blocks)  # the current epoch, and the one read ahead
         self._all = lru_cache(2)(self._draw_all)
         self.ends = lru_cache(2)(self._ends)
 
@@ -205,7 +205,7 @@ class Order:
             "window": self._window if self._shuffle == "window" else None,
             "block": self._block if self._shuffle == "window" else None,
             **(self._filter.identity if self._filter else {"where": None}),
-            # Another version of numpy may draw otherwise: then it must not be continued there.
+            # Another version of numpy may draw other numbers: then the state must not be loaded.
             "drawn": drawn_digest(self._seed),
         }
 
@@ -216,7 +216,7 @@ class Order:
         return np.cumsum(np.add.reduceat(self._counts[order], firsts)) if len(firsts) else firsts
 
     def window(self, place: Place) -> tuple[Rows, Rows]:
-        """The rows of a window, ascending, and their places in the order they are to be given."""
+        """Return the rows of a window, ascending, and their positions in the order of output."""
         epoch, number = place
         if self._shuffle == "full":
             chosen = self._all(epoch)[number * self._window : (number + 1) * self._window]
@@ -239,7 +239,7 @@ class Order:
         return rows, drawn(len(rows), self._seed, epoch, 1, number)
 
     def _scan(self) -> tuple[Rows, Rows | None]:
-        """How many rows each block gives; and for a full shuffle of some rows, which."""
+        """Return how many rows each block has; for a full shuffle with a filter, also which."""
         count, block = self._stored.count, self._block
         counts = np.full(-(-count // block), block, np.int64)
         if not self._filter:
@@ -257,7 +257,7 @@ class Order:
         return counts, np.concatenate(kept) if self._shuffle == "full" else None
 
     def _draw_blocks(self, epoch: int) -> tuple[Rows, Rows]:
-        """The blocks in their order, and with which of them each window begins."""
+        """Return the permuted blocks, and the first block of each window."""
         order = np.flatnonzero(self._counts)
         if self._shuffle == "window":
             order = order[drawn(len(order), self._seed, epoch, 0)]
@@ -270,21 +270,21 @@ class Order:
 
 
 def drawn(count: int, *key: int) -> Rows:
-    """A permutation that follows from a key."""
+    """Return a permutation that is determined by a key."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key))).permutation(count)
 
 
 def drawn_digest(seed: int) -> str:
-    """How numbers are drawn here."""
+    """Return a digest of numpy's random numbers for this seed."""
     return xxhash.xxh3_64_hexdigest(drawn(1000, seed).astype("<i8").tobytes())
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """Whose rows of each batch are given, and of which batches.
+    """The share of one rank in each batch, and of one worker among the batches.
 
-    The parts of a batch differ by one row at most, and so do their sums: who gets one more goes
-    round. Workers, which are one rank's, take whole batches in turn.
+    The parts of a batch differ by at most one row, and so do their sums over batches, because the
+    extra rows rotate among ranks. The workers of one rank take whole batches in turn.
     """
 
     batch_size: int
@@ -294,13 +294,13 @@ class RankShare:
     workers: int = 1
 
     def part(self, position: int, size: int, before: int = 0) -> tuple[int, int]:
-        """Of a batch that begins at a position of its epoch, the rows that are this rank's.
+        """Return the rows of this rank in a batch that begins at a position of its epoch.
 
         Args:
-            before: rows that earlier epochs gave.
+            before: rows in earlier epochs.
         """
         each, extra = divmod(size, self.world)
-        # As many ranks have one more as there are extra rows, beginning where it last ended.
+        # As many ranks get one more row as there are extra rows; the first of them rotates.
         first = (before + position) % self.world
         before = each * self.rank + sum(
             1 for rank in range(self.rank) if (rank - first) % self.world < extra
@@ -311,10 +311,10 @@ class RankShare:
     def parts(
         self, begin: int, low: int, high: int, total: int, turn: int, before: int
     ) -> Iterator[tuple[int, int]]:
-        """Of rows low..high of an epoch, the stretches that this rank and worker gives.
+        """Yield the stretches of rows low..high of an epoch that belong to this rank and worker.
 
         Args:
-            begin: where the epoch's batches begin to be counted.
+            begin: the row from which the epoch's batches are counted.
             turn: the number of the batch that begins there, for workers.
         """
         number = max(0, low - begin) // self.batch_size
@@ -329,7 +329,7 @@ class RankShare:
 
 @dataclass(frozen=True)
 class EpochSchedule:
-    """Which batches there are, counted from `begin`: an epoch, and a row of it."""
+    """The batches, counted from `begin`: an epoch, and a row of it."""
 
     order: Order
     share: RankShare
@@ -338,12 +338,12 @@ class EpochSchedule:
     begin: tuple[int, int] = (0, 0)
 
     def batches_from(self, position: int) -> int:
-        """Batches of an epoch, from one of its rows on."""
+        """Return the number of batches in an epoch, from one of its rows on."""
         whole, rest = divmod(max(0, self.order.rows - position), self.share.batch_size)
         return whole + (1 if rest and not self.drop_last else 0)
 
     def parts(self, place: Place) -> Iterator[tuple[int, int]]:
-        """The stretches of a window that are ours."""
+        """Yield the stretches of a window that belong to this share."""
         epoch, number = place
         first, position = self.begin
         turn = 0
@@ -356,12 +356,12 @@ class EpochSchedule:
         return self.share.parts(position, low, high, rows, turn, self.given_before(epoch))
 
     def given_before(self, epoch: int) -> int:
-        """Rows of earlier epochs, of all ranks."""
+        """Return the rows in earlier epochs, over all ranks."""
         rows, size = self.order.rows, self.share.batch_size
         return epoch * (rows // size * size if self.drop_last else rows)
 
     def following(self, place: Place) -> Place | None:
-        """The next window, maybe of the next epoch."""
+        """Return the next window, maybe of the next epoch; None at the end."""
         epoch, number = place
         if number + 1 < len(self.order.ends(epoch)):
             return epoch, number + 1

@@ -1,6 +1,6 @@
-"""Every row of a dataset by its number, wherever its bytes lie: maps of files, ranges of objects.
+"""Read rows of a dataset by number, from memory maps of files or ranges of remote objects.
 
-Rows that are asked for in ascending order are read as few, long stretches, several at a time.
+Rows requested in ascending order are read as few, long stretches, several at a time.
 """
 
 import ctypes
@@ -36,12 +36,12 @@ from spile.dataset.write.shard import (
 )
 from spile.objects import Objects
 
-_COLUMNS = 4  # of indexes, kept whole
+_COLUMNS = 4  # columns of indexes to keep whole in memory
 _OPEN_SHARDS = 512  # memory maps kept; each holds a file descriptor's worth of address space
-_HEADERS = 1 << 16  # kept, so that reading at random asks for rows alone
-_STRETCH_BYTES = 8 << 20  # at most, of one read: long for a disk or a request, and several fit
-_GAP_BYTES = 256 << 10  # that are fetched and thrown away rather than asked around
-_LONG_RUN = 4  # rows on average, from which on runs are copied faster than their rows are taken
+_HEADERS = 1 << 16  # kept, so that random reads request only rows
+_STRETCH_BYTES = 8 << 20  # of one read: long for a disk or a request, yet several fit in memory
+_GAP_BYTES = 256 << 10  # a smaller gap is fetched and discarded to save a request
+_LONG_RUN = 4  # mean rows in a run from which copying runs beats taking single rows
 
 Rows = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -50,8 +50,8 @@ ReadJob = Callable[[], None]
 
 MappedFile = tuple[Path, TensorInfo, int]  # a file, a tensor in it, the number of its first row
 
-_MOST_MAPPED_FILES = 1 << 14  # a process has 65,530 maps on Linux, for everything
-_MOST_MAPPED_BYTES = 1 << 45  # of addresses, of which there are 1 << 47
+_MOST_MAPPED_FILES = 1 << 14  # Linux allows 65,530 maps per process, for everything
+_MOST_MAPPED_BYTES = 1 << 45  # the address space has 1 << 47 bytes
 _MAP_FIXED, _MADV_WILLNEED = 0x10, 3
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -71,15 +71,15 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @dataclass(frozen=True)
 class _Source:
-    """A tensor to be read from: opened by whoever reads, as that may take a request."""
+    """A tensor to read from. The reading thread opens it, since that may take a request."""
 
-    opened: Callable[[], Any]  # a memory map, or what gives an array when it is sliced
+    opened: Callable[[], Any]  # a memory map, or an object that returns an array when sliced
     row_bytes: int
     mapped: bool
 
 
 class StoredRows:
-    """The rows of the units that are done, in stored order."""
+    """The rows of the finished units, in stored order."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class StoredRows:
         for position, unit in enumerate(self.units):
             for shard in unit.shards:
                 self._shards.setdefault((position, shard.tap), []).append(shard)
-        # Of any key: no store keeps some of its objects in files, and others not.
+        # Any key will do: a store keeps either all of its objects in files, or none.
         self.is_local = objects.local_path(fmt.MANIFEST) is not None
         self._header = lru_cache(_HEADERS)(self._read_header)
         self._tensor = lru_cache(_OPEN_SHARDS)(self._open)
@@ -111,7 +111,7 @@ class StoredRows:
     # -- ranges ------------------------------------------------------------------------------
 
     def pieces(self, tap: str, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
-        """The shards that hold a range of rows, and which of their rows."""
+        """Yield the shards that hold a range of rows, and the range within each."""
         for position, low, high, _ in self._unit_ranges(start, stop):
             shards = self._shards_of(position, tap)
             at = bisect_right(shards, low, key=lambda s: s.first) - 1
@@ -121,7 +121,7 @@ class StoredRows:
                 at += 1
 
     def fill(self, tap: str, pieces: Iterable[tuple[Shard, int, int]], out: np.ndarray) -> None:
-        """Copy pieces into a buffer, as values."""
+        """Decode pieces into a buffer."""
         scaled_by = self.table.taps[tap].scaled_by
         filled = 0
         for shard, a, b in pieces:
@@ -135,7 +135,7 @@ class StoredRows:
             filled += b - a
 
     def index(self, start: int, stop: int) -> np.ndarray:
-        """Index entries of a range of rows."""
+        """Return the index entries of a range of rows."""
         ranges = list(self._unit_ranges(start, stop))
         for position, *_ in ranges:
             for name in INDEX_DTYPE.names or ():
@@ -150,19 +150,19 @@ class StoredRows:
     # -- chosen rows -------------------------------------------------------------------------
 
     def jobs(self, tap: str, rows: Rows, out: Bytes) -> Iterator[ReadJob]:
-        """What must be done, in any order, to copy a tap's bytes of ascending rows."""
+        """Yield jobs, to run in any order, that copy a tap's bytes of ascending rows."""
         for shard, chosen, at in self._parts(tap, rows):
             source = _Source(partial(self.tensor, shard), out.shape[1], self._is_mapped(shard))
             yield from _reads(source, chosen, out[at : at + len(chosen)])
 
     def scale_jobs(self, tap: str, rows: Rows, out: np.ndarray) -> Iterator[ReadJob]:
-        """The same of their scales, where each row has one."""
+        """Yield jobs that copy the scale of each row, if rows have one."""
         for shard, chosen, at in self._parts(tap, rows):
             source = _Source(partial(self.scale, shard), out.itemsize, self._is_mapped(shard))
             yield from _reads(source, chosen, out[at : at + len(chosen)])
 
     def index_jobs(self, rows: Rows, out: np.ndarray) -> Iterator[ReadJob]:
-        """The same of the index."""
+        """Yield jobs that copy the index entries of the rows."""
         cuts = np.searchsorted(rows, self.starts)
         for position in np.flatnonzero(np.diff(cuts)).tolist():
             part, unit = slice(int(cuts[position]), int(cuts[position + 1])), self.units[position]
@@ -180,7 +180,7 @@ class StoredRows:
             out[name] = np.take(self._entries(unit, name), rows)
 
     def _parts(self, tap: str, rows: Rows) -> Iterator[tuple[Shard, Rows, int]]:
-        """Of ascending rows, those of each shard, counted from its first; and how many before."""
+        """Yield each shard, its part of ascending rows, and the number of rows before them."""
         firsts, shards = self._located(tap)
         cuts = np.searchsorted(rows, [*firsts, self.count])
         for number in np.flatnonzero(np.diff(cuts)).tolist():
@@ -191,7 +191,7 @@ class StoredRows:
             yield shard, chosen, int(cuts[number])
 
     def _locate(self, tap: str) -> tuple[list[int], list[Shard]]:
-        """All shards of a tap, and the dataset's row that each begins with."""
+        """Return all shards of a tap, and the first row of each in the dataset."""
         firsts: list[int] = []
         shards: list[Shard] = []
         for position, unit in enumerate(self.units):
@@ -201,14 +201,14 @@ class StoredRows:
         return firsts, shards
 
     def _map(self, tap: str) -> "MappedRows | None":
-        """All rows of a tap as one array, where they lie in plain files."""
+        """Map all rows of a tap as one array; None if they do not lie in plain files."""
         firsts, shards = self._located(tap)
         parts: list[MappedFile] = []
         for first, shard in zip(firsts, shards, strict=True):
             path = self.objects.local_path(shard.key)
             if path is None or not self._is_mapped(shard):
                 return None
-            self.tensor(shard)  # is what the record says
+            self.tensor(shard)  # checks it against the record
             parts.append((path, self._header(shard.key)[tap], first))
         info = self.table.taps[tap]
         return map_rows(parts, info.width * info.storage.itemsize)
@@ -216,12 +216,12 @@ class StoredRows:
     # -- files -------------------------------------------------------------------------------
 
     def tensor(self, shard: Shard) -> Any:
-        """A shard's rows, to be sliced."""
+        """Return a shard's rows, to be sliced."""
         rows, *_ = tap_tensors(shard.tap, shard.count, self.table.taps[shard.tap])
         return self._checked(shard, rows)
 
     def scale(self, shard: Shard) -> Any:
-        """The scale of each of a shard's rows."""
+        """Return the scale of each of a shard's rows."""
         _, scale = tap_tensors(shard.tap, shard.count, self.table.taps[shard.tap])
         return self._checked(shard, scale)
 
@@ -233,7 +233,7 @@ class StoredRows:
         return not file.key.endswith(fmt.COMPRESSED) and self.is_local
 
     def _checked(self, file: Shard, spec: TensorSpec) -> Any:
-        """A tensor that is what the record and the table say of it."""
+        """Open a tensor and check that it matches the record and the table."""
         name, dtype, shape = spec
         tensor = self._tensor(file.key, name)
         if tensor.dtype != dtype or tensor.shape != shape:
@@ -260,7 +260,7 @@ class StoredRows:
         return shards
 
     def _unit_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """(unit position, first and last row within it, offset from `start`) covering a range."""
+        """Cover a range by (unit position, first and last row within it, offset from `start`)."""
         position = bisect_right(self.starts, start) - 1
         while start < stop and position < len(self.units):
             base = self.starts[position]
@@ -274,14 +274,14 @@ class StoredRows:
 
 
 def runs(rows: np.ndarray) -> list[int]:
-    """Where stretches of consecutive row numbers begin, and where the last one ends."""
+    """Return where runs of consecutive row numbers begin, then the end of the last."""
     return [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
 
 
 def _reads(source: "_Source", rows: Rows, out: np.ndarray) -> Iterator[ReadJob]:
-    """Ascending rows of one tensor, cut where a stretch is long enough, or a gap too wide.
+    """Split ascending rows of one tensor into reads, at wide gaps and at a maximal length.
 
-    Of a memory map a gap is not read, and only what is taken counts.
+    In a memory map gaps are not read, so only the rows themselves count.
     """
     most = max(1, _STRETCH_BYTES // source.row_bytes)
     if source.mapped:
@@ -302,7 +302,7 @@ def _read(source: "_Source", rows: Rows, out: np.ndarray) -> None:
     if source.mapped:
         opened = cast(Any, np.asarray(opened))
     stored = cast(np.ndarray, opened[first:last])
-    if out.ndim == 1:  # a column: of the index it does not lie together
+    if out.ndim == 1:  # a column; in the index its values are not contiguous
         out[...] = stored[rows - first]
         return
     stored = stored.reshape(last - first, -1).view(np.uint8)
@@ -321,12 +321,12 @@ def _read(source: "_Source", rows: Rows, out: np.ndarray) -> None:
 class MappedRows:
     """One array over the rows of many files, so that one call takes rows from all of them.
 
-    Files are mapped into one stretch of addresses, each where its first row falls on a multiple of
-    a row's bytes. The gaps between them are never touched; they take addresses but no memory.
+    Files are mapped into one range of addresses, each so that its first row falls on a multiple of
+    the row size. The gaps between them are never touched; they take addresses but no memory.
     """
 
     def __init__(self, parts: Sequence[MappedFile], row_bytes: int) -> None:
-        """Use `map_rows`, which checks what can be mapped."""
+        """Map files; call `map_rows` instead, which checks whether they can be mapped."""
         self._row_bytes = row_bytes
         self._firsts = np.array([first for _, _, first in parts], np.int64)
         places = _places([info for _, info, _ in parts], row_bytes)
@@ -352,22 +352,22 @@ class MappedRows:
         self.table.flags.writeable = False
 
     def numbers(self, rows: Rows) -> Rows:
-        """Where ascending rows of the dataset lie in the table."""
+        """Return the row numbers in the table of ascending rows of the dataset."""
         cuts = np.searchsorted(rows, self._firsts[1:])
         counts = np.diff(cuts, prepend=0, append=len(rows))
         return rows + np.repeat(self._shifts, counts)
 
     def expect(self, numbers: Rows, bounds: Sequence[int]) -> None:
-        """Let the disk read what is needed soon: runs of the table's rows, between bounds."""
+        """Ask the kernel to read ahead runs of the table's rows, delimited by bounds."""
         for low, high in zip(bounds, bounds[1:], strict=False):
             start = self._base + int(numbers[low]) * self._row_bytes
             stop = self._base + (int(numbers[high - 1]) + 1) * self._row_bytes
             start -= start % mmap.PAGESIZE
-            _LIBC.madvise(start, stop - start, _MADV_WILLNEED)  # advice: it may fail
+            _LIBC.madvise(start, stop - start, _MADV_WILLNEED)  # only advice: it may fail
 
 
 def map_rows(parts: Sequence[MappedFile], row_bytes: int) -> MappedRows | None:
-    """Map files into one array; None where the system or the layout of the files forbids it."""
+    """Map files into one array; None if the system or the layout of the files does not allow it."""
     if not sys.platform.startswith("linux") or not 0 < len(parts) <= _MOST_MAPPED_FILES:
         return None
     common = math.gcd(row_bytes, mmap.PAGESIZE)
@@ -379,13 +379,13 @@ def map_rows(parts: Sequence[MappedFile], row_bytes: int) -> MappedRows | None:
     try:
         return MappedRows(parts, row_bytes)
     except OSError as error:
-        if error.errno != errno.ENOMEM:  # other taps, or other libraries, have the maps there are
+        if error.errno != errno.ENOMEM:  # other taps or libraries have used up the maps
             raise
         return None
 
 
 def _places(infos: Sequence[TensorInfo], row_bytes: int) -> list[int]:
-    """The row of the table that each begins with: as its page allows, after those before it."""
+    """Return the table row where each file begins: after the previous one, aligned to its page."""
     page = mmap.PAGESIZE
     common = math.gcd(row_bytes, page)
     inverse = pow(row_bytes // common, -1, page // common) if page > common else 0
@@ -393,7 +393,7 @@ def _places(infos: Sequence[TensorInfo], row_bytes: int) -> list[int]:
     end = 0
     for info in infos:
         at = info.start % page
-        period = page // common  # row numbers whose address lies as far into a page as the file's
+        period = page // common  # distance of row numbers with the file's offset within a page
         wanted = at // common * inverse % period
         least = -(-(end + at) // row_bytes)
         places.append(least + (wanted - least) % period)

@@ -12,8 +12,8 @@ from spile.core.identity import full_digest
 from spile.core.recipe import ResolvedRecipe
 from spile.objects.paths import AnyPath, path_of
 
-_FILES = ("tokenizer.json", "tokenizer_config.json")  # what a recipe's digest is of
-_CUT = "\ufffd"  # what is left of a character whose last token is missing
+_FILES = ("tokenizer.json", "tokenizer_config.json")  # the files in a recipe's tokenizer digest
+_CUT = "\ufffd"  # shown for a character whose last token is missing
 _GAP = "…"  # stands for tokens that were not kept
 
 
@@ -21,13 +21,13 @@ class Texts:
     """A dataset's tokens as text.
 
     Attributes:
-        tokenizer: None if it cannot be had.
-        missing: the reason, then.
-        note: what is to be known of the one that is used.
+        tokenizer: None if it is not available.
+        missing: the reason, in that case.
+        note: a remark about the tokenizer in use, if any.
     """
 
     def __init__(self, recipe: ResolvedRecipe, given: str | None = None) -> None:
-        """`given`: a directory or URL with a tokenizer, to be used instead of the model's.
+        """Load a tokenizer; `given` is a directory or URL to use instead of the model's.
 
         Raises:
             ConfigError: if that holds no tokenizer.
@@ -36,7 +36,7 @@ class Texts:
         self.missing: str | None = None
         self.note: str | None = None
         source = given or recipe.model_source
-        # A store is a stranger's: what it names is read of this machine, and never fetched.
+        # A store is untrusted: the path it names is read on this machine, and never fetched.
         if not given and "://" in source:
             self.missing = f"the model is not on this machine ({source})"
             return
@@ -56,11 +56,11 @@ class Texts:
         self.tokenizer = tokenizer
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text; a character of several tokens is its last one's."""
+        """Return what each token adds to the text; a split character counts for its last token."""
         if self.tokenizer is None:
             return [str(token) for token in ids]
         pieces: list[str] = []
-        waiting: list[int] = []  # places of tokens whose character has not ended
+        waiting: list[int] = []  # positions of tokens whose character is incomplete
         stream = DecodeStream(skip_special_tokens=False)
         for place, token in enumerate(ids):
             if self.tokenizer.id_to_token(token) is None:
@@ -68,7 +68,7 @@ class Texts:
                 continue
             try:
                 piece = stream.step(self.tokenizer, token)
-            except Exception:  # a sequence that no text has: such tokens stand alone
+            except Exception:  # an impossible sequence: decode the token alone
                 stream = DecodeStream(skip_special_tokens=False)
                 piece = self.tokenizer.decode([token], skip_special_tokens=False)
             waiting = [] if piece is not None else [*waiting, place]
@@ -78,11 +78,11 @@ class Texts:
         return pieces
 
     def text(self, index: np.ndarray) -> str:
-        """The tokens as one text, with a gap where some are missing."""
+        """Return the tokens as one text, with a gap where some are missing."""
         return _GAP.join("".join(run) for run in self.runs(index))
 
     def runs(self, index: np.ndarray) -> Iterable[list[str]]:
-        """The pieces of each run of tokens that follow one another in a document."""
+        """Yield the pieces of each run of consecutive tokens of a document."""
         breaks = np.flatnonzero(np.diff(index["offset"].astype(np.int64)) != 1) + 1
         for run in np.split(index["token_id"], breaks):
             yield self.pieces(run.tolist())

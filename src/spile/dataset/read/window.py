@@ -1,8 +1,8 @@
 """Windows of rows in memory, and the batches that are taken from them.
 
-A `View` says what is given of rows: which taps, in which dtype, normalized or not. `ReadAhead`
-holds a window while threads read the next one. A `BatchBuilder` takes rows from windows into a
-batch, in memory that is used again.
+A `View` describes the output: which taps, in which dtype, normalized or not. `ReadAhead` holds a
+window while threads read the next one. A `BatchBuilder` copies rows from windows into a batch, in
+reused memory.
 """
 
 import math
@@ -26,36 +26,36 @@ from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows, runs
 from spile.dataset.write.quantization import DECODED, decode
 from spile.dataset.write.statistics import TapStats
 
-Batch = dict[str, Any]  # arrays by name; `Encoded` where that was asked for
+Batch = dict[str, Any]  # arrays by name; `Encoded` if requested
 
 _TAKERS = 4  # threads
 _WORTH_A_THREAD = 1 << 20  # bytes: a tenth of a millisecond
-_LONG_RUN = 16  # rows on average: fewer, and asking the disk ahead costs more than it gives
-_MAJOR_FAULTS = 16  # some come of anything
-_KEPT = 4  # buffers of each kind that are used again: as many batches as are mostly held
+_LONG_RUN = 16  # rows on average: with fewer, read-ahead costs more than it gains
+_MAJOR_FAULTS = 16  # some always occur
+_KEPT = 4  # buffers to keep of each kind: as many as batches are usually held
 
 
 class Encoded(NamedTuple):
-    """Values in eight bits, as they are stored, and what to multiply them by."""
+    """Eight-bit values as stored, and their scale."""
 
     codes: np.ndarray
-    scale: np.ndarray  # one for each row, or of one row's shape
+    scale: np.ndarray  # one for each row, or in the shape of a row
 
     def decode(self) -> np.ndarray:
-        """The values."""
+        """Return the decoded values."""
         return decode(self.codes, self.scale)
 
 
 @dataclass(frozen=True)
 class Affine:
-    """A tap's normalization: (values - shift) * factor."""
+    """The normalization of a tap: (values - shift) * factor."""
 
-    shift: np.ndarray | None  # of one row's shape
+    shift: np.ndarray | None  # in the shape of a row
     factor: np.ndarray | float | None
 
 
 class WindowBuffer:
-    """Memory for rows as they are stored: bytes of taps, and scales where rows have them."""
+    """Memory for rows as stored: bytes of taps, and scales if rows have them."""
 
     def __init__(self, taps: Mapping[str, TapInfo], held: set[str], index: bool, rows: int) -> None:
         self.taps: dict[str, Bytes] = {
@@ -71,17 +71,17 @@ class WindowBuffer:
 
 @dataclass(frozen=True)
 class Window:
-    """Rows to be given: of each tap a table that they lie in, and where, one after another."""
+    """Rows to return: for each tap a table that holds them, and their numbers in it, in order."""
 
     place: tuple[int, int]
     buffer: WindowBuffer
     tables: Mapping[str, tuple[Bytes, Rows]]
     places: Rows  # in the buffer
-    begins: Mapping[int, int]  # by the epoch's row with which a stretch begins: its first place
+    begins: Mapping[int, int]  # epoch's row at which a stretch begins -> its first position
 
 
 class View:
-    """The taps that were asked for, by the names they were asked by."""
+    """The requested taps, by the requested names."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class View:
         options: BatchOptions,
         statistics: Callable[[str], TapStats],
     ) -> None:
-        """`names`: the tap of each name that was asked for; `statistics`: of a tap."""
+        """`names` maps requested names to taps; `statistics` returns those of a tap."""
         if "index" in names:
             raise ConfigError("the index is no tap; it is given unless index=False")
         self.stored, self.names = stored, names
@@ -107,33 +107,33 @@ class View:
 
     @property
     def row_bytes(self) -> int:
-        """Held of each row."""
+        """Bytes held of each row."""
         index = INDEX_DTYPE.itemsize if self.index else 0
         return index + sum(info.row_bytes for info in self.taps.values())
 
     @property
     def is_mapped(self) -> bool:
-        """Whether no tap's rows need be copied into a window."""
+        """Whether no tap's rows need to be copied into a window."""
         return all(self.stored.mapped(tap) is not None for tap in self.taps)
 
     def buffer(self, rows: int) -> WindowBuffer:
-        """Memory for a window; taps whose files can be mapped need none."""
+        """Allocate memory for a window; taps whose files are mapped need none."""
         held = {tap for tap in self.taps if self.stored.mapped(tap) is None}
         return WindowBuffer(self.taps, held, self.index, rows)
 
     def affine(self, name: str) -> Affine | None:
-        """How a tap is normalized; one that is given encoded is not, yet."""
+        """Return the normalization of a tap; it is not yet applied to an encoded one."""
         return self.affines.get(self.names[name])
 
     def scaled_by(self, name: str) -> Literal["row", "channel"] | None:
-        """What encoded values of a tap are to be multiplied by."""
+        """Return the kind of scale for the encoded values of a tap."""
         return self.taps[self.names[name]].scaled_by
 
     def begin(self, rows: int) -> "BatchBuilder":
         return BatchBuilder(self, rows)
 
     def given(self, tap: str) -> np.dtype[Any]:
-        """The dtype of a tap's rows."""
+        """Return the dtype of a tap's rows in batches."""
         info = self.taps[tap]
         if self.encoded and info.scaled_by:
             return info.storage
@@ -159,7 +159,7 @@ class BatchBuilder:
         self._entries = pool.array("index", rows, (), INDEX_DTYPE) if view.index else None
 
     def take(self, window: Window, first: int, count: int) -> None:
-        """The next rows, from a place of the window on."""
+        """Copy the next `count` rows, from position `first` of the window on."""
         part, places = slice(self._filled, self._filled + count), slice(first, first + count)
         for tap, raw in self._raw.items():
             table, numbers = window.tables[tap]
@@ -172,7 +172,7 @@ class BatchBuilder:
         self._filled += count
 
     def shortened(self) -> "BatchBuilder":
-        """With the rows that have come."""
+        """Truncate the batch to the rows filled so far."""
         self._rows = self._filled
         self._raw = {tap: raw[: self._rows] for tap, raw in self._raw.items()}
         self._scales = {tap: scales[: self._rows] for tap, scales in self._scales.items()}
@@ -196,7 +196,7 @@ class BatchBuilder:
         affine, dtype = view.affines.get(tap), view.given(tap)
         if scale is None and affine is None and dtype == info.storage:
             return stored
-        # In float32, and rounded once.
+        # Computed in float32 and rounded once.
         wide = view.pool.array(f"{tap} wide", self._rows, info.shape, DECODED)
         if scale is not None:
             decode(stored, scale, wide)
@@ -221,7 +221,7 @@ class BatchBuilder:
 
 
 class ReadAhead:
-    """Windows in turn, in memory for two: the one in hand and the next."""
+    """Windows in turn, with memory for two: the current one and the next."""
 
     def __init__(self, view: View, schedule: EpochSchedule) -> None:
         self._view, self._stored = view, view.stored
@@ -235,7 +235,7 @@ class ReadAhead:
         self._next: tuple[Place, Future[Window]] | None = None
 
     def window(self, place: Place) -> Window:
-        """A window, whose memory is used again when another one is asked for."""
+        """Return a window; its memory is reused when another one is requested."""
         if self._current is None or self._current.place != place:
             if self._current is not None:
                 self._free.append(self._current.buffer)
@@ -246,14 +246,14 @@ class ReadAhead:
             try:
                 self._current = self._next[1].result()
             except Exception:
-                self._next = None  # it is read again when it is asked for again
+                self._next = None  # the next request reads it again
                 raise
             after = self._schedule.following(place)
             self._next = after and (after, self._loading.submit(self._load, after))
         return self._current
 
     def close(self) -> None:
-        """Wait for what is being read, and forget it."""
+        """Wait for the window being read, and drop it."""
         if self._next is not None:
             future, self._next = self._next[1], None
             if future.exception() is None:
@@ -270,7 +270,7 @@ class ReadAhead:
             begins[low] = given
             given += high - low
             mine.append(places[low - begin : high - begin])
-        if given < len(places):  # others have the rest
+        if given < len(places):  # other ranks or workers have the rest
             places = np.concatenate(mine)
             used = np.unique(places)
             rows, places = rows[used], np.searchsorted(used, places)
@@ -282,7 +282,7 @@ class ReadAhead:
         return Window(place, buffer, tables, places, begins)
 
     def _mapped(self, tap: str, rows: Rows, places: Rows) -> tuple[Bytes, Rows]:
-        """Nothing is copied but for those who ask; the disk may begin, where it has to."""
+        """Return the table of mapped rows, and the row numbers in it; read ahead if cold."""
         mapped = self._stored.mapped(tap)
         assert mapped is not None
         numbers = mapped.numbers(rows)
@@ -293,7 +293,7 @@ class ReadAhead:
         return mapped.table, numbers[places]
 
     def _is_cold(self) -> bool:
-        """Whether a disk has been waited for. (Asking it ahead for what it need not read costs.)"""
+        """Return whether a disk had to be waited for. (Needless read-ahead is costly.)"""
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         self._cold |= faults > self._faults + _MAJOR_FAULTS
         return self._cold
@@ -311,8 +311,8 @@ class ReadAhead:
             yield from self._stored.index_jobs(rows, buffer.index[: len(rows)])
 
     def _run(self, jobs: Iterable[ReadJob]) -> None:
-        """All of them, or the error of one, when none runs any more."""
-        if self._reading is None:  # they are short: threads would only take turns
+        """Run all jobs; raise the error of one after all have ended."""
+        if self._reading is None:  # the jobs are short: threads would only take turns
             for job in jobs:
                 job()
             return
@@ -326,7 +326,7 @@ class ReadAhead:
 
 
 class _Takers:
-    """np.take by a few threads: one core alone does not fill the memory's bandwidth."""
+    """np.take by a few threads: one core does not saturate the memory bandwidth."""
 
     def __init__(self) -> None:
         self._threads = min(_TAKERS, os.cpu_count() or 1)
@@ -342,7 +342,7 @@ class _Takers:
         try:
             _take(table, numbers[: cuts[1]], out[: cuts[1]])
         finally:
-            wait(others)  # nobody writes into what is given to somebody else
+            wait(others)  # no thread may still write to memory that is handed out
         for other in others:
             other.result()
 
@@ -352,9 +352,9 @@ def _take(table: Bytes, numbers: Rows, out: Bytes) -> None:
 
 
 class _Pool:
-    """Arrays that are used again as soon as nobody holds them, nor a view of them.
+    """Arrays that are reused as soon as nobody holds them or a view of them.
 
-    Memory that is new costs more to touch for the first time than rows cost to copy.
+    Touching new memory for the first time costs more than copying rows.
     """
 
     def __init__(self) -> None:
@@ -364,7 +364,7 @@ class _Pool:
         self, kind: str, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> np.ndarray:
         kept = self._kept.setdefault(kind, [])
-        # A short batch, the last of an epoch, is no reason to forget long ones.
+        # A short batch, the last of an epoch, must not evict long arrays.
         for at in range(len(kept)):
             if _references(kept, at) == _UNHELD and len(kept[at]) >= rows:
                 return kept[at][:rows]
@@ -377,7 +377,7 @@ def _references(held: list[Any], at: int) -> int:
     return sys.getrefcount(held[at])
 
 
-_UNHELD = _references([np.empty(0)], 0)  # by this very way of asking
+_UNHELD = _references([np.empty(0)], 0)  # counted in the same way
 
 
 def _parsed(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -392,7 +392,7 @@ def _parsed(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def _affine(normalize: Normalize, stats: TapStats, info: TapInfo) -> Affine:
-    """Statistics are of channels, whatever axes a row has."""
+    """Return the normalization; statistics are per channel, whatever axes a row has."""
     if normalize == "norm":
         norm = stats.mean_norm
         return Affine(None, math.sqrt(info.width) / norm if norm > 0 else 1.0)

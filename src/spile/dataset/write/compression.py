@@ -1,15 +1,15 @@
-"""Cold shards: byte planes under zstd, without loss, readable at any offset.
+"""Cold shards: byte planes compressed by zstd, lossless, readable at any offset.
 
-The bytes of floats compress badly side by side: exponents repeat, mantissas are noise. Each block
-of a stream is therefore split into planes (all first bytes of its items, then all second bytes,
-...) and becomes one zstd frame. The file ends in the seek table of zstd's seekable format (0.1.0,
-in zstd's `contrib/seekable_format`), which is a frame that decoders skip: any zstd tool restores
-the planes.
+The bytes of floats compress badly when interleaved: exponents repeat, mantissas are noise. Each
+block of a stream is therefore split into planes (all first bytes of its items, then all second
+bytes, ...) and becomes one zstd frame. The file ends in the seek table of zstd's seekable format
+(0.1.0, in zstd's `contrib/seekable_format`), which is a frame that decoders skip: any zstd tool
+restores the planes.
 
-The item size of a block is not stored: the safetensors header, itself written with item size 1,
-tells it. A seek table from a stranger is data, checked before anything is allocated; but nothing
-in the format guards the table as a whole, so hold `PlaneReader.size` against what that header
-promises (`parse_header` does): a damaged size would move all that follows it.
+The item size of a block is not stored. It follows from the safetensors header, which itself is
+written with item size 1. A seek table is untrusted data, and is checked before anything is
+allocated. Nothing in the format protects the table as a whole, so compare `PlaneReader.size` with
+the size in that header (as `parse_header` does): a damaged size would shift everything after it.
 """
 
 import importlib
@@ -25,10 +25,10 @@ import xxhash
 
 from spile.core.errors import CorruptError
 
-BLOCK_BYTES = 1 << 20  # what the smallest read decodes
-MAX_FRAME_BYTES = 64 << 20  # of one block, so that a hostile frame cannot ask for more
+BLOCK_BYTES = 1 << 20  # decoded by the smallest read
+MAX_FRAME_BYTES = 64 << 20  # of one block, so that a hostile frame cannot require more
 MAX_FRAMES = 1 << 24  # 16 TiB in blocks of the usual size; zstd's own limit is 1 << 27
-_FIRST_READ = 1 << 16  # holds the table of some 5 GiB, so that mostly one request does
+_FIRST_READ = 1 << 16  # holds the table of about 5 GiB, so that one request usually suffices
 
 _HEAD = struct.Struct("<II")  # magic number, bytes that follow
 _FOOTER = struct.Struct("<IBI")  # frames, descriptor, magic number
@@ -41,12 +41,12 @@ _Bytes = npt.NDArray[np.uint8]
 
 @cache
 def _zstd() -> Any:
-    """Level 1: on noise, higher levels are slower and find less. Imported late: it is heavy."""
+    """Return the codec. Level 1: on noise, higher levels are slower and worse. A heavy import."""
     return importlib.import_module("pyarrow").Codec("zstd", compression_level=1)
 
 
 class PlaneWriter:
-    """Compresses what is written through it; the seek table follows on `close`."""
+    """Compresses the data written to it; `close` appends the seek table."""
 
     def __init__(
         self, write: Callable[[bytes | memoryview], None], block_bytes: int = BLOCK_BYTES
@@ -58,7 +58,7 @@ class PlaneWriter:
         self._table = bytearray()
 
     def write(self, data: bytes | memoryview, itemsize: int) -> None:
-        """Write whole items. Each call starts a new block, so let calls be large."""
+        """Write whole items. Each call starts a new block, so calls should be large."""
         raw = np.frombuffer(data, np.uint8)
         step = self._block_bytes // itemsize * itemsize
         if not step or raw.size % itemsize:
@@ -79,21 +79,21 @@ class PlaneWriter:
 
 
 class PlaneReader:
-    """Random access to what was written; reads only the frames it needs.
+    """Random access to the original stream; reads only the frames it needs.
 
     Attributes:
         size: bytes in the uncompressed stream.
     """
 
     def __init__(self, where: str, size: int, get_range: Callable[[int, int], bytes]) -> None:
-        """Read and audit the seek table of a compressed object of `size` bytes."""
+        """Read and check the seek table of a compressed object of `size` bytes."""
         self._where = where
         self._get_range = get_range
         table = self._read_table(size)
         packed, plain = table[:, 0].astype(np.int64), table[:, 1].astype(np.int64)
         if np.any((plain == 0) | (plain > MAX_FRAME_BYTES)):
             raise CorruptError(where, f"a frame is empty or above {MAX_FRAME_BYTES} bytes")
-        # No zstd block has under 4 bytes or gives over 128 KiB; and zstd has its worst case.
+        # A zstd block takes 4 bytes or more and gives 128 KiB or less; expansion is bounded, too.
         if np.any((plain > (packed - 6) << 15) | (packed > plain + (plain >> 8) + 64)):
             raise CorruptError(where, "a frame has a size that zstd cannot have made")
         self._packed_at, self._plain_at = _offsets(packed), _offsets(plain)
@@ -102,18 +102,18 @@ class PlaneReader:
         if self._packed_at[-1] != table_at:
             raise CorruptError(where, f"its frames end at {table_at}, not as its table says")
         self.size = int(self._plain_at[-1])
-        # The last frame read, by index and item size. One tuple, so that threads may share us.
+        # The last frame read, by index and item size. One tuple, so that threads may share it.
         self._last: tuple[int, int, _Bytes] = (-1, 0, np.empty(0, np.uint8))
 
     def read(self, start: int, stop: int, itemsize: int) -> memoryview:
-        """Bytes `start` to `stop` of the original stream, all written with that item size.
+        """Return bytes `start` to `stop` of the original stream, all written with that item size.
 
         Raises:
             CorruptError: if the stream does not reach that far, or a frame is not what was written.
         """
         if not 0 <= start <= stop <= self.size:
             raise CorruptError(self._where, f"holds {self.size} bytes, not {start} to {stop}")
-        # Memory is taken as frames are decoded: a table that promises too much costs nothing.
+        # Pages are touched as frames are decoded, so a table that promises too much costs nothing.
         out = np.empty(stop - start, np.uint8)
         if start == stop:
             return out.data
@@ -138,7 +138,7 @@ class PlaneReader:
         if size % itemsize:
             raise CorruptError(self._where, f"frame {index} is not of items of {itemsize} bytes")
         try:
-            # It fails too where the frame holds fewer bytes than the table says.
+            # This also fails if the frame holds fewer bytes than the table says.
             planes = np.frombuffer(_zstd().decompress(frame, size), np.uint8)
         except OSError as error:
             raise CorruptError(self._where, f"frame {index} does not decompress") from error
@@ -183,13 +183,13 @@ def _checksum(planes: _Bytes) -> int:
 
 
 def _fill(out: _Bytes, block: _Bytes) -> _Bytes:
-    """Copy what fits; returns what is left to fill."""
+    """Copy what fits; return the part left to fill."""
     count = min(out.size, block.size)
     out[:count] = block[:count]
     return out[count:]
 
 
-# Plane by plane, as numpy copies several times faster than it transposes.
+# Plane by plane, since numpy copies several times faster than it transposes.
 def _split(raw: _Bytes, itemsize: int) -> _Bytes:
     planes = np.empty((itemsize, raw.size // itemsize), np.uint8)
     for byte in range(itemsize):

@@ -1,18 +1,18 @@
-"""The documents table: a row for every document of a unit, whatever became of it.
+"""The documents table: a row for every document of a unit, read or skipped.
 
     doc         its ordinal in the corpus
-    tokens      of it, that the model read
-    rows        of it, that were stored
-    first_row   the first of those, within the unit; null (stored as -1) if there are none, or they
-                lie all over a shuffled dataset
-    skipped     why it was left out; null if it was read
-    preview     how its text begins
-    ...         the columns of the corpus that were chosen: numbers, booleans, text
+    tokens      the number of its tokens that the model read
+    rows        the number of its rows that were stored
+    first_row   the first of those, within the unit; null (stored as -1) if there are none, or if
+                they are scattered over a shuffled dataset
+    skipped     why it was skipped; null if it was read
+    preview     the beginning of its text
+    ...         the kept columns of the corpus: numbers, booleans, text
 
-Readers get an Arrow table. It is stored as tensors, like all else: the same bytes whatever wrote
-them, and nothing that a stranger's file could make grow (a Parquet footer that lies makes Arrow
-abort the process). A column that has nulls is two of them, `NAME` and `valid/NAME`; of texts there
-are the bytes, and in `ends/NAME` where each ends. Chosen columns are called `kept/NAME`.
+Readers get an Arrow table. It is stored as tensors, like everything else: the bytes do not depend
+on the writer, and an untrusted file cannot exhaust memory (an invalid Parquet footer makes Arrow
+abort the process). A column with nulls takes two tensors, `NAME` and `valid/NAME`. A column of
+texts holds their bytes, and `ends/NAME` the end of each. Kept columns are called `kept/NAME`.
 """
 
 import importlib
@@ -31,7 +31,7 @@ from spile.objects import Objects
 _NUMBERS = {"doc": np.int64, "tokens": np.int32, "rows": np.int32, "first_row": np.int64}
 _TEXTS = ("skipped", "preview")
 _KEPT_DTYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))
-_MOST_TEXT = (1 << 31) - 1  # bytes of a column: Arrow counts them in int32
+_MOST_TEXT = (1 << 31) - 1  # most bytes in a column: Arrow counts them in int32
 
 
 def encode_documents(
@@ -43,11 +43,11 @@ def encode_documents(
     kept: Mapping[str, Sequence[Any]],
     index: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """A unit's table, as tensors.
+    """Encode a unit's table as tensors.
 
     Args:
-        kept: values of chosen columns: booleans, numbers, texts and None.
-        index: of the unit's rows.
+        kept: values of the kept columns: booleans, numbers, texts and None.
+        index: the index of the unit's rows.
     """
     rows, first = rows_of(np.asarray(docs, np.int64), index["doc"])
     numbers = {"doc": docs, "tokens": tokens, "rows": rows, "first_row": first}
@@ -56,22 +56,22 @@ def encode_documents(
         tensors |= _text_tensors(name, texts)
     for name, values in kept.items():
         tensors |= _kept_tensors(f"kept/{name}", values)
-    # Widest first: all of them lie where their type wants them.
+    # Widest first, so that all of them are aligned.
     return dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
 
 
 def rows_of(docs: np.ndarray, of_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many rows each document has, and the first of them, or -1; `of_rows`: each row's own."""
+    """Return each document's number of rows and first row, or -1; `of_rows`: doc of each row."""
     rows, first = np.zeros(len(docs), np.int32), np.full(len(docs), -1, np.int64)
     found, firsts, counts = np.unique(of_rows, return_index=True, return_counts=True)
-    order = np.argsort(docs)  # where a merged unit holds them in a drawn order
+    order = np.argsort(docs)  # a merged unit of a permuted corpus is not sorted
     at = order[np.searchsorted(docs, found, sorter=order)]
     rows[at], first[at] = counts, firsts
     return rows, first
 
 
 def _kept_tensors(name: str, values: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Of the type that all values have, or of text."""
+    """Encode a column in the type that all its values have, or as text."""
     kinds: set[type[Any]] = {type(value) for value in values if value is not None}
     dtype = np.bool_ if kinds == {bool} else np.int64 if kinds == {int} else np.float64
     if not kinds or not (kinds == {bool} or kinds <= {int, float}):
@@ -98,13 +98,13 @@ def _spelled(value: Any) -> str | None:
 
 
 def kept_bytes(table: Mapping[str, np.ndarray]) -> int:
-    """What the chosen columns take of a unit's tensors."""
+    """Return the bytes that the kept columns take in a unit's tensors."""
     own = {prefix + name for prefix in ("", "ends/", "valid/") for name in (*_NUMBERS, *_TEXTS)}
     return sum(tensor.nbytes for name, tensor in table.items() if name not in own)
 
 
 def kept_of(table: Mapping[str, np.ndarray], doc: int) -> dict[str, Any]:
-    """Of one document of a unit's tensors: the columns that were chosen, then the preview."""
+    """Return the kept columns of one document of a unit's tensors, then its preview."""
     (row,) = np.flatnonzero(table["doc"] == doc)
     names = [name for name in table if name.startswith("kept/")]
     return {name.removeprefix("kept/"): _cell(table, name, row) for name in (*names, "preview")}
@@ -124,12 +124,12 @@ def _cell(table: Mapping[str, np.ndarray], name: str, row: np.intp) -> Any:
 
 
 def read_documents(objects: Objects, file: Shard, keep: Sequence[str]) -> Any:
-    """A unit's table (pyarrow's), which is what a record says of it.
+    """Read a unit's table as a pyarrow.Table, and check it against its record.
 
     Raises:
-        CorruptError: if it is anything else; no more than its size is read into memory.
+        CorruptError: if it does not match; no more than its size is read into memory.
     """
-    pa = importlib.import_module("pyarrow")  # on first use: it takes longer than opening a dataset
+    pa = importlib.import_module("pyarrow")  # on first use: a slow import
     header = read_shard_header(objects, file.key)
     for name, dtype in _NUMBERS.items():
         info = header.get(name)
@@ -160,7 +160,7 @@ def _column(pa: Any, file: Shard, tensors: Mapping[str, np.ndarray], name: str) 
 
 
 def _booleans(stored: np.ndarray) -> np.ndarray:
-    """A byte is true unless it is 0; numpy itself knows only 0 and 1."""
+    """Return a byte as true unless it is 0; numpy itself accepts only 0 and 1."""
     return stored.view(np.uint8) != 0
 
 
@@ -197,7 +197,7 @@ def _texts(
 
 
 def joined(tables: Sequence[Any]) -> Any:
-    """Tables of several units as one; a column that is of another type in each becomes text."""
+    """Join the tables of several units; a column whose type differs among them becomes text."""
     pa = importlib.import_module("pyarrow")
     names = tables[0].column_names
     columns = [_joined(pa, [table.column(i) for table in tables]) for i in range(len(names))]
@@ -217,10 +217,10 @@ def _joined(pa: Any, columns: Sequence[Any]) -> Any:
 
 
 def merge_documents(tables: Sequence[Any], index: np.ndarray | None) -> dict[str, np.ndarray]:
-    """The table of consecutive units that become one.
+    """Merge the tables of consecutive units.
 
     Args:
-        index: of all their rows; none of a shuffled dataset, where those lie elsewhere.
+        index: that of all their rows; None for a shuffled dataset, whose rows lie elsewhere.
     """
     whole = joined(tables)
     values = [column.to_pylist() for column in whole.columns]

@@ -1,8 +1,8 @@
-"""Values stored in eight bits, and back. No jax: encoding is the device's work, but for `check`.
+"""Encode values in eight bits, and decode them. No jax: the device encodes, except for `check`.
 
-float8_e4m3 has a scale per row, that of its largest value. int8 has one per channel, since a few
-channels are hundreds of times larger than all others, and one scale for both would leave nothing
-of the small ones; it is measured once for a dataset, and values beyond it are clipped and counted.
+float8_e4m3 has one scale per row, from its largest value. int8 has one per channel: a few channels
+are hundreds of times larger than all others, and a common scale would erase the small ones. It is
+measured once for a dataset; larger values are clipped and counted.
 """
 
 import base64
@@ -19,21 +19,21 @@ from spile.dataset.format import SCALE_DTYPE, TapInfo
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT8_MAX = 448.0
-INT8_MAX = 127.0  # and -127: zero stays in the middle
+INT8_MAX = 127.0  # and -127, so that zero is in the middle
 DECODED = np.dtype(np.float32)
 QUANTIZED = ("float8_e4m3", "int8")
 
 _TINY = np.finfo(SCALE_DTYPE).tiny
 
-# What every byte means: looking up is several times faster than converting.
+# The value of every byte: a lookup is several times faster than a conversion.
 _FLOAT8_VALUES = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(DECODED)
 
 
 def decode(stored: np.ndarray, scale: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """The values: stored ones times their scale, [rows] or that of one row's shape."""
+    """Multiply stored values by their scale, which has shape [rows] or that of one row."""
     if out is None:
         out = np.empty(stored.shape, DECODED)
-    elif out.dtype != DECODED:  # a buffer of the caller's kind: rounded once, at the end
+    elif out.dtype != DECODED:  # in the caller's dtype, rounded once, at the end
         out[...] = decode(stored, scale)
         return out
     if stored.dtype == FLOAT8:
@@ -46,10 +46,10 @@ def decode(stored: np.ndarray, scale: np.ndarray, out: np.ndarray | None = None)
 
 
 def encode(values: np.ndarray, info: TapInfo, scale: np.ndarray | None) -> np.ndarray:
-    """What reading gives after storing: the loss of the stored form alone.
+    """Return values as they read back after storing, to measure the loss of the stored form.
 
     Args:
-        scale: of each channel, where values are scaled by it.
+        scale: the scale of each channel, if the tap has them.
     """
     if info.scaled_by is None:
         return values.astype(info.storage)
@@ -58,17 +58,17 @@ def encode(values: np.ndarray, info: TapInfo, scale: np.ndarray | None) -> np.nd
         assert scale is not None
         steps = np.clip(np.rint(wide / scale), -INT8_MAX, INT8_MAX)
         return decode(np.where(np.isnan(steps), 0, steps).astype(np.int8), scale)
-    # What is not finite is stored as NaN, and must not spoil the rest of its row.
+    # Non-finite values are stored as NaN, and must not affect the rest of their row.
     present = np.where(np.isfinite(wide), np.abs(wide), 0.0)
     largest = present.max(axis=tuple(range(1, wide.ndim)), initial=0.0)
-    # Never so small that it is rounded to zero, or flushed to it.
+    # Never so small that it is rounded or flushed to zero.
     by_row = np.where(largest > 0, np.maximum(largest / FLOAT8_MAX, _TINY), 1.0).astype(SCALE_DTYPE)
     shaped = by_row.reshape(-1, *[1] * (wide.ndim - 1))
     return decode((wide / shaped).astype(FLOAT8), by_row)
 
 
 def scales_to_json(scales: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """As a record holds them: exact, and small enough for JSON."""
+    """Encode scales for a record: exact, and small enough for JSON."""
     return {
         tap: base64.b64encode(scale.astype("<f4").tobytes()).decode()
         for tap, scale in sorted(scales.items())
@@ -76,7 +76,7 @@ def scales_to_json(scales: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def scales_from_json(body: Mapping[str, Any], taps: Mapping[str, TapInfo]) -> dict[str, np.ndarray]:
-    """The scales of every tap that has them, each in the shape of a row.
+    """Decode the scales of every tap that has them, each in the shape of a row.
 
     Raises:
         CorruptError: unless there is one positive scale for each channel.

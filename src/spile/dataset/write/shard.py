@@ -1,7 +1,7 @@
 """Shards: safetensors files whose header is written first and whose rows stream after it.
 
-That is possible because the number of rows is known before the forward pass runs. The file is
-hashed as it is written; nothing is held back but the bytes in hand. A key that ends in `.zst`
+This is possible because the number of rows is known before the forward pass runs. The file is
+hashed as it is written, and only the current bytes are held in memory. A key that ends in `.zst`
 holds the same file compressed in blocks, and is read like any other.
 """
 
@@ -33,11 +33,11 @@ from spile.objects import Objects
 TensorSpec = tuple[str, npt.DTypeLike, tuple[int, ...]]
 
 
-# -- what the files of a unit contain ---------------------------------------------------------
+# -- the tensors in the files of a unit ----------------------------------------------------------
 
 
 def tap_tensors(tap: str, rows: int, info: TapInfo) -> list[TensorSpec]:
-    """Return the tensors of a shard of so many rows: the rows, and the scale of each if stored."""
+    """Return the tensors of a shard: the rows, and the scale of each if it is stored."""
     specs: list[TensorSpec] = [(tap, info.storage, (rows, *info.shape))]
     if info.scaled_by == "row":
         specs.append((scale_name(tap), SCALE_DTYPE, (rows,)))
@@ -45,7 +45,7 @@ def tap_tensors(tap: str, rows: int, info: TapInfo) -> list[TensorSpec]:
 
 
 def index_tensors(rows: int) -> list[TensorSpec]:
-    """Return the tensors of the index of so many rows: one for each column."""
+    """Return the tensors of an index: one for each column."""
     return [(name, INDEX_DTYPE[name], (rows,)) for name in INDEX_DTYPE.names or ()]
 
 
@@ -62,7 +62,7 @@ def specs_of(tensors: Mapping[str, np.ndarray]) -> list[TensorSpec]:
 
 
 def contains_exactly(header: Mapping[str, TensorInfo], specs: Iterable[TensorSpec]) -> bool:
-    """Whether a file holds these tensors and no others."""
+    """Return whether a file holds these tensors and no others."""
     found = {name: (info.dtype, info.shape) for name, info in header.items()}
     return found == {name: (np.dtype(dtype), shape) for name, dtype, shape in specs}
 
@@ -71,7 +71,7 @@ def contains_exactly(header: Mapping[str, TensorInfo], specs: Iterable[TensorSpe
 
 
 class ShardWriter:
-    """One file being written. Tensors follow in the order declared, in as many pieces as come."""
+    """One file being written. Tensors follow in the declared order, in any number of pieces."""
 
     def __init__(self, objects: Objects, key: str, tensors: Sequence[TensorSpec]) -> None:
         self.key = key
@@ -105,7 +105,7 @@ class ShardWriter:
         self._size += len(data)
 
     def close(self) -> tuple[int, str, str]:
-        """Make the file durable; returns its size, its hash, and its etag if it has one."""
+        """Make the file durable; return its size, its hash, and its etag if it has one."""
         if self._missing:
             raise AssertionError(f"{self.key}: {self._missing} bytes were not written")
         if self._planes:
@@ -141,7 +141,7 @@ def read_shard_header(objects: Objects, key: str) -> dict[str, TensorInfo]:
 
 
 class RangedRows:
-    """A tensor of a remote object, fetched as it is sliced."""
+    """A tensor of a remote object, fetched when sliced."""
 
     def __init__(self, objects: Objects, key: str, info: TensorInfo) -> None:
         self.dtype, self.shape = info.dtype, info.shape
@@ -159,7 +159,7 @@ class RangedRows:
 
 
 class CompressedRows:
-    """A tensor that is decompressed as it is sliced."""
+    """A tensor that is decompressed when sliced."""
 
     def __init__(self, planes: PlaneReader, info: TensorInfo) -> None:
         self.dtype, self.shape = info.dtype, info.shape
@@ -181,7 +181,7 @@ def _byte_range(tensor: RangedRows | CompressedRows, rows: slice) -> tuple[int, 
 
 
 def open_tensor(objects: Objects, key: str, info: TensorInfo) -> Any:
-    """One tensor of a shard, to be sliced: a memory map where the object is a local file."""
+    """Return one tensor of a shard, to be sliced: a memory map if the object is a local file."""
     if key.endswith(COMPRESSED):
         return CompressedRows(_planes(objects, key), info)
     path = objects.local_path(key)
@@ -191,7 +191,7 @@ def open_tensor(objects: Objects, key: str, info: TensorInfo) -> Any:
 
 
 def read_tensors(objects: Objects, key: str) -> dict[str, np.ndarray]:
-    """Every tensor of a small file (an index, statistics): memory maps, or fetched at once."""
+    """Return every tensor of a small file (an index, statistics), mapped or fetched at once."""
     path = objects.local_path(key)
     if path is not None:
         return map_tensors(path, read_shard_header(objects, key))

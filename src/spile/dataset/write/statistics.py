@@ -1,8 +1,8 @@
 """Statistics of a tap: exact counts, float64 moments, mergeable in any grouping of whole rows.
 
-The device reduces each packed row (in float32, in two passes: the second finds what the first lost
-of the mean); the host merges those in float64 in stored order. Packed rows are a function of recipe
-and unit, so the result does not depend on the batch size, the mesh or the machine count.
+The device reduces each packed row in float32, in two passes: the second corrects the rounding error
+of the mean. The host merges the results in float64, in stored order. Packed rows are a function of
+recipe and unit, so the result does not depend on the batch size, the mesh or the machine count.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,10 +21,10 @@ class TapStats:
     mean: np.ndarray
     m2: np.ndarray  # sum of squared deviations
     norm_sum: float
-    max_abs: float  # of the finite values
+    max_abs: float  # among finite values
     nonfinite: int
-    clipped: int = 0  # values larger than their channel's scale can hold
-    truncated: int = 0  # rows in which more latents were active than are kept
+    clipped: int = 0  # values that exceed the range of their channel's scale
+    truncated: int = 0  # rows with more active latents than are kept
 
     @classmethod
     def empty(cls, width: int) -> "TapStats":
@@ -54,7 +54,7 @@ class TapStats:
                 "statistics", f"are of {len(other.mean)} channels, where {len(self.mean)} are"
             )
         total = self.count + other.count
-        with np.errstate(invalid="ignore"):  # infinities, where they were asked to be kept
+        with np.errstate(invalid="ignore"):  # infinities, if they were allowed
             delta = other.mean - self.mean
             self.mean = self.mean + delta * (other.count / total)
             self.m2 = self.m2 + other.m2 + delta * delta * (self.count * other.count / total)
@@ -79,10 +79,10 @@ class TapStats:
 
     @classmethod
     def from_tensors(cls, tap: str, tensors: Mapping[str, np.ndarray], width: int) -> "TapStats":
-        """What `to_tensors` gave, of rows of `width` values.
+        """Rebuild the statistics of rows of `width` values from the tensors of `to_tensors`.
 
         Raises:
-            CorruptError: if one of them is missing, or of another shape or kind.
+            CorruptError: if a tensor is missing, or of another shape or dtype.
         """
 
         def moments(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -113,7 +113,7 @@ class TapStats:
 
 
 def merged(parts: Iterable[TapStats], width: int) -> TapStats:
-    """All groups of rows together. (Nothing is allocated by `width` where there is a group.)"""
+    """Merge all groups of rows. (`width` is used only if there is no group.)"""
     total: TapStats | None = None
     for part in parts:
         if total is None:

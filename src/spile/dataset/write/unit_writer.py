@@ -1,7 +1,7 @@
 """One attempt at one unit: rows stream into shards under keys nobody else uses.
 
-Nothing exists until `finish` has made every file durable and the ledger has created the done
-record from what it returns. An attempt that fails or loses leaves only files no record names.
+Nothing exists until `finish` has made every file durable and the ledger has created the done record
+that it returns. An attempt that fails or loses leaves only files that no record names.
 """
 
 import math
@@ -37,7 +37,7 @@ _STATISTICS = "statistics"
 
 
 class UnitWriter:
-    """Writes the shards of a unit, or of one part of it, whose number of rows is known."""
+    """Writes the shards of a unit, or of one part of it; the number of rows is known in advance."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class UnitWriter:
         durable: Callable[[int], None] = lambda size: None,
     ) -> None:
         """Args:
-        attempt: that other processes write their parts under, too.
-        run: where this part's rows begin within the unit, and how many there are.
-        durable: told of the bytes of every file that is.
+        attempt: the attempt that other processes write their parts under, too.
+        run: the first row of this part within the unit, and its number of rows.
+        durable: called with the size of every file that has become durable.
         """
         self.unit = unit
         self.attempt = attempt or system().token(8)
@@ -67,16 +67,16 @@ class UnitWriter:
         self._open: set[ShardWriter] = set()
         self._closing = system().pool(objects.parallel, "close")
         self._room = system().semaphore(objects.most_closing)
-        self._failed: BaseException | None = None  # what the first shard failed with
+        self._failed: BaseException | None = None  # the error of the first shard that failed
         self._taps = {
             tap: _TapWriter(self, tap, info, max(1, shard_bytes // info.row_bytes))
             for tap, info in taps.items()
         }
 
     def write(self, tap: str, rows: np.ndarray, scales: np.ndarray | None = None) -> None:
-        """The next rows of a tap, in stored order, with their scales where they have them.
+        """Write the next rows of a tap, in stored order, with their scales if they have them.
 
-        Raises what an earlier shard could not be made durable for.
+        If an earlier shard could not be made durable, its error is raised.
         """
         if self._failed is not None:
             raise self._failed
@@ -94,11 +94,11 @@ class UnitWriter:
         table: Mapping[str, np.ndarray],
         **described: Any,
     ) -> Done:
-        """Make every file durable; returns the record that would commit them.
+        """Make every file durable; return the record that would commit them.
 
         Args:
-            parts: what `finish_part` gave the other processes, in order.
-            table: of the unit's documents, as `encode_documents` makes it.
+            parts: the results of `finish_part` in the other processes, in order.
+            table: the table of the unit's documents, as `encode_documents` makes it.
         """
         prefix = attempt_prefix(self.unit, self.attempt)
         columns = {name: self._index[name] for name in self._index.dtype.names or ()}
@@ -136,13 +136,13 @@ class UnitWriter:
         return self._write_file(_STATISTICS, key, tensors, run or (self.first, self.rows))
 
     def _merge(self, key: str) -> None:
-        """Statistics of the rows that follow those known so far."""
+        """Merge the statistics of the rows that follow."""
         tensors = read_tensors(self._objects, key)
         for tap, stats in self.stats.items():
             stats.merge(TapStats.from_tensors(tap, tensors, len(stats.mean)))
 
     def discard(self) -> None:
-        """Remove what was written; only ever called when no record names it."""
+        """Remove the written files; called only when no record names them."""
         self._closing.shutdown(cancel_futures=True)
         for writer in list(self._open):
             writer.abandon()
@@ -159,15 +159,16 @@ class UnitWriter:
         return writer
 
     def close_shard(self, writer: ShardWriter) -> "Future[tuple[int, str, str]]":
-        """Made durable beside what is written next; the result is its size, digest and etag.
+        """Make a shard durable while others are written; the result is its size, digest and etag.
 
-        Only so many at once: where they go out over a network, each is held in memory meanwhile.
+        The number of concurrent calls is limited: if a shard goes over a network, it is held in
+        memory meanwhile.
         """
         self._room.acquire()
         closed = self._closing.submit(writer.close)
 
         def note(_: "Future[tuple[int, str, str]]") -> None:
-            # What could not be closed is still open, and abandoned when the unit is.
+            # A shard that could not be closed stays open, and is abandoned with the unit.
             if not closed.cancelled():
                 error = closed.exception()
                 self._failed = self._failed or error
@@ -196,8 +197,8 @@ class _TapWriter:
         self._unit, self._tap, self._info = unit, tap, info
         self._rows_per_shard = rows_per_shard
         self._writer: ShardWriter | None = None
-        self._first = self._count = 0  # of the open shard
-        self._scales: list[np.ndarray] = []  # of its rows; they follow when all of those are there
+        self._first = self._count = 0  # rows before the open shard, and in it
+        self._scales: list[np.ndarray] = []  # scales of its rows; written after all of those
         self._closed: list[tuple[str, int, int, Future[tuple[int, str, str]]]] = []
 
     def write(self, rows: np.ndarray, scales: np.ndarray | None) -> None:
@@ -249,11 +250,11 @@ def unit_bytes(
 ) -> int:
     """Return the bytes that all files of a unit take, unless they are compressed.
 
-    They are known before any is written: sizes follow from counts.
+    They are known before any file is written: sizes follow from counts.
 
     Args:
-        parts: rows that each process of the slice writes.
-        documents: the table of them, as `encode_documents` makes it.
+        parts: the number of rows that each process of the slice writes.
+        documents: the documents table, as `encode_documents` makes it.
     """
     statistics = statistics_tensors({t: TapStats.empty(i.width) for t, i in taps.items()})
     shards = sum(_shard_bytes(tap, info, parts, shard_bytes) for tap, info in taps.items())

@@ -1,6 +1,6 @@
-"""Where metrics go: a small protocol, and what `--metrics` names by it.
+"""Backends for metrics: a small protocol, and the names that `--metrics` accepts.
 
-Backends of our own are modules beside this one; others come by entry point, group
+Our own backends are modules beside this one; others are found by entry point, group
 `spile.metrics`. Each is a function `open_backend(argument, run)` that returns a `Backend`.
 """
 
@@ -24,19 +24,19 @@ class MetricsRun:
     """The run that reports: its name, its worker and its settings."""
 
     name: str
-    worker: str = ""  # which of several, by a name that is fit for a folder; alone: empty
+    worker: str = ""  # a name fit for a folder, if there are several workers; else empty
     config: Mapping[str, Any]  # recipe and runtime, as flags
 
 
 class Backend(Protocol):
-    """Takes what a run reports. Only one thread ever calls it."""
+    """Receives the reports of a run. Only one thread calls it."""
 
     def log(self, tokens: int, values: Mapping[str, float]) -> None:
-        """Values by name (`metrics/values.py`), after so many tokens."""
+        """Report values by name (`metrics/values.py`), after this many tokens."""
         ...
 
     def close(self) -> None:
-        """Hand on what is held back; nothing follows."""
+        """Flush pending values; no call follows."""
         ...
 
 
@@ -45,15 +45,15 @@ Opening = Callable[[str, MetricsRun], Backend]
 
 @dataclass(frozen=True)
 class ChosenBackend:
-    """A backend that was asked for."""
+    """A backend that was requested."""
 
     name: str
-    argument: str  # what follows the colon
+    argument: str  # the text after the colon
     opening: Opening
 
 
 def parse_backends(text: str | None) -> list[ChosenBackend]:
-    """`tensorboard:DIR,wandb:PROJECT,prometheus:PORT`.
+    """Parse `tensorboard:DIR,wandb:PROJECT,prometheus:PORT`.
 
     Raises:
         ConfigError: if there is no such backend, or its library is not installed.
@@ -84,7 +84,7 @@ def _chosen(part: str) -> ChosenBackend:
 
 
 def open_backends(chosen: list[ChosenBackend], run: MetricsRun) -> dict[str, Backend]:
-    """Those that open. One that does not is said to be missing, and the run goes on."""
+    """Open backends. One that fails is reported and left out, and the run continues."""
     opened: dict[str, Backend] = {}
     for each in chosen:
         try:
@@ -95,6 +95,6 @@ def open_backends(chosen: list[ChosenBackend], run: MetricsRun) -> dict[str, Bac
 
 
 def line(error: Exception) -> str:
-    """An error of a stranger's library in one line."""
+    """Format an error of a foreign library as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,7 +1,7 @@
-"""`--metrics prometheus:[HOST:]PORT`: the last values of this process, at /metrics.
+"""`--metrics prometheus:[HOST:]PORT`: serve the last values of this process at /metrics.
 
-On loopback unless a host is named. Where the port is taken, by another worker of this machine,
-the next free one is; 0 is any.
+The server listens on loopback unless a host is named. If another worker of this machine uses the
+port, it takes the next free one; 0 takes any.
 """
 
 import errno
@@ -26,7 +26,7 @@ def check(argument: str) -> None:
 
 
 def host_and_port(argument: str) -> tuple[str, int]:
-    """`9090`, `0.0.0.0:9090`, `[::]:9090`."""
+    """Parse `9090`, `0.0.0.0:9090` or `[::]:9090`."""
     host, _, port = argument.rpartition(":")
     if not (port.isdecimal() and port.isascii()) or int(port) > _MOST:
         raise ConfigError(
@@ -37,7 +37,7 @@ def host_and_port(argument: str) -> tuple[str, int]:
 
 
 class Prometheus:
-    """Served by a thread of the library's own; nothing is computed when it is asked."""
+    """A server in a thread of the library's own; a scrape computes nothing."""
 
     def __init__(self, host: str, port: int, run: MetricsRun) -> None:
         library: Any = importlib.import_module("prometheus_client")
@@ -60,7 +60,7 @@ class Prometheus:
         self._last = tokens, values
 
     def collect(self) -> Iterator[Any]:
-        """What a scrape gets."""
+        """Yield the metric families of a scrape."""
         families: dict[str, Any] = {}
         names, base = list(self._labels), list(self._labels.values())
         for name, value in self._last[1].items():

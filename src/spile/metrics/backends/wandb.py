@@ -1,4 +1,4 @@
-"""`--metrics wandb[:PROJECT]`: a run of Weights & Biases; what else it needs its own variables say.
+"""`--metrics wandb[:PROJECT]`: a run of Weights & Biases, configured by its own variables.
 
 (`WANDB_MODE=offline`, `WANDB_ENTITY`, `WANDB_DIR`, `WANDB_API_KEY`, …)
 """
@@ -13,13 +13,13 @@ _PROJECT = "spile"
 
 
 def check(argument: str) -> None:
-    """Any name will do."""
+    """Accept any name."""
 
 
 class WeightsAndBiases:
     def __init__(self, project: str, run: MetricsRun) -> None:
         library: Any = importlib.import_module("wandb")
-        # Our lines stay our own, and a working directory is nobody's business.
+        # Do not capture our output, and do not upload anything about the working directory.
         settings = library.Settings(
             console="off",
             silent=True,

@@ -1,4 +1,4 @@
-"""Datasets that the `datasets` library must read: their configs and splits. Never their scripts."""
+"""Configs and splits of datasets read by the `datasets` library. Their scripts are never run."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ from spile.objects.hub.splits import one_of
 
 
 def datasets_library(where: str) -> Any:
-    """The library, silent."""
+    """Import the library and silence it."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
@@ -25,12 +25,12 @@ def datasets_library(where: str) -> Any:
 
 
 def address(repository: Repository) -> str:
-    """What the library calls it: by its name alone, a folder that is here would come first."""
+    """Return the library's address of a repository; by its bare name a local folder would win."""
     return f"hf://datasets/{repository.name}"
 
 
 def choose(repository: Repository, commit: str, config: str, split: str) -> tuple[str, str]:
-    """The config and the split that are asked for, or the only ones."""
+    """Return the requested config and split, or the only ones."""
     refuse_script(repository, commit)
     if offline():
         if config and split:
@@ -50,7 +50,7 @@ def choose(repository: Repository, commit: str, config: str, split: str) -> tupl
 
 
 def refuse_script(repository: Repository, commit: str) -> None:
-    """A program of its owner's makes it: we run none, and the library no longer does."""
+    """Refuse a dataset made by its owner's script: neither we nor the library run those."""
     script = f"{repository.name.partition('/')[2]}.py"
     if not offline() and script in {e.key for e in open_hub(repository, commit).entries()}:
         raise InputError(
@@ -63,7 +63,7 @@ def refuse_script(repository: Repository, commit: str) -> None:
 
 @contextlib.contextmanager
 def reading(where: str) -> Generator[None, None, None]:
-    """Whatever the library raises is one line."""
+    """Turn any exception of the library into one line."""
     try:
         yield
     except SpileError:
@@ -79,7 +79,7 @@ def reading(where: str) -> Generator[None, None, None]:
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether there was no room left, however that was wrapped on its way."""
+    """Return whether a disk was full, however the error was wrapped."""
     while error is not None:
         if getattr(error, "errno", None) == errno.ENOSPC or "Not enough disk space" in str(error):
             return True

@@ -1,4 +1,4 @@
-"""What names of the Hub stand for.
+"""Names of models, datasets and files on the Hub.
 
     OWNER/NAME[@REVISION]                          a model
     OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]         a dataset's files of one config and split
@@ -7,8 +7,8 @@
     hf://datasets/OWNER/NAME[@REVISION]:CONFIG:SPLIT
     datasets:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]   the same, read by the `datasets` library
 
-A name is pinned before it is used, to the form with hf:// and a commit, and that is what a dataset
-of ours remembers: it goes on from the same bytes when the branch has moved.
+Before it is used, a name is pinned to the form with hf:// and a commit. A stored dataset keeps that
+form, so that it continues from the same bytes after the branch has moved.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _log = logging.getLogger("spile")
 
 @dataclass(frozen=True)
 class HubName:
-    """Files on the Hub, as they were asked for."""
+    """Files on the Hub, as they were requested."""
 
     repository: Repository
     revision: str | None = None
@@ -47,7 +47,7 @@ class HubName:
     by_split: bool = False  # the files of a config and a split, instead of a path
     config: str = ""  # empty: the only or the default one
     split: str = ""
-    built: bool = False  # by the `datasets` library, of whatever files there are
+    built: bool = False  # by the `datasets` library, from files of any kind
 
     def __str__(self) -> str:
         revision = f"@{quote(self.revision, safe='')}" if self.revision else ""
@@ -57,7 +57,7 @@ class HubName:
 
 
 def hub_name(source: str, kind: str) -> HubName | None:
-    """What a source names on the Hub, if it does; a file or a directory of that name comes first.
+    """Parse a source that names something on the Hub; a local file or directory comes first.
 
     Args:
         kind: "model" or "dataset", which a name without hf:// does not say.
@@ -99,7 +99,7 @@ def _parse_url(url: str) -> HubName:
 
 
 def _parse_built(source: str) -> HubName | None:
-    """None for a folder that was saved to a disk."""
+    """Parse a `datasets:` name; None for a folder on a disk."""
     found = _NAME.fullmatch(source.removeprefix(BUILT))
     if not found or (not found[2] and Path(found[1]).exists()):
         return None
@@ -111,7 +111,7 @@ def _parse_built(source: str) -> HubName | None:
 
 
 def pinned(source: str, kind: str) -> str:
-    """A source that means the same tomorrow, if it is of the Hub; any other is left as it is."""
+    """Pin a source of the Hub to a commit, so that it stays the same; return others unchanged."""
     name = hub_name(source, kind)
     if name is None:
         return source
@@ -124,7 +124,7 @@ def pinned(source: str, kind: str) -> str:
 
 
 def continued(given: str, stored: str, kind: str) -> str:
-    """The stored source, if what is given names it without saying which commit."""
+    """Return the stored source if the given one names it without a commit."""
     now, before = hub_name(given, kind), hub_name(stored, kind)
     if before is None or now is None or now.revision:
         return given
@@ -139,7 +139,7 @@ def continued(given: str, stored: str, kind: str) -> str:
 
 
 def open_named(url: str) -> tuple[HubObjects, str]:
-    """The files of an hf:// address, and the path among them."""
+    """Open the files of an hf:// address; also return the path among them."""
     name = _at_commit(_parse_url(url))
     assert name.revision
     objects = open_hub(name.repository, name.revision)
@@ -149,7 +149,7 @@ def open_named(url: str) -> tuple[HubObjects, str]:
 
 
 def _at_commit(name: HubName) -> HubName:
-    """The same with its revision resolved, and with config and split, where they were left open."""
+    """Resolve the revision to a commit, and choose config and split if they were left open."""
     repository, asked = name.repository, name.revision
     settled = bool(name.revision and is_commit(name.revision) and name.config and name.split)
     name = dataclasses.replace(name, revision=commit_of(repository, name.revision or "main"))
@@ -173,7 +173,7 @@ def _at_commit(name: HubName) -> HubName:
 
 
 def _converted(repository: Repository, asked: str | None) -> str | None:
-    """The commit of the Hub's own conversion to Parquet, which it makes of the main branch."""
+    """Return the commit of the Hub's own conversion to Parquet of the main branch."""
     try:
         return commit_of(repository, _CONVERTED) if asked in (None, "main") else None
     except InputError as error:

@@ -1,8 +1,8 @@
 """Files of a repository on the Hugging Face Hub, at one commit: hf://.
 
-A revision is resolved to its commit once, and everything is read at that commit: listings are by
-the Hub's own, bytes are ranges of its `resolve` addresses (which lead to a content network, where
-the token is not sent). A file of that commit in the Hub's local cache is read from there.
+A revision is resolved to its commit once, and everything is read at that commit. Listings come from
+the Hub itself; bytes are ranges of its `resolve` addresses, which redirect to a content network
+that never gets the token. A file of that commit in the Hub's local cache is read from there.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from spile.core.errors import InputError, StoreError
 from spile.objects.http import Answer, Client, WebObjects, library
 from spile.objects.protocol import Entry, check_key
 
-_PAGE_BYTES = 64 << 20  # of a listing's page
+_PAGE_BYTES = 64 << 20  # largest page of a listing
 _OFFLINE = "HF_HUB_OFFLINE is set"
 
 
@@ -40,7 +40,7 @@ class Repository:
         return f"hf://{self.path}"
 
     def api(self, *parts: str) -> str:
-        """An address of the Hub's programming interface."""
+        """Return an address of the Hub's API."""
         return "/".join([f"{endpoint()}/api/{self.kind}s/{self.name}", *parts])
 
 
@@ -57,7 +57,7 @@ def is_commit(revision: str) -> bool:
 
 
 def commit_of(repository: Repository, revision: str = "main") -> str:
-    """The commit a branch or a tag stands at now."""
+    """Return the current commit of a branch or a tag."""
     if is_commit(revision):
         return revision
     if offline():
@@ -69,7 +69,7 @@ def commit_of(repository: Repository, revision: str = "main") -> str:
 
 
 def open_hub(repository: Repository, commit: str) -> "HubObjects":
-    """The files of a commit; one object for all who ask, so that nothing is listed twice."""
+    """Open the files of a commit; callers share one object, so that nothing is listed twice."""
     return _opened(repository, commit, endpoint())
 
 
@@ -82,7 +82,7 @@ class HubObjects(WebObjects):
     """The files of a repository at a commit.
 
     Args:
-        only: what a listing shows; else everything.
+        only: the files that a listing shows; by default all.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class HubObjects(WebObjects):
         self._local: dict[str, Path | None] = {}
 
     def restricted(self, only: Sequence[str]) -> "HubObjects":
-        """The same files, of which a listing shows some."""
+        """Return the same files, with only some of them in listings."""
         view = HubObjects(self.repository, self.commit, only)
         view._trees, view._local, view._client = self._trees, self._local, self._client
         return view
@@ -116,7 +116,7 @@ class HubObjects(WebObjects):
         return self.entry(key).size
 
     def entry(self, key: str) -> Entry:
-        """What the Hub says of a file. Raises FileNotFoundError if there is none."""
+        """Return the Hub's entry of a file. Raises FileNotFoundError if there is none."""
         check_key(self.url, key)
         found = self._tree(key.rpartition("/")[0], whole=False).get(key)
         if found is None:
@@ -131,7 +131,7 @@ class HubObjects(WebObjects):
         yield from (entry for entry in found if entry.key.startswith(prefix))
 
     def local_path(self, key: str) -> Path | None:
-        """In the cache that all of the Hub's programs share, if it is whole."""
+        """Return the file's path in the shared cache of the Hub's programs, if it is complete."""
         if key not in self._local:
             where = {"revision": self.commit, "repo_type": self.repository.kind}
             found = library().try_to_load_from_cache(self.repository.name, key, **where)
@@ -141,11 +141,11 @@ class HubObjects(WebObjects):
         return self._local[key]
 
     def forget_local(self) -> None:
-        """Look into the cache again: it has changed."""
+        """Look into the cache again after it has changed."""
         self._local.clear()
 
     def _tree(self, folder: str, *, whole: bool) -> dict[str, Entry]:
-        """The files of a folder, by their keys, and on demand those of all its folders."""
+        """Return the files of a folder by key; with `whole`, also those of its subfolders."""
         for known in ((folder, whole), (folder, True), ("", True)):
             if known in self._trees:
                 return self._trees[known]
@@ -191,9 +191,9 @@ _client = Client()
 
 
 def _headers() -> dict[str, str]:
-    """Who asks, and the token, wherever huggingface_hub finds one.
+    """Return the user agent, and the token, wherever huggingface_hub finds one.
 
-    (Its own headers are not taken: to make them, it asks the Hub about the program it runs in.)
+    (Its own headers are not used: to make them, it asks the Hub about the running program.)
     """
     hidden = library(".constants").HF_HUB_DISABLE_IMPLICIT_TOKEN
     token = None if hidden else library().get_token()
@@ -202,7 +202,7 @@ def _headers() -> dict[str, str]:
 
 def _asked(repository: Repository, url: str) -> Answer:
     what = f"asking {endpoint()} about {repository.url}"
-    # A page of a listing says where the next one is; the token is for the Hub alone.
+    # A page of a listing links to the next one; the token goes only to the Hub.
     secret = _headers() if url.startswith(f"{endpoint()}/") else {}
     return _client.ask("GET", url, what, {}, secret=secret, most=_PAGE_BYTES)
 
@@ -222,7 +222,7 @@ def _code(answer: Answer) -> str:
 
 
 def _refuse(repository: Repository, answer: Answer, revision: str) -> None:
-    """Raise what the Hub means by an answer."""
+    """Raise the error that an answer of the Hub stands for."""
     if answer.status < 400 or answer.status == 416:
         return
     where, code = f"{repository.url}", _code(answer)
@@ -251,7 +251,7 @@ def _refuse(repository: Repository, answer: Answer, revision: str) -> None:
 
 
 def note_files(repository: Repository, revision: str, commit: str) -> None:
-    """Keep what a commit holds, for those who come without a network."""
+    """Record the files of a commit, for later use without a network."""
     entries = open_hub(repository, commit).entries()
     note = {"commit": commit, "files": [[e.key, e.size, e.etag] for e in entries]}
     for name in {revision, commit}:
@@ -274,7 +274,7 @@ def _read_note(repository: Repository, revision: str) -> Any:
 
 
 def _commit_before(repository: Repository, revision: str) -> str:
-    """The commit a revision stood at when it was last fetched, by us or by others."""
+    """Return the commit of a revision when it was last fetched, by us or another program."""
     note = _read_note(repository, revision)
     if note:
         return str(note["commit"])
@@ -289,7 +289,7 @@ def _commit_before(repository: Repository, revision: str) -> str:
 
 
 def _files_before(repository: Repository, commit: str) -> dict[str, Entry]:
-    """What a commit holds; of a model that others fetched, what they fetched of it."""
+    """Return the files of a commit; for a model that others fetched, the files they fetched."""
     note = _read_note(repository, commit)
     if note:
         return {key: Entry(key, size, etag) for key, size, etag in note["files"]}

@@ -1,7 +1,7 @@
-"""Which files of a dataset's repository belong to which config and split.
+"""Map the files of a dataset's repository to configs and splits.
 
-The card says so (`configs` in the README's metadata), or else the files' own names do, as most
-datasets have them: data/SPLIT-00000-of-00002.parquet, CONFIG/SPLIT-….parquet, SPLIT/….jsonl.
+The card defines them (`configs` in the README's metadata), or else the names of the files, in the
+usual forms: data/SPLIT-00000-of-00002.parquet, CONFIG/SPLIT-….parquet, SPLIT/….jsonl.
 """
 
 import importlib
@@ -17,8 +17,8 @@ from spile.core.errors import InputError
 from spile.objects.hub.repository import HubObjects
 from spile.objects.protocol import matches, plain_depth
 
-# What is read of a dataset by its name. Those of CSV and of anything else come as the Hub's
-# conversion, or through the `datasets` library.
+# Files that are read directly from a dataset given by name. CSV and other formats are read from the
+# Hub's conversion, or by the `datasets` library.
 _PARQUET = re.compile(r".*\.parquet", re.IGNORECASE)
 _LINES = re.compile(r".*\.(jsonl|ndjson)(\.gz|\.zst)?", re.IGNORECASE)
 _ARROW = re.compile(r".*\.arrow", re.IGNORECASE)
@@ -27,30 +27,30 @@ _KEYWORDS = {"train": "train", "training": "train", "validation": "validation",
              "valid": "validation", "val": "validation", "dev": "validation", "test": "test",
              "testing": "test", "eval": "test", "evaluation": "test"}  # fmt: skip
 _NUMBERED = re.compile(r"(.+?)[-.]\d{5}-of-\d{5}")
-_NAMELESS = ("part", "data", "shard", "chunk", "file")  # of numbered files
+_NAMELESS = ("part", "data", "shard", "chunk", "file")  # common stems of numbered files
 _CONVERTED = re.compile(r"([^/]+)/([^/]+?)(?:-part\d+)?/\d{4,}\.parquet")  # by the Hub
-_PARTIAL = "partial-"  # a split of which the Hub has converted the beginning alone
+_PARTIAL = "partial-"  # a split of which the Hub has converted only the beginning
 _CARD_BYTES = 16 << 20
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Splits:
-    """A dataset's configs, and of each the splits with their files, looked up when needed."""
+    """A dataset's configs, each with its splits and their files, looked up when needed."""
 
     where: str
     table: Mapping[str, Callable[[], Mapping[str, list[str]]]]
-    default: str = "default"  # config, where there is one of that name
+    default: str = "default"  # the config to prefer, if it exists
 
     def choose(self, config: str, split: str) -> tuple[str, str]:
-        """The config and the split that are asked for, or the only ones."""
+        """Return the requested config and split, or the only ones."""
         if not config and self.default in self.table:
             config = self.default
         config = one_of(self.where, "config", config, self.table)
         return config, one_of(self.where, "split", split, self.table[config]())
 
     def files(self, config: str, split: str) -> list[str]:
-        """Those of the config and the split that are asked for."""
+        """Return the files of the requested config and split."""
         config, split = self.choose(config, split)
         if split.startswith(_PARTIAL):
             raise InputError(
@@ -66,14 +66,14 @@ class Splits:
         return files
 
     def readable(self, config: str, split: str) -> bool:
-        """Whether there are such files, of a kind that we read."""
+        """Return whether there are such files, all of a kind that we read."""
         kinds = (_PARQUET, _LINES, _ARROW, _TEXT)
         return bool(self.table) and all(
             any(kind.fullmatch(file) for kind in kinds) for file in self.files(config, split)
         )
 
     def partial(self, config: str) -> bool:
-        """Whether the Hub has converted no more than the beginning of some split."""
+        """Return whether the Hub has converted only the beginning of some split."""
         given = config or (self.default if self.default in self.table else "")
         chosen = [given] if given or len(self.table) > 1 else [*self.table]
         return any(
@@ -82,7 +82,7 @@ class Splits:
 
 
 def one_of(where: str, what: str, asked: str, there: Iterable[str]) -> str:
-    """The one that is asked for, or the only one."""
+    """Return the requested name, or the only one."""
     names = sorted(there)
     if asked in names:
         return asked
@@ -94,7 +94,7 @@ def one_of(where: str, what: str, asked: str, there: Iterable[str]) -> str:
 
 
 def find_splits(objects: HubObjects) -> Splits:
-    """What a repository offers."""
+    """Return the configs and splits of a repository."""
     configs: Json = _card(objects).get("configs")
     if not isinstance(configs, list):
         found = _by_names(list(objects.list()))
@@ -109,16 +109,16 @@ def find_splits(objects: HubObjects) -> Splits:
 
 
 def _card(objects: HubObjects) -> dict[str, Any]:
-    """The metadata at the head of the README."""
+    """Return the metadata at the head of the README."""
     try:
         text = objects.get_range("README.md", 0, _CARD_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:
         return {}
-    yaml = importlib.import_module("yaml")  # (when it is needed: it takes a while)
+    yaml = importlib.import_module("yaml")  # (only when needed: a slow import)
     head = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
     try:
         found: Json = yaml.safe_load(head[1]) if head else {}
-    # (A date of the 99th month, or a number without digits, is raised as Python has it.)
+    # (Python's own errors surface for a date in month 99, or a number without digits.)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{objects.url}/README.md: its metadata is no YAML ({line})") from error
@@ -126,7 +126,7 @@ def _card(objects: HubObjects) -> dict[str, Any]:
 
 
 def _of_config(objects: HubObjects, config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The splits of a config of the card; `data_files` has several forms."""
+    """Return the splits of a config in the card; `data_files` has several forms."""
     folder = _word(objects, config.get("data_dir") or "").strip("/")
     given: Json = config.get("data_files")
     if given is None:
@@ -146,7 +146,7 @@ def _of_config(objects: HubObjects, config: Mapping[str, Any]) -> dict[str, list
 
 
 def _word(objects: HubObjects, value: Any) -> str:
-    """A name or a pattern; not a list, which by YAML's aliases may be longer than any memory."""
+    """Return a name or a pattern; refuse a list, which YAML aliases could make enormous."""
     if isinstance(value, list | dict | set | tuple):
         raise InputError(
             f"{objects.url}/README.md: its metadata has a list or an object where a split, folder "
@@ -161,11 +161,11 @@ def _matching(objects: HubObjects, pattern: str) -> list[str]:
     return sorted(key for key in objects.list(top) if matches(PurePosixPath(key).parts, parts))
 
 
-# -- by their names --------------------------------------------------------------------------
+# -- by file names -----------------------------------------------------------------------------
 
 
 def _data(keys: Iterable[str]) -> list[str]:
-    """What of a repository's files is data: beside it there are notes, scripts and licences."""
+    """Return the data files of a repository, without notes, scripts and licences."""
     shown = [key for key in keys if not any(part[0] in "._" for part in key.split("/"))]
     for kind in (_PARQUET, _LINES, _ARROW):
         if found := [key for key in shown if kind.fullmatch(key)]:
@@ -174,7 +174,7 @@ def _data(keys: Iterable[str]) -> list[str]:
 
 
 def _by_names(keys: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """Configs by their folders, where the card does not say."""
+    """Return configs by folder, if the card does not define them."""
     configs: dict[str, list[str]] = {}
     for key in _data(keys):
         top, inside, _ = key.partition("/")
