@@ -1,13 +1,13 @@
-"""Where a fused attention kernel can be used, and why not elsewhere. No jax."""
+"""Whether a fused attention kernel can be used, and if not, why. No jax."""
 
 from spile.models.config.arch import Arch
 
 _CUDNN_HEAD_DIM = 256
-_SPLASH_LANES = 128  # tokens of a row must fill them
+_SPLASH_LANES = 128  # a row's tokens must be a multiple
 
 
 def why_unfused(platform: str, arch: Arch, dtype: str, seq_len: int) -> str | None:
-    """The reason why every pair of a row's tokens must be scored; None where a kernel fits."""
+    """The reason why every pair of a row's tokens must be scored; None if a kernel fits."""
     if platform == "cpu":
         return None
     if platform not in ("gpu", "tpu"):

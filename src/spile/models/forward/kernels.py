@@ -1,8 +1,8 @@
 """Fused attention kernels of accelerators, behind the signature of `attention.py`.
 
-cuDNN's packed form takes each context's place and length, and does nothing for pairs that cannot
-see each other. jax has it, but not in its public interface: `for_platform` looks whether it is
-there, and says why where another implementation is taken.
+cuDNN's packed form takes each context's offset and length, and does no work for pairs that cannot
+see each other. jax has it, but not in its public interface: `for_platform` checks that it exists,
+and logs the reason if it falls back to another implementation.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -38,7 +38,7 @@ _LANES = 128
 def for_platform(
     platform: str, arch: Arch, dtype: str, *, seq_len: int, contexts: int
 ) -> Attention:
-    """The implementation for where the step will run.
+    """Choose the implementation for the platform of the step.
 
     Args:
         contexts: the most contexts in a row, for kernels that need a fixed number.
@@ -55,7 +55,7 @@ def for_platform(
 
 
 def why_not_cudnn() -> str | None:
-    """Why cuDNN's packed attention cannot be used with this jax on this GPU."""
+    """Why cuDNN's packed attention cannot be used with this jax on this GPU; None if it can."""
     try:
         module = importlib.import_module(_CUDNN)
         module.check_cudnn_version()
@@ -67,8 +67,8 @@ def why_not_cudnn() -> str | None:
 
 
 def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
-    """cuDNN's packed attention. Padding is one more context, so that all of it is written."""
-    del positions  # they follow from where contexts begin
+    """cuDNN's packed attention. Padding is one more context, so that all outputs are written."""
+    del positions  # implied by where contexts begin
     kernel: Any = importlib.import_module(_CUDNN)
     rows, seq = segments.shape
     before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
@@ -97,7 +97,7 @@ def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
 
 
 def splash(segments: Places, positions: Places, *, interpret: bool = False) -> Attend:
-    """TPU's splash attention: blocks of which no pair is visible are skipped."""
+    """TPU's splash attention, which skips blocks without a visible pair."""
     del positions
     kernel: Any = importlib.import_module(
         "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"
