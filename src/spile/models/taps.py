@@ -254,7 +254,7 @@ def describe_taps(
 
 
 def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
-    """`resid_post:20-27,mlp_out:12,embed` -> taps, in the order in which the model meets them.
+    """`resid_post:20-27,mlp_out:12,embed` -> taps, in the order in which the model computes them.
 
     Layers: a number, a range `a-b` (both included), `all`, negatives from the end, a step
     (`0-27/4`); several joined by `+`. Heads, where a site has them, follow their layers:
@@ -329,7 +329,7 @@ def _grouped(text: str, item: str) -> list[tuple[str, list[str]]]:
 
 
 def _heads(texts: list[str], site: Site, item: str, arch: Arch) -> tuple[int, ...]:
-    """Heads in ascending order; none if they are all there are."""
+    """Heads in ascending order; empty stands for all heads."""
     if not texts:
         return ()
     axis = site.shape[0]
@@ -370,7 +370,7 @@ def _layers(text: str, item: str, arch: Arch) -> range:
 
 
 def _from_alias(item: str, arch: Arch) -> str:
-    """Our spelling of another tool's name; the item itself where it is none."""
+    """Translate another tool's name into ours; other items pass through unchanged."""
     if item in _LENS and item in Tap(_LENS[item]).aliases(arch):
         return _LENS[item]
     match = re.fullmatch(r"blocks\.(\d+)\.([\w.]+)", item)
@@ -386,7 +386,7 @@ def _from_alias(item: str, arch: Arch) -> str:
         raise ConfigError(f"--taps {item!r}: the last one is [{arch.num_layers}]")
     if not blocks:
         return "resid_pre:0"
-    # HF gives its last entry after the final norm; vLLM counts the bare streams.
+    # HF returns its last entry after the final norm; vLLM counts the bare streams.
     return (
         "final_norm" if blocks == arch.num_layers and not match[1] else f"resid_post:{blocks - 1}"
     )
@@ -418,10 +418,10 @@ _ENDS = {
 
 
 def _from_module(item: str, arch: Arch) -> str | None:
-    """Our spelling of the path of an HF module; none where it is no such path.
+    """Translate the path of an HF module into our name; None if it is not such a path.
 
     Raises:
-        ConfigError: if the module's output differs from what the site means.
+        ConfigError: if the module's output differs from the site's values.
     """
     match = re.fullmatch(_BLOCKS_OF_HF + r"([\w.]*)", item)
     site = _ENDS.get(item) or (_MODULES.get(match[2]) if match else None)
@@ -441,7 +441,7 @@ def _from_module(item: str, arch: Arch) -> str | None:
 
 
 def _unknown_site_error(item: str, site: str, arch: Arch) -> ConfigError:
-    """Which name may be meant, of ours or of TransformerLens."""
+    """The error for an unknown site, with the nearest name of ours or of TransformerLens."""
     layer = re.match(r"blocks\.(\d+)\.", item)
     if layer or "hook_" in item:
         known = [name.format(layer[1] if layer else "") for name in _LENS]

@@ -55,7 +55,7 @@ class ExtractionJob:
         return any(tap.site in AFTER_BLOCKS for tap in self.taps)
 
     def reader(self, processes: int = 1, heed: Callable[[], None] | None = None) -> CorpusReader:
-        """`processes`: that render chats, apart from this one."""
+        """`processes`: number that render chats, apart from this one."""
         return open_reader(self.recipe, self.files, self.reading, processes, heed or self.heed)
 
 
@@ -66,7 +66,7 @@ def open_reader(
     processes: int = 1,
     heed: Callable[[], None] = lambda: None,
 ) -> CorpusReader:
-    """A reader of a recipe's documents; `processes` render chats, apart from this one."""
+    """Open a reader of a recipe's documents; `processes` render chats, apart from this one."""
     options = ReadOptions(
         text_column=recipe.text_column,
         text_documents=recipe.text_documents,

@@ -75,7 +75,7 @@ def _scales(by_process: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _first_contexts(job: ExtractionJob) -> Iterator[PackedUnit]:
-    """The first packed rows, up to `_ENOUGH` kept tokens; the same in every process."""
+    """The first packed rows, until they hold `_ENOUGH` kept tokens; the same in every process."""
     missing = _ENOUGH
     with closing(job.reader()) as reader:
         for unit in job.units:

@@ -47,7 +47,7 @@ _log = logging.getLogger("spile")
 
 @dataclass(frozen=True)
 class Profile:
-    """Which steps, counted from 0 over a run, and where their trace goes."""
+    """The steps to trace, counted from 0 over a run, and the directory of the trace."""
 
     first: int
     end: int

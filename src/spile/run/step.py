@@ -407,7 +407,8 @@ def _rounded(values: Float[Array, "..."]) -> Float[Array, "..."]:
 
     A compiler may use an unrounded quotient in a following difference (a fused multiply-add). But
     deviations must be taken from exactly the mean that is returned: then the mean of the deviations
-    is the rounding error of that mean. An operation on the bits forces the rounding.
+    is the error of that mean, from its rounding and its sum. An operation on the bits forces the
+    rounding.
     """
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     return jax.lax.bitcast_convert_type(bits & ~1, jnp.float32)

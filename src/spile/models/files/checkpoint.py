@@ -37,7 +37,7 @@ _THREADS = 16  # headers read in parallel: a bucket has high latency
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk, possibly with an adapter to merge into it."""
+    """A model as found at its directory or URL, perhaps with an adapter to merge into it."""
 
     directory: AnyPath
     family: Family
@@ -124,7 +124,7 @@ def _existing(model: str) -> AnyPath:
 
 
 def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
-    """Find a model by its directory, URL or name, read its config and headers, check them."""
+    """Find a model by its directory, URL or name; read and check its config and headers."""
     directory = _existing(model)
     if not (directory / "tokenizer.json").is_file():
         raise InputError(f"--model {model}: no tokenizer.json there; save the fast tokenizer too")

@@ -158,7 +158,7 @@ def activations(
 
 
 def is_sae(folder: AnyPath) -> bool:
-    """Whether a directory holds an encoder, and not directories of them."""
+    """Whether a directory holds an encoder itself, and not directories of encoders."""
     return any((folder / name).is_file() for name in (CONFIG, _NPZ, _PARAMS))
 
 
