@@ -1,12 +1,13 @@
-"""`spile check`: sampled documents recomputed with HF transformers, against what is stored.
+"""`spile check`: recompute sampled documents with HF transformers, and compare the stored rows.
 
-For each tap: how far the stored rows are from the exact result (`error`), how far the reference
-itself is when it computes and rounds as the recipe does (`floor`), and how far the reference's
-neighbouring layer (or token) is (`control`): a check that could not tell those apart would prove
-nothing. A row's distance is relative to its own length, or to the median length if that is larger.
-What was computed in float32 is held to float64, row by row; what was computed in fewer bits to
-float32, in the mean over rows. Of an encoded tap all of that is of the latents, and its encoder is
-computed from what the reference has. The result is kept in the store beside the manifest.
+For each tap it measures three distances from the exact result: that of the stored rows (`error`),
+that of the reference itself when it computes and rounds as the recipe does (`floor`), and that of
+the reference's neighbouring layer or token (`control`). A check that could not tell `error` from
+`control` would prove nothing. A row's distance is relative to its own length, or to the median
+length if that is larger. Rows computed in float32 are compared with float64, row by row; rows
+computed in fewer bits are compared with float32, by the mean over rows. For an encoded tap the
+distances are between latents, and the encoder runs on the reference's activations. The result is
+kept in the store beside the manifest.
 """
 
 import importlib
@@ -40,25 +41,26 @@ from spile.plan.resolve import resolve
 _log = logging.getLogger("spile")
 _FLOAT32 = 2e-5  # always allowed: the rounding of float32 through the layers of a model
 _MARGIN = 2.0  # over the reference's own floor
-# Over its worst row in float32, which is a matter of luck: two correct results have another worst
-# row each, and of 2,300 taps and documents one was 3.4 times the other's (docs/exactness.md).
+# Over the reference's worst row in float32, which varies by chance: two correct results differ in
+# their worst rows, and among 2,300 taps and documents one was 3.4 times the other
+# (docs/exactness.md).
 _MARGIN_OF_WORST = 4.0
-_DRAWS = 4  # further results of the reference, where a row is beyond that
+_DRAWS = 4  # more results of the reference, if a row exceeds that
 _CONTEXTS_PER_DOCUMENT = 2
-# Below float32 a token may fairly take another expert: so many of the stored rows, and of the
-# reference's own, are allowed to be far off. Unequal, so that as many on both sides never matter.
+# Below float32 a token may legitimately choose another expert: these shares of the stored rows, and
+# of the reference's own, may be far off. They differ, so that equal numbers on both sides pass.
 _SPARED, _SPARED_FLOOR = 0.2, 0.1
-_FEWEST_ROWS = 16  # below float32, where fewer would make it a matter of luck
-_ROWS = 64  # whose latents, all of them, are held at once
+_FEWEST_ROWS = 16  # needed below float32; with fewer, the result would depend on chance
+_ROWS = 64  # rows for which all latents are held at once
 _NOWHERE = 1e200  # stands for an infinite squared distance (of NaN), which JSON cannot hold
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Distances that rounding alone makes, and how well the stored rows still point.
+    """Distances caused by storing alone, and the cosine between stored and exact rows.
 
-    A few channels are much larger than all others and dominate any total: `typical_channel`, the
-    median over channels of each one's own relative distance, shows what the rest has become.
+    A few channels are much larger than all others and dominate any total. `typical_channel`, the
+    median over channels of each one's own relative distance, shows the effect on the others.
     """
 
     relative_l2: float
@@ -67,21 +69,21 @@ class Loss:
 
 
 class LossCounter:
-    """Gathers the rows of one tap."""
+    """Accumulates the rows of one tap."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._gap, self._size = np.zeros(shape), np.zeros(shape)  # sums of squares, by channel
         self._cosines: list[np.ndarray] = []
 
     def add(self, exact: np.ndarray, rounded: np.ndarray, stored: np.ndarray) -> None:
-        """Rows in float32, the same as storing them alone would leave them, and as they are."""
+        """Add rows: exact ones in float32, those rounded by storing alone, and the stored ones."""
         wide, alone, found = (array.astype(np.float64) for array in (exact, rounded, stored))
-        # A row with infinity or NaN says nothing of rounding; `check` has other words for it.
+        # A row with infinity or NaN says nothing about rounding; `check` reports it elsewhere.
         finite = np.isfinite(wide) & np.isfinite(alone) & np.isfinite(found)
         flat = (-1, math.prod(exact.shape[1:]))
         sound = finite.reshape(flat).all(axis=1)
         wide, alone, found = wide[sound], alone[sound], found[sound]
-        inside = tuple(map(slice, exact.shape[1:]))  # attention patterns: as long as the context
+        inside = tuple(map(slice, exact.shape[1:]))  # attention patterns are as wide as the context
         self._gap[inside] += np.square(wide - alone).sum(axis=0)
         self._size[inside] += np.square(wide).sum(axis=0)
         ours, theirs = wide.reshape(flat), found.reshape(flat)
@@ -103,23 +105,23 @@ class LossCounter:
 
 @dataclass(frozen=True)
 class TapCheck:
-    """One tap's distances."""
+    """The distances of one tap."""
 
     error: float
     floor: float
     allowed: float
     control: float
-    loss: Loss  # of it, what storing alone costs
+    loss: Loss  # the cost of storing alone
 
     @property
     def ok(self) -> bool:
-        """Close enough, where being wrong would have shown."""
+        """Whether the error is within what is allowed, and a wrong tap would not be."""
         return self.error <= self.allowed < self.control
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a check found."""
+    """The result of a check."""
 
     fingerprint: str
     documents: int
@@ -140,21 +142,21 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
     """Recompute `samples` documents, spread over the dataset, and store the result.
 
     Args:
-        recipe: where model and corpus are now, if they have moved; their identity must be the same.
+            recipe: where model and corpus are now, if they have moved; they must be the same.
 
     Raises:
         InputError: if transformers (or, for an adapter, peft) is not installed.
-        StoreError: if the index does not hold the tokens the corpus has there.
+            StoreError: if the index's tokens differ from those of the corpus.
     """
     _require("transformers", "torch")
     ledger = Ledger(open_objects(out))
-    ledger.table()  # a clear line if there is no dataset
+    ledger.table()  # raises a clear error if there is no dataset
     job = resolve(recipe or Recipe(), ledger, "cpu")
     dataset = open_dataset(out, partial=True)
     compared = _Comparison(dataset, job)
     documents = 0
     with warnings.catch_warnings():
-        # Where a processor has no fast bfloat16, torch says so with a page of stack frames.
+        # On a processor without fast bfloat16, torch warns with a page of stack frames.
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")
         for document, tokens in _sampled(dataset, job, samples):
             if documents >= samples and compared.enough:
@@ -182,9 +184,9 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
 def _sampled(
     dataset: Dataset, job: ExtractionJob, samples: int
 ) -> Iterator[tuple[Document, np.ndarray]]:
-    """Documents with stored rows, from units spread evenly, and all tokens of each.
+    """Documents with stored rows, from evenly spread units, and all tokens of each.
 
-    After `samples` of them come some more, should those not be enough.
+    After `samples` documents it yields some more, in case those are not enough.
     """
     done = Ledger(open_objects(dataset.url)).done_units()
     units = [unit for unit in job.units if unit.id in done]
@@ -201,7 +203,7 @@ def _sampled(
         prepared: Unit | None = None
         read: list[tuple[int, np.ndarray]] = []
         for unit in chosen:
-            if unit is not prepared:  # of few units each is chosen many times, one after another
+            if unit is not prepared:  # with few units, each is chosen many times in a row
                 prepared = unit
                 read = list(prepare_unit(job, reader, unit, with_table=False).tokens.items())
             for number in rng.permutation(len(read)):
@@ -213,13 +215,13 @@ def _sampled(
 
 
 class _Comparison:
-    """Squared distances, gathered document by document."""
+    """Squared distances, accumulated document by document."""
 
     def __init__(self, dataset: Dataset, job: ExtractionJob) -> None:
         self._dataset, self._recipe = dataset, job.recipe
         self._layers = job.checkpoint.arch.num_layers
         self._experts = job.checkpoint.arch.experts
-        # In float32 one wrong row must show; below it, a single row says nothing.
+        # In float32 a single wrong row must show; below it, a single row says nothing.
         self._by_row = job.recipe.compute_dtype == "float32"
         exact, rough, again, self.reference = _references(job)
         self._exact, self._rough = partial(_by_heads, exact), partial(_by_heads, rough)
@@ -232,7 +234,7 @@ class _Comparison:
 
     @property
     def enough(self) -> bool:
-        """Whether more documents would not help."""
+        """Whether the check has enough rows."""
         return self.rows >= (1 if self._by_row else _FEWEST_ROWS)
 
     def add(self, document: Document, tokens: np.ndarray) -> None:
@@ -253,7 +255,7 @@ class _Comparison:
     def _add_context(
         self, document: Document, context: np.ndarray, rows: np.ndarray, places: np.ndarray
     ) -> int:
-        """Compare the rows of one context; returns how many have one correct value."""
+        """Compare the rows of one context; return how many have only one correct value."""
         wanted = self._recipe.taps
         neighbours = {tap: _neighbour(tap, self._layers) for tap in wanted}
         experts = self._experts if self._by_row else None
@@ -300,7 +302,7 @@ class _Comparison:
                 self._distances[name].setdefault(kind, []).append(squares)
             if self._by_row and len(rows) and self._beyond_the_reference(name):
                 suspected[tap] = truth
-        # The one row that hangs on the last digits may be as far off in another correct result.
+        # A row that depends on the last digits may be as far off in another correct result.
         for seed in range(_DRAWS if suspected else 0):
             again = self._again(context, suspected, noise=seed)
             for tap, truth in suspected.items():
@@ -319,7 +321,7 @@ class _Comparison:
         return bool(error > max(_FLOAT32**2, _MARGIN_OF_WORST**2 * floor))
 
     def _name(self, tap: str) -> str:
-        """What is checked of a tap is called that."""
+        """The name under which a tap is checked: for an encoded tap, that of its latents."""
         return self._sparse[tap].name if tap in self._sparse else tap
 
     def results(self) -> dict[str, TapCheck]:
@@ -327,7 +329,7 @@ class _Comparison:
 
     def _result(self, tap: str) -> TapCheck:
         rows = {name: np.concatenate(parts) for name, parts in self._distances[tap].items()}
-        # At its threshold a latent is there or not: in any dtype some rows may differ by one.
+        # A latent at its threshold is either on or off: in any dtype some rows may differ by one.
         chosen = any(tap == sparse.name for sparse in self._sparse.values())
         scale, scale_of_all = map(row_scales, (rows["length"], rows["length of all"]))
         floor = max(
@@ -354,19 +356,19 @@ class _Comparison:
 
 
 def row_scales(lengths: np.ndarray) -> np.ndarray:
-    """What each row's squared distance is relative to.
+    """The squared length that each row's squared distance is relative to.
 
-    A few rows, those of first tokens above all, may be a hundred times as long as the others, and
-    are rounded accordingly: they must neither fail for that nor hide what the others have.
+    A few rows, mainly those of first tokens, may be a hundred times as long as the others, and are
+    rounded accordingly: they must neither fail for that nor hide errors of the others.
     """
     typical = float(np.median(lengths)) or float(lengths.mean()) or 1.0
     return np.maximum(lengths, typical)
 
 
 def _before_a_tie(exact: Mapping[str, Any], rough: Mapping[str, Any], chosen: int) -> int:
-    """How many tokens come before the first whose choice of experts rounding may decide.
+    """The number of tokens before the first one whose choice of experts depends on rounding.
 
-    It, and all tokens that attend to it, have more than one correct value.
+    That token, and all tokens that attend to it, have more than one correct value.
     """
     decided = len(next(iter(exact.values())))
     for tap, logits in exact.items():
@@ -380,7 +382,7 @@ def _before_a_tie(exact: Mapping[str, Any], rough: Mapping[str, Any], chosen: in
 
 @dataclass(frozen=True)
 class RowLatents:
-    """The largest latents of rows, and which they are."""
+    """The largest latents of rows, and their ids."""
 
     values: np.ndarray
     ids: np.ndarray
@@ -417,7 +419,7 @@ class SparseTap:
         return self._encoder.kept
 
     def encode(self, rows: np.ndarray) -> RowLatents:
-        """Of rows as the reference has them."""
+        """Encode rows of the reference."""
         flat = rows.reshape(len(rows), -1).astype(np.float32)
         parts = [self._encode(flat[i : i + _ROWS]) for i in range(0, len(flat), _ROWS)]
         values, ids = zip(*parts, strict=True)
@@ -436,7 +438,7 @@ class SparseTap:
 
 
 def _squares(values: Any, truth: Any, *, exact: bool) -> np.ndarray:
-    """Squared distance of each row; of choices, the share that differs."""
+    """Squared distance of each row; for expert ids, the share that differs."""
     if isinstance(truth, RowLatents):
         return np.nan_to_num(truth.squares(values), nan=_NOWHERE, posinf=_NOWHERE)
     flat = (len(truth), -1)
@@ -448,7 +450,7 @@ def _squares(values: Any, truth: Any, *, exact: bool) -> np.ndarray:
 
 
 def _like(stored: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Attention patterns are stored as wide as a context may be; beyond this one all is zero."""
+    """Cut stored attention patterns to this context's length; NaN if they are not zero beyond."""
     if stored.shape[1:] == truth.shape[1:]:
         return stored
     inside = stored[..., : truth.shape[-1]]
@@ -456,7 +458,7 @@ def _like(stored: np.ndarray, truth: np.ndarray) -> np.ndarray:
 
 
 def _neighbour(tap: str, num_layers: int) -> str | None:
-    """The same site one layer on (or back); None where it has no layers."""
+    """The same site one layer later (or earlier); None for a site without layers."""
     found = Tap.from_name(tap)
     if found.layer is None or num_layers < 2:
         return None
@@ -464,13 +466,13 @@ def _neighbour(tap: str, num_layers: int) -> str | None:
     return replace(found, layer=beside).name
 
 
-Taps = Callable[..., dict[str, np.ndarray]]  # those of a context, by name
+Taps = Callable[..., dict[str, np.ndarray]]  # the taps of a context, by name
 
 
 def _by_heads(
     taps: Taps, context: np.ndarray, names: Collection[str], **noise: int
 ) -> dict[str, np.ndarray]:
-    """Taps by name, some of single heads, from a reference that gives all of a layer."""
+    """Taps by name, some for single heads, from a reference that returns all heads of a layer."""
     some = {name: tap for name in names if (tap := Tap.from_name(name)).heads}
     whole = {name: replace(tap, heads=()).name for name, tap in some.items()}
     found = taps(context, {*names, *whole.values()} - some.keys(), **noise)
@@ -483,8 +485,8 @@ def _by_heads(
 
 
 def _references(job: ExtractionJob) -> tuple[Taps, Taps, Taps, str]:
-    """The exact taps, those of the reference in the recipe's dtype, others that are as good as
-    those, and which they are."""
+    """Return three functions that compute the exact taps, the taps in the recipe's dtype, and
+    alternative taps that are as correct as those; and a description of the reference."""
     dtype = job.recipe.compute_dtype
     if dtype != "float32":
         rough = _reference(job, dtype).taps
@@ -500,11 +502,11 @@ def _references(job: ExtractionJob) -> tuple[Taps, Taps, Taps, str]:
     else:
         reason = None
     if reason is not None:
-        both = None  # its memory first
+        both = None  # free its memory first
         return _two_attentions(job, reason)
 
     def taps(dtype: Any, *context_and_names: Any, **noise: int) -> dict[str, np.ndarray]:
-        both.compute_in(dtype)  # one model, converted to and fro: two take half as much more memory
+        both.compute_in(dtype)  # convert one model: a second one would need half as much again
         return both.taps(*context_and_names, **noise)
 
     exact, rough = partial(taps, torch.float64), partial(taps, torch.float32)
@@ -512,7 +514,7 @@ def _references(job: ExtractionJob) -> tuple[Taps, Taps, Taps, str]:
 
 
 def _two_attentions(job: ExtractionJob, reason: str) -> tuple[Taps, Taps, Taps, str]:
-    """Without float64, two of HF's own ways to attend show how far float32 is to be trusted."""
+    """Without float64, measure float32's precision by two attention implementations of HF."""
     model = _reference(job, "float32")
     try:
         model.attend_by("sdpa")
@@ -530,7 +532,7 @@ def _two_attentions(job: ExtractionJob, reason: str) -> tuple[Taps, Taps, Taps, 
 
 
 def _check_memory(job: ExtractionJob) -> None:
-    """Raise MemoryError where the model in float64 does not fit: the system would kill us."""
+    """Raise MemoryError if the model does not fit in float64; else the system would kill us."""
     needed = 8 * sum(math.prod(shape) for shape in job.checkpoint.shapes().values())
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():
@@ -546,10 +548,10 @@ def _check_memory(job: ExtractionJob) -> None:
 
 
 def _reference(job: ExtractionJob, dtype: str) -> Any:
-    """The model in transformers, its taps within reach."""
+    """Load the model with transformers, with access to its taps."""
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     reference = importlib.import_module("spile.check.reference")
-    # Not the recipe's sources, which are the stored ones: things may have moved since.
+    # Not from the recipe's stored sources: files may have moved since.
     directory, adapter = job.checkpoint.directory, job.checkpoint.adapter
     _log.info("loading %s with transformers in %s", directory, dtype)
     transformers.utils.logging.disable_progress_bar()

@@ -1,10 +1,10 @@
-"""Every tap of a model that HF transformers runs, by hooks on its modules: the ground truth.
+"""Every tap of a model run by HF transformers, by hooks on its modules: the ground truth.
 
-It knows where things are called what, and nothing of how a family computes: whatever Spile's own
-decoder believes about an architecture is not consulted here.
+It knows the names of modules, but not how a family computes: it uses nothing of what Spile's own
+decoder assumes about an architecture.
 
-In float64 it is the exact result. A model's code asks for float32 in places (norms, softmax,
-rotary angles), whatever its weights have: all of those are then float64 too.
+In float64 it gives the exact result. A model's code requests float32 in places (norms, softmax,
+rotary angles), whatever the dtype of its weights: all of those are then float64 too.
 """
 
 # torch and transformers are only partly typed: strict would want casts everywhere.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What each part is called: the first name that the module has is the one.
+# Names of each part; the first that the module has is used.
 _NAMES = {
     "blocks": ("layers", "h"),
     "final_norm": ("norm", "ln_f", "final_layer_norm"),
@@ -30,24 +30,24 @@ _NAMES = {
     "down_projection": ("down_proj", "c_proj", "dense_4h_to_h"),
     "router": ("router", "gate"),
     "head_dim": ("head_dim", "head_size"),
-    # `post_attention_layernorm` is two things: see `_block_points`.
+    # `post_attention_layernorm` has two meanings: see `_block_points`.
     "norm_after_attention": ("post_attention_layernorm", "ln_2"),
 }
 _READ_FROM_LOGITS = ("logits", "logprob", "entropy")
-_ROWS_AT_ONCE = 256  # of logits in float64: a whole context of a large vocabulary takes gigabytes
+_ROWS_AT_ONCE = 256  # of logits in float64: a whole context with a large vocabulary takes gigabytes
 
 Take = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class _Point:
-    """One tap: what a module receives or returns, and what of it is kept."""
+    """One tap: a module's input or output, and the part of it to keep."""
 
     name: str
     module: Any
     side: Literal["in", "out"]
     take: Take
-    item: int = 0  # of a module that returns several things
+    item: int = 0  # index, for a module that returns several values
 
 
 class Reference:
@@ -56,10 +56,10 @@ class Reference:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
         self._model.eval()
-        # Only eager attention has weights to show.
+        # Only eager attention returns its weights.
         self._model.set_attn_implementation("eager")
         self._body: Any = self._model.get_decoder()
-        # Learned positions are added to the embeddings; rotary ones turn q and k.
+        # Learned positions are added to the embeddings; rotary ones rotate q and k.
         self._rotary: Any = getattr(self._body, "rotary_emb", None)
         blocks = _part(self._body, "blocks")
         self._attentions = {id(_part(block, "attention")): i for i, block in enumerate(blocks)}
@@ -79,13 +79,13 @@ class Reference:
             self._adapt()
 
     def compute_in(self, dtype: torch.dtype) -> None:
-        """From now on compute in another dtype; weights are rounded if it holds fewer digits."""
+        """Compute in another dtype from now on; weights are rounded if it has fewer digits."""
         if self._model.dtype != dtype:
             self._model.to(dtype)
             self._adapt()
 
     def attend_by(self, implementation: str) -> None:
-        """From now on use this attention of HF's; with others than eager no weights are seen.
+        """Use this attention implementation of HF from now on; only eager returns its weights.
 
         Raises:
             ValueError: if the model does not have it.
@@ -99,17 +99,17 @@ class Reference:
         *,
         noise: int | None = None,
     ) -> dict[str, np.ndarray]:
-        """Taps of one context, whose first token stands at position 0.
+        """Compute the taps of one context, whose first token is at position 0.
 
         Args:
             token_ids: One dimension.
             sites: Names of sites (`attn_pattern`: all layers) or taps (`attn_pattern.3`); all
-                where not given. What a model does not have is left out.
-            noise: A seed. What enters the first block is rounded once more, at random, which
-                changes all roundings after it: another result that is as correct.
+                if not given. Sites that the model does not have are left out.
+            noise: A seed. The input of the first block is rounded once more, at random, which
+                changes all later roundings: the result is different but as correct.
 
         Returns:
-            By tap, one row per token: float32 (float64 where the model is), or int64 for
+            By tap, one row per token: float32 (float64 if the model is), or int64 for
             `expert_ids`.
         """
         if token_ids.ndim != 1 or not len(token_ids):
@@ -147,13 +147,13 @@ class Reference:
         return _InFloat64() if self._model.dtype == torch.float64 else nullcontext()
 
     def _adapt(self) -> None:
-        """Follow the model's dtype with what does not: experts, and rotary frequencies."""
-        if self._experts is not None:  # grouped products know no float64
+        """Adapt experts and rotary frequencies, which do not follow the model's dtype."""
+        if self._experts is not None:  # grouped products do not support float64
             wide = self._model.dtype == torch.float64
             self._model.set_experts_implementation("eager" if wide else self._experts)
         if self._rotary is None:
             return
-        with self._arithmetic():  # computed again, not converted
+        with self._arithmetic():  # recompute instead of converting
             made = type(self._rotary)(self._rotary.config)
             for name, values in made.named_buffers():
                 setattr(self._rotary, name, values.to(self._model.device))
@@ -162,11 +162,11 @@ class Reference:
     def _watched_attention(
         self, wanted: Callable[[str], bool], found: dict[str, np.ndarray]
     ) -> Iterator[None]:
-        """Keep q and k as they enter the score.
+        """Record q and k as they enter the score.
 
-        No module's input or output shows them, but each attention module looks up the function
-        that computes the score: eager attention among the globals of its own file, others in a
-        table of transformers. We can stand in for both.
+        They are no module's input or output. But each attention module looks up the function that
+        computes the score: eager attention in the globals of its own file, others in a table of
+        transformers. This replaces either one.
         """
         name = self._body.config._attn_implementation
         others = getattr(self._modeling, "ALL_ATTENTION_FUNCTIONS", {})
@@ -174,7 +174,7 @@ class Reference:
         original = self._modeling.eager_attention_forward if eager else others[name]
 
         def watch(module: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
-            layer = self._attentions.get(id(module))  # of another model: None
+            layer = self._attentions.get(id(module))  # None: a module of another model
             for site, value in (("q_rot", query), ("k_rot", key)):
                 if layer is not None and wanted(f"{site}.{layer}"):
                     found[f"{site}.{layer}"] = _array(value[0].transpose(0, 1))
@@ -194,7 +194,7 @@ class Reference:
 
 
 class _InFloat64(TorchDispatchMode):
-    """Whatever asks torch for float32 gets float64."""
+    """Give float64 to any code that requests float32 from torch."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -216,8 +216,8 @@ def _part(module: Any, role: str) -> Any:
 def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
     attention, mlp = _part(block, "attention"), block.mlp
     head_dim = _part(attention, "head_dim")
-    # Where the MLP's result is normalised, so is that of attention, and the norm "post attention"
-    # is that one; elsewhere the same name means the norm between the stream and the MLP.
+    # If the MLP's result is normalised, so is attention's, by the norm "post attention"; otherwise
+    # that name means the norm between the stream and the MLP.
     sandwich = hasattr(block, "post_feedforward_layernorm")
     added_by_attention = block.post_attention_layernorm if sandwich else attention
     added_by_mlp = block.post_feedforward_layernorm if sandwich else mlp
@@ -225,7 +225,7 @@ def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
     yield _Point("attn_in" + layer, attention, "in", _rows)
     for site, (projection, take) in _projections(attention, heads, head_dim).items():
         yield _Point(site + layer, projection, "out", take)
-    # [batch, head, query, key]; not every family computes them in one function, so as returned
+    # [batch, head, query, key], as returned: not every family computes them in one function
     yield _Point("attn_pattern" + layer, attention, "out", lambda x: x[0].transpose(0, 1), item=1)
     yield _Point("z" + layer, _part(attention, "out_projection"), "in", _split(head_dim))
     yield _Point("attn_out" + layer, added_by_attention, "out", _rows)
@@ -237,7 +237,7 @@ def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
         yield _Point("resid_mid" + layer, reader, "in", _rows)
     yield _Point("mlp_in" + layer, mlp, "in", _rows)
     if hasattr(mlp, "experts"):
-        # routers return the three, without the batch dimension
+        # routers return these three, without the batch dimension
         for item, site in enumerate(("router_logits", "expert_weights", "expert_ids")):
             yield _Point(site + layer, _part(mlp, "router"), "out", lambda x: x, item)
     else:
@@ -247,10 +247,10 @@ def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
 
 
 def _projections(attention: Any, heads: int, head_dim: int) -> dict[str, tuple[Any, Take]]:
-    """Which module projects q, k and v, and where in its output they are."""
+    """The modules that project q, k and v, and the place of each in the module's output."""
     if hasattr(attention, "q_proj"):
         return {site: (getattr(attention, f"{site}_proj"), _split(head_dim)) for site in "qkv"}
-    if (fused := getattr(attention, "query_key_value", None)) is not None:  # of head 0, of head 1..
+    if (fused := getattr(attention, "query_key_value", None)) is not None:  # head 0, then head 1..
         return {
             site: (fused, lambda x, i=i: x[0].unflatten(-1, (heads, 3, head_dim))[:, :, i])
             for i, site in enumerate("qkv")
@@ -274,7 +274,7 @@ def _split(head_dim: int) -> Take:
 
 
 def _array(value: Tensor) -> np.ndarray:
-    # a copy: what is kept must not change if the model goes on to write into the same memory
+    # a copy: the model may write into the same memory later
     wide = torch.float64 if value.dtype == torch.float64 else torch.float32
     dtype = wide if value.is_floating_point() else torch.int64
     return value.detach().to("cpu", dtype, copy=True).contiguous().numpy()
@@ -301,7 +301,7 @@ def _hooked(point: _Point, found: dict[str, np.ndarray]) -> Iterator[None]:
 
 @contextmanager
 def _rounded_again(block: Any, seed: int) -> Iterator[None]:
-    """Change what enters a block by up to half of the last digit."""
+    """Perturb a block's input at random, by up to one machine epsilon of each value."""
 
     def change(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         stream = args[0] if args else named["hidden_states"]
@@ -318,7 +318,7 @@ def _rounded_again(block: Any, seed: int) -> Iterator[None]:
 
 
 def _forget_longer_contexts(rotary: Any) -> None:
-    """HF's "dynamic" RoPE keeps the frequencies of the longest context so far; we begin anew."""
+    """Reset HF's "dynamic" RoPE, which keeps the frequencies of the longest context so far."""
     if rotary is None:
         return
     for name, original in list(rotary.named_buffers()):

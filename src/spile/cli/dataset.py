@@ -1,4 +1,4 @@
-"""Verbs about a dataset that is there: whether it is sound, other forms of it."""
+"""Verbs for an existing dataset: verify, sign, gc, export, compact, push."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spile.interop.hub.push import Pushed
     from spile.objects import Objects
 
-_SOURCES = ("model", "lora", "corpus", "template", "encode")  # that a recipe finds things by
+_SOURCES = ("model", "lora", "corpus", "template", "encode")  # options of a recipe that name files
 
 
 def add_verify(verbs: Verbs) -> None:
@@ -80,7 +80,7 @@ def verify(arguments: argparse.Namespace) -> int:
     if asked and (arguments.quick or arguments.repair):
         raise ConfigError("--signature reads every byte, and changes none: verify by it alone")
     signed = read_signed(objects, signers) if asked else None
-    # (What an audit without a signature found sound is not known to be signed.)
+    # (An audit without a signature does not show that what is sound was signed.)
     audited = f"{objects.url} {signed.digest}" if signed else objects.url
     journal = None if arguments.quick else Journal(audited, resume=arguments.resume)
 
@@ -111,7 +111,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _repair(arguments: argparse.Namespace, objects: "Objects", report: "Report") -> "Repaired":
-    """Make again what an audit found damaged, and say what was made."""
+    """Make units again that an audit found damaged, and report what was made."""
     from spile.metrics import Counters
     from spile.objects import open_objects
     from spile.run.display import progress
@@ -138,7 +138,7 @@ def _repair(arguments: argparse.Namespace, objects: "Objects", report: "Report")
 
 
 def repair_text(repaired: "Repaired", *, partial: bool) -> str:
-    """What was made again."""
+    """A summary of the units made again."""
     if not (repaired.units or repaired.records):
         return "nothing was repaired"
     units = f"unit{'s' * (len(repaired.units) != 1)} {', '.join(map(str, repaired.units))}"
@@ -207,7 +207,7 @@ def sign(arguments: argparse.Namespace) -> int:
 
 
 def sign_text(made: "Signed") -> str:
-    """What was signed, and how others verify it."""
+    """What was signed, and how others can verify it."""
     return (
         f"{made.url}: signed {made.units} of {made.units_total} units, {made.files:,} files and "
         f"records, {size(made.bytes)}, with {made.key}\n"
@@ -266,7 +266,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def export_text(made: "Exported") -> str:
-    """What was written, and what was not."""
+    """What was written, and what was left out."""
     lines = [
         f"{made.dest}: {made.rows:,} rows of {len(made.taps)} taps as {made.format}, "
         f"{size(made.bytes)} in {made.files} files"
@@ -311,7 +311,7 @@ def compact(arguments: argparse.Namespace) -> int:
 
 
 def compact_text(made: "Compacted") -> str:
-    """What became of how many files."""
+    """The numbers of files before and after."""
     return (
         f"{made.dest}: {made.rows:,} rows in {made.units:,} unit{'s' * (made.units != 1)} "
         f"(of {made.units_before:,}), {made.shards:,} shards (of {made.shards_before:,}), "
@@ -338,7 +338,7 @@ def push(arguments: argparse.Namespace) -> int:
 
 
 def push_text(made: "Pushed") -> str:
-    """What went where, and how to get it back."""
+    """What was sent where, and how to download it."""
     lines = [f"{made.url}: {made.files:,} files sent, {made.files_there:,} were there already"]
     if not made.card_written:
         lines.append("its README.md was left as it is")

@@ -1,4 +1,4 @@
-"""The verb that says what this machine has, what is missing, and how to get it."""
+"""The verb that reports what this machine has, what is missing, and how to get it."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from spile.core.cache_dir import cache_directory
 from spile.core.errors import SpileError
 from spile.core.humanize import size
 
-# Extra, the package that shows that it is installed, what it is for.
+# Extra, the package that shows that it is installed, and its purpose.
 _EXTRAS = (
     ("hub", "huggingface_hub", "models and corpora of the Hugging Face Hub, spile push"),
     ("cloud", "obstore", "gs:// and s3://"),
@@ -29,7 +29,7 @@ _EXTRAS = (
     ("wandb", "wandb", "--metrics wandb:PROJECT"),
     ("prometheus", "prometheus_client", "--metrics prometheus:PORT"),
 )
-# Where each service's own tools look for credentials. Only whether they are there is looked at.
+# Where each service's own tools look for credentials. Only their presence is checked.
 _CREDENTIALS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "Hugging Face": (
         ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"),
@@ -45,13 +45,13 @@ _CREDENTIALS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a machine has.
+    """The state of a machine.
 
     Attributes:
         problem: why no device could be started.
         slow: why attention has no fused kernel here.
-        extras: versions by extra; None where one is not installed.
-        credentials: where they were found, by service; None where they were not.
+        extras: versions by extra; None if not installed.
+        credentials: where they were found, by service; None if they were not.
     """
 
     spile: str
@@ -82,7 +82,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine. Starts its devices; asks no other machine."""
+    """Examine this machine. Starts its devices; contacts no other machine."""
     name, count, kind, limit, problem, slow = "none", 0, "", None, None, None
     try:
         from spile.models.forward.kernels import missing_kernels
@@ -118,7 +118,7 @@ def diagnose() -> Diagnosis:
 
 
 def doctor_text(found: Diagnosis) -> str:
-    """About twenty lines."""
+    """The diagnosis as about twenty lines."""
     lines = [
         f"spile {found.spile}, Python {found.python}, jax {found.jax}, "
         f"{platform.system()} {platform.machine()}",
@@ -150,7 +150,7 @@ def _version(package: str) -> str | None:
 
 
 def _found(variables: Sequence[str], files: Sequence[str]) -> str | None:
-    """Which of them is there; never what it holds."""
+    """The first of them that exists; never its content."""
     for name in variables:
         if os.environ.get(name):
             return f"${name}"

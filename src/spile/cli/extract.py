@@ -1,4 +1,4 @@
-"""Verbs that run a recipe: `extract`, and `supervise`, which starts it again."""
+"""Verbs that run a recipe: `extract`, and `supervise`, which restarts it."""
 
 import argparse
 import dataclasses
@@ -48,7 +48,7 @@ _STAGES = (
 
 
 def add_recipe_flags(sub: argparse.ArgumentParser) -> None:
-    """Add what `extract` and `plan` share."""
+    """Add the flags that `extract` and `plan` share."""
     sub.add_argument("--out", metavar="DIR", help="where the dataset goes")
     sub.add_argument("--config", metavar="FILE", help="TOML file of options; flags win")
     sub.add_argument("--quiet", action="store_true", help="only errors")
@@ -92,7 +92,7 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Extraction:
-    """What is asked for, and where this process stands."""
+    """The options of a run, and this process's rank."""
 
     recipe: Recipe
     runtime: Runtime
@@ -102,7 +102,7 @@ class _Extraction:
 
 
 def _extraction(arguments: argparse.Namespace) -> _Extraction:
-    """From here on this process's lines say who it is."""
+    """Parse the options; from now on, log lines name this process's share and rank."""
     from spile.run.rank import find_rank
     from spile.run.units import find_share
 
@@ -170,7 +170,7 @@ def extract(arguments: argparse.Namespace) -> int:
 
 
 def _restart(asked: _Extraction) -> None:
-    """Make room for another recipe, if nothing is lost by that."""
+    """Discard the stored recipe for another one, if no rows would be lost."""
     from spile.dataset.maintain.gc import discard_empty
     from spile.objects import open_objects
 
@@ -181,15 +181,15 @@ def _restart(asked: _Extraction) -> None:
 
 
 def _leave_at_once() -> None:
-    """End the process, whatever it is doing: what is committed survives this as it does a kill."""
+    """End the process, whatever it is doing: committed units survive, as they do after a kill."""
     told = b"\nspile: ended at once; what is committed stays valid: run the same command again\n"
     os.write(sys.stderr.fileno(), told)
     os._exit(Interrupted.exit_code)
 
 
 def extract_summary(out: str, outcome: "Outcome", counters: "Counters") -> str:
-    """What was made, and how to look at it, verify it and read it."""
-    # The script beside the interpreter: argv[0] is no program under `python -m spile.cli`.
+    """The result, and how to look at it, verify it and read it."""
+    # The script beside the interpreter: under `python -m spile.cli`, argv[0] is not a program.
     spile = program("spile", str(Path(sys.executable).with_name("spile")))
     quoted = shlex.quote(out)
     part = "" if outcome.complete else ", partial=True"
@@ -229,7 +229,7 @@ def extract_summary(out: str, outcome: "Outcome", counters: "Counters") -> str:
 
 
 def _outcome_of(outcome: "Outcome", predicted: "Prediction", counters: "Counters") -> str:
-    """Each prediction, what came instead, and by how much it was off."""
+    """Each prediction, the actual value, and the difference."""
     told: list[str] = []
     if outcome.complete:
         told.append(
@@ -238,7 +238,7 @@ def _outcome_of(outcome: "Outcome", predicted: "Prediction", counters: "Counters
         told.append(f"{size(predicted.bytes)} ({compared(predicted.bytes, outcome.bytes)})")
     spent, done = counters["unit_seconds"], counters["tokens"]
     if predicted.seconds and spent and predicted.tokens:
-        # Of what this very run did: others may have done the rest.
+        # Only for this run's own units: others may have done the rest.
         expected = predicted.seconds * done / predicted.tokens
         told.append(
             f"{lasting(expected)} for this run's units ({compared(expected, spent)}: "
@@ -255,7 +255,7 @@ def _profiled(profile: str, counters: "Counters") -> str:
 
 
 def profile_summary(counters: "Counters", path: Path | None, traced: "Traced | None") -> str:
-    """One screen. Stages overlap: their seconds do not add up to the run's."""
+    """A summary of one screen. Stages overlap: their seconds do not add up to the run's."""
     lines = ["where the time went (stages overlap):"]
     lines += [f"  {name:<28}{counters[key]:>9.2f} s" for name, key in _STAGES]
     if path and traced:

@@ -1,4 +1,4 @@
-"""What every group of verbs makes its flags with: `Verbs.add`, and flags from declared options."""
+"""Tools to define flags, for every group of verbs: `Verbs.add`, and flags from declared options."""
 
 import argparse
 import dataclasses
@@ -29,7 +29,7 @@ _NOTHING_IS_OVERWRITTEN = (
     "the same command resumes what --out holds; for a new dataset give a new --out (or add "
     "--restart while no row is stored)"
 )
-# What users of other tools type, and what to type here. It is suggested, not accepted.
+# Flags of other tools, and what to type here. They are suggested, not accepted.
 _INSTEAD = {
     "--batch-size": "use --batch-tokens N, which counts tokens of all contexts together",
     "--chat-template": "use --template FILE",
@@ -69,7 +69,7 @@ _INSTEAD = {
 }
 
 
-# Verbs of other tools, and the one here.
+# Verbs of other tools, and ours.
 _VERBS = {
     "audit": "verify",
     "cat": "ls",
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As argparse does, but a verb itself says which flag it does not know."""
+        """Parse like argparse, but let a verb itself report an unknown flag."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
@@ -115,7 +115,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _hint(self, flag: str) -> str:
-        """That there is no such flag, and which one may be meant."""
+        """A message that there is no such flag, with the one that may be meant."""
         spelled = "--" + flag.lstrip("-").replace("_", "-")
         if spelled in self._option_string_actions:
             return f"there is no flag {flag}: write {spelled}"
@@ -130,7 +130,7 @@ class Parser(argparse.ArgumentParser):
         return f"there is no flag {flag}{_did_you_mean(spelled, self._option_string_actions)}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse does; for a verb that does not exist, only the nearest is named."""
+        """Check like argparse; for an unknown verb, name only the nearest."""
         verbs = [*action.choices] if action.choices and action.nargs == argparse.PARSER else []
         if len(verbs) > 9 and value not in verbs:
             meant = f": did you mean {_VERBS[value]}?" if value in _VERBS else None
@@ -155,7 +155,7 @@ class Verbs:
     def add(
         self, name: str, handle: Callable[[argparse.Namespace], int], help: str, **more: Any
     ) -> argparse.ArgumentParser:
-        """Add a verb that calls `handle`; returns its parser, which has --json already."""
+        """Add a verb that calls `handle`; return its parser, which already has --json."""
         told: dict[str, Any] = {"description": help, **more}
         sub = self._group.add_parser(
             name,
@@ -205,7 +205,7 @@ def add_listening(parser: argparse.ArgumentParser, port: int) -> None:
 
 
 def listen_address(arguments: argparse.Namespace, token: str | None) -> ListenAddress:
-    """Where the flags of `add_listening` say to listen."""
+    """The address to listen on, from the flags of `add_listening`."""
     return ListenAddress(
         arguments.host,
         arguments.port,

@@ -1,4 +1,4 @@
-"""Starting runs elsewhere."""
+"""The verb that starts runs elsewhere."""
 
 import argparse
 import dataclasses
@@ -53,10 +53,10 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def _check_recipe(given: argparse.Namespace) -> None:
-    """What can be known wrong here is not sent to thirty hosts.
+    """Refuse an invalid recipe here, before it is sent to thirty hosts.
 
-    Model, corpus and taps may be left out where `--out` is a folder here that has a dataset (no
-    bucket is asked: the hosts may see it and this machine not), and all of them where `--config`
+    Model, corpus and taps may be left out if `--out` is a local folder that has a dataset (buckets
+    are not checked: the hosts may have access and this machine not), and all of them if `--config`
     names a file that only the hosts have.
     """
     from spile.dataset.format import UNITS

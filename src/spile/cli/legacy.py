@@ -1,9 +1,9 @@
-"""The command lines of the tools that came before, in Spile's words: one table, and what reads it.
+"""Translate the command lines of former tools into Spile's: one table, and the code that reads it.
 
     spile legacy fineweb|arc|multihost|launch|monitor [--dry-run] OLD FLAGS [-- NEW FLAGS]
 
 The table gives, for each old flag, the flag that replaces it, alone or together with others, or the
-reason why none does. `docs/fleets.md` shows the table; a test holds the two together.
+reason why none does. `docs/fleets.md` shows the table; a test checks that both agree.
 """
 
 import argparse
@@ -28,9 +28,9 @@ AGGREGATED, SHARD_LIST = "aggregated_metadata.json", "shard_list.json"
 _SEQ_LEN = 2048
 _MACHINES = 32
 _ENCODER = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
-# Layers that were extracted where none are named.
+# Layers that were extracted if none were named.
 _LAYERS = {"fineweb": "10-23", "launch": "10-23", "arc": "-14--1", "multihost": "all"}
-# What a flag was where it is not given.
+# Values of flags that were not given.
 _DEFAULTS = {
     "fineweb": {"model_path": "KathirKs/qwen-2.5-0.5b", "output_dir": "activations_fineweb"},
     "arc": {
@@ -56,8 +56,8 @@ class Old:
     """A flag of a former tool."""
 
     name: str
-    new: str  # what it becomes; empty: nothing
-    how: str = ""  # in words; where it becomes nothing, the reason
+    new: str  # the new flag; empty: none
+    how: str = ""  # in words; if there is no new flag, the reason
     takes: str = "value"  # value | values | nothing
     choices: tuple[str, ...] = ()
 
@@ -67,18 +67,18 @@ class LegacyProgram:
     """A former script."""
 
     script: str
-    verb: str  # of Spile's
+    verb: str  # of Spile
     flags: tuple[Old, ...]
 
 
 @dataclass(frozen=True)
 class Translation:
-    """What to run instead."""
+    """The command to run instead."""
 
     argv: tuple[str, ...]
-    notes: tuple[str, ...]  # flags that become nothing, and why; defaults that are taken
-    files: Mapping[str, str]  # to be written first
-    monitor: "Monitor | None" = None  # does more than the command
+    notes: tuple[str, ...]  # flags that are dropped, and why; defaults that are used
+    files: Mapping[str, str]  # to write first
+    monitor: "Monitor | None" = None  # if given, run instead of the command
 
     def __str__(self) -> str:
         return shlex.join(("spile", *self.argv))
@@ -191,7 +191,7 @@ _TARGETS = {"gcp_tpu": "gcloud", "ssh": "ssh", "local": "local"}
 _PREFIXES = {"fineweb": "activations_fineweb", "arc": "activations_arc_v5e64",
              "multihost": "activations/multihost", "launch": "activations_fineweb",
              "monitor": "activations_fineweb"}  # fmt: skip
-# A machine's state, in the monitor's words.
+# A worker's state, in the monitor's words.
 _STATES = {
     "not started": "NOT STARTED",
     "starting": "IN PROGRESS",
@@ -268,7 +268,7 @@ def translate(program: str, arguments: Sequence[str]) -> Translation:
 
 
 def _left_out(program: str, given: Given, today: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Flags that were not given, and what they were then; not those that `today` decides."""
+    """Flags that were not given, with their old defaults; except those that `today` sets."""
     settled = {word.partition("=")[0] for word in today}
     flags = {flag.name: flag for flag in PROGRAMS[program].flags}
     for name, value in _DEFAULTS[program].items():
@@ -304,7 +304,7 @@ def _corpus(program: str, given: Given) -> str | None:
     if predictions := given.get("predictions_per_task"):
         count = _number("predictions_per_task", predictions)
         settings.append(f"predictions={count}")
-        if count > 1:  # the same transformations as before, not the same draws
+        if count > 1:  # the same transformations as before, but other draws
             settings.append('augment="rotate,flip,colors"')
     if (seed := _count("random_seed", given)) is not None:
         settings.append(f"seed={seed}")
@@ -365,7 +365,7 @@ def _batch(program: str, given: Given) -> int | None:
     rows = _count("batch_size", given)
     if rows is None:
         return None
-    if program == "multihost":  # there it was of all hosts together
+    if program == "multihost":  # there it counted all hosts together
         rows = max(1, rows // (_count("num_hosts", given) or 1))
     return rows * (_count("max_seq_length", given) or _SEQ_LEN)
 
@@ -391,7 +391,7 @@ def _as_given(name: str) -> Callable[[str, Given], Any]:
     return lambda program, given: given.get(name) or None
 
 
-# Flags of today, in the order in which they are printed.
+# New flags, in the order in which they are printed.
 _MADE: dict[str, Callable[[str, Given], Any]] = {
     "--model": _as_given("model_path"),
     "--corpus": _corpus,
@@ -414,7 +414,7 @@ _MADE: dict[str, Callable[[str, Given], Any]] = {
 
 
 def _launch(given: Given) -> tuple[list[str], dict[str, str]]:
-    """The target and its flags; and the files that it reads."""
+    """The target and its flags, and the files that it reads."""
     deployment = given["deployment"]
     if deployment is None:
         raise ConfigError("--deployment is missing: gcp_tpu, ssh or local?")
@@ -444,7 +444,7 @@ def _machines(given: Given) -> int:
 
 @dataclass(frozen=True)
 class Monitor:
-    """What `monitor_extraction.py` showed, of a dataset of Spile's."""
+    """The output of `monitor_extraction.py`, for a dataset of Spile."""
 
     out: str
     machines: int
@@ -476,7 +476,7 @@ class Monitor:
         if status is None:
             return ["NOT STARTED"] * self.machines
         by_share = {str(worker.get("share")): worker["state"] for worker in status.workers}
-        if self.machines == 1 and status.workers:  # one machine has no share
+        if self.machines == 1 and status.workers:  # a single machine has no share
             by_share.setdefault("0/1", status.workers[0]["state"])
         shares = [f"{machine}/{self.machines}" for machine in range(self.machines)]
         if status.over:  # every unit is done, whoever did it

@@ -1,4 +1,4 @@
-"""Verbs that look at a dataset and at who makes it: once, again and again, file by file."""
+"""Verbs that show a dataset and its workers: once, repeatedly, or file by file."""
 
 import argparse
 import contextlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spile.status.listing import ListedFile
     from spile.status.status import Status
 
-_SHOWN_WORKERS = 40  # of a fleet; --json has them all  # of a fleet; --json has them all
+_SHOWN_WORKERS = 40  # of a fleet; --json has them all
 _ORDER = ("failed", "dead", "stale", "stopped", "starting", "running", "not started", "done")
 _LEAVE = (b"q", b"Q", b"\x1b")
 
@@ -39,7 +39,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def status_text(out: str, status: "Status") -> str:
-    """Totals, then who is at work: what needs looking after comes first."""
+    """Totals, then the workers; those that need attention come first."""
     lines = [
         f"{out}: {status.state}",
         f"  units      {status.units_done:,} of {status.units:,}",
@@ -113,7 +113,7 @@ def _worker(worker: Mapping[str, Any], *, slowest: bool) -> str:
 
 
 def _last_seen(worker: Mapping[str, Any]) -> list[str]:
-    """Said of those whose last word is not known to be one."""
+    """The age of the last heartbeat, for workers that may still be alive."""
     if worker["state"] not in ("running", "starting", "stale"):
         return []
     if "unmoved_seconds" in worker:
@@ -146,7 +146,7 @@ def watch(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must be more than 0 seconds")
     objects = open_objects(arguments.out)
     observer = HeartbeatObserver(arguments.stale_after)
-    with contextlib.suppress(KeyboardInterrupt):  # looking is over; nothing was interrupted
+    with contextlib.suppress(KeyboardInterrupt):  # ends the display; nothing else is interrupted
         _watch(
             arguments.out,
             lambda: read_status(objects, observer),
@@ -159,7 +159,7 @@ def watch(arguments: argparse.Namespace) -> int:
 def _watch(
     out: str, look: Callable[[], "Status"], *, interval: float, as_json: bool = False
 ) -> None:
-    """Look every `interval` seconds; on a terminal `q` leaves, elsewhere each look is a block."""
+    """Show the status every `interval` seconds; `q` leaves. Without a terminal, print blocks."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -190,7 +190,7 @@ def _blocks(out: str, look: Callable[[], "Status"], interval: float, as_json: bo
 
 @contextlib.contextmanager
 def _keys() -> Generator[Callable[[float], bool], None, None]:
-    """Yields what waits for a key that leaves, and says whether one came."""
+    """Yield a function that waits for a key that leaves; it returns whether one came."""
     import termios
     import tty
 
@@ -240,7 +240,7 @@ def ls(arguments: argparse.Namespace) -> int:
 
 
 def listing_lines(out: str, files: Sequence["ListedFile"]) -> Iterator[str]:
-    """What there is of each tap, then every file."""
+    """A summary of each tap, then every file."""
     taps: dict[str, list[ListedFile]] = {}
     for file in files:
         taps.setdefault(file.tap, []).append(file)

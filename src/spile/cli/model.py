@@ -1,4 +1,4 @@
-"""Verbs about models: what they have, what a step of theirs needs, getting them."""
+"""Verbs for models: taps, compile, convert, check, fetch."""
 
 import argparse
 import dataclasses
@@ -62,7 +62,7 @@ def taps_text(entries: Sequence[Mapping[str, Any]], width: int) -> str:
 
 
 def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
-    """Lines no wider than `width`, unless a name alone is: cut in two it would be useless."""
+    """Wrap to `width`; longer names are kept whole, since a broken name is useless."""
     return textwrap.wrap(
         text,
         max(width, len(first) + 20),
@@ -117,7 +117,7 @@ def compile(arguments: argparse.Namespace) -> int:
 
 
 def compile_text(found: Sequence["Compiled"]) -> str:
-    """What a step needs and how fast it may be; of several meshes the first, then all of them."""
+    """The needs and the speed of a step; for several meshes the first, then all of them."""
     best = found[0]
     held = best.weights + best.taps + (best.temporaries or best.estimated_temporaries)
     made = "does not fit" if best.temporaries is None else size(best.temporaries)
@@ -216,7 +216,7 @@ _CHECK_LEGEND = """\
 
 
 def check_text(out: str, report: "CheckReport") -> str:
-    """How far each tap is from the reference, and the verdict."""
+    """Each tap's distance from the reference, and the verdict."""
     width = max(map(len, report.taps))
     lines = [f"{'tap':{width}}  error     allowed   control   storing alone         cosine"]
     for name, tap in report.taps.items():
@@ -267,7 +267,7 @@ def fetch(arguments: argparse.Namespace) -> int:
 
 
 def fetch_text(made: "Fetched") -> str:
-    """What is here now, and how to use it."""
+    """What was fetched, and how to use it."""
     flags = {f"--{name}": getattr(made, name) for name in ("model", "lora", "corpus", "cache")}
     use = " ".join(f"{flag} {shlex.quote(name)}" for flag, name in flags.items() if name)
     there = f" ({made.files_there:,} were there already)" if made.files_there else ""

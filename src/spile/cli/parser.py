@@ -1,4 +1,4 @@
-"""The command: its parser, its exit codes, its log. Each verb's flags are in its group's file."""
+"""The `spile` command: its parser, exit codes and log. Each group's file has its verbs' flags."""
 
 import argparse
 import logging
@@ -59,18 +59,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `spile`."""
     code = run(sys.argv[1:] if argv is None else argv)
     if os.environ.get("SPILE_WORLD_CHILD"):
-        # At its exit jax would wait for processes that have failed, too.
+        # At exit, jax would wait even for processes that have failed.
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command; return its exit code."""
     stop = threading.Event()
 
     def interrupted(number: int, frame: object) -> NoReturn:
-        # Noted as well as raised: what is raised here may land where a library swallows it.
+        # Set a flag as well as raise: a library may swallow the exception.
         stop.set()
         raise KeyboardInterrupt
 
@@ -98,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _say(error: SpileError, argv: Sequence[str]) -> None:
-    """Why it ended, as the log's lines are."""
+    """Report why the command ended, in the format of the log."""
     if "--log-json" in argv:
         record = logging.LogRecord("spile", logging.ERROR, "", 0, str(error), (), None)
         print(JsonLines().format(record), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a run would cost, before it is one."""
+"""The verb that estimates the cost of a run before it starts."""
 
 import argparse
 import dataclasses
@@ -33,15 +33,15 @@ _NAMES = 32  # characters: the first column's width
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds of one slice; rates are tokens a second."""
+    """The time of one slice, in seconds; rates are tokens per second."""
 
     on: str
     measured: bool
-    rate: float | None  # None: it is not known, and `why`
+    rate: float | None  # None: unknown, and `why` has the reason
     seconds: float | None = None
-    starting: float | None = None  # of them, until the first step
-    compiling: float | None = None  # in all: later units may bring other shapes
-    processor: float | None = None  # of all cores together, the steps alone
+    starting: float | None = None  # part of `seconds`: until the first step
+    compiling: float | None = None  # in total: later units may have other shapes
+    processor: float | None = None  # CPU seconds of all cores, for the steps alone
     dollars: float | None = None
     why: str | None = None
 
@@ -144,13 +144,13 @@ def _seconds(given: str | None) -> float:
 
 
 def _platform(target: "CompileTarget | None") -> tuple[str, int, str]:
-    """The devices a run would use: where they are, how many, and what jax calls them."""
+    """The devices that a run would use: their platform, number and jax's name for them."""
     if target:
         kind = target.chip.kind if target.chip else "cpu"
         return target.platform, len(target.devices), kind
     try:
         from spile.run.devices import devices_here
-    except ImportError:  # a plan needs no jax
+    except ImportError:  # a plan works without jax
         return "cpu", 1, "cpu"
     return devices_here()
 
@@ -181,7 +181,7 @@ def _here(
 
 
 def measured(found: "Rehearsal", cost: "Estimate") -> Duration:
-    """What a rehearsal says of all that is left."""
+    """The time for all that is left, from a rehearsal."""
     left = cost.remaining_tokens
     return Duration(
         on="here",
@@ -224,7 +224,7 @@ def _elsewhere(
 
 
 def elsewhere(found: "Compiled", cost: "Estimate") -> Duration:
-    """What a compiled step says: the chips' limit, where kernels run one by one."""
+    """The time from a compiled step: the chips' limit, if kernels run one by one."""
     if not found.fits or found.tokens_one_by_one is None:
         why = found.notes[-1] if found.fits else f"a step does not fit on {found.topology}"
         return Duration(on=found.topology, measured=False, rate=None, why=why)
@@ -238,7 +238,7 @@ def elsewhere(found: "Compiled", cost: "Estimate") -> Duration:
 
 
 def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str, str]]:
-    """What is known without running a step."""
+    """Everything that is known without running a step."""
     chosen = recipe["store_dtype"]
     return [
         ("documents", f"{cost.documents:,}"),
@@ -264,12 +264,12 @@ def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str,
 
 
 def _kept(recipe: Mapping[str, Any], cost: "Estimate") -> str:
-    """What --keep stores, named or by default, and what that takes."""
+    """The columns that --keep stores, named or by default, and their size."""
     return f"{size(cost.kept_bytes)}: {listed(recipe['keep'])}"
 
 
 def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Print rows at once: the next ones may take seconds to learn."""
+    """Print rows at once: computing the next ones may take seconds."""
     for name, value in rows:
         print(f"{name:<{_NAMES}}  {value}")
     sys.stdout.flush()
@@ -290,7 +290,7 @@ def _stored(cost: "Estimate", dtype: str) -> str:
 
 
 def _timed(time: Duration) -> list[tuple[str, str]]:
-    """How long it takes where it was measured, or computed for."""
+    """The time on the devices where it was measured, or for which it was computed."""
     if time.rate is None or time.seconds is None:
         return [(f"time {_on(time.on)}", time.why or "unknown")]
     how = "measured" if time.measured else "computed: at the chips' limit"
@@ -310,7 +310,7 @@ def _on(name: str) -> str:
 
 
 def _priced(cost: "Estimate") -> list[tuple[str, str]]:
-    """Room on a disk, or rent in a cloud."""
+    """Free space on a disk, or the price in a cloud."""
     if cost.monthly_dollars is not None:
         return [
             ("to keep it", f"${cost.monthly_dollars:,.2f} a month"),
@@ -321,6 +321,6 @@ def _priced(cost: "Estimate") -> list[tuple[str, str]]:
 
 
 def _compressed(cost: "Estimate", dtype: str) -> list[tuple[str, str]]:
-    """What --compress makes of normal noise; of real rows more or less."""
+    """Size with --compress, as measured on normal noise; real rows may differ."""
     shares = {"bfloat16": 0.70, "float16": 0.88, "float32": 0.85, "float8_e4m3": 0.90, "int8": 0.86}
     return [("  with --compress, about", size(int(cost.total_bytes * shares[dtype])))]

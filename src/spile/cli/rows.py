@@ -1,4 +1,4 @@
-"""Verbs about the order of a dataset's rows: shuffled on disk, or for trainers."""
+"""Verbs for the order of a dataset's rows: shuffle on disk, or serve to trainers."""
 
 import argparse
 import dataclasses
@@ -52,7 +52,7 @@ def shuffle(arguments: argparse.Namespace) -> int:
 
 
 def shuffle_text(made: "Shuffled") -> str:
-    """What was made, and found to be the same rows."""
+    """What was made, after its rows were verified to be the same."""
     return (
         f"{made.dest}: {made.rows:,} rows in a drawn order, {made.units:,} "
         f"unit{'s' * (made.units != 1)}, {made.shards:,} shards, {size(made.bytes)}, in "
@@ -141,7 +141,7 @@ def serve_rows(arguments: argparse.Namespace) -> int:
         told = error if isinstance(error, SpileError) else Interrupted()
         print(f"spile: {printable(str(told))}", file=sys.stderr)
         code = told.exit_code
-    if not server.is_closed:  # a trainer that reads nothing would be waited for at the exit, too
+    if not server.is_closed:  # the exit would also wait for a trainer that reads nothing
         sys.stdout.flush()
         os._exit(code)
     return code

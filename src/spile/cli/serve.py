@@ -9,7 +9,7 @@ from spile.cli.flags import Verbs, add_listening, listen_address
 from spile.core.config import parse_count
 from spile.core.errors import ConfigError
 
-# A wait without an end may sleep through a signal that comes as it begins, or to another thread.
+# A wait without a timeout may miss a signal that arrives as it begins, or in another thread.
 _LOOK_SECONDS = 0.5
 
 
@@ -57,12 +57,12 @@ def serve(arguments: argparse.Namespace) -> int:
     said = f"{arguments.out}: {url}"
     if address.is_anywhere:
         said += f"\n(listening on every address of this machine, {address.in_url}; this is one)"
-    try:  # from here on: whoever reads the line may end it at once
+    try:  # before printing: a reader of the line may end us at once
         print(json.dumps({"url": url}) if arguments.json else said, flush=True)
         while not arguments.stop.wait(_LOOK_SECONDS):
             continue
     except KeyboardInterrupt:
-        pass  # the way to end it
+        pass  # the normal way to end it
     finally:
         server.shutdown()
         server.server_close()

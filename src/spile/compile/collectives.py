@@ -1,6 +1,6 @@
-"""What devices send each other in a compiled program, read from its text. No jax.
+"""Read what devices send each other from the text of a compiled program. No jax.
 
-What stands inside a loop is counted as often as the loop runs.
+An instruction inside a loop is counted as often as the loop runs.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-# Bytes sent by a device, of the bytes of the result, in a group of n.
+# Bytes that a device sends, per byte of the result, in a group of n devices.
 _SENT: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -28,15 +28,15 @@ _TRIPS = re.compile(r'known_trip_count[^0-9]*"(\d+)"')
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _COUNTED = re.compile(r"replica_groups=\[\d+,(\d+)\]")
-# Axes of a mesh and their sizes, then those along which the groups lie.
+# The axes of a mesh with their sizes, then the axes along which the groups lie.
 _MESHED = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _AXIS_SIZE = re.compile(r"'(\w+)'=(\d+)")
-_AXIS_USED = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")  # of one that is split, a part
+_AXIS_USED = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")  # for a split axis, with the size of a part
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All of one kind, in one step."""
+    """All collectives of one kind, in one step."""
 
     count: int
     sent: int  # bytes, by each device
@@ -45,11 +45,11 @@ class Collective:
 def read_collectives(
     text: str, devices: int, *, trips: int = 1, narrow: bool = False
 ) -> dict[str, Collective]:
-    """By kind.
+    """Count a program's collectives, by kind.
 
     Args:
-        text: of a compiled program, as XLA prints it.
-        trips: how often a loop runs that does not say so.
+        text: a compiled program, as XLA prints it.
+        trips: the number of iterations of a loop that does not state it.
         narrow: count float32 as bfloat16, for a compiler that widens what it sends.
     """
     computations = dict(_computations(text))
@@ -76,7 +76,7 @@ def read_collectives(
 
 
 def _computations(text: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:
-    """Name -> whether the program starts there, and its lines."""
+    """Map each computation's name to its lines, and to whether it is the entry."""
     lines: list[str] = []
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
@@ -87,7 +87,7 @@ def _computations(text: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:
 
 
 def _calls(line: str, trips: int) -> Iterator[tuple[str, int]]:
-    """The computations an instruction runs, and how often."""
+    """The computations that an instruction runs, and how often."""
     if "-done(" in line or "-update(" in line:  # its start was counted
         return
     for role, name in _CALLED.findall(line):
@@ -98,7 +98,7 @@ def _calls(line: str, trips: int) -> Iterator[tuple[str, int]]:
 
 
 def _result_bytes(shape: str, kind: str, starts: bool, narrow: bool) -> int:
-    """Of what an instruction gives; one that only starts may name its operand, too, and flags."""
+    """Bytes of an instruction's result; a `-start` may also list its operand, and flags."""
     sizes = [
         _bytes(dtype, dims, narrow) for dtype, dims in _SHAPE.findall(shape) if dims or not starts
     ]

@@ -1,7 +1,7 @@
-"""The step that extraction runs, compiled ahead of time, for devices that need not be here.
+"""Compile the step of an extraction ahead of time, for devices that need not be here.
 
-Only a model's config.json is needed. What the compiled program says (memory, collectives) and
-what follows from formulas (arithmetic, traffic) make an estimate of tokens a second, and of cost.
+Only a model's config.json is needed. Figures from the compiled program (memory, collectives) and
+from formulas (FLOPs, memory traffic) give an estimate of tokens per second, and of the cost.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -47,13 +47,13 @@ from spile.run.step import Step
 
 _log = logging.getLogger("spile")
 
-_CONTEXTS = 16  # in a row, at most: cuDNN's kernel is compiled for a number
+_CONTEXTS = 16  # at most, in a row: cuDNN's kernel is compiled for a fixed number
 _TOO_LARGE = ("RESOURCE_EXHAUSTED", "HbmOom", "exceeds available", "out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What is known about a step; sizes are bytes, all of one device."""
+    """Properties of a compiled step; sizes are bytes, for one device."""
 
     topology: str
     on: str  # the compiler's devices
@@ -61,21 +61,21 @@ class Compiled:
     hosts: int
     mesh: str
     seq_len: int
-    tokens: int  # that all devices read in a step
+    tokens: int  # read by all devices in a step
     compute_dtype: str
     store_dtype: str
     weights: int
     taps: int
-    temporaries: int | None  # none: the compiler found that they do not fit
+    temporaries: int | None  # None: the compiler found that they do not fit
     estimated_temporaries: int
     memory: int | None
     fits: bool | None
     flops: int
     traffic: int
     collectives: dict[str, Collective]
-    seconds: Roofline | None  # none: nothing is known about the chip, or about float32 on it
-    tokens_per_second: float | None  # at most
-    tokens_one_by_one: float | None  # a second, if kernels run one by one, as on a GPU they do
+    seconds: Roofline | None  # None: the chip is unknown, or its float32 speed is
+    tokens_per_second: float | None  # upper bound
+    tokens_one_by_one: float | None  # per second, if kernels run one by one, as they do on a GPU
     dollars: float | None  # per billion tokens, on demand
     dollars_spot: float | None
     compiling: float  # seconds
@@ -88,7 +88,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Question:
-    """A model and what is asked of it, before a mesh is chosen."""
+    """A model and the options for its step, before a mesh is chosen."""
 
     arch: Arch
     recipe: Recipe
@@ -123,10 +123,10 @@ class Question:
         return self.recipe.store_dtype or ("float32" if wide else "bfloat16")
 
     def workload(self, layout: Layout) -> Workload:
-        """The step on this layout, with as many rows as fit unless a number is asked for.
+        """The step on this layout, with as many rows as fit, unless the user set a number.
 
         Raises:
-            ConfigError: if the model cannot be cut so.
+            ConfigError: if the model cannot be cut for this layout.
         """
         arch, target, seq_len = self.arch, self.target, self.seq_len
         taps = parse_taps(self.recipe.taps or "", arch)
@@ -154,12 +154,12 @@ class Question:
             rows //= 2
 
     def holds(self, work: Workload) -> bool:
-        """Whether a device has room for it, by our estimate."""
+        """Whether a step fits into a device's memory, by our estimate."""
         memory = self.target.memory
         return memory is None or work.device_bytes <= MEMORY_SHARE * memory
 
     def layout(self) -> Layout:
-        """The one that is asked for, or the fastest that fits."""
+        """The layout that the user set, or the fastest one that fits."""
         devices, hosts = len(self.target.devices), self.target.hosts
         asked = parse_layout(self.runtime.mesh, devices, hosts, self.runtime.fsdp)
         if asked:
@@ -175,7 +175,7 @@ class Question:
         return layout
 
     def layouts(self) -> list[Layout]:
-        """Those worth trying: powers of two, and ways in which the heads can be cut."""
+        """Layouts worth trying: powers of two, and divisors of the number of heads."""
         devices = len(self.target.devices)
         twos = {1 << n for n in range(devices.bit_length())}
         heads = {n for n in range(1, devices + 1) if self.arch.num_heads % n == 0}
@@ -186,7 +186,7 @@ class Question:
                 work = self._possible(layout)
                 if work is None:
                     continue
-                # Gathering weights that fit anyway gains nothing.
+                # Gathering weights that would fit anyway gains nothing.
                 memory = self.target.memory
                 roomy = memory is None or work.weights * fsdp <= memory / 2
                 if (fsdp == 1 or not roomy) and self.holds(work):
@@ -221,7 +221,7 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
         made, moved = run.memory_analysis(), compact.memory_analysis()
         temporaries = made.temp_size_in_bytes
         held = made.argument_size_in_bytes + made.output_size_in_bytes + temporaries
-        # While a step runs, the rows of the one before are on their way to the host.
+        # While a step runs, the rows of the step before it are copied to the host.
         held += moved.output_size_in_bytes - made.alias_size_in_bytes
         taps = made.output_size_in_bytes + moved.output_size_in_bytes
         fits = target.memory is None or held <= target.memory
@@ -265,7 +265,7 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
 
 
 def search(question: Question) -> list[Compiled]:
-    """Every mesh worth trying, the fastest that fits first."""
+    """Compile every mesh worth trying; return the fastest that fits first."""
     found = [compile_step(question, layout) for layout in question.layouts()]
     if not found:
         raise ConfigError(
@@ -274,7 +274,7 @@ def search(question: Question) -> list[Compiled]:
         )
 
     def order(each: Compiled) -> tuple[bool, float, float]:
-        # Of equals, the one that has less to do beside what limits it.
+        # Of equally fast ones, prefer the one with less work beside the bottleneck.
         beside = sum(vars(each.seconds).values()) if each.seconds else 0.0
         return not each.fits, -(each.tokens_per_second or 0.0), beside
 
@@ -282,7 +282,7 @@ def search(question: Question) -> list[Compiled]:
 
 
 def _speed(work: Workload, target: CompileTarget, found: dict[str, Collective]) -> dict[str, Any]:
-    """The roofline, and what follows from it."""
+    """The roofline, and the rates and prices that follow from it."""
     chip = target.chip
     if chip is None or work.compute_dtype != "bfloat16":
         return {}
@@ -312,7 +312,7 @@ def _schedule(work: Workload) -> LayerSchedule:
 
 
 def _abstract_step(work: Workload, target: CompileTarget) -> Step:
-    """The step with shapes in place of weights."""
+    """The step, with shapes in place of weights."""
     shards = None
     if work.cuts.layout.size > 1:
         mesh = make_mesh(work.cuts.layout, target.devices)
@@ -343,7 +343,7 @@ def _abstract_step(work: Workload, target: CompileTarget) -> Step:
 
 
 def abstract_params(work: Workload, shards: Shards | None) -> Params:
-    """The arrays that would be loaded: shapes, and where each lies."""
+    """The arrays that a run would load: their shapes, and their shardings."""
     schedule, dtype = _schedule(work), jnp.dtype(work.compute_dtype)
 
     def shapes(specs: Sequence[ParamSpec], stack: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -367,7 +367,7 @@ def abstract_params(work: Workload, shards: Shards | None) -> Params:
 
 
 def _full_batch(work: Workload) -> Batch:
-    """Rows without padding, of which everything is kept."""
+    """Rows without padding, all of whose tokens are kept."""
     zeros = np.zeros((work.rows, work.seq_len), np.int32)
     full = np.full(work.rows, work.seq_len, np.int32)
     return Batch(zeros, zeros, zeros, full, None, full, contexts=_CONTEXTS)

@@ -1,7 +1,7 @@
-"""The devices a step is compiled for: of this machine, or of one that is not here.
+"""The devices that a step is compiled for: those of this machine, or of another one.
 
-A compiler for TPUs, `libtpu`, needs none of them. Where it cannot be had (it exists for x86-64
-alone) as many virtual CPU devices take their place: the model is cut alike and the same
+`libtpu`, a compiler for TPUs, needs no TPU. Where it is not available (it exists only for x86-64),
+the same number of virtual CPU devices stands in: the model is cut in the same way and the same
 collectives appear, but the rest of the program is a CPU's.
 """
 
@@ -27,10 +27,10 @@ _LIBTPU_HINT = "it is a package for x86-64 Linux alone"
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """Devices, what they stand for, and which compiler they belong to."""
+    """Devices, the chip they stand for, and their compiler."""
 
     name: str
-    chip: Chip | None  # none: nothing is known about such a device
+    chip: Chip | None  # None: an unknown device
     devices: Sequence[Any]
     hosts: int
     on: str
@@ -38,7 +38,7 @@ class CompileTarget:
 
     @property
     def platform(self) -> str:
-        """Of the chip, whatever stands in for it."""
+        """The platform of the chip, whatever stands in for it."""
         return self.chip.platform if self.chip else self.devices[0].platform
 
     @property
@@ -49,10 +49,10 @@ class CompileTarget:
 
 
 def find_target(topology: str | None, on: str | None) -> CompileTarget:
-    """What to compile for; must come before jax looks for devices.
+    """Choose the devices to compile for; call this before jax looks for devices.
 
     Raises:
-        ConfigError: if that cannot be done here.
+        ConfigError: if these devices are not available here.
     """
     if on not in (None, *COMPILERS):
         raise ConfigError(f"--on must be one of {', '.join(COMPILERS)}; got {on!r}")
@@ -97,12 +97,12 @@ def _here(wanted: Topology | None) -> CompileTarget:
 
 
 def virtual_cpus(count: int) -> Sequence[Any]:
-    """CPU devices, as many as asked for."""
+    """As many CPU devices as asked for."""
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        pass  # jax has started; there may be enough of them
+        pass  # jax has already started; it may have enough devices
     devices = jax.devices("cpu")
     if len(devices) < count:
         raise ConfigError(
@@ -113,7 +113,7 @@ def virtual_cpus(count: int) -> Sequence[Any]:
 
 
 def _compile_only(wanted: Topology) -> Sequence[Any]:
-    """Devices that programs can be compiled for, and no more."""
+    """Devices that programs can be compiled for, but not run on."""
     if wanted.libtpu_name is None:
         raise ConfigError(f"--on libtpu is for TPUs, not for {wanted.name}; choose --on cpu")
     if importlib.util.find_spec("libtpu") is None:
@@ -121,11 +121,11 @@ def _compile_only(wanted: Topology) -> Sequence[Any]:
             f"--on libtpu: libtpu is not installed ({_LIBTPU_HINT}); `pip install libtpu`, or "
             "choose --on cpu"
         )
-    # It must neither ask the cloud where it is, nor keep others from compiling meanwhile.
+    # libtpu must not query the cloud's metadata, nor keep other processes from compiling.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
-    # Some kinds show the two cores of a chip as two devices, unless told that they are one.
+    # Some kinds expose the two cores of a chip as two devices, unless configured as one.
     found = 0
     for config in ({}, {"chip_config_name": "megacore"}):
         described = topologies.get_topology_desc(

@@ -1,8 +1,9 @@
-"""`spile supervise`: a slice that is started again when it fails. No jax.
+"""`spile supervise`: run a slice, and restart it when it fails. No jax.
 
-Whether to start it again is in the exit code: 2 is what a restart cannot mend, 0 the end of the
-work; all else (a store that does not answer, a signal, a lost process of the world) may pass. A
-signal to this process is passed on, waited for, and then nothing is started any more.
+The exit code decides about a restart. 2 means an error that a restart cannot fix, and 0 that the
+work is done; any other failure (a store that does not answer, a signal, a lost process of the
+world) may be temporary. A signal to this process is passed on to the child; after that, nothing is
+restarted.
 """
 
 import logging
@@ -22,7 +23,7 @@ from spile.run.rank import ABORTED, Rank
 
 _log = logging.getLogger("spile")
 _STOPPED = Interrupted.exit_code
-_JITTER = 0.25  # of a pause, so that a fleet does not come back all at once
+_JITTER = 0.25  # share of a pause, so that a fleet does not restart all at once
 _MEANING = {
     1: "an unexpected error (exit 1)",
     SpileError.exit_code: "a data or store fault (exit 3)",
@@ -33,10 +34,10 @@ _MEANING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How often, and how soon."""
+    """How often to restart, and after what delay."""
 
     max_restarts: int = 10  # in a row, without a unit done
-    backoff: float = 1.0  # seconds before the first one; doubled with each
+    backoff: float = 1.0  # seconds before the first restart; doubled with each
     max_backoff: float = 60.0
 
     def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ class Patience:
             )
 
     def pause(self, failures: int) -> float:
-        """Before the n-th restart in a row."""
+        """Seconds to wait before the n-th restart in a row."""
         return backoff(failures, self.backoff, self.max_backoff, jitter=_JITTER)
 
 
@@ -65,21 +66,21 @@ class Supervisor:
         *,
         drives: bool = False,
     ) -> None:
-        """`drives`: the command only drives others, so that any unit done is its progress."""
+        """`drives`: the command only drives others, so any new unit counts as its progress."""
         self._argv, self._rank, self._objects = argv, rank, objects
         self._patience, self._drives = patience, drives
         self._stopping = threading.Event()
         self._child: Child | None = None
 
     def run(self) -> int:
-        """Returns the exit code that says whether to start this again: see docs/fleets.md."""
+        """Return an exit code that says whether to start this again: see docs/fleets.md."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         failures, worked = 0, False
         while not self._stopping.is_set():
             before = self._done()
             self._child = child = Child(self._argv, self._rank, self._objects)
-            if self._stopping.is_set():  # it came while the child was being started
+            if self._stopping.is_set():  # a signal arrived while the child was starting
                 child.signal(signal.SIGTERM)
             code = child.wait()
             if code == 0:
@@ -113,7 +114,7 @@ class Supervisor:
             self._child.signal(number)
 
     def _progressed(self, child: Child, before: set[int]) -> bool:
-        """Whether it has done a unit: by its own last words, or one it held is there now."""
+        """Whether it has done a unit: its last heartbeat says so, or a unit it held is now done."""
         new = self._done() - before
         return (self._drives and bool(new)) or any(
             record.get("units_done") or new.intersection(record["units"]) for record in child.said()
@@ -123,14 +124,14 @@ class Supervisor:
         return Ledger(self._objects).done_units()
 
     def _reported(self, child: Child) -> str | None:
-        """The error that the work ended with."""
+        """The error that the work ended with, if it was recorded."""
         if self._rank:
-            return None  # (a record of its world may be another's, and the code says what it was)
+            return None  # (the record may be another process's; the exit code tells enough)
         errors = [str(record["error"]) for record in child.said() if record.get("error")]
         return printable(errors[0].splitlines()[0]) if errors else None
 
     def _alone(self) -> bool:
-        """Whether the one to meet is away: a restart of all of them is not done at one time."""
+        """Whether the coordinator is away: the processes of a world do not all restart at once."""
         if self._rank is None or self._rank.leads:
             return False
         host, _, port = self._rank.coordinator.rpartition(":")

@@ -1,10 +1,10 @@
-"""Batches as JAX arrays: put on devices ahead of time, over a mesh, eight bits decoded there.
+"""Batches as JAX arrays: sent to devices ahead of time, over a mesh; eight bits are decoded there.
 
     batches = ds.batches(["resid_post.20"], 4096, encoded=True, drop_last=True)
     for batch in spile.on_devices(batches, NamedSharding(mesh, P("data"))): ...
 
-Of a world of processes each gives its share (`rank=jax.process_index(), world=
-jax.process_count()`), and the global array holds the batch in the one order of all worlds.
+In a world of processes each gives its share (`rank=jax.process_index(), world=
+jax.process_count()`), and the global array holds the batch in the same order in any world.
 """
 
 # pyright: standard
@@ -32,10 +32,10 @@ def on_devices(
     dtype: Any = None,
     ahead: int = 2,
 ) -> Iterator[dict[str, Any]]:
-    """The batches as JAX arrays; "index" stays numpy, and is this process's share of it.
+    """Yield the batches as JAX arrays; "index" stays numpy, and holds this process's share.
 
-    Each goes with where the iteration stands after it, as `batch["state"]`: `batches` itself is
-    as far ahead as batches are put on devices.
+    `batch["state"]` is the position of the iteration after the batch: `batches` itself is ahead by
+    the batches that are on their way to devices.
 
     Args:
         sharding: of the rows of all processes, along the first axis; the default device if None.
@@ -43,8 +43,8 @@ def on_devices(
         ahead: batches that are on their way while one is used.
     """
     _check(batches, sharding)
-    # Threads transfer; programs are started by the caller alone. Processes of a world must start
-    # theirs in one order, and with the caller's own there would be two.
+    # Threads only transfer; the caller alone starts programs. Processes of a world must all start
+    # their programs in one order, which a second thread would break.
     source = Producer(_put(batches, sharding), ahead, "spile-to-devices")
     with contextlib.closing(source):
         for batch in source:
@@ -61,7 +61,7 @@ def _check(batches: Batches, sharding: jax.sharding.Sharding | None) -> None:
 
 
 class _Coded(NamedTuple):
-    """Values in eight bits on devices, and what is to be done with them."""
+    """Values in eight bits on devices, and the parameters to decode them."""
 
     codes: jax.Array
     scale: Any
@@ -107,7 +107,7 @@ def _made(values: Any, dtype: Any) -> Any:
 def _array(
     values: np.ndarray, batches: Batches, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """An array over all processes, of which each has its rows."""
+    """A global array of which each process has its rows."""
     if sharding is None:
         return jax.device_put(values)
     rows = len(values) if sharding.is_fully_addressable else batches.given
@@ -128,7 +128,7 @@ def _array(
 def _decoded(
     codes: jax.Array, scale: Any, shift: Any, factor: Any, *, dtype: Any, by_row: bool
 ) -> jax.Array:
-    """As `store.quant.decode` does it: in float32, and rounded once."""
+    """Decode like `dataset.write.quantization.decode`: in float32, rounded once."""
     scale = jnp.asarray(scale)
     scale = scale.reshape(-1, *[1] * (codes.ndim - 1)) if by_row else scale[None]
     values = codes.astype(jnp.float32) * scale

@@ -4,7 +4,7 @@
     for batch in loader: ...
 
 The batches and their order are those of `ds.batches`, whatever the number of workers: worker i of
-n makes every n-th batch, and DataLoader takes from its workers in turn.
+n makes every n-th batch, and DataLoader takes batches from its workers in turn.
 """
 
 import importlib
@@ -44,7 +44,7 @@ class TorchLoader:
         **options: Any,
     ) -> None:
         """Args:
-        num_workers: processes that read and shuffle; none: this one.
+        num_workers: processes that read and shuffle; 0: this one.
         loader: more options of DataLoader, such as pin_memory or multiprocessing_context.
         """
         if options.get("encoded"):
@@ -52,20 +52,20 @@ class TorchLoader:
         self._dataset = dataset
         self._options: dict[str, Any] = {"taps": taps, "batch_size": batch_size, **options}
         self._workers, self._loader = num_workers, dict(loader or {})
-        self._at = dataset.batches(**self._options)  # gives none: it counts
+        self._at = dataset.batches(**self._options)  # yields no batches: only counts
 
     def __len__(self) -> int:
         return len(self._at)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration stands: the same as that of `Dataset.batches`."""
+        """The position of the iteration: the same as that of `Dataset.batches`."""
         return self._at.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._at.load_state_dict(state)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """From where the state stands."""
+        """Iterate from the current state."""
         source = torch_dataset(self._dataset, self._options, self.state_dict())
         data: Any = importlib.import_module("torch.utils.data")
         options = {"num_workers": self._workers, **self._loader}
@@ -75,9 +75,9 @@ class TorchLoader:
 
 
 def torch_dataset(dataset: Dataset, options: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
-    """A torch `IterableDataset`, for those who have a DataLoader of their own.
+    """A torch `IterableDataset`, for use with a DataLoader of your own.
 
-    It gives whole batches: use batch_size=None.
+    It yields whole batches: use batch_size=None.
     """
     data: Any = importlib.import_module("torch.utils.data") if _torch() else None
     made = type("Rows", (_Rows, data.IterableDataset), {"__reduce__": _reduced})
@@ -85,7 +85,7 @@ def torch_dataset(dataset: Dataset, options: Mapping[str, Any], state: Mapping[s
 
 
 def _reduced(rows: "_Rows") -> Any:
-    """The class is made when torch is there; so it is again in workers that are not forked."""
+    """Pickle by calling `torch_dataset` again: the class is created only once torch is imported."""
     return torch_dataset, (rows.dataset, rows.options, rows.state)
 
 
@@ -105,7 +105,7 @@ class _Rows:
 
 
 def tensors(batches: Batches) -> Iterator[dict[str, Any]]:
-    """Each batch as tensors, without a copy; the index as a tensor for each of its columns."""
+    """Yield each batch as tensors, without a copy; the index as one tensor per column."""
     for batch in batches:
         made: dict[str, Any] = {}
         for name, values in batch.items():
@@ -118,11 +118,11 @@ def tensors(batches: Batches) -> Iterator[dict[str, Any]]:
 
 
 def tensor(values: np.ndarray) -> Any:
-    """An array's values as a tensor, also of what numpy itself has no dtype for."""
+    """An array as a tensor, including dtypes that numpy itself lacks."""
     torch = _torch()
     if values.dtype == DTYPES_BY_NAME["bfloat16"]:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    if values.dtype == np.uint16:  # the index's flags: torch can hardly count in uint16
+    if values.dtype == np.uint16:  # the index's flags: torch hardly supports uint16
         values = values.astype(np.int32)
     return torch.from_numpy(np.ascontiguousarray(values))
 

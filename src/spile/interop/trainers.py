@@ -1,11 +1,11 @@
-"""Rows for others' trainers: one tap's, shuffled, as tensors without end.
+"""Rows for other tools' trainers: one tap, shuffled, as an endless iterator of tensors.
 
     ds = spile.open("acts/demo")
     rows = spile.TorchRows(ds, "resid_post.9", 4096, device="cuda", where="pos >= 1")
     SAETrainer(cfg=cfg, sae=sae, data_provider=rows).fit()  # SAELens
     trainSAE(data=rows, trainer_configs=[...], steps=10_000)  # dictionary_learning
 
-Both take an iterator of tensors [batch, width], and ask it for as many as they need.
+Both take an iterator of tensors [batch, width], and take as many as they need.
 """
 
 import importlib
@@ -20,7 +20,7 @@ __getattr__ = renamed(__name__, {"Rows": "TorchRows"})
 
 
 class TorchRows:
-    """An iterator that can go on where it stood; options are those of `TorchLoader`."""
+    """An iterator that can be resumed; options are those of `TorchLoader`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TorchRows:
     ) -> None:
         """Args:
         dtype: of the tensors, as torch spells it.
-        epochs: after which it ends; None: never.
+        epochs: number after which it ends; None: never.
         """
         self._tap, self._device = tap, device
         self._dtype = getattr(importlib.import_module("torch"), dtype)
@@ -43,7 +43,7 @@ class TorchRows:
             dataset, tap, batch_size, epochs=epochs, index=False, drop_last=True, **options
         )
         self._given: Iterator[dict[str, Any]] | None = None
-        # (dictionary_learning writes this beside what it trains.)
+        # (dictionary_learning stores this with its results.)
         self.config = {"dataset": dataset.url, "fingerprint": dataset.fingerprint, "tap": tap}
         self.config |= {"batch_size": batch_size, **options}
 
@@ -53,11 +53,11 @@ class TorchRows:
     def __next__(self) -> Any:
         self._given = self._given or iter(self._loader)
         rows = next(self._given)[self._tap]
-        flat = rows.reshape(len(rows), -1)  # heads lie one after another
+        flat = rows.reshape(len(rows), -1)  # concatenates heads
         return flat.to(self._device, self._dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands: the same as that of `Dataset.batches`."""
+        """The position of the iteration: the same as that of `Dataset.batches`."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Commands that are run for the user: shown exactly, or run, many at once."""
+"""Commands run for the user: shown exactly, or run, many at once."""
 
 import os
 import shlex
@@ -13,22 +13,22 @@ from spile.core.errors import LaunchError, printable
 
 FILE = "{file}"  # in a command's words: the path of its file
 _AT_ONCE = 32
-NOT_FOUND = 127  # as a shell says it of a program
+NOT_FOUND = 127  # the exit code of a shell for a missing program
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One program, what it reads, and what its environment has besides ours."""
+    """One program, its standard input and file, and its extra environment variables."""
 
     argv: tuple[str, ...]
-    where: str = ""  # for whom it is, in words
+    where: str = ""  # its host or purpose, in words
     stdin: str | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    file: str | None = None  # what the file holds whose path stands for FILE; only we can read it
+    file: str | None = None  # content of the file whose path replaces FILE; only we can read it
     suffix: str = ""
 
     def __str__(self) -> str:
-        """As a shell would be told."""
+        """The command as one would type it in a shell."""
         if self.file is not None:
             told = replace(self, file=None)
             return f"# {FILE}, for this command only, mode 0600:\n{_indented(self.file)}\n{told}"
@@ -44,7 +44,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a command."""
+    """The result of a command."""
 
     where: str
     code: int
@@ -53,19 +53,19 @@ class Result:
 
     @property
     def said(self) -> str:
-        """Its last word, on one line."""
+        """The last line of its output."""
         lines = [line.strip() for line in (self.err.strip() or self.out.strip()).splitlines()]
         return printable(lines[-1]) if lines else f"exit code {self.code}"
 
 
 def shown(commands: Sequence[Command]) -> str:
-    """What would be run, as text that a shell would take."""
+    """The commands as text for a shell."""
     texts = [f"# {c.where}\n{c}" if c.where else str(c) for c in commands]
     return "\n\n".join(texts)
 
 
 def run(command: Command, timeout: float | None = None) -> Result:
-    """Run one to its end. A program that is not there, or takes too long, is a result as well."""
+    """Run a command to its end. A missing program or a timeout is also returned as a result."""
     if command.file is not None:
         with tempfile.NamedTemporaryFile(prefix="spile-", suffix=command.suffix) as file:
             file.write(command.file.encode("utf-8", "surrogateescape"))
@@ -79,7 +79,7 @@ def run(command: Command, timeout: float | None = None) -> Result:
             stdin=subprocess.DEVNULL if command.stdin is None else None,
             capture_output=True,
             encoding="utf-8",
-            errors="surrogateescape",  # as the words of our own command line came
+            errors="surrogateescape",  # as in our own command line
             env={**os.environ, **command.env},
             timeout=timeout,
         )
@@ -91,14 +91,14 @@ def run(command: Command, timeout: float | None = None) -> Result:
 
 
 def run_all(commands: Sequence[Command], timeout: float | None = None) -> list[Result]:
-    """Run them at once; results in their order."""
+    """Run commands at once; return the results in their order."""
     with ThreadPoolExecutor(min(_AT_ONCE, len(commands)) or 1) as pool:
         return list(pool.map(partial(run, timeout=timeout), commands))
 
 
 def check_all(results: Sequence[Result], remedy: str) -> None:
     """Raises:
-    LaunchError: naming all that failed.
+    LaunchError: if commands failed; names all of them.
     """
     failed = [result for result in results if result.code]
     if failed:

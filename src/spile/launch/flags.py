@@ -1,4 +1,4 @@
-"""The flags of `spile launch`, for each target. Nothing is imported that starting would feel."""
+"""The flags of `spile launch`, for each target. Imports nothing that would slow the start."""
 
 import argparse
 from typing import Any
@@ -22,7 +22,7 @@ _LINES = 20
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    """Every target as a verb, and every other action with every target."""
+    """Add every target as a verb, and every other action with every target."""
     group = parser.add_subparsers(title="targets and actions", metavar="TARGET", required=True)
     for target, help in TARGETS.items():
         sub = group.add_parser(target, help=help, description=f"start extract on {help}")

@@ -1,8 +1,8 @@
-"""TPU VMs of Google Cloud: made, by request or through the queue, and told what to run.
+"""TPU VMs of Google Cloud: created directly or through the queue, and started.
 
-Every slice is one TPU, by its own name; all its hosts are told at once (`--worker=all`) and find
-each other. `Gcloud` says what would be run; `Keeper` runs it: TPUs are made, started, watched, and
-made again when they are preempted.
+Every slice is one TPU with its own name; all its hosts get each command at once (`--worker=all`)
+and find each other. `Gcloud` returns the commands; `Keeper` runs them: it creates, starts and
+watches TPUs, and creates them again when they are preempted.
 """
 
 import logging
@@ -22,13 +22,13 @@ from spile.launch.target import check_counts
 _log = logging.getLogger("spile")
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
-_POLL = 30.0  # seconds between two looks at what runs, or waits in the queue
+_POLL = 30.0  # seconds between checks of a run, or of the queue
 _FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0
-_PERMANENT = 2  # the exit code after which a restart would fail alike
+_PERMANENT = 2  # the exit code of an error that a restart cannot fix
 _READY = "READY"
 _COMING = ("CREATING", "STARTING", "RESTARTING", "REPAIRING")
 _QUEUED = ("ACCEPTED", "CREATING", "PROVISIONING", "WAITING_FOR_RESOURCES")
-# What gcloud says, and what to do about it.
+# Messages of gcloud, and what to do about them.
 _SIGN_IN = ("reauthentication", "invalid_grant", "gcloud auth login", "unauthenticated")
 _REFUSED = ("permission_denied", "permission denied", "quota", "invalid_argument", "not enabled")
 _FULL = ("no more capacity", "resource_exhausted", "stockout", "insufficient capacity")
@@ -36,7 +36,7 @@ _FULL = ("no more capacity", "resource_exhausted", "stockout", "insufficient cap
 
 @dataclass(frozen=True)
 class Node:
-    """One TPU: which slice it is, what it is called, where it is."""
+    """One TPU: the number of its slice, its name and its zone."""
 
     slice: int
     name: str
@@ -48,15 +48,15 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Gcloud:
-    zones: tuple[str, ...]  # tried in turn
+    zones: tuple[str, ...]  # tried in order
     tpus: tuple[str, ...] = ()  # their names [the job's name, numbered]
     slices: int = 1
     project: str | None = None
-    accelerator_type: str | None = None  # with the version: what is missing is made
+    accelerator_type: str | None = None  # with the version: create missing TPUs
     runtime_version: str | None = None
     spot: bool = False
     queued: bool = False
-    keep: bool = False  # stay, and bring back what is preempted
+    keep: bool = False  # stay, and restore preempted TPUs
     retries: int = 10
     delete: bool = False  # when stopped
 
@@ -84,14 +84,14 @@ class Gcloud:
         return self.accelerator_type is not None
 
     def nodes(self, job: LaunchJob) -> list[Node]:
-        """In the first zone; where they really are is found by asking."""
+        """The TPUs, as if in the first zone; `Keeper` finds where they really are."""
         names = self.tpus or tuple(f"{job.name}-{number}" for number in range(self.slices))
         return [Node(number, name, self.zones[0]) for number, name in enumerate(names)]
 
     def everywhere(self, node: Node) -> list[Node]:
         return [replace(node, zone=zone) for zone in self.zones]
 
-    # -- what is rented ----------------------------------------------------------------------
+    # -- the TPUs ----------------------------------------------------------------------------
 
     def create(self, node: Node) -> Command:
         assert self.accelerator_type and self.runtime_version
@@ -119,10 +119,10 @@ class Gcloud:
             Command(argv=self._words("tpu-vm", "list", zone), where=zone) for zone in self.zones
         ]
 
-    # -- what runs on it ---------------------------------------------------------------------
+    # -- the run on them ---------------------------------------------------------------------
 
     def send(self, job: LaunchJob, node: Node) -> Command:
-        """The script goes as a file: a command line is no place for what it holds."""
+        """Copy the script as a file: its values must not be on a command line."""
         text = f'rm -f -- "$0"\n{script.start(job, self._seat(job, node))}'
         words = self._words("tpu-vm", "scp", node.zone)
         argv = (*words, "--worker=all", FILE, f"{node.name}:{_sent(job)}")
@@ -140,10 +140,10 @@ class Gcloud:
     def end(self, job: LaunchJob, node: Node) -> Command:
         return self._ssh(node, script.stop(job, self._seat(job, node)))
 
-    # -- as every target ---------------------------------------------------------------------
+    # -- as in every target ------------------------------------------------------------------
 
     def render(self, job: LaunchJob) -> Sequence[Command]:
-        """As if nothing went wrong, in the first zone."""
+        """The commands if nothing goes wrong, in the first zone."""
         found: list[Command] = []
         for node in self.nodes(job):
             found += [self.describe(node)]
@@ -185,14 +185,14 @@ def _sent(job: LaunchJob) -> str:
     return f".spile-{job.name}.sh"
 
 
-# -- what keeps them -------------------------------------------------------------------------------
+# -- keeping them alive ----------------------------------------------------------------------------
 
 
 class Retry(Exception):
-    """It did not work now; it may later.
+    """A failure that may be temporary.
 
     Attributes:
-        ran: whether the run was seen at work before.
+        ran: whether the run was seen running before.
     """
 
     def __init__(self, why: str, *, ran: bool = False) -> None:
@@ -201,7 +201,7 @@ class Retry(Exception):
 
 
 class Keeper:
-    """The TPUs of one launch."""
+    """Runs and watches the TPUs of one launch."""
 
     def __init__(
         self,
@@ -216,11 +216,11 @@ class Keeper:
         self._wait_for, self._call = sleep or self._stopped.wait, call
 
     def submit(self) -> list[Result]:
-        """Start every slice; with `keep`, stay until each has come to its end."""
+        """Start every slice; with `keep`, stay until each has ended."""
         return self._each(self._keep if self._target.keep else self._start)
 
     def locate(self, node: Node) -> Node:
-        """Where it is."""
+        """Find the TPU's zone; raise if there is no such TPU."""
         found = self._find(node)
         if found is None:
             raise self._absent_error(node)
@@ -251,7 +251,7 @@ class Keeper:
         try:
             return list(pool.map(guarded, nodes))
         finally:
-            self._stopped.set()  # a signal ends the threads, too, which hear of none
+            self._stopped.set()  # so that a signal also ends the threads, which do not receive it
             pool.shutdown()
 
     def _sleep(self, seconds: float) -> None:
@@ -262,7 +262,7 @@ class Keeper:
     # -- one slice ---------------------------------------------------------------------------
 
     def _start(self, node: Node) -> Result:
-        """Bring it up and start the run on all its hosts; hosts where it runs are left alone."""
+        """Bring up the TPU and start the run on all its hosts, except where it already runs."""
         failures = 0
         while True:
             try:
@@ -280,7 +280,7 @@ class Keeper:
         return result
 
     def _keep(self, node: Node) -> Result:
-        """Until its hosts have all ended well, whatever is preempted meanwhile."""
+        """Restart the run after preemptions and failures, until all its hosts have ended well."""
         failures = 0
         while True:
             try:
@@ -311,7 +311,7 @@ class Keeper:
             ran = ran or bool(hosts)
 
     def _bring_up(self, node: Node) -> Node:
-        """A TPU that is ready: found, or made in the first zone that has one."""
+        """Return a ready TPU: an existing one, or one created in the first zone with room."""
         found = self._find(node)
         if found is not None:
             there, state = found
@@ -341,7 +341,7 @@ class Keeper:
         raise Retry(said)
 
     def _queue(self, node: Node) -> Node:
-        """Wait until the queue has come to it."""
+        """Wait until the queue has granted the request."""
         while True:
             result = self._call(command := self._target.describe_queued(node))
             self._refuse(command, result)
@@ -355,10 +355,10 @@ class Keeper:
                 raise Retry(f"the request is {state}")
             self._sleep(_POLL)
 
-    # -- what gcloud says ---------------------------------------------------------------------
+    # -- gcloud's answers ---------------------------------------------------------------------
 
     def _find(self, node: Node) -> tuple[Node, str] | None:
-        """Where it is, and its state; None if there is none of that name."""
+        """The TPU with its zone, and its state; None if there is none of that name."""
         for place in self._target.everywhere(node):
             result = self._call(command := self._target.describe(place))
             if not result.code:
@@ -381,7 +381,7 @@ class Keeper:
             raise Retry(_error(result))
 
     def _refuse(self, command: Command, result: Result) -> None:
-        """What no retry mends.
+        """Raise if the command failed in a way that a retry cannot fix.
 
         Raises:
             LaunchError: with the remedy.
@@ -411,6 +411,6 @@ def _says(result: Result, *words: str) -> bool:
 
 
 def _error(result: Result) -> str:
-    """gcloud's own line, which advice may follow."""
+    """gcloud's error line, without the advice that may follow it."""
     lines = [line for line in result.err.splitlines() if line.startswith("ERROR:")]
     return printable(lines[0].strip()) if lines else result.said

@@ -1,4 +1,4 @@
-"""What is to run, whoever runs it: arguments, environment, container. And each process's seat."""
+"""The job to run, on any target: arguments, environment, container; and each process's seat."""
 
 import re
 import shlex
@@ -8,11 +8,11 @@ from pathlib import PurePosixPath
 
 from spile.core.errors import ConfigError
 
-PORT = 8476  # where the processes of a slice meet
+PORT = 8476  # where the processes of a slice connect
 MASK = "***"
-GRACE = 60  # seconds for a run to stop by itself when it is told to
+GRACE = 60  # seconds for a run to stop by itself
 
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")  # what Kubernetes and GCE allow, too
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")  # also allowed by Kubernetes and GCE
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]*@sha256:[0-9a-f]{64}")
 _PLACED = ("--coordinator", "--num-processes", "--process-id", "--share")
@@ -22,7 +22,7 @@ GOOGLE_KEY = "GOOGLE_APPLICATION_CREDENTIALS"
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """The image in which the command runs, and what it may see of its host."""
+    """The image in which the command runs, and what it can access on its host."""
 
     image: str
     engine: str = "docker"
@@ -45,7 +45,7 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One process: which slice of how many, and which process of that slice."""
+    """One process: its slice of how many, and its process number in that slice."""
 
     slice: int = 0
     slices: int = 1
@@ -56,11 +56,11 @@ class Seat:
 
     @property
     def number(self) -> int:
-        """Among all processes."""
+        """Its number among all processes."""
         return self.slice * self.processes + self.process
 
     def environment(self) -> dict[str, str]:
-        """The command is the same everywhere; this is what differs."""
+        """The environment of this process; the command is the same everywhere."""
         found = dict(self.own)
         if self.slices > 1:
             found |= {"MACHINE_ID": str(self.slice), "TOTAL_MACHINES": str(self.slices)}
@@ -80,7 +80,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchJob:
-    """An extraction, as it is started on every host."""
+    """An extraction, as started on every host."""
 
     name: str
     extract: tuple[str, ...] = ()
@@ -88,9 +88,9 @@ class LaunchJob:
     secrets: Mapping[str, str] = field(default_factory=dict[str, str])
     container: Container | None = None
     credentials: str | None = None  # a service account's key, on every host
-    restarts: int | None = None  # 0: nobody restarts it
+    restarts: int | None = None  # 0: no supervisor
     spile: str = "spile"
-    setup: str = ""  # shell lines of the user's, run before
+    setup: str = ""  # shell lines of the user, run first
     folder: str | None = None
 
     def __post_init__(self) -> None:
@@ -117,24 +117,24 @@ class LaunchJob:
                 )
 
     def masked(self) -> "LaunchJob":
-        """The same job to look at: its secrets are not in it."""
+        """The same job for display, with its secrets masked."""
         return replace(self, secrets=dict.fromkeys(self.secrets, MASK))
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What is run on every host, word by word."""
+        """The command for every host, word by word."""
         return (self.spile, *self.arguments)
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The same without the program, which in a container is the image's own."""
+        """The command without the program, which in a container is the image's own."""
         if self.restarts == 0:
             return ("extract", *self.extract)
         restarts = () if self.restarts is None else ("--max-restarts", str(self.restarts))
         return ("supervise", *restarts, "--", "extract", *self.extract)
 
     def environment(self, seat: Seat | None = None) -> dict[str, str]:
-        """All that is set for the command, secrets included."""
+        """All variables set for the command, including secrets."""
         key: dict[str, str] = {}
         if self.credentials is not None:
             key[GOOGLE_KEY] = _KEY_IN_CONTAINER if self.container else self.credentials
@@ -144,7 +144,7 @@ class LaunchJob:
     def container_run(self, environment: Sequence[str], *how: str) -> tuple[str, ...]:
         """`docker run …`, taking variables of those names from its own environment.
 
-        So that no value is ever on a command line.
+        So no value is ever on a command line.
         """
         container = self.container
         assert container is not None
@@ -159,7 +159,7 @@ class LaunchJob:
         return (*run, container.image, *self.arguments)
 
     def engine(self, environment: Sequence[str] = ()) -> tuple[str, ...]:
-        """`docker`, as whoever may use it."""
+        """The container engine's command, with sudo if needed."""
         container = self.container
         assert container is not None
         if not container.sudo:
@@ -169,7 +169,7 @@ class LaunchJob:
 
 
 def check_name(flag: str, name: str) -> None:
-    """Names end up in those of pods, machines and folders."""
+    """Check a name: it becomes part of the names of pods, machines and folders."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{flag} must be of small letters, digits and dashes, begin with a letter and have at "
@@ -178,5 +178,5 @@ def check_name(flag: str, name: str) -> None:
 
 
 def exported(environment: Mapping[str, str]) -> str:
-    """Shell lines that set it, whatever the values hold."""
+    """Shell lines that set the environment, whatever the values contain."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())

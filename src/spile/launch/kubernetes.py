@@ -1,6 +1,6 @@
-"""Kubernetes: an Indexed Job of slices of one host, or a JobSet for each slice of several.
+"""Kubernetes: an Indexed Job for slices of one host, or a JobSet for each slice of several.
 
-Each slice of several hosts has a JobSet of its own: what restarts one leaves the others alone.
+Each slice of several hosts has its own JobSet, so that restarting one leaves the others alone.
 """
 
 import math
@@ -14,7 +14,7 @@ from spile.launch.command import Command
 from spile.launch.job import GOOGLE_KEY, GRACE, PORT, LaunchJob
 from spile.launch.target import check_counts, to_yaml
 
-# GKE's name of each generation's machines, and how many chips a host of a larger slice has.
+# GKE's machine names of each generation, and the chips per host of a larger slice.
 _TPUS = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",
@@ -22,10 +22,10 @@ _TPUS = {
     "v6e": "tpu-v6e-slice",
 }
 _CHIPS = 4
-_ONE_HOST = {"1x1": 1, "2x2": 4, "2x4": 8}  # of v5e and v6e
-_PERMANENT = [2]  # exit codes after which a restart would fail alike
+_ONE_HOST = {"1x1": 1, "2x2": 4, "2x4": 8}  # for v5e and v6e
+_PERMANENT = [2]  # exit codes of errors that a restart cannot fix
 _DISRUPTED = {"type": "DisruptionTarget", "status": "True"}  # preempted, or its node drained
-_BACKOFF = 6  # of a pod that fails alone
+_BACKOFF = 6  # of a pod that fails by itself
 _RESTARTS = 100  # of a slice: each lost host costs one
 _KEY_FOLDER = "/credentials"
 _SECRET_KEY = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?):([A-Za-z0-9_.-]+)")
@@ -36,7 +36,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 @dataclass(frozen=True)
 class Tpu:
-    """A slice of TPU chips, as GKE names it."""
+    """A slice of TPU chips, in GKE's terms."""
 
     accelerator: str
     topology: str
@@ -45,7 +45,7 @@ class Tpu:
 
 
 def parse_tpu(text: str) -> Tpu:
-    """`v5e:8x8`."""
+    """Parse `v5e:8x8`."""
     generation, _, topology = text.partition(":")
     sizes = topology.split("x")
     if generation not in _TPUS or not all(size.isdecimal() and int(size) for size in sizes):
@@ -94,7 +94,7 @@ class Kubernetes:
 
     @property
     def processes(self) -> int:
-        """Of each slice."""
+        """Processes of each slice."""
         return self.tpu.hosts if self.tpu else self.world_size
 
     def render(self, job: LaunchJob) -> Sequence[Command]:
@@ -102,7 +102,7 @@ class Kubernetes:
         return [Command(argv=(*self._kubectl(), "apply", "--filename=-"), stdin=text)]
 
     def manifests(self, job: LaunchJob) -> list[dict[str, Any]]:
-        """What is applied, as data."""
+        """The manifests to apply, as data."""
         if job.container is None:
             raise ConfigError("--container IMAGE@sha256:DIGEST is missing: what should pods run?")
         if job.setup or job.folder or job.credentials:
@@ -154,7 +154,7 @@ class Kubernetes:
         return {"name": name, "labels": self._labels(job)}
 
     def _indexed_job(self, job: LaunchJob) -> dict[str, Any]:
-        """Slices of one host each: a pod that fails is tried again, alone."""
+        """Slices of one host each; a pod that fails is retried by itself."""
         env: list[dict[str, Any]] = []
         if self.slices > 1:
             index = {"name": "MACHINE_ID", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
@@ -172,11 +172,11 @@ class Kubernetes:
         return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
     def _jobset(self, job: LaunchJob, number: int) -> dict[str, Any]:
-        """A slice of several hosts: they end together and are started again together."""
+        """A slice of several hosts, which end together and restart together."""
         name = f"{job.name}-{number}"
         metadata = self._metadata(job, name)
         if self.tpu:
-            # A slice's pods go to one node pool, and no other slice's do.
+            # A slice's pods share one node pool, which no other slice uses.
             topology = "alpha.jobset.sigs.k8s.io/exclusive-topology"
             metadata["annotations"] = {topology: "cloud.google.com/gke-nodepool"}
         env: list[dict[str, Any]] = [
@@ -283,5 +283,5 @@ def _secret(job: LaunchJob) -> str:
 
 
 def _literal(text: str) -> str:
-    """Kubernetes replaces $(NAME) in arguments and values; a doubled sign is a sign."""
+    """Escape $: Kubernetes replaces $(NAME) in arguments and values, and $$ stands for $."""
     return text.replace("$", "$$")

@@ -1,4 +1,4 @@
-"""Processes on this machine: slices beside each other, each of one process or of several."""
+"""Processes on this machine: slices side by side, each of one process or several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from spile.launch.target import Host, Hosts, check_counts
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Hosts):
-    """In containers too, if the job has one."""
+    """Processes on this machine; in containers, if the job has one."""
 
     slices: int = 1
     world_size: int = 1
     port: int = PORT
-    gpus_each: int | None = None  # GPUs that each process sees, no other's
+    gpus_each: int | None = None  # GPUs that each process has for itself
 
     def __post_init__(self) -> None:
         check_counts(slices=self.slices, world_size=self.world_size, port=self.port)

@@ -1,6 +1,6 @@
-"""What `spile launch` does.
+"""The work of `spile launch`.
 
-It makes a job and a target of the flags, runs what the target says, and tells what came of it.
+It builds a job and a target from the flags, runs the target's commands, and reports the results.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from spile.launch.slurm import Slurm
 from spile.launch.ssh import Ssh, parse_hosts
 from spile.launch.target import LaunchTarget
 
-_TIMEOUT = 3 * GRACE  # seconds for a look, or a stop
-# Where every host sees the folder that the command is given in.
+_TIMEOUT = 3 * GRACE  # seconds for a status or a stop
+# Targets on which every host sees the folder where the command is given.
 _SHARED = ("local", "slurm")
 _OUT_OF_SIGHT = "give a bucket, or a folder that is mounted there by"
 
 
 def build_job(arguments: argparse.Namespace, environ: Mapping[str, str]) -> LaunchJob:
     """Raises:
-    ConfigError: if the flags do not make one.
+    ConfigError: if the flags do not make a job.
     """
     container = _container(arguments)
     if arguments.action != "submit":
@@ -55,7 +55,7 @@ def build_job(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Laun
 
 
 def check_out(arguments: argparse.Namespace, out: str | None) -> None:
-    """What would be written where nobody finds it again.
+    """Refuse an output that nobody would find again.
 
     Raises:
         ConfigError: with the remedy.
@@ -79,7 +79,7 @@ def check_out(arguments: argparse.Namespace, out: str | None) -> None:
 
 def build_target(arguments: argparse.Namespace) -> LaunchTarget:
     """Raises:
-    ConfigError: if the flags do not make one.
+    ConfigError: if the flags do not make a target.
     """
     a = arguments
     if a.target in ("local", "docker"):
@@ -115,14 +115,14 @@ def build_target(arguments: argparse.Namespace) -> LaunchTarget:
 
 
 def commands(action: str, target: LaunchTarget, job: LaunchJob, lines: int) -> Sequence[Command]:
-    """What that action would run."""
+    """The commands of an action."""
     if action == "logs":
         return target.logs(job, lines)
     return {"submit": target.render, "status": target.status, "stop": target.stop}[action](job)
 
 
 def act(action: str, target: LaunchTarget, job: LaunchJob, lines: int) -> list[Result]:
-    """Do it, on all hosts at once; what failed somewhere is among the results."""
+    """Run an action on all hosts at once; the results include failures."""
     if isinstance(target, Gcloud):
         results = _ask_gcloud(action, target, job, lines)
     else:
@@ -133,14 +133,14 @@ def act(action: str, target: LaunchTarget, job: LaunchJob, lines: int) -> list[R
 
 def check(action: str, results: Sequence[Result]) -> None:
     """Raises:
-    LaunchError: naming the hosts where it failed.
+    LaunchError: if it failed on some hosts; names them.
     """
     again = "what runs already is left alone" if action == "submit" else "the others answered"
     check_all(results, f"mend that and run the same command again: {again}")
 
 
 def told(action: str, results: Sequence[Result]) -> str:
-    """What each host said, for a person. Errors are told in one line, by `check`."""
+    """The output of each host, for people. `check` reports errors, in one line."""
     texts: list[str] = []
     for result in results:
         said = printable(result.out.rstrip("\n"))
@@ -170,7 +170,7 @@ def _ask_gcloud(action: str, target: Gcloud, job: LaunchJob, lines: int) -> list
 
 
 def _by_host(results: Sequence[Result]) -> list[Result]:
-    """A line for each host that said how its run is; other programs' answers as they are."""
+    """A line for each host that reported the state of its run; other results are unchanged."""
     found: list[Result] = []
     for result in results:
         hosts = states(result)
@@ -188,7 +188,7 @@ def _container(arguments: argparse.Namespace) -> Container | None:
     return Container(
         image=image, engine=arguments.engine, mounts=tuple(arguments.mount),
         device=arguments.device or ("tpu" if cloud else "cpu"),
-        sudo=arguments.sudo or cloud,  # TPU VMs give Docker to root alone
+        sudo=arguments.sudo or cloud,  # on TPU VMs only root may use Docker
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""Shell scripts that a host is handed to start a run, look at it, and stop it.
+"""Shell scripts that start a run on a host, look at it, and stop it.
 
-They are read from standard input by `sh -s`: no value of the environment is on a command line or
-a disk. A run's folder on its host, `~/.spile/NAME/NUMBER`, holds its log, and a lock that the
-run's processes hold as long as they live, so that none is started twice and no process id is
-mistaken for another's. Hosts may share a home: the number is the process's own.
+`sh -s` reads them from standard input: no value of the environment is on a command line or a disk.
+A run's folder on its host, `~/.spile/NAME/NUMBER`, holds its log and a lock. The run's processes
+hold the lock as long as they live, so that none is started twice and no process id is mistaken for
+another's. Hosts may share a home: the number is the process's own.
 """
 
 import shlex
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from spile.launch.command import Result
 from spile.launch.job import GRACE, LaunchJob, Seat, exported
 
-_MARK = "@spile"  # begins the one line by which a host says how its run is
-_KILLED = 10  # seconds for what was killed to be gone
+_MARK = "@spile"  # begins the one line with which a host reports its run
+_KILLED = 10  # seconds for killed processes to be gone
 
 _TOOLS = """\
 for tool in flock setsid; do
@@ -22,7 +22,7 @@ for tool in flock setsid; do
   exit 1
 done
 """
-# The process is the one whose id is kept; the shell around it keeps its exit code.
+# The stored id is that of the process; the shell around it stores its exit code.
 _WATCHED = (
     'd=$1; shift; echo $$ >"$d/group"; "$@" >>"$d/log" 2>&1 & '
     'echo $! >"$d/pid"; wait $!; echo $? >"$d/code"'
@@ -31,7 +31,7 @@ _WATCHED = (
 
 @dataclass(frozen=True)
 class State:
-    """How a run is on its host: absent, running, ended (with a code), or lost."""
+    """The state of a run on its host: absent, running, ended (with a code), or lost."""
 
     name: str
     code: int | None
@@ -48,7 +48,7 @@ class State:
 
 
 def start(job: LaunchJob, seat: Seat) -> str:
-    """Starts it and leaves it, unless it runs."""
+    """A script that starts the run in the background, unless it is running."""
     if job.container is not None:
         return _start_container(job, seat)
     return f"""\
@@ -70,7 +70,7 @@ echo "started (pid $(cat "$d/pid"))"
 
 
 def status(job: LaunchJob, seat: Seat) -> str:
-    """Says how it is, in one line."""
+    """A script that prints the state of the run, in one line."""
     if job.container is not None:
         name, engine = _container(job, seat), shlex.join(job.engine())
         return f"""\
@@ -116,7 +116,7 @@ if [ -e "$d/log" ]; then tail -n {lines} "$d/log"; fi
 
 
 def stop(job: LaunchJob, seat: Seat) -> str:
-    """Asks it to stop, and insists after a while."""
+    """A script that asks the run to stop, and kills it after a while."""
     if job.container is not None:
         name, engine = _container(job, seat), shlex.join(job.engine())
         return f"""\
@@ -140,7 +140,7 @@ exit 1
 
 
 def states(result: Result) -> list[State]:
-    """What the hosts said that one command reached."""
+    """The states reported by the hosts of one command."""
     found: list[State] = []
     for line in result.out.splitlines():
         mark, *parts = line.split("\t")
@@ -177,7 +177,7 @@ def _container(job: LaunchJob, seat: Seat) -> str:
 def _setup(job: LaunchJob) -> str:
     if not job.setup:
         return ""
-    # Its input is not ours: it would eat the rest of this script.
+    # Redirect its input: it would consume the rest of this script.
     return f"""\
 trap '[ $? = 0 ] || echo "setup failed: $(tail -n 1 "$d/log")" >&2' EXIT
 {{
@@ -196,5 +196,5 @@ def _enter(job: LaunchJob) -> str:
 
 
 def _in_quotes(text: str) -> str:
-    """Safe between double quotes."""
+    """Escape text for use between double quotes."""
     return "".join(f"\\{c}" if c in '"$`\\' else c for c in text)

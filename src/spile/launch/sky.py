@@ -1,4 +1,4 @@
-"""SkyPilot: a managed job for each slice, which it brings back when it is preempted."""
+"""SkyPilot: a managed job for each slice, which SkyPilot restores when it is preempted."""
 
 import shlex
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Sky:
         return [self._launch(job, number) for number in range(self.slices)]
 
     def task(self, job: LaunchJob, number: int) -> dict[str, Any]:
-        """The task's file, as data. No secret is in it, just their names."""
+        """The task's file, as data. It holds the names of secrets, not their values."""
         wanted = {
             "infra": self.infra,
             "accelerators": self.accelerators,
@@ -64,7 +64,7 @@ class Sky:
         return {name: value for name, value in task.items() if value or name == "num_nodes"}
 
     def script(self, job: LaunchJob) -> str:
-        """What each node runs."""
+        """The script that each node runs."""
         world = _WORLD if self.world_size > 1 else ""
         enter = f"cd -- {shlex.quote(job.folder)}\n" if job.folder else ""
         return f"{world}{enter}exec {shlex.join(job.command)}\n"

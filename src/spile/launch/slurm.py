@@ -1,4 +1,4 @@
-"""Slurm: an array of slices, each a job of one node or of several that are joined."""
+"""Slurm: an array of slices, each a job of one node or of several joined ones."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from spile.launch.target import check_counts
 
 _OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?", re.DOTALL)
 _OURS = ("--array", "--nodes", "--ntasks", "--ntasks-per-node", "--job-name", "--output")
-# Each job has a port of its own: several may share a node.
+# Each job has its own port: several may share a node.
 _PORT = "$((61440 + SLURM_JOB_ID % 4096))"
 _HOST_ID = 'HOST_ID=$SLURM_PROCID; export HOST_ID; exec "$@"'
 _COLUMNS = "%.18i %.12j %.2t %.10M %.6D %R"
@@ -38,7 +38,7 @@ class Slurm:
             raise ConfigError(f"--log-folder: Slurm would read signs in it, got {self.folder!r}")
 
     def render(self, job: LaunchJob) -> Sequence[Command]:
-        """The script is read from standard input; the environment goes with the submission."""
+        """sbatch reads the script from standard input; the environment goes with the submission."""
         numbered = "%A_%a" if self.slices > 1 else "%j"
         argv = ["sbatch", "--parsable", f"--job-name={job.name}", f"--nodes={self.world_size}"]
         argv += ["--ntasks-per-node=1", "--requeue", "--open-mode=append", "--export=ALL"]
@@ -51,7 +51,7 @@ class Slurm:
         return [Command(argv=(*argv, *self.options), stdin=self.script(job), env=env)]
 
     def script(self, job: LaunchJob) -> str:
-        """What Slurm runs on the first node of each job."""
+        """The script that Slurm runs on the first node of each job."""
         lines = ["#!/bin/sh", "set -e"]
         names = list(job.environment())
         if job.setup:
@@ -66,7 +66,7 @@ class Slurm:
             names += ["COORDINATOR_ADDRESS", "NUM_HOSTS", "HOST_ID"]
             task = ["sh", "-c", _HOST_ID, "sh"]
         command = job.container_run(names, "--rm") if job.container else job.command
-        # A process that has ended for good takes the others with it, which would wait for it.
+        # A process that fails ends the others, which would wait for it.
         srun = ("srun", "--kill-on-bad-exit=1", *task, *command)
         return "\n".join([*lines, f"exec {shlex.join(srun)}"]) + "\n"
 

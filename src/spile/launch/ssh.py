@@ -1,4 +1,4 @@
-"""Hosts reached by ssh: each a slice of its own, or joined in groups."""
+"""Hosts reached by ssh: each its own slice, or joined in groups."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from spile.launch.target import Host, Hosts, check_counts
 
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_]([A-Za-z0-9_.-]*|[0-9A-Fa-f:]+)")
 _ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]+")
-# A host that is cut off is noticed, and nobody is asked for a password.
+# Notice hosts that are cut off, and never ask for a password.
 _SSH = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
     "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
@@ -19,7 +19,7 @@ _SSH = (
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a hosts file: where ssh goes, and what the other hosts call it."""
+    """One line of a hosts file: the destination of ssh, and the address that other hosts use."""
 
     login: str
     address: str
@@ -34,7 +34,7 @@ class Ssh(Hosts):
     lines: tuple[Line, ...]
     world_size: int = 1
     port: int = PORT
-    config: str | None = None  # ssh's own
+    config: str | None = None  # of ssh
 
     def __post_init__(self) -> None:
         check_counts(world_size=self.world_size, port=self.port)
@@ -61,7 +61,7 @@ class Ssh(Hosts):
 
 
 def parse_hosts(text: str, source: str) -> tuple[Line, ...]:
-    """A host on each line, `[USER@]HOST [ADDRESS]`; what follows # is a comment.
+    """Parse one host per line, `[USER@]HOST [ADDRESS]`; # starts a comment.
 
     Raises:
         ConfigError: naming the line.

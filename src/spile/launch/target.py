@@ -1,4 +1,4 @@
-"""What every target can say: the commands that start a run, look at it, and stop it."""
+"""The interface of every target: the commands that start a run, look at it, and stop it."""
 
 import re
 from abc import ABC, abstractmethod
@@ -13,15 +13,15 @@ from spile.launch import script
 from spile.launch.command import Command
 from spile.launch.job import LaunchJob, Seat
 
-# Keys that no reader of YAML, of whatever version, takes for anything but a text.
+# Keys that YAML parsers of every version read as text.
 _PLAIN_KEY = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_]\w*", re.IGNORECASE)
 
 
 class LaunchTarget(Protocol):
-    """Nothing here runs anything."""
+    """Returns commands; nothing here runs them."""
 
     def render(self, job: LaunchJob) -> Sequence[Command]:
-        """What starts it."""
+        """The commands that start the job."""
         ...
 
     def status(self, job: LaunchJob) -> Sequence[Command]: ...
@@ -33,7 +33,7 @@ class LaunchTarget(Protocol):
 
 @dataclass(frozen=True)
 class Host:
-    """A process's seat and the command that gives it a shell there."""
+    """A process's seat, and the command that opens a shell on its host."""
 
     seat: Seat
     shell: tuple[str, ...]
@@ -41,7 +41,7 @@ class Host:
 
 
 class Hosts(ABC):
-    """A target of known hosts, each of which is handed a script."""
+    """A target with known hosts, each of which gets a script."""
 
     @abstractmethod
     def hosts(self) -> Sequence[Host]: ...
@@ -67,7 +67,7 @@ class Hosts(ABC):
 
 def check_counts(**counts: int) -> None:
     """Raises:
-    ConfigError: unless each is at least 1.
+    ConfigError: if one is less than 1.
     """
     for name, count in counts.items():
         if count < 1:
@@ -75,10 +75,10 @@ def check_counts(**counts: int) -> None:
 
 
 def to_yaml(document: Mapping[str, Any]) -> str:
-    """A manifest: keys in their order, every text quoted, scripts as lines.
+    """Dump a manifest: keys in their order, every text quoted, scripts as blocks of lines.
 
     kubectl and SkyPilot read other versions of YAML than PyYAML writes, in which more words are
-    numbers or switches (`y`, `1e3`); a quoted one is a text to all of them.
+    numbers or booleans (`y`, `1e3`); a quoted word is text in all of them.
     """
     return yaml.dump(
         document, Dumper=_ManifestDumper, sort_keys=False, allow_unicode=True, width=1 << 30

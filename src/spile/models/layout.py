@@ -2,7 +2,7 @@
 
 Three axes: `data` (rows of a batch), `fsdp` (rows too, and the weights' width, gathered block by
 block), `model` (heads, the MLP's inner width, the vocabulary, experts). There is no pipeline axis:
-a forward pass alone gains nothing from one, and loses its bubbles.
+a forward pass alone gains nothing from one, and would lose time to its bubbles.
 """
 
 import logging
@@ -16,11 +16,11 @@ from spile.core.errors import ConfigError
 _log = logging.getLogger("spile")
 
 AXES = ("data", "fsdp", "model")
-ROWS = ("data", "fsdp")  # what a batch's rows are cut along
+ROWS = ("data", "fsdp")  # the axes that cut a batch's rows
 DEFAULT_FSDP = 2
 
-# Logical axis -> mesh axis. Attention needs its heads and the MLP its inner width: where one of
-# them cannot be cut, every device of the model axis computes all of it.
+# Logical axis -> mesh axis. Attention needs whole heads and the MLP its inner width: if one of them
+# cannot be cut, every device of the model axis computes all of it.
 _RULES = {
     "heads": "model",
     "kv_heads": "model",
@@ -33,7 +33,7 @@ _RULES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How many devices lie along each axis."""
+    """The number of devices along each axis."""
 
     data: int = 1
     fsdp: int = 1
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        """Sets of devices that read different rows."""
+        """Number of sets of devices that read different rows."""
         return self.data * self.fsdp
 
     def __str__(self) -> str:
@@ -62,10 +62,10 @@ class Cuts:
 
     @classmethod
     def of(cls, layout: Layout, sizes: Mapping[str, int], *, quiet: bool = False) -> "Cuts":
-        """Decide for a model, whose logical axes have these `sizes`.
+        """Decide the cuts for a model whose logical axes have these `sizes`.
 
         Raises:
-            ConfigError: if the model cannot be cut so.
+            ConfigError: if the model cannot be cut for this layout.
         """
         cut: dict[str, str] = {}
         for axis, size in sizes.items():
@@ -92,21 +92,21 @@ class Cuts:
         return cls(layout, cut)
 
     def along(self, axes: Sequence[str], *, gathered: bool = False) -> tuple[str | None, ...]:
-        """The mesh axis of each of an array's axes; each is used once, by the first that may.
+        """The mesh axis of each of an array's axes; each is used once, by the first axis that can.
 
         Args:
-            gathered: as the array is used, not as it is kept.
+            gathered: for the array as it is used, not as it is kept.
         """
         found: list[str | None] = []
         for axis in axes:
             along = self.cut.get(axis)
-            # A vector is small, and an embedding whose both axes are cut must be made whole.
+            # A vector is small, and an embedding with both axes cut would have to be gathered.
             whole = along == "fsdp" and (gathered or len(axes) < 2 or "vocab" in axes)
             found.append(None if whole or along in found else along)
         return tuple(found)
 
     def share(self, axes: Sequence[str]) -> int:
-        """Into how many parts an array of these axes is cut."""
+        """The number of parts that an array with these axes is cut into."""
         ways = 1
         for along in self.along(axes):
             ways *= getattr(self.layout, along) if along else 1
@@ -117,9 +117,9 @@ ONE_DEVICE = Cuts(Layout(), {})
 
 
 def parse_layout(text: str, devices: int, processes: int, fsdp: int | None) -> Layout | None:
-    """The layout that a `--mesh` asks for; None for `auto`.
+    """The layout that a `--mesh` names; None for `auto`.
 
-    What cannot be laid out as named falls back from 3d to 2d to 1d, and the reason is logged.
+    If devices do not divide as named, 3d falls back to 2d and 2d to 1d, and the reason is logged.
     """
     if text == "auto":
         if fsdp is not None:
@@ -140,7 +140,7 @@ def parse_layout(text: str, devices: int, processes: int, fsdp: int | None) -> L
 
 
 def devices_of(text: str) -> int | None:
-    """How many devices a `--mesh` that names its sizes is for, if it names that of `data`."""
+    """The number of devices of a `--mesh` that gives its sizes, if it includes `data`."""
     if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text) or "data=" not in text:
         return None
     return math.prod(int(size) for size in re.findall(r"=(\d+)", text))
@@ -151,7 +151,7 @@ def _one(devices: int, processes: int) -> Layout:
 
 
 def _two(devices: int, processes: int) -> Layout:
-    """Hosts by chips per host; a single host of eight and more is cut in two."""
+    """Hosts by chips per host; a single host with eight or more chips is cut in two."""
     data = processes if processes > 1 else 1 + (devices >= 8)
     if devices % data:
         _log.info("mesh 2d: %d devices are not a multiple of %d; taking 1d", devices, data)

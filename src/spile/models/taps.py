@@ -1,4 +1,4 @@
-"""The places one can tap, and what each means. The only file that says so.
+"""The places one can tap, and the meaning of each. No other file defines them.
 
 Tap names are `site.layer` (`resid_post.20`) or the bare site where it has no layer (`embed`); some
 heads of a layer are named after it (`z.5.h0.h3`).
@@ -20,20 +20,20 @@ from spile.models.config.arch import Arch
 
 @dataclass(frozen=True)
 class Site:
-    """One kind of place."""
+    """One kind of place to tap."""
 
     name: str
     meaning: str
-    shape: tuple[str, ...]  # of one token's values; `_sizes` says how long each axis is
+    shape: tuple[str, ...]  # of one token's values; `_sizes` gives the length of each axis
     layered: bool = True
     lens: tuple[str, ...] = ()  # TransformerLens names of the same values; `{}`: the layer
-    dtype: str | None = None  # where it is not the recipe's
-    requires: str | None = None  # what a model must have: a key of `_MISSING`
+    dtype: str | None = None  # if it is not the recipe's
+    requires: str | None = None  # a feature the model must have: a key of `_MISSING`
 
 
 _BLOCK = "blocks.{}."
 _HEADS, _KV_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
-# In the order in which a forward pass meets them.
+# In the order in which a forward pass computes them.
 SITES = {
     site.name: site
     for site in (
@@ -142,7 +142,7 @@ _MISSING: dict[str, tuple[Callable[[Arch], bool], str]] = {
 
 @dataclass(frozen=True)
 class Tap:
-    """A site and, where it has one, a layer; of some heads, or (none named) of all."""
+    """A site and, if it has one, a layer; for some heads, or (none named) for all."""
 
     site: str
     layer: int | None = None
@@ -150,7 +150,7 @@ class Tap:
 
     @classmethod
     def from_name(cls, name: str) -> "Tap":
-        """The tap of a canonical name: `embed`, `resid_post.20`, `z.5.h0.h3`."""
+        """Parse a canonical name: `embed`, `resid_post.20`, `z.5.h0.h3`."""
         site, *rest = name.split(".")
         heads = tuple(int(head[1:]) for head in rest[1:])
         return cls(site, int(rest[0]) if rest else None, heads)
@@ -161,7 +161,7 @@ class Tap:
         return self.site if self.layer is None else f"{self.site}.{self.layer}{heads}"
 
     def shape(self, arch: Arch, seq_len: int) -> tuple[int, ...]:
-        """Of one token's values: empty for a single number."""
+        """Shape of one token's values: empty for a single number."""
         sizes = _sizes(arch, seq_len)
         whole = tuple(sizes[axis] for axis in SITES[self.site].shape)
         return (len(self.heads), *whole[1:]) if self.heads else whole
@@ -174,7 +174,7 @@ class Tap:
         return SITES[self.site].dtype or stored
 
     def layers_needed(self, arch: Arch) -> int:
-        """How many blocks must run for this tap, the last perhaps not to its end."""
+        """Number of blocks that must run for this tap; the last perhaps not to its end."""
         if self.site == "embed":
             return 0
         if self.layer is None:
@@ -182,7 +182,7 @@ class Tap:
         return self.layer if self.site == "resid_pre" else self.layer + 1
 
     def aliases(self, arch: Arch) -> tuple[str, ...]:
-        """What other tools call the same values; they have no name for some of the heads."""
+        """Other tools' names of the same values; they have none for a subset of heads."""
         if self.heads:
             return ()
         lens = tuple(name.format(self.layer) for name in SITES[self.site].lens)
@@ -217,7 +217,7 @@ def _sizes(arch: Arch, seq_len: int) -> dict[str, int]:
 
 
 def all_taps(arch: Arch) -> tuple[Tap, ...]:
-    """Every tap this model has, in the order in which it meets them."""
+    """Every tap of this model, in the order in which it computes them."""
     taps = [
         Tap(site.name, layer)
         for site in SITES.values()
@@ -230,7 +230,7 @@ def all_taps(arch: Arch) -> tuple[Tap, ...]:
 def describe_taps(
     arch: Arch, seq_len: int, store_dtype: str, *, each_layer: bool
 ) -> list[dict[str, Any]]:
-    """Every tap of a model as plain data; without `each_layer`, one entry for all of a site."""
+    """Every tap of a model as plain data; without `each_layer`, one entry for each site."""
     entries: list[dict[str, Any]] = []
     for tap in all_taps(arch):
         if not each_layer and tap.layer:
@@ -244,7 +244,7 @@ def describe_taps(
                 "name": name,
                 "shape": list(tap.shape(arch, seq_len)),
                 "dtype": dtype,
-                # (float8's scale, four bytes a row, is not the tap's)
+                # (without float8's scale of four bytes per row)
                 "bytes": tap.width(arch, seq_len) * DTYPES_BY_NAME[dtype].itemsize,
                 "meaning": SITES[tap.site].meaning,
                 "aliases": list(tap.aliases(arch)),
@@ -254,7 +254,7 @@ def describe_taps(
 
 
 def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
-    """`resid_post:20-27,mlp_out:12,embed` -> taps, in the order in which the model meets them.
+    """`resid_post:20-27,mlp_out:12,embed` -> taps, in the order in which the model computes them.
 
     Layers: a number, a range `a-b` (both included), `all`, negatives from the end, a step
     (`0-27/4`); several joined by `+`. Heads, where a site has them, follow their layers:
@@ -329,7 +329,7 @@ def _grouped(text: str, item: str) -> list[tuple[str, list[str]]]:
 
 
 def _heads(texts: list[str], site: Site, item: str, arch: Arch) -> tuple[int, ...]:
-    """Heads in ascending order; none if they are all there are."""
+    """Heads in ascending order; empty stands for all heads."""
     if not texts:
         return ()
     axis = site.shape[0]
@@ -370,7 +370,7 @@ def _layers(text: str, item: str, arch: Arch) -> range:
 
 
 def _from_alias(item: str, arch: Arch) -> str:
-    """Our spelling of another tool's name; the item itself where it is none."""
+    """Translate another tool's name into ours; other items pass through unchanged."""
     if item in _LENS and item in Tap(_LENS[item]).aliases(arch):
         return _LENS[item]
     match = re.fullmatch(r"blocks\.(\d+)\.([\w.]+)", item)
@@ -386,7 +386,7 @@ def _from_alias(item: str, arch: Arch) -> str:
         raise ConfigError(f"--taps {item!r}: the last one is [{arch.num_layers}]")
     if not blocks:
         return "resid_pre:0"
-    # HF gives its last entry after the final norm; vLLM counts the bare streams.
+    # HF returns its last entry after the final norm; vLLM counts the bare streams.
     return (
         "final_norm" if blocks == arch.num_layers and not match[1] else f"resid_post:{blocks - 1}"
     )
@@ -418,10 +418,10 @@ _ENDS = {
 
 
 def _from_module(item: str, arch: Arch) -> str | None:
-    """Our spelling of the path of an HF module; none where it is no such path.
+    """Translate the path of an HF module into our name; None if it is not such a path.
 
     Raises:
-        ConfigError: if the module's output differs from what the site means.
+        ConfigError: if the module's output differs from the site's values.
     """
     match = re.fullmatch(_BLOCKS_OF_HF + r"([\w.]*)", item)
     site = _ENDS.get(item) or (_MODULES.get(match[2]) if match else None)
@@ -441,7 +441,7 @@ def _from_module(item: str, arch: Arch) -> str | None:
 
 
 def _unknown_site_error(item: str, site: str, arch: Arch) -> ConfigError:
-    """Which name may be meant, of ours or of TransformerLens."""
+    """The error for an unknown site, with the nearest name of ours or of TransformerLens."""
     layer = re.match(r"blocks\.(\d+)\.", item)
     if layer or "hook_" in item:
         known = [name.format(layer[1] if layer else "") for name in _LENS]

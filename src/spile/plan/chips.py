@@ -1,8 +1,8 @@
-"""What chips can do and cost, and how many of them a cloud's name stands for. No jax.
+"""Speed and price of chips, and the number of chips in a cloud's topology name. No jax.
 
 Figures are per chip, in bytes and seconds, as their makers publish them; prices change weekly.
-What a program reaches of a chip's peak is measured for the H200 alone; the other shares are
-assumptions, and `why` says what they rest on.
+The share of a chip's peak that a program reaches is measured only for the H200; the other shares
+are assumptions, and `why` says what they rest on.
 """
 
 import re
@@ -15,7 +15,7 @@ _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus (TPU specs)"
 _GPUS = "https://jax-ml.github.io/scaling-book/gpus (summary of GPU specs)"
 _NVLINK = "NVLink: mlcommons/inference_results_v4.1, closed/NVIDIA/systems/H200-SXM-141GBx8"
-# Made from the clouds' own price lists.
+# Compiled from the clouds' own price lists.
 _SKY = "https://github.com/skypilot-org/skypilot-catalog"
 _TPU_PRICES = f"{_SKY} catalogs/v8/gcp/vms.csv at 8427bbf"
 _GPU_PRICES = f"{_SKY} catalogs/v8/nebius/vms.csv at 0082b04 (Nebius)"
@@ -27,15 +27,15 @@ class Chip:
     """One kind of chip."""
 
     name: str
-    kind: str  # what jax calls such a device
+    kind: str  # jax's name for such a device
     platform: str
     peak: float  # FLOP/s in bfloat16
-    reached: float  # share of it that a step's matrix products sustain
+    reached: float  # share of the peak that a step's matrix products sustain
     why: str
     memory: int
     bandwidth: float  # of that memory
-    # What a chip sends while it exchanges with its neighbours along one axis of the torus, both
-    # ways round; a GPU sends as much to any other of its host.
+    # Bytes that a chip sends while it exchanges with its neighbours along one axis of the torus, in
+    # both directions; a GPU sends as much to any other GPU of its host.
     interconnect: float
     host_link: float  # into the host's memory
     on_demand: float | None  # dollars an hour
@@ -59,7 +59,7 @@ CHIPS = {
         ),
         Chip(
             name="v5e", kind="TPU v5 lite", platform="tpu", peak=197e12, reached=0.60, why=_ASSUMED,
-            # 16 GB, of which the compiler lets a program have this much.
+            # 16 GB, of which the compiler lets a program use this much.
             memory=int(15.75 * _GIB), bandwidth=819e9, interconnect=1e11, host_link=1.5e10,
             on_demand=1.20, spot=0.24493,
             sources=(_CLOUD + "v5e", _BOOK, _TPU_PRICES + ", us-central1"),
@@ -95,12 +95,12 @@ CHIPS = {
     )
 }  # fmt: skip
 
-# Chips -> how they lie on the torus.
+# Chips -> shape of their torus.
 _FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _DEEP = {
     4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8",
 }  # fmt: skip
-_CORES = 2  # of a v4 and a v5p chip: their names count them
+_CORES = 2  # of a v4 or v5p chip: topology names count cores
 _PER_HOST = 4
 _GPUS_PER_HOST = 8
 
@@ -113,7 +113,7 @@ class Topology:
     chip: Chip
     chips: int
     hosts: int
-    shape: str | None = None  # of the torus, where there is one
+    shape: str | None = None  # of the torus, if there is one
 
     @property
     def libtpu_name(self) -> str | None:
@@ -121,10 +121,10 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """`v5e-64`, `v5litepod-64`, `v4-8`, `h200`, `h200-8`.
+    """Parse `v5e-64`, `v5litepod-64`, `v4-8`, `h200`, `h200-8`.
 
     Raises:
-        ConfigError: if there is no such thing.
+        ConfigError: if there is no such topology.
     """
     match = re.fullmatch(r"([a-z][a-z0-9]*)(?:-([1-9][0-9]*))?", text.lower())
     name = match[1].replace("v5litepod", "v5e") if match else ""
@@ -145,12 +145,12 @@ def parse_topology(text: str) -> Topology:
         known = ", ".join(f"{name}-{chips * cores}" for chips in shapes)
         raise ConfigError(f"--topology {text}: choose from {known}")
     chips = count // cores
-    # Eight chips of the small kinds may share a host.
+    # Eight chips with one core each may share a host.
     hosts = 1 if chips == 8 and cores == 1 else chips // _PER_HOST
     return Topology(text, chip, chips, hosts, shape)
 
 
 def chip_of(kind: str) -> Chip | None:
-    """What is known about a device, by what jax calls it."""
+    """The chip of a device, by jax's name for the device; None if it is not known."""
     found = [chip for chip in CHIPS.values() if kind.startswith(chip.kind)]
     return max(found, key=lambda chip: len(chip.kind), default=None)

@@ -1,4 +1,4 @@
-"""`--encode`: which sparse autoencoder encodes which tap; what is stored of each tap. No jax."""
+"""`--encode`: match sparse autoencoders with taps; list the arrays stored for each tap. No jax."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ _FLOATS = ("bfloat16", "float16", "float32")
 
 
 def each_source(encode: str, change: Callable[[str], str]) -> str:
-    """`--encode` with every directory in it changed."""
+    """Return `--encode` with every directory in it changed."""
     return ",".join(
         f"{tap}={change(where)}" if tap else change(where) for tap, where in _items(encode)
     )
 
 
 def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, SparseEncoder]:
-    """The encoder of each tap that has one, by the tap's name.
+    """Find the encoder of each tap that has one, by the tap's name.
 
     Raises:
-        ConfigError: if an encoder and a tap do not belong together.
+            ConfigError: if an encoder does not fit its tap.
     """
     if recipe.encode is None:
         if recipe.latents is not None:
@@ -61,7 +61,7 @@ def stored_taps(
     seq_len: int,
     store_dtype: str,
 ) -> dict[str, TapInfo]:
-    """What is stored of every tap: its rows, or latents and their ids."""
+    """Describe what is stored for every tap: its rows, or latents and their ids."""
     infos: dict[str, TapInfo] = {}
     for tap in taps:
         encoder = encoders.get(tap.name)
@@ -77,7 +77,7 @@ def stored_taps(
 
 
 def _items(encode: str) -> list[tuple[str, str]]:
-    """`TAP=DIR,DIR` -> pairs; no tap where none is named."""
+    """Split `TAP=DIR,DIR` into (tap, directory) pairs; the tap is "" if none is named."""
     items: list[tuple[str, str]] = []
     for item in filter(None, map(str.strip, encode.split(","))):
         named = re.fullmatch(r"([\w.:\[\]-]+)=(.+)", item)
@@ -88,7 +88,7 @@ def _items(encode: str) -> list[tuple[str, str]]:
 
 
 def _found_in(encode: str, taps: Sequence[Tap]) -> list[tuple[str, str]]:
-    """The same, with a directory of directories named after taps taken apart."""
+    """The same pairs, with a directory of directories named after taps split into those."""
     found: list[tuple[str, str]] = []
     for name, where in _items(encode):
         folder = path_of(where)
@@ -101,7 +101,7 @@ def _found_in(encode: str, taps: Sequence[Tap]) -> list[tuple[str, str]]:
 
 
 def _tap_of(name: str, where: str, sae: Sae, taps: Sequence[Tap], arch: Arch) -> Tap:
-    """The tap that was named, that the encoder says it is for, or the only one."""
+    """The tap that was named, the tap that the encoder was made for, or the only tap."""
     if name:
         for tap in taps:
             if name.replace(":", ".", 1) == tap.name or name in tap.aliases(arch):

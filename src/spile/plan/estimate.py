@@ -1,4 +1,4 @@
-"""What a job will cost, before it runs: documents, tokens, bytes, memory, dollars. No jax."""
+"""Cost of a job before it runs: documents, tokens, bytes, memory, dollars. No jax."""
 
 import logging
 import math
@@ -23,7 +23,7 @@ from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
 from spile.plan.survey import Counted, Survey, row_bytes
 
 _log = logging.getLogger("spile")
-# Bytes, roughly: of a token's text; of a document's entry in the table, and of each column kept.
+# Bytes, roughly: of a token's text; of a document's entry in the table, and of each kept column.
 _CHARACTERS = 4
 _DOCUMENT = 32
 _KEPT = 64
@@ -31,8 +31,8 @@ _KEPT = 64
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes are bytes; tokens and what follows from them are estimated from a sample, unless
-    `exact`: then every unit was counted."""
+    """The cost of a job. Sizes are bytes. Tokens, and all that follows from them, are estimated
+    from a sample, unless `exact`: then every unit was counted."""
 
     documents: int
     tokens: int
@@ -50,15 +50,15 @@ class Estimate:
     device_bytes: int
     memory: int | None  # of each device
     host_bytes: int
-    bytes_by_dtype: dict[str, int]  # what the whole would take in every stored form
-    monthly_dollars: float | None = None  # of keeping the whole, where it goes to a cloud
+    bytes_by_dtype: dict[str, int]  # of the whole dataset, in every stored form
+    monthly_dollars: float | None = None  # to keep the whole dataset, if it goes to a cloud
     priced_as: str | None = None
     warnings: tuple[str, ...] = ()
-    kept_bytes: int = 0  # of the overhead: the columns that --keep names
+    kept_bytes: int = 0  # part of the overhead: the columns that --keep names
     remaining_tokens: int = 0
-    tokens_error: int | None = None  # they are within this in 95 of 100 cases
-    packing: float | None = None  # share of the model's places that hold tokens
-    flops: float = 0.0  # of the tokens, whatever runs beside them
+    tokens_error: int | None = None  # half-width of a 95% confidence interval
+    packing: float | None = None  # share of the packed positions that hold tokens
+    flops: float = 0.0  # for the tokens alone, whatever else runs
     exact: bool = False
 
     @property
@@ -75,7 +75,7 @@ def batch_rows(
 ) -> int:
     """Packed rows that a group of devices reads in a step: enough tokens, never more than a unit.
 
-    Unless a number was asked for it is halved until the step fits into a device's `memory`.
+    Unless the user set a number, it is halved until the step fits into a device's `memory`.
     """
     tokens = runtime.batch_tokens or sweet_spot(job.checkpoint.arch, platform)
     largest = max(unit.tokens for unit in job.units)
@@ -107,7 +107,7 @@ def planned_cuts(
     memory: int | None,
     processes: int = 1,
 ) -> Cuts:
-    """How the model lies on so many devices, as asked for or as it fits."""
+    """Lay the model out on a number of devices, as the user set it or else so that it fits."""
     layout = parse_layout(runtime.mesh, devices, processes, runtime.fsdp)
     if layout is None:
         suits = partial(fits, job, runtime, platform, memory)
@@ -118,7 +118,7 @@ def planned_cuts(
 
 
 def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workload:
-    """A step in which each group of devices reads so many rows."""
+    """The workload of a step in which each group of devices reads `rows` rows."""
     recipe, arch = job.recipe, job.checkpoint.arch
     return Workload(
         arch=arch,
@@ -134,7 +134,7 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
 
 
 def row_quantum(layout: Layout, processes: int) -> int:
-    """A step's rows are shared among groups of devices, and by processes: a multiple of this."""
+    """The number of rows in a step must be a multiple of this: groups and processes share them."""
     return math.lcm(layout.groups, processes)
 
 
@@ -151,12 +151,12 @@ def estimate(
     out: Objects | None = None,
     found: Survey | None = None,
 ) -> Estimate:
-    """Add up a job.
+    """Estimate the cost of a job.
 
     Args:
-        memory: of each device, where that is known.
-        out: where the dataset goes, for its price and what waits in memory to go there.
-        found: what was counted of the corpus; without it the unit table's estimate must do.
+        memory: of each device, if known.
+        out: where the dataset goes; sets its price, and the bytes that wait in memory to go there.
+        found: counts of the corpus; without them the unit table's estimates are used.
     """
     recipe, table = job.recipe, job.table.taps
     per_row = sum(info.row_bytes for info in table.values())
@@ -231,14 +231,14 @@ def _by_table(job: ExtractionJob, done: set[int]) -> tuple[Counted, Counted]:
 
 
 def _row_bytes_as(job: ExtractionJob, store_dtype: str) -> int:
-    """Of all taps, were they stored in this form."""
+    """Bytes of a row over all taps, if they were stored as `store_dtype`."""
     arch, seq_len = job.checkpoint.arch, job.recipe.seq_len
     infos = stored_taps(job.taps, job.encoders, arch, seq_len, store_dtype)
     return sum(info.row_bytes for info in infos.values())
 
 
 def _warnings(job: ExtractionJob) -> Iterator[str]:
-    """Taps whose rows are many times a residual stream's, which is easily overlooked."""
+    """Warn of taps whose rows are many times as large as a residual stream's."""
     stream = job.checkpoint.arch.width * DTYPES_BY_NAME[job.recipe.store_dtype].itemsize
     advice = {
         "attn_pattern": "it grows with --seq-len; choose few layers, shorter contexts, or --where",
@@ -255,7 +255,7 @@ def _warnings(job: ExtractionJob) -> Iterator[str]:
 
 
 def refuse_if_too_large(cost: Estimate, where: str) -> None:
-    """Stop before a run that would fill the disk, or whose weights alone fill the device."""
+    """Raise if a run would fill the disk, or if its weights alone fill the device."""
     if cost.memory is not None and cost.weights_bytes > cost.memory:
         raise ConfigError(
             f"the weights take {cost.weights_bytes / 1e9:.1f} GB, the device has "
@@ -271,9 +271,9 @@ def refuse_if_too_large(cost: Estimate, where: str) -> None:
 
 @dataclass(frozen=True)
 class Price:
-    """Of keeping bytes in a bucket."""
+    """The price of keeping bytes in a bucket."""
 
-    dollars: float  # a month for 2**30 bytes
+    dollars: float  # per month and 2**30 bytes
     where: str
     source: str
 
@@ -281,7 +281,7 @@ class Price:
         return self.dollars * size / (1 << 30)
 
 
-# Requests and traffic out of the cloud are not in it.
+# Without requests and traffic out of the cloud.
 PRICES = {
     "gs": Price(0.020, "Standard storage, us-central1", "https://cloud.google.com/storage/pricing"),
     "s3": Price(0.023, "S3 Standard, us-east-1, to 50 TB", "https://aws.amazon.com/s3/pricing"),
@@ -293,7 +293,7 @@ def price_of(url: str) -> Price | None:
 
 
 def unit_overhead(table: Table, unit: Mapping[str, Any]) -> int:
-    """Beside its rows a unit has statistics, and each of its files a header; and its documents."""
+    """Bytes of a unit beside its rows: statistics, file headers, and the table of its documents."""
     taps, recipe = table.taps.values(), table.recipe
     headers = sum(HEADER_ALIGN + 16 * info.width for info in taps) + 3 * HEADER_ALIGN
     characters = min(unit["num_docs"] * recipe.preview, _CHARACTERS * unit["tokens"])
@@ -301,10 +301,10 @@ def unit_overhead(table: Table, unit: Mapping[str, Any]) -> int:
 
 
 class Budget:
-    """Whether a unit may still be begun.
+    """Decides whether another unit may begin.
 
-    What is done is counted by its records, what is in hand or about to be by its estimate, put
-    right by how the estimates of the done ones turned out.
+    Done units count with the bytes in their records. Units in hand, or about to begin, count with
+    their estimates, scaled by how the estimates of the done units turned out.
     """
 
     def __init__(self, table: Table, ledger: Ledger, limit: int | None) -> None:
@@ -314,17 +314,17 @@ class Budget:
             int(unit["id"]): int(unit["tokens"] * table.kept) * each + unit_overhead(table, unit)
             for unit in table.units
         }
-        self._stored: dict[int, int] = {}  # by unit, of those that are done
-        self.spent = False  # whether a unit was refused for what is done alone
+        self._stored: dict[int, int] = {}  # by unit, for done units
+        self.spent = False  # whether a unit was refused beside the done units alone
 
     def allows(self, unit: int, done: Collection[int], in_hand: Collection[int]) -> bool:
-        """Whether a unit fits beside what is done and in hand.
+        """Whether a unit fits beside the units that are done and in hand.
 
-        Where it would fit but for what is in hand the budget is not spent: whoever has that may
-        fail, or it may turn out smaller than its estimate. Ask again.
+        A unit that does not fit only because of units in hand does not spend the budget: those may
+        fail, or turn out smaller than estimated. Ask again.
 
         Args:
-            in_hand: units that anybody is at work on.
+            in_hand: units that any worker is doing.
         """
         if self._limit is None:
             return True
@@ -333,7 +333,7 @@ class Budget:
         return not self.spent and self._expected({*in_hand, unit}) <= self._limit
 
     def leaves_out(self, missing: Collection[int], done: Collection[int]) -> bool:
-        """Whether one of the missing units does not fit beside what is done."""
+        """Whether one of the missing units does not fit beside the done ones."""
         if self._limit is None or not missing:
             return False
         self._read(done)
@@ -346,7 +346,7 @@ class Budget:
                 self._stored[record.unit] = sum(file.bytes for file in record.files())
 
     def _expected(self, coming: Collection[int]) -> float:
-        """Bytes that are stored, with those of units that come."""
+        """Bytes stored so far, plus those expected of the coming units."""
         stored = sum(self._stored.values())
         guessed = sum(self._estimated[unit] for unit in self._stored)
         more = sum(self._estimated[unit] for unit in {*coming} - {*self._stored})

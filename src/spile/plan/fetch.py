@@ -1,9 +1,9 @@
-"""Downloading a model, an adapter and a corpus ahead of a run: `spile fetch`. No jax.
+"""Download a model, an adapter and a corpus before a run: `spile fetch`. No jax.
 
-What lies on the Hub goes to the cache that all of its programs share, where later runs find it,
-also without a network; with `--to` it goes, like what lies in a bucket or on a web server, into a
-plain directory. Whatever is there whole is not fetched again. A corpus that the `datasets` library
-must read is made into Parquet, as a run would do first.
+Files on the Hub go to the cache that all Hub programs share, where later runs find them, also
+without a network. With `--to` they go into a plain directory, as do files in a bucket or on a web
+server. Complete files are not fetched again. A corpus that only the `datasets` library can read is
+converted to Parquet, as a run would do first.
 """
 
 import errno
@@ -29,23 +29,23 @@ from spile.objects.protocol import retrying
 
 _AT_ONCE = 4  # files
 _PIECE = 64 << 20
-_BESIDE = (".json", ".jinja", ".model", ".txt")  # of a model's files, those beside its weights
+_BESIDE = (".json", ".jinja", ".model", ".txt")  # a model's files beside its weights
 _NAMED = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
 
 OnProgress = Callable[[int, int], None]
-_Item = tuple[RemotePath, Path | None]  # a file, and where it is to lie; None: the Hub's cache
+_Item = tuple[RemotePath, Path | None]  # a file, and where to put it; None: the Hub's cache
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What is here now."""
+    """What was fetched, and where it is now."""
 
-    model: str | None  # what to give for --model, --lora, --corpus and --cache
+    model: str | None  # the value to give for --model, --lora, --corpus and --cache
     lora: str | None
     corpus: str | None
     cache: str | None
     files: int
-    files_there: int  # of them, that were there already
+    files_there: int  # of them, already there before
     bytes: int
 
 
@@ -58,11 +58,11 @@ def fetch(
     lora: str | None = None,
     cache: str | None = None,
 ) -> Fetched:
-    """Download what a run will read.
+    """Download the files that a run will read.
 
     Args:
         to: a directory, for its folders `model`, `lora` and `corpus`; else the Hub's cache.
-        cache: where a corpus is kept that is made into Parquet; else `to`, or as for a run.
+        cache: where to keep a corpus converted to Parquet; else `to`, or as for a run.
     """
     asked = {"model": model, "lora": lora, "corpus": corpus}
     if not any(asked.values()):
@@ -114,14 +114,14 @@ def _files(
     if name == "model":
         return _model_files(source)
     if model:
-        adapter = open_checkpoint(model, source).adapter  # refuses what does not fit the model
+        adapter = open_checkpoint(model, source).adapter  # raises if it does not fit the model
         assert adapter
         return adapter.files
     return adapter_files(path_of(source))
 
 
 def _placed(name: str, source: str, files: Sequence[AnyPath], dest: Path | None) -> list[_Item]:
-    """What is not on a disk already, and where it is to lie."""
+    """The files that are not on a disk already, and where to put each."""
     remote = [path for path in files if isinstance(path, RemotePath)]
     if not dest:
         if not all(isinstance(path.objects, HubObjects) for path in remote):
@@ -132,20 +132,20 @@ def _placed(name: str, source: str, files: Sequence[AnyPath], dest: Path | None)
 
 
 def _model_files(source: str) -> Sequence[AnyPath]:
-    checkpoint = open_checkpoint(source)  # refuses what a run would
+    checkpoint = open_checkpoint(source)  # raises if a run would
     folder = checkpoint.directory
     if isinstance(folder, Path):
         return ()
     try:
         depth = len(folder.parts) + 1
         beside = [path for path in folder.below() if len(path.parts) == depth]
-    except ConfigError:  # a web server lists nothing
+    except ConfigError:  # a web server has no listing
         beside = [path for path in map(folder.__truediv__, _NAMED) if path.is_file()]
     return [*(path for path in beside if path.name.endswith(_BESIDE)), *checkpoint.files]
 
 
 def _corpus_files(source: str, *, with_card: bool, cache: str | None) -> Sequence[AnyPath]:
-    """Its data, and for the cache the card, which says which files are which split."""
+    """The corpus's data files; for the cache also the card, which assigns files to splits."""
     files: list[AnyPath] = [file.path for file in find_files(source, cache)]
     some = next((path for path in files if isinstance(path, RemotePath)), None)
     if some and with_card and isinstance(some.objects, HubObjects):
@@ -199,7 +199,7 @@ def _fetch(item: _Item) -> None:
 
 
 def _copy(path: RemotePath, place: Path) -> None:
-    """Into a file beside its place, from where the last try ended, and there when it is whole."""
+    """Resume into a `.part` file beside the destination, and move it there when it is complete."""
     place.parent.mkdir(parents=True, exist_ok=True)
     part = place.with_name(f".{place.name}.part")
     size = path.size()
@@ -218,7 +218,7 @@ def _copy(path: RemotePath, place: Path) -> None:
 
 
 def _cache(path: RemotePath) -> None:
-    """Into the Hub's cache, by its own client, which goes on where it was cut off."""
+    """Download into the Hub's cache with its own client, which resumes partial downloads."""
     objects = path.objects
     assert isinstance(objects, HubObjects)
     hub = library()
@@ -252,20 +252,20 @@ def _cache(path: RemotePath) -> None:
 
 
 def _same(path: RemotePath, file: Path) -> bool:
-    """Whether a file is what lies there: by the Hub's own hash, elsewhere by samples."""
+    """Whether a file equals the remote one: by the Hub's hash, elsewhere by samples."""
     if not isinstance(path.objects, HubObjects):
         return sampled_digest(file) == sampled_digest(path)
     wanted = path.objects.entry(path.key).etag
     with file.open("rb") as stream:
         if len(wanted) == 64:
             return hashlib.file_digest(stream, "sha256").hexdigest() == wanted
-        # A small file has the hash that git gives it.
+        # A small file has its git blob hash.
         data = stream.read()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == wanted
 
 
 def _note(asked: Mapping[str, str | None], found: Mapping[str, str | None]) -> None:
-    """What the commits hold, for runs without a network."""
+    """Record which files the commits hold, for runs without a network."""
     for name, source in asked.items():
         kind = "dataset" if name == "corpus" else "model"
         named = hub_name(source, kind) if source and source != "demo" else None

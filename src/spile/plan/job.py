@@ -1,7 +1,7 @@
-"""What a run is to do, and how one unit of it is prepared for the model. No jax.
+"""The job of a run, and how one of its units is prepared for the model. No jax.
 
-Whoever needs a unit (a run, its plan, a check, a benchmark) prepares it by the one function here:
-read, tokenize, select, pack, and the table of its documents.
+A run, a plan, a check and a benchmark all prepare a unit by the one function here: read, tokenize,
+select, pack, and make the table of its documents.
 """
 
 from collections import Counter
@@ -39,11 +39,11 @@ class ExtractionJob:
     files: list[CorpusFile]
     taps: tuple[Tap, ...]
     units: list[Unit]
-    reading: RowReader | None = None  # of rows that are not plain texts
+    reading: RowReader | None = None  # for rows that are not plain texts
     encoders: Mapping[str, SparseEncoder] = field(
         default_factory=dict[str, SparseEncoder]
     )  # by tap
-    heed: Callable[[], None] = lambda: None  # may raise, to end what takes long
+    heed: Callable[[], None] = lambda: None  # may raise, to end slow work
 
     @property
     def layers(self) -> int:
@@ -55,7 +55,7 @@ class ExtractionJob:
         return any(tap.site in AFTER_BLOCKS for tap in self.taps)
 
     def reader(self, processes: int = 1, heed: Callable[[], None] | None = None) -> CorpusReader:
-        """`processes`: that render chats, apart from this one."""
+        """`processes`: number that render chats, apart from this one."""
         return open_reader(self.recipe, self.files, self.reading, processes, heed or self.heed)
 
 
@@ -66,7 +66,7 @@ def open_reader(
     processes: int = 1,
     heed: Callable[[], None] = lambda: None,
 ) -> CorpusReader:
-    """A reader of a recipe's documents; `processes` render chats, apart from this one."""
+    """Open a reader of a recipe's documents; `processes` render chats, apart from this one."""
     options = ReadOptions(
         text_column=recipe.text_column,
         text_documents=recipe.text_documents,
@@ -80,19 +80,19 @@ def open_reader(
     return CorpusReader(files, options, reading=reading, processes=processes, heed=heed)
 
 
-Timed = Callable[[str], AbstractContextManager[object]]  # of a stage, by its name
+Timed = Callable[[str], AbstractContextManager[object]]  # times a stage, given its name
 
 
 @dataclass(frozen=True)
 class PreparedUnit:
-    """A unit as the model will read it.
+    """A unit, prepared for the model.
 
     Attributes:
-        documents: all of them; those that are left out say why.
-        tokens: the token ids of each document that was read, by its ordinal, also of those that
-            are left out for their length.
+        documents: all of them; those that are left out hold the reason.
+        tokens: the token ids of each document that was read, by its ordinal, including documents
+            that are left out for their length.
         digest: a hash of exactly what was read.
-        documents_table: what is stored of the documents; empty if it was not asked for.
+        documents_table: the stored table of documents; empty if it was not requested.
     """
 
     documents: Documents
@@ -119,8 +119,8 @@ def prepare_unit(
 
     Args:
         reader: one of the job's.
-        with_table: whether the documents' table is wanted: it is stored by one process alone.
-        timed: times the stages `reading` and `preparing`, and of that `tokenizing` and `packing`.
+            with_table: whether to make the documents' table; only one process stores it.
+            timed: times `reading` and `preparing`, and in the latter `tokenizing` and `packing`.
     """
     with timed("reading"):
         documents = reader.read(unit.spans, unit.first_doc, unit.skip)
@@ -153,11 +153,11 @@ def prepare_documents(
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents as tokens.
+    """Tokenized and packed documents.
 
     Attributes:
         tokens: the token ids of each usable document, by its ordinal.
-        left_out: why some of them are not packed: their length.
+        left_out: for documents that are not packed because of their length, the reason.
     """
 
     tokens: Mapping[int, np.ndarray]
@@ -172,7 +172,7 @@ def select_and_pack(
     *,
     timed: Timed = lambda stage: nullcontext(),
 ) -> PackedDocuments:
-    """Tokenize documents, choose those of the right length, and pack them as a recipe says."""
+    """Tokenize documents, choose those of the right length, and pack them according to a recipe."""
     with timed("tokenizing"):
         tokens, flags = tokenize(tokenizer, documents)
     ordinals = documents.ordinals
@@ -197,7 +197,7 @@ def select_and_pack(
 
 
 def _documents_table(documents: Documents, packed: PackedUnit) -> dict[str, np.ndarray]:
-    """What is stored of a unit's documents, left out or not."""
+    """The stored table of a unit's documents, including those left out."""
     every = documents.every
     return encode_documents(
         docs=[document.ordinal for document in every],

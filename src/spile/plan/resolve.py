@@ -1,7 +1,7 @@
-"""A recipe with nothing left open: files found, identities taken, defaults settled. No jax.
+"""Resolve a recipe: find its files, compute their identities, fill in defaults. No jax.
 
-When the store already holds a dataset, whatever was not asked for comes from there, and whatever
-was must agree with it.
+If the store already holds a dataset, options that were not given come from there, and options that
+were given must agree with it.
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ from spile.plan.roofline import cpu_unit_tokens
 
 _log = logging.getLogger("spile")
 
-# Settled once, when the unit table is made: a unit should take minutes, not hours, to redo.
+# Fixed when the unit table is made: a unit should take minutes, not hours, to redo.
 _UNIT_TOKENS = 4_000_000  # on accelerators
-_SOURCES = {"model": "model", "lora": "model", "corpus": "dataset"}  # what they are on the Hub
+_SOURCES = {"model": "model", "lora": "model", "corpus": "dataset"}  # repository kinds
 
 
 def resolve(
@@ -57,10 +57,10 @@ def resolve(
     heed: Callable[[], None] = lambda: None,
     cache: str | None = None,
 ) -> ExtractionJob:
-    """Settle a recipe against a store, which may be empty, and to which nothing is written.
+    """Resolve a recipe against a store, which may be empty. Nothing is written to the store.
 
     `heed` is called now and then while the corpus is indexed, and may raise to stop that.
-    `cache` is where corpora are kept that are made into Parquet first.
+    `cache` is where corpora that are first converted to Parquet are kept.
     """
     stored = ledger.read_table()
     if stored:
@@ -107,7 +107,7 @@ def resolve(
 
 
 def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
-    """Make the job's unit table the store's; whoever came first with one decides."""
+    """Store the job's unit table; if another process has stored one first, use that one."""
     table = ledger.create_table(job.table)
     _refuse_drift(ledger, table, job.recipe, job.files)
     units = [Unit.from_json(unit) for unit in table.units]
@@ -115,7 +115,7 @@ def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
 
 
 def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
-    """Fill what was not given from the store, which also knows the commit of what was."""
+    """Fill in options that were not given, and commits of those that were, from the store."""
     defaults: dict[str, Any] = {
         **{name: getattr(stored, name, None) for name in Recipe.names()},
         "model": stored.model_source,
@@ -142,7 +142,7 @@ def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
 
 
 def _rules(where: str, stored: Table | None) -> int:
-    """The rules by which rows are made: those the dataset was begun with, or today's."""
+    """The version of the rules that make rows: the dataset's, or for a new one the current one."""
     if stored is None:
         return RULES
     if stored.recipe.rules > RULES:
@@ -154,7 +154,7 @@ def _rules(where: str, stored: Table | None) -> int:
 
 
 def _pinned(recipe: Recipe) -> Recipe:
-    """With the commits of what lies on the Hub: a branch may move while a run lasts."""
+    """Return the recipe with commits for sources on the Hub: a branch may move during a run."""
     given = {name: getattr(recipe, name) for name in _SOURCES}
     named = {n: pinned(v, _SOURCES[n]) for n, v in given.items() if v not in (None, "demo")}
     if recipe.encode is not None:
@@ -235,7 +235,7 @@ def _settled(
 def _identity(
     recipe: Recipe, files: list[CorpusFile], reading: RowReader | None
 ) -> tuple[str, ...]:
-    """What the corpus is: its files, or the program that gives it."""
+    """The identity of the corpus: that of its files, or of the program that generates it."""
     program = files[0].program
     if program is None:
         return tuple(f.identity for f in files if f.identity) or tuple(
@@ -257,7 +257,7 @@ def _make_table(
     *,
     named: tuple[str, ...],
 ) -> Table:
-    """`named`: columns to keep that were asked for, and so must be there."""
+    """`named`: columns to keep that the user named, and that therefore must exist."""
     with closing(open_reader(resolved, files, reading, heed=heed)) as reader:
         refuse_missing_columns(reader, named)
         density = tokens_per_byte(reader, tokenizer.count)
@@ -302,9 +302,9 @@ def _make_table(
 def _shares(
     resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer
 ) -> tuple[float, float]:
-    """The share of all tokens that the model reads, and of those the share that become rows.
+    """The share of all tokens that the model reads, and the share of those that become rows.
 
-    Both are of the first documents of a few files, prepared as a run prepares them.
+    Both are measured on the first documents of a few files, prepared as in a run.
     """
     if resolved.reads_all and resolved.keeps_all:
         return 1.0, 1.0
@@ -322,12 +322,12 @@ def _shares(
         indexes.append(found.packed.index)
     if read and resolved.where:
         _warn_of_no_choice(resolved, np.concatenate(indexes))
-    # A sample of which nothing is kept teaches nothing: `doc >= 10000`, say.
+    # A sample without kept rows, as with `doc >= 10000`, gives no estimate.
     return read / every if read else 1.0, rows / read if rows else 1.0
 
 
 def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:
-    """Say that `--where` keeps all rows of a sample or none, which few people want."""
+    """Warn if `--where` keeps all rows of a sample, or none, which few people want."""
     rows = RowFilter(resolved.where, None, resolved.special_flags)
     kept = int(rows.mask(index).sum())
     if 0 < kept < len(index):

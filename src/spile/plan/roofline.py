@@ -1,7 +1,7 @@
-"""What a step costs a device, by formula: arithmetic, traffic of its memory, room. No jax.
+"""Cost of a step on a device, by formula: FLOPs, memory traffic, memory use. No jax.
 
-The compiler's own count is no use for this: it counts a loop's body once, however often it runs,
-and sees nothing inside a kernel. Rows are taken to be full, each a single document.
+The compiler's own count does not serve here: it counts a loop's body once, however often it runs,
+and sees nothing inside a kernel. Rows are assumed full, each with a single document.
 """
 
 import math
@@ -18,14 +18,14 @@ from spile.models.layout import Cuts
 from spile.models.taps import AFTER_BLOCKS, Tap
 from spile.plan.chips import Chip
 
-MEMORY_SHARE = 0.9  # of a device that a step may fill by our estimate
-_NARROW = 2048  # a model whose matrix products are small: more tokens make up for it
+MEMORY_SHARE = 0.9  # of a device's memory that a step may fill, by our estimate
+_NARROW = 2048  # the matrix products of a narrower model are small; it needs more tokens in a step
 _SCORE = 4  # bytes: scores are float32
-_SCALE = 4  # bytes, of each row in eight bits
-_UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: some eight cores of a laptop
+_SCALE = 4  # bytes per row, in eight bits
+_UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: about eight cores of a laptop
 _MOST_CPU_TOKENS = 64_000
 
-# What must run for a tap in the deepest block, if nothing behind it is tapped there.
+# The operations that a tap needs in the deepest block, if no later site is tapped there.
 _QKV = ("wq", "wk", "wv")
 _ATTENTION = (*_QKV, "scores", "mixing", "wo")
 _REACH: dict[str, tuple[str, ...]] = {
@@ -49,7 +49,7 @@ def sweet_spot(arch: Arch, platform: str) -> int:
 def cpu_unit_tokens(arch: Arch, taps: tuple[Tap, ...], seq_len: int) -> int:
     """Tokens of a unit on a CPU: about half a minute of work, so that a stop costs little.
 
-    By a nominal rate, never a measured one: a recipe must give the same units on every machine.
+    It assumes a nominal rate and measures none: a recipe must give the same units everywhere.
     """
     experts = arch.experts
     block = sum(
@@ -66,7 +66,7 @@ def cpu_unit_tokens(arch: Arch, taps: tuple[Tap, ...], seq_len: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One step of one model on one mesh; all that is counted is of one device."""
+    """One step of one model on one mesh; all counts are for one device."""
 
     arch: Arch
     taps: tuple[Tap, ...]
@@ -90,12 +90,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """That are read by all devices."""
+        """Tokens read by all devices together."""
         return self.rows * self.seq_len
 
     @property
     def _own(self) -> int:
-        """Tokens of the rows a device computes."""
+        """Tokens of the rows that one device computes."""
         return self.tokens // self.cuts.layout.groups
 
     @property
@@ -104,7 +104,7 @@ class Workload:
 
     @cached_property
     def weights(self) -> int:
-        """Bytes of the model's arrays, as they are kept."""
+        """Bytes of the model's arrays, as stored on a device."""
         late = set[str]() if self.head else {spec.name for spec in head_specs(self.arch)}
         outer = [spec for spec in outer_specs(self.arch) if spec.name not in late]
         values = sum(math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in outer)
@@ -112,7 +112,7 @@ class Workload:
         values += self.depth * sum(
             math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in blocks
         )
-        values += self._encoding  # whole on every device
+        values += self._encoding  # each device holds all of it
         return values * self._item
 
     @cached_property
@@ -122,9 +122,9 @@ class Workload:
 
     @cached_property
     def taps_bytes(self) -> int:
-        """Bytes of tapped values: as they were met, and once more without gaps.
+        """Bytes of tapped values: as computed, and once more compacted.
 
-        Whatever is filtered, they are as wide as the row of which most is kept.
+        A filter does not shrink them: all rows are as wide as the one with the most kept tokens.
         """
         late = self.store_dtype in QUANTIZED or self.encoders
         met = self.compute_dtype if late else self.store_dtype
@@ -132,7 +132,7 @@ class Workload:
 
     @cached_property
     def temporaries(self) -> int:
-        """Bytes that live at once inside a block, about: what a fused program needs."""
+        """Approximate bytes that live at once inside a block, in a fused program."""
         arch = self.arch
         inner = arch.mlp_width * (arch.experts.chosen if arch.experts else 1)
         values = 4 * arch.width + 2 * arch.num_heads * arch.head_dim // self._ways("heads")
@@ -140,11 +140,11 @@ class Workload:
         scores = 2 * _SCORE * self.seq_len * arch.num_heads // self._ways("heads")
         held = self._own * (values * self._item + scores * self._scores_all)
         latents = max((each.sae.latents for each in self.encoders.values()), default=0)
-        # An encoder runs when the last block has, so the larger of the two counts.
+        # An encoder runs after the last block, so the larger of the two counts.
         held = max(held, 2 * _SCORE * min(AT_ONCE, self._held(latents)))
         if self.cuts.layout.fsdp == 1:
             return held
-        # The block that runs is gathered, and the next one meanwhile.
+        # The running block is gathered, and the next one at the same time.
         block = sum(math.prod(spec.shape) // self._cut(spec) for spec in block_specs(arch))
         return held + 2 * block * self._item
 
@@ -154,7 +154,7 @@ class Workload:
 
     @cached_property
     def flops(self) -> int:
-        """Matrix products, attention's included; of experts only the chosen ones."""
+        """FLOPs of matrix products, including attention; for experts, only the chosen ones."""
         total = 0
         for layer, runs in self._blocks():
             total += sum(
@@ -171,7 +171,7 @@ class Workload:
     def traffic(self) -> int:
         """Bytes to and from the device's memory, if each product reads and writes once."""
         arch, layout = self.arch, self.cuts.layout
-        # Weights that are cut along fsdp arrive, are written, and are read.
+        # Weights that are cut along fsdp are received, written and read.
         passes = 3 if layout.fsdp > 1 else 1
         weights = values = 0
         for _, runs in self._blocks():
@@ -193,7 +193,7 @@ class Workload:
         return (passes * weights + values * self._own) * self._item + 3 * self.taps_bytes
 
     def _blocks(self) -> Iterator[tuple[Layer, frozenset[str]]]:
-        """Each block that runs, and what of it does."""
+        """Each block that runs, and the names of its operations that run."""
         everything = frozenset((*_ATTENTION, *(spec.name for spec in block_specs(self.arch))))
         for number, layer in enumerate(self.arch.layers[: self.depth]):
             if number < self.depth - 1 or self.whole:
@@ -206,7 +206,7 @@ class Workload:
         return [spec for spec in block_specs(self.arch) if spec.name.startswith("w")]
 
     def _chosen(self, spec: ParamSpec) -> int:
-        """How many of its matrices a token meets."""
+        """How many of its matrices a token uses."""
         experts = self.arch.experts
         return experts.chosen if experts and "experts" in spec.axes else 1
 
@@ -214,7 +214,7 @@ class Workload:
         return math.prod(spec.shape[-2:]) * self._chosen(spec) // self._cut(spec)
 
     def _cut(self, spec: ParamSpec) -> int:
-        """Into how many parts the work with an array is cut: what is gathered is used whole."""
+        """Number of parts that the work with an array is cut into; gathered axes are not cut."""
         along = self.cuts.along(spec.axes, gathered=True)
         return self.cuts.layout.model if "model" in along else 1
 
@@ -226,7 +226,7 @@ class Workload:
         return any(tap.site == "attn_pattern" for tap in self.taps)
 
     def _keys(self, layer: Layer) -> float:
-        """That a query is scored against, on average."""
+        """The average number of keys that a query is scored against."""
         seq = self.seq_len
         if self._scores_all:
             return seq
@@ -234,12 +234,12 @@ class Workload:
         return (window * (window + 1) / 2 + (seq - window) * window) / seq
 
     def _held(self, row: int) -> int:
-        """Bytes of a device's share of rows of so many bytes."""
+        """Bytes of a device's share of the rows, if a row has `row` bytes."""
         return self.tokens * row // self.cuts.layout.size
 
     @property
     def _encoding(self) -> int:
-        """Values of the encoders' matrices."""
+        """Number of values in the encoders' matrices."""
         return sum(each.sae.width * each.sae.latents for each in self.encoders.values())
 
     def _row_bytes(self, tap: Tap, dtype: str) -> int:
@@ -257,7 +257,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds a step takes at least, for each of the things that may limit it."""
+    """Lower bounds on the seconds of a step, one for each resource that may limit it."""
 
     compute: float
     memory: float
@@ -276,12 +276,12 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """If all but the longest hide behind it."""
+        """Seconds if all other work hides behind the slowest."""
         return max(vars(self).values())
 
     @property
     def one_by_one(self) -> float:
-        """If kernels run one by one: what memory moves between products hides behind nothing."""
+        """Seconds if kernels run one by one: memory traffic does not hide behind products."""
         return max(self.compute + self.memory, self.interconnect, self.host_link)
 
     @property

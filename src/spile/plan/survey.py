@@ -1,8 +1,8 @@
-"""What is in a corpus, counted rather than estimated, as far as there is time. No jax.
+"""Count the contents of a corpus, rather than estimate them, as far as time allows. No jax.
 
-Whole units are read, tokenized and packed as a run would, drawn from all that are left; what is
-done already is counted by its records. Of the units that were not read the table's estimate is
-put right by those that were, and how far that may be off follows from how much they differ.
+A random sample of the units that are left is read, tokenized and packed as in a run; done units are
+counted by their records. For the units that were not read, the table's estimate is scaled by the
+ratio found in the sample. The error follows from how much that ratio varies between units.
 """
 
 import importlib
@@ -25,20 +25,20 @@ from spile.dataset.write.unit_writer import unit_bytes
 from spile.objects import Objects
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
 
-SECONDS = 5.0  # of reading, unless all of it is asked for
-_FEWEST = 4  # units that are read, however long it takes: fewer say nothing of their spread
-_CONFIDENCE = 0.95  # that the total is within its error
+SECONDS = 5.0  # of reading, unless `exact`
+_FEWEST = 4  # units to read, however long it takes: fewer say nothing of their spread
+_CONFIDENCE = 0.95  # probability that the total is within its error
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A unit, or several."""
+    """Counts of a unit, or of several."""
 
     tokens: float = 0.0
     rows: float = 0.0
     beside: float = 0.0  # bytes that are neither a tap's rows nor the index: headers, statistics
-    packed: float = 0.0  # places for tokens in the rows that the model reads
-    kept: float = 0.0  # bytes of the columns that --keep names, of those beside the rows
+    packed: float = 0.0  # positions for tokens in the rows that the model reads
+    kept: float = 0.0  # bytes of the columns that --keep names; part of `beside`
 
     def __add__(self, other: "Counted") -> "Counted":
         return Counted(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
@@ -46,13 +46,13 @@ class Counted:
 
 @dataclass(frozen=True)
 class Survey:
-    """What was counted, and what follows."""
+    """The counts, and the estimates that follow from them."""
 
     units_counted: int
     total: Counted  # of the whole dataset
     left: Counted  # of the units that are not done
-    tokens_error: int | None  # of the total: it is within this in 95 of 100 cases; None: unknown
-    packing: float | None  # share of the model's places that hold tokens
+    tokens_error: int | None  # half-width of the total's 95% confidence interval; None: unknown
+    packing: float | None  # share of the packed positions that hold tokens
 
     @property
     def exact(self) -> bool:
@@ -82,7 +82,7 @@ def row_bytes(table: Table) -> int:
 
 
 def _drawn(job: ExtractionJob, units: Sequence[Unit]) -> list[Unit]:
-    """In an order in which any first few are a sample of all, where files can be read so."""
+    """Permute units so that the first few are a sample of all, unless files are read in order."""
     forward = any(is_forward(file) or file.program for file in job.files)
     drawn = {unit.id: xxhash.xxh3_64_intdigest(f"survey {unit.id}".encode()) for unit in units}
     return list(units) if forward else sorted(units, key=lambda unit: drawn[unit.id])
@@ -121,7 +121,7 @@ def _concluded(
     scale = unread / guessed if guessed else 0.0
     rest = Counted(*(scale * value for value in _values(seen)))
     known = sum(done.values(), Counted())
-    if seen.tokens:  # records do not say what of their bytes is kept of documents
+    if seen.tokens:  # records do not tell how many of their bytes are kept columns
         known = replace(known, kept=seen.kept * known.tokens / seen.tokens)
     fill = seen.tokens / seen.packed if seen.packed else None
     return Survey(
@@ -129,13 +129,13 @@ def _concluded(
         total=known + seen + rest,
         left=seen + rest,
         tokens_error=_error(guess, counted),
-        # Rows of which nothing is kept are never run: then it is no share of what the model reads.
+        # Packed rows without kept tokens never run, so with a filter the share would be wrong.
         packing=fill if seen.rows == seen.tokens else None,
     )
 
 
 def _error(guess: Mapping[int, int], counted: Mapping[int, Counted]) -> int | None:
-    """Of a ratio estimate, from how far each unit that was read is from the ratio of all."""
+    """The error of a ratio estimate, from each read unit's distance to the overall ratio."""
     count, everything = len(counted), len(guess)
     if count == everything:
         return 0
@@ -144,7 +144,7 @@ def _error(guess: Mapping[int, int], counted: Mapping[int, Counted]) -> int | No
     ratio = sum(c.tokens for c in counted.values()) / sum(guess[unit] for unit in counted)
     squares = sum((c.tokens - ratio * guess[unit]) ** 2 for unit, c in counted.items())
     variance = everything**2 * (1 - count / everything) / count * squares / (count - 1)
-    special: Any = importlib.import_module("scipy.special")  # (when it is needed: it takes a while)
+    special: Any = importlib.import_module("scipy.special")  # (a slow import: only if needed)
     quantile = float(special.stdtrit(count - 1, (1 + _CONFIDENCE) / 2))  # of Student's t
     return math.ceil(quantile * math.sqrt(variance))
 

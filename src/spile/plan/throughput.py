@@ -1,4 +1,4 @@
-"""How fast text becomes tokens here, against how fast devices read them: `spile plan`. No jax."""
+"""Rate at which text becomes tokens here, and at which devices read them: `spile plan`. No jax."""
 
 import os
 import time
@@ -15,21 +15,21 @@ from spile.plan.roofline import Roofline
 
 @dataclass(frozen=True)
 class Throughput:
-    """Rates are tokens a second."""
+    """Rates in tokens per second."""
 
     text_rate_per_core: float | None  # of reading, tokenizing and packing; measured on a sample
-    device_rate: float | None  # of all devices, at most; None for chips that are not known
+    device_rate: float | None  # upper bound over all devices; None for unknown chips
     cores: int  # of this machine
 
     @property
     def cores_needed(self) -> float | None:
-        """For the devices never to wait for text."""
+        """Cores needed so that the devices never wait for text."""
         if not self.text_rate_per_core or not self.device_rate:
             return None
         return self.device_rate / self.text_rate_per_core
 
     def rows(self) -> list[tuple[str, str]]:
-        """As they are shown."""
+        """Labels and values for display."""
         if not self.text_rate_per_core:
             return []
         shown = [("text to tokens", f"{self.text_rate_per_core:,.0f} tok/s a core")]
@@ -42,10 +42,10 @@ class Throughput:
 def measure_throughput(
     job: ExtractionJob, runtime: Runtime, platform: str, cuts: Cuts, chip: Chip | None
 ) -> Throughput:
-    """Measured on the head of the corpus, in processor seconds; the devices' rate is computed."""
+    """Measure the text rate on the corpus's head, in CPU seconds; compute the devices' rate."""
     with closing(job.reader()) as reader:
         documents, _ = reader.sample(0)
-        prepare_documents(job, documents)  # threads are started, what is compiled once is
+        prepare_documents(job, documents)  # warm up: start threads, compile
         began = time.process_time()
         documents, _ = reader.sample(0)
         packed = prepare_documents(job, documents).packed

@@ -1,4 +1,4 @@
-"""int8's scales: what the first contexts of a dataset need, measured once, and then everyone's."""
+"""Scales of int8 channels, measured once on a dataset's first contexts and then shared."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ from spile.run.step import Step
 from spile.run.world import World
 
 _log = logging.getLogger("spile")
-_ENOUGH = 16_384  # tokens that are kept
-_HEADROOM = 1.25  # over the largest value seen: what is larger still is clipped, and counted
+_ENOUGH = 16_384  # kept tokens to measure
+_HEADROOM = 1.25  # over the largest value seen; larger values are clipped, and counted
 
 
 def channel_scales(
@@ -27,7 +27,7 @@ def channel_scales(
     batches: Callable[[PackedUnit], Iterator[Batch]],
     world: World,
 ) -> dict[str, np.ndarray]:
-    """The stored scales; measured and stored first if nobody has done so.
+    """Return the stored scales; measure and store them first if nobody has.
 
     Args:
         measuring: a step that keeps values as they are computed.
@@ -48,7 +48,7 @@ def channel_scales(
 def _largest(
     job: ExtractionJob, step: Step, batches: Callable[[PackedUnit], Iterator[Batch]]
 ) -> dict[str, np.ndarray]:
-    """The largest value of each channel, of the rows that this process holds."""
+    """The largest value of each channel, over the rows that this process holds."""
     taps = [name for name, info in job.table.taps.items() if info.scaled_by == "channel"]
     largest = {tap: np.zeros(job.table.taps[tap].shape, DECODED) for tap in taps}
     for packed in _first_contexts(job):
@@ -66,7 +66,7 @@ def _scales(by_process: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         tap: np.max([np.asarray(each[tap], DECODED) for each in by_process], axis=0)
         for tap in by_process[0]
     }
-    # A channel that was never anything but zero may be stored with any scale.
+    # A channel that is always zero can have any scale.
     smallest = np.finfo(SCALE_DTYPE).tiny
     return {
         tap: np.where(values > 0, np.maximum(values * _HEADROOM / INT8_MAX, smallest), 1.0)
@@ -75,7 +75,7 @@ def _scales(by_process: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _first_contexts(job: ExtractionJob) -> Iterator[PackedUnit]:
-    """The first packed rows that hold anything to keep: the same whoever measures."""
+    """The first packed rows, until they hold `_ENOUGH` kept tokens; the same in every process."""
     missing = _ENOUGH
     with closing(job.reader()) as reader:
         for unit in job.units:

@@ -1,8 +1,8 @@
-"""The thin parent of a process in a world: it says what jax's aborts do not. No jax.
+"""The thin parent of a process in a world: it explains aborts of jax. No jax.
 
-jax ends a process whose world has died by an abort, without Python. So the work is done by a
-child, and the parent, which only waits, looks into the store when that happens: every process
-writes a sign of life there before it joins.
+When a world has died, jax ends its processes by an abort, without returning to Python. So a child
+does the work. The parent only waits, and looks into the store when the child was aborted: every
+process writes a heartbeat there before it joins.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ def is_child() -> bool:
 
 
 class Child:
-    """A process that works; it ends with this one."""
+    """A child process that does the work; it ends when this one ends."""
 
     def __init__(self, argv: Sequence[str], rank: Rank | None, objects: Objects) -> None:
         self._rank, self._objects = rank, objects
@@ -47,12 +47,12 @@ class Child:
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        """Its exit code, as a shell has it: 128 and the signal's number where one ended it."""
+        """Wait for it; return its exit code as a shell does: 128 plus the number of a signal."""
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
     def signalled(self) -> str | None:
-        """What happened to a process that did not end by itself."""
+        """Why the process was ended by a signal; None if it exited by itself."""
         code = self._process.returncode
         if code >= 0:
             return None
@@ -62,7 +62,7 @@ class Child:
         return why + (_OUT_OF_MEMORY if code == -signal.SIGKILL else "")
 
     def said(self) -> list[Mapping[str, Any]]:
-        """What it has written into the store, or the one who speaks for its world."""
+        """The heartbeats that it, or any process of its world, has written into the store."""
         workers = read_workers(self._objects).items()
         new = [r for name, r in workers if r.get("counter") != self._before.get(name)]
         if self._rank:
@@ -73,7 +73,7 @@ class Child:
 
 
 def accompany(argv: Sequence[str], rank: Rank, objects: Objects) -> int:
-    """Run the same command in a child; returns its exit code, and says why if it was aborted."""
+    """Run the same command in a child. Return its exit code; log the reason if it was aborted."""
     child = Child(argv, rank, objects)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: child.signal(number))
@@ -85,14 +85,14 @@ def accompany(argv: Sequence[str], rank: Rank, objects: Objects) -> int:
 
 
 def free_stdout() -> None:
-    """From here on only `sys.stdout` writes there: gloo would tell of its connections."""
+    """Let only `sys.stdout` write to stdout from now on; gloo would print its connections there."""
     sys.stdout.flush()
     sys.stdout = open(os.dup(1), "w", encoding=sys.stdout.encoding)  # noqa: SIM115 - kept open
     os.dup2(2, 1)
 
 
 def _die_with(parent: int, libc: ctypes.CDLL) -> None:
-    """Ask the kernel to end this process with its parent, and look whether that is gone already."""
+    """Ask the kernel to end this process with its parent; exit if the parent is already gone."""
     if sys.platform == "linux":
         libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
@@ -100,14 +100,14 @@ def _die_with(parent: int, libc: ctypes.CDLL) -> None:
 
 
 def _world(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a sign of life says of the world of its process, if it has one."""
+    """The world that a heartbeat names, if its process has one."""
     return record.get("world") or {}
 
 
 def _why(rank: Rank, objects: Objects, before: Mapping[str, Any], child: int) -> str:
-    """Who was there, by the signs of life that are new since this process began."""
+    """Say which processes had joined, by the heartbeats written since this process began."""
     came: dict[int, list[Mapping[str, Any]]] = {}
-    worked = False  # so all had come, whatever they call the coordinator
+    worked = False  # if so, all had joined, whatever address they use for the coordinator
     for name, record in read_workers(objects).items():
         world = _world(record)
         mine = record.get("pid") == child and world.get("process") == rank.process
@@ -117,7 +117,7 @@ def _why(rank: Rank, objects: Objects, before: Mapping[str, Any], child: int) ->
         ):
             came.setdefault(int(world["process"]), []).append(record)
     for process, records in came.items():
-        # One that `supervise` has started again has two records, too, but of one parent.
+        # A process that `supervise` has restarted has two records too, but of one parent.
         if len({(record.get("host"), record.get("parent")) for record in records}) < 2:
             continue
         hosts = " and ".join(sorted(str(record.get("host")) for record in records))

@@ -15,7 +15,7 @@ from spile.core.cache_dir import cache_directory
 from spile.core.errors import ConfigError, SpileError
 from spile.plan.chips import chip_of
 
-# Words of libtpu, and of the driver.
+# Phrases in errors of libtpu and of the driver.
 _HELD = ("already in use", "lockfile", "Device or resource busy")
 _MISSING = {
     "tpu": "needs a TPU and libtpu: pip install 'spile[tpu]'",
@@ -29,7 +29,7 @@ _XLA_FLAGS = ("--xla_gpu_enable_triton_gemm=false",)
 
 
 def prepared_device() -> Any:
-    """A device of this process, with what makes its steps faster unless the user said otherwise."""
+    """A device of this process, set up for fast steps unless the user chose otherwise."""
     flags = os.environ.get("XLA_FLAGS", "")
     chosen = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *chosen]).strip()
@@ -38,14 +38,14 @@ def prepared_device() -> Any:
         device = jax.local_devices()[0]
     except (RuntimeError, AssertionError, ImportError) as error:
         raise start_error(str(error)) from error
-    # (The CPU compiler ties what it caches to the very machine, and compiles fast anyway.)
+    # (The CPU compiler's cache is valid only on the same machine, and it compiles fast anyway.)
     if device.platform != "cpu" and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
     return device
 
 
 def _start_pathways() -> None:
-    """Register Pathways's proxy with jax, where it is asked for by its name or its address."""
+    """Register Pathways's proxy with jax, if the environment asks for it by name or by address."""
     if _through_proxy() or os.environ.get("JAX_BACKEND_TARGET"):
         importlib.import_module("pathwaysutils").initialize()
 
@@ -55,10 +55,10 @@ def _through_proxy() -> bool:
 
 
 def start_error(said: str) -> SpileError:
-    """Why jax could start no device, and what to do.
+    """Why jax could not start a device, and what to do.
 
-    A device that another process holds may be free later, so a restart can help; what is not
-    installed stays so.
+    A device that another process holds may become free, so a restart can help; a missing package
+    stays missing.
     """
     asked = os.environ.get("JAX_PLATFORMS", "")
     why = " ".join(said.split(" (set JAX_PLATFORMS")[0].split()) or "jax gives no reason"
@@ -76,12 +76,12 @@ def devices_here() -> tuple[str, int, str]:
 
 
 def memory_limit(device: Any) -> int | None:
-    """Bytes that a device may use, where it says so."""
+    """Bytes that a device may use, if it reports that."""
     return _stats(device).get("bytes_limit")
 
 
 def memory_used(device: Any) -> int:
-    """Bytes in use on a device; where it does not say, those of the arrays that live there."""
+    """Bytes in use on a device; if it does not report that, the size of its live arrays."""
     used = _stats(device).get("bytes_in_use")
     if used is not None:
         return used
@@ -94,9 +94,9 @@ def memory_used(device: Any) -> int:
 
 
 def peak_flops(device: Any, dtype: str) -> float | None:
-    """FLOP/s of one device: as its maker publishes it, or else as large products reach here.
+    """FLOP/s of one device: the published figure, or else what large matrix products reach here.
 
-    Devices that share one processor have none of their own.
+    None for CPU devices that share one processor.
     """
     chip = chip_of(device.device_kind)
     if chip and dtype == "bfloat16":
@@ -107,7 +107,7 @@ def peak_flops(device: Any, dtype: str) -> float | None:
     precision = "highest" if dtype == "float32" else "default"
     ones = jax.device_put(jnp.ones((size, size), dtype), device)
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision))
-    multiply(ones, ones).block_until_ready()  # compiled
+    multiply(ones, ones).block_until_ready()  # compiles it
     return 2 * size**3 / min(_seconds(multiply, ones) for _ in range(3))
 
 
@@ -118,7 +118,7 @@ def _seconds(multiply: Any, ones: jax.Array) -> float:
 
 
 def _stats(device: Any) -> dict[str, int]:
-    """Under Pathways (a proxy for devices elsewhere) there are none, nor on CPUs."""
+    """Memory statistics; none on CPUs, nor under Pathways (a proxy for devices elsewhere)."""
     if _through_proxy():
         return {}
     return device.memory_stats() or {}

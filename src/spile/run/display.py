@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from spile.plan.estimate import Estimate
 
 _log = logging.getLogger("spile.progress")
-_PLAIN_SECONDS = 10.0  # between lines where there is no terminal
+_PLAIN_SECONDS = 10.0  # between lines if there is no terminal
 _LIVE_SECONDS = 0.25
 _CELL_SECONDS = 1.0
 _CELL_WIDTH = 100  # characters
@@ -40,7 +40,7 @@ OnStart = Callable[[object, "Estimate"], None]
 def progress(
     counters: Counters, *, quiet: bool, as_json: bool = False
 ) -> Generator[OnStart, None, None]:
-    """Show a run's counters while it lasts; yields what to call when the work is known."""
+    """Show a run's counters while it lasts; yield the function to call when the work is known."""
     if quiet:
         yield lambda job, cost: None
         return
@@ -65,13 +65,13 @@ def progress(
 
 
 class ProgressLine:
-    """A run's progress, in as many words as there is room for."""
+    """A run's progress, as a line of at most a given width."""
 
     def __init__(self, counters: Counters, total: int) -> None:
         self._counters, self._total, self._meter = counters, max(1, total), Meter(counters)
 
     def fields(self) -> dict[str, Any]:
-        """All of it, as numbers."""
+        """All the values, as numbers."""
         seen = self._meter.look()
         queues = {name: int(self._counters[f"queue_{name}"]) for name in _QUEUES}
         return {
@@ -83,12 +83,12 @@ class ProgressLine:
         }
 
     def line(self, width: int) -> str:
-        """As much as fits: what comes first is said the longest."""
+        """As many parts as fit in `width`; less important ones are left out first."""
         seen = self._meter.look()
         if not seen.tokens:
             return "loading and compiling"[:width]
         parts = self._parts(seen)
-        # Each is left out before those above it, wherever it stands in the line.
+        # In order of importance: later ones are left out first, wherever they stand in the line.
         order = (
             "share",
             "tokens",
@@ -106,7 +106,7 @@ class ProgressLine:
         return _joined(parts, chosen)[:width]
 
     def _parts(self, seen: MeterReading) -> dict[str, str]:
-        """In the order of the line."""
+        """The parts of the line, by name, in the order in which they are shown."""
         parts = {
             "share": f"{self._share(seen):4.0%}",
             "documents": f"{short(seen.documents)} docs",
@@ -127,7 +127,7 @@ class ProgressLine:
         return parts
 
     def _share(self, seen: MeterReading) -> float:
-        # The total is an estimate: its end may be reached a little early.
+        # The total is an estimate: the run may process a little more.
         return min(1.0, seen.tokens / self._total)
 
     def _eta(self, seen: MeterReading) -> float | None:
@@ -149,7 +149,7 @@ def _live(shown: ProgressLine, stop: threading.Event) -> None:
 
 
 def _in_cell(shown: ProgressLine, stop: threading.Event) -> None:
-    """Below the cell, in one line that changes. (rich would want ipywidgets for that.)"""
+    """Show one changing line below the cell. (rich would need ipywidgets for that.)"""
     display: Any = importlib.import_module("IPython.display").display
     handle = display({"text/plain": shown.line(_CELL_WIDTH)}, raw=True, display_id=True)
     for _ in _turns(stop, _CELL_SECONDS):
@@ -158,13 +158,13 @@ def _in_cell(shown: ProgressLine, stop: threading.Event) -> None:
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook's."""
+    """Whether this process runs a notebook."""
     shell = getattr(builtins, "get_ipython", lambda: None)()
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 def _plain(shown: ProgressLine, stop: threading.Event) -> None:
-    # (Where standard error is no terminal COLUMNS may still say how wide lines are to be.)
+    # (If standard error is not a terminal, COLUMNS may still set the width of lines.)
     width = shutil.get_terminal_size((160, 24)).columns if os.environ.get("COLUMNS") else 160
     for _ in _turns(stop, _PLAIN_SECONDS):
         _log.info("%s", shown.line(width), extra={FIELDS: {"progress": shown.fields()}})
@@ -179,7 +179,7 @@ def _turns(stop: threading.Event, seconds: float) -> Iterator[int]:
 
 @contextmanager
 def counted(what: str, *, quiet: bool) -> Generator[Callable[[int, int], None] | None, None, None]:
-    """A bar on a terminal, plain lines elsewhere; yields what to call with (done, total)."""
+    """Show a bar on a terminal, lines elsewhere; yield the function to call with (done, total)."""
     if quiet:
         yield None
         return

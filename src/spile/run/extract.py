@@ -1,4 +1,4 @@
-"""One dataset from start to finish: by this process, or with others it is joined to."""
+"""Extract one dataset from start to finish, in this process or together with joined ones."""
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
@@ -69,19 +69,19 @@ from spile.run.units import Picker, StorePicker, UnitShare, find_share
 from spile.run.world import RunContext, SingleWorld, World, compare, join
 
 _log = logging.getLogger("spile")
-_ECHO_SECONDS = 1.0  # within which a signal is the same one again
+_ECHO_SECONDS = 1.0  # a signal that arrives within this time is a repeat of the same one
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run made."""
+    """The result of a finished run."""
 
     out: str
     rows: int
     tokens: int
     documents: int
     bytes: int
-    units: int  # that are done
+    units: int  # done
     units_total: int
     skipped: dict[str, int]
     estimate: Estimate
@@ -90,7 +90,7 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """All of it; less only where `--max-bytes` ended it."""
+        """Whether every unit is done; False only if `--max-bytes` ended the run."""
         return self.units == self.units_total
 
     def __repr__(self) -> str:
@@ -114,18 +114,18 @@ def extract(
     pick: Callable[[ExtractionJob, Presence], Picker] | None = None,
     ledger: Ledger | None = None,
 ) -> Outcome:
-    """Make the dataset, or continue it; returns when every unit is done, or `max_bytes` are.
+    """Make the dataset, or continue it; return when every unit is done, or `max_bytes` are written.
 
     In a notebook it shows its progress, unless `counters` or `on_start` are given.
 
     SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
-    joined (`run/rank.py`) each of them calls this, and what one fails with all of them raise.
+    joined (`run/rank.py`), each of them calls this, and an error in one is raised in all.
     `at_second_signal`: called instead of raising `KeyboardInterrupt` at a second SIGINT.
-    `pick`: makes what says which unit is next, instead of the store. `ledger`: the records of
-    `out`, if some of them are to be replaced (`run/repair.py`).
+    `pick`: makes the picker that chooses the next unit, instead of the store. `ledger`: the records
+    of `out`, if some of them are to be replaced (`run/repair.py`).
     """
     runtime = runtime or Runtime()
-    parse_backends(runtime.metrics)  # what cannot be is refused before anything is done
+    parse_backends(runtime.metrics)  # refuse unknown backends before doing anything
     if runtime.profile:
         Profile.parse(runtime.profile)
     rank, share = find_rank(runtime, os.environ), find_share(runtime, os.environ)
@@ -140,7 +140,7 @@ def extract(
         world = SingleWorld()
         if rank:
             presence.tell(world={"coordinator": rank.coordinator, "process": rank.process})
-            presence.start()  # before joining: should that fail, it says who had come
+            presence.start()  # before joining: if that fails, the heartbeats tell who had come
             world = join(rank, runtime, stop)
         shows_itself = in_notebook() and counters is None and on_start is None
         counters = counters or Counters()
@@ -162,7 +162,7 @@ def extract(
 
 @dataclass(frozen=True)
 class Extraction(RunContext):
-    """A slice at work on a dataset."""
+    """One slice's work on a dataset."""
 
     share: UnitShare | None = None
     pick: Callable[[ExtractionJob, Presence], Picker] | None = None
@@ -175,7 +175,7 @@ class Extraction(RunContext):
         device = prepared_device()
         compare(world, _started_with(recipe, runtime, ledger, device))
         if not world.leads:
-            world.share("table", True)  # what the leader has settled is read from the store
+            world.share("table", True)  # wait; the leader's table is then read from the store
         job = resolve(recipe, ledger, device.platform, heed=self._heed, cache=runtime.cache)
         cuts = self._cuts(job, device)
         cost = estimate(
@@ -255,12 +255,12 @@ class Extraction(RunContext):
             worker.run()
 
     def _reporter(self, job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> Reporter:
-        """What reports this process's metrics, if it is to."""
+        """The reporter of this process's metrics; without backends if it reports none."""
         runtime, world = self.runtime, self.world
         every = float(runtime.metrics_every)
         if not runtime.metrics or not (world.leads or runtime.metrics_from == "all"):
             return Reporter({}, self.counters, every)
-        # Which of several that report to one place; without a share, a worker's own name says so.
+        # Distinguishes workers that report to one place; without a share, by the worker's own name.
         which = [self.presence.name] if self.pick else []
         which += [f"share-{runtime.share.replace('/', '-of-')}"] if runtime.share else []
         which += [f"process-{world.process}"] if world.processes > 1 else []
@@ -300,13 +300,13 @@ class Extraction(RunContext):
 def stop_on_signal(
     stop: threading.Event, at_second: Callable[[], None] | None = None
 ) -> Generator[threading.Event, None, None]:
-    """SIGINT and SIGTERM ask the run to stop; a second one no longer waits for units in hand.
+    """Let SIGINT and SIGTERM ask the run to stop; a second one no longer waits for units in hand.
 
-    (Not one that comes at once: a launcher may signal this process and its parent, which passes
-    it on.)
+    A second one that follows at once is ignored: a launcher may signal both this process and its
+    parent, which passes the signal on.
 
-    They set a flag and raise nothing: an exception raised by a handler may land in a callback
-    of some library, which swallows it.
+    The handlers set a flag and raise nothing: an exception raised by a handler may land in a
+    callback of some library, which swallows it.
     """
     previous: dict[int, Any] = {}
     first: dict[int, float] = {}
@@ -333,11 +333,11 @@ def stop_on_signal(
 def steps_of(
     cost: Estimate, cuts: Cuts, device: Any, processes: int = 1
 ) -> Callable[[PackedUnit], Iterator[Batch]]:
-    """What cuts a packed unit into steps."""
+    """Return a function that cuts a packed unit into steps."""
     return partial(
         PackedUnit.batches,
         rows=cost.batch_rows,
-        # A unit's last step may be smaller; on a CPU compiling it would take longer.
+        # A unit's last step may be smaller; on a CPU, compiling a smaller one would take longer.
         fewest=cost.batch_rows if device.platform == "cpu" else max(1, cost.batch_rows // 8),
         parts=processes,
         quantum=row_quantum(cuts.layout, processes),
@@ -354,7 +354,7 @@ def load_step(
     *,
     attention: str = "auto",
 ) -> Step:
-    """The model on the devices, ready to run a job's batches.
+    """Load the model onto the devices, ready to run a job's batches.
 
     Args:
         attention: the kernel (`--attention`).
@@ -404,7 +404,7 @@ def load_step(
 
 
 def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:
-    """What is there, once there is nothing left to do."""
+    """Summarize the dataset once there is nothing left to do."""
     manifest = ledger.read_manifest()
     if manifest is None:
         there = ledger.done_units()
@@ -448,7 +448,7 @@ def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -
 
 
 def _truncated_rows(ledger: Ledger, table: Table, manifest: Mapping[str, Any]) -> dict[str, int]:
-    """Rows of which more latents were active than were kept; taps without any are not named."""
+    """Rows with more active latents than were kept, by tap; taps without such rows are left out."""
     names = [latent_names(tap)[0] for tap in table.recipe.encode]
     keys = [unit["statistics"]["key"] for unit in manifest["units"]] if names else []
     read = mapped(partial(read_tensors, ledger.objects), keys, ledger.objects.parallel)
@@ -461,7 +461,7 @@ def _truncated_rows(ledger: Ledger, table: Table, manifest: Mapping[str, Any]) -
 
 
 def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any) -> dict[str, Any]:
-    """What must be the same in every process of a world."""
+    """The settings that must be the same in every process of a world."""
     own = (
         "process_id",
         "bind_address",
@@ -491,7 +491,7 @@ def _started_with(recipe: Recipe, runtime: Runtime, ledger: Ledger, device: Any)
 
 
 def _arithmetic(job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> dict[str, float]:
-    """What a token costs each device, and what the device can do at most."""
+    """FLOPs of a token on each device, and the peak FLOP/s of the device."""
     rows = max(1, cost.batch_rows // cuts.layout.groups)
     work = replace(
         step_of(job, rows, device.platform, cuts),
@@ -506,7 +506,7 @@ def _memory_metrics() -> Mapping[str, float]:
     found: dict[str, float] = {}
     for device in jax.local_devices():
         used = None
-        with suppress(RuntimeError):  # an array may go while it is looked at
+        with suppress(RuntimeError):  # an array may be deleted while it is looked at
             used = memory_used(device)
         found |= memory_counts(device.id, used, memory_limit(device))
     return found

@@ -1,4 +1,4 @@
-"""A whole model to be called: its taps for given tokens, spliced where one likes.
+"""A whole model as a function: its taps for given tokens, with any of them spliced.
 
 model = spile.load_model("demo")
 logits = model("The capital of France is Paris.")["logits"]
@@ -32,9 +32,9 @@ from spile.models.layout import Cuts, parse_layout
 from spile.models.taps import Tap, parse_taps
 from spile.run.devices import prepared_device
 
-# [rows, seq], or contexts of any lengths; or texts, which are encoded.
+# [rows, seq], or contexts of any lengths, or texts to encode.
 Tokens = np.ndarray | Sequence[np.ndarray] | str | Sequence[str]
-# By tap: a function of its values [rows, seq, ...], or what to replace them with.
+# By tap: a function of its values [rows, seq, ...], or the values to replace them with.
 Splice = Mapping[str, Change | jax.Array | np.ndarray]
 
 
@@ -51,9 +51,9 @@ class Model:
         mesh: str = "1",
     ) -> None:
         """Args:
-        mesh: how it lies on this process's devices, as `--mesh` has it but for `auto`.
+        mesh: how to lay it out on this process's devices, as in `--mesh`, except `auto`.
 
-        The others are as `spile extract` has them; the dtype is float32 on a CPU, bfloat16
+        The others are as in `spile extract`; the dtype defaults to float32 on a CPU, bfloat16
         elsewhere.
         """
         checkpoint = open_checkpoint(name, lora)
@@ -71,9 +71,9 @@ class Model:
         self._run = jax.jit(self._forward, static_argnames=("taps", "spliced"))
 
     def to(self, mesh: str) -> "Model":
-        """The same model on another mesh: its weights are moved, and not read again.
+        """Return the same model on another mesh; its weights are moved, not read again.
 
-        This one stays where it is until it is let go: `model = model.to("1d")`.
+        The original stays where it is until it is freed: `model = model.to("1d")`.
         """
         other = copy.copy(self)
         other._shards = self._laid_out(mesh)
@@ -108,12 +108,12 @@ class Model:
     def __call__(
         self, tokens: Tokens, taps: str = "logits", *, splice: Splice | None = None
     ) -> dict[str, jax.Array]:
-        """Every tap's values [rows, seq, ...], by name; beyond a context's end they mean nothing.
+        """Return every tap's values [rows, seq, ...], by name; undefined beyond a context's end.
 
-        One text is one row. `encode` says which tokens a text has.
+        One text is one row. `encode` returns the tokens of a text.
 
-        A new function in `splice` is a new program: arrays that change from call to call belong
-        in a `jax.tree_util.Partial`.
+        A new function in `splice` compiles a new program: put arrays that change from call to call
+        into a `jax.tree_util.Partial`.
         """
         ids, segments = self._padded(tokens)
         changes = self._changes(splice or {})
@@ -135,7 +135,7 @@ class Model:
         return shaped
 
     def _divided(self, ids: np.ndarray, segments: np.ndarray, *, spliced: bool) -> tuple[Any, Any]:
-        """The inputs where the mesh wants them, with as much more as makes them divisible."""
+        """Pad the inputs until the mesh divides their shape, and put them on it."""
         if self._shards is None:
             return ids, segments
         layout = self._shards.layout
@@ -150,13 +150,13 @@ class Model:
         return first, second
 
     def loss(self, tokens: Tokens, *, splice: Splice | None = None) -> float:
-        """Cross-entropy of the next token, in nats, in the mean over those that have one."""
+        """Mean cross-entropy of the next token, in nats, over the tokens that have one."""
         _, segments = self._padded(tokens)
         logprob = np.asarray(self(tokens, "logprob", splice=splice)["logprob"])
         return -float(logprob[:, :-1][segments[:, 1:] > 0].mean(dtype=np.float64))
 
     def _padded(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
-        """[rows, seq], and which of them are tokens."""
+        """Token ids [rows, seq], padded; and 1 where there is a token, 0 elsewhere."""
         if isinstance(tokens, str):
             tokens = [tokens]
         if len(tokens) and all(isinstance(context, str) for context in tokens):

@@ -1,8 +1,8 @@
-"""Where a NaN came from: the first tap the model met it at, the document and the token.
+"""Find the source of a NaN: the first tap that holds one, the document and the token.
 
-Rows that hold one do not say which token it came from. What attention masks it multiplies by
-zero, and zero times infinity is not a number: one bad token spoils what is computed beside it,
-other documents too. So the step is run again with ever fewer of its tokens.
+A row that holds one does not tell which token it came from. Attention multiplies masked values by
+zero, and zero times infinity is NaN, so one bad token also spoils other tokens and documents in its
+row. To find it, the step is run again with ever fewer of its tokens.
 """
 
 import logging
@@ -23,21 +23,21 @@ from spile.run.profile import ProfiledStep
 from spile.run.step import Step, StepOutput
 
 _log = logging.getLogger("spile")
-_LONGEST = 60  # characters of what is kept of a document
-_NAMED = 8  # documents of a packed row
+_LONGEST = 60  # characters shown of a value kept of a document
+_NAMED = 8  # documents of a packed row that are named
 
 
 @dataclass(frozen=True)
 class Found:
-    """A packed row with values that must not be kept."""
+    """A packed row with values that must not be stored."""
 
     tap: Tap
-    stored: str  # the name under which it is: latents have one of their own
+    stored: str  # its stored name: latents have one of their own
     unit: int
     packed: PackedUnit
-    table: Mapping[str, np.ndarray]  # of the unit's documents, where this process has it
-    row: int  # of the unit's packed ones
-    int8: bool  # whether that is how the tap is stored
+    table: Mapping[str, np.ndarray]  # of the unit's documents, if this process has it
+    row: int  # index of the packed row in the unit
+    int8: bool  # whether the tap is stored as int8
 
     def told(self, where: str) -> str:
         layer = "" if self.tap.layer is None else f", layer {self.tap.layer}"
@@ -53,7 +53,7 @@ class Found:
         return f"a packed row of documents {', '.join(map(str, docs[:_NAMED]))}{more}"
 
     def token(self, row: int, column: int) -> str | None:
-        """The token at a place of a packed row; None if nothing is kept of its context."""
+        """The token at a place of a packed row; None if no token of its context is kept."""
         packed, (kept, entries) = self.packed, self._kept(row)
         same = np.flatnonzero(packed.segments[row][kept] == packed.segments[row, column])
         if not len(same):
@@ -66,7 +66,7 @@ class Found:
         )
 
     def _kept(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Places of a packed row's kept tokens, and their index."""
+        """Columns of a packed row's kept tokens, and their index entries."""
         packed, count = self.packed, int(self.packed.counts[row])
         end = int(packed.counts[: row + 1].sum())
         places = np.arange(count) if packed.columns is None else packed.columns[row, :count]
@@ -77,7 +77,7 @@ class NonfiniteError(DataError):
     """A tap holds NaN or infinity.
 
     Attributes:
-        found: where.
+            found: where it is.
     """
 
     def __init__(self, found: Found, where: str | None = None) -> None:
@@ -85,17 +85,17 @@ class NonfiniteError(DataError):
         super().__init__(found.told(where or found.candidates()))
 
     def traced(self, step: Step | ProfiledStep, batches: Iterator[Batch]) -> "NonfiniteError":
-        """The same, with the token it came from; `batches`: all of the unit, as they were run."""
+        """The same error with the token it came from; `batches`: all of the unit, as run before."""
         try:
             place = _source(self.found, step, batches)
-        except Exception as error:  # of the two this is the one that matters less
+        except Exception as error:  # the error being traced matters more than this one
             _log.warning("where it came from could not be told: %s", error)
             return self
         return NonfiniteError(self.found, self.found.token(*place) if place else None)
 
 
 def by_stored_name(job: ExtractionJob) -> dict[str, Tap]:
-    """Taps in the order in which the model meets them, by what their values are stored as."""
+    """Taps in the order in which the model computes them, by their stored names."""
     encoded = {tap.name: latent_names(tap.name)[0] for tap in job.taps if tap.name in job.encoders}
     return {encoded.get(tap.name, tap.name): tap for tap in job.taps}
 
@@ -110,13 +110,13 @@ def nonfinite_error(
     first: int,
     int8: Collection[str],
 ) -> NonfiniteError:
-    """What to say of a step's values that must not be kept.
+    """Return the error for a step with values that must not be stored.
 
     Args:
-        taps: that may hold no such values, by their stored names, in the order in which the model
-            meets them: what goes wrong at one is wrong at all that follow.
-        first: of the step's rows, within the unit's index.
-        int8: names of taps that are stored so.
+        taps: those that must not hold such values, by their stored names, in the order in which the
+            model computes them; an error at one spreads to all that follow.
+        first: index of the step's first row in the unit's index.
+        int8: names of taps that are stored as int8.
     """
     name = next(name for name in taps if _counts(output, name).any())
     part = int(np.argmax(_counts(output, name) > 0))
@@ -126,14 +126,14 @@ def nonfinite_error(
 
 
 def _counts(output: StepOutput, tap: str) -> np.ndarray:
-    """Of each part of this process's runs."""
+    """Counts of nonfinite values, for each part of this process's runs."""
     return np.concatenate(local_runs(output.reduced[tap]["nonfinite"]))
 
 
 def _source(
     found: Found, step: Step | ProfiledStep, batches: Iterator[Batch]
 ) -> tuple[int, int] | None:
-    """The packed row and the place in it of the first token with which something is wrong."""
+    """The packed row and the column of the first token that causes a nonfinite value."""
     first_row, batch = 0, next(batches)
     while first_row + len(batch.tokens) <= found.row:
         first_row, batch = first_row + len(batch.tokens), next(batches)
@@ -154,9 +154,9 @@ def _source(
 
 
 def _with(batch: Batch, kept: np.ndarray) -> Batch:
-    """Some of a batch's tokens: the others become padding, made of the first one.
+    """Keep some of a batch's tokens, and turn the others into padding, made of the first token.
 
-    As many rows leave the device as did: nothing need be compiled anew.
+    The same number of rows leaves the device, so nothing is compiled again.
     """
     return replace(
         batch,
@@ -169,7 +169,7 @@ def _with(batch: Batch, kept: np.ndarray) -> Batch:
 
 
 def _about(table: Mapping[str, np.ndarray], doc: int) -> str:
-    """What is kept of a document, shortly: a stranger's words, on one line."""
+    """The values kept of a document, shortened and on one line; they are untrusted text."""
     found = kept_of(table, doc) if table else {}
     said = [f"{name} {_short(value)}" for name, value in found.items() if value is not None]
     return f" ({', '.join(said)})" if said else ""

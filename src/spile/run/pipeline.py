@@ -1,8 +1,8 @@
 """One process at work: read-tokenize-pack, the device, and encode-hash-write, overlapped.
 
 Units flow through three stages joined by bounded queues: while one computes, the next is read and
-packed and the last one's shards become durable. Which unit comes next a picker says (`units.py`);
-should two workers do the same one, the first commit wins and the other's files are removed.
+packed and the previous one's shards become durable. A picker chooses the next unit (`units.py`);
+if two workers do the same one, the first commit wins and the other's files are removed.
 In a world of several processes the leader takes units, and all of them do each one together.
 """
 
@@ -31,17 +31,17 @@ from spile.run.world import RunContext
 
 _log = logging.getLogger("spile")
 _POLL_SECONDS = 0.5
-_LOOK_SECONDS = 0.1  # at whether to stop, while a step runs
-# The one that computes and the one after it. More would only be kept from other workers.
+_LOOK_SECONDS = 0.1  # between checks of the stop flag, while a step runs
+# The unit that computes and the next one. Holding more would only keep them from other workers.
 _UNITS_HELD = 2
 
 
 class DeviceClock:
-    """Adds to the counters `device_busy` and `device_idle`, in seconds, and `computed`, in tokens;
-    `clocked` are those of them that were computed in that time.
+    """Times a device's steps: adds to the counters `device_busy` and `device_idle`, in seconds, and
+    `computed`, in tokens; `clocked` counts the tokens computed in that time.
 
     A step runs from when it was started, or the one before it finished, to when it finishes. The
-    first one, before which there is nothing to wait for, only starts the clock.
+    first step has none before it, and only starts the clock.
     """
 
     def __init__(self, counters: Counters, depth: int) -> None:
@@ -55,19 +55,19 @@ class DeviceClock:
         )
 
     def started(self, step: StepOutput) -> None:
-        """A step was started."""
+        """Record that a step was started."""
         with self._lock:
             self._running += 1
             self._idle.clear()
         self._watcher.put((step.started, step.finished, step.tokens))
 
     def is_idle(self, seconds: float) -> bool:
-        """Whether every step has finished; waits for that so long."""
+        """Wait up to `seconds` for every step to finish; return whether all have."""
         return self._idle.wait(seconds)
 
     @property
     def waiting(self) -> int:
-        """Steps that were started and not seen to finish."""
+        """Number of steps that were started and not yet seen to finish."""
         return self._watcher.waiting
 
     def _watch(self, started: tuple[float, jax.Array, int]) -> None:
@@ -116,10 +116,10 @@ class Worker:
         self._made_by, self._sink = made_by or {}, sink
         self._runtime, self._world = context.runtime, context.world
         self._counters, self._stop = context.counters, context.stop
-        self._ending = system().event()  # for whatever reason: no unit is waited for any more
+        self._ending = system().event()  # set when the run ends, for any reason: no more units
         self._room = system().semaphore(_UNITS_HELD)
         self._since: float | None = None  # when the last unit was computed
-        self._queues = jax.default_backend() != "cpu"  # steps wait on the device
+        self._queues = jax.default_backend() != "cpu"  # whether steps queue on the device
 
     def run(self) -> None:
         """Work until there is nothing left to pick.
@@ -141,7 +141,7 @@ class Worker:
                 if self._stop.is_set():
                     break
                 self._room.release()
-            sink.close()  # commits what is fully computed
+            sink.close()  # commits fully computed units
             self._counters.set(queue_text=0, queue_device=0, queue_write=0, queue_commit=0)
             if self._stop.is_set():
                 raise Interrupted
@@ -164,7 +164,7 @@ class Worker:
 
     def _timed(self, feed: Producer[Prepared]) -> Iterator[Prepared]:
         units = iter(feed)
-        waiting = "waited_at_first"  # when there is nothing to compute beside
+        waiting = "waited_at_first"  # nothing computes yet while it waits
         while True:
             with self._counters.timed(waiting):
                 prepared = next(units, None)
@@ -203,10 +203,10 @@ class Worker:
         sink.end(self._since - began)
 
     def _may_step(self, clock: DeviceClock) -> bool:
-        """Whether to start another step; False once the run is to stop.
+        """Whether to start another step; False once the run should stop.
 
-        A step that is queued cannot be taken back. An accelerator needs some ahead to stay busy. A
-        CPU starts the next one at once, and its steps are long, so there each one is waited for.
+        A queued step cannot be taken back. An accelerator needs some queued to stay busy. A CPU
+        starts the next step at once, and its steps are long, so each one is waited for.
         """
         while not self._stop.is_set():
             if self._queues or clock.is_idle(_LOOK_SECONDS):
@@ -231,7 +231,7 @@ class Worker:
                 self._counters.add(prepared=packed.num_tokens)
                 with self._counters.timed("compiling"):
                     for batch in self._batches(packed):
-                        self._step.compile(batch)  # beside the unit that computes, not in its way
+                        self._step.compile(batch)  # while the unit before it computes
                 yield Prepared(
                     unit,
                     attempt,
@@ -248,7 +248,7 @@ class Worker:
     def _units(self, sink: Taker) -> Iterator[Unit]:
         """Units to do, as long as the picker has any."""
         while not self._stop.is_set() and not self._ending.is_set():
-            sink.check()  # a writer that failed ends the waiting for others, too
+            sink.check()  # a failed writer also ends the wait for other workers
             if not self._room.acquire(timeout=_POLL_SECONDS):
                 continue
             unit, more = self._picker.take()

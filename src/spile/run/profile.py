@@ -20,10 +20,10 @@ from spile.corpus.pack import Batch
 from spile.run.step import Step, StepOutput
 
 _DIRECTORY = "spile-profile"
-_STEP = "spile_step"  # what a step is called in a trace
-# By default all that jax traces but calls of Python, which would crowd out everything else.
+_STEP = "spile_step"  # name of a step in a trace
+# By default all tracers of jax but the one of Python calls, which would crowd out everything else.
 _LEVELS = {"host": 2, "device": 1, "python": 0}
-# Stages of a run, as `Counters.timed` names them, and what they are called in a trace.
+# Stages of a run, as `Counters.timed` names them, and their names in a trace.
 SPANS = {
     "reading": "read",
     "tokenizing": "tokenize",
@@ -36,10 +36,10 @@ SPANS = {
     "committing": "commit",
 }
 # Traces are read in Chrome's format. `jax.profiler.ProfileData` reads the .xplane.pb beside it, but
-# its events have no display name (a TPU's operations are then called by their whole HLO text), and
-# it is not certain to be the same in every jax that Spile runs with.
-_OPERATIONS = "XLA Ops"  # the line of a TPU's trace that has them, and nothing else
-# What these hold may run elsewhere, and is counted by itself.
+# its events have no display name (a TPU's operations then have their whole HLO text as name), and
+# the API may differ between the jax versions that Spile supports.
+_OPERATIONS = "XLA Ops"  # the line of a TPU's trace that holds operations, and nothing else
+# The operations inside these may run elsewhere, and are counted by themselves.
 _AROUND = ("while", "call", "conditional")
 
 _log = logging.getLogger("spile")
@@ -47,7 +47,7 @@ _log = logging.getLogger("spile")
 
 @dataclass(frozen=True)
 class Profile:
-    """Which steps, counted from 0 over a run, and where their trace goes."""
+    """The steps to trace, counted from 0 over a run, and the directory of the trace."""
 
     first: int
     end: int
@@ -56,10 +56,10 @@ class Profile:
 
     @classmethod
     def parse(cls, text: str) -> "Profile":
-        """`steps=10:15,dir=DIR,host=2,device=1,python=0`.
+        """Parse `steps=10:15,dir=DIR,host=2,device=1,python=0`.
 
         Raises:
-            ConfigError: if it says anything else.
+            ConfigError: if the text has another form.
         """
         given = {name: value for name, _, value in (p.partition("=") for p in text.split(","))}
         steps = re.fullmatch(r"(\d{1,9}):(\d{1,9})", given.pop("steps", ""), re.ASCII)
@@ -76,19 +76,19 @@ class Profile:
         return cls(int(steps[1]), int(steps[2]), Path(directory), by_tracer)
 
     def newest(self) -> Path | None:
-        """The trace that was made last, as Perfetto opens it."""
+        """The newest trace, in the form that Perfetto opens."""
         found = self.directory.glob("plugins/profile/*/perfetto_trace.json.gz")
         return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def host_span(stage: str) -> AbstractContextManager[object]:
-    """Shows a stage of the run in the trace, on the line of the thread that it runs in."""
+    """Show a stage of the run in the trace, on the line of the thread that runs it."""
     name = SPANS.get(stage)
     return jax.profiler.TraceAnnotation(f"spile_{name}") if name else nullcontext()
 
 
 class ProfiledStep:
-    """A step that traces itself when it is time. Tracing that fails never stops a run."""
+    """A step that traces the steps chosen by a profile. A failure to trace never stops a run."""
 
     def __init__(self, step: Step, profile: Profile) -> None:
         self._step, self._profile = step, profile
@@ -105,7 +105,7 @@ class ProfiledStep:
         with jax.profiler.StepTraceAnnotation(_STEP, step_num=number):
             output = self._step(batch)
         if number == self._profile.end - 1:
-            output.finished.block_until_ready()  # it was only started
+            output.finished.block_until_ready()  # the call above only started it
             self.close()
         return output
 
@@ -137,7 +137,7 @@ class ProfiledStep:
 
 @dataclass(frozen=True)
 class Traced:
-    """Seconds of each kind of operation, all devices together; and which steps were started."""
+    """Seconds of each kind of operation, summed over devices; and the steps that were started."""
 
     steps: tuple[int, ...]
     seconds: Mapping[str, float]
@@ -150,7 +150,7 @@ def read_trace(path: Path) -> Traced:
     """Read a trace in Chrome's format.
 
     Raises:
-        DataError: if it is something else.
+            DataError: if the file is not a trace.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -165,7 +165,7 @@ def read_trace(path: Path) -> Traced:
 
 
 def _operations(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Kinds, without the number of each (`fusion.17` is a `fusion`), and the seconds of one."""
+    """Kinds of operations, without number (`fusion.17` is a `fusion`), and the seconds of each."""
     lines = {
         (event["pid"], event["tid"]): event["args"]["name"]
         for event in events
@@ -187,8 +187,8 @@ def _operations(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
 
 
 def _own_times(entries: list[tuple[float, float, str]]) -> Iterator[tuple[str, float]]:
-    """Of each operation of a line, without those it holds."""
-    around: list[list[Any]] = []  # end, kind, time of its own
+    """The time of each operation of a line, without the operations inside it."""
+    around: list[list[Any]] = []  # end, kind, own time
     for begin, less, kind in entries:
         while around and around[-1][0] <= begin:
             yield from _told(around.pop())

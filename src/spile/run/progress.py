@@ -1,4 +1,4 @@
-"""How far a run is, how fast it goes, and how long it will take: from its counters. No jax."""
+"""A run's progress, speed and remaining time, from its counters. No jax."""
 
 import time
 from collections import deque
@@ -15,9 +15,9 @@ from spile.objects import Objects
 if TYPE_CHECKING:
     from spile.plan.estimate import Estimate  # many commands show progress; few need a plan
 
-_WINDOW = 10.0  # seconds that count as now: steps may take that long, and come in bursts
+_WINDOW = 10.0  # seconds for current rates: a step may take that long, and steps come in bursts
 _NAMES = ("tokens", "device_idle", "device_busy")
-# The first steps say how fast all will be: so many, and so long or such a part of the whole.
+# The first steps predict the rate: at least this many, over these seconds or this share of tokens.
 _STEPS = 4
 _SECONDS = 5.0
 _SHARE = 0.1
@@ -25,20 +25,20 @@ _SHARE = 0.1
 
 @dataclass(frozen=True)
 class MeterReading:
-    """Counts are of this process; rates are tokens a second."""
+    """Progress so far. Counts are of this process; rates are tokens per second."""
 
     tokens: int
     documents: int
     units: int
     bytes: int  # handed to the writers
-    durable: int  # of files that are whole where they belong: on the disk, in the bucket
-    rate: float | None  # now
+    durable: int  # bytes of complete files in their final place: on the disk or in the bucket
+    rate: float | None  # current
     average: float | None  # since the first step
-    idle: float | None  # share of the time, now, in which the device waited
+    idle: float | None  # current share of the time in which the device waits
 
 
 class Meter:
-    """Looks at the counters from time to time."""
+    """Computes rates from repeated readings of the counters."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -49,7 +49,7 @@ class Meter:
     def look(self) -> MeterReading:
         counters, now = self._counters, time.monotonic()
         found = (now, *(counters[name] for name in _NAMES))
-        # The first tokens come after loading and compiling, of which they say nothing.
+        # Time before the first tokens (loading, compiling) does not count.
         if found[1]:
             self._first = self._first or (now, found[1])
             self._seen.append(found)
@@ -70,7 +70,7 @@ class Meter:
         )
 
     def beat(self) -> dict[str, Any]:
-        """What a sign of life says; its times are this machine's, to be shown and not compared."""
+        """The progress for a heartbeat; its times are this machine's: show them, never compare."""
         told = {name: value for name, value in asdict(self.look()).items() if value is not None}
         return {**told, "started": round(self._started, 3), "updated": round(time.time(), 3)}
 
@@ -79,9 +79,9 @@ class Meter:
 def reporting(
     presence: Presence, counters: Counters, cost: "Estimate", predicts_for: str | None
 ) -> Generator[None, None, None]:
-    """Signs of life say how it goes.
+    """Report a run's progress in its heartbeats.
 
-    `predicts_for`: the device, in the process that makes the prediction.
+    `predicts_for`: the device, in the process that makes the prediction; None in others.
     """
     meter = Meter(counters)
     forecast = Forecast(presence.objects, cost, counters, predicts_for) if predicts_for else None
@@ -99,9 +99,9 @@ def reporting(
 
 
 class Forecast:
-    """The run's prediction of itself, from its plan and its first steps.
+    """A prediction of the run's cost, from its plan and its first steps.
 
-    It is stored once, by whoever comes first.
+    It is stored once, by the first process to make it.
     """
 
     def __init__(self, objects: Objects, cost: "Estimate", counters: Counters, device: str) -> None:
@@ -109,7 +109,7 @@ class Forecast:
         self._made = read_prediction(objects) is not None
 
     def look(self) -> None:
-        """Make it, if there is enough to make it of."""
+        """Make the prediction, once enough steps have been timed."""
         counters, rate = self._counters, self._counters.pace()
         if self._made or not rate or counters["steps"] < _STEPS:
             return
@@ -118,7 +118,7 @@ class Forecast:
             self._make(self._cost.tokens / rate)
 
     def close(self) -> None:
-        """What is over before it could be timed is predicted without."""
+        """Make the prediction without a time, if the run ended before it could be timed."""
         if not self._made:
             self._make(None)
 

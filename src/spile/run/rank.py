@@ -1,6 +1,6 @@
-"""Which process of how many this is: from flags, the environment, or the cluster. No devices.
+"""The rank of this process: from flags, the environment, or the cluster. No devices.
 
-For each of the three settings the first that is given counts:
+Each of the three settings is taken from the first of these that is given:
 
     coordinator    --coordinator, COORDINATOR_ADDRESS, JAX_COORDINATOR_ADDRESS
     processes      --num-processes, NUM_HOSTS, JAX_NUM_PROCESSES
@@ -18,7 +18,7 @@ from typing import Any
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
 
-ABORTED = 134  # what a shell makes of jax's abort when a process is lost: "start me again"
+ABORTED = 134  # exit code of a process that jax aborted because another was lost: "start me again"
 RESTART = "nothing that was committed is lost: start all processes again"
 
 _COORDINATOR = ("COORDINATOR_ADDRESS", "JAX_COORDINATOR_ADDRESS")
@@ -38,7 +38,7 @@ class Rank:
     processes: int
     process: int
     slice: str = "0"
-    devices: tuple[int, ...] | None = None  # of its host, where it shares that with others
+    devices: tuple[int, ...] | None = None  # of its host, if other processes share the host
 
     @property
     def leads(self) -> bool:
@@ -52,7 +52,7 @@ def find_rank(runtime: Runtime, environ: Mapping[str, str]) -> Rank | None:
     """This process's rank; None if it works alone.
 
     Raises:
-        ConfigError: if what is given does not make one.
+            ConfigError: if the given settings do not make a rank.
     """
     if runtime.world == "host":
         return None
@@ -118,7 +118,7 @@ def _check_range(process: int, processes: int) -> None:
 
 
 def _detected(environ: Mapping[str, str]) -> Rank | None:
-    """What jax finds by itself. It has no public name for that."""
+    """The rank that jax detects. Its function for that is private."""
     try:
         clusters: Any = importlib.import_module("jax._src.clusters")
         detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
@@ -128,7 +128,7 @@ def _detected(environ: Mapping[str, str]) -> Rank | None:
         coordinator, processes, process, devices = detect(
             None, None, None, None, None, _DETECTION_SECONDS
         )
-    except TypeError:  # another jax than those this was written for
+    except TypeError:  # a jax version with another signature
         return None
     except Exception as error:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""How fast a run is here: the run itself, for a few seconds, into a directory that is then removed.
+"""Measure the speed of a run here: run it for a few seconds, into a directory that is then removed.
 
-Nothing stands in for anything: real weights, the compiled step, batches of the corpus, and rows
-that are hashed, written and made durable where there is a disk to try.
+Nothing is simulated: it uses the real weights, the compiled step and batches of the corpus. If
+there is a disk to try, rows are hashed, written and made durable.
 """
 
 import os
@@ -32,17 +32,17 @@ _PREFIX = ".spile-rehearsal-"
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Seconds, and tokens a second."""
+    """Measured times in seconds, and the rate in tokens per second."""
 
     rate: float
     loading: float
     compiling: float
     starting: float  # until the first step: loading, reading the first unit, compiling
-    processor: float  # seconds of all cores that each token took
+    processor: float  # CPU seconds per token, over all cores
 
 
 def why_not(job: ExtractionJob, cost: Estimate) -> str | None:
-    """Why nothing can be measured here, if so."""
+    """Why nothing can be measured here; None if it can."""
     if not isinstance(job.checkpoint.directory, Path):
         return "the weights are not on this machine: `spile fetch` brings them"
     limit = memory_limit(prepared_device()) or os.sysconf("SC_PHYS_PAGES") * os.sysconf(
@@ -61,7 +61,7 @@ def rehearse(
     seconds: float,
     near: Path | None,
 ) -> Rehearsal | None:
-    """Run for so many seconds after the first step; None if there are too few steps to time.
+    """Run for `seconds` after the first step; None if there are too few steps to time.
 
     `near`: where the dataset goes, if that is a disk.
     """
@@ -86,7 +86,7 @@ def rehearse(
         except Interrupted:
             pass
         except StoreError:
-            return None  # (the disk is full, say: the run itself will tell)
+            return None  # (e.g. the disk is full; the run itself will report that)
     rate = counters.pace()
     if not rate:
         return None
@@ -100,14 +100,14 @@ def rehearse(
 
 
 def _existing(path: Path | None) -> Path | None:
-    """The nearest folder above it that is there."""
+    """The nearest existing folder above a path."""
     if path is None:
         return None
     return next((folder for folder in path.absolute().parents if folder.is_dir()), None)
 
 
 class _Timer:
-    """Ends the run when its steps have lasted long enough."""
+    """Stops the run when its steps have lasted long enough."""
 
     def __init__(self, counters: Counters, stop: threading.Event, seconds: float) -> None:
         self._counters, self._stop, self._seconds = counters, stop, seconds

@@ -1,6 +1,6 @@
-"""`spile verify --repair`: damaged and missing units, made again by what made them.
+"""`spile verify --repair`: make damaged and missing units again, as they were made before.
 
-It stands here, and not beside `verify`, because units are made again by running the model.
+It is here, and not beside `verify`, because it runs the model to make units.
 """
 
 import logging
@@ -37,11 +37,11 @@ def repair(
     on_start: Callable[..., None] | None = None,
     stop: threading.Event | None = None,
 ) -> Repaired:
-    """Make again what an audit found damaged or missing.
+    """Make units again that an audit found damaged or missing.
 
     Args:
-        recipe: where model and corpus are now, if they are not where they were.
-        source: of a compacted dataset, the one that it was made of.
+        recipe: where model and corpus are now, if they have moved.
+        source: for a compacted dataset, the dataset it was compacted from.
         partial: only set damaged records aside, for the next `extract` to make their units.
     """
     ledger = RepairLedger(objects, report)
@@ -88,7 +88,10 @@ def repair(
 
 
 def _as_it_was(runtime: Runtime, ledger: RepairLedger, made_by: Mapping[str, Any]) -> Runtime:
-    """Steps of the same shape on the same mesh give the same bits, on the same kind of device."""
+    """Choose the mesh and the batch of the first run, if the devices are the same.
+
+    Steps of the same shape, mesh and kind of device give the same bits.
+    """
     runtime = replace(runtime, compress=ledger.compressed())
     mesh, rows = str(made_by.get("mesh")), made_by.get("batch_rows")
     sizes = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d{1,6})", mesh)}

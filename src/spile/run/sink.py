@@ -1,7 +1,7 @@
-"""The last stage: rows into shards, shards made durable, units committed.
+"""The last stage: write rows into shards, make shards durable, commit units.
 
-Rows are written by a few threads side by side, and a unit that is wholly written is made durable
-and committed by another, while the next one's rows arrive.
+A few threads write rows in parallel. Another thread makes a completely written unit durable and
+commits it, while the next one's rows arrive.
 """
 
 import itertools
@@ -35,14 +35,14 @@ _log = logging.getLogger("spile")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A unit as the model will read it."""
+    """A packed unit, ready for the model."""
 
     unit: Unit
     attempt: str
     packed: PackedUnit
     skipped: Counter[str]
     text_digest: str
-    table: Mapping[str, np.ndarray]  # of its documents; where another process leads, nothing
+    table: Mapping[str, np.ndarray]  # of its documents; empty unless this process leads
 
 
 @dataclass
@@ -51,18 +51,18 @@ class _Writing:
 
     prepared: Prepared
     attempt: Attempt
-    number: int  # in the order in which they were begun
-    rows: int = 0  # of this process's part, that have come
-    seconds: float = 0.0  # that it took to compute
-    dropped: bool = False  # it was not ended, and will not be
+    number: int  # in the order of `begin`
+    rows: int = 0  # that have arrived, in this process's part
+    seconds: float = 0.0  # it took to compute
+    dropped: bool = False  # the run stopped before its end
 
 
 class _Shared:
-    """An item that every lane handles; `last` is true for the one that does so last."""
+    """An item that every lane handles; `last` is true only in the lane that finishes last."""
 
     def __init__(self, unit: _Writing, output: StepOutput | None, lanes: int) -> None:
-        self.unit, self.output = unit, output  # no output: the unit's end
-        self.first = unit.attempt.writer.first + unit.rows  # of its rows, within the unit
+        self.unit, self.output = unit, output  # output None: the unit's end
+        self.first = unit.attempt.writer.first + unit.rows  # index of its first row within the unit
         self._left = itertools.count(lanes - 1, -1)
 
     def last(self) -> bool:
@@ -70,7 +70,7 @@ class _Shared:
 
 
 class Taker(Protocol):
-    """Where a worker's rows go: a unit's beginning, its steps in order, its end."""
+    """Takes a worker's rows: a unit's beginning, its steps in order, its end."""
 
     def begin(self, prepared: Prepared) -> None: ...
 
@@ -80,11 +80,11 @@ class Taker(Protocol):
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Steps to be taken, and units to be committed."""
+        """Number of steps waiting to be taken, and of units waiting to be committed."""
         ...
 
     def check(self) -> None:
-        """Raise what has failed, if anything has."""
+        """Raise the error of a background thread, if one has failed."""
         ...
 
     def close(self) -> None: ...
@@ -95,7 +95,8 @@ class Taker(Protocol):
 class Sink:
     """Takes a unit's beginning, its steps in order, and its end; commits it in the background.
 
-    What fails there is raised by a later call. Units that were ended before are committed still.
+    A later call raises an error that happens there. Units that ended before the error are still
+    committed.
     """
 
     def __init__(
@@ -105,20 +106,20 @@ class Sink:
         made_by: Mapping[str, Any],
         done: Callable[[int], None],
     ) -> None:
-        """`done`: told of every unit that is committed."""
+        """`done`: called with the id of every committed unit."""
         self._job, self._made_by, self._done = job, made_by, done
         self._ledger, self._presence = context.ledger, context.presence
         self._runtime, self._counters = context.runtime, context.counters
         self._world = context.world
-        self._uncommitted: dict[Attempt, None] = {}  # in the order in which they were begun
+        self._uncommitted: dict[Attempt, None] = {}  # in the order of `begin`
         self._current: _Writing | None = None
         self._begun = itertools.count()
-        self._failed: Exception | None = None  # what a lane failed with first
-        self._failed_in = 0  # the unit; those before it may be whole still
+        self._failed: Exception | None = None  # the first error of a lane
+        self._failed_in = 0  # number of the unit that failed; earlier ones may still be complete
         taps = list(job.table.taps)
         runtime = context.runtime
         count = min(runtime.write_threads, len(taps))
-        # Taps are files of their own: each lane writes some of them, and waits for no other.
+        # Each tap has its own files, so each lane writes some taps and waits for no other lane.
         self._lanes = [
             Consumer[_Shared](
                 partial(self._handle, taps[lane::count]), runtime.queue_depth, f"write-{lane}"
@@ -149,7 +150,7 @@ class Sink:
         self._share(output)
 
     def end(self, seconds: float) -> None:
-        """`seconds`: that the unit took."""
+        """`seconds`: how long the unit took."""
         assert self._current
         self._current.seconds = seconds
         self._share(None)
@@ -157,7 +158,7 @@ class Sink:
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Steps that the slowest lane has still to write, and units to commit."""
+        """Steps that the slowest lane has yet to write, and units to commit."""
         return max(lane.waiting for lane in self._lanes), self._commits.waiting
 
     def _share(self, output: StepOutput | None) -> None:
@@ -170,15 +171,15 @@ class Sink:
             lane.put(shared)
 
     def check(self) -> None:
-        """Raise what has failed, if anything has."""
+        """Raise the error of a background thread, if one has failed."""
         for stage in (*self._lanes, self._commits):
             stage.check()
 
     def close(self) -> None:
-        """Commit the units that were ended; what is left of others is removed."""
+        """Commit the units that were ended, and remove the files of the others."""
         errors: list[Exception] = []
         if self._current is not None:
-            self._current.dropped = True  # its waiting steps need neither be computed nor written
+            self._current.dropped = True  # its queued steps need not be computed or written
         for stage in (*self._lanes, self._commits):
             try:
                 stage.close()
@@ -193,7 +194,7 @@ class Sink:
             raise errors[0]
 
     def abandon(self) -> None:
-        """Finish what is in hand, and nothing else; for use when another error is being raised."""
+        """Finish the items in hand and drop the rest; for use while another error is raised."""
         for stage in (*self._lanes, self._commits):
             stage.abandon()
         self._tidy()
@@ -206,9 +207,9 @@ class Sink:
     # -- the writing threads -----------------------------------------------------------------
 
     def _handle(self, taps: list[str], item: _Shared) -> None:
-        """Where one lane fails the others stop, with its error: theirs would be the same.
+        """Write an item's taps. If one lane has failed, the others stop with the same error.
 
-        A lane that is behind writes the units before that one first: they were ended.
+        A lane that is behind first writes the units before the failed one: those were ended.
         """
         if item.unit.dropped:
             return
@@ -230,7 +231,7 @@ class Sink:
                 self._commits.put(item.unit)
             return
         for tap in taps:
-            with self._counters.timed("copying"):  # waits for the step, and for its rows to come
+            with self._counters.timed("copying"):  # waits for the step, and for its rows to arrive
                 found = output.stats_of(tap)
                 pieces = [*output.pieces_of(tap)]
             self._watch(tap, found)
@@ -251,7 +252,7 @@ class Sink:
             self._tell()
 
     def _watch(self, tap: str, found: list[TapStats]) -> None:
-        """A tap's health, while the run lasts."""
+        """Add to a tap's health metrics, which are shown during the run."""
         if not found:
             return
         rows, norms = sum(s.count for s in found), sum(s.norm_sum for s in found)
@@ -259,15 +260,15 @@ class Sink:
         self._counters.met(**{f"tap/max_abs/{tap}": max(s.max_abs for s in found)})
 
     def _watch_predictions(self, item: _Shared, found: list[TapStats]) -> None:
-        """How well the model predicts: by tokens that have a next one in their context."""
+        """Count the model's loss over tokens that have a next token in their context."""
         rows = sum(stats.count for stats in found)
         flags = item.unit.prepared.packed.index["flags"][item.first : item.first + rows]
         known = int(np.count_nonzero(flags & FLAGS["last"] == 0))
-        # (No log-probability is above zero: its norm is what it lacks. That of a last token is 0.)
+        # (Log-probabilities are never positive, so the norm is the negative. A last token's is 0.)
         self._counters.add(**next_token_counts(known, -sum(s.norm_sum for s in found)))
 
     def _may_keep(self, tap: str) -> bool:
-        """NaN and infinity. (int8 has neither.)"""
+        """Whether a tap may hold NaN and infinity. (int8 has neither.)"""
         return self._runtime.allow_nonfinite and self._job.table.taps[tap].dtype != "int8"
 
     def _nonfinite_error(self, item: _Shared, output: StepOutput) -> DataError:
@@ -294,9 +295,9 @@ class Sink:
             self._record(written)
         else:
             files = [asdict(file) for file in written.attempt.writer.finish_part()]
-            written.attempt.release()  # the leader's record may name them from here on
+            written.attempt.release()  # from now on the leader's record may name them
             self._world.gather(f"part/{written.number}", files)
-        # Packed rows of which nothing is kept are read, and never run.
+        # Packed rows without kept tokens are read, but never run.
         unrun = packed.num_tokens - int(packed.lengths.sum())
         self._counters.add(
             units=1, tokens=unrun, documents=packed.num_docs, unit_seconds=written.seconds
@@ -306,13 +307,13 @@ class Sink:
         self._tell()
 
     def _tell(self) -> None:
-        """Processes of a world count the same: one of them says it."""
+        """Report the progress, in the leader only: all processes of a world count the same."""
         if self._world.leads:
             units, tokens = (int(self._counters[name]) for name in ("units", "tokens"))
             self._presence.tell(units_done=units, tokens=tokens)
 
     def _record(self, written: _Writing) -> None:
-        """The unit exists when this has been written."""
+        """Write the unit's record; from then on the unit exists."""
         prepared, attempt, packed = written.prepared, written.attempt, written.prepared.packed
         parts = self._world.gather(f"part/{written.number}", []) or []
         done = attempt.writer.finish(
@@ -326,7 +327,7 @@ class Sink:
             text_digest=prepared.text_digest,
             made_by={
                 **self._made_by,
-                # (For people and charts: no clock is ever compared with another.)
+                # (For people and charts: clocks are never compared.)
                 "finished_at": round(system().time(), 3),
                 "seconds": round(written.seconds, 3),
             },

@@ -1,8 +1,7 @@
 """The compiled step: one fixed-shape batch in, every tap's rows and their statistics out.
 
-It is compiled ahead of its first use for each of a few
-shapes, and what is called is the compiled program itself: another shape cannot slip in and be
-compiled again without anyone noticing.
+It is compiled for each of a few shapes before its first use. A call runs the compiled program
+itself, so a new shape cannot cause an unnoticed recompilation.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -44,21 +43,21 @@ _log = logging.getLogger("spile")
 Reduced = dict[str, Array]
 
 _PINNED = "pinned_host"
-_LENGTHS = 8  # different numbers of rows that may leave the device; a program for each
+_LENGTHS = 8  # distinct numbers of rows that may leave the device; each has its own program
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What is kept of a batch, device by device: each has a run of the rows laid end to end."""
+    """The kept tokens of a batch, by device; each device has one run of the flattened rows."""
 
-    places: np.ndarray  # [devices x longest]: of kept tokens within a device's run, then zeros
-    counts: np.ndarray  # [devices]: how many those are
-    parts: np.ndarray  # [devices, parts of a run]: how many lie in each part
-    size: int  # of a part
+    places: np.ndarray  # [devices x longest]: places of kept tokens in a device's run, then zeros
+    counts: np.ndarray  # [devices]: kept tokens of each
+    parts: np.ndarray  # [devices, parts of a run]: kept tokens of each part
+    size: int  # tokens in a part
 
     @classmethod
     def of(cls, batch: Batch, devices: int) -> "Runs":
-        """Places are padded to one of a few lengths: each is compiled once."""
+        """Pad places to one of a few lengths, each of which is compiled once."""
         rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
         places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(batch.counts)])
         run = rows * width // devices
@@ -75,25 +74,25 @@ class Runs:
         return cls(padded.reshape(-1), counts, parts.reshape(devices, -1), size)
 
     def __getitem__(self, devices: slice) -> "Runs":
-        """Those of some of the devices."""
+        """The runs of some of the devices."""
         return replace(self, counts=self.counts[devices], parts=self.parts[devices])
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step gives, on its way to the host; reading any of it waits for it to arrive."""
+    """The output of a step, on its way to the host; reading any of it waits for it to arrive."""
 
-    tokens: int  # that were read, by all devices
+    tokens: int  # read by all devices
     runs: Runs  # of this process's devices
     rows: Mapping[str, Array]
     reduced: Mapping[str, Reduced]
-    started: float  # when it was handed to the device (`time.perf_counter`)
-    finished: Array  # ready when the device has done the step, whatever is still being copied
+    started: float  # when the step was handed to the device (`time.perf_counter`)
+    finished: Array  # ready when the device has finished the step, even if copies still run
 
     def pieces_of(self, tap: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """[kept rows, ...] on the host, in stored order, device by device: views, not copies.
 
-        With the scale of each row, where they have them.
+        Each comes with the scale of each row, if rows have scales.
         """
         runs = local_runs(self.rows[tap])
         scale = self.rows.get(scale_name(tap))
@@ -102,7 +101,7 @@ class StepOutput:
             yield rows[:count], None if by_row is None else by_row[:count]
 
     def copied_of(self, tap: str) -> int:
-        """Bytes of a tap that left this process's devices; none where the host is the device."""
+        """Bytes of a tap copied from this process's devices; 0 if the host is the device."""
         rows = self.rows[tap]
         if rows.sharding.memory_kind != _PINNED:
             return 0
@@ -113,9 +112,9 @@ class StepOutput:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def stats_of(self, tap: str) -> list[TapStats]:
-        """One entry per packed row, or part of it, that holds kept tokens, in order."""
+        """One entry per packed row, or part of one, that holds kept tokens, in order."""
         host = {name: np.concatenate(local_runs(a)) for name, a in self.reduced[tap].items()}
-        # (Of channels that hold infinities there is no rest.)
+        # (In channels that hold infinities the rest is not finite: take it as 0.)
         rest = np.nan_to_num(host["rest"].astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
         mean = host["mean"] + rest
         return [
@@ -162,7 +161,7 @@ class Step:
         place = shards.whole if shards else None
         encoders = encoders or {}
 
-        def put(given: Any) -> Any:  # (what is only compiled has shapes in their place)
+        def put(given: Any) -> Any:  # (a step that is only compiled has shapes instead of arrays)
             abstract = isinstance(given, jax.ShapeDtypeStruct)
             return given if abstract else jax.device_put(given, place)
 
@@ -173,7 +172,7 @@ class Step:
         self._packs = device.platform == "gpu"  # its kernel is compiled for a number of contexts
         # float32 means float32: on accelerators the default would be a faster, coarser product.
         precision = "highest" if compute_dtype == "float32" else "default"
-        # Eight bits and latents are made of what the model computed, once the last block has run.
+        # Quantized values and latents are made from computed values, after the last block.
         carried = compute_dtype if store_dtype in QUANTIZED or encoders else store_dtype
 
         def run(
@@ -248,9 +247,9 @@ class Step:
         self._compiling = threading.Lock()
 
     def __call__(self, batch: Batch) -> StepOutput:
-        """Start a step; returns at once, the device works on."""
+        """Start a step; return at once, while the device works."""
         rows, reduced = self.compute(batch)
-        started = time.perf_counter()  # what follows may take longer than the step itself
+        started = time.perf_counter()  # the lines below may take longer than the step itself
         finished = next(iter(reduced.values()))["norm_sum"]
         if self._host is not None:
             rows, reduced = jax.device_put((rows, reduced), self._host)
@@ -258,7 +257,7 @@ class Step:
         return StepOutput(int(batch.lengths.sum()), runs, rows, reduced, started, finished)
 
     def compute(self, batch: Batch) -> tuple[dict[str, Array], dict[str, Reduced]]:
-        """The same, with everything left on the device."""
+        """Compute a step, and leave everything on the device."""
         batch = self._divisible(batch)
         runs = Runs.of(batch, self._devices)
         run, compact = self._programs_for(batch, runs)
@@ -267,16 +266,16 @@ class Step:
         return compact(rows, kept), reduced
 
     def compile(self, batch: Batch) -> tuple[Any, Any]:
-        """Compile what a batch of this shape needs, if that has not been done."""
+        """Compile the programs for a batch of this shape, if that has not been done."""
         batch = self._divisible(batch)
         return self._programs_for(batch, Runs.of(batch, self._devices))
 
     @cached_property
     def _host(self) -> Any:
-        """Where rows leave for.
+        """The sharding of rows that leave the device; None if there is nothing to copy.
 
-        Copies into pinned memory run at the wire's rate and beside the next step; ordinary ones
-        do neither. Where host and device are one there is nothing to copy.
+        Copies into pinned memory run at the link's full rate and beside the next step; ordinary
+        copies do neither. On a CPU, host and device memory are the same.
         """
         if self._device.platform == "cpu":
             return None
@@ -290,7 +289,7 @@ class Step:
 
     @property
     def _own(self) -> slice:
-        """This process's devices, among all."""
+        """This process's devices, as a slice of all."""
         if self._shards is None:
             return slice(None)
         owners = [device.process_index for device in self._shards.mesh.devices.flat]
@@ -298,7 +297,7 @@ class Step:
         return slice(first, first + owners.count(jax.process_index()))
 
     def _divisible(self, batch: Batch) -> Batch:
-        """Every device must have as many of the tokens that may be kept: add some that are not."""
+        """Pad the columns, so that every device has the same number of tokens that may be kept."""
         rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
         if rows * width % self._devices == 0:
             return batch
@@ -351,7 +350,7 @@ class Step:
 
     def _program(self, shapes: Any, function: Any, arguments: Callable[[], Any]) -> Any:
         if shapes not in self._programs:
-            with self._compiling:  # one at a time; what is compiled already need not wait
+            with self._compiling:  # one at a time; programs that are already compiled do not wait
                 if shapes not in self._programs:
                     begin = time.perf_counter()
                     self._programs[shapes] = function.lower(*arguments()).compile()
@@ -365,20 +364,20 @@ def _inputs(batch: Batch) -> tuple[np.ndarray | None, ...]:
 
 
 def _encode(shards: Shards | None, encoder: SparseEncoder) -> Any:
-    """Latents of runs of tokens: every device has all of the encoder."""
+    """Return a function that encodes runs of tokens; every device has the whole encoder."""
     function = partial(top_latents, encoder=encoder)
     return shards.each(function, [P(), P(AXES)], P(AXES)) if shards else function
 
 
 def _on_each(shards: Shards | None, function: Callable[..., Any], arguments: int) -> Any:
-    """A function of runs of tokens that every device applies to its own."""
+    """Return `function` applied by every device to its own runs of tokens."""
     if shards is None:
         return function
     return shards.each(function, [P(AXES)] * arguments, P(AXES))
 
 
 def _compact(rows: Mapping[str, Array], kept: Array) -> dict[str, Array]:
-    """Only what will be stored, without gaps: padding never leaves the device."""
+    """Keep only the rows to store, without gaps: padding never leaves the device."""
     return {name: values[kept] for name, values in rows.items()}
 
 
@@ -389,7 +388,7 @@ def _reduce(
     *,
     part: int,
 ) -> Reduced:
-    """Moments of each part of a run over its kept tokens, of the values as stored."""
+    """Moments of the stored values over the kept tokens of each part of a run."""
     wide = values.reshape(-1, part, math.prod(values.shape[1:])).astype(jnp.float32)
     real = real.reshape(-1, part)
     weight = real[..., None]
@@ -411,30 +410,31 @@ def _reduce(
 
 
 def _rounded(values: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Nearly the same numbers, each of them exactly a float32.
+    """Clear the last bit of each float32.
 
-    A compiler may carry a quotient on unrounded into the difference that it is used in (a fused
-    multiply-add). Deviations must be from the very mean that is returned: their own mean is then
-    what rounding, there and in the sum, has taken from it. Bits cannot be carried on so.
+    A compiler may use an unrounded quotient in a following difference (a fused multiply-add). But
+    deviations must be taken from exactly the mean that is returned: then the mean of the deviations
+    is the error of that mean, from its rounding and its sum. An operation on the bits forces the
+    rounding.
     """
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     return jax.lax.bitcast_convert_type(bits & ~1, jnp.float32)
 
 
 def _per_token(found: Bool[Array, "tokens ..."]) -> Int[Array, " tokens"]:
-    """How many of each token's values."""
+    """Number of true values of each token."""
     return found.reshape(len(found), -1).sum(axis=-1, dtype=jnp.int32)
 
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Values in their stored form, and what reading them back gives.
+    """Values in their stored form, and as they are read back.
 
-    The stored forms, and how they are read back, are in `dataset/write/quantization.py`.
+    `dataset/write/quantization.py` defines the stored forms and how to read them.
     """
 
     stored: Shaped[Array, "rows ..."]
-    scale: Float[Array, " rows"] | None  # where each row has one
+    scale: Float[Array, " rows"] | None  # if each row has one
     decoded: Shaped[Array, "rows ..."]
     clipped: Int[Array, " rows"] | None  # values of each row that were too large
 
@@ -458,10 +458,10 @@ def encode_rows(
 
 def _by_row(values: Shaped[Array, "rows ..."]) -> EncodedRows:
     wide = values.astype(jnp.float32)
-    # What is not finite is stored as NaN, and must not spoil the rest of its row.
+    # Nonfinite values are stored as NaN, and must not spoil the rest of their row.
     present = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
     largest = present.reshape(len(values), -1).max(axis=-1)
-    # Never so small that a device flushes it to zero.
+    # Not so small that a device flushes it to zero.
     smallest = float(np.finfo(np.float32).tiny)
     scale = jnp.where(largest > 0, jnp.maximum(largest / FLOAT8_MAX, smallest), 1.0)
     shaped = scale.reshape(*scale.shape, *[1] * (values.ndim - 1))

@@ -1,9 +1,9 @@
-"""Batches straight from the model, for those who train while it reads: no disk.
+"""Batches straight from the model, to train while it runs: no disk.
 
-The units of the corpus come in a drawn order, and their rows in the order in which they would be
-stored; each `window` of them is filled, and then given in a drawn order. The order therefore
-follows from the recipe, the seed and the window alone. A state says with which row of which unit
-its window begins: whoever continues from it computes from there on.
+The units of the corpus come in a random order, and their rows in stored order. Each `window` of
+rows is filled, and then its rows come out in a random order. So the order depends only on the
+recipe, the seed and the window. A state names the unit and the row at which its window begins; a
+stream that continues from it computes from there on.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -45,7 +45,7 @@ from spile.run.step import StepOutput
 from spile.run.world import RunContext, SingleWorld
 
 _POLL = 0.1  # seconds between looks at the stop flag while blocked
-_BUFFERS = 2  # a window is given while the next one is filled
+_BUFFERS = 2  # one window is read while the next one is filled
 
 
 def stream(
@@ -65,16 +65,18 @@ def stream(
     drop_last: bool = False,
     counters: Counters | None = None,
 ) -> "ActivationStream":
-    """What `Dataset.batches` gives, from the model itself: `{tap: rows, "index": entries}`.
+    """Iterate over batches as `Dataset.batches` does, but straight from the model.
 
-    The model is loaded at once; it computes from the first batch asked for until `close`, which the
-    last batch calls too, or the end of a `with` block. Options are those of `Dataset.batches`.
+    A batch is `{tap: rows, "index": entries}`.
+
+    The model is loaded at once. It computes from the first batch until `close`, the end of a `with`
+    block, or the last batch. Options are those of `Dataset.batches`.
 
     Args:
         taps: some of the recipe's; all if not given.
-        shuffle: "window": units in a drawn order, and rows within each window; None: as stored.
+        shuffle: "window": units in random order, and rows within each window; None: stored order.
         window: rows held (and as many computed ahead), or bytes of them, as in "512MiB".
-        counters: what the stages count, for those who watch.
+        counters: the counters of the stages, for those who watch.
     """
     runtime = runtime or Runtime()
     if find_rank(runtime, os.environ):
@@ -94,7 +96,7 @@ def stream(
         drop_last=drop_last,
     )
     if where is not None:
-        RowFilter(where, None)  # says what is wrong with it
+        RowFilter(where, None)  # raises if it is invalid
     use_threads(runtime.threads)
     device = prepared_device()
     ledger = Ledger(MemoryObjects("spile.stream"))
@@ -146,7 +148,7 @@ Work = Callable[["WindowQueue", "WindowStart", threading.Event], None]
 
 
 class ActivationStream:
-    """An iterator; `state_dict` may be taken between any two batches."""
+    """An iterator over batches; `state_dict` may be taken between any two of them."""
 
     def __init__(
         self, view: View, order: "StreamOrder", work: Work, watched: Mapping[str, Tap]
@@ -155,14 +157,14 @@ class ActivationStream:
         self.view, self._order, self._work, self._watched = view, order, work, watched
         self._options = order.options
         self._cursor = EpochCursor(order.identity, order.options.epochs, "stream")
-        self._start = WindowStart()  # of the window that the cursor stands in
+        self._start = WindowStart()  # of the window that holds the cursor
         self._window: tuple[FilledWindow, Window | None] | None = None
         self._queue: WindowQueue | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration stands, as JSON."""
+        """The position of the iteration, as JSON."""
         start = self._start
         begin = [start.position, start.number, start.unit, start.row]
         return {**self._cursor.state_dict(), "begin": begin}
@@ -196,7 +198,7 @@ class ActivationStream:
         self._stop.set()
 
     def close(self) -> None:
-        """Stop computing; a later batch would go on from here."""
+        """Stop computing; the next batch continues from here."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -214,7 +216,7 @@ class ActivationStream:
         raise StopIteration
 
     def _next_of_epoch(self) -> Batch | None:
-        """A batch of the epoch in hand; None when that has ended, and the next one is in hand."""
+        """A batch of the current epoch; None at its end, after moving to the next epoch."""
         batch_size, drop_last = self._options.batch_size, self._options.drop_last
         made, missing = self.view.begin(batch_size), batch_size
         start, position, ended = self._start, self._cursor.position, False
@@ -254,14 +256,14 @@ class ActivationStream:
         return self._window
 
     def _give_back(self) -> None:
-        """The window's rows are all given, and its memory may be filled again."""
+        """Release the window's memory, once all its rows have been given."""
         assert self._window and self._queue
         filled, self._window = self._window[0], None
         if filled.buffer is not None:
             self._queue.release(filled.buffer)
 
     def _refuse_empty(self, rows: int) -> None:
-        """An epoch of which nothing is given would be followed by others without end."""
+        """Raise for an epoch without any batch: it would be followed by others without end."""
         if not rows:
             self.close()
             raise InputError("the corpus holds no row that is asked for")
@@ -284,16 +286,16 @@ class ActivationStream:
 
 
 def _run(work: Work, rows: "WindowQueue", start: "WindowStart", stop: threading.Event) -> None:
-    """(No stream is held by its own thread: one that is forgotten stops.)"""
+    """Run the worker. (The thread holds no reference to its stream: a forgotten stream stops.)"""
     try:
         work(rows, start, stop)
     except BaseException as error:
         rows.fail(error)
     else:
-        rows.fail(Interrupted())  # whoever waits still waits for what will not come
+        rows.fail(Interrupted())  # a reader that still waits must not wait for ever
 
 
-# -- where rows wait: windows of them, filled by a worker while another is given -----------------
+# -- where rows wait: one window is filled by a worker while another is read ---------------------
 
 
 @dataclass(frozen=True)
@@ -301,28 +303,28 @@ class WindowStart:
     """Where a window begins."""
 
     epoch: int = 0
-    position: int = 0  # rows of the epoch that have come before it
-    number: int = 0  # of the window in the epoch
-    unit: int = 0  # units of the epoch, in its order, of which nothing is needed any more
-    row: int = 0  # of the next one, in stored order
+    position: int = 0  # rows of the epoch before it
+    number: int = 0  # index of the window in the epoch
+    unit: int = 0  # units of the epoch, in its order, that are no longer needed
+    row: int = 0  # of the next unit, in stored order
 
 
 @dataclass(frozen=True)
 class FilledWindow:
-    """A window of rows, or an epoch's end (which has none)."""
+    """A window of rows, or the end of an epoch (without rows)."""
 
     start: WindowStart
     buffer: WindowBuffer | None
     count: int
-    ends: bool  # the epoch
+    ends: bool  # whether the epoch ends with it
 
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """Which unit and which row come when.
+    """The order of units and rows.
 
     Attributes:
-        window: rows of one.
+        window: rows per window.
     """
 
     fingerprint: str
@@ -332,7 +334,7 @@ class StreamOrder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the order follows from, as JSON."""
+        """The values that determine the order, as JSON."""
         return {
             "recipe": self.fingerprint,
             "seed": self.options.seed,
@@ -343,7 +345,7 @@ class StreamOrder:
         }
 
     def units_from(self, start: WindowStart) -> Iterator[Unit]:
-        """The units of all epochs, from the one that a window begins in."""
+        """The units of all epochs, starting with the one in which a window begins."""
         epoch, first, options = start.epoch, start.unit, self.options
         while options.epochs is None or epoch < options.epochs:
             count = len(self.units)
@@ -353,14 +355,14 @@ class StreamOrder:
             epoch, first = epoch + 1, 0
 
     def places(self, start: WindowStart, count: int) -> np.ndarray:
-        """Of a window's rows, the order in which they are given."""
+        """The order in which a window's rows are given."""
         if not self.options.shuffle:
             return np.arange(count)
         return drawn(count, self.options.seed, start.epoch, 1, start.number)
 
 
 class UnitsInTurn:
-    """Units one after another."""
+    """Picks units in the order of the stream."""
 
     def __init__(self, order: StreamOrder, start: WindowStart) -> None:
         self._units = order.units_from(start)
@@ -374,7 +376,7 @@ class UnitsInTurn:
 
 
 class WindowQueue:
-    """The sink of a worker whose rows are given a window at a time: memory for two of them."""
+    """The sink of a worker: hands on rows one window at a time, with memory for two windows."""
 
     def __init__(
         self,
@@ -384,7 +386,7 @@ class WindowQueue:
         stop: threading.Event,
         watched: Mapping[str, Tap],
     ) -> None:
-        """`watched`: taps of which no NaN may be given, by their stored names."""
+        """`watched`: taps that must not hold NaN, by their stored names."""
         self._view, self._order, self._stop, self._watched = view, order, stop, watched
         where = order.options.where
         self._filter = RowFilter(where, None) if where else None
@@ -393,7 +395,7 @@ class WindowQueue:
             self._free.put(WindowBuffer(view.taps, {*view.taps}, view.index, order.window))
         self._ready: queue.Queue[FilledWindow | BaseException] = queue.Queue()
         self._start, self._count, self._buffer = start, 0, None
-        self._unit, self._row = start.unit, 0  # the unit in hand, and its next row
+        self._unit, self._row = start.unit, 0  # the current unit, and its next row
         self._skip = start.row
         self._current: Prepared | None = None
 
@@ -443,7 +445,7 @@ class WindowQueue:
         self._ready.put(error)
 
     def _give(self, *, row: int = 0, ends: bool = False) -> None:
-        """A window is full, or the epoch has ended."""
+        """Hand on a window that is full, or that ends the epoch."""
         start = self._start
         self._ready.put(FilledWindow(start, self._buffer, self._count, ends))
         if ends:
@@ -483,7 +485,7 @@ class WindowQueue:
     # -- the reader's side ---------------------------------------------------------------------
 
     def next(self) -> FilledWindow:
-        """The next window; raises what the worker failed with."""
+        """The next window; raises the error of the worker if it has failed."""
         found = self._ready.get()
         if isinstance(found, BaseException):
             raise found
@@ -503,7 +505,7 @@ class _Taken:
         }
 
     def copy(self, chosen: np.ndarray, buffer: WindowBuffer, at: int) -> None:
-        """Chosen rows, ascending, into a buffer."""
+        """Copy chosen rows, ascending, into a buffer."""
         to = slice(at, at + len(chosen))
         for tap, pieces in self._rows.items():
             before, filled = 0, at

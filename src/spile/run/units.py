@@ -1,4 +1,4 @@
-"""Which unit is next: one that nobody who seems alive is doing, a share's own first. No jax."""
+"""Choose the next unit: one that no live worker is doing, from one's own share first. No jax."""
 
 import logging
 import re
@@ -16,8 +16,8 @@ from spile.plan.estimate import Budget
 from spile.plan.job import ExtractionJob
 
 _log = logging.getLogger("spile")
-# Between looks for a unit that others hold. A fleet that waits for its last unit asks less and
-# less often: each look reads the sign of life of every worker.
+# Seconds between looks for a unit that others hold. A fleet that waits for its last unit looks less
+# and less often: each look reads the heartbeat of every worker.
 _WAIT, _WAIT_MOST = 0.5, 5.0
 _MACHINE, _MACHINES = "MACHINE_ID", "TOTAL_MACHINES"
 
@@ -27,8 +27,8 @@ class UnitShare:
     """The units of one machine among several, counted from 0: no coordinator is needed.
 
     A share is a run of neighbouring units, so that a machine reads few files and each of them in
-    order. A machine that has done its own share helps where most is left, from the far end: the
-    owner comes from the other end and arrives there last.
+    order. A machine that has finished its own share helps the share with most units left, from the
+    far end: the owner starts at the other end and arrives there last.
     """
 
     index: int
@@ -38,7 +38,7 @@ class UnitShare:
         return f"{self.index}/{self.count}"
 
     def next_of(self, free: Sequence[Unit], units: int) -> Unit | None:
-        """Which of the free units, in order, comes next; `units`: how many there are in all."""
+        """The next of the free units, which are in order; `units`: how many there are in all."""
         owned: dict[int, list[Unit]] = {}
         for unit in free:
             owned.setdefault(self._owner(unit.id, units), []).append(unit)
@@ -46,20 +46,20 @@ class UnitShare:
             return owned[self.index][0]
         if not owned:
             return None
-        # Helpers of equally busy shares begin at different ones.
+        # Helpers of equally busy shares choose different ones.
         _, _, busiest = min((-len(u), (o - self.index) % self.count, o) for o, u in owned.items())
         return owned[busiest][-1]
 
     def _owner(self, unit: int, units: int) -> int:
-        # The share i holds units from i * units // count up to those of the next.
+        # Share i holds units from i * units // count up to those of the next.
         return ((unit + 1) * self.count - 1) // units
 
 
 def find_share(runtime: Runtime, environ: Mapping[str, str]) -> UnitShare | None:
-    """`--share i/n`, or `MACHINE_ID` of `TOTAL_MACHINES`; None if all units are everybody's.
+    """`--share i/n`, or `MACHINE_ID` of `TOTAL_MACHINES`; None if there are no shares.
 
     Raises:
-        ConfigError: if what is given is no share.
+        ConfigError: if the given values are not a share.
     """
     text, name = runtime.share, "--share"
     if text is None:
@@ -88,19 +88,19 @@ class Picker(Protocol):
     """Gives a slice its units."""
 
     def take(self) -> tuple[Unit | None, bool]:
-        """A unit to do, if there is one now; and whether another call may give one.
+        """Return a unit to do, if there is one now; and whether another call may return one.
 
-        May wait a little where there is none.
+        May wait a little if there is none.
         """
         ...
 
     def done(self, unit: int) -> None:
-        """A unit that was taken is committed, by this slice or by another."""
+        """Note that a unit that was taken is committed, by this slice or by another."""
         ...
 
 
 class StorePicker:
-    """Looks into the store: no coordinator."""
+    """Picks units by looking into the store: no coordinator."""
 
     def __init__(
         self,

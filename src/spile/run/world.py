@@ -1,9 +1,9 @@
-"""Processes that do a unit together: what they tell each other, and how they end together.
+"""Processes that do units together: how they exchange values, and how they end together.
 
 All of it goes through jax's own coordination service, which process 0 runs: small values by name,
-and its heartbeat. That service's client has no public name in jax; this is the only module that
-uses it. A process that vanishes ends all others by an abort (exit 134) which nothing here can see:
-`child.py` says what happened. Whoever fails in an orderly way tells the others why first.
+and its heartbeat. That service's client has no public name in jax; only this module uses it. A
+process that vanishes ends all others by an abort (exit 134), which this module cannot see:
+`child.py` reports it. A process that fails in an orderly way first tells the others why.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -38,14 +38,14 @@ from spile.run.rank import ABORTED, RESTART, Rank
 _log = logging.getLogger("spile")
 _POLL_MS = 500
 _GRACE = 5.0  # seconds for a process to stop by itself once another has failed
-_PARTING = 2 * _GRACE  # and for the leader to wait for those that did not, and were ended
-_LEAVING = 0.5  # and then for their last words
+_PARTING = 2 * _GRACE  # for the leader to wait for those that did not stop, and were ended
+_LEAVING = 0.5  # for their last log messages, after that
 _END = "spile/end"
-_SAID = 200  # characters of an error of jax's that are passed on
+_SAID = 200  # characters of a jax error that are passed on
 
 
 class World(ABC):
-    """The processes that do a unit together, as one of them sees the others."""
+    """The processes that do units together, as one of them sees the others."""
 
     process: int  # this one, from 0
     processes: int
@@ -71,11 +71,11 @@ class World(ABC):
 
     @abstractmethod
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the others; returns what the world failed with first."""
+        """Tell the others; return the first error of the world."""
 
 
 class SingleWorld(World):
-    """A world of one process: nobody to tell anything."""
+    """A world of one process, which has nobody to tell."""
 
     process, processes, leads = 0, 1, True
 
@@ -99,7 +99,7 @@ class SingleWorld(World):
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every stage of this process's run shares."""
+    """The state that every stage of this process's run shares."""
 
     ledger: Ledger
     runtime: Runtime
@@ -193,11 +193,11 @@ class JoinedWorld(World):
             self._client.key_value_set(_END, json.dumps(mine))
             self._cause = mine
         except Exception:
-            # Somebody came first.
+            # Another process failed first.
             self._cause = self._ended() or mine
 
     def _part(self) -> None:
-        """The leader, who runs the service, goes last: the others would not get to say why."""
+        """Let the leader, which runs the service, leave last: the others need it to say why."""
         deadline = time.monotonic() + _PARTING
         try:
             if not self.leads:
@@ -216,7 +216,7 @@ class JoinedWorld(World):
         self._client.key_value_set(key, json.dumps(value))
 
     def _get(self, key: str) -> Any:
-        """Wait for a value as long as the world lives; a dead one ends this process itself."""
+        """Wait for a value as long as the world lives; if it has died, raise."""
         while True:
             self._heed()
             try:
@@ -241,7 +241,7 @@ class JoinedWorld(World):
             return None
 
     def _watch(self) -> None:
-        """Looks whether another process has failed; ends this one if it is stuck waiting for it."""
+        """Look whether another process has failed; end this one if it is stuck waiting for it."""
         while not self._left.wait(_POLL_MS / 1000):
             cause = self._ended()
             if cause is None:
@@ -267,7 +267,7 @@ def _world_error(cause: Mapping[str, Any]) -> SpileError:
 
 
 def join(rank: Rank, runtime: Runtime, stop: threading.Event) -> JoinedWorld:
-    """Come together; returns when all processes are there."""
+    """Join the world; return when all processes are there."""
     _log.info("joining %s at %s", rank, rank.coordinator)
     if rank.leads:
         _check_port(rank, runtime.bind_address)
@@ -275,7 +275,7 @@ def join(rank: Rank, runtime: Runtime, stop: threading.Event) -> JoinedWorld:
         _reach(rank, runtime.start_timeout, stop)
     if is_child():
         free_stdout()
-    # Its notifier would swallow SIGTERM; ours is told through `stop`.
+    # jax's notifier would swallow SIGTERM; our handler sets `stop`.
     jax.config.update("jax_enable_preemption_service", False)
     initialize = partial(
         jax.distributed.initialize,
@@ -294,7 +294,7 @@ def join(rank: Rank, runtime: Runtime, stop: threading.Event) -> JoinedWorld:
 
 
 def _beside(work: Callable[[], None], stop: threading.Event) -> None:
-    """Do it in another thread: one that waits inside jax hears of no signal."""
+    """Run `work` in another thread: the main thread could not handle signals inside jax."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -314,7 +314,7 @@ def _beside(work: Callable[[], None], stop: threading.Event) -> None:
 
 
 def _check_port(rank: Rank, bind_address: str | None) -> None:
-    """jax crashes where it cannot listen, and would share the port with a second process 0."""
+    """Raise if process 0 cannot listen: jax would crash, or share the port with another one."""
     port = rank.coordinator.rpartition(":")[2]
     address = bind_address or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{port}"
     host, _, port = address.rpartition(":")
@@ -333,7 +333,7 @@ def _check_port(rank: Rank, bind_address: str | None) -> None:
 
 
 def _reach(rank: Rank, timeout: int, stop: threading.Event) -> None:
-    """A wrong address is told apart from a process that is missing."""
+    """Wait for the coordinator: tells a wrong address apart from a missing process."""
     host, _, port = rank.coordinator.rpartition(":")
     deadline, told = time.monotonic() + timeout, False
     while True:
@@ -343,7 +343,7 @@ def _reach(rank: Rank, timeout: int, stop: threading.Event) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
         except socket.gaierror as error:
-            # Clusters may make a host's name known only when the host has started.
+            # A cluster may publish a host's name only after the host has started.
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"--coordinator {rank.coordinator}: no such host ({error.strerror}); it is "
@@ -363,12 +363,12 @@ def _reach(rank: Rank, timeout: int, stop: threading.Event) -> None:
 
 
 def compare(world: World, mine: Mapping[str, Any]) -> None:
-    """Every process must have been started alike; what differs is named.
+    """Check that every process was started alike; name what differs.
 
     Raises:
-        ConfigError: in the leader; the others are told.
+        ConfigError: in the leader, which tells the others.
     """
-    mine = json.loads(json.dumps({**mine}))  # as the others' comes
+    mine = json.loads(json.dumps({**mine}))  # in the form that the others' values arrive in
     found = world.gather("hello", {"host": socket.gethostname(), **mine})
     for process, other in enumerate(found or []):
         for field, wanted in mine.items():

@@ -1,9 +1,9 @@
 """Moments and extremes of all rows, read once, in the background, block by block.
 
-Blocks are read in an order that is spread over the dataset, so that what is known after a second
-is already of all of it. Memory is bounded, and no more is read than is allowed. Rows are named by
-unit, since their numbers change while a dataset grows. Sparse latents are counted by their ids: the
-places of a stored row are ranks, which say nothing of a latent.
+Blocks are read in an order that is spread over the dataset, so that even the first results describe
+all of it. Memory and the number of bytes read are bounded. Rows are identified by unit, since their
+numbers change while a dataset grows. Sparse latents are counted by id: the columns of a stored row
+are ranks, and do not identify a latent.
 """
 
 import logging
@@ -18,15 +18,15 @@ from spile.core.index import INDEX_DTYPE
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import pair_of
 
-_BLOCK_BYTES = 8 << 20  # of float32, of the widest tap
+_BLOCK_BYTES = 8 << 20  # of the widest tap's float32 rows
 _BLOCK_ROWS = 1024
 _SAMPLE_BYTES = 256 << 20
 _SAMPLE_ROWS = 4096
 _MOST_POSITIONS = 1 << 17
 _GOLDEN = 0.6180339887
-KEPT = 24  # rows at each end of every channel
-_LATENT_BYTES = 256 << 20  # of the top rows of all latents: fewer are kept of very many latents
-_LARGE = 1e6  # from which on fourth powers need float64
+KEPT = 24  # rows kept at each end of every channel
+_LATENT_BYTES = 256 << 20  # of all latents' top rows: the more latents, the fewer rows of each
+_LARGE = 1e6  # beyond this, fourth powers need float64
 
 _log = logging.getLogger("spile")
 
@@ -42,12 +42,12 @@ class Block:
 
 @dataclass
 class Sample:
-    """Rows drawn from all that were read, the same of every tap."""
+    """Rows drawn from all that were read; the same rows of every tap."""
 
     index: np.ndarray
     units: np.ndarray
     rows: np.ndarray  # numbers within the unit
-    keys: np.ndarray  # drawn; the least stay
+    keys: np.ndarray  # random; the rows with the smallest keys stay
     values: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
 
     def __len__(self) -> int:
@@ -55,10 +55,10 @@ class Sample:
 
 
 class Digest:
-    """Reads a dataset that may grow; may be asked at any time."""
+    """Reads a dataset that may grow; can be queried at any time."""
 
     def __init__(self, dataset: Dataset, most_bytes: int) -> None:
-        self.lock = threading.Lock()  # held by whoever looks at `moments`
+        self.lock = threading.Lock()  # held while reading `moments`
         positions = min(dataset.recipe.seq_len, _MOST_POSITIONS)
         found = (pair_of(dataset.recipe, tap) for tap in dataset.taps)
         self._ids_of = dict(pair for pair in found if pair)  # the ids' tap, by the values' tap
@@ -79,9 +79,9 @@ class Digest:
         row_bytes = sum(dataset.dtype(tap).itemsize * dataset.width(tap) for tap in dataset.taps)
         self._most_rows = max(self._block_rows, most_bytes // row_bytes)
         self._sample = _empty(self._widths)
-        self._drawn: list[Sample] = []  # since then: joining copies it all
+        self._drawn: list[Sample] = []  # not yet joined: joining copies the whole sample
         self._dataset, self.rows_read = dataset, 0
-        # A row is sampled if its key is below this: a fifth more rows than the sample holds.
+        # A row is sampled if its key is below this: 20% more rows than the sample holds.
         self._limit = min(1.0, 1.2 * self._most_sampled / max(1, self.rows_wanted))
         self._waiting: list[Block] = []
         self._known: set[int] = set()
@@ -101,7 +101,7 @@ class Digest:
             self._thread.join()
 
     def see(self, dataset: Dataset) -> None:
-        """The dataset as it is now: units that are new are read, too."""
+        """Take in the dataset as it is now, and read its new units too."""
         blocks: list[Block] = []
         starts = dataset.unit_starts
         for number, unit in enumerate(dataset.units):
@@ -119,7 +119,7 @@ class Digest:
 
     @property
     def rows_wanted(self) -> int:
-        """Of the dataset as it is now."""
+        """Rows to read of the dataset as it is now."""
         return min(self._dataset.num_tokens, max(self._most_rows, self.rows_read))
 
     @property
@@ -132,12 +132,12 @@ class Digest:
 
     @property
     def sample(self) -> Sample:
-        """As it is now; nobody changes what is given."""
+        """The sample as it is now; it is never modified."""
         return self._sample
 
     @property
     def version(self) -> tuple[int, bool]:
-        """Changes when what is made from the sample is worth making anew."""
+        """Changes when results made from the sample should be made again."""
         return len(self._sample).bit_length(), self.at_work
 
     def _run(self) -> None:
@@ -145,13 +145,13 @@ class Digest:
             try:
                 self._read(block)
             except SpileError as error:
-                # What can be read is still shown, and what cannot is said.
+                # Show what can be read, and report what cannot.
                 self.error = str(error)
                 _log.warning("%s", error)
 
     def _blocks(self) -> Iterator[Block]:
         while True:
-            self._changed.clear()  # first: who closes it says so before it wakes this thread
+            self._changed.clear()  # first: `close` sets `_stopped` before it wakes this thread
             if self._stopped.is_set():
                 return
             if self._more:
@@ -208,7 +208,7 @@ def _empty(widths: dict[str, int]) -> Sample:
 
 
 def joined(samples: list[Sample]) -> Sample:
-    """Several as one."""
+    """Concatenate samples."""
     return Sample(
         *(
             np.concatenate([getattr(each, name) for each in samples])
@@ -230,7 +230,7 @@ def chosen_of(sample: Sample, which: np.ndarray) -> Sample:
 
 
 def spread(blocks: list[Block]) -> list[Block]:
-    """All of them, neighbours far apart: by multiples of the golden ratio."""
+    """Reorder blocks so that neighbours are far apart, by multiples of the golden ratio."""
     return [
         blocks[at]
         for at in np.argsort(np.arange(len(blocks)) * _GOLDEN % 1, kind="stable").tolist()
@@ -240,18 +240,18 @@ def spread(blocks: list[Block]) -> list[Block]:
 def read_rows(
     dataset: Dataset, tap: str, start: int, stop: int, dtype: type[np.generic] = np.float32
 ) -> np.ndarray:
-    """Rows start..stop, [rows, channels]: each of a row's values is a channel."""
+    """Rows start..stop, [rows, channels]: each value of a row is a channel."""
     found = dataset.read(tap, start, stop)
     return found.reshape(len(found), dataset.width(tap)).astype(dtype)
 
 
 def top_rows_kept(latents: int) -> int:
-    """How many rows are kept of each of so many latents, all taps together."""
+    """How many rows to keep for each latent; `latents` counts those of all taps."""
     return max(1, min(KEPT, _LATENT_BYTES // (16 * max(1, latents))))
 
 
 class Extremes:
-    """The rows at which each channel is largest, those first at which it is most."""
+    """The rows at which each channel is largest, in descending order."""
 
     def __init__(self, width: int) -> None:
         self.values = np.full((KEPT, width), -np.inf, np.float32)
@@ -263,7 +263,7 @@ class Extremes:
         least = self.values[-1]
         beats = values > least
         if np.count_nonzero(beats) > 4 * beats.shape[1] * KEPT and len(values) > KEPT:
-            # At first nearly all do: only the block's own largest are worth sorting.
+            # At first nearly all do: sort only the block's own largest.
             cut = np.partition(values, len(values) - KEPT, axis=0)[len(values) - KEPT]
             beats &= values >= cut
         at, channels = np.nonzero(beats)
@@ -287,12 +287,12 @@ class Extremes:
 
 
 class Moments:
-    """Of one tap: each channel's moments and extremes, and the norms of rows."""
+    """One tap's statistics: each channel's moments and extremes, and the norms of rows."""
 
     def __init__(self, width: int, positions: int) -> None:
         self.width, self.count, self.nonfinite = width, 0, 0
         self._shift = np.zeros(width)  # near the mean, so that powers stay small
-        self._sums = np.zeros((4, width))  # of the first four powers of what lies beyond it
+        self._sums = np.zeros((4, width))  # of the first four powers of the deviations from it
         self.largest = np.zeros(width, np.float32)  # absolute
         self.high, self.low = Extremes(width), Extremes(width)
         self._kurtosis = 0.0
@@ -300,9 +300,9 @@ class Moments:
         self.rows_at = np.zeros(positions, np.int64)
 
     def add(self, rows: np.ndarray, positions: np.ndarray, unit: int, first: int) -> np.ndarray:
-        """Rows (float32) of a unit from one on; what is not finite is counted, and taken for 0.
+        """Add rows (float32) of a unit, from `first` on. Nonfinite values are counted and become 0.
 
-        Returns the rows as they were taken.
+        Returns the rows with those replaced.
         """
         finite = np.isfinite(rows)
         if not finite.all():
@@ -338,13 +338,13 @@ class Moments:
 
     @property
     def deviation(self) -> np.ndarray:
-        """Of each channel."""
+        """Standard deviation of each channel."""
         first, second = self._sums[:2] / max(1, self.count)
         return np.sqrt(np.maximum(second - first**2, 0))
 
     @property
     def kurtosis_of_channels(self) -> np.ndarray:
-        """Over rows: 3 of a normal distribution; NaN of a channel that never changes."""
+        """Kurtosis of each channel over rows: 3 for a normal distribution; NaN for a constant."""
         first, second, third, fourth = self._sums / max(1, self.count)
         variance = np.maximum(second - first**2, 0)
         central = fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4
@@ -352,7 +352,7 @@ class Moments:
 
     @property
     def kurtosis(self) -> float:
-        """Over a row's channels, on average; NaN of rows of one value."""
+        """Mean kurtosis over a row's channels; NaN if rows have a single value."""
         return self._kurtosis / self.count if self.count and self.width > 1 else float("nan")
 
     @property
@@ -363,8 +363,8 @@ class Moments:
 class LatentExtremes:
     """The rows in which each latent is largest.
 
-    Latents are far more than channels, and most of them are not in a block. So nothing is sorted:
-    a larger value takes the place of the least.
+    There are far more latents than channels, and most of them do not occur in a block. So nothing
+    is sorted: a larger value replaces the smallest.
     """
 
     def __init__(self, latents: int, kept: int) -> None:
@@ -382,15 +382,15 @@ class LatentExtremes:
         unit: int,
         rows: np.ndarray,
     ) -> None:
-        """Take in some values of one unit.
+        """Add values of one unit.
 
         Args:
-            ranks: how many values of the same latent come before, all of them at least as large.
+            ranks: how many values of the same latent precede each; all are at least as large.
             rows: numbers within the unit.
         """
         worth = np.flatnonzero((ranks < self.kept) & (values > self._least[latents]))
         for rank in range(self.kept):
-            # Of one rank no latent comes twice, so all can be placed at once.
+            # A latent occurs at most once per rank, so all can be placed at once.
             worth = worth[ranks[worth] >= rank]
             now = worth[ranks[worth] == rank]
             now = now[values[now] > self._least[latents[now]]]
@@ -412,7 +412,7 @@ class LatentExtremes:
 
 
 class LatentMoments:
-    """Of one encoded tap: how often each latent fires, how strongly, and where most.
+    """One encoded tap's statistics: how often each latent fires, how strongly, and where most.
 
     A latent fires in a row if it is among the row's stored latents, with a value above zero.
     """
@@ -429,9 +429,9 @@ class LatentMoments:
     def add(
         self, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray, unit: int, first: int
     ) -> np.ndarray:
-        """Rows (float32) of a unit from one on, and the latents they are of.
+        """Add rows (float32) of a unit, from `first` on, and the ids of their latents.
 
-        Returns the rows as they were taken: what is not finite is counted, and taken for 0.
+        Returns the rows with nonfinite values, which are counted, replaced by 0.
 
         Raises:
             CorruptError: if an id is not one of the encoder's.
@@ -451,7 +451,7 @@ class LatentMoments:
         latents, values = ids[found], rows[found]
         if not len(latents):
             return rows
-        # By latent, its largest first: as the bits of floats above zero are ordered.
+        # Sort by latent, its largest value first: positive floats sort like their bits.
         keys = (latents.astype(np.uint64) << 32) | ~values.view(np.uint32)
         order = np.argsort(keys)
         latents, values, places = latents[order], values[order], places[order]
@@ -466,16 +466,16 @@ class LatentMoments:
 
     @property
     def mean(self) -> np.ndarray:
-        """Of each latent over the rows in which it fires; NaN if it never does."""
+        """Mean of each latent over the rows in which it fires; NaN if it never does."""
         return _ratio(self._sum, self.fires)
 
     def total(self, latent: int) -> float:
-        """Of a latent's values."""
+        """Sum of a latent's values."""
         return float(self._sum[latent])
 
     @property
     def active(self) -> float:
-        """Latents that fire in a row, on average."""
+        """Mean number of latents that fire in a row."""
         return float(self.fires.sum() / max(1, self.count))
 
     @property

@@ -1,4 +1,4 @@
-"""Directions that are handed in: a vector as .npy or JSON. Pickles are never read."""
+"""Directions that the user uploads: vectors as .npy or JSON. Pickles are never read."""
 
 import io
 import math
@@ -13,7 +13,7 @@ from spile.core.bounded_json import Json, JsonError, parse_json
 from spile.core.errors import ConfigError
 from spile.core.npy import read_npy_header
 
-MOST_BYTES = 4 << 20  # of one, as it is handed in
+MOST_BYTES = 4 << 20  # of an uploaded one
 _MOST = 32  # kept
 _MOST_NAME = 80
 _MAGIC = b"\x93NUMPY"
@@ -28,7 +28,7 @@ class Direction:
 
 
 class Directions:
-    """Those that were handed in, in memory; the oldest make room."""
+    """Uploaded directions, in memory; the oldest are dropped first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, Direction] = OrderedDict()
@@ -36,10 +36,10 @@ class Directions:
         self._next = 1
 
     def add(self, name: str, data: bytes, widths: set[int]) -> int:
-        """Its number.
+        """Add a direction; return its number.
 
         Raises:
-            ConfigError: if it is no direction of any of these widths.
+            ConfigError: if it is not a direction of one of these widths.
         """
         values = parse(data)
         if len(values) not in widths:
@@ -71,10 +71,10 @@ class Directions:
 
 
 def parse(data: bytes) -> np.ndarray:
-    """A vector of length 1, float32.
+    """Parse a vector, normalised to length 1, float32.
 
     Raises:
-        ConfigError: if the bytes are no vector, or one without a direction.
+        ConfigError: if the bytes are not a vector, or it has no direction.
     """
     if len(data) > MOST_BYTES:
         raise ConfigError(f"a direction of {len(data):,} bytes; at most {MOST_BYTES:,} are read")
@@ -95,7 +95,7 @@ def _from_npy(data: bytes) -> np.ndarray:
     except ValueError as error:
         raise ConfigError(f"not a .npy file that can be read: {error}") from error
     body = data[stream.tell() :]
-    # What the header says is a stranger's word: nothing is allocated by it.
+    # The header is untrusted: nothing is allocated by what it says.
     if sum(size != 1 for size in shape) > 1 or math.prod(shape) * dtype.itemsize != len(body):
         raise ConfigError("a .npy file of one vector is wanted, whole")
     return np.frombuffer(body, dtype)

@@ -1,9 +1,9 @@
 """Documents and their tokens: read a page at a time, listed, and found by their text.
 
-`Explorer` reads a document or a row in context, with a number for each token, and says where tokens
-are missing because no row of them is stored. `Finder` lists documents and searches their previews,
-kept columns and tokens; a search of a large dataset stops when its time is up, and says where to go
-on. `PageTexts` turns token ids into text, and text into token ids.
+`Explorer` reads a document or a row in context, with a number for each token, and shows where
+tokens are missing because their rows are not stored. `Finder` lists documents and searches their
+previews, kept columns and tokens; a search of a large dataset stops when its time is up, and
+returns where to continue. `PageTexts` turns token ids into text, and text into token ids.
 """
 
 import importlib
@@ -30,23 +30,23 @@ from spile.serve.digest import Digest, LatentMoments, read_rows
 from spile.serve.directions import Directions
 
 MOST_TOKENS = 2048  # of a page
-_AROUND = 14  # tokens on each side of one that is shown in context
-_DOCUMENTS = 8  # kept, for those who page through one
+_AROUND = 14  # tokens on each side of one shown in context
+_DOCUMENTS = 8  # kept in memory, for paging through them
 _LONGEST_BEGINNING = 16_384  # characters of a preview that are tokenized
-_FEW = 64  # sampled rows, under which a scale is taken from the page itself
+_FEW = 64  # with fewer sampled rows, a colour scale is taken from the page itself
 MOST_LISTED = 100
-_KEPT_BYTES = 192 << 20  # of tokens, and as many of tables, so that no search reads them again
-_SECONDS = 0.12  # of one request
+_KEPT_BYTES = 192 << 20  # of tokens, and as many of tables, cached between searches
+_SECONDS = 0.12  # per request
 
 
 class PageTexts(Texts):
-    """A dataset's tokens as text, and the other way round."""
+    """Converts a dataset's tokens to text, and text to tokens."""
 
     def __init__(self, recipe: ResolvedRecipe, given: str | None) -> None:
         """`given`: the directory or URL of `--tokenizer`.
 
         Raises:
-            ConfigError: if that holds no tokenizer.
+            ConfigError: if it holds no tokenizer.
         """
         try:
             super().__init__(recipe, given)
@@ -58,8 +58,8 @@ class PageTexts(Texts):
         self._encoder: TextTokenizer | None = None
 
     def encoded(self, text: str) -> list[int]:
-        """Token ids of a document of this text, special tokens included; none if the tokenizer
-        that the dataset was made with is not at hand."""
+        """Token ids of a document with this text, including special tokens; empty if the dataset's
+        own tokenizer is not available."""
         if self.tokenizer is None or self.note is not None:
             return []
         try:
@@ -70,7 +70,7 @@ class PageTexts(Texts):
             return []
 
     def spellings(self, text: str) -> list[list[int]]:
-        """Token ids that a text has at the beginning of a document, and after a space."""
+        """Token ids of a text at the beginning of a document, and after a space."""
         if self.tokenizer is None:
             return []
         tokenizer = self.tokenizer
@@ -82,10 +82,10 @@ class PageTexts(Texts):
 
 @dataclass(frozen=True)
 class Colour:
-    """What a token's number is."""
+    """The number that colours a token."""
 
     tap: str
-    by: str  # norm | channel | direction; of latents: norm | latent | active
+    by: str  # norm | channel | direction; for latents: norm | latent | active
     channel: int = 0
     direction: int = 0
     latent: int = 0
@@ -93,22 +93,22 @@ class Colour:
 
 @dataclass(frozen=True)
 class Gap:
-    """Tokens of a document of which no row is stored, before the row at a place of a page."""
+    """Tokens of a document without stored rows, before the row at a place of a page."""
 
     at: int
     count: int
-    ids: Sequence[int] | None = None  # None: not known
+    ids: Sequence[int] | None = None  # None: unknown
 
 
 class Explorer:
-    """Reads a dataset as it is now; `see` hands it a later one."""
+    """Reads a dataset as it is now; `see` replaces it by a later state."""
 
     def __init__(self, dataset: Dataset, texts: PageTexts, digest: Digest) -> None:
         self.texts, self.digest, self.directions = texts, digest, Directions()
         self.see(dataset)
 
     def see(self, dataset: Dataset) -> None:
-        # Together: numbers of rows are one dataset's, and whoever asks meanwhile keeps to his.
+        # Replace both at once: row numbers belong to one state, which a running request keeps.
         self._now = dataset, lru_cache(_DOCUMENTS)(dataset.document)
 
     @property
@@ -121,7 +121,7 @@ class Explorer:
         """Some of a document's tokens, in reading order, with a number for each.
 
         Args:
-            start: the first row; None: of the page that holds the token at `offset`.
+                start: the first row; None: the first of the page that holds the token at `offset`.
         """
         dataset, document_of = self._now
         found: Document = document_of(doc)
@@ -154,7 +154,7 @@ class Explorer:
         }
 
     def _gaps(self, found: Document, start: int, count: int, about: Mapping[str, Any]) -> list[Gap]:
-        """Before each of a page's rows, and after the document's last."""
+        """The gaps before each of a page's rows, and after the document's last row."""
         offsets = found.index["offset"].astype(np.int64)
         if len(found) >= about["tokens"]:
             return []
@@ -170,8 +170,8 @@ class Explorer:
         return gaps
 
     def _known(self, found: Document, about: Mapping[str, Any]) -> list[int]:
-        """Ids of a document's first tokens, stored or not, as far as its preview tells them: up to
-        the last stored token before the end of the preview, if all that are stored agree."""
+        """Ids of a document's first tokens, stored or not, as far as its preview gives them: up
+        to the last stored token within the preview, if all stored ones agree."""
         preview = str(about["preview"] or "")
         ids = self.texts.encoded(preview[:_LONGEST_BEGINNING])
         offsets = found.index["offset"]
@@ -187,11 +187,11 @@ class Explorer:
     def _pieces(
         self, ids: Sequence[int], gaps: Sequence[Gap]
     ) -> tuple[list[str], list[list[str] | None]]:
-        """Texts of rows' tokens, and of those in each gap; none is joined with what is not beside
-        it in the document."""
+        """Texts of the rows' tokens, and of those in each gap; tokens are decoded together only if
+        they are neighbours in the document."""
         pieces: list[str] = []
         missing: list[list[str] | None] = []
-        waiting: list[tuple[Gap | None, Sequence[int]]] = []  # runs that follow one another
+        waiting: list[tuple[Gap | None, Sequence[int]]] = []  # consecutive runs
 
         def flush() -> None:
             texts = iter(self.texts.pieces([each for _, run in waiting for each in run]))
@@ -217,7 +217,7 @@ class Explorer:
         return pieces, missing
 
     def _values(self, dataset: Dataset, rows: np.ndarray, colour: Colour) -> np.ndarray:
-        """A number for each of some rows."""
+        """The colouring number of each row."""
         pair = pair_of(dataset.recipe, colour.tap)
         if pair is None:
             return self.numbers(_read(dataset, colour.tap, rows), colour)
@@ -229,8 +229,8 @@ class Explorer:
         return np.where(own, values, np.float32(0)).sum(axis=1)
 
     def numbers(self, rows: np.ndarray, colour: Colour) -> np.ndarray:
-        """A number for each row: its length, one of its values, how far it goes in a direction; of
-        latents also how many are active."""
+        """A number for each row: its norm, one of its values, or its projection on a direction; for
+        latents also the number that are active."""
         latents = bool(self.dataset.num_latents(colour.tap))
         if colour.by == "norm":
             return np.sqrt(np.einsum("ij,ij->i", rows, rows))
@@ -257,8 +257,8 @@ class Explorer:
         return channel
 
     def scale(self, colour: Colour, values: np.ndarray) -> dict[str, Any]:
-        """What the palest and the deepest colour stand for: of the sample, if there is one; of a
-        latent, nothing and the largest value that is known."""
+        """The values of the palest and the deepest colour: from the sample, if there is one; for a
+        latent, 0 and the largest known value."""
         if colour.by == "latent":
             with self.digest.lock:
                 largest = float(self.digest.latents[colour.tap].largest[colour.latent])
@@ -276,7 +276,7 @@ class Explorer:
         return {"low": low, "high": max(high, low + 1e-12), "signed": low < 0}
 
     def top(self, tap: str, channel: int, end: str) -> dict[str, Any]:
-        """The rows at which a channel is largest, or least, of those read so far; in context."""
+        """The rows read so far at which a channel is largest or smallest, in context."""
         if end not in ("high", "low"):
             raise ConfigError("a channel has a high and a low end")
         dataset = self.dataset
@@ -292,8 +292,7 @@ class Explorer:
         return {"tap": tap, "channel": channel, "rows_read": read, **found}
 
     def top_of_latent(self, tap: str, latent: int) -> dict[str, Any]:
-        """The rows in which a latent is largest, of those read so far, in context; and how often
-        it fires."""
+        """The rows read so far in which a latent is largest, in context; and how often it fires."""
         dataset = self.dataset
         with self.digest.lock:
             moments = self.digest.latents[tap]
@@ -304,7 +303,7 @@ class Explorer:
         return {"tap": tap, **told, **found}
 
     def latents_of(self, tap: str, doc: int, offset: int) -> dict[str, Any]:
-        """The stored latents of one token by id, the largest first, and how often each fires."""
+        """The stored latents of one token, by id, the largest first, and how often each fires."""
         dataset, document_of = self._now
         found: Document = document_of(doc)
         place = int(np.searchsorted(found.index["offset"], offset))
@@ -357,7 +356,7 @@ class Explorer:
         }
 
     def snippet(self, entries: np.ndarray) -> str:
-        """The text of rows beside one another; ⋯ where tokens are missing between them."""
+        """The text of consecutive rows; ⋯ marks tokens that are missing between them."""
         gaps = gaps_between(entries["offset"])
         pieces = self._pieces(entries["token_id"].tolist(), gaps)[0]
         for gap in gaps:
@@ -378,20 +377,20 @@ def described(moments: LatentMoments, latent: int) -> dict[str, Any]:
 
 
 def gaps_between(offsets: np.ndarray) -> list[Gap]:
-    """Where rows that lie together are not neighbours in their document."""
+    """Gaps between consecutive rows that are not neighbours in their document."""
     steps = np.diff(offsets.astype(np.int64)) - 1
     return [Gap(at + 1, int(steps[at])) for at in np.flatnonzero(steps > 0).tolist()]
 
 
 def around(dataset: Dataset, unit: int, row: int) -> tuple[int, np.ndarray, int]:
-    """The first of the rows beside one, their index, and its place: of its context alone."""
+    """The rows around a row, within its context: the first, their index, and the row's place."""
     starts = dataset.unit_starts
     number = dataset.units.index(unit)
     row += starts[number]
     low, high = max(row - _AROUND, starts[number]), min(row + _AROUND + 1, starts[number + 1])
     entries = dataset.index(low, high)
     at = row - low
-    # A context lies together, and begins with a token that says so, unless it was left out.
+    # The rows of a context are stored together; the first has a flag, unless it was left out.
     same = (entries["doc"] == entries["doc"][at]) & (
         np.sign(entries["pos"] - entries["pos"][at]) == np.sign(np.arange(len(entries)) - at)
     )
@@ -406,7 +405,7 @@ def around(dataset: Dataset, unit: int, row: int) -> tuple[int, np.ndarray, int]
 def _read(
     dataset: Dataset, tap: str, rows: np.ndarray, dtype: type[np.generic] = np.float32
 ) -> np.ndarray:
-    """Chosen rows, flat; as few reads as they have runs."""
+    """Chosen rows, flattened, with one read for each run of consecutive ones."""
     out = np.empty((len(rows), dataset.width(tap)), dtype)
     bounds = runs(rows)
     for low, high in zip(bounds, bounds[1:], strict=False):
@@ -420,18 +419,18 @@ def _flags(flags: int) -> Sequence[str]:
 
 
 class Finder:
-    """Documents by number and by text."""
+    """Finds documents by number and by text."""
 
     def __init__(self, explorer: Explorer, documents: Mapping[int, int]) -> None:
         """`documents`: how many each unit has, read or skipped."""
         self._explorer, self._counts = explorer, documents
         self._tokens, self._tables = BoundedCache(_KEPT_BYTES), BoundedCache(_KEPT_BYTES)
-        # Its first array takes a second (it looks for pandas): whoever asks first need not wait.
+        # pyarrow's first array takes a second (it looks for pandas): make it before any request.
         importlib.import_module("pyarrow.compute")
         importlib.import_module("pyarrow").array(np.zeros(1))
 
     def listed(self, start: int, count: int) -> dict[str, Any]:
-        """Documents in stored order, read or skipped, from one on."""
+        """Documents in stored order, read or skipped, from `start` on."""
         dataset = self._explorer.dataset
         counts = {unit: self._counts[unit] for unit in dataset.units}
         found: list[dict[str, Any]] = []
@@ -445,10 +444,10 @@ class Finder:
         return {"documents": found, "start": start, "total": sum(counts.values())}
 
     def find(self, text: str, after: int, count: int) -> dict[str, Any]:
-        """Documents that hold a text.
+        """Find documents that contain a text.
 
         Args:
-            after: units to pass over: `next` of the answer before.
+            after: number of units to skip: `next` of the previous answer.
         """
         dataset = self._explorer.dataset
         spellings = self._explorer.texts.spellings(text)
@@ -506,7 +505,7 @@ class Finder:
     def _tokens_of(
         self, dataset: Dataset, number: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens of a unit's rows, their documents, and their places in these."""
+        """Tokens of a unit's rows, their documents, and their offsets in those."""
 
         def read() -> tuple[tuple[np.ndarray, ...], int]:
             entries = dataset.index(*dataset.unit_starts[number : number + 2])
@@ -520,7 +519,7 @@ class Finder:
 def sequences(
     tokens: np.ndarray, docs: np.ndarray, offsets: np.ndarray, ids: Sequence[int]
 ) -> np.ndarray:
-    """Where some tokens follow one another in one document, with none missing between them."""
+    """Rows where the tokens `ids` follow one another in one document, with none missing."""
     hits = np.flatnonzero(tokens[: max(0, len(tokens) - len(ids) + 1)] == ids[0])
     for step, token in enumerate(ids[1:], 1):
         follows = (docs[hits + step] == docs[hits]) & (offsets[hits + step] == offsets[hits] + step)
@@ -529,7 +528,7 @@ def sequences(
 
 
 def _matching(table: Any, text: str) -> np.ndarray:
-    """Rows of a table of documents that name a text in any of their columns."""
+    """Rows of a table of documents that contain a text in any column."""
     pa = importlib.import_module("pyarrow")
     compute: Any = importlib.import_module("pyarrow.compute")
     hit: Any = None
@@ -550,16 +549,16 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class BoundedCache:
-    """Values by key, made by whoever asks first; what was used longest ago makes room."""
+    """A cache of values by key; the least recently used are dropped first."""
 
     def __init__(self, most: int) -> None:
-        """`most`: of their sizes, together."""
+        """`most`: limit on the sum of their sizes."""
         self._most, self._held = most, 0
         self._values: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], tuple[Any, int]]) -> Any:
-        """`make` gives the value and its size."""
+        """Return the value of a key; `make` returns the value and its size."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)

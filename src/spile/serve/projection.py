@@ -1,4 +1,4 @@
-"""Sampled rows, seen together: in the plane, and how alike the taps are."""
+"""Views of sampled rows together: projections to the plane, and the similarity of taps."""
 
 import importlib
 import importlib.util
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 _ROUNDS = 8  # of power iteration
-_BESIDE = 8  # directions that are followed besides those wanted
+_BESIDE = 8  # directions followed besides the wanted ones
 _MOST_FOR_GRAMS = 512
 
 
 def pca(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates on the first principal axes, and the share of the variance that each holds."""
+    """Coordinates on the first principal axes, and the share of the variance of each."""
     count = min(count, *rows.shape)
     if count == 0:
         return np.zeros((len(rows), 0)), np.zeros(0)
@@ -25,7 +25,7 @@ def pca(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         basis = np.linalg.qr(centred.T @ np.linalg.qr(centred @ basis)[0])[0]
     left, sizes, _ = np.linalg.svd(centred @ basis, full_matrices=False)
     places = left[:, :count] * sizes[:count]
-    # An axis has no direction of its own: its longest end is up.
+    # The sign of an axis is arbitrary: make its longest end positive.
     ends = places[np.abs(places).argmax(axis=0), np.arange(count)]
     places = places * np.where(ends < 0, -1, 1)
     return places, sizes[:count].astype(np.float64) ** 2 / max(total, 1e-30)
@@ -43,7 +43,7 @@ def umap(rows: np.ndarray) -> np.ndarray:
 
 
 def similarities(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Between all taps: mean cosine of the same token's rows, and linear CKA.
+    """Similarities between all taps: mean cosine of the same token's rows, and linear CKA.
 
     The cosine of taps of different widths is NaN.
     """
@@ -62,9 +62,9 @@ def similarities(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _gram(rows: np.ndarray) -> np.ndarray:
-    """Inner products of centred rows, of norm 1 as a whole."""
+    """Inner products of centred rows, as a matrix of norm 1."""
     centred = rows - rows.mean(axis=0, keepdims=True) if len(rows) else rows
-    # Scaled first: the products of large activations would leave float32.
+    # Scale first: products of large activations would overflow float32.
     centred = centred / max(float(np.abs(centred).max(initial=0)), 1e-30)
     gram = centred @ centred.T
     return gram / max(float(np.linalg.norm(gram)), 1e-30)

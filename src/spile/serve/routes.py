@@ -1,4 +1,4 @@
-"""What the page may ask, and the answers: numbers and texts, ready to become JSON."""
+"""The requests of the page, and the answers: numbers and texts, ready for JSON."""
 
 import logging
 import math
@@ -32,10 +32,10 @@ from spile.serve.run_history import RunHistory
 
 Parameters = Mapping[str, str]
 
-_CHANNELS = 60  # of a tap that are listed, or latents
+_CHANNELS = 60  # listed of a tap; also of latents
 _BARS = 24  # of a histogram of latents
 _POINTS = 2000  # of a projection
-_FIRST_POSITIONS = 16  # each shown by itself; later ones together
+_FIRST_POSITIONS = 16  # each shown by itself; later ones in groups
 _LONGEST_QUERY = 200
 _LARGE = 1 << 53
 _MOST_CACHED = 64
@@ -44,7 +44,7 @@ _log = logging.getLogger("spile")
 
 
 class Answers:
-    """Everything that is known of one dataset, for as long as it is served."""
+    """Answers all requests about one dataset, as long as it is served."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Answers:
         }
 
     def _read(self) -> dict[str, Any]:
-        """How much of the rows what is shown of all of them is of."""
+        """How many of the rows the shown statistics cover."""
         digest = self.digest
         rows = self.explorer.dataset.num_tokens
         return {
@@ -191,7 +191,7 @@ class Answers:
                     {
                         "tap": tap,
                         "norm": latents.norm,
-                        "kurtosis": None,  # of ranks it would say nothing
+                        "kurtosis": None,  # ranks have no meaningful one
                         "largest": latents.largest.max(initial=0),
                         "deviation": None,
                         "nonfinite": latents.nonfinite,
@@ -263,7 +263,7 @@ class Answers:
         def truncated() -> Ready:
             return Ready(dataset.statistics(tap).truncated)
 
-        # A file of each unit holds it: read in the background, and once, when all are there.
+        # Each unit's file holds a part: read all once, in the background, when all are there.
         complete = len(dataset.units) == self._units
         cut = self._cache.ask(("truncated", tap), 1, truncated)["value"] if complete else None
         return {
@@ -328,7 +328,7 @@ class Answers:
         return {**made, "tap": tap, "method": method, "read": self._read()}
 
     def _tap(self, asked: Parameters) -> str:
-        """The tap that is asked for, else the first; an encoded one by the tap of its values."""
+        """The requested tap, or the first; for an encoded tap, the tap of its values."""
         dataset = self.explorer.dataset
         tap = asked.get("tap") or dataset.taps[0]
         pair = pair_of(dataset.recipe, tap)
@@ -360,7 +360,7 @@ class _Entry:
 
 
 class BackgroundCache:
-    """Values by key, made in the background one at a time, and anew when out of date."""
+    """A cache of values by key, made in the background one at a time, and again when outdated."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
@@ -368,9 +368,9 @@ class BackgroundCache:
         self._pool = ThreadPoolExecutor(1, "making")
 
     def ask(self, key: Hashable, version: Hashable, make: Callable[[], Any]) -> dict[str, Any]:
-        """What there is now: the value, maybe of an older version, and whether one is being made.
+        """Return the current value, perhaps of an older version, and whether one is being made.
 
-        A version that could not be made is not tried again: its error is given.
+        A version that failed is not tried again: its error is returned.
         """
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
@@ -400,7 +400,7 @@ class BackgroundCache:
 def number(
     asked: Parameters, name: str, default: int | None, least: int = 0, most: int = _LARGE
 ) -> int:
-    """A parameter that is a whole number within bounds."""
+    """Parse a parameter that must be a whole number within bounds."""
     text = asked.get(name)
     if text is None and default is not None:
         return default
@@ -414,13 +414,13 @@ def number(
 
 @dataclass(frozen=True)
 class Ready:
-    """What is as JSON has it already: it was made once, and is given often."""
+    """A value that is already plain JSON; it is made once and returned often."""
 
     value: Any
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: what is not finite becomes null, and floats keep six digits."""
+    """Convert to plain JSON: nonfinite values become null, and floats keep six digits."""
     if isinstance(value, Ready):
         return value.value
     if isinstance(value, Mapping):
@@ -443,7 +443,7 @@ def plain(value: Any) -> Any:
 
 
 def _edges(count: int) -> list[int]:
-    """Positions by themselves at first, then in ever wider groups."""
+    """Edges of groups of positions: single ones at first, then ever wider groups."""
     edges = [*range(min(count, _FIRST_POSITIONS) + 1)]
     while edges[-1] < count:
         edges.append(min(count, math.ceil(edges[-1] * 1.18)))
@@ -451,8 +451,7 @@ def _edges(count: int) -> list[int]:
 
 
 def _histogram(shares: np.ndarray) -> list[dict[str, Any]]:
-    """How many of some numbers above 0 and up to 1 lie in each of a few steps, equally wide on a
-    logarithmic scale."""
+    """Count numbers in (0, 1] in a few bins, which have equal widths on a logarithmic scale."""
     if not len(shares):
         return []
     low = math.floor(math.log10(shares.min()))

@@ -1,7 +1,6 @@
-"""How a run goes: its status, looked at again and again, and how fast it has become more.
+"""The progress of a run: its status, read repeatedly, and its rate over time.
 
-Rates over time come from what done records say of when they were made, where they do; and from
-what was seen while looking.
+Rates come from the times in done records, if they have any, and from successive readings.
 """
 
 import contextlib
@@ -21,10 +20,10 @@ from spile.dataset.ledger import Ledger
 from spile.objects import Objects
 from spile.status.status import Status, read_status
 
-_SECONDS = 2.0  # between looks, or so many times what a look takes
+_SECONDS = 2.0  # between looks; at least `_PATIENCE` times as long as a look takes
 _PATIENCE = 10
 _MOST_SAMPLES = 720
-_WINDOW = 120.0  # seconds that the present rate is of
+_WINDOW = 120.0  # seconds over which the current rate is taken
 _COUNTED = ("tokens", "rows", "documents", "bytes", "units_done")
 
 _log = logging.getLogger("spile")
@@ -32,10 +31,10 @@ _log = logging.getLogger("spile")
 
 @dataclass(frozen=True)
 class TotalsSeen:
-    """Totals at a time of this machine's clocks."""
+    """Totals, and when they were read by this machine's clocks."""
 
-    at: float  # since the epoch, to be shown
-    clock: float  # monotonic, to be subtracted
+    at: float  # since the epoch, to show
+    clock: float  # monotonic, to subtract
     totals: dict[str, int]
 
 
@@ -47,7 +46,7 @@ class RunHistory:
         self._objects, self._grown = objects, grown
         self._lock = threading.Lock()
         self._samples: list[TotalsSeen] = []
-        self._every = 1  # looks, of which one is kept
+        self._every = 1  # keep one look out of this many
         self._looks = 0
         self._observer = HeartbeatObserver()
         self._made: dict[int, tuple[float, int] | None] = {}  # unit -> when it was done, tokens
@@ -70,7 +69,7 @@ class RunHistory:
         return self._status
 
     def told(self) -> dict[str, Any]:
-        """Everything a page shows of the run."""
+        """Everything that the page shows about the run."""
         with self._lock:
             status, samples = self._status, list(self._samples)
             made = sorted(each for each in self._made.values() if each is not None)
@@ -79,7 +78,7 @@ class RunHistory:
         for worker in told["workers"]:
             seconds = silence[worker["name"]]
             worker["silent"] = None if seconds is None else round(seconds, 1)
-        # Workers may say how fast they are; else it is known by what becomes done.
+        # Workers may report their rate; otherwise it follows from the units done.
         rate = told.get("rate") or _present_rate(samples)
         left = max(0, status.tokens_estimated - status.tokens)
         return {
@@ -128,7 +127,7 @@ class RunHistory:
                 self._samples, self._every = self._samples[::2], self._every * 2
 
     def _newly_made(self) -> dict[int, tuple[float, int] | None]:
-        """Units that were not known to be done; a record is read once, as it never changes."""
+        """Units newly found done; a record is read once, as it never changes."""
         ledger = Ledger(self._objects)
         new = sorted(ledger.done_units() - self._made.keys())
         made: dict[int, tuple[float, int] | None] = {}
@@ -142,7 +141,7 @@ class RunHistory:
 
 
 def _present_rate(samples: list[TotalsSeen]) -> float | None:
-    """Tokens a second, of the last minutes."""
+    """Tokens per second over the last minutes."""
     if len(samples) < 2:
         return None
     last = samples[-1]
@@ -153,7 +152,7 @@ def _present_rate(samples: list[TotalsSeen]) -> float | None:
 
 
 def _cumulative(made: list[tuple[float, int]]) -> list[dict[str, int]]:
-    """Tokens done by each time, in milliseconds as browsers count; some hundred points of it."""
+    """Tokens done by each time, in milliseconds as in browsers; some hundred points."""
     total = 0
     points: list[dict[str, int]] = []
     for at, tokens in made:
@@ -164,7 +163,7 @@ def _cumulative(made: list[tuple[float, int]]) -> list[dict[str, int]]:
 
 
 def _moment(value: object) -> float | None:
-    """Seconds since the epoch, of a number or of an ISO date."""
+    """Seconds since the epoch, from a number or an ISO date."""
     if isinstance(value, int | float) and is_amount(value):
         return float(value)
     if isinstance(value, str):

@@ -1,9 +1,9 @@
-"""The web page of `spile serve`: a small server that reads, and gives nothing to strangers.
+"""The web page of `spile serve`: a small, read-only server, closed to strangers.
 
-Whoever may ask is told by the address: on loopback any process of this machine, but no web page of
-another origin (a name that resolves to loopback is not ours: the Host header is looked at); on any
-other address whoever has the token (`core/listening.py`). Documents hold strangers' words, so the
-page takes no script or style but its own files, and shows texts as texts.
+The address decides who may send requests. On loopback, any process of this machine may, but no web
+page of another origin: the Host header is checked, because another name may resolve to loopback. On
+any other address, only clients with the token may (`core/listening.py`). Documents hold untrusted
+text, so the page accepts no script or style but its own files, and shows texts as plain text.
 """
 
 import hmac
@@ -38,7 +38,7 @@ _HEADERS = {
 }
 _MOST_CONNECTIONS = 128
 _HEAD_SECONDS = 10.0  # for a request's head to arrive
-_ANSWER_SECONDS = 60.0  # and, once it has, for the rest and for the answer to be taken
+_ANSWER_SECONDS = 60.0  # after that, for the rest of the request and for the answer
 _BINARY = "application/octet-stream"
 
 _log = logging.getLogger("spile")
@@ -52,7 +52,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, address: ListenAddress, answers: Answers) -> None:
-        """Takes the address, or says why not."""
+        """Listens on the address; raises if it cannot."""
         self.answers = answers
         self.address = address
         self.loopback = address.is_loopback
@@ -72,18 +72,18 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """That can be opened; of several addresses, one."""
+        """A URL that can be opened; one of several, if there are several addresses."""
         port, scheme = self.server_address[1], "https" if self.tls else "http"
         link = f"{scheme}://{self.address.openable}:{port}/"
         return link + (f"?token={self.token}" if self.token else "")
 
     def server_bind(self) -> None:
-        """Without asking a name server what we are called."""
+        """Bind without asking a name server for our name."""
         TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[Any, Any]:
-        """A new connection. Its handshake comes with the first read, by its own thread: a client
-        that does not finish it holds up nobody else."""
+        """Accept a connection. The TLS handshake runs at the first read, in the connection's own
+        thread: a client that does not finish it holds up nobody else."""
         request, address = super().get_request()
         if self.tls is None:
             return request, address
@@ -110,13 +110,13 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def allow(self, request: Any, seconds: float) -> None:
-        """Its client may take so long from now on."""
+        """Give a client so many seconds from now on."""
         with self._lock:
             if request in self._deadlines:
                 self._deadlines[request] = time.monotonic() + seconds
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Log errors, except those of clients that went away."""
         if not isinstance(sys.exception(), OSError):
             _log.exception("serving %s", client_address)
 
@@ -128,14 +128,14 @@ class Server(ThreadingHTTPServer):
                 late = [request for request, by in self._deadlines.items() if by < now]
             for request in late:
                 try:
-                    # Not `request.shutdown`: of TLS that takes away what its thread is reading by.
+                    # Not `request.shutdown`: TLS would lose the object that its thread reads from.
                     socket.socket.shutdown(request, socket.SHUT_RDWR)
                 except OSError:
-                    continue  # it has ended by itself
+                    continue  # it has already ended
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One client's requests, in turn."""
+    """Handles one client's requests, one after another."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "spile", ""
@@ -215,12 +215,12 @@ class Handler(BaseHTTPRequestHandler):
             raise ConnectionError("cut off")
         return self._send_json(self._ours.answers.add_direction(asked.get("name", ""), data))
 
-    # -- who asks ----------------------------------------------------------------------------
+    # -- who may ask -------------------------------------------------------------------------
 
     def _is_our_host(self) -> bool:
-        """Whether a browser that was sent to us by name meant us."""
+        """Whether the Host header names this machine: another name may resolve to it."""
         if not self._ours.loopback:
-            return True  # the token tells
+            return True  # the token decides
         try:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         except ValueError:
@@ -248,7 +248,7 @@ class Handler(BaseHTTPRequestHandler):
         return hmac.compare_digest(given.encode(), (self._ours.token or "").encode())
 
     def _welcome(self) -> None:
-        """The token moves from the address, which is seen and kept, into a cookie."""
+        """Move the token from the URL, which is visible and kept in histories, into a cookie."""
         cookie = f"{self._ours.cookie}={self._ours.token}; HttpOnly; SameSite=Strict; Path=/"
         cookie += "; Secure" if self._ours.tls else ""
         moved = {"Location": "/", **({"Set-Cookie": cookie} if self._ours.token else {})}
@@ -257,7 +257,7 @@ class Handler(BaseHTTPRequestHandler):
     # -- answers -----------------------------------------------------------------------------
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self.close_connection = True  # what it still sends is not read
+        self.close_connection = True  # do not read what it still sends
         more = {"Allow": "GET, HEAD"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {}
         self._send_json({"error": why}, status, {"Connection": "close", **more})
 
@@ -290,16 +290,16 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library refuses by itself: requests that are none, other methods."""
+        """Refuse what the standard library rejects by itself: malformed requests, other methods."""
         refused = HTTPStatus.METHOD_NOT_ALLOWED if code == 501 else HTTPStatus(code)
         self._refuse(refused, "this is only read" if code == 501 else refused.phrase)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not news; addresses may hold the token."""
+        """Log nothing: URLs may hold the token."""
 
 
 def page_files() -> dict[str, tuple[str, bytes]]:
-    """Every file that is served, by the path it is asked for: there are no others."""
+    """Every file that is served, by its URL path: there are no others."""
     folder = importlib.resources.files("spile.serve") / "page"
     found = {
         f"/{file.name}": (_TYPES[file.name.rpartition(".")[2]], file.read_bytes())

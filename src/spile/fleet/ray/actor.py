@@ -1,7 +1,7 @@
-"""One host of a slice on a Ray cluster: what runs in the actor. The driver is `driver.py`.
+"""One host of a slice on a Ray cluster: the code of the actor. The driver is `driver.py`.
 
-It is told units by number and answers when each is committed; rows go from here to the store.
-Answers are plain values: what failed is told by its text and exit code, as a process would.
+The driver sends it units by number, and it answers when each is committed; rows go from here to the
+store. Answers are plain values: a failure is its text and exit code, as for a process.
 """
 
 import importlib
@@ -38,7 +38,7 @@ class ToldUnits:
         self._presence: Presence
         self._told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._waiting: dict[int, threading.Event] = {}
-        self._over = threading.Event()  # no unit will be committed any more
+        self._over = threading.Event()  # set when no more units will be committed
 
     def begin(self, job: "ExtractionJob", presence: Presence) -> "ToldUnits":
         self._known = {unit.id: unit for unit in job.units}
@@ -52,7 +52,7 @@ class ToldUnits:
             return None, True
         if unit is None:
             return None, False
-        self._presence.hold(unit)  # for whoever looks, or works there without Ray
+        self._presence.hold(unit)  # visible to others, and to workers without Ray
         return self._known[unit], True
 
     def done(self, unit: int) -> None:
@@ -61,7 +61,7 @@ class ToldUnits:
             event.set()
 
     def tell(self, unit: int) -> bool:
-        """Returns when it is committed; False if it never will be."""
+        """Hand on a unit, and wait until it is committed; False if it never will be."""
         event = self._waiting[unit] = threading.Event()
         self._told.put(unit)
         while not event.wait(_POLL_SECONDS):
@@ -77,7 +77,7 @@ class ToldUnits:
 
 
 class RayHost:
-    """The actor. `run` lasts as long as the slice; the other calls come beside it."""
+    """The actor. `run` lasts as long as the slice; the other calls run beside it."""
 
     def __init__(self) -> None:
         self._units, self._counters = ToldUnits(), Counters()
@@ -85,7 +85,7 @@ class RayHost:
         self._cost: dict[str, Any] | None = None
 
     def hello(self) -> dict[str, Any]:
-        """Where the others would meet this host, and which of a pod's it is."""
+        """An address where other hosts can reach this one, and its number in a TPU pod."""
         ray: Any = importlib.import_module("ray")
         with socket.socket() as found:
             found.bind(("", 0))
@@ -103,11 +103,11 @@ class RayHost:
     def run(
         self, options: Mapping[str, Any], out: str, folder: str, environment: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Do what is told, until `finish`, `stop` or a failure."""
-        os.environ.update(environment)  # before jax is there to read it
+        """Do the units that the driver sends, until `finish`, `stop` or a failure."""
+        os.environ.update(environment)  # before jax reads it
         try:
             if Path(folder).is_dir():
-                os.chdir(folder)  # where the command was typed, should it be shared
+                os.chdir(folder)  # the command's folder, if it is shared
             local: Any = importlib.import_module("spile.run.extract")
             recipe, runtime = build(options)
             local.extract(
@@ -130,23 +130,23 @@ class RayHost:
         return {}
 
     def begun(self) -> dict[str, Any] | None:
-        """The estimate, when the unit table is settled; None if it came to an end before."""
+        """Wait for the unit table, and return the estimate; None if the run ended before."""
         self._begun.wait()
         return self._cost
 
     def do(self, unit: int) -> dict[str, float] | None:
-        """Returns the counters when the unit is committed; None if this slice will not do it."""
+        """Return the counters when the unit is committed; None if this slice will not do it."""
         return self.counts() if self._units.tell(unit) else None
 
     def counts(self) -> dict[str, float]:
         return {name: self._counters[name] for name in _COUNTED}
 
     def finish(self) -> None:
-        """There is nothing left to do."""
+        """Note that no more units will come."""
         self._units.finish()
 
     def stop(self) -> None:
-        """End after what is wholly computed."""
+        """Stop after committing fully computed units."""
         self._stop.set()
 
     def _started(self, job: object, cost: "Estimate") -> None:

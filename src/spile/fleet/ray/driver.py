@@ -1,8 +1,8 @@
 """`--engine ray`: slices on a Ray cluster, which come and go; no activation passes through Ray.
 
-The driver gives units to slices one by one, each slice a few ahead, and takes them back from one
-that is lost. Nodes that join get a slice; a slice that ends is replaced where there is room. Ray
-may do a unit twice (a node that was only cut off finishes it, too): the commit absorbs that.
+The driver gives units to slices one by one, a few ahead for each slice, and takes them back from a
+lost slice. Nodes that join get a slice; a slice that ends is replaced if there is room. Ray may do
+a unit twice (a node that was only cut off also finishes it): only one commit of a unit succeeds.
 """
 
 import itertools
@@ -29,18 +29,18 @@ from spile.run.extract import Outcome, outcome_of, stop_on_signal
 from spile.run.rank import ABORTED
 
 _log = logging.getLogger("spile")
-_AHEAD = 3  # units that a slice has: written, computing, and being read
-_CALLS = 8 + _AHEAD  # of an actor, at a time
+_AHEAD = 3  # units that a slice has in hand: one is written, one computes, one is read
+_CALLS = 8 + _AHEAD  # concurrent calls of an actor
 _LOOK_SECONDS = 1.0  # between looks for nodes that have joined
 _POLL_SECONDS = 0.2
 _DRAIN_SECONDS = 120.0
-_MOST_LOSSES = 10  # of slices that were at work on the same unit
-_MOST_ERRORS = 3  # that were told of, with the same unit in hand: others will meet them, too
-_MOST_FAILURES = 10  # by slice, in a row, without a unit done by anybody
-_REST_SECONDS, _REST_MOST = 1.0, 60.0  # of a placement where a slice has just failed
+_MOST_LOSSES = 10  # of slices that were doing the same unit
+_MOST_ERRORS = 3  # reported with the same unit in hand: other slices would fail, too
+_MOST_FAILURES = 10  # per slice, in a row, without any unit done
+_REST_SECONDS, _REST_MOST = 1.0, 60.0  # for a placement where a slice has just failed
 _UNLIMITED = 1 << 16
-_SLOW_SECONDS = 30.0  # without a slice, after which that is said
-_PASSED_ON = ("JAX_", "XLA_", "LIBTPU_")  # credentials are each host's own
+_SLOW_SECONDS = 30.0  # without a slice, before a warning
+_PASSED_ON = ("JAX_", "XLA_", "LIBTPU_")  # credentials are not passed on: each host has its own
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class _Slice:
 
 @dataclass(frozen=True)
 class _Call:
-    """Something asked of a host."""
+    """A pending call of a host."""
 
     slice: _Slice
     what: str  # hello | begun | run | do | counts
@@ -79,7 +79,7 @@ def extract(
     on_start: Callable[[object, Estimate], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Outcome:
-    """Make the dataset, or continue it, on a Ray cluster; as `run.extract.extract` elsewhere."""
+    """Make or continue the dataset on a Ray cluster; otherwise as `run.extract.extract`."""
     given = [
         n
         for n in ("share", "coordinator", "num_processes", "process_id", "bind_address")
@@ -120,9 +120,9 @@ class _Pool:
         self._table: Table | None = None
         self._budget: Budget | None = None
         self._cost: Estimate | None = None
-        self._left: deque[int] = deque()  # nobody has them
+        self._left: deque[int] = deque()  # units that no slice has
         self._done: set[int] = set()
-        # Unit -> slices lost with it in hand (-1: none was), and how many of them said why.
+        # Unit -> slices lost with it in hand (-1: no unit), and how many of them reported an error.
         self._losses: dict[int, tuple[int, int]] = {}
         self._failures = 0
         self._resting: dict[str, float] = {}  # placement -> until when
@@ -159,14 +159,14 @@ class _Pool:
     # -- slices ------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Start slices where there is room, and ask the others how far they are."""
+        """Start slices where there is room, and ask the others for their counters."""
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
         most = self._most or _UNLIMITED
         if self._table is None:
-            most = 1  # the first makes the unit table, which would cost everyone a pass
+            most = 1  # the first makes the unit table; the others would each read the corpus for it
         elif not self._left:
             most = 0
         resting = {placement for placement, until in self._resting.items() if until > now}
@@ -195,14 +195,14 @@ class _Pool:
         self._calls[reference] = _Call(slice, what, host, unit)
 
     def _start(self, slice: _Slice, hellos: list[Mapping[str, Any]]) -> None:
-        """All hosts are there: they are told who is who."""
+        """Tell all hosts, once they are there, their ranks."""
         for said in hellos:
             if said["spile"] != spile.__version__:
                 raise ConfigError(
                     f"{said['node']} has spile {said['spile']}, the driver {spile.__version__}: "
                     "install the same on every node"
                 )
-        # Of a TPU pod every host has a number of its own; the place in a group is not that.
+        # Each host of a TPU pod has its own number, which may differ from its place in the group.
         workers = [said["worker"] for said in hellos]
         if None not in workers and len({*workers}) == len(workers):
             order = sorted(range(len(workers)), key=lambda n: workers[n])
@@ -226,13 +226,13 @@ class _Pool:
         self._ask(slice, "begun")
 
     def _drop(self, slice: _Slice) -> None:
-        """A slice that has ended, or must."""
+        """Remove a slice that has ended or must end."""
         if slice not in self._slices:
             return
         self._slices.remove(slice)
         self._calls = {ref: call for ref, call in self._calls.items() if call.slice is not slice}
         for host in slice.hosts:
-            with suppress(Exception):  # it may be gone already, and its node, too
+            with suppress(Exception):  # it, and its node, may already be gone
                 self._ray.kill(host)
         self._placements.give_back(slice.placement)
         for unit in reversed(slice.units):
@@ -240,7 +240,7 @@ class _Pool:
                 self._left.appendleft(unit)
 
     def _lose(self, slice: _Slice, why: str, code: int | None = None) -> None:
-        """A slice has failed (with a code) or vanished: its units are done elsewhere."""
+        """Give up a slice that failed (with a code) or vanished; its units are done elsewhere."""
         at_work = slice.units[0] if slice.units else -1
         named = f"{slice}: {why}"
         self._drop(slice)
@@ -262,13 +262,13 @@ class _Pool:
     # -- units -------------------------------------------------------------------------------
 
     def _give(self) -> None:
-        """Each slice gets its next units, those with the fewest first."""
+        """Give slices their next units, starting with those that have the fewest."""
         ready = [slice for slice in self._slices if slice.ready]
         while self._left and ready:
             slice = min(ready, key=lambda s: len(s.units))
             if len(slice.units) >= _AHEAD:
                 return
-            # Towards the end nobody is given what another would begin sooner.
+            # Towards the end, leave units to slices that would begin them sooner.
             if slice.units and len(self._left) < len(ready):
                 waiting = [s for s in self._slices if not s.ready or not s.units]
                 if waiting:
@@ -282,7 +282,7 @@ class _Pool:
             self._ask(slice, "do", unit, unit=unit)
 
     def _hear(self, seconds: float) -> None:
-        """Wait for an answer, and heed all that have come."""
+        """Wait for an answer, and handle all that have come."""
         if not self._calls:
             self._stop.wait(seconds)
             return
@@ -292,7 +292,7 @@ class _Pool:
             ready = more or ready
         for reference in ready:
             call = self._calls.pop(reference, None)
-            if call is None:  # of a slice that was just dropped
+            if call is None:  # from a slice that was just dropped
                 continue
             try:
                 answer = self._ray.get(reference)
@@ -310,7 +310,7 @@ class _Pool:
             if len(slice.placement.hellos) == len(slice.hosts):
                 self._start(slice, [slice.placement.hellos[n] for n in range(len(slice.hosts))])
         elif answer is None:
-            pass  # the answer of `run` says why
+            pass  # the answer of `run` has the reason
         elif call.what == "begun":
             self._begin(slice, answer)
         elif call.what == "run":
@@ -332,7 +332,7 @@ class _Pool:
             self._done = self._ledger.done_units()
             self._left.extend(int(u["id"]) for u in table.units if u["id"] not in self._done)
             self._budget = Budget(table, self._ledger, self._runtime.max_bytes)
-            self._looked = 0.0  # the others may start
+            self._looked = 0.0  # now the others may start
         told: dict[str, Any] = {**cost, "warnings": tuple(cost["warnings"])}
         self._cost = self._cost or Estimate(**told)
         slice.ready = True
@@ -345,7 +345,7 @@ class _Pool:
         self._losses.pop(-1, None)
 
     def _take_stock(self) -> None:
-        """Units may be committed whose slice did not live to say so."""
+        """Find units that were committed by slices that did not live to report them."""
         if self._table is not None:
             self._done |= self._ledger.done_units()
             self._left = deque(unit for unit in self._left if unit not in self._done)
@@ -356,14 +356,14 @@ class _Pool:
         slice.counted = {**counted}
 
     def _ended(self, slice: _Slice, host: int, answer: Mapping[str, Any]) -> None:
-        """A host's run is over: by a failure, or because all was done when it came."""
+        """Handle the end of a host's run: it failed, or there was nothing left to do."""
         if not answer:
             if host == 0:
                 self._drop(slice)
                 self._take_stock()
             return
         code = int(answer["code"])
-        # The leader's word: of the others one may only have missed it.
+        # Only the leader's error counts: another host may merely have lost the leader.
         if code == ConfigError.exit_code and host == 0:
             raise WorldError(0, f"{slice}: {answer['failed']}", code)
         passing = answer["stopped"] or code == ABORTED
@@ -372,13 +372,13 @@ class _Pool:
     # -- the end -----------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Let the slices say that they are done."""
+        """Tell the slices that all is done, and wait for them."""
         for slice in self._slices:
             slice.hosts[0].finish.remote()
         self._await_runs(10.0)
 
     def _drain(self) -> None:
-        """Units that are wholly computed are committed."""
+        """Stop the slices; they commit fully computed units."""
         for slice in self._slices:
             for host in slice.hosts:
                 host.stop.remote()

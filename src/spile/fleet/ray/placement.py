@@ -1,4 +1,4 @@
-"""Where slices may run on a Ray cluster: nodes, groups of nodes, TPU slices. No jax."""
+"""Places for slices on a Ray cluster: nodes, groups of nodes, TPU slices. No jax."""
 
 import importlib
 import logging
@@ -14,7 +14,7 @@ from spile.core.errors import ConfigError
 
 _log = logging.getLogger("spile")
 _TOPOLOGY, _SLICE_NAME = "ray.io/tpu-topology", "ray.io/tpu-slice-name"
-_GROUP = "group"  # the name of every placement that is not one node
+_GROUP = "group"  # the name of every placement of more than one node
 _CONNECT_SECONDS = 5
 
 
@@ -22,18 +22,18 @@ _CONNECT_SECONDS = 5
 class Placement:
     """Room for one slice."""
 
-    name: str  # of its node; a placement where a slice has failed is left alone for a while
-    needs: Mapping[str, float]  # of each host
+    name: str  # of its node; a placement where a slice has failed rests for a while
+    needs: Mapping[str, float]  # resources of each host
     hosts: int = 1
     group: Any = None
-    reservation: Any = None  # of a TPU slice
+    reservation: Any = None  # for a TPU slice
     hellos: dict[int, Mapping[str, Any]] = field(
         default_factory=dict[int, Mapping[str, Any]]
     )  # by host
 
 
 def connect(address: str) -> Any:
-    """The `ray` module, connected.
+    """Return the `ray` module, connected to a cluster.
 
     Raises:
         ConfigError: if it is not installed, or there is no such cluster.
@@ -65,23 +65,23 @@ def connect(address: str) -> Any:
 
 
 def lost(ray: Any, error: Exception) -> bool:
-    """Whether an actor is gone, rather than wrong."""
+    """Whether an actor is gone, as opposed to having raised an error."""
     errors = ray.exceptions
     return isinstance(error, errors.RayError) and not isinstance(error, errors.RayTaskError)
 
 
 class Placements:
-    """The cluster's room, less what our slices take."""
+    """The cluster's resources, minus those that our slices use."""
 
     def __init__(self, ray: Any, options: RayOptions) -> None:
         self._ray, self._options = ray, options
         self._given = options.resources()
         self._taken: list[Placement] = []
-        self._reserver = ThreadPoolExecutor(1, "reserve")  # Ray waits for it in the call
+        self._reserver = ThreadPoolExecutor(1, "reserve")  # reserving blocks
         self._reserving: Future[Placement] | None = None
 
     def free(self, count: int, resting: Collection[str]) -> list[Placement]:
-        """At most so many places for slices, which are taken then."""
+        """Take and return at most `count` places for slices."""
         if count <= 0:
             return []
         if self._options.ray_topology:
@@ -94,7 +94,7 @@ class Placements:
         return found
 
     def options(self, placement: Placement) -> list[dict[str, Any]]:
-        """How to make the actor of each host."""
+        """Ray's options for the actor of each host."""
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
         needs = {**placement.needs}
         sizes = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0)}
@@ -121,7 +121,7 @@ class Placements:
         self._reserver.shutdown(wait=False, cancel_futures=True)
 
     def described(self) -> str:
-        """What a slice takes, and what there is, for whoever wonders why nothing begins."""
+        """What a slice needs and what the nodes have, to explain why nothing starts."""
         options = self._options
         wanted = options.ray_topology or options.ray_resources or "all of a node"
         hosts = f" on each of {options.ray_hosts} nodes" if options.ray_hosts > 1 else ""
@@ -132,7 +132,7 @@ class Placements:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _room(self) -> list[tuple[str, dict[str, float], int]]:
-        """Nodes that can hold a slice's host, what it takes of each, and how many times."""
+        """Nodes that can hold a host of a slice, its needs, and how many fit on each."""
         room: list[tuple[str, dict[str, float], int]] = []
         for node in self._alive():
             total = node["Resources"]
@@ -151,7 +151,7 @@ class Placements:
         return found[:count]
 
     def _groups(self, count: int, resting: Collection[str]) -> list[Placement]:
-        """Hosts of different nodes, any of them."""
+        """Groups of hosts on different nodes."""
         hosts, room = self._options.ray_hosts, self._room()
         free = sum(times for _, _, times in room) // hosts if len(room) >= hosts else 0
         if _GROUP in resting or free <= len(self._taken):
@@ -168,7 +168,7 @@ class Placements:
         ]
 
     def _tpu_slices(self, resting: Collection[str]) -> list[Placement]:
-        """One that Ray has reserved in the meantime; should there be more, it reserves the next."""
+        """A slice that Ray has reserved in the meantime; if there are more, reserve the next."""
         found: list[Placement] = []
         if self._reserving and self._reserving.done():
             done, self._reserving = self._reserving, None

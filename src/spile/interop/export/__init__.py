@@ -1,8 +1,8 @@
-"""Writing a dataset in another tool's format: `spile export OUT --to FORMAT DEST`.
+"""Write a dataset in another tool's format: `spile export OUT --to FORMAT DEST`.
 
-Every file of the dataset is checked before its rows are read. Rows are read window by window and
-counted again in the files that were written, and only then does the directory get its name:
-whatever lies at DEST is whole.
+Every file of the dataset is checked before its rows are read. Rows are read window by window, and
+counted again in the written files. Only then does the directory get its name: whatever is at DEST
+is complete.
 """
 
 import contextlib
@@ -53,13 +53,13 @@ FORMATS: dict[str, ExportFormat] = {
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     dest: str
     format: str
-    taps: dict[str, str]  # and the dtype of each
+    taps: dict[str, str]  # with the dtype of each
     rows: int  # of each tap
-    left_over: int  # rows at the end that did not fill a sequence, or a file
+    left_over: int  # rows at the end that did not fill a sequence or a file
     context_size: int | None
     files: int
     bytes: int
@@ -74,19 +74,19 @@ def export(
     context_size: int | None = None,
     dtype: str | None = None,
 ) -> Exported:
-    """Write a finished dataset as another tool reads it.
+    """Write a finished dataset in the format of another tool.
 
     Args:
         to: one of `FORMATS`.
         taps: all if not given.
-        context_size: rows of a sequence, where the format has those; the recipe's if not given.
-        dtype: as stored where the format has that, else float32, if not given.
+        context_size: rows of a sequence, if the format has sequences; by default the recipe's.
+        dtype: by default the stored dtype if the format has it, else float32.
     """
     form = FORMATS.get(to)
     if form is None:
         raise ConfigError(f"--to {to}: no such format; there are {', '.join(FORMATS)}")
     require(form)
-    # Damage must not be copied: the copy's own checksums would vouch for it.
+    # Do not copy damage: the copy's own checksums would vouch for it.
     dataset = (open_dataset(out) if isinstance(out, str) else out).verified()
     target = _destination(str(dest), dataset)
     source = _source(dataset, form, taps, context_size, dtype)
@@ -140,7 +140,7 @@ def _source(
 
 
 def _refuse_too_large(source: ExportSource) -> None:
-    """By the statistics: at once, and not when half of the rows are written."""
+    """Refuse by the statistics, at once, and not when half of the rows are written."""
     for tap, dtype in source.dtypes.items():
         largest = source.dataset.statistics(tap).max_abs
         if dtype == np.float16 and largest > float(np.finfo(np.float16).max):
@@ -161,18 +161,18 @@ def _destination(dest: str, dataset: Dataset) -> Path:
     return target
 
 
-# -- nothing has its name before it is whole ----------------------------------------------------
+# -- nothing gets its name before it is complete ------------------------------------------------
 
 # A staging directory `.NAME.XXXXXXXX.partial` beside DEST holds a file that its export keeps
-# locked, and `rows`, which becomes DEST. The lock ends with the process: whoever can take it has
-# found what a killed export left behind.
+# locked, and `rows`, which becomes DEST. The lock ends with the process: if it can be taken, the
+# directory was left behind by a killed export.
 _LOCK = ".spile-export"
 _ROWS = "rows"
 
 
 @contextmanager
 def _staged(target: Path) -> Generator[Path, None, None]:
-    """A directory that becomes the target if all goes well, and else goes away."""
+    """A directory that becomes the target on success, and is removed otherwise."""
     make_folder(target.parent, set())
     folder, lock = _locked_folder(target)
     rows = folder / _ROWS
@@ -184,7 +184,7 @@ def _staged(target: Path) -> Generator[Path, None, None]:
             sync(path)
         sync(rows)
         made = rows.stat()
-        # (takes the place of an empty directory, and of nothing else)
+        # (replaces an empty directory, but nothing else)
         rows.rename(target)
         sync(folder)
         sync(target.parent)
@@ -197,7 +197,7 @@ def _staged(target: Path) -> Generator[Path, None, None]:
 
 
 def _locked_folder(target: Path) -> tuple[Path, int]:
-    """A new staging directory and its lock; another export may take it for a leftover at first."""
+    """Make a staging directory and lock it; another export may remove it before it is locked."""
     while True:
         folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
         folder.mkdir()
@@ -208,9 +208,9 @@ def _locked_folder(target: Path) -> tuple[Path, int]:
         except BaseException:
             _remove(folder)
             raise
-        # Where files cannot be locked, nobody finds a leftover either.
+        # If files cannot be locked here, no export removes leftovers either.
         if _locked(lock) is not False and os.fstat(lock).st_nlink:
-            sync(folder)  # after a power cut, too, there is none without its lock
+            sync(folder)  # so that it has its lock even after a power cut
             return folder, lock
         os.close(lock)
 
@@ -234,7 +234,7 @@ def _take_back(target: Path, rows: Path, made: os.stat_result | None) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """The lock goes after what it tells of, so that what cannot be removed now is found again."""
+    """Remove a staging directory, its lock last: if this fails, a later export finds it again."""
     with contextlib.suppress(OSError):
         if (folder / _ROWS).exists():
             shutil.rmtree(folder / _ROWS)
@@ -244,7 +244,7 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove staging directories of exports to this place that were killed, and nothing else."""
+    """Remove staging directories of killed exports to this target, and nothing else."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.partial")
     with contextlib.suppress(OSError):
         for folder in target.parent.iterdir():
@@ -255,11 +255,11 @@ def _remove_leftovers(target: Path) -> None:
 def _remove_leftover(folder: Path) -> None:
     with contextlib.suppress(OSError):
         if not {*os.listdir(folder)} <= {_LOCK, _ROWS}:
-            return  # a stranger's
+            return  # not ours
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:
-            folder.rmdir()  # killed before it had a lock, or after; unless there is anything in it
+            folder.rmdir()  # killed before it made its lock, or after removing it; must be empty
             return
         try:
             if _locked(lock):

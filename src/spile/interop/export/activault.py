@@ -1,7 +1,7 @@
 """activault: a folder per hook of `torch.save` files, all of the same length.
 
-Its reader fetches `bytes_per_file` bytes of each and copies them into buffers of one shape, so
-files that would be shorter cannot exist: sequences that do not fill one are left over.
+Its reader fetches `bytes_per_file` bytes of each file and copies them into buffers of one shape, so
+no file may be shorter: sequences that do not fill a file are left over.
 """
 
 import json
@@ -20,7 +20,7 @@ _METADATA = "metadata.json"
 
 
 def split_evenly(contexts: int, most: int) -> tuple[int, int]:
-    """(files, contexts of each) of equal files with `most` contexts, leaving the fewest over."""
+    """(files, contexts per file) of equal files with at most `most` contexts, fewest left over."""
     least = -(-contexts // most)
     files = min(range(least, min(contexts, 2 * least + 8) + 1), key=lambda n: (contexts % n, n))
     return files, contexts // files
@@ -63,7 +63,7 @@ def _write(source: ExportSource, to: Path) -> int:
 
 
 def _group(source: ExportSource, number: int) -> uuid.UUID:
-    """Ids that sort as the rows do, for readers that sort names to keep their order."""
+    """Ids that sort in the order of the rows, for readers that sort names."""
     return uuid.UUID(int=number << 96 | int(source.dataset.fingerprint[:24], 16))
 
 
@@ -71,7 +71,7 @@ def _write_file(
     torch: Any, source: ExportSource, tap: str, start: int, stop: int, path: Path
 ) -> None:
     values = source.read(tap, start, stop).reshape(-1, source.context, source.width(tap))
-    if values.dtype.name == "bfloat16":  # torch does not know numpy's
+    if values.dtype.name == "bfloat16":  # torch does not support numpy's bfloat16
         states = torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
     else:
         states = torch.from_numpy(values.copy())
@@ -81,7 +81,7 @@ def _write_file(
         "input_ids": torch.from_numpy(tokens),
         "tensor_bytes": values.nbytes + tokens.nbytes,
     }
-    # An open file and not a path, whose name would be stored inside and change the length.
+    # Open the file: torch would store the name of a path inside, which changes the length.
     with path.open("xb") as file:
         torch.save(bundle, file)
 
@@ -111,7 +111,7 @@ def _config(source: ExportSource, files: int, each: int) -> dict[str, Any]:
 
 
 def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
-    """By the sizes of the stored tensors: the files are zip archives, and no pickle is read."""
+    """Count by the sizes of the stored tensors in the zip archives, without reading a pickle."""
     rows = dict.fromkeys(source.taps, 0)
     for tap in source.taps:
         folder = at / source.hook(tap)

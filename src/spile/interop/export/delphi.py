@@ -1,8 +1,8 @@
-"""delphi's cache of latents: where each is active, and how much, in files of a range of latents.
+"""delphi's cache of latents: where each is active and how much, one file per range of latents.
 
 latents/TAP/FIRST_LAST.safetensors   of those latents: `locations` [entries, 3] (sequence, token,
                                      latent counted from FIRST), `activations`, all `tokens`
-latents/TAP/config.json              what delphi asks about model and text
+latents/TAP/config.json              what delphi needs to know about model and text
 """
 
 import re
@@ -17,9 +17,9 @@ from spile.core.tensors import as_bytes, build_header, read_header
 from spile.interop.export.export_format import ExportFormat, write_json
 from spile.interop.export.export_source import FILE_BYTES, ExportSource
 
-_FOLDER = "latents"  # its readers take every entry of this folder for a module
-_SPLITS = 5  # files, at least, as delphi itself makes
-_LEAST = 1e-5  # what is smaller delphi takes for zero
+_FOLDER = "latents"  # delphi's readers take every entry of this folder for a module
+_SPLITS = 5  # files, at least, as many as delphi itself writes
+_LEAST = 1e-5  # delphi treats smaller values as zero
 _TOKEN = _ID = np.dtype(np.int64)
 
 
@@ -34,7 +34,7 @@ def _write(source: ExportSource, to: Path) -> int:
 
 
 def _write_splits(source: ExportSource, pair: tuple[str, str], folder: Path) -> int:
-    """Every entry is read twice: to learn how many each file will have, and to write it."""
+    """Write the files. Entries are read twice: once to count those of each file, once to write."""
     latents, dtype = source.dataset.num_latents(pair[0]), source.dtypes[pair[0]]
     counts = np.zeros(latents, np.int64)
     for _, ids, _ in _entries(source, pair):
@@ -100,7 +100,7 @@ class _Split:
 def _entries(
     source: ExportSource, pair: tuple[str, str]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Row, latent and value of all that is active, by row and then by latent."""
+    """Row, latent and value of every active entry, by row and then by latent."""
     each = _ID.itemsize + source.dtypes[pair[0]].itemsize
     for start, stop in source.windows(0, source.rows, source.width(pair[0]) * each):
         ids = np.asarray(source.dataset.read(pair[1], start, stop)).astype(_ID)
@@ -113,7 +113,7 @@ def _entries(
 
 def _config(source: ExportSource, splits: int) -> dict[str, object]:
     recipe = source.dataset.recipe
-    # What the Hub has is called by its name alone there.
+    # delphi uses the Hub's bare names.
     model = re.sub(r"^hf://([^@]+)(@.*)?$", r"\1", recipe.model_source)
     return {
         "dataset_repo": recipe.corpus_source,
@@ -130,7 +130,7 @@ def _config(source: ExportSource, splits: int) -> dict[str, object]:
 
 
 def _pairs(source: ExportSource) -> dict[str, tuple[str, str]]:
-    """The encoded taps that were chosen, by what they are called in the model."""
+    """The chosen encoded taps, by their names in the model."""
     recipe = source.dataset.recipe
     pairs = {tap: latent_names(tap) for tap in recipe.encode}
     return {tap: pair for tap, pair in pairs.items() if pair[0] in source.taps}

@@ -1,4 +1,4 @@
-"""What a foreign format is to us: what it can hold, how it is written, and how it is counted."""
+"""Description of a foreign format: what it can hold, how to write it, and how to count its rows."""
 
 import importlib
 import json
@@ -21,9 +21,9 @@ class ExportFormat:
 
     Attributes:
         write: writes below a directory; returns how many rows of each tap.
-        count: the rows of each tap by what the files there say, not by what was meant.
+        count: counts the rows of each tap in the written files.
         check: refuses what the format cannot express, before anything is written.
-        dtypes: that floating values may have.
+        dtypes: allowed for floating values.
         contexts: whether rows come in sequences of one length.
         integers: whether integer taps stay integers.
         needs: modules, and what to install for them.
@@ -41,19 +41,19 @@ class ExportFormat:
 
 
 def check_hooks(source: ExportSource) -> None:
-    """For formats that call taps by their TransformerLens names."""
+    """Check that every tap has a TransformerLens name, for formats that use those."""
     hooks = [source.hook(tap) for tap in source.taps]
     if len(set(hooks)) < len(hooks):
         raise ConfigError("two of the taps have one TransformerLens name; choose with --taps")
 
 
 def library(module: str) -> Any:
-    """A library that only some formats need."""
+    """Import a library that only some formats need."""
     return importlib.import_module(module)
 
 
 def require(form: ExportFormat) -> None:
-    """Refuse in one line what could not be written for want of a library."""
+    """Refuse a format in one line if a library that it needs is missing."""
     for module, package in form.needs:
         try:
             library(module)

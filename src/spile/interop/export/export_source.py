@@ -1,4 +1,4 @@
-"""What an export reads: chosen taps of a dataset, window by window, as the format can hold them."""
+"""The input of an export: chosen taps of a dataset, window by window, in the format's dtypes."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,18 @@ from spile.core.errors import ConfigError, DataError
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.read.dataset import Dataset
 
-WINDOW_BYTES = 32 << 20  # read and converted at a time: what bounds an export's memory
-FILE_BYTES = 256 << 20  # of a file that its readers, or we, hold whole
+WINDOW_BYTES = 32 << 20  # read and converted at a time; bounds an export's memory
+FILE_BYTES = 256 << 20  # per file that its readers, or we, hold in memory
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """Some taps of a dataset, their rows cut into contexts and their values into a dtype."""
+    """Some taps of a dataset, with rows grouped into contexts and values cast to a dtype."""
 
     dataset: Dataset
     taps: tuple[str, ...]
-    dtypes: dict[str, np.dtype[Any]]  # of each tap, as it is to be written
-    context: int  # rows that stay together; 1 where the format knows no contexts
+    dtypes: dict[str, np.dtype[Any]]  # of each tap, as written
+    context: int  # rows that stay together; 1 if the format has no contexts
 
     @property
     def contexts(self) -> int:
@@ -31,7 +31,7 @@ class ExportSource:
 
     @property
     def rows(self) -> int:
-        """Rows of whole contexts."""
+        """Rows of complete contexts."""
         return self.contexts * self.context
 
     def width(self, tap: str) -> int:
@@ -41,7 +41,7 @@ class ExportSource:
         return sum(self.width(tap) * self.dtypes[tap].itemsize for tap in taps or self.taps)
 
     def hook(self, tap: str) -> str:
-        """What TransformerLens calls a tap."""
+        """The TransformerLens name of a tap."""
         for name in self.dataset.aliases(tap):
             if re.search(r"(^|\.)hook_", name):
                 return name
@@ -59,11 +59,11 @@ class ExportSource:
             yield first, min(first + step, stop)
 
     def read(self, tap: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tap in the dtype they are to be written in, contiguous."""
+        """Rows of a tap in the dtype to write, contiguous."""
         return self.convert(tap, self.dataset.read(tap, start, stop))
 
     def convert(self, tap: str, values: np.ndarray) -> np.ndarray:
-        """Rows as `Dataset` gives them, in the dtype they are to be written in, contiguous."""
+        """Convert rows of a `Dataset` to the dtype to write, contiguous."""
         wanted = self.dtypes[tap]
         if values.dtype == wanted:
             return np.ascontiguousarray(values)
@@ -77,7 +77,7 @@ class ExportSource:
         return self.dataset.index(start, stop)["token_id"]
 
     def about(self) -> dict[str, Any]:
-        """Where the rows come from, to be left beside them."""
+        """The origin of the rows, to store beside them."""
         return {
             "spile": version("spile"),
             "dataset": self.dataset.url,
@@ -91,7 +91,7 @@ class ExportSource:
 
 
 def choose_taps(dataset: Dataset, wanted: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Taps by their names, by other tools' names, or as `site:layers`; all if none are named."""
+    """Choose taps by name, by another tool's name, or as `site:layers`; all if none are named."""
     if wanted is None:
         return tuple(dataset.taps)
     items = wanted.split(",") if isinstance(wanted, str) else wanted
@@ -137,7 +137,7 @@ def choose_dtypes(
     *,
     integers: bool,
 ) -> dict[str, np.dtype[Any]]:
-    """As stored where the format has it, else float32; what is asked for, where it has that."""
+    """Each tap's dtype: `wanted`, else the stored one if the format has it, else float32."""
     if wanted is not None and wanted not in allowed:
         raise ConfigError(f"--dtype {wanted}: this format has {', '.join(allowed)}")
 

@@ -1,6 +1,6 @@
 """The format of activation-extract: gzipped pickles of whole documents, for scripts that read it.
 
-It is only ever written. Reading a pickle runs whatever code it holds, so nothing here does.
+Shards are only written, never read: reading a pickle runs whatever code it holds.
 """
 
 import gzip
@@ -18,7 +18,7 @@ from spile.core.index import INDEX_DTYPE
 from spile.interop.export.export_format import ExportFormat, library, write_json
 from spile.interop.export.export_source import FILE_BYTES, ExportSource, site_and_layer
 
-_PREVIEW = 200  # characters, as there
+_PREVIEW = 200  # characters, as in activation-extract
 _METADATA = "metadata.json"
 
 Samples = dict[int, list[dict[str, Any]]]  # by layer
@@ -77,7 +77,7 @@ def _dump(to: Path, name: str, samples: Samples) -> dict[str, Any]:
 
 
 def _documents(source: ExportSource) -> Iterator[int]:
-    """Every document of which rows are stored, once, in stored order."""
+    """Every document with stored rows, once, in stored order."""
     seen: set[int] = set()
     for start, stop in source.windows(0, source.rows, INDEX_DTYPE.itemsize):
         docs = source.dataset.index(start, stop)["doc"]
@@ -89,15 +89,15 @@ def _documents(source: ExportSource) -> Iterator[int]:
 
 
 def _decoder(source: ExportSource) -> Callable[[np.ndarray], str]:
-    """Decodes the beginning of a document of which no preview is stored; to nothing, where the
-    model's tokenizer is no local file."""
+    """Return a function that decodes the beginning of a document without a stored preview; it
+    returns "" if the model's tokenizer is not a local file."""
     path = Path(source.dataset.recipe.model_source, "tokenizer.json")
     if not path.is_file():
         return lambda tokens: ""
     tokenizer: Any = library("tokenizers").Tokenizer.from_file(str(path))
 
     def decode(tokens: np.ndarray) -> str:
-        # (a token is a character at least, but for pieces of characters)
+        # (a token has at least one character, except for pieces of characters)
         text: str = tokenizer.decode(tokens[: 4 * _PREVIEW].tolist(), skip_special_tokens=True)
         return text[:_PREVIEW]
 
@@ -119,7 +119,7 @@ def _check(source: ExportSource) -> None:
 
 
 def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
-    """Rows of the shards whose bytes are those that were pickled."""
+    """Rows of the shards whose bytes equal those that were pickled."""
     rows = 0
     metadata = cast(dict[str, Any], json.loads((at / _METADATA).read_bytes()))
     for shard in metadata["shards"]:

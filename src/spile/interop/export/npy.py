@@ -1,4 +1,4 @@
-"""One .npy file per tap, and the index: written by hand, so that rows stream."""
+"""One .npy file per tap, and the index; written without numpy.save, so that rows stream."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from spile.interop.export.export_source import ExportSource
 def write_npy(
     path: Path, dtype: np.dtype[Any], shape: Sequence[int], pieces: Iterable[np.ndarray]
 ) -> None:
-    """A .npy file whose rows stream after its header."""
+    """Write a .npy file, streaming its rows after the header."""
     header = {
         "descr": np.lib.format.dtype_to_descr(dtype),
         "fortran_order": False,
@@ -42,7 +42,7 @@ def _write(source: ExportSource, to: Path) -> int:
 
 def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
     index = len(np.load(at / "index.npy", mmap_mode="r"))
-    # A map of a file that is too short cannot be opened.
+    # A file that is too short cannot be mapped.
     return {tap: min(index, len(np.load(at / f"{tap}.npy", mmap_mode="r"))) for tap in source.taps}
 
 

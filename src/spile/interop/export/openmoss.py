@@ -13,7 +13,7 @@ _INT64, _BOOL = np.dtype(np.int64), np.dtype(np.bool_)
 
 
 def _write(source: ExportSource, to: Path) -> int:
-    # Its loader wants the same chunks of every hook, so the widest tap decides for all.
+    # Its loader needs the same chunks for every hook, so the widest tap decides for all.
     widest = max(source.row_bytes(tap) for tap in source.taps)
     for tap in source.taps:
         (to / source.hook(tap)).mkdir()
@@ -39,7 +39,7 @@ def _write_chunk(source: ExportSource, tap: str, start: int, stop: int, path: Pa
             file.write(as_bytes(source.read(tap, a, b)))
         file.write(as_bytes(source.tokens(start, stop).astype(_INT64)))
         file.write(as_bytes(np.ones(shape, _INT64)))
-        file.write(as_bytes(np.ones(shape, _BOOL)))  # every stored row is to be used
+        file.write(as_bytes(np.ones(shape, _BOOL)))  # use every stored row
 
 
 def _count(source: ExportSource, at: Path) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""Parquet: files of rows, with the index's columns and a list per tap; and the documents."""
+"""Parquet files of rows, with the index's columns and a list per tap; and the documents."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ def _write(source: ExportSource, to: Path) -> int:
     row_bytes = source.row_bytes() + INDEX_DTYPE.itemsize
     schema = pa.schema(list(_fields(pa, source)), {"spile": json.dumps(source.about())})
     for number, (start, stop) in enumerate(source.windows(0, source.rows, row_bytes, _FILE_BYTES)):
-        # zstd: float32 made of bfloat16 is half zeros.
+        # zstd: float32 made from bfloat16 is half zeros.
         options = {"compression": "zstd", "compression_level": 1, "use_dictionary": False}
         path = to / f"rows-{number:05d}.parquet"
         with pq.ParquetWriter(path, schema, **options) as file:
@@ -33,12 +33,12 @@ def _write(source: ExportSource, to: Path) -> int:
 
 
 def _write_documents(pa: Any, source: ExportSource, path: Path) -> None:
-    """Of every document, also of those without rows: unit by unit, in columns of one type.
+    """Write a row for every document, even without rows, unit by unit, in columns of one type.
 
     (Not as Parquet: `*.parquet` are the rows.)
     """
     dataset = source.dataset
-    columns = [name for name in dataset.document_columns if name != "first_row"]  # of its unit
+    columns = [name for name in dataset.document_columns if name != "first_row"]  # a unit's
 
     def tables() -> Iterator[Any]:
         return (dataset.documents(columns, unit=unit) for unit in dataset.units)

@@ -1,4 +1,4 @@
-"""SAELens' cached activations: a Hugging Face dataset with a column per hook, by Arrow."""
+"""SAELens' cached activations: a Hugging Face dataset, with a column per hook, in Arrow."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from spile.core.errors import ConfigError
 from spile.interop.export.export_format import ExportFormat, check_hooks, library, write_json
 from spile.interop.export.export_source import ExportSource
 
-_SHARD_BYTES = 500_000_000  # as HF datasets itself cuts; its readers want less than 2 GB
+_SHARD_BYTES = 500_000_000  # the size of HF datasets' own shards; its readers need less than 2 GB
 _TOKENS = "token_ids"
 
 
@@ -66,7 +66,7 @@ def _features(source: ExportSource) -> dict[str, Any]:
 
 
 def _schema(pa: Any, source: ExportSource, features: Mapping[str, Any]) -> Any:
-    """Array2D is an extension type of `datasets`: lists of lists with two keys of metadata."""
+    """The Arrow schema. Array2D, a type of `datasets`, is lists of lists with two metadata keys."""
     fields: list[Any] = []
     for tap in source.taps:
         feature = features[source.hook(tap)]
@@ -114,7 +114,7 @@ def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
             for batch in stream:
                 for tap in source.taps:
                     column = batch.column(source.hook(tap))
-                    # (where `datasets` has been imported too, its type wraps the lists)
+                    # (if `datasets` has been imported too, its type wraps the lists)
                     values = getattr(column, "storage", column).flatten().flatten()
                     rows[tap] += len(values) // source.width(tap)
     return rows

@@ -1,4 +1,4 @@
-"""saev (protocol 2.1): raw float32 of [sequence, layer, token, channel] in numbered files."""
+"""saev (protocol 2.1): raw float32 [sequence, layer, token, channel] in numbered files."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def _write(source: ExportSource, to: Path) -> int:
     per_example = source.context * source.row_bytes()
     each = min(source.contexts, max(1, _FILE_BYTES // per_example))
     metadata = {
-        # Its readers know families of vision models only; this one is their stand-in.
+        # Its readers know only families of vision models; this one is their placeholder.
         "family": "fake-clip",
         "ckpt": source.dataset.recipe.model_source,
         "layers": layers,
@@ -34,7 +34,7 @@ def _write(source: ExportSource, to: Path) -> int:
         "d_model": width,
         "n_examples": source.contexts,
         "max_tokens_per_shard": each * source.context * len(layers),
-        "data": "",  # elsewhere a pickle of its image dataset
+        "data": "",  # otherwise a pickle of its image dataset
         "dataset": source.dataset.recipe.corpus_source,
         "pixel_agg": None,
         "dtype": "float32",
@@ -55,10 +55,10 @@ def _write(source: ExportSource, to: Path) -> int:
                 parts = [source.read(tap, start, stop) for tap in source.taps]
                 by_layer = [part.reshape(-1, source.context, width) for part in parts]
                 file.write(as_bytes(np.stack(by_layer, axis=1)))
-            file.truncate(each * per_example)  # it maps every file in the same shape
+            file.truncate(each * per_example)  # its readers map every file with the same shape
         shards.append({"name": name, "n_examples": last - first})
     write_json(folder / "shards.json", shards, indent=2)
-    # The format has no place for them, and without them no row can be traced.
+    # The format has no place for token ids, and without them no row can be traced.
     windows = source.windows(0, source.rows, _TOKEN.itemsize)
     tokens = (source.tokens(a, b) for a, b in windows)
     write_npy(to / "token_ids.npy", _TOKEN, (source.contexts, source.context), tokens)

@@ -1,4 +1,4 @@
-"""A Zarr (v3) group, written by hand: an array per tap, and the index's columns."""
+"""A Zarr (v3) group: an array per tap, and the index's columns; written without zarr."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def _write(source: ExportSource, to: Path) -> int:
 def _write_array(
     at: Path, dtype: np.dtype[Any], shape: tuple[int, ...], read: Read, attributes: dict[str, Any]
 ) -> None:
-    """A Zarr array cut into chunks of whole rows, uncompressed."""
+    """Write a Zarr array in chunks of whole rows, uncompressed."""
     each = math.prod(shape[1:]) * dtype.itemsize
     step = min(shape[0], max(1, _CHUNK_BYTES // each))
     at.mkdir()
@@ -70,7 +70,7 @@ def _write_array(
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as file:
             file.write(as_bytes(values))
-            file.truncate(step * each)  # chunks are of one size; the last may end in nothing
+            file.truncate(step * each)  # chunks have one size; the last may end in padding
 
 
 def _chunk(at: Path, number: int, axes: int) -> Path:
@@ -83,7 +83,7 @@ def _count(source: ExportSource, at: Path) -> Mapping[str, int]:
 
 
 def _count_array(at: Path) -> int:
-    """Rows of an array, as far as its chunks are there and whole."""
+    """Rows of an array, up to the first chunk that is missing or incomplete."""
     stated = cast(dict[str, Any], json.loads((at / "zarr.json").read_bytes()))
     shape, chunk = stated["shape"], stated["chunk_grid"]["configuration"]["chunk_shape"]
     size = math.prod(chunk) * np.dtype(stated["data_type"]).itemsize

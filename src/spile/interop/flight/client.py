@@ -1,4 +1,4 @@
-"""`spile.connect`: the batches that `spile serve-rows` gives."""
+"""`spile.connect`: batches from `spile serve-rows`."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from spile.core.threads import Producer
 from spile.dataset.read.window import Batch
 from spile.interop.flight.wire import Described, pyarrow
 
-_AHEAD = 1  # batches that wait here, beside the one that comes in
+_AHEAD = 1  # batches that wait here, beside the one that is arriving
 
 
 def connect(
@@ -26,13 +26,13 @@ def connect(
     encoded: bool = False,
     tls_root_certs: str | Path | bytes | None = None,
 ) -> "Connection":
-    """Batches from a server: what `Dataset.batches` gives, read and shuffled elsewhere.
+    """Iterate over batches from a server, as `Dataset.batches` does, but read and shuffled there.
 
     Args:
         url: as the server prints it, grpc://HOST:PORT or grpc+tls://HOST:PORT.
-        token: that the server asks for [SPILE_TOKEN].
-        dtype: rounded once, from float32.
-        encoded: of taps in eight bits, give `Encoded` codes and scales.
+        token: the server's token [SPILE_TOKEN].
+        dtype: of the values, rounded once, from float32.
+        encoded: return `Encoded` codes and scales for taps in eight bits.
         tls_root_certs: a PEM file (or its bytes) of certificates to trust, such as the server's own
             if nobody else signed it [SPILE_TLS_ROOT_CERTS, or those of the system].
     """
@@ -50,9 +50,9 @@ def connect(
 
 
 class Connection:
-    """An iterator; `state_dict` may be taken between any two batches.
+    """An iterator over batches; `state_dict` may be taken between any two of them.
 
-    The state is that of `Dataset.batches` with the same options, which goes on from it as well.
+    The state is that of `Dataset.batches` with the same options, which can also continue from it.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Connection:
         self._batches: Iterator[tuple[Batch, dict[str, Any]]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration stands, as JSON; empty before the first batch."""
+        """The position of the iteration, as JSON; empty before the first batch."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; the server says if it cannot, with the next batch."""
+        """Continue from a state; if the server cannot, the next batch raises."""
         self.close()
         self._state = dict(state)
 
@@ -91,7 +91,7 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Leave the server; a later batch would connect again."""
+        """Leave the server; the next batch connects again."""
         if self._reader is not None:
             self._reader.cancel()
         if self._coming is not None:
@@ -141,7 +141,7 @@ class Connection:
 def _received(
     reader: Any, described: Described, dtype: np.dtype[Any] | None, encoded: bool
 ) -> Generator[tuple[Batch, dict[str, Any]], None, None]:
-    """(No connection is held by its own thread: one that is forgotten is closed.)"""
+    """Receive batches. (The thread does not hold its connection: a forgotten one closes.)"""
     while True:
         try:
             chunk = reader.read_chunk()

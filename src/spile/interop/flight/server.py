@@ -1,11 +1,11 @@
 """`spile serve-rows`: a dataset's batches over Arrow Flight, read once for many trainers.
 
-A trainer asks for the stream with a ticket, which may hold the state it goes on from, and gets
+A trainer requests the stream with a ticket, which may hold the state to continue from. It receives
 every batch with the state after it. Nothing can be written or run through this server.
 
 `Fanout` is the one reader: each trainer gets the same batches, and none runs far ahead of another.
-A batch is held until everyone has taken it, and only so many are held. A trainer that takes nothing
-while others wait for it is left behind after a while.
+A batch is held until every trainer has taken it, and the number of held batches is limited. A
+trainer that takes nothing while others wait for it is dropped after a while.
 """
 
 import json
@@ -27,15 +27,15 @@ from spile.interop.flight.wire import pyarrow, schema_of, to_arrow
 
 _MOST_TICKET = 1 << 16  # bytes
 MOST_TRAINERS = 256
-_POLL = 0.2  # seconds between looks at who is still there
-_PARTING = 5.0  # seconds in which one who has gone is known to be gone
+_POLL = 0.2  # seconds between checks whether trainers are still there
+_PARTING = 5.0  # seconds after which a lost connection is noticed
 _GRACE = 2.0  # seconds for calls to end
 
 State = Mapping[str, Any]
 
 
 class RowServer:
-    """Gives batches to whoever connects."""
+    """Serves batches to trainers."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class RowServer:
     ) -> None:
         """Args:
         batches: of rows as they are stored (`encoded=True`, no dtype).
-        address: where it listens, and the token that trainers must know [any port of loopback].
-        trainers: that must have come before the first batch is read.
-        buffer: batches that are held for those who are behind.
-        patience: seconds that others wait for one that takes nothing.
+        address: where to listen, and the token that trainers must give [any port of loopback].
+        trainers: number that must have connected before the first batch is read.
+        buffer: batches that are held for slower trainers.
+        patience: seconds that others wait for a trainer that takes nothing.
         """
         address = address or ListenAddress()
         self.token = address.token
@@ -80,21 +80,21 @@ class RowServer:
         self.url = f"{scheme}://{reached}:{self._server.port}"
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until all is given, or told to stop."""
+        """Serve until every batch is taken, or `stop` is set."""
         grace = _GRACE
         try:
             self._fanout.run(stop)
             if not stop.is_set():
-                grace = self._patience  # last batches are on their way
+                grace = self._patience  # the last batches are on their way
         finally:
-            # It waits for trainers to read what they were sent, and some never do.
+            # shutdown() waits for trainers to read what they were sent, and some never do.
             self._closing = threading.Thread(target=self._server.shutdown, daemon=True)
             self._closing.start()
             self._closing.join(grace)
 
     @property
     def is_closed(self) -> bool:
-        """Whether every trainer has been parted from."""
+        """Whether the connections of all trainers are closed."""
         return self._closing is not None and not self._closing.is_alive()
 
 
@@ -104,7 +104,7 @@ def _flight_server(
     pa = pyarrow()
 
     class Bearer(flight.ServerMiddlewareFactory):
-        """Asks every call for the token."""
+        """Requires the token in every call."""
 
         def start_call(self, info: Any, headers: Any) -> None:
             given = [value for value in headers.get("authorization", ()) if isinstance(value, str)]
@@ -133,7 +133,7 @@ def _flight_server(
 
 
 def _state_of(ticket: bytes) -> dict[str, Any] | None:
-    """What a stranger says it goes on from."""
+    """Parse the state in a ticket, which is untrusted."""
     try:
         state: Any = parse_json(ticket, max_bytes=_MOST_TICKET) if ticket else None
     except JsonError as error:
@@ -146,7 +146,7 @@ def _state_of(ticket: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class HeldBatch:
-    """A batch that has been read; the states before and after it."""
+    """A batch that has been read, and the states before and after it."""
 
     batch: Any
     before: State
@@ -161,7 +161,7 @@ class _Taker:
 
 
 class Fanout:
-    """Batches for several takers, who may come and go."""
+    """Hands batches to several takers, which may come and go."""
 
     def __init__(
         self,
@@ -173,8 +173,8 @@ class Fanout:
         patience: float,
     ) -> None:
         """Args:
-        made: what is kept of a batch.
-        takers: that must have come before the first batch is read.
+        made: converts a batch to the form that is held.
+        takers: number that must have joined before the first batch is read.
         """
         if takers < 1 or buffer < 1 or patience <= 0:
             raise ConfigError("--trainers and --buffer must be at least 1, --patience more than 0")
@@ -182,28 +182,28 @@ class Fanout:
         self._buffer, self._patience = buffer, patience
         self._changed = threading.Condition()
         self._held: deque[HeldBatch] = deque()
-        self._first = 0  # the number of the first that is held
+        self._first = 0  # the number of the first held batch
         self._takers: dict[int, _Taker] = {}
         self._came = 0
         self._begun = self._ended = False
         self._start: State = batches.state_dict()
         self._after: State = self._start  # after the last batch that was read
-        self._given = False  # whether there was one since it was last said where to read on
-        self._wanted: State | None = None  # where to read on, if elsewhere
+        self._given = False  # whether a batch was read since the last change of position
+        self._wanted: State | None = None  # the position to continue from, if it has changed
         self._error: BaseException | None = None
 
     # -- takers --------------------------------------------------------------------------------
 
     def join(self, state: State | None) -> int:
-        """A new taker's number.
+        """Register a new taker; return its number.
 
         Args:
-            state: of `Batches`, to go on from; None: with the first batch that is held.
+            state: of `Batches`, to continue from; None: from the first batch that is held.
         """
         with self._changed:
             if state is not None:
                 self._check(state)
-                # Whoever comes back at once is not to be refused because of itself.
+                # A taker that reconnects at once must not be refused because of its old connection.
                 self._changed.wait_for(
                     lambda: not self._takers or self._found(state) is not None, _PARTING
                 )
@@ -231,7 +231,7 @@ class Fanout:
         return self._first + len(self._held) if self._after == state else None
 
     def _place(self, state: State) -> int:
-        """The number of the batch that follows a state; reads on from there if nobody minds."""
+        """The number of the batch after a state; moves the reader there if nobody else reads."""
         found = self._found(state)
         if found is not None:
             return found
@@ -251,10 +251,10 @@ class Fanout:
             self._forget()
 
     def next(self, number: int, is_there: Callable[[], bool]) -> HeldBatch | None:
-        """The next batch for a taker; None after the last one.
+        """Return the next batch for a taker; None after the last one.
 
         Args:
-            is_there: asked while there is nothing to take; False ends the waiting.
+            is_there: called while there is nothing to take; False ends the wait.
         """
         with self._changed:
             while True:
@@ -277,7 +277,7 @@ class Fanout:
                 self._changed.wait(_POLL)
 
     def _forget(self) -> None:
-        """What everyone has taken; without takers, the last are kept for those who come back."""
+        """Drop batches that all have taken; without takers, keep the last for those that return."""
         while self._held and self._takers and self._least_next() > self._first:
             self._held.popleft()
             self._first += 1
@@ -289,9 +289,9 @@ class Fanout:
     # -- the reader ----------------------------------------------------------------------------
 
     def run(self, stop: threading.Event) -> None:
-        """Read until all is given and taken, or told to stop.
+        """Read until every batch is taken, or `stop` is set.
 
-        Raises what reading failed with, when the takers have been told.
+        If reading fails, the takers are told, and the error is raised.
         """
         while not stop.is_set():
             with self._changed:
@@ -326,7 +326,7 @@ class Fanout:
                     self._changed.notify_all()
 
     def _ready(self) -> bool:
-        """Whether another batch is to be read now."""
+        """Whether to read another batch now."""
         self._begun |= len(self._takers) >= self._least
         return (
             self._begun
@@ -336,7 +336,7 @@ class Fanout:
         )
 
     def _leave_behind(self) -> None:
-        """Those who hold up others that wait."""
+        """Drop takers that hold up others."""
         last = self._first + len(self._held)
         waiting = any(taker.next == last for taker in self._takers.values())
         for taker in self._takers.values():

@@ -1,7 +1,7 @@
-"""Batches as Arrow record batches and back: rows as raw bytes, with their dtypes beside them.
+"""Convert batches to Arrow record batches and back: rows as raw bytes, with their dtypes beside.
 
-Arrow has no bfloat16 nor float8, and a copy costs more than a name: a tap is a column of as many
-bytes as its rows have, and the schema's metadata says what those are.
+Arrow has neither bfloat16 nor float8, and converting would copy. So a tap is a column of raw bytes,
+one row each, and the schema's metadata holds the dtypes.
 """
 
 import importlib
@@ -24,12 +24,12 @@ _INDEX = "index"
 
 
 def pyarrow(name: str = "pyarrow") -> Any:
-    """On first use: it takes longer to import than all else."""
+    """Import pyarrow on first use: it takes longer to import than all else."""
     return importlib.import_module(name)
 
 
 def schema_of(view: View) -> Any:
-    """Of the batches of a view, which gives rows as they are stored."""
+    """The schema of a view's batches, with rows as they are stored."""
     pa = pyarrow()
     fields: list[Any] = []
     taps: dict[str, Any] = {}
@@ -65,10 +65,10 @@ def to_arrow(batch: Batch, schema: Any) -> Any:
 
 @dataclass(frozen=True)
 class Described:
-    """What a schema says of its columns."""
+    """The columns that a schema describes."""
 
     taps: Mapping[str, TapInfo]
-    scales: Mapping[str, np.ndarray]  # of each channel, where taps have them
+    scales: Mapping[str, np.ndarray]  # of each channel, for taps that have them
     index: bool
 
     @classmethod
@@ -97,7 +97,7 @@ class Described:
             raise StoreError(f"the server does not give rows of spile ({error})") from error
 
     def from_arrow(self, record: Any, dtype: np.dtype[Any] | None, encoded: bool) -> Batch:
-        """A batch, as `Dataset.batches` gives it."""
+        """Convert a record batch to a batch as in `Dataset.batches`."""
         batch: Batch = {}
         for name, info in self.taps.items():
             stored = _copied(record, f"rows/{name}", info.storage).reshape(-1, *info.shape)
@@ -116,7 +116,7 @@ class Described:
 
 
 def _copied(record: Any, column: str, dtype: np.dtype[Any]) -> np.ndarray:
-    """Values of a column, that may be written to."""
+    """A writable copy of a column's values."""
     array = record.column(column)
     each = array.type.bit_width // 8
     data = np.frombuffer(array.buffers()[1], np.uint8)[array.offset * each :]

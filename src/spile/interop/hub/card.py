@@ -7,12 +7,12 @@ from typing import Any
 
 from spile.dataset.ledger import Table
 
-_FILES = 8  # of the corpus, that are named
+_FILES = 8  # files of the corpus that are named
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 
 
 def write_card(repo: str, table: Table, manifest: Mapping[str, Any], download: str) -> str:
-    """A README.md: front matter for the Hub, then text for people. The license is left to them."""
+    """Write a README.md: front matter for the Hub, then text for people. The license is theirs."""
     recipe = table.recipe.to_json()
     taps = {tap: table.taps[tap] for tap in table.recipe.stored_taps}
     model, corpus = _named(recipe["model_source"]), _named(recipe["corpus_source"])
@@ -75,7 +75,7 @@ def write_card(repo: str, table: Table, manifest: Mapping[str, Any], download: s
 
 
 def size_category(rows: int) -> str:
-    """As the Hub sorts datasets."""
+    """The size category of the Hub for a number of rows."""
     bounds = [10 ** (power + 3) for power in range(len(_SIZES))]
     if rows < bounds[0]:
         return "n<1K"
@@ -94,7 +94,7 @@ def _sources(recipe: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _short(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A corpus may have thousands of files: `units.json` names them all."""
+    """Shorten the list of corpus files, which may have thousands: `units.json` names them all."""
     files: list[str] = recipe["corpus"]
     if len(files) > _FILES:
         recipe = {**recipe, "corpus": [*files[:_FILES], f"and {len(files) - _FILES} more"]}
@@ -102,7 +102,7 @@ def _short(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(source: str) -> str:
-    """Of a path only the name: where it lay is nobody's business."""
+    """The name of a path, without its folders, which are private."""
     return PurePath(source).name if PurePath(source).is_absolute() else source
 
 

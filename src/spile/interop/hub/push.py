@@ -1,9 +1,9 @@
-"""Uploading a dataset to the Hugging Face Hub, as it lies: `spile push OUT REPO`.
+"""Upload a dataset to the Hugging Face Hub, file by file as stored: `spile push OUT REPO`.
 
-A commit there holds whole units, each with its done record, so what a repository has is known
-from its records alone, and the same command sends what is missing. The unit table and the card
-come in the last commit: until then nobody takes what is there for a dataset. Every file is held
-against its record before it is sent.
+A commit holds whole units, each with its done record. So the records alone tell what a repository
+has, and the same command sends what is missing. The unit table and the card come in the last
+commit: until then nobody can mistake the files for a dataset. Every file is checked against its
+record before it is sent.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from spile.objects import Objects, open_objects
 T = TypeVar("T")
 
 CARD = "README.md"
-COMMIT_FILES = 200  # the Hub is slow at more of them at once
-COMMIT_BYTES = 16 << 30  # also what a bucket's files take of the disk on their way
+COMMIT_FILES = 200  # the Hub is slow with more at once
+COMMIT_BYTES = 16 << 30  # also the disk space that files from a bucket use on their way
 _TRIES = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds
 _NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
@@ -47,24 +47,24 @@ _log = logging.getLogger("spile")
 
 @dataclass(frozen=True)
 class Pushed:
-    """What was sent."""
+    """The result of a push."""
 
     url: str
     revision: str
     files: int
-    files_there: int  # that were there already
+    files_there: int  # already in the repository before
     bytes: int
-    card_written: bool  # one that is there already is left to its owner
+    card_written: bool  # False if there was one already, which is left to its owner
     download: str  # the command that fetches it
 
 
 def push(out: str, repo: str, *, private: bool = False, revision: str | None = None) -> Pushed:
-    """Upload a finished dataset, or what is missing of it.
+    """Upload a finished dataset, or the missing part of it.
 
     Args:
-        repo: `owner/name`; made if it is not there.
-        private: makes it so; one that is public is refused.
-        revision: a branch; made if it is not there.
+        repo: `owner/name`; created if it does not exist.
+        private: create it private; a public one is refused.
+        revision: a branch; created if it does not exist.
     """
     try:
         hub: Any = importlib.import_module("huggingface_hub")
@@ -107,7 +107,7 @@ def push(out: str, repo: str, *, private: bool = False, revision: str | None = N
 
 
 class _Source:
-    """A finished dataset, and its files as the Hub's client takes them."""
+    """A finished dataset, and its files in the form that the Hub's client takes."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -136,7 +136,7 @@ class _Source:
         return found
 
     def checked(self, file: Shard, folder: str) -> Path:
-        """A path of the file's content, which is what was written."""
+        """A path to the file's content, checked against its record."""
         path = self._objects.local_path(file.key)
         if path is not None:
             CheckedFile(self._objects, file).check()
@@ -152,7 +152,7 @@ class _Source:
 
 
 class _Repository:
-    """A dataset repository. What goes wrong there is one line, and what may pass is retried."""
+    """A dataset repository. Its errors are reported in one line, and temporary ones are retried."""
 
     def __init__(self, hub: Any, repo: str, revision: str) -> None:
         self._hub, self._api = hub, hub.HfApi(library_name="spile")
@@ -164,7 +164,7 @@ class _Repository:
         self.download = f"hf download {repo} --repo-type dataset --local-dir {name}{options}"
 
     def prepare(self, *, private: bool) -> None:
-        """Make repository and branch where they are not there."""
+        """Create the repository and the branch if they do not exist."""
         api = self._api
         self._call(lambda: api.create_repo(**self._where, private=private or None, exist_ok=True))
         if private and not self._call(lambda: api.repo_info(**self._where)).private:
@@ -177,7 +177,7 @@ class _Repository:
             )
 
     def files(self) -> dict[str, Any]:
-        """By path; each has its git hash, and that of its content if it is large."""
+        """Files by path; each has its git hash, and if it is large the hash of its content."""
 
         def listed() -> list[Any]:
             return list(
@@ -189,7 +189,7 @@ class _Repository:
 
     def commit(self, files: Mapping[str, Path | bytes], message: str) -> None:
         def send() -> None:
-            # Anew each time: they remember what the Hub said of them.
+            # New operations for each attempt: they remember the Hub's answers.
             operations = [
                 self._hub.CommitOperationAdd(
                     path_in_repo=key, path_or_fileobj=data if isinstance(data, bytes) else str(data)
@@ -220,7 +220,7 @@ class _Repository:
         raise AssertionError
 
     def _explain(self, error: Exception) -> tuple[SpileError | None, bool]:
-        """An error in one line, and whether it may pass; None if it is not of the Hub."""
+        """An error in one line, and whether it may be temporary; None if it is not the Hub's."""
         where = f"{self.endpoint}/datasets/{self.repo}"
         for cause in _causes(error):
             response = getattr(cause, "response", None)
@@ -246,7 +246,7 @@ class _Repository:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it came of: the client wraps what happens in its threads."""
+    """An error and its causes: the client wraps errors of its threads."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -254,7 +254,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _batches(missing: Sequence[Done]) -> Iterator[list[Done]]:
-    """Units for one commit each; at least one, however large."""
+    """Group units into commits; each has at least one unit, however large."""
     batch: list[Done] = []
     count = size = 0
     for done in missing:
@@ -269,7 +269,7 @@ def _batches(missing: Sequence[Done]) -> Iterator[list[Done]]:
 
 
 def _missing(files: Mapping[str, Any], source: _Source, repo: str) -> list[Done]:
-    """Units that the repository does not have; it must have no others."""
+    """Units that the repository does not have; raises if it holds another dataset's."""
     wanted = {fmt.done_key(done.unit): _record(done) for done in source.records}
     wanted[fmt.UNITS] = source.rest()[fmt.UNITS]
     for key, entry in files.items():

@@ -1,6 +1,6 @@
-"""What a decoder is made of, as plain numbers and switches; no jax, no weights, no file names.
+"""The architecture of a decoder, as plain numbers and switches; no jax, no weights, no file names.
 
-`families.py` says how a published `config.json` becomes an `Arch`; everything downstream
+`families.py` defines how a published `config.json` becomes an `Arch`; everything downstream
 (parameters, forward pass, tap shapes, memory estimates) reads only this. A switch names a thing
 that models do or do not do, never a family.
 """
@@ -12,10 +12,10 @@ from spile.models.config.rope import Rope
 
 @dataclass(frozen=True)
 class Layer:
-    """What may differ between the blocks of one model."""
+    """Properties that may differ between the blocks of one model."""
 
     window: int | None = None  # keys a query sees, itself included; None: all before it
-    rope: int = 0  # which of the model's rotary settings
+    rope: int = 0  # index into the model's rotary settings
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Arch:
     mlp_width: int
     layers: tuple[Layer, ...]
     max_positions: int  # the longest context
-    rope_positions: int  # what rotary scaling takes for the longest
+    rope_positions: int  # the longest context, as rotary scaling counts it
     tied_head: bool
     embed_scale: float = 1.0
 
     norm: str = "rms"  # how norms are computed: see `ops.NORMS`
     norm_eps: float
     pre_norm: bool = True  # before attention and MLP
-    post_norm: bool = False  # after them, before what they give is added to the stream
+    post_norm: bool = False  # after them, before their output is added to the stream
     parallel: bool = False  # attention and MLP both read the stream that enters the block
 
     ropes: tuple[Rope, ...]  # none: positions are learned and added to the embeddings
@@ -71,7 +71,7 @@ class Arch:
 
     @property
     def period(self) -> int:
-        """Blocks after which their kinds repeat: what the forward pass scans over."""
+        """Number of blocks after which their kinds repeat; the forward pass scans over it."""
         kinds = self.layers
         return next(
             p

@@ -1,7 +1,7 @@
 """Model families as data: one row each, read by one decoder.
 
-A row says what is constant about the family, which keys its `config.json` has beyond those all
-share, what transformers assumes where one is missing, and what its tensors are called.
+A row states the constants of the family, the keys its `config.json` has beyond the shared ones,
+the defaults of transformers for missing keys, and the names of its tensors.
 `hf_config.py` reads a config through its row; to add a family, see docs/models.md.
 """
 
@@ -33,15 +33,15 @@ class Family:
     # usual key -> this family's, or several spellings of it
     keys: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, Any])
     reads: tuple[str, ...] = ()  # keys beyond the usual ones: see `hf_config.py`
-    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # where a key is missing
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # for missing keys
     ignored: tuple[str, ...] = ()  # keys that cannot change an activation
     harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, Any])
     windows: str = "never"  # which layers slide: "never", "always", "upper", or "pattern"
     scaled_embeddings: bool = False
     quantized: tuple[str, ...] = ()  # methods whose tensors can be decoded
-    rope_scaling: Mapping[str, Any] | None = None  # where the config has none
-    nested: str | None = None  # the config lies under this key
-    beside: tuple[str, ...] = ()  # keys there that do not concern the decoder
+    rope_scaling: Mapping[str, Any] | None = None  # if the config has none
+    nested: str | None = None  # the key that holds the config
+    beside: tuple[str, ...] = ()  # keys beside it that do not concern the decoder
     weights: Mapping[str, TensorSource] = field(default_factory=lambda: LLAMA_WEIGHTS)
     prefixes: tuple[str, ...] = ("model.",)  # of every tensor but the head; published files vary
     head: str = "lm_head.weight"
@@ -78,7 +78,7 @@ _GEMMA3: dict[str, Any] = {
         "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6,
         "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     },
-    # transformers has the cap in Gemma 3's config and does not apply it
+    # Gemma 3's config has the cap, but transformers does not apply it
     "harmless": {**_CAUSAL, "attn_logit_softcapping": (None,), "cache_implementation": ("hybrid",)},
     "ignored": ("_sliding_window_pattern",),
     "windows": "pattern",
@@ -136,7 +136,7 @@ FAMILIES = (
         fixed={**_GEMMA, "activation": "gelu_pytorch_tanh"},
         biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
         defaults={**_GEMMA_DEFAULTS, "max_position_embeddings": 8192},
-        # The first releases say "gelu"; the tanh approximation is what they were trained with.
+        # The first releases say "gelu", but were trained with the tanh approximation.
         harmless={
             **_CAUSAL, "hidden_act": ("gelu", "gelu_pytorch_tanh"),
             "hidden_activation": ("gelu_pytorch_tanh", None),
@@ -337,7 +337,7 @@ FAMILIES = (
             **_SWITCHED, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False,
             "sliding_window": 4096, "max_position_embeddings": 32768,
         },
-        # The width of dense layers, which are refused; and a switch that is read only with them.
+        # The width of dense layers, which are refused; and a switch that is read only for those.
         ignored=(*_ROUTER_LOSS, "intermediate_size", "max_window_layers"),
         harmless={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
         windows="always",
@@ -395,7 +395,7 @@ FAMILIES = (
             "use_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
             "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096,
         },
-        # The last four are of its predecessor's config, and not read for this one.
+        # The last four belong to its predecessor's config, and are not read for this family.
         ignored=(
             "residual_dropout", "embedding_dropout", "activation_function", "layer_norm_epsilon",
             "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",

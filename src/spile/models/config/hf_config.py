@@ -1,7 +1,7 @@
-"""A published `config.json`, read through its family's row into an `Arch`. No jax.
+"""Read a published `config.json` into an `Arch`, through its family's row. No jax.
 
 Each key is read, ignored (it cannot change an activation) or required to hold one of given
-values. What nobody reads is refused by name, because a silently ignored key means silently wrong
+values. Any other key is refused by name, because a silently ignored key means silently wrong
 activations.
 """
 
@@ -31,7 +31,7 @@ _IGNORED = frozenset(
         "use_return_dict",
     )
 )  # fmt: skip
-# Values under which a key changes nothing; any other value needs code we do not have.
+# Values with which a key changes nothing; any other value needs code we do not have.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "rope_interleaved": (False, None),
@@ -46,20 +46,20 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
 }
 _KINDS = ("full_attention", "sliding_attention")
-# Beyond any model there is: a config is a stranger's, and layers are listed one by one.
+# Larger than in any model: a config is untrusted, and layers are listed one by one.
 _MOST, _MOST_LAYERS = 1 << 31, 4096
-_MOST_EXPERTS = 1 << 18  # of all layers: each has tensors, and these are listed by name
+_MOST_EXPERTS = 1 << 18  # over all layers: each has tensors, which are listed by name
 
 
 class _Config:
-    """A config that notices which of its keys are read."""
+    """A config that records which of its keys are read."""
 
     def __init__(self, values: Mapping[str, Any], family: Family, where: str) -> None:
         self.values, self.family, self.where = values, family, where
         self.seen: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A key by its usual name, or what transformers assumes where it is missing."""
+        """A key by its usual name, or the default of transformers if it is missing."""
         spelled = self.family.keys.get(key, key)
         names = (spelled,) if isinstance(spelled, str) else spelled
         self.seen.update(names)
@@ -89,7 +89,7 @@ class _Config:
 
 
 def find_family(config: Mapping[str, Any], where: str) -> Family:
-    """The row for a config, by its `architectures` entry."""
+    """The family of a config, by its `architectures` entry."""
     given: Json = config.get("architectures") or []
     if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
         raise InputError(f"{where}: 'architectures' must name one model class, got {given!r}")
@@ -105,7 +105,7 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
 
 
 def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
-    """An `Arch` from the contents of a HF `config.json`; every key is accounted for."""
+    """Make an `Arch` from the contents of a HF `config.json`; every key is accounted for."""
     family = find_family(values, where)
     if family.nested:
         inner: Json = values.get(family.nested)
@@ -181,7 +181,7 @@ def _rest(config: _Config) -> dict[str, Any]:
             raise InputError(
                 f"{where}: num_experts_per_tok {experts.chosen} of {experts.count} experts"
             )
-    # `fixed` comes last: what is constant about the family is not the config's to change.
+    # `fixed` comes last: a config cannot change the constants of its family.
     switches = {field: config.switch(key) for field, key in family.biases.items()}
     return {
         "activation": activation,
@@ -198,7 +198,7 @@ def _rest(config: _Config) -> dict[str, Any]:
 
 
 def _ropes(config: _Config) -> tuple[Rope, ...]:
-    """The model's rotary settings; a second one where sliding layers have their own."""
+    """The model's rotary settings; a second one if sliding layers have their own."""
     where, family = config.where, config.family
     parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
     if parameters and scaling and parameters != scaling:
@@ -227,7 +227,7 @@ def _ropes(config: _Config) -> tuple[Rope, ...]:
 
 
 def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
-    """The kind of every block: which see all that came before, which only a window of it."""
+    """The kind of every block: full attention, or a sliding window."""
     rule, count = config.family.windows, config.number("num_hidden_layers")
     window = None if rule == "never" else config.extra("sliding_window")
     if count > _MOST_LAYERS:
@@ -295,7 +295,7 @@ def _are_kinds(given: Any, kinds: tuple[str, ...]) -> bool:
 
 
 def _refuse_outer(values: Mapping[str, Any], family: Family, where: str) -> None:
-    """The keys beside a nested config: they may not speak of the decoder."""
+    """Refuse keys beside a nested config that may concern the decoder."""
     for key, value in values.items():
         if key in _IGNORED or key in family.beside or key == family.nested:
             continue

@@ -43,7 +43,7 @@ _RENAMED = {"su": "longrope"}  # as the first Phi-3 configs spell it
 
 
 def positive(value: Any, name: str, where: str) -> float:
-    """A config value that must be a number above zero, and of a size that can be computed with."""
+    """Check that a config value is a number above zero, and small enough to compute with."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-15 < value < 1e15:
         raise InputError(f"{where}: {name} must be a positive number, got {value!r}")
     return float(value)
@@ -56,11 +56,11 @@ class Rope:
     theta: float
     kind: str = "default"
     scaling: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
-    fraction: float = 1.0  # of each head's dimensions, from the first; the others do not rotate
+    fraction: float = 1.0  # of each head's dimensions that rotate, from the first
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str, *, default_theta: float) -> "Rope":
-        """From a HF config as transformers 4 (`rope_theta`, `rope_scaling`) or 5 writes it."""
+        """Read a HF config as transformers 4 (`rope_theta`, `rope_scaling`) or 5 writes it."""
         given: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(given, Mapping):
             raise InputError(f"{where}: rope scaling must be an object, got {given!r}")
@@ -81,7 +81,7 @@ class Rope:
         required, optional = KINDS[kind]
         original = "original_max_position_embeddings"
         if original in required | optional and config.get(original) is not None:
-            written[original] = config[original]  # transformers takes this one where both are given
+            written[original] = config[original]  # if both are given, transformers uses this one
         scaling = {k: v for k, v in written.items() if v is not None}
         wrong = (required - set(scaling)) | (set(scaling) - required - optional)
         if wrong:
@@ -112,9 +112,9 @@ class Rope:
             raise InputError(f"{where}: original_max_position_embeddings must be above 1")
 
     def longest(self, max_positions: int) -> int:
-        """The longest context whose frequencies are those of `frequencies`."""
-        # Beyond its original length a longrope model turns to other factors, for all of the
-        # context: a packed row could not give each of its documents another frequency.
+        """The longest context for which `frequencies` holds."""
+        # Beyond its original length a longrope model uses other factors for the whole context: a
+        # packed row cannot give each of its documents its own frequencies.
         if self.kind != "longrope":
             return max_positions
         return min(max_positions, int(self._original(max_positions)))
@@ -135,7 +135,7 @@ class Rope:
         elif self.kind == "longrope":
             plain, amplitude = _longrope(plain, max_positions / original, original, self.scaling)
         # "dynamic" changes frequencies only for sequences beyond the model's maximum, and those
-        # are refused, for the same reason as in `longest`.
+        # are refused, for the reason given in `longest`.
         return plain.astype(np.float32), amplitude
 
     def _original(self, max_positions: int) -> float:
@@ -155,7 +155,7 @@ def _checked(value: Any, name: str, where: str) -> Any:
 def _llama3(
     plain: np.ndarray, factor: float, original: float, scaling: Mapping[str, float]
 ) -> np.ndarray:
-    """Long wavelengths are stretched, short ones kept, those between interpolated."""
+    """Stretch long wavelengths, keep short ones, and interpolate between."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = original * plain / (2 * math.pi)  # rotations within the original context
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)

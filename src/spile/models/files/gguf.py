@@ -1,9 +1,9 @@
-"""GGUF in, Hugging Face layout out, so that one loader serves both.
+"""Convert GGUF to the Hugging Face layout, so that one loader serves both.
 
-Architectures are rows of data. What a file says and this module does not read is refused: an
-ignored rotary scaling or bias would give activations that are silently wrong. What it leaves out
-is what llama.cpp takes it to be. Weights pass through memory one at a time and become float32,
-which holds every dequantised value without further rounding.
+Architectures are rows of data. Metadata that this module does not read is refused: an ignored
+rotary scaling or bias would give activations that are silently wrong. Missing metadata takes the
+defaults of llama.cpp. Weights pass through memory one at a time and become float32, which holds
+every dequantised value without further rounding.
 """
 
 import importlib
@@ -69,9 +69,9 @@ _GPT2_SIZES = {
     "feed_forward_length": "n_inner",
 }  # fmt: skip
 _WINDOW = {"attention.sliding_window": "sliding_window"}
-_CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # if not stated
+_CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # defaults
 _GEMMA2_SIZES = {**_SIZES, **_WINDOW, **{name: name for name in _CAPPED}}
-# `rope.scaling.type` -> what must be stated with it, what may be.
+# `rope.scaling.type` -> keys that must be given with it, and keys that may be.
 _YARN = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
 _BETAS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _SCALINGS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
@@ -82,27 +82,27 @@ _SCALINGS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 _USUAL = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
 _SILU = {**_USUAL, "attention_bias": False, "hidden_act": "silu"}
 _GELU = {**_USUAL, "attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"}
-_TANH = {"hidden_act": "gelu_pytorch_tanh"}  # Gemma 3 does not have this key any more
+_TANH = {"hidden_act": "gelu_pytorch_tanh"}  # Gemma 3 no longer has this key
 # Notes about the file; `tokenizer.` has checks of its own.
 _ELSEWHERE = ("GGUF.", "general.", "mradermacher.", "quantize.", "split.", "tokenizer.")
 _IDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 _THETA = {"rope.freq_base": 1e4}
 _MOST_PARTS = 1 << 23  # numbers and texts; a vocabulary of 256k with its merges is a quarter of it
-_FLOATS = ("epsilon", "freq_base", "softcapping", "factor", "beta")  # all else is counted
+_FLOATS = ("epsilon", "freq_base", "softcapping", "factor", "beta")  # all others are counts
 
 
 def read_gguf(gguf: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The metadata and the tensors of a file, each by name.
+    """Read the metadata and the tensors of a file, each by name.
 
     Args:
         gguf: the package of that name.
 
     Raises:
-        InputError: if the file is not whole, or holds what no model does.
+            InputError: if the file is truncated, or holds what no model does.
     """
 
     class Reader(gguf.GGUFReader):
-        """The package's own takes what lies beyond the end for an empty array, and counts on."""
+        """A reader that refuses data beyond the file's end; the package's own reads it as empty."""
 
         parts = 0
 
@@ -114,7 +114,7 @@ def read_gguf(gguf: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             return found
 
     try:
-        with np.errstate(all="ignore"):  # sizes that overflow do not fit their data either
+        with np.errstate(all="ignore"):  # sizes that overflow do not fit their data: refused below
             reader = Reader(path)
         meta = {name: entry.contents() for name, entry in reader.fields.items()}
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -125,7 +125,7 @@ def read_gguf(gguf: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Stated:
-    """The metadata still to be read, and the tensors that belong into the config."""
+    """The metadata not yet read, and the tensors that belong in the config."""
 
     where: str
     left: dict[str, Any]
@@ -150,7 +150,7 @@ class _Stated:
 
 
 def _llama3(stated: _Stated) -> dict[str, Any]:
-    """Llama 3's rotary scaling, which the file holds as a divisor for each frequency."""
+    """Read Llama 3's rotary scaling, which the file holds as a divisor for each frequency."""
     divisors = stated.factors.pop("rope_freqs.weight", None)
     if divisors is None or (divisors == 1).all():
         return {}
@@ -159,11 +159,11 @@ def _llama3(stated: _Stated) -> dict[str, Any]:
         raise InputError(f"{stated.where}: rope_freqs.weight does not fit heads of {dim}")
     plain = stated.look("rope.freq_base") ** -(np.arange(0, dim, 2) / dim)
     factor = float(str(divisors.max()))
-    # 8192 is what Meta published, with these bounds (1 and 4 turns) in every case.
+    # Meta published 8192, always with these bounds (1 and 4 turns).
     for original in (8192, *(1 << power for power in range(5, 21))):
         blend = np.clip((original * plain / (2 * math.pi) - 1) / 3, 0.0, 1.0)
         expected = 1 / ((1 - blend) / factor + blend)
-        # The converter computes in float32, and the blend is a difference.
+        # The converter computes in float32, and the blend is a difference, so allow some error.
         if np.allclose(divisors, expected, rtol=2e-5, atol=0):
             turns = {"high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
             length = {"original_max_position_embeddings": original}
@@ -172,7 +172,7 @@ def _llama3(stated: _Stated) -> dict[str, Any]:
 
 
 def _gemma2(layers_of_27b: int, stated: _Stated) -> dict[str, Any]:
-    # Not in the file: llama.cpp knows the one size that differs by its number of layers.
+    # Not in the file: llama.cpp recognizes the one size that differs by its number of layers.
     across = stated.look("embedding_length") // stated.look("attention.head_count")
     differs = stated.look("block_count") == layers_of_27b
     return {"query_pre_attn_scalar": across if differs else stated.head_dim()}
@@ -202,7 +202,7 @@ def _phi3(stated: _Stated) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Arch:
-    """One row: an architecture of GGUF as transformers has it."""
+    """One row: a GGUF architecture and its transformers counterpart."""
 
     name: str
     model_type: str
@@ -211,12 +211,12 @@ class _Arch:
     sizes: Mapping[str, str] = field(default_factory=lambda: _SIZES)
     layers: str = "model.layers"
     biased: tuple[str, ...] = ()
-    # Config keys that are true if these modules have a bias.
+    # Config keys, each true if its modules have a bias.
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, Any])
     defaults: Mapping[str, Any] = field(default_factory=lambda: _THETA)
     extras: Callable[[_Stated], dict[str, Any]] = lambda stated: {}
-    full_every: int = 0  # one layer in so many sees all of the context, the others a window
-    plus_one: bool = False  # by the converter, to the weights of all norms
+    full_every: int = 0  # one layer in this many sees the whole context, the others a window
+    plus_one: bool = False  # whether the converter added one to the weights of all norms
 
 
 _ARCHS = {
@@ -253,14 +253,14 @@ _ARCHS = {
 def convert(
     gguf_path: Path, dest: Path, *, dtype: str = "float32", tokenizer: Path | None = None
 ) -> None:
-    """Write the model in `gguf_path` to the new directory `dest` as Hugging Face would have it.
+    """Write the model in `gguf_path` to the new directory `dest`, in the Hugging Face layout.
 
     Args:
         dtype: of the weights: float32 (exact), bfloat16 or float16.
         tokenizer: a directory with the model's own tokenizer files, to use instead of the file's.
 
     Raises:
-        InputError: if the file cannot be converted exactly, or there is something at `dest`.
+        InputError: if the file cannot be converted exactly, or `dest` exists.
         OSError: if `dest` cannot be written; nothing is left there then.
     """
     where = str(gguf_path)
@@ -305,7 +305,7 @@ def convert(
 
 
 def require_gguf() -> Any:
-    """The optional `gguf` package.
+    """Import the optional `gguf` package.
 
     Raises:
         InputError: if it is not installed.
@@ -329,7 +329,7 @@ def _refuse_foreign(where: str, gguf: Any, meta: dict[str, Any], stored: dict[st
         raise InputError(f"{where}: one of several parts; join them with llama-gguf-split --merge")
     if odd := [key for key in meta if not key.startswith((*_ELSEWHERE, f"{name}."))]:
         raise InputError(f"{where}: metadata not supported: {', '.join(odd)}")
-    # Types are tried on one row each: before hours of work, not after.
+    # Try one row of each type before hours of work, not after.
     for tensor in {tensor.tensor_type: tensor for tensor in stored.values()}.values():
         try:
             gguf.quants.dequantize(np.atleast_2d(tensor.data)[:1], tensor.tensor_type)
@@ -340,7 +340,7 @@ def _refuse_foreign(where: str, gguf: Any, meta: dict[str, Any], stored: dict[st
 def _config(
     where: str, meta: Mapping[str, Any], factors: dict[str, np.ndarray], stored: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """The sizes that tensors have, and `config.json`."""
+    """The sizes of the tensors' axes, and the contents of `config.json`."""
     name = meta["general.architecture"]
     arch, rotary = _ARCHS[name], "rope.freq_base" in _ARCHS[name].sizes
     own = {k.removeprefix(f"{name}."): v for k, v in meta.items() if k.startswith(f"{name}.")}
@@ -385,7 +385,7 @@ def _config(
 
 def _scaling(stated: _Stated) -> dict[str, Any] | None:
     kind = stated.left.pop("rope.scaling.type", "none")
-    stated.left.pop("rope.scaling.finetuned", None)  # tells of the training, changes nothing
+    stated.left.pop("rope.scaling.finetuned", None)  # describes the training, changes nothing
     if kind not in _SCALINGS:
         raise InputError(f"{stated.where}: rope.scaling.type {kind!r} is not supported")
     must, may = _SCALINGS[kind]
@@ -397,7 +397,7 @@ def _scaling(stated: _Stated) -> dict[str, Any] | None:
 def _plan(
     where: str, arch: _Arch, config: dict[str, Any], sizes: dict[str, int], stored: dict[str, Any]
 ) -> list[tuple[str, tuple[int, ...], str, Any]]:
-    """Every tensor of the file, after its new name, its new shape and what is to be undone."""
+    """Every tensor of the file, with its new name, its new shape and the conversion to undo."""
     switched = [arch.switches[key] for key in arch.switches if config[key]]
     biased = {*arch.biased, *(module for modules in switched for module in modules)}
     table: dict[str, tuple[str, str, str]] = {}
@@ -429,7 +429,7 @@ def _undo(array: np.ndarray, how: str, sizes: Mapping[str, int]) -> np.ndarray:
     if how == "1":
         return array - np.float32(1)
     if how == "r":
-        # GGUF interleaves the two halves that a rotary pair comes from; Hugging Face keeps halves.
+        # GGUF interleaves the two halves of rotary pairs; Hugging Face keeps the halves.
         pairs = array.reshape(-1, sizes["H"] // 2, 2, *array.shape[1:])
         return pairs.swapaxes(1, 2).reshape(array.shape)
     return array

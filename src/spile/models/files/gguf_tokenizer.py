@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file describes, as `tokenizer.json` would have it.
+"""Build `tokenizer.json` from the tokenizer that a GGUF file describes.
 
-The file holds pieces and merges (or scores), but of how text is cut before merging only a name.
-Each name here was compared, id by id, with the published tokenizer.json behind it; any other is
-refused, because a near miss changes tokens silently. The way out is that model's own files.
+The file holds pieces and merges (or scores), but only a name for how text is split before merging.
+Each name here was compared, id by id, with the published tokenizer.json behind it. Any other name
+is refused, because a near miss changes tokens silently; use that model's own files instead.
 """
 
 import json
@@ -27,10 +27,10 @@ from tokenizers import (
 from spile.core.errors import InputError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # what SentencePiece writes for a space
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's symbol for a space
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _WAY_OUT = "give the directory with the model's own tokenizer.json and tokenizer_config.json"
-# `tokenizer.*` metadata beside the roles of single tokens; all else is refused.
+# `tokenizer.*` metadata beside the roles of single tokens; other keys are refused.
 _READ = {
     f"tokenizer.{name}"
     for name in (
@@ -39,8 +39,8 @@ _READ = {
     )
 }  # fmt: skip
 _MUST_BE_FALSE = {"tokenizer.ggml.add_sep_token", "tokenizer.ggml.remove_extra_whitespaces"}
-# What one token is for (end of turn, fill in the middle, ...), templates beside the usual one,
-# and BERT's segments: none of these changes which ids a text becomes.
+# The roles of single tokens (end of turn, fill in the middle, ...), templates beside the usual one,
+# and BERT's segments: none of these changes the ids of a text.
 _IGNORED = re.compile(
     r"tokenizer\.(ggml\.\w+_token_id|ggml\.token_type_count|chat_templates|chat_template\..+)"
 )
@@ -55,8 +55,8 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
     )
 
 
-# The patterns of the published tokenizer.json, not those of llama.cpp, which lack `(?i:`: there
-# a long s after an apostrophe is cut differently.
+# The patterns of the published tokenizer.json, not those of llama.cpp, which lack `(?i:`: those
+# split a long s after an apostrophe differently.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -70,12 +70,12 @@ _TEKKEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Splitting:
-    """What the name in `tokenizer.ggml.pre` stands for."""
+    """The way of splitting that `tokenizer.ggml.pre` names."""
 
     cut: Callable[[], pre_tokenizers.PreTokenizer]
     nfc: bool = False
     ignore_merges: bool = False  # a whole word that is a token needs no merges
-    adds_bos: bool = False  # where the file does not say
+    adds_bos: bool = False  # if the file does not say
 
 
 _SPLITTINGS = {
@@ -84,7 +84,7 @@ _SPLITTINGS = {
         cut=lambda: _split(_WORDS.replace("DIGITS", "{1,3}")), ignore_merges=True, adds_bos=True
     ),
     "qwen2": _Splitting(cut=lambda: _split(_WORDS.replace("DIGITS", "")), nfc=True),
-    # What transformers derives from a GGUF leaves the digits together.
+    # The version that transformers derives from a GGUF keeps digits together.
     "smollm": _Splitting(
         cut=lambda: pre_tokenizers.Sequence(
             [
@@ -100,14 +100,14 @@ _SPLITTINGS = {
 def prepare_tokenizer(
     where: str, meta: Mapping[str, Any], given: Path | None
 ) -> Callable[[Path], None]:
-    """What writes the tokenizer's files into a directory, once all else is known to be well.
+    """Return a function that writes the tokenizer's files into a directory; check everything first.
 
     Args:
         given: a directory with the model's own tokenizer files, to use instead of the file's.
 
     Raises:
-        InputError: if the tokenizer cannot be rebuilt exactly, or the one given is another.
-        KeyError: if the metadata lacks what every tokenizer needs.
+            InputError: if the tokenizer cannot be rebuilt exactly, or the given one differs.
+            KeyError: if the metadata lacks a key that every tokenizer needs.
     """
     if given is not None:
         _check(where, given, meta)
@@ -122,12 +122,12 @@ def prepare_tokenizer(
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """As Hugging Face formats it."""
+    """Write JSON, formatted as Hugging Face does."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def build_tokenizer(where: str, meta: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The contents of `tokenizer.json` and of `tokenizer_config.json`."""
+    """Build the contents of `tokenizer.json` and of `tokenizer_config.json`."""
     _refuse_unread(where, meta)
     kind, pre = meta["tokenizer.ggml.model"], meta.get("tokenizer.ggml.pre")
     tokens, types = _pieces(where, meta)
@@ -136,7 +136,7 @@ def build_tokenizer(where: str, meta: Mapping[str, Any]) -> tuple[Tokenizer, dic
         space_prefix, adds_bos = False, splitting.adds_bos
         tokenizer = _byte_level(where, meta, tokens, types, splitting)
     elif kind == "llama" and meta["general.architecture"] != "phi3":
-        # (Phi-3 strips the spaces after its added tokens, which the file does not say.)
+        # (Phi-3 strips the spaces after its added tokens; the file does not say so.)
         space_prefix, adds_bos = bool(meta.get("tokenizer.ggml.add_space_prefix", True)), True
         tokenizer = _sentencepiece(where, meta, tokens, types, space_prefix)
     else:
@@ -163,7 +163,7 @@ def _check(where: str, given: Path, meta: Mapping[str, Any]) -> None:
             raise InputError(f"{given}: no {name} there: {_WAY_OUT}")
     try:
         tokenizer = Tokenizer.from_file(str(given / "tokenizer.json"))
-    except Exception as error:  # all that the package raises
+    except Exception as error:  # the package raises nothing more specific
         raise InputError(f"{given}/tokenizer.json: {error}") from error
     tokens: list[str] = meta.get("tokenizer.ggml.tokens", [])
     types: list[int] = meta.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
@@ -237,8 +237,8 @@ def _sentencepiece(
     unknown = _role(where, meta, "unknown")
     if unknown is None or types.count(_BYTE) != 256:
         raise InputError(f"{where}: a tokenizer without all bytes is not supported: {_WAY_OUT}")
-    # Whether the first word after an added token gets a space is not in the file, and published
-    # tokenizers differ. After BOS there is no question, and EOS ends a text.
+    # The file does not say whether the first word after an added token gets a space, and published
+    # tokenizers differ. After BOS it is clear, and EOS ends a text.
     plain = {_role(where, meta, name) for name in _ROLES.values()}
     added = [i for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)]
     if space_prefix and (odd := [tokens[i] for i in added if i not in plain]):
@@ -248,7 +248,7 @@ def _sentencepiece(
         )
     pieces = [_as_piece(token, kind) for token, kind in zip(tokens, types, strict=True)]
     if "\t\t" in pieces and "\t" not in pieces:
-        # As in the published files of Gemma: else its runs of tabs could not be merged.
+        # As in the published files of Gemma: otherwise its runs of tabs could not be merged.
         pieces[pieces.index("<0x09>")] = "\t"
     vocab = {piece: index for index, piece in enumerate(pieces)}
     if len(vocab) != len(pieces):
@@ -277,9 +277,9 @@ def _merges(
 ) -> list[tuple[str, str]]:
     """All ways to make a piece of two others, the best-scored pieces first.
 
-    That is how the published tokenizer.json files were made. Among the ways to one piece, those
-    of Llama and Mistral put the smaller ids first; those of Gemma 2 and 3, which alone have
-    user-defined pieces, the longer halves.
+    The published tokenizer.json files were made in that way. Among the ways to make one piece,
+    Llama and Mistral put the smaller ids first. Gemma 2 and 3, the only ones with user-defined
+    pieces, put the longer halves first.
     """
     if len(scores) != len(vocab):
         raise InputError(f"{where}: {len(vocab)} tokens, but {len(scores)} scores")
@@ -304,7 +304,7 @@ def _merges(
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    untyped: Any = tokenizer  # (its stubs know a bare list)
+    untyped: Any = tokenizer  # (its stubs accept only a bare list)
     for kinds, special in (((_CONTROL, _UNKNOWN), True), ((_USER_DEFINED,), False)):
         added = [
             AddedToken(_as_piece(token, kind), special=special, normalized=False)

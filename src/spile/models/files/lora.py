@@ -1,9 +1,9 @@
-"""LoRA adapters as PEFT saves them, merged into the base weights while these are read. No jax.
+"""LoRA adapters as PEFT saves them, merged into the base weights during reading. No jax.
 
-The result is what `PeftModel.from_pretrained(base, directory).merge_and_unload()` gives on a CPU.
+The result equals that of `PeftModel.from_pretrained(base, directory).merge_and_unload()` on a CPU.
 As with model configs, each key of `adapter_config.json` is read, ignored (it cannot change a merged
-weight) or required to hold a harmless value, and any other key is refused by name; likewise every
-tensor of the adapter has to be understood and to find its base weight.
+weight) or required to hold a harmless value; any other key is refused by name. Likewise, every
+tensor of the adapter must be understood and must have a base weight.
 """
 
 import math
@@ -31,8 +31,8 @@ _READ = frozenset([
     "rank_pattern", "use_rslora",
 ])  # fmt: skip
 
-# Where the adapter came from, how it began, how it was trained, and which modules got one. The last
-# are safe to ignore because the stored tensors say it themselves.
+# Where the adapter came from, how it was initialised and trained, and which modules have one. The
+# last can be ignored because the stored tensors show it.
 _IGNORED = frozenset([
     "auto_mapping", "base_model_name_or_path", "inference_mode", "merge_weights", "peft_version",
     "revision", "runtime_config", "task_type",
@@ -41,7 +41,7 @@ _IGNORED = frozenset([
     "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
 ])  # fmt: skip
 
-# Values under which a key changes nothing; any other value needs code we do not have.
+# Values with which a key changes nothing; any other value needs code we do not have.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "arrow_config": (None,),
@@ -62,7 +62,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 # The initialisations that leave the base weights alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA
-# subtract the initial adapter from them, so what is saved does not fit the published weights.
+# subtract the initial adapter from them, so the saved one does not fit the published weights.
 _INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 _BIASES = ("none", "all", "lora_only")
@@ -74,7 +74,7 @@ _NAME = re.compile(
     r"base_model\.model\.(?P<module>.+?)\."
     r"(?P<part>lora_[AB]\.weight|lora_embedding_[AB]|base_layer\.weight|(base_layer\.)?bias)"
 )
-# What a pattern of the config may be: with more, matching it could take longer than anyone waits.
+# Patterns allowed in the config: matching a more complex one could take too long.
 _PATTERN = re.compile(r"(?:(?:[\w.^$|-]|\\[.dw]|\[[\w-]+\])[*+]?|\((?:\?:)?[\w.|-]+\))*")
 _MOST_CHOICES, _MOST_PATTERNS = 3, 4096
 _Number = TypeVar("_Number", int, float)
@@ -97,7 +97,7 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Change:
-    """What becomes of one base tensor: `stored` takes its place, then `pair` is added."""
+    """The change of one base tensor: `stored` replaces it, then `pair` is added."""
 
     stored: TensorInfo | None = None
     pair: _Pair | None = None
@@ -121,12 +121,12 @@ class Adapter:
         return full_digest(*self.files)
 
     def merge(self, name: str, weight: np.ndarray) -> np.ndarray:
-        """The base tensor `name` as the adapter leaves it, in the same dtype."""
+        """Apply the adapter to the base tensor `name`, in the same dtype."""
         change = self.changes.get(name)
         if change is None:
             return weight
         self._check_shape(name, weight, change)
-        # Too large a value is reported below, in one line, instead of by numpy.
+        # A value that is too large is reported below, in one line, instead of by numpy.
         with np.errstate(over="ignore", invalid="ignore"):
             merged = weight
             if change.stored is not None:
@@ -141,13 +141,13 @@ class Adapter:
         return merged
 
     def _add(self, pair: _Pair, weight: np.ndarray) -> np.ndarray:
-        # PEFT holds adapters in float32 whatever the file's dtype (autocast_adapter_dtype).
+        # PEFT holds adapters in float32, whatever the file's dtype (autocast_adapter_dtype).
         a = self._read(pair.a).astype(np.float32)
         b = self._read(pair.b).astype(np.float32)
         delta = a.T @ b.T if pair.transposed else b @ a
         delta *= np.float32(pair.scaling)
         if pair.embedding:
-            # PEFT rounds an embedding's delta before adding it, and a linear layer's not.
+            # PEFT rounds an embedding's delta before adding it, but not a linear layer's.
             delta = delta.astype(weight.dtype)
         return np.add(weight, delta, dtype=np.float32).astype(weight.dtype)
 
@@ -171,7 +171,7 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """What `adapter_config.json` says about merging."""
+    """The settings of `adapter_config.json` that concern merging."""
 
     r: int
     alpha: float
@@ -230,7 +230,7 @@ def _match(
     tensors: frozenset[str],
     faults: list[str],
 ) -> dict[str, _Change]:
-    """One change for each base tensor that the adapter's tensors speak of; faults are appended."""
+    """One change for each base tensor that the adapter's tensors name; appends to `faults`."""
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in header.items():
         found = _NAME.fullmatch(name)
@@ -292,7 +292,7 @@ def _read_pair(
 
 
 def _find(name: str, tensors: frozenset[str]) -> str | None:
-    """The published name; checkpoints of a bare decoder lack the prefix that its wrapper adds."""
+    """The published name; checkpoints of a bare decoder lack the prefix of the wrapper."""
     if name in tensors:
         return name
     others = {prefix + name for prefix in _PREFIXES}
@@ -373,7 +373,7 @@ def _read_settings(config: Mapping[str, Any], where: str) -> _Settings:
 
 @lru_cache(2 * _MOST_PATTERNS)
 def _suffix(pattern: str) -> re.Pattern[str]:
-    """PEFT's reading of a pattern: a regex for a whole module name or for its last parts."""
+    """Compile a pattern as PEFT reads it: a regex for a whole module name or for its last parts."""
     return re.compile(rf"(.*\.)?({pattern})$")
 
 

@@ -1,15 +1,15 @@
-"""Sparse autoencoders: what one computes of a row of activations, and how published ones lie on a
-disk. No jax.
+"""Sparse autoencoders: how one encodes a row of activations, and the file formats of published
+ones. No jax.
 
-The arithmetic is SAELens' `encode`, written for either of numpy and jax.numpy: the device runs it
-in the compiled step, `spile check` on what HF transformers computed.
+The arithmetic is SAELens' `encode`, written for both numpy and jax.numpy: the device runs it in the
+compiled step, and `spile check` runs it on the activations of HF transformers.
 
     cfg.json, sae_weights.safetensors      SAELens, of any version
     params.npz                             Gemma Scope: jumprelu
     params.safetensors, config.json        Gemma Scope 2: the same
 
-A key of cfg.json that is neither read nor known to leave the latents as they are is refused: to
-ignore it might mean other latents than the encoder's.
+A key of cfg.json that is neither read nor known to leave the latents unchanged is refused: ignoring
+it might give latents other than the encoder's.
 """
 
 import math
@@ -33,7 +33,7 @@ from spile.core.tensors import as_bytes
 from spile.models.files.safetensors import read_header, read_tensor
 from spile.objects.paths import AnyPath, files_below, path_of, read_json, size_of
 
-# What each kind of encoder is made of; a letter is an axis: width, latents.
+# The tensors of each kind of encoder; a letter is an axis: width, latents.
 _TENSORS: dict[str, dict[str, str]] = {
     "standard": {"W_enc": "wl", "b_enc": "l"},
     "topk": {"W_enc": "wl", "b_enc": "l"},
@@ -43,24 +43,24 @@ _TENSORS: dict[str, dict[str, str]] = {
 ARCHITECTURES = tuple(_TENSORS)
 NORMALIZATIONS = ("none", "layer_norm", "constant_norm_rescale")
 AT_ONCE = 1 << 26  # latents held on a device, in float32: 256 MiB
-_KEPT = 64  # latents of a row, where the encoder has no k of its own
+_KEPT = 64  # latents per row, if the encoder has no k of its own
 _LAYER_NORM_EPS = 1e-5
 
-Arrays = Mapping[str, Any]  # of numpy or of jax, by name
+Arrays = Mapping[str, Any]  # numpy or jax arrays, by name
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 _NPZ, _PARAMS, _PARAMS_CONFIG = "params.npz", "params.safetensors", "config.json"
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _MOST = 1 << 24  # latents
-_DEFLATED = 1032  # bytes that one may become, at most
+_DEFLATED = 1032  # uncompressed bytes per deflated byte, at most
 
-# Of cfg.json: where, on what and how it was trained. None of it changes what it computes.
+# Keys of cfg.json about the training. None of them changes the latents.
 _IGNORED = frozenset((
     "dtype", "device", "metadata", "model_name", "model_class_name", "hook_layer", "context_size",
     "model_from_pretrained_kwargs", "prepend_bos", "exclude_special_tokens", "neuronpedia_id",
     "seqpos_slice", "dataset_path", "dataset_trust_remote_code", "sae_lens_version",
     "sae_lens_training_version", "hf_hook_name", "finetuning_scaling_factor",
-    # (these of the decoder, and of training)
+    # (these belong to the decoder and to training)
     "l1_coefficient", "lp_norm", "l1_warm_up_steps", "use_ghost_grads", "noise_scale",
     "normalize_sae_decoder", "decoder_orthogonal_init", "decoder_heuristic_init",
     "decoder_heuristic_init_norm", "decoder_init_norm", "init_encoder_as_decoder_transpose",
@@ -73,22 +73,22 @@ _IGNORED = frozenset((
 
 @dataclass(frozen=True, kw_only=True)
 class Sae:
-    """A published encoder: what it is made of, and where it lies."""
+    """A published encoder: its settings, and its files."""
 
     directory: AnyPath
     file: AnyPath  # its tensors
     architecture: str
-    width: int  # values of a row it reads
+    width: int  # values in a row that it reads
     latents: int
-    k: int | None = None  # latents that are active at once, where that is a number
+    k: int | None = None  # active latents per row, if that number is fixed
     normalize: str = "none"
-    subtracts: bool = True  # the decoder's bias, from what it reads
-    rescales: bool = False  # latents, by the length of their decoder's rows
-    hook: str | None = None  # where it was trained to be used, as TransformerLens calls it
-    raw: bool = False  # as Gemma Scope publishes it
+    subtracts: bool = True  # whether it subtracts the decoder's bias from its input
+    rescales: bool = False  # whether it scales latents by the norms of their decoder rows
+    hook: str | None = None  # TransformerLens name of the hook it was trained on
+    raw: bool = False  # in Gemma Scope's own format
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that are read, and the shape of each."""
+        """The tensors to read, and the shape of each."""
         sizes = {"w": self.width, "l": self.latents}
         axes = dict(_TENSORS[self.architecture])
         if self.subtracts:
@@ -98,21 +98,21 @@ class Sae:
         return {name: tuple(sizes[axis] for axis in each) for name, each in axes.items()}
 
     def arithmetic(self) -> dict[str, Any]:
-        """All that its latents depend on beside the tensors."""
+        """The settings, beside the tensors, that its latents depend on."""
         names = ("architecture", "width", "latents", "k", "normalize", "subtracts", "rescales")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class SparseEncoder:
-    """An encoder, and how many latents of a row are kept."""
+    """An encoder, and the number of latents kept per row."""
 
     sae: Sae
     kept: int
 
     @classmethod
     def of(cls, sae: Sae, asked: int | None) -> "SparseEncoder":
-        """`asked`: for so many; never more than can be active."""
+        """`asked`: the number to keep; capped at the number that can be active."""
         return cls(sae, min(asked or sae.k or _KEPT, sae.k or sae.latents))
 
     @property
@@ -123,13 +123,13 @@ class SparseEncoder:
 def activations(
     sae: Sae, arrays: Arrays, rows: Any, xp: Any, product: Callable[[Any, Any], Any]
 ) -> Any:
-    """[..., latents] of [..., width] in float32; of a `topk` encoder before the choice of k.
+    """Compute [..., latents] from [..., width] in float32; for `topk` before the choice of k.
 
-    What is not finite in a row is not finite in any latent that might depend on it.
+    A nonfinite value in a row makes every latent that may depend on it nonfinite.
 
     Args:
-        xp: numpy or jax.numpy, whichever the arrays are of.
-        product: of two matrices, in float32.
+        xp: numpy or jax.numpy, matching the arrays.
+        product: multiplies two matrices, in float32.
     """
     if sae.normalize == "layer_norm":
         rows = rows - rows.mean(axis=-1, keepdims=True)
@@ -150,7 +150,7 @@ def activations(
     active = xp.maximum(found, 0.0)
     if sae.architecture != "jumprelu":
         return active
-    # (What is not above, not what is: NaN must not become zero.)
+    # (Tests `<=` and not `>`, so that NaN does not become zero.)
     return xp.where(found <= arrays["threshold"], 0.0, active)
 
 
@@ -158,12 +158,12 @@ def activations(
 
 
 def is_sae(folder: AnyPath) -> bool:
-    """Whether a directory holds an encoder, and not directories of them."""
+    """Whether a directory holds an encoder itself, and not directories of encoders."""
     return any((folder / name).is_file() for name in (CONFIG, _NPZ, _PARAMS))
 
 
 def open_sae(where: str) -> Sae:
-    """An encoder by its directory or URL, its settings and its tensors' shapes checked."""
+    """Open an encoder by its directory or URL; check its settings and its tensors' shapes."""
     folder = path_of(where)
     if (folder / CONFIG).is_file():
         sae = _saelens(folder)
@@ -179,13 +179,13 @@ def open_sae(where: str) -> Sae:
 
 
 def identity(sae: Sae) -> str:
-    """What an encoder is, whatever its name: its arithmetic, and its tensors by sampled blocks."""
+    """An encoder's identity, without its name: its arithmetic and sampled blocks of its tensors."""
     digest = xxhash.xxh3_128_hexdigest(canonical_json(sae.arithmetic()))
     return f"{sae.architecture} {sae.latents} {digest}-{sampled_digest(sae.file)}"
 
 
 def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """What `activations` needs, in float32, and the full hash of every tensor it is made of."""
+    """Load the float32 arrays for `activations`, and the full hash of every tensor."""
     arrays: dict[str, np.ndarray] = {}
     digests: dict[str, str] = {}
     read = _npz_arrays if sae.file.name == _NPZ else _safetensors_arrays
@@ -208,7 +208,7 @@ def _saelens(folder: AnyPath) -> Sae:
     given: Json = config.take("activation_fn_kwargs", None) or {}
     if not isinstance(given, dict):
         config.refuse("activation_fn_kwargs", given, "an object")
-    # Before version 6, that was how SAELens said it.
+    # How SAELens before version 6 says it.
     if activation == "topk":
         architecture, k = "topk", given.get("k")
     if architecture not in ARCHITECTURES:
@@ -251,7 +251,7 @@ def _saelens(folder: AnyPath) -> Sae:
 
 
 class _Config:
-    """A cfg.json, of which is noted what was read."""
+    """A cfg.json that records which keys were read."""
 
     def __init__(self, path: str, values: Mapping[str, Any]) -> None:
         self.path, self.values, self._read = path, values, set[str]()
@@ -299,7 +299,7 @@ def _gemma_scope(folder: AnyPath) -> Sae:
 
 
 def _check_tensors(sae: Sae) -> None:
-    """All faults of the tensors that are needed; others (of the decoder) may be there."""
+    """Raise with all faults of the needed tensors; others (of the decoder) may be present."""
     found = _shapes(sae.file, sae.directory)
     faults = [f"no {name}" for name in sae.tensors() if name not in found]
     faults += [
@@ -340,10 +340,10 @@ def _opened_npz(file: AnyPath) -> Generator[zipfile.ZipFile, None, None]:
 
 
 def _npy_shape(archive: zipfile.ZipFile, entry: str, most: int) -> tuple[int, ...]:
-    """The shape of an array that its bytes can hold: so nothing is allocated by a stranger's word.
+    """Read an array's shape and check it against the bytes present, before anything is allocated.
 
     Args:
-        most: the bytes of the whole file.
+        most: bytes of the whole file.
     """
     with archive.open(entry) as stream:
         shape, dtype = read_npy_header(stream)
@@ -357,7 +357,7 @@ def _npy_shape(archive: zipfile.ZipFile, entry: str, most: int) -> tuple[int, ..
 
 
 def _named(name: str) -> str:
-    """Gemma Scope 2 writes its matrices small."""
+    """Our name of a tensor; Gemma Scope 2 writes matrices in lower case."""
     return "W_" + name[2:] if name.startswith("w_") else name
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a published safetensors file, wherever it lies. No jax."""
+"""Read tensors of a published safetensors file, local or remote. No jax."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from spile.objects.paths import AnyPath, files_below, size_of
 
 
 def read_header(file: AnyPath, folder: AnyPath) -> dict[str, TensorInfo]:
-    """What a file of a folder holds, from its first bytes.
+    """Read the header of a file in a folder.
 
     Raises:
-        InputError: if there is no such file, or it is no safetensors file.
+        InputError: if there is no such file, or it is not a safetensors file.
     """
     if not file.is_file():
         pickled = any(path.name.endswith(".bin") for path in files_below(folder))
@@ -32,14 +32,14 @@ def read_header(file: AnyPath, folder: AnyPath) -> dict[str, TensorInfo]:
 
 
 def read_tensor(file: AnyPath, info: TensorInfo, used: slice = slice(None)) -> np.ndarray:
-    """One tensor: of a local file a memory map, of any other what is fetched of it.
+    """Read one tensor: memory-mapped from a local file, fetched from any other.
 
     Args:
-        used: the bytes of it that will be looked at; whether others are there is left open.
+        used: the bytes that will be read; the others may be undefined.
     """
     if isinstance(file, Path):
         return map_tensor(file, info)
-    tensor = np.empty(info.shape, info.dtype)  # takes memory only where it is written to
+    tensor = np.empty(info.shape, info.dtype)  # uses memory only where it is written
     start, stop, _ = used.indices(tensor.nbytes)
     file.read_into(info.start + start, as_bytes(tensor)[start:stop])
     return tensor

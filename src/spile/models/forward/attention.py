@@ -1,8 +1,8 @@
 """Causal attention that never crosses a document: several implementations, one signature.
 
-A token is told by its segment (which context of the row it belongs to; 0 is padding) and its
-position within it. A token sees those of its own segment that come before it, and itself; where
-there is a window, only the nearest of them.
+A token is identified by its segment (its context within the row; 0 is padding) and its position in
+the segment. A token sees itself and the earlier tokens of its segment; with a window, only the
+nearest of them.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -38,14 +38,14 @@ class Scoring:
 
 Sinks = Float[Array, " heads"] | None
 Attend = Callable[[Queries, Keys, Keys, Scoring, Sinks], Queries]
-# Given the places of a batch's tokens, once; what it returns is used by every layer.
+# Called once with the places of a batch's tokens; every layer uses the function it returns.
 Attention = Callable[[Places, Places], Attend]
 
-_HIDDEN = -1e30  # finite, so that padding, which may see nothing, gives no NaN
+_HIDDEN = -1e30  # finite, so that padding, which sees no key, gives no NaN
 
 
 def masked(segments: Places, positions: Places) -> Attend:
-    """The definition: every pair is scored, and the invisible ones are masked."""
+    """The definition: score every pair, and mask the invisible ones."""
 
     def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
         return mixed(pattern(q, k, segments, positions, scoring, sinks), v)
@@ -61,7 +61,7 @@ def pattern(
     scoring: Scoring,
     sinks: Sinks = None,
 ) -> Weights:
-    """The attention weights, in float32; they add up to less than one where there are sinks."""
+    """The attention weights, in float32; with sinks they sum to less than one."""
     order = jnp.arange(q.shape[1])
     earlier = order[:, None] >= order[None, :]
     visible = (segments[:, :, None] == segments[:, None, :]) & earlier[None]
@@ -80,7 +80,7 @@ def pattern(
 
 
 def mixed(weights: Weights, v: Keys) -> Queries:
-    """Values mixed by the weights."""
+    """Mix values by the weights."""
     rows, heads, queries, keys = weights.shape
     grouped = weights.astype(v.dtype).reshape(rows, v.shape[2], -1, queries, keys)
     out = jnp.einsum("rhgqk,rkhd->rqhgd", grouped, v)
@@ -88,7 +88,7 @@ def mixed(weights: Weights, v: Keys) -> Queries:
 
 
 def blocked(segments: Places, positions: Places, block: int = 128) -> Attend:
-    """Work in proportion to the documents' lengths, for processors without a fused kernel."""
+    """Attention with work proportional to document lengths, for devices without a fused kernel."""
     return partial(_blocked, segments, positions, min(block, segments.size))
 
 
@@ -102,8 +102,8 @@ def _blocked(
     scoring: Scoring,
     sinks: Sinks = None,
 ) -> Queries:
-    """All rows are laid end to end. A block of queries looks back only as far as the start of its
-    earliest context, or its window; since shapes are fixed, that distance is rounded up to one
+    """Attend over all rows, concatenated. A block of queries looks back only as far as the start of
+    its earliest context, or its window; since shapes are fixed, that distance is rounded up to one
     of a few widths, each compiled once.
     """
     rows, seq, heads, dim = q.shape
@@ -119,7 +119,7 @@ def _blocked(
 
     place = jnp.arange(count * block)
     start = place - flat(positions)
-    # Segments are numbered within a row; a context's first token tells those of all rows apart.
+    # Segments are numbered within a row; a context's first token is unique over all rows.
     context = jnp.where(flat(segments) > 0, start, -1)
     first = start if scoring.window is None else jnp.maximum(start, place - scoring.window + 1)
     earliest = jnp.min(jnp.where(context >= 0, first, total).reshape(count, block), axis=1)
@@ -187,14 +187,14 @@ def attention_by_heads(
 ) -> Attend:
     """Attention on a mesh: each device attends for its rows and its heads.
 
-    The compiler could not cut this up by itself: a kernel is opaque to it.
+    The compiler could not partition this by itself: a kernel is opaque to it.
     """
     along = shards.model_axis("heads")
     heads, places = P(ROWS, None, along), P(ROWS)
     repeat = along is not None and shards.model_axis("kv_heads") is None
 
     def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
-        if repeat:  # fewer keys than devices: each takes copies of those its queries need
+        if repeat:  # fewer keys than devices: each takes copies of those that its queries need
             group = q.shape[2] // k.shape[2]
             k, v = (jnp.repeat(array, group, axis=2) for array in (k, v))
 

@@ -1,11 +1,11 @@
-"""The one decoder: embeds, runs the blocks in a scan, and carries out what was tapped.
+"""The one decoder: embeds, runs the blocks in a scan, and returns the tapped values.
 
 Tapped values live in the scan's carry, one buffer per site, already in the stored dtype and
-already without the rows nobody asked for. A block that is not tapped at a site writes to the slot
+without the rows that nobody asked for. A block that is not tapped at a site writes to the slot
 of the site's next tapped block, which overwrites it later; only a site that ends above the
 deepest scanned block needs a slot to throw away.
 
-On a mesh a device holds some rows of the batch, and of the tapped values a run of all tokens.
+On a mesh, a device holds some rows of the batch, and one run of all tokens of the tapped values.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -47,7 +47,7 @@ _HEAD_VALUES = 1 << 28  # logits held at once, in float32: 1 GiB
 
 @dataclass(frozen=True)
 class _Run:
-    """What every block of one forward pass shares."""
+    """The state that every block of one forward pass shares."""
 
     arch: Arch
     tokens: Places
@@ -57,15 +57,15 @@ class _Run:
     angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
     attend: Attend
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
-    heads: dict[str, list[int]]  # site -> heads to keep of all its layers; others keep all
-    shards: Shards | None  # none: one device has everything
+    heads: dict[str, list[int]]  # site -> heads to keep in all its layers; absent sites keep all
+    shards: Shards | None  # None: one device has everything
     changes: Changes
 
     def by_rows(self, values: Array) -> Array:
         return self.shards.rows(values) if self.shards else values
 
     def flat(self, values: Array) -> Array:
-        """[rows, kept, ...] -> [rows x kept, ...]: as they are stored."""
+        """[rows, kept, ...] -> [rows x kept, ...], as stored."""
         end_to_end = values.reshape(-1, *values.shape[2:])
         return self.shards.runs(end_to_end) if self.shards else end_to_end
 
@@ -79,7 +79,7 @@ class _Run:
         return values[:, :, np.array(self.heads[site])] if site in self.heads else values
 
     def of_tap(self, tap: Tap, values: Array) -> Array:
-        """[rows x kept, heads, ...] -> the heads that this tap wants, of those that were kept."""
+        """[rows x kept, heads, ...] -> the heads of this tap, from those that were kept."""
         if not tap.heads:
             return values
         there = self.heads.get(tap.site) or range(self.arch.num_heads)
@@ -108,10 +108,10 @@ def forward(
     shards: Shards | None = None,
     splice: Changes | None = None,
 ) -> dict[str, Array]:
-    """Run the model as deep as the deepest tap; every tap's values [rows x kept, ...], by name.
+    """Run the model down to the deepest tap; return each tap's values [rows x kept, ...], by name.
 
-    `columns` are the places within each row to keep (all of them if it is not given). Where the
-    model is spliced, it goes on with the changed values, and those are the tap's.
+    `columns` are the positions within each row to keep (all of them if it is not given). Where the
+    model is spliced, it continues with the changed values, and the tap holds those.
     """
     frequencies = [rope.frequencies(arch.head_dim, arch.rope_positions) for rope in arch.ropes]
     attend = (
@@ -135,7 +135,7 @@ def forward(
         x = x + params.outer["positions"][positions]
     x = in_block(run.changes, 0)("resid_pre", x)
     dtypes = {tap.site: jnp.dtype(tap.dtype(store_dtype)) for tap in taps}
-    dtypes["resid_post"] = jnp.dtype(store_dtype)  # where `resid_pre` is met
+    dtypes["resid_post"] = jnp.dtype(store_dtype)  # `resid_pre` is read there
     outer = {"embed": embedded, "resid_pre": x}
     out = {
         tap.name: run.flat(run.kept(outer[tap.site])).astype(dtypes[tap.site])
@@ -162,12 +162,12 @@ def needs_whole_block(taps: tuple[Tap, ...], depth: int) -> bool:
 
 
 def _computed_as(tap: Tap) -> Tap:
-    """Where a tap's value is met: the stream entering a block is what the one before it left."""
+    """The tap that computes a tap's value: a block's input is the output of the one before it."""
     return Tap("resid_post", tap.layer - 1) if tap.site == "resid_pre" and tap.layer else tap
 
 
 def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
-    """The layers to keep of each site, ascending; a site without layers has none."""
+    """The layers to keep for each site, ascending; empty for a site without layers."""
     wanted: dict[str, set[int]] = {}
     for tap in map(_computed_as, taps):
         layers = wanted.setdefault(tap.site, set())
@@ -177,7 +177,7 @@ def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
 
 
 def _heads_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
-    """The heads to keep of each site where no tap wants them all."""
+    """The heads to keep for each site, except sites with a tap that wants all."""
     heads: dict[str, set[int]] = {}
     for tap in taps:
         heads.setdefault(tap.site, set()).update(tap.heads)
@@ -189,7 +189,7 @@ def _run_blocks(
     params: Params, x: Hidden, run: _Run, schedule: LayerSchedule, dtypes: dict[str, jnp.dtype]
 ) -> tuple[Hidden, Values]:
     sites = {site: layers for site, layers in run.wanted.items() if layers}
-    # slots[site][layer]: where that block's value goes (see the module's first lines)
+    # slots[site][layer]: where that block's value goes (see the module docstring)
     slots = {s: np.searchsorted(layers, np.arange(schedule.scanned)) for s, layers in sites.items()}
     cast = {site: dtypes[site] for site in sites}
 
@@ -238,7 +238,7 @@ def _run_blocks(
 
 
 def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
-    """One block: the stream that leaves it, and what can be tapped inside."""
+    """Run one block; return the stream that leaves it, and the values that can be tapped inside."""
     arch, block = run.arch, run.used(block)
     normed = partial(_normed, block=block, arch=arch)
     attn_in = at("attn_in", normed(x, "attn_norm"))
@@ -258,7 +258,7 @@ def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hi
 def _normed(
     x: Float[Array, "rows seq *heads width"], name: str, *, block: Block, arch: Arch
 ) -> Float[Array, "rows seq *heads width"]:
-    """Through a norm of the block, if it has that one."""
+    """Apply a norm of the block, if it has that one."""
     if name not in block:
         return x
     return norm(x, block[name], block.get(f"{name}_bias"), arch.norm, arch.norm_eps)
@@ -300,7 +300,7 @@ def _head_norm(x: Heads, block: Block, name: str, arch: Arch) -> Heads:
 def _from_context_start(
     weights: Float[Array, "rows heads seq keys"], positions: Places
 ) -> Float[Array, "rows seq heads keys"]:
-    """Keys by their position in the query's own context, so that packing does not show."""
+    """Index keys by their position in the query's own context, so that packing does not show."""
     seq = weights.shape[-1]
     starts = jnp.arange(seq)[None, :] - positions
     places = (starts[:, :, None] + jnp.arange(seq)[None, None, :])[:, None]
@@ -324,7 +324,7 @@ def _mlp(x: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
 
 
 def _after_blocks(params: Params, x: Hidden, run: _Run) -> Values:
-    """The final norm, and the head on the kept rows alone, a slice at a time: logits are large."""
+    """Apply the final norm, and the head to the kept rows only, in slices: logits are large."""
     outer, arch, wanted = params.outer, run.arch, run.wanted
     normed = _normed(run.kept(x), "final_norm", block=outer, arch=arch)
     out = {"final_norm": normed} if "final_norm" in wanted else {}

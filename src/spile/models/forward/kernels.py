@@ -52,7 +52,7 @@ def for_platform(
     contexts: int,
     wanted: str = "auto",
 ) -> Attention:
-    """The implementation for the platform on which the step will run.
+    """Choose the implementation for the platform of the step.
 
     Args:
         contexts: the most contexts in a row, for kernels that need a fixed number.
@@ -162,8 +162,8 @@ def _without_tuning_advice() -> Generator[None, None, None]:
 
 
 def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
-    """cuDNN's packed attention. Padding is one more context, so that all of it is written."""
-    del positions  # they follow from where contexts begin
+    """cuDNN's packed attention. Padding is one more context, so that all outputs are written."""
+    del positions  # implied by where contexts begin
     kernel: Any = importlib.import_module(_CUDNN)
     rows, seq = segments.shape
     before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
@@ -192,7 +192,7 @@ def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
 
 
 def splash(segments: Places, positions: Places, *, interpret: bool = False) -> Attend:
-    """TPU's splash attention: blocks of which no pair is visible are skipped."""
+    """TPU's splash attention, which skips blocks without a visible pair."""
     del positions
     kernel: Any = importlib.import_module(
         "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel"

@@ -1,7 +1,7 @@
 """Mixture of experts, dropless: every token reaches every expert it chose.
 
-Tokens are sorted by expert, and each expert multiplies its own run of them. The work is that of
-the chosen experts, and no token is ever left out for lack of room.
+Tokens are sorted by expert, and each expert multiplies its own run of them. Only the chosen experts
+cost work, and no token is dropped for lack of room.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -33,7 +33,7 @@ def route(
 ) -> tuple[
     Float[Array, "*tokens experts"], Float[Array, "*tokens chosen"], Int[Array, "*tokens chosen"]
 ]:
-    """All scores, and the weights and numbers of the chosen experts, largest first."""
+    """Return all scores, and the weights and ids of the chosen experts, largest first."""
     logits = linear(x, block["w_router"], block.get("b_router"))
     wide = logits.astype(jnp.float32)
     if experts.normalised:
@@ -54,10 +54,10 @@ def mix(
     first: Int[Array, ""] | int = 0,
     adds: Bool[Array, ""] | bool = True,
 ) -> Float[Array, "rows seq width"]:
-    """The chosen experts' outputs, weighted and added.
+    """Return the weighted sum of the chosen experts' outputs.
 
-    Where the block holds some of the experts only, `first` is the number of the first of them;
-    the others add nothing. `adds`: whether the last bias is added here.
+    If the block holds only some of the experts, `first` is the id of the first of them; the
+    others add nothing. `adds`: whether the last bias is added here.
     """
     assert arch.experts
     flat = x.reshape(-1, x.shape[-1])
@@ -95,7 +95,7 @@ def mixed_experts(
 ) -> jax.Array:
     """`mix` on a mesh: each device runs its experts, or its part of every expert.
 
-    The results are added. The compiler could not cut this up by itself, as experts are chosen
+    The results are added. The compiler could not partition this by itself, as experts are chosen
     token by token.
     """
     names = [name for name in block if name[:2] in ("w_", "b_") and not name.endswith("router")]
@@ -106,7 +106,7 @@ def mixed_experts(
         held: Mapping[str, Any] = dict(zip(names, arrays, strict=True))
         part = jax.lax.axis_index("model")
         first = part * len(held["w_up"]) if shards.model_axis("experts") else 0
-        # A bias that all devices hold whole is added by one of them.
+        # One device adds a bias that all devices hold whole.
         adds = part == 0 if cut and not shards.model_axis("experts") else True
         out = mix(x, weights, ids, dict(held), arch, first=first, adds=adds)
         return jax.lax.psum(out, "model") if cut else out
@@ -163,11 +163,12 @@ def _mosaic(
 def _tiled(
     x: Float[Array, "tokens in"], w: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
 ) -> Float[Array, "tokens out"]:
-    """Each expert's run of tokens is cut into tiles; tiles of one size are one batched product.
+    """Cut each expert's run of tokens into tiles, and multiply them in batched products.
 
-    A tile holds tokens of one expert only, so the last of a run is padded. Their number does not
-    depend on the routing: one more for each expert than the tokens fill. A tile is at most a
-    quarter of a mean run (but for very few tokens), so that this adds at most a quarter.
+    A tile holds tokens of one expert only, so the last tile of a run is padded. The number of tiles
+    does not depend on the routing: it is the number that the tokens fill, plus one for each expert.
+    A tile is at most a quarter of a mean run (except for very few tokens), so this adds at most a
+    quarter.
     """
     count, experts = len(x), len(w)
     tile = min(1024, max(8, 1 << (max(1, count // (4 * experts)).bit_length() - 1)))
@@ -176,13 +177,13 @@ def _tiled(
     chunk = min(chunk, tiles)
     tiles = -(-tiles // chunk) * chunk
 
-    ends = jnp.cumsum(-(-sizes // tile))  # tiles of all experts up to each
+    ends = jnp.cumsum(-(-sizes // tile))  # cumulative number of tiles, by expert
     owner = jnp.minimum(jnp.searchsorted(ends, jnp.arange(tiles), side="right"), experts - 1)
     within = jnp.arange(tiles) - (ends - -(-sizes // tile))[owner]
     first = (jnp.cumsum(sizes) - sizes)[owner] + within * tile
     places = first[:, None] + jnp.arange(tile)[None, :]
     limit = jnp.where(jnp.arange(tiles) < ends[-1], jnp.cumsum(sizes)[owner], 0)
-    places = jnp.where(places < limit[:, None], places, count)  # `count`: nowhere
+    places = jnp.where(places < limit[:, None], places, count)  # `count`: padding
 
     def multiply(part: tuple[Array, Array]) -> Array:
         places, owner = part

@@ -23,10 +23,10 @@ _ACTIVATIONS = {
     "quick_gelu": lambda x: x * jax.nn.sigmoid(x * jnp.asarray(1.702, x.dtype)),
     "relu": jax.nn.relu,
 }
-# On a CPU, XLA adds up 512 float32 terms one after the other, torch 384: after one large term,
-# as the first token of a context has, every further one rounds at that term's size. Runs of at
-# most so many, added at the end, are as near to float64 as torch's (docs/exactness.md has what
-# other lengths cost and give).
+# On a CPU, XLA adds up 512 float32 terms one after the other, torch 384. After one large term, such
+# as the first token of a context has, every further term rounds at that term's size. Summing runs
+# of at most this many terms, and adding the sums at the end, is as close to float64 as torch is
+# (docs/exactness.md has the cost and the error of other lengths).
 _RUN = 384
 
 
@@ -90,7 +90,7 @@ def rotate(
     cos: Float[Array, "rows seq 1 half"],
     sin: Float[Array, "rows seq 1 half"],
 ) -> Float[Array, "rows seq heads dim"]:
-    """Rotate the pairs (i, i + half), as HF does; dimensions beyond them stay."""
+    """Rotate the pairs (i, i + half), as HF does; other dimensions stay unchanged."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
@@ -103,7 +103,7 @@ def activate(
     name: str,
     limit: float | None,
 ) -> Float[Array, "*tokens mlp"]:
-    """What the MLP's inner layer gives: gated where there is a gate."""
+    """The output of the MLP's inner layer, gated if there is a gate."""
     if gate is None:
         return _ACTIVATIONS[name](up)
     if limit is not None:
@@ -121,5 +121,5 @@ def softcap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
 
 
 def _per_channel(values: Float[Array, " width"], like: Array) -> Array:
-    """Shaped to broadcast over tokens; said aloud, because ranks are never promoted silently."""
+    """Reshape to broadcast over tokens; explicit, because implicit rank promotion is forbidden."""
     return jnp.expand_dims(values, tuple(range(like.ndim - 1)))

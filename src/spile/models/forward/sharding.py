@@ -1,8 +1,8 @@
-"""The mesh of devices: where a batch's rows, the weights and the stored rows lie on it.
+"""The mesh of devices: how a batch's rows, the weights and the stored rows are laid out on it.
 
-Devices are ordered by process, so that a part of the model that is cut up stays within a host as
-long as it can, and so that each process holds one run of a step's stored rows, whatever the mesh.
-(`mesh_utils.create_device_mesh` orders them by the torus instead, and tears both apart.)
+Devices are ordered by process. So the parts of a model stay within a host as far as possible, and
+each process holds one run of a step's stored rows, whatever the mesh.
+(`mesh_utils.create_device_mesh` orders them by the torus instead, which breaks both.)
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -22,7 +22,7 @@ from spile.models.layout import AXES, ROWS, Cuts, Layout
 
 P = PartitionSpec
 
-_MOVED = 256 << 20  # bytes at a time
+_MOVED = 256 << 20  # bytes moved at a time
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
@@ -33,7 +33,7 @@ def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
 
 @dataclass(frozen=True)
 class Shards:
-    """What lies where, for one model on one mesh."""
+    """The layout of one model's arrays on one mesh."""
 
     mesh: Mesh
     cuts: Cuts
@@ -44,21 +44,21 @@ class Shards:
         return self.cuts.layout
 
     def kept(self, name: str, *, stacked: bool = False) -> NamedSharding:
-        """Where an array of the model lies; `stacked`: with a leading axis of blocks."""
+        """The sharding of a model's array; `stacked`: with a leading axis of blocks."""
         along = self.cuts.along(self.axes[name])
         return self._named(*[None] * stacked, *along)
 
     def used(self, name: str, array: jax.Array) -> jax.Array:
-        """An array as a block uses it: what is cut along `fsdp` is gathered, here and now."""
+        """Lay an array out as a block uses it: gather here what is cut along `fsdp`."""
         along = self.cuts.along(self.axes[name], gathered=True)
         return jax.lax.with_sharding_constraint(array, self._named(*along))
 
     def rows(self, array: jax.Array) -> jax.Array:
-        """[rows, ...], by rows."""
+        """Lay out [rows, ...] by rows."""
         return jax.lax.with_sharding_constraint(array, self._named(ROWS))
 
     def runs(self, array: jax.Array, *, lead: int = 0) -> jax.Array:
-        """[..., tokens, ...]: each device has a run of them, in the devices' order."""
+        """Lay out [..., tokens, ...] so that each device has a run of them, in device order."""
         return jax.lax.with_sharding_constraint(array, self._named(*[None] * lead, AXES))
 
     @property
@@ -75,13 +75,13 @@ class Shards:
     def each(
         self, function: Callable[..., Any], specs: Sequence[PartitionSpec], out: PartitionSpec
     ) -> Callable[..., Any]:
-        """A function that every device applies to what it holds."""
+        """Return a function that every device applies to its own part."""
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=tuple(specs), out_specs=out, check_vma=False
         )
 
     def model_axis(self, logical: str) -> str | None:
-        """`model` where this logical axis is cut along it."""
+        """`model` if this logical axis is cut along it."""
         return self.cuts.cut.get(logical)
 
     def _named(self, *spec: Any) -> NamedSharding:
@@ -89,20 +89,20 @@ class Shards:
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has, as one of all: each device is given its part."""
+    """Make a global array from one that every process has; each device gets its part."""
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
 
 def local_runs(array: jax.Array) -> list[np.ndarray]:
-    """What this process's devices hold of an array cut along its first axis, in order."""
+    """The parts of an array, cut along its first axis, on this process's devices, in order."""
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return [np.asarray(shard.data) for shard in shards]
 
 
 def moved(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The same array laid out otherwise, on the same or on other devices.
+    """The same array in another layout, on the same or on other devices.
 
-    A large one goes piece by piece, so that beside the two copies only a piece is ever held.
+    A large array is moved piece by piece: memory holds only one piece beside the two copies.
     """
     pieces = min(len(array), -(-array.nbytes // _MOVED)) if array.ndim else 1
     if pieces <= 1:

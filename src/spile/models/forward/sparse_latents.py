@@ -1,4 +1,4 @@
-"""A sparse autoencoder on the device: of each row the latents that are largest."""
+"""A sparse autoencoder on the device: the largest latents of each row."""
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
@@ -15,22 +15,22 @@ from spile.models.files.sae import AT_ONCE, Arrays, SparseEncoder, activations
 
 
 class TopLatents(NamedTuple):
-    """Latents of rows, the largest first; of equals, the one of the lower number."""
+    """Latents of rows, largest first; ties go to the lower id."""
 
-    values: Float[Array, "rows kept"]  # zero where fewer are active
-    ids: Int[Array, "rows kept"]  # those of a row differ, whether they are active or not
+    values: Float[Array, "rows kept"]  # zero if fewer are active
+    ids: Int[Array, "rows kept"]  # distinct within a row, whether active or not
     beyond: Bool[Array, " rows"]  # whether more were active
 
 
 def device_arrays(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """As a device keeps them: the matrix as the model's are, all else in float32."""
+    """Cast arrays as a device keeps them: the matrix in the model's dtype, the rest in float32."""
     return {n: a.astype(jnp.dtype(dtype)) if n == "W_enc" else a for n, a in arrays.items()}
 
 
 def top_latents(
     arrays: Arrays, rows: Shaped[Array, "rows ..."], *, encoder: SparseEncoder
 ) -> TopLatents:
-    """Of rows in any float dtype, a part of them at a time: all latents of all are too many."""
+    """Encode rows of any float dtype, some at a time: the latents of all rows are too many."""
     sae = encoder.sae
     product = partial(jnp.dot, preferred_element_type=jnp.float32)
 

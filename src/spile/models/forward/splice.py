@@ -1,7 +1,7 @@
-"""Changes of a tap's values before the model goes on: replaced, added to, patched in places.
+"""Changes of a tap's values before the model continues: replace, add, patch some positions.
 
 A change is a function of the values [rows, seq, ...]. Arrays that it needs go with it in a
-`jax.tree_util.Partial`, so that others of their shape need no new program.
+`jax.tree_util.Partial`, so that other arrays of the same shape need no new program.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -19,7 +19,7 @@ from spile.models.taps import Tap
 
 Change = Callable[[Array], Array]
 Changes = Mapping[Tap, Change]
-At = Callable[[str, Array], Array]  # a site and its values -> what the model goes on with
+At = Callable[[str, Array], Array]  # a site and its values -> the values to continue with
 
 SPLICED = (
     "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in",
@@ -28,17 +28,17 @@ SPLICED = (
 
 
 def replaced(values: Array) -> Change:
-    """By these: [rows, seq, ...], or what broadcasts to that."""
+    """Replace values by these: [rows, seq, ...], or an array that broadcasts to that."""
     return Partial(_replace, values)
 
 
 def added(values: Array) -> Change:
-    """Steering: a vector, or anything that broadcasts, is added."""
+    """Add a vector, or any array that broadcasts (steering)."""
     return Partial(_add, values)
 
 
 def only(where: Bool[Array, "rows seq"], change: Change) -> Change:
-    """The change at some tokens alone; all others keep their values."""
+    """Apply a change to some tokens only; all others keep their values."""
     return Partial(_only, where, change if isinstance(change, Partial) else Partial(change))
 
 
@@ -56,7 +56,7 @@ def _only(where: Array, change: Change, values: Array) -> Array:
 
 
 def in_block(changes: Changes, layer: int | None = None) -> At:
-    """Those of a block that is run by itself, or of no block."""
+    """The changes in a block that runs by itself, or outside the blocks."""
 
     def at(site: str, values: Array) -> Array:
         tap = Tap(site, layer)
@@ -66,7 +66,7 @@ def in_block(changes: Changes, layer: int | None = None) -> At:
 
 
 def in_scan(changes: Changes, place: int, schedule: LayerSchedule, cycle: Array | None) -> At:
-    """Those of the blocks at one place of a period, of which the one of `cycle` is run."""
+    """The changes in the blocks at one place of a period, of which block `cycle` is running."""
 
     def at(site: str, values: Array) -> Array:
         for tap, change in changes.items():

@@ -2,9 +2,9 @@
 
 Only the blocks that will run are read, checked and hashed.
 
-Every tensor's full hash is taken as it is read. The first worker of a dataset records them in the
-store, and every later one compares before its first commit, so that weights which changed under
-the same path cannot slip into half of a dataset.
+The full hash of every tensor is computed as it is read. The first worker of a dataset records the
+hashes in the store, and every later one compares before its first commit. So weights that changed
+under the same path cannot end up in half of a dataset.
 """
 
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
@@ -33,12 +33,12 @@ from spile.models.files.safetensors import read_tensor
 from spile.models.forward.sharding import Shards, moved
 
 _THREADS = 8
-_COPIED = 2 << 20  # bytes of a tensor that each thread has in memory at a time
+_COPIED = 2 << 20  # bytes of a tensor that each thread holds in memory at a time
 _HASHED = 2 << 20
 _ALIGNED = 64
 
 Index = tuple[slice, ...]
-# Arrays by name; jax puts placeholders in their stead while it looks at the tree.
+# Arrays by name; jax substitutes placeholders while it inspects the tree.
 Arrays = dict[str, Any]
 Block = Arrays  # of one block; inside `Params.cycle` each has a leading axis of cycles
 
@@ -46,10 +46,10 @@ Block = Arrays  # of one block; inside `Params.cycle` each has a leading axis of
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Params:
-    """The weights on the device; those after the blocks only where a tap asks for them.
+    """The weights on the device; those after the blocks only if a tap needs them.
 
     Blocks whose kinds repeat are scanned: `cycle` has one entry for each block of a period, its
-    arrays stacked over the repetitions. What does not fill a period is in `tail`, block by block.
+    arrays stacked over the repetitions. Blocks that do not fill a period are in `tail`, one by one.
     """
 
     outer: Arrays
@@ -59,7 +59,7 @@ class Params:
 
 @dataclass(frozen=True)
 class LayerSchedule:
-    """How the first `depth` blocks are run: `cycles` times a period, then the rest."""
+    """The order in which the first `depth` blocks run: `cycles` times a period, then the rest."""
 
     depth: int
     period: int
@@ -67,7 +67,7 @@ class LayerSchedule:
 
     @classmethod
     def of(cls, arch: Arch, depth: int, *, whole: bool) -> "LayerSchedule":
-        """Without `whole` the last block stands apart: what no tap needs of it is left out."""
+        """Without `whole`, the last block runs apart, and only as far as taps need it."""
         return cls(depth, arch.period, max(0, depth - (not whole)) // arch.period)
 
     @property
@@ -77,7 +77,7 @@ class LayerSchedule:
 
 @dataclass(frozen=True)
 class ShardBuffer:
-    """The part of an array that some device will hold, and where it lies in the whole."""
+    """The part of an array that a device will hold, and its place in the whole."""
 
     out: np.ndarray
     index: Index
@@ -92,11 +92,11 @@ def load_params(
     shards: Shards | None = None,
     hashed: tuple[int, int] = (0, 1),
 ) -> tuple[Params, dict[str, str]]:
-    """Read the blocks that are scheduled (and the head if asked for).
+    """Read the scheduled blocks (and the head if `head`).
 
     Args:
-        shards: where each array lies; of what lies elsewhere nothing is read.
-        hashed: this process's number, and how many share the work of hashing.
+        shards: the layout of each array; parts that lie elsewhere are not read.
+        hashed: this process's number, and the number of processes that share the hashing.
 
     Returns:
         The parameters, and a hash for each tensor of this process's share.
@@ -126,7 +126,7 @@ def load_params(
 
 
 def moved_params(params: Params, shards: Shards) -> Params:
-    """A loaded model laid out on another mesh, array by array."""
+    """Lay a loaded model out on another mesh, array by array."""
 
     def block(arrays: Block, *, stacked: bool) -> Block:
         return {n: moved(a, shards.kept(n, stacked=stacked)) for n, a in arrays.items()}
@@ -139,7 +139,7 @@ def moved_params(params: Params, shards: Shards) -> Params:
 
 
 class _Loading:
-    """Arrays of ours, out of a checkpoint's tensors."""
+    """Makes our arrays from a checkpoint's tensors."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _Loading:
         return self._array(spec.shape, spec.name, fill, stacked=False)
 
     def stacked(self, spec: ParamSpec, place: int) -> jax.Array:
-        """The arrays of every block at this place of a period."""
+        """The arrays of every block at this place of a period, stacked."""
         schedule = self._schedule
 
         def fill(parts: list[ShardBuffer]) -> None:
@@ -168,7 +168,7 @@ class _Loading:
                 those = [ShardBuffer(part.out[cycle], part.index[1:]) for part in parts]
                 self._fill(those, spec, cycle * schedule.period + place)
 
-            # Copying and hashing leave the interpreter alone; one core cannot keep up with a disk.
+            # Copying and hashing release the GIL; one core cannot keep up with a disk.
             with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(fill_one, range(schedule.cycles)))
 
@@ -182,7 +182,7 @@ class _Loading:
         stacked: bool,
     ) -> jax.Array:
         def parts(indices: Iterable[Index]) -> dict[str, ShardBuffer]:
-            """Devices that hold the same are given the same."""
+            """Devices that hold the same part share one buffer."""
             made = {str(i): i for i in indices}
             buffers = {
                 k: ShardBuffer(_buffer(_shape(shape, i), self._dtype), i) for k, i in made.items()
@@ -200,7 +200,7 @@ class _Loading:
         return jax.make_array_from_callback(shape, sharding, lambda index: found[str(index)].out)
 
     def _fill(self, parts: list[ShardBuffer], spec: ParamSpec, layer: int | None) -> None:
-        """Fill parts of one of our arrays; each tensor is read once for them all."""
+        """Fill parts of one of our arrays; each tensor is read once for all of them."""
         checkpoint = self._checkpoint
         source = checkpoint.source(spec.name)
         for number, name in enumerate(checkpoint.names(spec, layer)):
@@ -216,10 +216,10 @@ class _Loading:
                     _copy(taken, part.out, tensor)
 
     def _read(self, name: str, take: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
-        """A tensor, of which nothing is looked at but what is taken."""
+        """Read a tensor; bytes outside what `take` selects may be undefined."""
         checkpoint = self._checkpoint
         stored, adapter = checkpoint.stored(name), checkpoint.adapter
-        # Decoding and merging look at all of a tensor.
+        # Decoding and merging read all of a tensor.
         as_stored = len(stored) == 1 and not (adapter and name in adapter.targets)
         parts: list[np.ndarray] = []
         for each in stored:
@@ -227,8 +227,8 @@ class _Loading:
             remote = not isinstance(file, Path)
             used = _used(info, take) if remote and as_stored else slice(0, info.stop - info.start)
             parts.append(read_tensor(file, info, used))
-            # What is fetched whole is hashed as it comes, and what is mapped when we are alone and
-            # read all of it anyway; once, though it may hold several arrays.
+            # Hash a tensor that is fetched whole on arrival, and a mapped one if this process works
+            # alone and reads all of it anyway; once, though it may hold several arrays.
             whole = used == slice(0, info.stop - info.start) if remote else self._shards is None
             if whole and each not in self._digests:
                 self._digests[each] = xxhash.xxh3_128_hexdigest(as_bytes(parts[-1]))
@@ -236,7 +236,7 @@ class _Loading:
         return adapter.merge(name, tensor) if adapter else tensor
 
     def digests(self, process: int, processes: int, *, head: bool) -> dict[str, str]:
-        """The hashes of a share of the tensors: between them, processes take those of all."""
+        """The hashes of this process's share of the tensors; together, processes hash all."""
         share = sorted(self._tensors(head))[process::processes]
         with ThreadPoolExecutor(_THREADS) as pool:
             taken = pool.map(lambda name: self._digests.get(name) or self._digest(name), share)
@@ -253,7 +253,7 @@ class _Loading:
         return {stored for name in names for stored in checkpoint.stored(name)}
 
     def _digest(self, name: str) -> str:
-        """From the file, piece by piece: what is mapped counts as this process's memory."""
+        """Hash from the file, piece by piece: mapped pages would count as this process's memory."""
         path, info = self._checkpoint.tensors[name]
         state = xxhash.xxh3_128()
         with path.open("rb") as file:
@@ -264,7 +264,7 @@ class _Loading:
 
 
 def _of_expert(parts: list[ShardBuffer], number: int, experts: int) -> list[ShardBuffer]:
-    """What one expert's tensor is to fill, of parts that begin with an axis of experts."""
+    """The buffers that one expert's tensor fills, from parts that begin with an axis of experts."""
     found: list[ShardBuffer] = []
     for part in parts:
         held = range(experts)[part.index[0]]
@@ -274,12 +274,12 @@ def _of_expert(parts: list[ShardBuffer], number: int, experts: int) -> list[Shar
 
 
 def _used(info: TensorInfo, take: Callable[[np.ndarray], list[np.ndarray]]) -> slice:
-    """The bytes of a tensor from the first that is taken to the last."""
-    tensor = np.empty(info.shape, info.dtype)  # never touched
+    """The range of bytes from the first to the last that `take` selects."""
+    tensor = np.empty(info.shape, info.dtype)  # never accessed
     begin, _ = byte_bounds(tensor)
     low, high = tensor.nbytes, 0
     for taken in take(tensor):
-        if not np.may_share_memory(taken, tensor):  # it is a copy, of who knows what
+        if not np.may_share_memory(taken, tensor):  # a copy: any byte may have been used
             return slice(0, tensor.nbytes)
         first, end = byte_bounds(taken)
         low, high = min(low, first - begin), max(high, end - begin)
@@ -287,7 +287,7 @@ def _used(info: TensorInfo, take: Callable[[np.ndarray], list[np.ndarray]]) -> s
 
 
 def _copy(taken: np.ndarray, target: np.ndarray, tensor: np.ndarray) -> None:
-    """Copy what was taken of a tensor, some rows at a time: pages that were read are let go."""
+    """Copy the taken part of a tensor, some rows at a time, releasing the pages that were read."""
     if not taken.ndim:
         target[...] = taken
         return
@@ -303,7 +303,7 @@ def _shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
 
 
 def _buffer(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """Aligned as jax wants it: where device and host are one, it need not be copied."""
+    """An empty array aligned as jax needs it: if device and host are one, it is not copied."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + _ALIGNED, np.uint8)
     start = -raw.ctypes.data % _ALIGNED
