@@ -285,8 +285,8 @@ class Served:
         return found
 
     def hand_in(self, data: bytes, name: str = "mine.npy", **headers: str) -> Answer:
-        headers = {"Content_Type": "application/octet-stream", **headers}
-        return self.ask(f"/api/directions?name={name}", method="POST", data=data, **headers)
+        sent: dict[str, Any] = {"Content_Type": "application/octet-stream", **headers}
+        return self.ask(f"/api/directions?name={name}", method="POST", data=data, **sent)
 
 
 class _Still(urllib.request.HTTPRedirectHandler):

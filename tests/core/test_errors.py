@@ -44,3 +44,10 @@ def test_damage_names_its_object_and_a_world_ends_as_its_first_process() -> None
 )
 def test_nothing_speaks_to_the_terminal(text: str, safe: str) -> None:
     assert printable(text) == safe
+
+
+def test_a_message_that_quotes_a_long_text_is_cut_in_the_middle() -> None:
+    said = str(SpileError(f"--filter {'(' * 20_000!r}: is no condition; write another"))
+    assert len(said) < 6000
+    assert said.startswith("--filter '(((") and said.endswith(": is no condition; write another")
+    assert " … " in said

@@ -105,7 +105,7 @@ def test_the_formula_counts_what_the_compiler_counts_without_loops(taps: str) ->
 def test_attention_is_counted_for_the_keys_a_query_sees() -> None:
     arch = arch_of("Qwen2.5-0.5B")
     causal = workload(arch, "z:0")
-    every = workload(arch, "z:0", every_pair=True)
+    every = workload(arch, "z:0,attn_pattern:0")  # which scores them all
     pairs = 4 * arch.num_heads * arch.head_dim
     assert every.flops - causal.flops == pytest.approx(
         causal.tokens * pairs * (2048 - 2049 / 2), rel=1e-9
@@ -114,7 +114,7 @@ def test_attention_is_counted_for_the_keys_a_query_sees() -> None:
     window = local.layers[0].window
     assert window and window < 2048
     seen = sum(min(i + 1, window) for i in range(2048)) / 2048
-    short, long = (workload(local, "z:0", every_pair=each).flops for each in (False, True))
+    short, long = (workload(local, taps).flops for taps in ("z:0", "z:0,attn_pattern:0"))
     pairs = 4 * local.num_heads * local.head_dim
     assert long - short == pytest.approx(8 * 2048 * pairs * (2048 - seen), rel=1e-6)
 

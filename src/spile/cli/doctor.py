@@ -49,7 +49,7 @@ class Diagnosis:
 
     Attributes:
         problem: why no device could be started.
-        slow: why attention has no fused kernel here.
+        slow: the attention kernels that are missing here, and why.
         extras: versions by extra; None if not installed.
         credentials: where they were found, by service; None if they were not.
     """
@@ -90,7 +90,7 @@ def diagnose() -> Diagnosis:
 
         limit = memory_limit(prepared_device())
         name, count, kind = devices_here()
-        missing = missing_kernels() if name == "gpu" else {}
+        missing = dict(missing_kernels()) if name == "gpu" else dict[str, str]()
         slow = "; ".join(f"{kernel}: {why}" for kernel, why in missing.items()) or None
     except SpileError as error:
         problem = str(error)
@@ -129,8 +129,13 @@ def doctor_text(found: Diagnosis) -> str:
     else:
         each = f", {size(found.device_memory)} each" if found.device_memory else ""
         lines.append(f"devices      {found.devices} x {found.device} ({found.platform}{each})")
-    kernel = {"gpu": "cuDNN, fused", "tpu": "splash attention, fused", "cpu": "in blocks, no extra"}
-    lines.append(f"attention    {found.slow or kernel.get(found.platform, 'every pair is scored')}")
+    kernel = {
+        "gpu": "all kernels are here",
+        "tpu": "splash attention",
+        "cpu": "in blocks, no extra",
+    }
+    told = f"without {found.slow}" if found.slow else kernel.get(found.platform, "in blocks")
+    lines.append(f"attention    {told}")
     lines.append(f"cache        {found.cache}, {size(found.cache_free)} free")
     for number, (service, where) in enumerate(found.credentials.items()):
         title = "" if number else "credentials"

@@ -6,6 +6,8 @@ anything that is not a `SpileError` is a bug and keeps its traceback.
 
 from collections.abc import Mapping
 
+_LONGEST = 5000  # characters of a message
+
 
 def printable(text: str) -> str:
     """Escape control characters, which untrusted text could use to drive the terminal."""
@@ -15,9 +17,19 @@ def printable(text: str) -> str:
 
 
 class SpileError(Exception):
-    """Base of all deliberate errors."""
+    """Base of all deliberate errors.
+
+    A message that quotes a text of any length is cut in the middle: it is one line, and its end
+    says what to do.
+    """
 
     exit_code = 3
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) <= _LONGEST:
+            return text
+        return f"{text[: _LONGEST - 1000]} … {text[-900:]}"
 
 
 class ConfigError(SpileError):

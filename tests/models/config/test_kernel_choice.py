@@ -1,4 +1,4 @@
-"""Where a fused attention kernel serves, and the reason where none does."""
+"""Which attention kernel serves a model, and the reason where a better one is passed over."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,34 +6,69 @@ from typing import Any
 import pytest
 
 import tiny
+from spile.core.config import Runtime
+from spile.core.errors import ConfigError
 from spile.models.config.hf_config import read_config
-from spile.models.config.kernel_choice import why_unfused
+from spile.models.config.kernel_choice import BLOCKED, CHOICES, KERNELS, attention_kernel
 
 _, ARCH = read_config(tiny.CONFIG, "test")
+NO_TOKAMAX = {"mosaic": "tokamax is not installed", "triton": "tokamax is not installed"}
+OLD = {"mosaic": "needs Hopper", "cudnn": "only on Hopper"}
 
 
 @pytest.mark.parametrize(
-    ("platform", "changes", "dtype", "seq_len", "why"),
+    ("platform", "changes", "dtype", "seq_len", "missing", "name", "why"),
     [
-        ("cpu", {"sinks": True, "attn_softcap": 5.0}, "float32", 100, None),
-        ("gpu", {}, "bfloat16", 100, None),
-        ("gpu", {"head_dim": 256}, "bfloat16", 100, None),
-        ("tpu", {}, "bfloat16", 256, None),
-        ("tpu", {"attn_softcap": 5.0}, "bfloat16", 256, None),
-        ("gpu", {}, "float32", 100, "cuDNN multiplies in 16 bits, float32 was asked for"),
-        ("tpu", {}, "float32", 256, "splash attention multiplies in 16 bits"),
-        ("gpu", {"sinks": True}, "bfloat16", 100, "cuDNN has no sinks"),
-        ("tpu", {"sinks": True}, "bfloat16", 256, "splash attention has no sinks"),
-        ("gpu", {"attn_softcap": 5.0}, "bfloat16", 100, "cuDNN has no soft cap"),
-        ("gpu", {"head_dim": 264}, "bfloat16", 100, "cuDNN takes heads of up to 256"),
-        ("gpu", {"head_dim": 20}, "bfloat16", 100, "in steps of 8, not 20"),
-        ("tpu", {}, "bfloat16", 100, "contexts of multiples of 128, not 100"),
-        ("npu", {}, "bfloat16", 128, "there is no kernel for npu"),
+        ("cpu", {"sinks": True, "attn_softcap": 5.0}, "float32", 100, {}, "blocked", ""),
+        ("gpu", {}, "bfloat16", 100, {}, "mosaic", ""),
+        ("gpu", {"attn_softcap": 5.0, "sinks": True}, "bfloat16", 100, {}, "mosaic", ""),
+        (
+            "gpu",
+            {"head_dim": 256},
+            "bfloat16",
+            100,
+            NO_TOKAMAX,
+            "cudnn",
+            "tokamax is not installed",
+        ),
+        ("gpu", {"sinks": True}, "bfloat16", 100, NO_TOKAMAX, "blocked", "cudnn: has no sinks"),
+        ("gpu", {"attn_softcap": 5.0}, "bfloat16", 1, NO_TOKAMAX, "blocked", "has no soft cap"),
+        ("gpu", {"attn_softcap": 5.0}, "bfloat16", 100, OLD, "triton", "mosaic: needs Hopper"),
+        ("gpu", {}, "float32", 100, {}, "blocked", "multiplies in 16 bits, float32 was asked for"),
+        ("gpu", {"head_dim": 264}, "bfloat16", 100, {}, "blocked", "heads of up to 256"),
+        ("gpu", {"head_dim": 20}, "bfloat16", 100, {}, "blocked", "in steps of 8, not 20"),
+        ("tpu", {"attn_softcap": 5.0, "sinks": True}, "bfloat16", 256, {}, "splash", ""),
+        ("tpu", {}, "float32", 256, {}, "blocked", "splash: multiplies in 16 bits"),
+        ("tpu", {}, "bfloat16", 100, {}, "blocked", "multiples of 128 tokens, not 100"),
+        ("npu", {}, "bfloat16", 128, {}, "blocked", ""),
     ],
 )
-def test_a_kernel_serves_or_the_reason_is_said(
-    platform: str, changes: dict[str, Any], dtype: str, seq_len: int, why: str | None
+def test_the_best_kernel_that_serves_is_taken_and_the_others_are_explained(
+    platform: str,
+    changes: dict[str, Any],
+    dtype: str,
+    seq_len: int,
+    missing: dict[str, str],
+    name: str,
+    why: str,
 ) -> None:
-    found = why_unfused(platform, replace(ARCH, **changes), dtype, seq_len)
-    assert (found is None) == (why is None)
-    assert why is None or why in (found or "")
+    arch = replace(ARCH, **changes)
+    found = attention_kernel(platform, arch, dtype, seq_len, missing=missing)
+    assert found.name == name and found.fused == (name != BLOCKED)
+    assert why in found.why and bool(why) == bool(found.why)
+
+
+def test_a_kernel_that_is_asked_for_is_used_or_refused() -> None:
+    for wanted in ("cudnn", "triton", BLOCKED):
+        assert attention_kernel("gpu", ARCH, "bfloat16", 100, wanted=wanted).name == wanted
+    with pytest.raises(ConfigError, match="--attention splash: there is none for gpu"):
+        attention_kernel("gpu", ARCH, "bfloat16", 100, wanted="splash")
+    capped = replace(ARCH, attn_softcap=5.0)
+    with pytest.raises(ConfigError, match="--attention cudnn: has no soft cap; choose another"):
+        attention_kernel("gpu", capped, "bfloat16", 100, wanted="cudnn")
+
+
+def test_the_flag_knows_every_kernel() -> None:
+    assert {*CHOICES} == {"auto", *KERNELS}
+    for name in CHOICES:
+        assert Runtime(attention=name).attention == name

@@ -12,6 +12,7 @@ from spile.models.files.demo import demo_model
 
 # Of HF's own distance. Both are sums of roundings, so that neither is the smaller one everywhere.
 MOST = 1.5
+COPIED = ("embed", "resid_pre.0")  # of a model that scales no embeddings
 ARCHITECTURES = (
     "llama-gqa", "llama3-rope", "mistral-gqa", "qwen2", "qwen2-yarn", "qwen3-gqa", "gemma-gqa",
     "gemma2-gqa", "gemma3-gqa", "gpt2", "neox", "phi3-gqa", "phi3-longrope", "olmo2-gqa",
@@ -43,7 +44,7 @@ def test_the_demo_model_is_as_near_to_float64_as_hf(
     assert len(ratios) >= 62
     assert {tap: ratio for tap, ratio in ratios.items() if not ratio <= MOST} == {}
     # rounding is seen at all: float32 is not compared with itself
-    assert all(by[way].mean > 1e-8 for tap, by in found.items() for way in by if tap != "embed")
+    assert all(by[way].mean > 1e-8 for tap, by in found.items() for way in by if tap not in COPIED)
 
 
 @ON_A_CPU

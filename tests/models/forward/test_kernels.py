@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Iterator
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +17,7 @@ from marks import some
 from spile.models.config.hf_config import read_config
 from spile.models.forward import kernels
 from spile.models.forward.attention import Attention, Scoring, blocked, masked
-from spile.models.forward.kernels import cudnn, for_platform, splash
+from spile.models.forward.kernels import cudnn, flash, for_platform, splash
 
 ON_GPU = jax.default_backend() == "gpu"
 SEQ, HEADS, KV_HEADS = 256, 4, 2
@@ -71,6 +73,30 @@ def test_splash_attention_is_the_definition(name: str, dim: int) -> None:
     assert worst(interpreted, SCORINGS[name], dim) < 2e-6
 
 
+@pytest.mark.skipif(ON_GPU, reason="interpreted on CPUs, compiled on TPUs")
+def test_splash_attention_has_sinks() -> None:
+    segments, positions = places()
+    q, k, v = random_heads(64, jnp.float32)
+    sinks = jnp.linspace(-2.0, 3.0, q.shape[2])
+    wanted = masked(segments, positions)(q, k, v, SCORINGS["plain"], sinks)
+    found = splash(segments, positions, interpret=True)(q, k, v, SCORINGS["plain"], sinks)
+    real = (segments > 0)[..., None, None]
+    assert float(jnp.abs(jnp.where(real, found - wanted, 0.0)).max()) < 2e-6
+    plain = masked(segments, positions)(q, k, v, SCORINGS["plain"], None)
+    assert float(jnp.abs(jnp.where(real, found - plain, 0.0)).max()) > 0.01
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU and tokamax")
+@pytest.mark.parametrize("kernel", ["mosaic", "triton"])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", SCORINGS)
+def test_flash_attention_is_the_definition(name: str, dim: int, kernel: str) -> None:
+    pytest.importorskip("tokamax")
+    floor = worst(masked, SCORINGS[name], dim, jnp.bfloat16)
+    error = worst(partial(flash, kernel=kernel), SCORINGS[name], dim, jnp.bfloat16)
+    assert error <= 2 * floor
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU with cuDNN")
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", ["plain", "window", "wide-window"])
@@ -91,63 +117,77 @@ def arch_with(**changes: Any) -> Any:
     return arch
 
 
-GIVEN: dict[str, int] = {"seq_len": 256, "contexts": 8}
+GIVEN: dict[str, Any] = {"seq_len": 256, "contexts": 8}
 
 
 def test_each_platform_has_its_kernel() -> None:
     assert for_platform("cpu", arch_with(), "float32", **GIVEN) is blocked
     assert for_platform("tpu", arch_with(), "bfloat16", **GIVEN) is splash
     assert for_platform("tpu", arch_with(head_dim=64), "bfloat16", **GIVEN) is splash
+    assert for_platform("METAL", arch_with(), "bfloat16", **GIVEN) is blocked
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
+    """As if this process had one; its kernels cannot run, but are chosen."""
+    device = SimpleNamespace(compute_capability=capability, platform="gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    module = SimpleNamespace(
+        check_cudnn_version=lambda: 91000,
+        check_compute_capability=lambda wanted: float(capability) >= float(wanted),
+        MaskType=SimpleNamespace(PADDING_CAUSAL=1),
+    )
+    monkeypatch.setitem(sys.modules, "a_cudnn", cast(ModuleType, module))
+    monkeypatch.setattr(kernels, "_CUDNN", "a_cudnn")
+    for number, name in enumerate(("mosaic", "triton")):
+        monkeypatch.setitem(sys.modules, f"a_tokamax_{number}", cast(ModuleType, module))
+        monkeypatch.setitem(kernels._TOKAMAX, name, f"a_tokamax_{number}")
+    kernels.missing_kernels.cache_clear()
+    kernels._say_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    kernels.missing_kernels.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("platform", "changes", "dtype", "seq_len", "reason"),
-    [
-        ("gpu", {}, "float32", 256, "float32 was asked for"),
-        ("gpu", {"head_dim": 320}, "bfloat16", 256, "heads of up to 256 in steps of 8, not 320"),
-        ("gpu", {"head_dim": 20}, "bfloat16", 256, "heads of up to 256 in steps of 8, not 20"),
-        ("tpu", {}, "float32", 256, "float32 was asked for"),
-        ("tpu", {}, "bfloat16", 200, "contexts of multiples of 128, not 200"),
-        ("METAL", {}, "bfloat16", 256, "no kernel for METAL"),
-    ],
+    ("capability", "kernel"), [("9.0", "mosaic"), ("10.0", "mosaic"), ("8.0", "triton")]
 )
-def test_a_fallback_says_its_reason(
-    platform: str,
-    changes: dict[str, Any],
-    dtype: str,
-    seq_len: int,
-    reason: str,
-    caplog: pytest.LogCaptureFixture,
+def test_a_gpu_has_the_kernel_of_its_generation(
+    capability: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with caplog.at_level(logging.INFO, "spile"):
-        found = for_platform(platform, arch_with(**changes), dtype, seq_len=seq_len, contexts=8)
-    assert found is masked
-    assert reason in caplog.text
+    on_a_gpu(monkeypatch, capability)
+    found = for_platform("gpu", arch_with(), "bfloat16", **GIVEN)
+    assert isinstance(found, partial) and found.func is flash
+    assert found.keywords == {"kernel": kernel}
 
 
-def test_a_jax_without_packed_attention_is_no_error(
+def test_a_card_without_the_extra_says_once_what_it_misses_and_how_to_get_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    on_a_gpu(monkeypatch, "9.0")
+    for name in ("mosaic", "triton"):
+        monkeypatch.setitem(kernels._TOKAMAX, name, "no_tokamax_here")
+    with caplog.at_level(logging.INFO, "spile"):
+        for _ in range(3):
+            found = for_platform("gpu", arch_with(), "bfloat16", **GIVEN)
+            assert isinstance(found, partial) and found.func is cudnn
+        assert len(caplog.messages) == 1
+        assert "pip install 'spile[kernels]'" in caplog.text and "cuDNN's packed" in caplog.text
+        capped = for_platform("gpu", arch_with(), "float32", **GIVEN)
+    assert capped is blocked and "float32 was asked for" in caplog.text
+
+
+def test_an_old_gpu_or_another_jax_takes_the_fallback_instead_of_failing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_gpu(monkeypatch, "7.5")
+    assert for_platform("gpu", arch_with(), "bfloat16", **GIVEN) is blocked
     monkeypatch.setattr(kernels, "_CUDNN", "jax.no_such_module")
-    with caplog.at_level(logging.INFO, "spile"):
-        assert for_platform("gpu", arch_with(), "bfloat16", **GIVEN) is masked
-    assert "no packed cuDNN attention" in caplog.text
-
-
-def test_a_gpu_before_hopper_takes_the_fallback_instead_of_failing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-    older = SimpleNamespace(
-        check_cudnn_version=lambda: 91000,
-        check_compute_capability=asked.append,  # returns None: not that new
-        MaskType=SimpleNamespace(PADDING_CAUSAL=1),
-    )
-    monkeypatch.setitem(sys.modules, "an_older_gpu", cast(ModuleType, older))
-    monkeypatch.setattr(kernels, "_CUDNN", "an_older_gpu")
-    with caplog.at_level(logging.INFO, "spile"):
-        assert for_platform("gpu", arch_with(), "bfloat16", **GIVEN) is masked
-    assert "Hopper" in caplog.text and asked == ["9.0"]
+    kernels.missing_kernels.cache_clear()
+    assert for_platform("gpu", arch_with(), "bfloat16", **GIVEN) is blocked
+    assert "no packed cuDNN attention" in kernels.missing_kernels()["cudnn"]
 
 
 def test_the_private_interface_of_jax_is_where_it_was() -> None:

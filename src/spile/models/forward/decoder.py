@@ -340,13 +340,14 @@ def _after_blocks(params: Params, x: Hidden, run: _Run) -> Values:
         logits = softcap(linear(hidden, head), arch.logit_softcap)
         wide = logits.astype(jnp.float32)
         shifted = wide - wide.max(axis=-1, keepdims=True)
-        total = jnp.log(jnp.exp(shifted).sum(axis=-1))
+        weights = jnp.exp(shifted)
+        total = weights.sum(axis=-1)
+        log_total = jnp.log(total)
         chosen = jnp.take_along_axis(shifted, targets[..., None], axis=-1)[..., 0]
-        mean = (jnp.exp(shifted - total[..., None]) * shifted).sum(axis=-1)
         found = {
             "logits": logits,
-            "logprob": jnp.where(known, chosen - total, 0.0),
-            "entropy": total - mean,
+            "logprob": jnp.where(known, chosen - log_total, 0.0),
+            "entropy": _entropy(shifted, weights, total, log_total),
         }
         return {site: value for site, value in found.items() if site in wanted}
 
@@ -365,3 +366,19 @@ def _after_blocks(params: Params, x: Hidden, run: _Run) -> Values:
         site: a.swapaxes(0, 1).reshape(rows, slices * size, *a.shape[3:])[:, :kept]
         for site, a in parts.items()
     }
+
+
+def _entropy(
+    shifted: Float[Array, "*tokens vocab"],
+    weights: Float[Array, "*tokens vocab"],
+    total: Float[Array, "*tokens"],
+    log_total: Float[Array, "*tokens"],
+) -> Float[Array, "*tokens"]:
+    """The entropy of a softmax, in nats, rounded about once.
+
+    The first value carries the rounding of its parts. The mean of what each token's surprise
+    exceeds it by is small, so that it is known much better than either, and is added.
+    """
+    first = log_total - (weights * shifted).sum(axis=-1) / total
+    excess = (weights * ((log_total - first)[..., None] - shifted)).sum(axis=-1) / total
+    return first + (excess + (total * jnp.exp(-log_total) - 1.0))
