@@ -1,17 +1,19 @@
 """Spile's step on every family, against the model's own matrix products and HF, in one run.
 
     python bench/families.py [--models gemma-2-9b,Mixtral-8x7B-v0.1] [--attention auto,triton]
-                             [--seq-len 2048] [--seconds 2] [--hf]
+                             [--seq-len 2048] [--seconds 2] [--hf | --parity]
 
 Published configurations (tests/fixtures/configs), cut to a few layers and a small vocabulary, with
 random bfloat16 weights; documents of natural lengths (log-normal, median 600, cut at the row),
 packed. `products` are the model's matrix products, chained, on as many tokens: those of the chosen
 experts as one plain product each. HF runs full rows of the same length, the best of its ways.
+`--parity` instead compares rows in bfloat16 with HF in float32, beside HF's own in bfloat16.
 """
 
 import argparse
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -169,7 +171,8 @@ def hf_seconds(config: dict[str, Any], rows: int, seq: int, seconds: float) -> t
     kind = getattr(transformers, config["architectures"][0])
     best, way = float("inf"), "nothing runs"
     routed = any(key in str(config) for key in ("num_experts", "num_local_experts"))
-    for attention in ("sdpa", "eager"):
+    capped = "attn_logit_softcapping" in config and config["attn_logit_softcapping"]
+    for attention in ("eager",) if capped else ("sdpa", "eager"):  # sdpa leaves a soft cap out
         for experts in ("grouped_mm", "eager") if routed else ("",):
             try:
                 settings = transformers.AutoConfig.for_model(**config)
@@ -198,6 +201,84 @@ def hf_seconds(config: dict[str, Any], rows: int, seq: int, seconds: float) -> t
                 model = inner = None
                 torch.cuda.empty_cache()
     return best, way
+
+
+def parity(name: str, options: argparse.Namespace) -> None:
+    """Rows of packed documents in bfloat16, and HF's own, against HF in float32: mean distances."""
+    import jax
+    import jax.numpy as jnp
+    import torch
+    import transformers
+
+    from spile.models.files.checkpoint import open_checkpoint
+    from spile.models.forward.weights import LayerSchedule, load_params
+    from spile.models.taps import parse_taps
+    from spile.run.step import Step
+
+    layers = options.layers
+    config = cut_config(name, layers)
+    kind = getattr(transformers, config["architectures"][0])
+    settings = transformers.AutoConfig.for_model(**config)
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = kind._from_config(settings, dtype=torch.float32).eval()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        model.to(torch.bfloat16).save_pretrained(folder)
+        model = kind.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+        half = kind.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+        Path(folder, "tokenizer.json").write_text("{}")  # nothing here is tokenized
+        checkpoint = open_checkpoint(folder)
+        schedule = LayerSchedule.of(checkpoint.arch, layers, whole=True)
+        params, _ = load_params(checkpoint, schedule, head=False, dtype=jnp.dtype("bfloat16"))
+    taps = parse_taps(f"resid_post:{layers - 1}", checkpoint.arch)
+    batch = natural_batch(2, options.seq_len)
+    documents = [
+        (row, np.flatnonzero(batch.segments[row] == number))
+        for row in range(2)
+        for number in range(1, batch.segments[row].max() + 1)
+    ]
+
+    def by_hf(model: Any, ids: np.ndarray) -> np.ndarray:
+        # Before the last norm, which hidden_states[-1] has been through.
+        inner = getattr(model, "model", None) or model.base_model
+        inner = getattr(inner, "language_model", inner)
+        blocks = next(m for n, m in inner.named_children() if n in ("layers", "h"))
+        kept: list[Any] = []
+        hook = blocks[-1].register_forward_hook(
+            lambda module, given, out: kept.append(out[0] if isinstance(out, tuple) else out)
+        )
+        with torch.inference_mode():
+            inner(torch.as_tensor(ids, device=device)[None].long(), use_cache=False)
+        hook.remove()
+        return kept[0].reshape(-1, kept[0].shape[-1]).float().cpu().numpy()
+
+    exact = [by_hf(model, batch.tokens[row, places]) for row, places in documents]
+    floor = [by_hf(half, batch.tokens[row, places]) for row, places in documents]
+    del model, half
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+    def distance(found: list[np.ndarray]) -> float:
+        pairs = zip(found, exact, strict=True)
+        each = [np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1) for a, b in pairs]
+        return float(np.concatenate(each).mean())
+
+    told = [f"HF {distance(floor):.4f}"]
+    for wanted in options.attention.split(","):
+        step = Step(
+            params, checkpoint.arch, taps, schedule, compute_dtype="bfloat16",
+            store_dtype="bfloat16", device=jax.devices()[0], attention=wanted,
+        )  # fmt: skip
+        try:
+            values = np.asarray(step.compute(batch)[0][taps[0].name], np.float32)
+        except Exception as error:
+            told.append(f"{wanted}: {str(error).splitlines()[0][:80]}")
+            continue
+        starts = np.cumsum([0, *batch.lengths[:-1]])
+        rows = [values[starts[row] + places] for row, places in documents]
+        told.append(f"{wanted} {distance(rows):.4f}")
+    print(f"{name:<19} {', '.join(told)}", flush=True)
 
 
 def measure(name: str, options: argparse.Namespace) -> None:
@@ -251,12 +332,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--hf", action="store_true")
+    parser.add_argument("--parity", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     for name in options.models.split(","):
         try:
-            measure(name, options)
+            (parity if options.parity else measure)(name, options)
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
 

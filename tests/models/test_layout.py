@@ -25,6 +25,7 @@ SIZES = {"heads": 8, "kv_heads": 2, "mlp": 48, "vocab": 260, "width": 32}
         ("model=2,fsdp=2", 8, 1, None, Layout(2, 2, 2)),
         ("model=2", 8, 1, 4, Layout(1, 4, 2)),
         ("1d", 1, 1, None, Layout()),
+        ("1", 8, 1, None, Layout()),
     ],
 )
 def test_a_mesh_is_laid_out_as_it_is_named(
@@ -44,13 +45,14 @@ def test_what_cannot_be_laid_out_falls_back_and_says_why(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("text", "fsdp", "said"),
     [
-        ("4d", None, "--mesh takes auto, 1d, 2d, 3d or e.g. data=16,fsdp=2,model=2, got '4d'"),
+        ("4d", None, "--mesh takes auto, 1, 1d, 2d, 3d or e.g. data=16,fsdp=2,model=2, got '4d'"),
         ("data=0", None, "--mesh takes"),
         ("data=2,data=4", None, "data is given twice"),
         ("fsdp=2", 2, "fsdp is given twice"),
         ("data=4,model=4", None, "is for 16 devices, there are 8"),
         ("model=3", None, "is for 3 devices, there are 8"),
         ("2d", 2, "--fsdp goes with --mesh 3d, not 2d"),
+        ("1", 2, "--mesh 1 is one device of one process"),
     ],
 )
 def test_what_is_no_mesh_is_refused_by_name(text: str, fsdp: int | None, said: str) -> None:

@@ -143,8 +143,8 @@ def flash(segments: Places, positions: Places, *, kernel: str) -> Attend:
         # The sink is one more score, without a value: it only adds to the sum.
         values, (highest, total) = out
         beside = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - highest)
-        share = total / (total + beside)
-        return (values * share.swapaxes(1, 2)[..., None].astype(values.dtype)).astype(q.dtype)
+        share = (total / (total + beside)).swapaxes(1, 2)[..., None]
+        return (values.astype(jnp.float32) * share).astype(q.dtype)
 
     return attend
 
