@@ -6,6 +6,7 @@ its page needs no more fails, too. What is printed, and no command, stands in a 
 """
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,11 @@ def is_of_our_dockerfile(command: Command, scratch: Scratch) -> None:
         parses(Command(command.page, command.line, " ".join(["spile", *rest])), scratch)
 
 
+def is_another_program(command: Command, scratch: Scratch) -> None:
+    """Nothing is known of it here; at least its quotes are closed."""
+    assert shlex.split(command.text)[0] == command.words[0]
+
+
 def are_the_clients_flags(command: Command, scratch: Scratch) -> None:
     program = Path(sys.executable).with_name(command.words[0])
     verbs = [word for word in command.words[1:3] if word.islower()]
@@ -163,6 +169,8 @@ COMMANDS = (
             shows_what_it_would_run),
     Instead("*", "docker ", "no engine here: tests/e2e/test_container.py does what it can",
             is_of_our_dockerfile),
+    Instead("docs/deploy.md", "gcloud ", "a cloud: nothing of it can be run here",
+            is_another_program),
     Instead("*", "hf ", "the Hub's own client; tests/interop/hub/test_push.py downloads with it",
             are_the_clients_flags),
     Instead("*", "python bench/gpu.py", "needs a GPU; on a CPU in tests/e2e/test_bench.py",

@@ -55,12 +55,12 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scrape(address: str) -> dict[tuple[str, str], float]:
-    """Samples by name and tap, as Prometheus reads them."""
+    """Samples by name and tap or device, as Prometheus reads them."""
     parser: Any = importlib.import_module("prometheus_client.parser")
     with urllib.request.urlopen(address, timeout=30) as answer:
         families = parser.text_string_to_metric_families(answer.read().decode())
     return {
-        (sample.name, sample.labels.get("tap", "")): sample.value
+        (sample.name, sample.labels.get("tap") or sample.labels.get("device", "")): sample.value
         for family in families
         for sample in family.samples
     }

@@ -262,9 +262,9 @@ def translate(program: str, arguments: Sequence[str]) -> Translation:
         )
     if program == "launch":
         where, files = _launch(given)
-        words = (*where, "--", *_extract(program, given), *today)
+        words = (*where, "--", *_extract(program, given, today), *today)
         return Translation(("launch", *words), tuple(notes), files)
-    return Translation(("extract", *_extract(program, given), *today), tuple(notes), {})
+    return Translation(("extract", *_extract(program, given, today), *today), tuple(notes), {})
 
 
 def _left_out(program: str, given: Given, today: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -280,10 +280,12 @@ def _left_out(program: str, given: Given, today: Sequence[str]) -> Iterator[tupl
         yield "total_machines", str(_MACHINES)
 
 
-def _extract(program: str, given: Given) -> list[str]:
+def _extract(program: str, given: Given, today: Sequence[str]) -> list[str]:
+    """The flags of `spile extract`, without those that `today` decides."""
     words: list[str] = []
+    settled = {word.partition("=")[0] for word in today}
     for flag, make in _MADE.items():
-        value = make(program, given)
+        value = None if flag in settled else make(program, given)
         if value is True:
             words.append(flag)
         elif value is not None:

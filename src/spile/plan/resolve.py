@@ -15,6 +15,7 @@ import numpy as np
 from spile.core.config import MAX_DOC_BYTES, PREVIEW, Recipe, flag_of
 from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import DocumentFilter, RowFilter
+from spile.core.humanize import plural
 from spile.core.identity import sampled_digests
 from spile.core.recipe import RULES, ResolvedRecipe
 from spile.corpus.chats.rows import RowReader, read_as
@@ -281,10 +282,10 @@ def _make_table(
         if resolved.dedupe:
             units = without_duplicates(units, reader, heed)
     _log.info(
-        "unit table: %d documents, about %d tokens, in %d units",
-        sum(unit.num_docs for unit in units),
-        sum(unit.tokens for unit in units),
-        len(units),
+        "unit table: %s, about %s, in %s",
+        plural(sum(unit.num_docs for unit in units), "document"),
+        plural(sum(unit.tokens for unit in units), "token"),
+        plural(len(units), "unit"),
     )
     return Table(
         recipe=resolved,
