@@ -435,4 +435,6 @@ def test_in_float64_nothing_is_rounded_to_float32(name: str) -> None:
     # and float32 is what it was
     reference.compute_in(torch.float32)
     again = reference.taps(ids)
-    assert all(np.array_equal(again[tap], values) for tap, values in case(name).taps.items())
+    for tap, values in case(name).taps.items():  # (torch may sum in another order)
+        assert again[tap].dtype == values.dtype
+        assert close(again[tap], values, 1e-6), tap
