@@ -120,6 +120,7 @@ def test_arc_tasks_without_ids_asked_eight_times(deep: Path, here: Path) -> None
     assert "2x2\n1 12\n2 34" in dataset.text(0)
 
 
+@pytest.mark.full  # tests/cli/test_legacy.py has its translation, tests/e2e/test_launch.py launches
 def test_a_launch_on_this_machine(
     hub: Hub, bucket: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_pairs_of_a_program_and_of_columns_within_columns(deep: Path, here: Path
     assert spile.open("o").text(2) == "<s>yes 2oui 2"
 
 
+@pytest.mark.full  # tests/run/test_devices.py has another, and every message
 @pytest.mark.parametrize(
     ("platform", "said"), [("tpu", "needs a TPU and libtpu"), ("proxy", "needs Pathways")]
 )

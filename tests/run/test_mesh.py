@@ -10,11 +10,7 @@ import pytest
 import quick
 
 FOLDER = Path(__file__).parent.parent / "mesh"
-SUITE = [
-    "test_model.py",
-    "test_sharding.py",
-    "test_step.py",
-]  # in one process: starting it costs the most
+SUITE = ["test_sharding.py", "test_step.py"]  # in one process: starting it costs the most
 
 
 @pytest.mark.parametrize(
