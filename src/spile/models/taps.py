@@ -132,6 +132,26 @@ _BY_HEAD = ("heads", "kv_heads")  # axes
 AFTER_BLOCKS = ("final_norm", "logits", "logprob", "entropy")
 _ORDER = {name: i for i, name in enumerate(SITES)}
 _LENS = {name: site.name for site in SITES.values() for name in site.lens}
+# Names of TransformerLens, after any `blocks.N.`, whose values no site has; and why.
+_LENS_DIFFERS = {
+    "ln1.hook_normalized": "it is before the norm's weight; attn_in is after it",
+    "ln2.hook_normalized": "it is before the norm's weight; mlp_in is after it",
+    "ln_final.hook_normalized": "it is before the norm's weight; final_norm is after it",
+    "ln1.hook_scale": "norms' scales are not kept; attn_in is what attention reads",
+    "ln2.hook_scale": "norms' scales are not kept; mlp_in is what the MLP reads",
+    "ln_final.hook_scale": "norms' scales are not kept; final_norm is what the head reads",
+    "hook_attn_in": "it is before the norm, once for each head: resid_pre has its values once",
+    "hook_q_input": "it is before the norm, once for each head: resid_pre has its values once",
+    "hook_k_input": "it is before the norm, once for each head: resid_pre has its values once",
+    "hook_v_input": "it is before the norm, once for each head: resid_pre has its values once",
+    "hook_mlp_in": "it is before the norm, which is resid_mid; mlp_in is what the MLP reads",
+    "mlp.hook_pre": "it is before the activation; mlp_hidden is after it, and gated",
+    "mlp.hook_pre_linear": "it is before the gate; mlp_hidden is after it",
+    "attn.hook_attn_scores": "it is before the softmax; attn_pattern is after it",
+    "attn.hook_result": "it is each head's output; z is before the projection, attn_out their sum",
+    "hook_pos_embed": "positions alone are no tap; embed is before they are added",
+    "hook_tokens": "token ids are in the index of every dataset",
+}
 _MISSING: dict[str, tuple[Callable[[Arch], bool], str]] = {
     "rotary": (lambda arch: bool(arch.ropes), "its positions are learned, nothing is rotated"),
     "sequential": (lambda arch: not arch.parallel, "attention and MLP run in parallel there"),
@@ -449,6 +469,8 @@ def _unknown_site_error(item: str, site: str, arch: Arch) -> ConfigError:
             return ConfigError(
                 f"--taps {item!r}: the {arch.family} model differs there; see `spile taps`"
             )
+        if why := _LENS_DIFFERS.get(item[layer.end() :] if layer else item):
+            return ConfigError(f"--taps {item!r}: no site has these values: {why}")
         near = difflib.get_close_matches(item, known, 1, 0.6)
         hint = f"; did you mean {near[0]}?" if near else ""
         return ConfigError(f"--taps: no TransformerLens name {item!r} is known here{hint}")
