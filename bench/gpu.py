@@ -108,7 +108,11 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=120, help="seconds to load and compile")
     parser.add_argument("--stubs", help="directory for modules that a peer imports and never uses")
     parser.add_argument("--results", help="write everything measured to this file, as JSON")
+    parser.add_argument("--families", action="store_true", help="only bench/families.py --hf")
     options = parser.parse_args()
+    if options.families:
+        script = str(Path(__file__).with_name("families.py"))
+        sys.exit(subprocess.call([sys.executable, script, "--layers", "6", "--hf"]))
     bench = Bench(options)
     prepare(options)
     try:
