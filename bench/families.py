@@ -343,4 +343,5 @@ def main() -> None:
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

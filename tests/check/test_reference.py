@@ -435,6 +435,8 @@ def test_in_float64_nothing_is_rounded_to_float32(name: str) -> None:
     # and float32 is what it was
     reference.compute_in(torch.float32)
     again = reference.taps(ids)
-    for tap, values in case(name).taps.items():  # (torch may sum in another order)
-        assert again[tap].dtype == values.dtype
-        assert close(again[tap], values), tap
+    # (Computed now: without bfloat16 hardware torch changes its float32 products for good once one
+    # in bfloat16 was asked for, so that what another test computed may differ in the last digits.)
+    fresh = Reference(randomised(FAMILIES[name])).taps(ids)
+    assert again.keys() == fresh.keys()
+    assert all(np.array_equal(again[tap], values) for tap, values in fresh.items())

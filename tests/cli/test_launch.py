@@ -40,6 +40,10 @@ def test_options_may_come_from_a_file_here_or_there(tmp_path: Path) -> None:
         asked("--", "--out", "acts", "--config", str(file))
     assert asked("--", "--out", "acts", "--taps", "t", "--config", str(file)) == 0
     assert asked("--", "--config", str(tmp_path / "on_the_hosts.toml")) == 0
+    file.write_text('model = "m"\ncorpus = "c"\ntaps = "t"\nout = "acts"\n')
+    words = ["launch", "sky", "--dry-run", "--", "--config", str(file)]
+    with pytest.raises(ConfigError, match="--out acts: give the absolute path"):
+        launch(cli.make_parser().parse_args(words))
 
 
 def test_a_dataset_that_is_there_says_the_rest(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 import spile
 from chaos.harness import check_refused, check_same, run
 from spile import cli
-from spile.cli.legacy import HOSTS_FILE, PROGRAMS, Old, translate
+from spile.cli.legacy import HOSTS_FILE, PROGRAMS, Monitor, Old, translate
 from spile.core.config import build
 from spile.core.errors import ConfigError
+from spile.status.status import Status
 
 # What users type today, script by script.
 TYPED = {
@@ -182,6 +185,22 @@ def test_a_default_of_the_former_tool_is_said_unless_a_new_flag_decides_it() -> 
     assert "--taps resid_post:-14--1 " in str(translate("arc", []))
     layers = ["--deployment", "local", "--gcs_bucket", "B", "--layers_to_extract", "10 11"]
     assert "--taps resid_post:10+11 " in str(translate("launch", layers))
+
+
+def test_the_monitor_says_the_state_of_each_machine() -> None:
+    workers = [
+        {"share": "0/6", "state": "done"}, {"share": "1/6", "state": "running"},
+        {"share": "2/6", "state": "failed"}, {"share": "3/6", "state": "stopped"},
+        {"share": "4/6", "state": "dead"}, {"share": "5/6", "state": "not started"},
+    ]  # fmt: skip
+    found = cast(Status, SimpleNamespace(over=False, workers=workers))
+    assert Monitor("gs://B/p", 6, False, False).states(found) == [
+        "COMPLETE", "IN PROGRESS", "ERROR", "STOPPED", "ERROR", "NOT STARTED"
+    ]  # fmt: skip
+    alone = cast(Status, SimpleNamespace(over=False, workers=[{"state": "starting"}]))
+    assert Monitor("gs://B/p", 1, False, False).states(alone) == ["IN PROGRESS"]
+    over = cast(Status, SimpleNamespace(over=True, workers=workers[:1]))
+    assert Monitor("gs://B/p", 2, False, False).states(over) == ["COMPLETE"] * 2
 
 
 def test_new_flags_follow_two_dashes_and_win() -> None:

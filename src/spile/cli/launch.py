@@ -38,7 +38,7 @@ def launch(arguments: argparse.Namespace) -> int:
             del arguments.extract[0]
         given = arguments.parse_extract(arguments.extract)
         check_out(arguments, given.out)
-        _check_recipe(given)
+        check_out(arguments, _check_recipe(given))  # it may come from --config
     job = build_job(arguments, os.environ)
     if arguments.dry_run:
         print(shown(commands(action, target, job.masked(), lines)))
@@ -52,8 +52,8 @@ def launch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_recipe(given: argparse.Namespace) -> None:
-    """Refuse an invalid recipe here, before it is sent to thirty hosts.
+def _check_recipe(given: argparse.Namespace) -> str | None:
+    """Refuse an invalid recipe here, before it is sent to thirty hosts. Return its `--out`.
 
     Model, corpus and taps may be left out if `--out` is a local folder that has a dataset (buckets
     are not checked: the hosts may have access and this machine not), and all of them if `--config`
@@ -67,7 +67,7 @@ def _check_recipe(given: argparse.Namespace) -> None:
     options = options_of(given)
     build(options)
     if there_only:
-        return
+        return None
     if "out" not in options:
         raise ConfigError("--out is missing: after -- come the arguments of spile extract")
     missing = [name for name in ("model", "corpus", "taps") if name not in options]
@@ -75,3 +75,4 @@ def _check_recipe(given: argparse.Namespace) -> None:
         raise ConfigError(
             f"{flag_of(missing[0])} is missing: give the whole recipe after --; nothing was started"
         )
+    return options["out"]

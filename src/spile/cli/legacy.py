@@ -20,7 +20,7 @@ from spile.cli.flags import Verbs
 from spile.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from spile.objects import Objects
+    from spile.status.listing import ListedFile
     from spile.status.status import Status
 
 HOSTS_FILE = "spile-hosts.txt"
@@ -467,10 +467,12 @@ class Monitor:
         for machine, state in enumerate(states):
             print(f"machine {machine:03d}: {state}")
         print(status_text(self.out, status) if status else f"{self.out}: no dataset yet")
-        if self.list_shards and begun:
-            print("\n".join(listing_lines(self.out, list_files(objects))))
+        asked = begun and (self.list_shards or self.aggregate)
+        files = list_files(objects) if asked else []
+        if self.list_shards and files:
+            print("\n".join(listing_lines(self.out, files)))
         if self.aggregate:
-            self._write(objects, status, states)
+            self._write(files, status, states)
         return 0
 
     def states(self, status: "Status | None") -> list[str]:
@@ -485,11 +487,11 @@ class Monitor:
             return ["COMPLETE" for _ in shares]
         return [_STATES.get(by_share.get(share, "not started"), "ERROR") for share in shares]
 
-    def _write(self, objects: "Objects", status: "Status | None", states: Sequence[str]) -> None:
+    def _write(
+        self, files: Sequence["ListedFile"], status: "Status | None", states: Sequence[str]
+    ) -> None:
         from spile.objects import open_objects
-        from spile.status.listing import list_files
 
-        files = list_files(objects) if status else []
         shards = [asdict(file) for file in files]
         total = {
             "dataset": self.out,
@@ -500,10 +502,10 @@ class Monitor:
             "total_bytes": sum(file.bytes for file in files),
             "status": status.to_json() if status else None,
         }
-        beside = self.out.rpartition("/")[0]
+        beside = open_objects(self.out.rpartition("/")[0])
         for name, value in ((AGGREGATED, total), (SHARD_LIST, shards)):
-            open_objects(beside).replace(name, json.dumps(value, indent=1).encode())
-            print(f"written: {beside}/{name}")
+            beside.replace(name, json.dumps(value, indent=1).encode())
+            print(f"written: {beside.url}/{name}")
 
 
 def _count(name: str, given: Given) -> int | None:

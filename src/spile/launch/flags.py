@@ -47,7 +47,9 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ways(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run, exactly")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the exact commands, and run nothing"
+    )
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print a list of answers"
     )
@@ -56,18 +58,23 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
 def _add_job(parser: argparse.ArgumentParser, target: str) -> None:
     group = parser.add_argument_group("what runs on every host")
     add = group.add_argument
-    add("--name", default="spile", help="of this run, to ask for it by [spile]")
-    add("--env", metavar="NAME[=VALUE]", action="append", default=[], help="set it there; without "
-        "a value, as here")  # fmt: skip
-    add("--secret", metavar="NAME", action="append", default=[], help="the same, as here, never "
-        "shown and on no command line")  # fmt: skip
-    add("--max-restarts", metavar="N", type=int, help="of spile supervise; 0: none watches it")
+    add("--name", default="spile", help="name of this run, for status, logs and stop [spile]")
+    add("--env", metavar="NAME[=VALUE]", action="append", default=[],
+        help="set this variable on the hosts; without a value, as it is set here")  # fmt: skip
+    add("--secret", metavar="NAME", action="append", default=[],
+        help="the same, with the value from here, which is never shown")  # fmt: skip
+    add(
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        help="restarts by spile supervise; 0: start it once, unwatched",
+    )
     if target != "kubernetes":
-        add("--spile", metavar="PROGRAM", default="spile", help="where it is installed [spile]")
+        add("--spile", metavar="PROGRAM", default="spile", help="the program on the hosts [spile]")
         add("--setup", metavar="LINES", default="", help="shell lines to run first, each time")
-        add("--folder", metavar="DIR", help="where to run it")
-        add("--credentials", metavar="FILE", help="a Google key, there: an absolute path; in a "
-            "container it is mounted read-only")  # fmt: skip
+        add("--folder", metavar="DIR", help="working directory on the hosts")
+        add("--credentials", metavar="FILE", help="absolute path of a Google key on the hosts; "
+            "it is mounted read-only in a container")  # fmt: skip
     if target in _CONTAINED:
         _add_engine(parser)
 
@@ -76,7 +83,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("in a container")
     add = group.add_argument
     add("--container", metavar="IMAGE@sha256:DIGEST", help="run it in this image, on every host")
-    add("--device", choices=("cpu", "gpu", "tpu"), help="what the container is given "
+    add("--device", choices=("cpu", "gpu", "tpu"), help="devices of the container "
         "[tpu with gcloud, else cpu]")  # fmt: skip
     add("--engine", choices=("docker", "podman"), default="docker")
     add("--sudo", action="store_true", help="the engine needs root there")
@@ -96,42 +103,60 @@ def _add_target(parser: argparse.ArgumentParser, target: str) -> None:
         add(flag, help, metavar="N", type=int, default=default)
 
     if target != "ssh":
-        count("--slices", "that work beside each other [1]")
+        count("--slices", "number of slices, which work independently [1]")
     if target != "gcloud":
-        count("--world-size", "hosts of each slice, joined (see docs/worlds.md) [1]")
+        count("--world-size", "hosts joined in each slice (see docs/worlds.md) [1]")
     if target in ("local", "docker"):
-        count("--port", "where processes of the first slice meet [8476]", 8476)
+        count("--port", "port where the processes of the first slice meet [8476]", 8476)
         count("--gpus-each", "GPUs that each process sees [all]", None)
     elif target == "ssh":
-        add("--hosts", "[USER@]HOST [ADDRESS] on each line", metavar="FILE", required=True)
-        count("--port", "where processes of a slice meet [8476]", 8476)
-        add("--ssh-config", "ssh's own file", metavar="FILE")
+        add(
+            "--hosts", "file with [USER@]HOST [ADDRESS] on each line", metavar="FILE", required=True
+        )
+        count("--port", "port where the processes of a slice meet [8476]", 8476)
+        add("--ssh-config", "configuration file for ssh", metavar="FILE")
     elif target == "gcloud":
-        many("--zone", "ZONE", "where; several are tried in turn")
-        many("--tpu", "NAME", "of a TPU that is there, or is to be [by --name]")
-        add("--project", "[gcloud's own]", metavar="ID")
-        add("--accelerator-type", "make what is missing, e.g. v5litepod-64", metavar="TYPE")
-        add("--runtime-version", "of what is made", metavar="VERSION")
-        add("--spot", "make it preemptible", action="store_true")
-        add("--queued", "make it through the queue", action="store_true")
-        add("--keep", "stay, and bring back what is preempted", action="store_true")
-        count("--retries", "attempts that may fail in a row [10]", 10)
-        add("--delete", "with stop: delete the TPUs, too", action="store_true")
+        many("--zone", "ZONE", "zone of the TPUs; if given several times, each is tried in turn")
+        many("--tpu", "NAME", "name of an existing TPU, or of one to create [from --name]")
+        add("--project", "project of the TPUs [gcloud's default]", metavar="ID")
+        add(
+            "--accelerator-type",
+            "create missing TPUs of this type, e.g. v5litepod-64",
+            metavar="TYPE",
+        )
+        add(
+            "--runtime-version",
+            "runtime of created TPUs, e.g. v2-alpha-tpuv5-lite",
+            metavar="VERSION",
+        )
+        add("--spot", "create preemptible TPUs", action="store_true")
+        add("--queued", "create TPUs through the queue of requests", action="store_true")
+        add("--keep", "keep running, and replace TPUs that are preempted", action="store_true")
+        count("--retries", "give up after this many failed attempts in a row [10]", 10)
+        add("--delete", "with stop: also delete the TPUs", action="store_true")
     elif target == "slurm":
-        many("--sbatch", "OPTION", "of sbatch, e.g. --sbatch=--partition=gpu")
-        add("--log-folder", "of all nodes' logs [.]", metavar="DIR", default=".")
+        many("--sbatch", "OPTION", "pass an option to sbatch, e.g. --sbatch=--partition=gpu")
+        add("--log-folder", "folder for the logs of all nodes [.]", metavar="DIR", default=".")
     elif target == "kubernetes":
-        add("--tpu", "GKE's, e.g. v5e:8x8, a slice each", metavar="KIND:TOPOLOGY")
-        count("--gpus", "of each host", 0)
-        add("--service-account", "of the pods", metavar="NAME")
-        add("--namespace", "[kubectl's own]", metavar="NAME")
-        add("--context", "[kubectl's own]", metavar="NAME")
-        many("--claim", "CLAIM:/PATH", "a volume to mount")
-        add("--credentials-secret", "a Google key, mounted read-only", metavar="SECRET:KEY")
+        add("--tpu", "TPU of each slice on GKE, e.g. v5e:8x8", metavar="KIND:TOPOLOGY")
+        count("--gpus", "GPUs of each host [0]", 0)
+        add("--service-account", "service account of the pods", metavar="NAME")
+        add("--namespace", "namespace of the pods [kubectl's default]", metavar="NAME")
+        add("--context", "context of kubectl [its default]", metavar="NAME")
+        many("--claim", "CLAIM:/PATH", "mount this volume claim")
+        add(
+            "--credentials-secret",
+            "secret with a Google key, mounted read-only",
+            metavar="SECRET:KEY",
+        )
     elif target == "sky":
-        add("--accelerators", "e.g. A100:8 or tpu-v5litepod-64", metavar="X")
-        add("--infra", "e.g. gcp/us-central1", metavar="X")
+        add(
+            "--accelerators",
+            "accelerators of each host, e.g. A100:8 or tpu-v5litepod-64",
+            metavar="X",
+        )
+        add("--infra", "where to run, e.g. gcp/us-central1", metavar="X")
     if target in ("kubernetes", "sky"):
-        add("--cpus", "of each host", metavar="X")
-        add("--memory", "of each host", metavar="X")
-        add("--spot", "preemptible machines", action="store_true")
+        add("--cpus", "CPU cores of each host", metavar="X")
+        add("--memory", "memory of each host", metavar="X")
+        add("--spot", "use preemptible machines", action="store_true")

@@ -145,7 +145,7 @@ _LENS_DIFFERS = {
     "hook_k_input": "it is before the norm, once for each head: resid_pre has its values once",
     "hook_v_input": "it is before the norm, once for each head: resid_pre has its values once",
     "hook_mlp_in": "it is before the norm, which is resid_mid; mlp_in is what the MLP reads",
-    "mlp.hook_pre": "it is before the activation; mlp_hidden is after it, and gated",
+    "mlp.hook_pre": "it is before the activation; mlp_hidden is after it",
     "mlp.hook_pre_linear": "it is before the gate; mlp_hidden is after it",
     "attn.hook_attn_scores": "it is before the softmax; attn_pattern is after it",
     "attn.hook_result": "it is each head's output; z is before the projection, attn_out their sum",

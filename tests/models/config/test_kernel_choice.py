@@ -12,7 +12,7 @@ from spile.models.config.hf_config import read_config
 from spile.models.config.kernel_choice import BLOCKED, CHOICES, KERNELS, attention_kernel
 
 _, ARCH = read_config(tiny.CONFIG, "test")
-NO_TOKAMAX = {"mosaic": "tokamax is not installed", "triton": "tokamax is not installed"}
+NO_TOKAMAX = {"mosaic": "tokamax cannot be imported", "triton": "tokamax cannot be imported"}
 OLD = {"mosaic": "needs Hopper", "cudnn": "only on Hopper"}
 
 
@@ -29,7 +29,7 @@ OLD = {"mosaic": "needs Hopper", "cudnn": "only on Hopper"}
             100,
             NO_TOKAMAX,
             "cudnn",
-            "tokamax is not installed",
+            "tokamax cannot be imported",
         ),
         ("gpu", {"sinks": True}, "bfloat16", 100, NO_TOKAMAX, "blocked", "cudnn: has no sinks"),
         ("gpu", {"attn_softcap": 5.0}, "bfloat16", 1, NO_TOKAMAX, "blocked", "has no soft cap"),

@@ -15,6 +15,7 @@ from marks import some
 from spile.models.config.arch import Arch, Experts, Layer
 from spile.models.config.rope import Rope
 from spile.models.config.specs import block_specs
+from spile.models.forward import moe
 from spile.models.forward.moe import mix, route
 from spile.models.forward.weights import Block
 
@@ -232,3 +233,24 @@ def test_bfloat16_stays_within_its_own_rounding(kind: str) -> None:
     inputs, shares = np.asarray(x, np.float32), np.asarray(weights, np.float32)
     exact = mixed(inputs, shares, np.asarray(ids), host, arch)
     assert np.abs(np.asarray(out, np.float32) - exact).max() < 2**-6 * np.abs(exact).max()
+
+
+@pytest.mark.skipif(not moe._has_mosaic(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("sizes", "inner", "outer"),
+    [((300, 0, 1, 211), 128, 256), ((0, 0, 0, 512), 192, 192), ((7, 9, 100, 90), 2880, 576)],
+)
+def test_the_mosaic_product_is_the_tiled_one(
+    sizes: tuple[int, ...], inner: int, outer: int
+) -> None:
+    """Rows beyond the last expert's are nobody's, and are left out by `mix`."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((512, inner)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((len(sizes), outer, inner)) / inner**0.5, jnp.bfloat16)
+    assert moe._mosaic_serves(x, w)
+    counts, known = jnp.asarray(sizes), sum(sizes)
+    found, wanted = (
+        np.asarray(jax.jit(way)(x, w, counts)[:known], np.float32)
+        for way in (moe._mosaic, moe._tiled)
+    )
+    assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)

@@ -86,7 +86,7 @@ def missing_kernels() -> Mapping[str, str]:
             importlib.import_module(module)
         except Exception as error:  # whatever is wrong with it, there are other kernels
             said = (str(error).splitlines() or [type(error).__name__])[0]
-            found[name] = f"tokamax is not installed ({said}): pip install 'spile[kernels]'"
+            found[name] = f"tokamax cannot be imported ({said}): pip install 'spile[kernels]'"
     return {name: reason for name, reason in found.items() if reason is not None}
 
 

@@ -140,9 +140,9 @@ def _has_mosaic() -> bool:
 def _mosaic(
     x: Float[Array, "tokens in"], w: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
 ) -> Float[Array, "tokens out"]:
-    """jax's grouped product for Hopper, with tiles that were measured (docs/benchmarks.md).
+    """jax's grouped product for Hopper, with the tiles that measured best (docs/benchmarks.md).
 
-    Wrong ones cost four to five times: of 128 x 256 the accumulator does not fit the registers.
+    Other tiles cost up to five times as much.
     """
     kernel: Any = importlib.import_module(_MOSAIC)
     out = w.shape[1]
