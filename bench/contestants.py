@@ -213,13 +213,18 @@ def traced(options: argparse.Namespace) -> Generator[Path | None]:
         jax.profiler.stop_trace()
 
 
-def read_profile(directory: Path, seconds: float) -> dict[str, Any]:
-    """How much of the last seconds no kernel ran, and which kinds of kernels took the rest."""
+KINDS = {
+    "gemm": ("gemm", "nvjet", "cutlass", "ragged_dot"),
+    "attention": ("cudnn", "flash", "fmha", "sdpa", "attention"),
+}
+
+
+def kernels_of(directory: Path) -> list[tuple[float, float, str, str]]:
+    """Begin, end, kind and name of every kernel of a trace, in nanoseconds."""
     from jax.profiler import ProfileData
 
     path = max(directory.glob("**/*.xplane.pb"), key=lambda found: found.stat().st_mtime)
-    kinds = {"gemm": ("gemm", "nvjet", "cutlass"), "attention": ("cudnn", "flash", "fmha", "sdpa")}
-    found: list[tuple[float, float, str]] = []
+    found: list[tuple[float, float, str, str]] = []
     for plane in ProfileData.from_file(str(path)).planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -228,15 +233,22 @@ def read_profile(directory: Path, seconds: float) -> dict[str, Any]:
                 lower = event.name.lower()
                 if lower.startswith(("memcpy", "memset")):
                     continue  # work beside the kernels, or time without any
-                kind = next((k for k, words in kinds.items() if any(w in lower for w in words)),
+                kind = next((k for k, words in KINDS.items() if any(w in lower for w in words)),
                             "everything else")  # fmt: skip
-                found.append((event.start_ns, event.start_ns + event.duration_ns, kind))
+                end = event.start_ns + event.duration_ns
+                found.append((event.start_ns, end, kind, event.name))
+    return sorted(found)
+
+
+def read_profile(directory: Path, seconds: float) -> dict[str, Any]:
+    """How much of the last seconds no kernel ran, and which kinds of kernels took the rest."""
+    found = kernels_of(directory)
     if not found:
         return {"seconds": 0.0}
-    end = max(stop for _, stop, kind in found if kind == "gemm")
-    found = sorted(each for each in found if end - seconds * 1e9 <= each[0] < end)
-    busy, reached, spent = 0.0, found[0][0], dict.fromkeys((*kinds, "everything else"), 0.0)
-    for begin, stop, kind in found:
+    end = max(stop for _, stop, kind, _ in found if kind == "gemm")
+    found = [each for each in found if end - seconds * 1e9 <= each[0] < end]
+    busy, reached, spent = 0.0, found[0][0], dict.fromkeys((*KINDS, "everything else"), 0.0)
+    for begin, stop, kind, _ in found:
         spent[kind] += stop - begin
         busy += max(0.0, stop - max(begin, reached))
         reached = max(reached, stop)

@@ -1,12 +1,13 @@
 """Spile's step on every family, against the model's own matrix products and HF, in one run.
 
     python bench/families.py [--models gemma-2-9b,Mixtral-8x7B-v0.1] [--attention auto,triton]
-                             [--seq-len 2048] [--seconds 2] [--hf | --parity]
+                             [--seq-len 2048] [--seconds 2] [--hf] [--profile N] [--parity]
 
 Published configurations (tests/fixtures/configs), cut to a few layers and a small vocabulary, with
 random bfloat16 weights; documents of natural lengths (log-normal, median 600, cut at the row),
 packed. `products` are the model's matrix products, chained, on as many tokens: those of the chosen
 experts as one plain product each. HF runs full rows of the same length, the best of its ways.
+`--profile` tells where a step's time goes, by kind, and names the N kernels that take the most.
 `--parity` instead compares rows in bfloat16 with HF in float32, beside HF's own in bfloat16.
 """
 
@@ -281,6 +282,28 @@ def parity(name: str, options: argparse.Namespace) -> None:
     print(f"{name:<19} {', '.join(told)}", flush=True)
 
 
+def profile(call: Callable[[], Any], names: int, steps: int = 5) -> None:
+    """Print the shares of a step's time by kind of kernel, and its longest kernels."""
+    import jax
+    from contestants import kernels_of, read_profile
+
+    jax.block_until_ready(call())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([call() for _ in range(steps)])
+        kernels = kernels_of(Path(folder))
+        shares = read_profile(Path(folder), 60.0)
+    told = ", ".join(f"{kind} {part:.1%}" for kind, part in shares.items() if kind != "seconds")
+    print(f"      {shares['seconds'] / steps * 1e3:.2f} ms a step: {told}")
+    spent: dict[tuple[str, str], list[float]] = {}
+    for begin, end, kind, kernel in kernels:
+        spent.setdefault((kind, kernel), []).append((end - begin) / 1e6)
+    longest = sorted(spent.items(), key=lambda entry: -sum(entry[1]))[:names]
+    for (kind, kernel), times in longest:
+        each, count = sum(times) / steps, len(times) / steps
+        print(f"      {each:>8.3f} ms, {count:>4.0f} x, {kind}: {kernel[:90]}", flush=True)
+
+
 def measure(name: str, options: argparse.Namespace) -> None:
     import jax
 
@@ -288,7 +311,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     from spile.models.taps import parse_taps
     from spile.run.step import Step
 
-    layers = {"gemma-3-4b-it": 12, "gemma-2-2b": 12}.get(name, options.layers)
+    layers = {"gemma-3-4b-it": 34, "gemma-2-2b": 26}.get(name, options.layers)  # small: whole
     config = cut_config(name, layers)
     _, arch = read_config(config, "bench")
     seq = options.seq_len
@@ -314,6 +337,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
             rate, part = useful / spent, bare / spent
             ours = max(ours, rate)
             print(f"    Spile, {wanted:<12} {rate:>9,.0f} tok/s {part:>7.1%}", flush=True)
+            if options.profile:
+                profile(partial(step.compute, batch), options.profile)
         except Exception as error:
             print(f"    Spile, {wanted}: {str(error).splitlines()[0][:160]}", flush=True)
     del params
@@ -332,6 +357,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--hf", action="store_true")
+    parser.add_argument("--profile", type=int, default=0, metavar="N")
     parser.add_argument("--parity", action="store_true")
     options = parser.parse_args()
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")

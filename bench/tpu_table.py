@@ -43,6 +43,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-3.1-8B": ("Llama-3.1-8B", {}),
     "Llama-3.1-70B": ("Llama-3.3-70B-Instruct", {}),  # the same shapes
     "Qwen3-30B-A3B": ("Qwen3-30B-A3B", {}),
+    "Mixtral-8x7B": ("Mixtral-8x7B-v0.1", {}),
+    "gpt-oss-20b": ("gpt-oss-20b", {}),
+    "gemma-2-9b": ("gemma-2-9b", {}),
 }
 TOPOLOGIES = (
     "v4-8", "v4-32", "v5e-4", "v5e-8", "v5e-16", "v5e-64", "v5e-256", "v6e-8", "v6e-64", "v6e-256",

@@ -120,7 +120,7 @@ def flash(segments: Places, positions: Places, *, kernel: str) -> Attend:
     base: Any = importlib.import_module("tokamax._src.ops.attention.base")
     module: Any = importlib.import_module(_TOKAMAX[kernel])
     run: Any = getattr(module, _FLASH[kernel])()
-    place = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    place = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     start = jnp.where(segments > 0, place - positions, place)  # padding sees itself
 
     def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:

@@ -68,7 +68,7 @@ def mix(
     order = jnp.argsort(chosen)  # stable: ties keep the tokens' order
     expert = jnp.minimum(chosen[order], held - 1)
     sizes = jnp.bincount(chosen, length=held)
-    tokens = flat[order // arch.experts.chosen]
+    tokens = _rows(flat, order // arch.experts.chosen)
 
     def each(inputs: Array, name: str) -> Array:
         # TPUs have an instruction for this; elsewhere it would be done densely, for all experts.
@@ -88,6 +88,21 @@ def mix(
     place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
     back = jnp.where(here[:, None], out[place], 0).reshape(*ids.shape, x.shape[-1])
     return jnp.einsum("rscd,rsc->rsd", back, weights)
+
+
+def _rows(x: Float[Array, "rows width"], places: Int[Array, " wanted"]) -> Array:
+    """Gather rows. A GPU does so a third faster in pairs of 16-bit values."""
+
+    def by_pairs(x: Array, places: Array) -> Array:
+        pairs = jax.lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.uint32)
+        return jax.lax.bitcast_convert_type(pairs[places], x.dtype).reshape(len(places), -1)
+
+    def plain(x: Array, places: Array) -> Array:
+        return x[places]
+
+    if x.dtype.itemsize != 2 or x.shape[1] % 2:
+        return plain(x, places)
+    return jax.lax.platform_dependent(x, places, cuda=by_pairs, default=plain)
 
 
 def mixed_experts(
@@ -145,17 +160,16 @@ def _mosaic(
     Other tiles cost up to five times as much.
     """
     kernel: Any = importlib.import_module(_MOSAIC)
-    out = w.shape[1]
-    wide = out % 192 == 0 and out % 128 != 0
+    many = len(x) >= 4096 * len(w)  # tokens of an expert, in the mean
     return kernel.ragged_dot(
         x,
         w,
         group_sizes=sizes.astype(jnp.int32),
-        block_m=128,
-        block_n=192 if wide else 128,
+        block_m=192 if many else 128,
+        block_n=128 if many else 192,
         block_k=_MOSAIC_K,
-        max_concurrent_steps=5 if wide else 6,
-        grid_block_n=2 if wide else 4,
+        max_concurrent_steps=4,
+        grid_block_n=8 if many or w.shape[1] > 2048 else 4,
         transpose_rhs=True,
     )
 

@@ -12,13 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+
+def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The exact one. In 16 bits it is computed in float32 and rounded once, as torch does.
+
+    There, `erf` is exact enough, and takes less than half of the time of the `erfc` that jax.nn
+    uses, which keeps the digits of large negative inputs.
+    """
+    if x.dtype == jnp.float32:
+        return jax.nn.gelu(x, approximate=False)
+    wide = x.astype(jnp.float32)
+    return (0.5 * wide * (1.0 + jax.lax.erf(wide * np.float32(0.5**0.5)))).astype(x.dtype)
+
+
 # rms: scaled, cast, weighted (Llama); rms_float32: weighted before the cast (OLMo 2);
 # rms_plus_one: weighted by one more than the stored weight, before the cast (Gemma);
 # layer: centred too, with a bias (GPT-2).
 NORMS = ("rms", "rms_float32", "rms_plus_one", "layer")
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu": _gelu,
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), jax.nn.gelu),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(x * jnp.asarray(1.702, x.dtype)),
     "relu": jax.nn.relu,
