@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from chaos.harness import run
-from spile.cli.plan import Duration, _seconds, _timed, _tokens, unknown
+from spile.cli.plan import Duration, _seconds, _timed, _tokens, attention_row, unknown
 from spile.core.errors import ConfigError
+from spile.models.config.kernel_choice import KernelChoice
 
 
 def test_calibration_is_seconds_or_off() -> None:
@@ -46,6 +47,15 @@ def test_a_time_says_where_and_how_it_is_known() -> None:
     ]
 
 
+def test_the_attention_kernel_is_named_with_the_reasons_against_better_ones() -> None:
+    best = KernelChoice("splash", {})
+    assert attention_row(best) == ("attention", "jax's splash attention, for TPUs")
+    _, told = attention_row(KernelChoice("triton", {"mosaic": "too old", "cudnn": "no caps"}))
+    assert told.startswith("tokamax's Triton") and told.endswith(
+        "(mosaic: too old; cudnn: no caps)"
+    )
+
+
 def test_what_is_counted_is_printed_before_any_step_is_measured(
     model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,5 +68,6 @@ def test_what_is_counted_is_printed_before_any_step_is_measured(
     told = run(
         "plan", "--model", model, "--corpus", corpus, "--taps", "embed", "--out", tmp_path / "out"
     )
-    assert "documents  " in said[0] and "tok/s a core" in said[0] and "time here" not in said[0]
+    assert "documents  " in said[0] and "tok/s a core" in said[0]
+    assert "attention   " in said[0] and "time here" not in said[0]
     assert told.out.startswith(said[0]) and "time here" in told.out

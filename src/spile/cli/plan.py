@@ -16,6 +16,7 @@ from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
 from spile.core.humanize import lasting, size
 from spile.core.options import listed
+from spile.models.config.kernel_choice import KERNELS, KernelChoice, attention_kernel
 
 if TYPE_CHECKING:
     from spile.compile.step import Compiled
@@ -108,8 +109,9 @@ def plan(arguments: argparse.Namespace) -> int:
         out=objects,
         found=found,
     )
+    kernel = _kernel(job, runtime, platform, here=target is None)
     if not arguments.json:
-        _print_rows(counted_rows(job.recipe.to_json(), cost))
+        _print_rows([*counted_rows(job.recipe.to_json(), cost), attention_row(kernel)])
     pace = measure_throughput(job, runtime, platform, cuts, chip_of(kind))
     if not arguments.json:
         _print_rows(pace.rows())
@@ -121,6 +123,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         told = {**dataclasses.asdict(cost), "total_bytes": cost.total_bytes}
         told |= {**dataclasses.asdict(pace), "cores_needed": pace.cores_needed}
+        told |= {"attention": kernel.name, "attention_passed_over": dict(kernel.passed_over)}
         print(json.dumps({**told, "time": dataclasses.asdict(time)}))
     else:
         _print_rows(_timed(time))
@@ -153,6 +156,21 @@ def _platform(target: "CompileTarget | None") -> tuple[str, int, str]:
     except ImportError:  # a plan works without jax
         return "cpu", 1, "cpu"
     return devices_here()
+
+
+def _kernel(job: "ExtractionJob", runtime: Runtime, platform: str, *, here: bool) -> KernelChoice:
+    """The attention kernel of a run. Other machines are taken to have all kernels."""
+    missing: Mapping[str, str] = {}
+    if here and platform == "gpu":
+        from spile.models.forward.kernels import missing_kernels
+
+        missing = missing_kernels()
+    recipe, arch = job.recipe, job.checkpoint.arch
+    return attention_kernel(
+        *(platform, arch, recipe.compute_dtype, recipe.seq_len),
+        missing=missing,
+        wanted=runtime.attention,
+    )
 
 
 def _here(
@@ -261,6 +279,11 @@ def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str,
         ("memory per device", size(cost.device_bytes)),
         ("memory on the host", size(cost.host_bytes)),
     ]
+
+
+def attention_row(kernel: KernelChoice) -> tuple[str, str]:
+    why = f" ({kernel.why})" if kernel.why else ""
+    return "attention", KERNELS[kernel.name] + why
 
 
 def _kept(recipe: Mapping[str, Any], cost: "Estimate") -> str:
