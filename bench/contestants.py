@@ -95,7 +95,7 @@ def recipe_of(options: argparse.Namespace) -> Any:
     return spile.Recipe(
         model=options.model, corpus=options.corpus, taps=options.tapped, seq_len=SEQ_LEN,
         unit_tokens=options.unit_tokens, store_dtype=options.store_dtype,
-        max_docs=options.max_docs, compute_dtype="bfloat16",
+        max_docs=options.max_docs, compute_dtype=options.compute_dtype,
     )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def traced(options: argparse.Namespace) -> Generator[Path | None]:
 
 
 KINDS = {
-    "gemm": ("gemm", "nvjet", "cutlass", "ragged_dot"),
+    "gemm": ("gemm", "nvjet", "cutlass", "body_mosaic"),  # the last: experts
     "attention": ("cudnn", "flash", "fmha", "sdpa", "attention"),
 }
 

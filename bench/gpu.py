@@ -28,8 +28,7 @@ PEERS = {  # in peers.py
     "hf": "HF, hooks, padded batches of 8, .cpu()",
     "nnsight": "nnsight, padded batches of 8, .cpu()",
     "transformer_lens": "TransformerLens, padded batches, .cpu()",
-    "tuned": "HF tuned: by length, pinned, overlapped",
-    "tuned-1": "HF tuned: batch 1, pinned, overlapped",
+    "tuned": "torch tuned: packed, compiled, overlapped",
 }
 WARM_UP = 4  # steps
 STEP_TOKENS = 16384
@@ -102,6 +101,8 @@ def main() -> None:
     parser.add_argument("--sinks", default="/dev/shm,/tmp")
     parser.add_argument("--sink-bytes", type=float, default=16e9, help="written to measure a sink")
     parser.add_argument("--dtypes", default="bfloat16,float8_e4m3")
+    parser.add_argument("--compute-dtypes", default="bfloat16,float8_e4m3", help="for one tap")
+    parser.add_argument("--skip-step", action="store_true", help="only runs from text to files")
     parser.add_argument("--work", default="/dev/shm/spile-bench")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--profile", type=float, default=4.0, help="seconds; 0: none")
@@ -127,6 +128,7 @@ def prepare(options: argparse.Namespace) -> None:
     make_model(work / "model", options.shape)
     options.model, options.corpus = str(work / "model"), str(work / "corpus.jsonl")
     options.seq_len, options.size, options.store_dtype = SEQ_LEN, 8, "bfloat16"
+    options.compute_dtype = "bfloat16"
     options.step_tokens = options.batch_tokens or STEP_TOKENS
     options.out = f"{options.work}/out"
     options.max_docs = None
@@ -148,12 +150,17 @@ def measure(bench: Bench) -> None:
         tokens = int(options.seconds * rate) + 2 * WARM_UP * options.step_tokens
         return {"max_docs": int(tokens / mean), "unit_tokens": tokens // 2}
 
-    computed = {}
-    for count in counts:
+    computed: dict[int, float | None] = {}
+    for count in () if options.skip_step else counts:
         title = f"compute, taps: {count}"
         given = {"profile": profile, **chosen[count], **sized(limit)}
         computed[count] = bench.run(title, "compute", **given)
         bench.ratio("of the matrix products", computed[count], limit)
+    narrow = [dtype for dtype in options.compute_dtypes.split(",") if dtype != "bfloat16"]
+    for dtype in () if options.skip_step else narrow:
+        given = {"profile": profile, **chosen[1], **sized(1.6 * limit), "compute_dtype": dtype}
+        rate = bench.run(f"compute in {dtype}, taps: 1", "compute", **given)
+        bench.ratio("over bfloat16", rate, computed[1])
 
     places = [place for place in options.sinks.split(",") if place]
     full, place, out = None, "", ""
@@ -165,19 +172,23 @@ def measure(bench: Bench) -> None:
         for count in counts if place == places[-1] else counts[-1:]:
             for dtype in options.dtypes.split(",") if count > 1 else ["bfloat16"]:
                 row_bytes = count * (width * 2 if dtype == "bfloat16" else width + 4)
-                reachable = min(computed[count] or limit, taken * 1e9 / row_bytes)
+                reachable = min(computed.get(count) or limit, taken * 1e9 / row_bytes)
                 given = {"out": out, "store_dtype": dtype, **chosen[count], **sized(reachable)}
                 title = f"spile, taps: {count}, {dtype}, {place}"
                 rate = bench.run(title, "spile", **given)
                 full = rate if count == 1 else full
-                bench.ratio("of the step", rate, computed[count])
+                bench.ratio("of the step", rate, computed.get(count))
                 written = bench.results.get(title, {}).get("GB/s")
                 bench.ratio(f"of {place}, by bytes", written, taken)
-                if reachable < (computed[count] or limit):  # a disk's rate drifts: once more
+                if reachable < (computed.get(count) or limit):  # a disk's rate drifts: once more
                     given = {"out": out, "sink_bytes": most_bytes}
                     again = bench.run(f"{place} alone, afterwards", "sink", **given)
                     bench.ratio("of that", written, again)
-    if full:
+    for dtype in narrow if full else ():
+        given = {"out": out, **chosen[1], **sized(1.6 * limit), "compute_dtype": dtype}
+        rate = bench.run(f"spile, computed in {dtype}, taps: 1, {place}", "spile", **given)
+        bench.ratio("over bfloat16", rate, full)
+    if full and len(counts) > 1:
         given = {"out": out, **tapped([layers // 2 - 1]), **sized(2 * limit)}
         early = bench.run(f"spile, one tap at half depth, {place}", "spile", **given)
         bench.ratio("over full depth", early, full)
@@ -188,9 +199,8 @@ def measure(bench: Bench) -> None:
     title = f"spile, taps: {counts[-1]}, bfloat16, {places[0] if places else ''}"
     ours = bench.results.get(title, {}).get("tok/s")
     for peer in filter(None, options.peers.split(",")):
-        name, _, size = peer.partition("-")
-        given = {**chosen[counts[-1]], "size": int(size or 8)}
-        rate = bench.run(f"{PEERS[peer]}, taps: {counts[-1]}", name, **given)
+        given = {**chosen[counts[-1]], "out": out or options.out}
+        rate = bench.run(f"{PEERS[peer]}, taps: {counts[-1]}", peer, **given)
         bench.ratio("spile over it", ours, rate)
 
 

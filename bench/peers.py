@@ -1,12 +1,14 @@
 """What people run today, as bench/gpu.py starts it: each in a process of its own.
 
 Each reads the same texts, keeps the residual stream after the same layers without padding, and
-writes one file per layer and batch. `tuned` is HF as well as we could make it without packing:
-batches of one length and a full step's tokens, no head, copies into pinned memory that overlap
-with the next forward, files written by a thread beside it.
+writes one file per layer and batch. `tuned` is what an expert writes in torch for this one family:
+documents packed into steps of one shape, torch's packed flash attention, fused projections and
+`torch.compile`, copies into pinned memory that overlap with the next forward, four threads that
+write, one that tokenizes ahead.
 """
 
 import argparse
+import inspect
 import json
 import queue
 import sys
@@ -14,6 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +49,8 @@ def save(path: str, values: torch.Tensor) -> None:
 
 def measured(
     options: argparse.Namespace,
-    batches: Iterator[Batch],
-    one: Callable[[int, Batch, Seconds], int],
+    batches: Iterator[Any],
+    one: Callable[[int, Any, Seconds], int],
     finish: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Run batches until the time is up; the first few are warm-up."""
@@ -163,84 +166,174 @@ def transformer_lens(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tuned(options: argparse.Namespace) -> dict[str, Any]:
+    """What an expert writes in torch: see the module's docstring."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModel.from_pretrained(options.model, dtype=torch.bfloat16).to(device()).eval()
-    kept = hooked(model, options.layers)
-    texts = texts_of(options)
+    model = PackedQwen2(Path(options.model), options.layers)
     Path(options.out).mkdir(parents=True)
-    files: queue.Queue[Any] = queue.Queue(2)
-    side = torch.cuda.Stream() if torch.cuda.is_available() else None
-    # Pinned once: a fresh buffer for each shape would cost more than the forward.
-    most, width = max(options.step_tokens, options.seq_len), model.config.hidden_size
-    spare = [
-        torch.empty((most, width), dtype=torch.bfloat16, pin_memory=side is not None)
-        for _ in range(5 * len(options.layers))
-    ]
+    on_gpu = torch.cuda.is_available()
+    side = torch.cuda.Stream() if on_gpu else None
+    steps: queue.Queue[Any] = queue.Queue(4)
+    files: queue.Queue[Any] = queue.Queue()
+    # Pinned once: a fresh buffer for each step would cost more than the forward.
+    spare: queue.Queue[torch.Tensor] = queue.Queue()
+    for _ in range(3 * len(options.layers)):
+        shape = (options.step_tokens, model.width)
+        spare.put(torch.empty(shape, dtype=torch.bfloat16, pin_memory=on_gpu))
 
-    def by_length() -> Iterator[Batch]:
-        """Neighbours in length, as many as fill a step; then in any order."""
-        encoded = tokenizer(texts, truncation=True, max_length=options.seq_len)
-        lengths = [len(ids) for ids in encoded["input_ids"]]
-        groups: list[Batch] = [[]]
-        for length, text in sorted(zip(lengths, texts, strict=True)):
-            if options.size == 1 or (len(groups[-1]) + 1) * length > options.step_tokens:
-                groups.append([])
-            groups[-1].append(text)
-        np.random.default_rng(0).shuffle(groups)  # type: ignore[arg-type]
-        yield from filter(None, groups)
-
-    def keep(values: torch.Tensor) -> tuple[torch.Tensor, int]:
-        buffer = spare.pop()
-        buffer[: len(values)].copy_(values, non_blocking=True)
-        return buffer, len(values)
+    def reader() -> None:
+        """Tokenize ahead, and fill steps with whole documents."""
+        texts, step = texts_of(options), list[list[int]]()
+        for start in range(0, len(texts), 512):
+            some = texts[start : start + 512]
+            for ids in tokenizer(some, truncation=True, max_length=options.seq_len)["input_ids"]:
+                if sum(map(len, step)) + len(ids) > options.step_tokens:
+                    steps.put(packed_step(step, options.step_tokens, options.seq_len))
+                    step = []
+                step.append(ids)
+        steps.put(None)
 
     def writer() -> None:
         while (item := files.get()) is not None:
-            number, ready, host = item
+            path, ready, buffer, count = item
             if ready is not None:
                 ready.synchronize()
-            for layer, (buffer, count) in enumerate(host):
-                save(f"{options.out}/{number}-{layer}.npy", buffer[:count])
-                spare.append(buffer)
+            save(path, buffer[:count])
+            spare.put(buffer)
 
-    thread = threading.Thread(target=writer, daemon=True)  # or a failure would wait for it
-    thread.start()
-
-    def one(number: int, batch: Batch, seconds: Seconds) -> int:
+    def one(number: int, step: Any, seconds: Seconds) -> int:
         begin = time.perf_counter()
-        inputs = tokenizer(
-            batch, return_tensors="pt", padding=True, truncation=True, max_length=options.seq_len
-        )
-        mask = inputs["attention_mask"].bool()
-        whole = bool(mask.all())
-        begin = stage(seconds, "tokenize", begin)
-        kept.clear()
-        with torch.no_grad():
-            # Without padding no mask is given: that is the faster kernel.
-            given = {"input_ids": inputs["input_ids"]} if whole else dict(inputs)
-            model(**{k: v.to(device()) for k, v in given.items()}, use_cache=False)
-        places = mask.flatten().nonzero().squeeze(1).to(device())
-        rows = [values.flatten(0, 1) if whole else values.flatten(0, 1)[places] for values in kept]
-        host, ready = [], None
+        *arrays, count = step
+        with torch.inference_mode():
+            rows = model.forward(*arrays, options.seq_len)
+        begin = stage(seconds, "forward", begin)
+        buffers = [spare.get() for _ in rows]
+        begin = stage(seconds, "wait for files", begin)
+        ready = None
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                host = [keep(values) for values in rows]
+                for buffer, values in zip(buffers, rows, strict=True):
+                    buffer[:count].copy_(values[:count], non_blocking=True)
+                    values.record_stream(side)
                 ready = side.record_event()
-            for values in rows:
-                values.record_stream(side)
         else:
-            host = [keep(values) for values in rows]
-        begin = stage(seconds, "forward and copy", begin)
-        files.put((number, ready, host))
-        stage(seconds, "wait for files", begin)
-        return int(mask.sum())
+            for buffer, values in zip(buffers, rows, strict=True):
+                buffer[:count].copy_(values[:count])
+        for layer, buffer in enumerate(buffers):
+            files.put((f"{options.out}/{number}-{layer}.npy", ready, buffer, count))
+        return count
 
     def finish() -> None:
-        files.put(None)
-        thread.join()
+        for _ in writers:
+            files.put(None)
+        for thread in writers:
+            thread.join()
 
-    return measured(options, by_length(), one, finish)
+    writers = [threading.Thread(target=writer, daemon=True) for _ in range(4)]
+    for thread in (threading.Thread(target=reader, daemon=True), *writers):
+        thread.start()
+    return measured(options, iter(steps.get, None), one, finish)
+
+
+def packed_step(documents: list[list[int]], size: int, longest: int) -> tuple[Any, ...]:
+    """Ids, positions and boundaries of documents end to end, filled up to a fixed shape."""
+    count = sum(map(len, documents))
+    rest = size - count
+    padding = [[0] * min(longest, rest - start) for start in range(0, rest, longest)]
+    ids = np.concatenate([np.array(each, np.int64) for each in (*documents, *padding)])
+    lengths = [len(each) for each in (*documents, *padding)]
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    ends = np.cumsum(lengths)
+    # A fixed number of boundaries: further ones are of empty documents.
+    most = 64 * -(-(len(lengths) + 1) // 64)
+    bounds = np.concatenate([[0], ends, np.full(most - len(ends), size)]).astype(np.int32)
+    return (*(torch.from_numpy(a).to(device()) for a in (ids, positions, bounds)), count)
+
+
+class PackedQwen2:
+    """Qwen2 as an expert would write it for this: nothing but what the taps need."""
+
+    def __init__(self, directory: Path, layers: list[int]) -> None:
+        from safetensors.torch import load_file
+
+        config = json.loads((directory / "config.json").read_text())
+        self.width, self.heads = config["hidden_size"], config["num_attention_heads"]
+        self.kv_heads, self.eps = config["num_key_value_heads"], config["rms_norm_eps"]
+        self.dim, self.layers = self.width // self.heads, layers
+        stored = load_file(directory / "model.safetensors", device=device())
+        self.embed = stored["model.embed_tokens.weight"]
+        half = torch.arange(0, self.dim, 2, device=device()) / self.dim
+        self.frequencies = 1.0 / config["rope_theta"] ** half.float()
+        self.blocks = [self._fused(stored, f"model.layers.{i}.") for i in range(max(layers) + 1)]
+        self._run = torch.compile(self._block) if torch.cuda.is_available() else self._block
+
+    def _fused(self, stored: dict[str, torch.Tensor], prefix: str) -> tuple[torch.Tensor, ...]:
+        def side_by_side(*names: str) -> torch.Tensor:
+            return torch.cat([stored.pop(prefix + name) for name in names])
+
+        qkv = [f"self_attn.{n}_proj" for n in "qkv"]
+        return (
+            stored[prefix + "input_layernorm.weight"],
+            side_by_side(*(f"{name}.weight" for name in qkv)),
+            side_by_side(*(f"{name}.bias" for name in qkv)),
+            stored[prefix + "self_attn.o_proj.weight"],
+            stored[prefix + "post_attention_layernorm.weight"],
+            side_by_side("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            stored[prefix + "mlp.down_proj.weight"],
+        )
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, bounds: torch.Tensor, longest: int
+    ) -> list[torch.Tensor]:
+        angles = positions[:, None].float() * self.frequencies
+        cos, sin = (f(angles).to(torch.bfloat16)[:, None] for f in (torch.cos, torch.sin))
+        x, kept = self.embed[ids], list[torch.Tensor]()
+        for layer, block in enumerate(self.blocks):
+            x = self._run(x, cos, sin, bounds, longest, *block)
+            if layer in self.layers:
+                kept.append(x)
+        return kept
+
+    def _block(
+        self, x: Any, cos: Any, sin: Any, bounds: Any, longest: int, norm: Any, w_qkv: Any,
+        b_qkv: Any, w_o: Any, mlp_norm: Any, w_gate_up: Any, w_down: Any,
+    ) -> Any:  # fmt: skip
+        def normed(x: Any, weight: Any) -> Any:
+            wide = x.float()
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            return weight * wide.to(x.dtype)
+
+        def rotated(x: Any) -> Any:
+            first, second = x.chunk(2, -1)
+            return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+        qkv = torch.nn.functional.linear(normed(x, norm), w_qkv, b_qkv)
+        parts = qkv.unflatten(-1, (-1, self.dim)).split([self.heads, *[self.kv_heads] * 2], 1)
+        z = packed_attention(rotated(parts[0]), rotated(parts[1]), parts[2], bounds, longest)
+        x = x + z.flatten(1) @ w_o.T
+        gate, up = (normed(x, mlp_norm) @ w_gate_up.T).chunk(2, -1)
+        return x + (torch.nn.functional.silu(gate) * up) @ w_down.T
+
+
+def packed_attention(q: Any, k: Any, v: Any, bounds: Any, longest: int) -> Any:
+    """Causal attention within each document: torch's packed flash attention on a GPU."""
+    if not q.is_cuda:
+        out = torch.empty_like(q)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        for start, end in pairwise(sorted(set(bounds.tolist()))):
+            own = (x[start:end].transpose(0, 1)[None].float() for x in (q, k, v))
+            found = attend(*own, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+            out[start:end] = found.to(q.dtype)
+        return out
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters  # they have changed from version to version
+    causal: dict[str, Any] = (
+        {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    )
+    if "enable_gqa" in known:
+        causal["enable_gqa"] = True
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)
 
 
 CONTESTANTS = {f.__name__: f for f in (hf, nnsight, transformer_lens, tuned)}
