@@ -3,11 +3,14 @@
     python bench/exactness.py                             # the demo model, documents of the demo
     python bench/exactness.py --in-float64 product,norm   # these operations of Spile in float64
     python bench/exactness.py --families all --seeds 3    # tiny random models, tests/families.py
+    python bench/exactness.py --compute-dtypes            # what fewer bits cost, on the demo model
 
 The exact result is HF's model with every operation in float64. A row's distance is relative to its
 own length, or to the median length where that is larger, as in `spile check`. Printed are the root
 mean square over the rows of all contexts, and the worst row, each the largest over layers; then
 Spile's distance over that of HF's eager attention: the median over layers, and the largest.
+With --compute-dtypes it is Spile's own distance from its float32: mean over rows, the cosine, and
+the divergence of the next token's probabilities.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,7 @@ import torch
 import transformers
 
 import spile
-from spile.check.compare import row_scales
+from spile.check.compare import divergence, row_scales
 from spile.check.reference import Reference
 from spile.corpus.tokenize import TextTokenizer
 from spile.models.files.checkpoint import open_checkpoint
@@ -256,6 +260,35 @@ def _print_families(wanted: str, seeds: int) -> None:
         print(f"{name:{width}}  most {max(found.values()):.2f}: {each}", flush=True)
 
 
+def print_compute_dtypes(contexts: list[np.ndarray]) -> None:
+    """Relative distance and cosine of each tap, and the next token's divergence, by dtype."""
+    taps = "embed,resid_post:0,resid_post:4,resid_post:14,resid_post:29,logits"
+
+    def rows(dtype: str) -> dict[str, np.ndarray]:
+        model = spile.load_model("demo", compute_dtype=dtype)
+        found = [model(context[None], taps) for context in contexts]
+        return {
+            tap: np.concatenate([np.asarray(each[tap][0], np.float64) for each in found])
+            for tap in found[0]
+        }
+
+    exact, dtypes = rows("float32"), ("bfloat16", "float8_e4m3")
+    others = {dtype: rows(dtype) for dtype in dtypes}
+    print(f"| tap | {' | '.join(f'{dtype}: distance | cosine' for dtype in dtypes)} |")
+    print("|---" * (1 + 2 * len(dtypes)) + "|")
+    length = partial(np.linalg.norm, axis=1)
+    for tap, truth in exact.items():
+        cells: list[str] = []
+        for dtype in dtypes:
+            found = others[dtype][tap]
+            distance = length(found - truth) / length(truth)
+            cosine = (found * truth).sum(axis=1) / (length(found) * length(truth))
+            cells.append(f"{distance.mean():.4f} | {cosine.mean():.5f}")
+        print(f"| {tap} | {' | '.join(cells)} |")
+    cells = [f"{divergence(exact['logits'], others[d]['logits']).mean():.2g}" for d in dtypes]
+    print(f"| next token, nats | {' | | '.join(cells)} | |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -266,6 +299,7 @@ def main() -> None:
     parser.add_argument("--in-float64", default="", help=f"some of {','.join(OPERATIONS)}")
     parser.add_argument("--families", default="", help="all, or some by name")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--compute-dtypes", action="store_true")
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     if given.families:
@@ -273,6 +307,9 @@ def main() -> None:
         _print_families(given.families, given.seeds)
         return
     contexts = demo_contexts(given.contexts, given.tokens)
+    if given.compute_dtypes:
+        print_compute_dtypes(contexts)
+        return
     sites = [*filter(None, given.sites.split(","))]
     with in_float64([*filter(None, given.in_float64.split(","))]):
         print("\n".join(table(measure(demo_model(), contexts, sites))))

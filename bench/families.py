@@ -12,12 +12,14 @@ experts as one plain product each. HF runs full rows of the same length, the bes
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,25 @@ def random_params(arch: Any, depth: int) -> Any:
     )
     outer = {spec.name: array(spec) for spec in outer_specs(arch)}
     return Params(outer=outer, cycle=cycle, tail=tail), schedule
+
+
+def in_float8(params: Any) -> Any:
+    """The blocks' matrices in float8."""
+    import jax
+
+    from spile.models.config import specs
+    from spile.models.forward.ops import Float8Weight
+
+    def block(arrays: dict[str, Any], lead: int) -> dict[str, Any]:
+        def narrow(name: str, array: Any) -> bool:
+            return specs.in_float8(specs.ParamSpec(name, array.shape[lead:], ()))
+
+        make = jax.jit(Float8Weight.of)
+        return {n: make(a) if narrow(n, a) else a for n, a in arrays.items()}
+
+    cycle = tuple(block(arrays, 1) for arrays in params.cycle)
+    tail = tuple(block(arrays, 0) for arrays in params.tail)
+    return dataclasses.replace(params, cycle=cycle, tail=tail)
 
 
 def natural_batch(rows: int, seq: int) -> Any:
@@ -327,16 +348,19 @@ def measure(name: str, options: argparse.Namespace) -> None:
     taps = parse_taps(f"resid_post:{layers - 1}", arch)
     params, schedule = random_params(arch, layers)
     ours = 0.0
-    for wanted in options.attention.split(","):
+    for wanted, dtype in product(options.attention.split(","), options.compute_dtypes.split(",")):
         try:
+            if dtype == "float8_e4m3":
+                params = in_float8(params)
             step = Step(
-                params, arch, taps, schedule, compute_dtype="bfloat16", store_dtype="bfloat16",
+                params, arch, taps, schedule, compute_dtype=dtype, store_dtype="bfloat16",
                 device=jax.devices()[0], attention=wanted,
             )  # fmt: skip
             spent = timed(partial(step.compute, batch), options.seconds)
             rate, part = useful / spent, bare / spent
             ours = max(ours, rate)
-            print(f"    Spile, {wanted:<12} {rate:>9,.0f} tok/s {part:>7.1%}", flush=True)
+            beside = "" if dtype == "bfloat16" else f", {dtype}"
+            print(f"    Spile, {wanted + beside:<12} {rate:>9,.0f} tok/s {part:>7.1%}", flush=True)
             if options.profile:
                 profile(partial(step.compute, batch), options.profile)
         except Exception as error:
@@ -352,6 +376,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--compute-dtypes", default="bfloat16")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=16384)

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.pack import Batch
 from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
@@ -25,7 +25,12 @@ def shards_of(checkpoint: Checkpoint, layout: Layout) -> Shards:
 
 
 def make_step(
-    directory: Path, taps: str, layout: Layout | None, store_dtype: str = "float32", **given: Any
+    directory: Path,
+    taps: str,
+    layout: Layout | None,
+    store_dtype: str = "float32",
+    compute_dtype: str = "float32",
+    **given: Any,
 ) -> Step:
     checkpoint = open_checkpoint(str(directory))
     chosen = parse_taps(taps, checkpoint.arch)
@@ -36,11 +41,11 @@ def make_step(
         checkpoint,
         schedule,
         head=any(tap.site in AFTER_BLOCKS for tap in chosen),
-        dtype=jnp.dtype("float32"),
+        dtype=DTYPES_BY_NAME[compute_dtype],
         shards=shards,
     )
     return Step(
-        params, checkpoint.arch, chosen, schedule, compute_dtype="float32",
+        params, checkpoint.arch, chosen, schedule, compute_dtype=compute_dtype,
         store_dtype=store_dtype, device=jax.devices()[0], shards=shards, **given,
     )  # fmt: skip
 

@@ -223,6 +223,28 @@ def test_a_healthy_dataset_computed_in_bfloat16_agrees(rough: Path) -> None:
             assert 1e-4 < tap.floor <= tap.allowed / 2, "the reference has one, in bfloat16"
 
 
+@pytest.mark.parametrize("name", some(("llama-gqa", "gpt2", "qwen3moe-gqa"), "gpt2"))
+def test_products_in_float8_agree_with_their_emulation_and_say_what_they_cost(
+    name: str, texts: Path, tmp_path: Path
+) -> None:
+    model = write(tmp_path / "model", randomised(FAMILIES[name]))
+    taps = "embed,q:1,mlp_out:1,resid_post:all"
+    out = extract(tmp_path / "out", model, texts, taps, compute_dtype="float8_e4m3")
+    report = check_all(out)
+    assert_healthy(report)
+    assert (
+        report.next_token and report.next_token["float8_e4m3"] > report.next_token["bfloat16"] > 0
+    )
+    for tap, found in report.taps.items():
+        assert found.bfloat16 is not None
+        in_float8 = tap != "embed"
+        assert (found.floor > 3 * found.bfloat16) == in_float8, tap
+        assert (found.error > 3 * found.bfloat16) == in_float8, tap
+    with forged(out) as values:
+        named = shifted("resid_post.0")(values)
+    assert faulty(check_all(out)) == named
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("rough", some(ROUGH, "gemma2-gqa"), indirect=True)
 def test_a_fault_is_caught_in_bfloat16_too(rough: Path, tmp_path: Path) -> None:

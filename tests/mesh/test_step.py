@@ -148,6 +148,23 @@ def test_devices_that_share_weights_send_each_other_what_they_need(
     assert kind in collectives(make_step(model, "resid_post:0", layout), 16)
 
 
+@pytest.mark.parametrize(
+    "layout", some([Layout(2, 2, 2), Layout(1, 4), Layout(1, 1, 2)], Layout(2, 2, 2)), ids=str
+)
+def test_float8_weights_and_scales_are_cut_alike(model: Path, layout: Layout) -> None:
+    given = {"store_dtype": "bfloat16", "compute_dtype": "float8_e4m3"}
+    whole, cut = (make_step(model, "resid_post:all", each, **given) for each in (None, layout))
+    values, scale = cut.params.cycle[0]["w_up"]
+    parts = layout.fsdp * layout.model
+    assert values.addressable_shards[0].data.size * parts == values.size
+    assert scale.addressable_shards[0].data.size * layout.model == scale.size
+    batch = make_batch(8)
+    for tap in ("resid_post.0", "resid_post.1"):
+        one, other = (np.asarray(step(batch).rows_of(tap), np.float64) for step in (whole, cut))
+        # A sum in another order may round a value to the next one of float8.
+        assert np.linalg.norm(one - other) < 0.05 * np.linalg.norm(one)
+
+
 def test_each_device_holds_its_share_of_the_weights(model: Path) -> None:
     step = make_step(model, "resid_post:all", Layout(2, 2, 2))
     for name, ways in {"wq": 4, "wo": 4, "w_up": 4, "attn_norm": 1}.items():

@@ -102,6 +102,18 @@ def test_the_formula_counts_what_the_compiler_counts_without_loops(taps: str) ->
     assert run.cost_analysis()["flops"] == pytest.approx(work.flops, rel=0.06)
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-30B-A3B"])
+def test_weights_in_float8_are_counted_as_they_are_held(name: str) -> None:
+    """Experts stay in bfloat16, and each output channel has a scale."""
+    arch = arch_of(name)
+    narrow, half = (
+        workload(arch, "resid_post:3", compute_dtype=dtype) for dtype in ("float8_e4m3", "bfloat16")
+    )
+    held = jax.tree.leaves(abstract_params(narrow, None))
+    assert narrow.weights == sum(array.size * array.dtype.itemsize for array in held)
+    assert narrow.weights < half.weights
+
+
 def test_attention_is_counted_for_the_keys_a_query_sees() -> None:
     arch = arch_of("Qwen2.5-0.5B")
     causal = workload(arch, "z:0")

@@ -6,8 +6,9 @@ the reference's neighbouring layer or token (`control`). A check that could not 
 `control` would prove nothing. A row's distance is relative to its own length, or to the median
 length if that is larger. Rows computed in float32 are compared with float64, row by row; rows
 computed in fewer bits are compared with float32, by the mean over rows. For an encoded tap the
-distances are between latents, and the encoder runs on the reference's activations. The result is
-kept in the store beside the manifest.
+distances are between latents, and the encoder runs on the reference's activations. For products in
+float8 it also measures what bfloat16 would cost, and how far the next token's probabilities move.
+The result is kept in the store beside the manifest.
 """
 
 import importlib
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from spile.core.config import Recipe
+from spile.core.config import Recipe, activation_dtype
 from spile.core.errors import InputError, StoreError
 from spile.core.recipe import latent_names
 from spile.corpus.units import Unit
@@ -112,6 +113,7 @@ class TapCheck:
     allowed: float
     control: float
     loss: Loss  # the cost of storing alone
+    bfloat16: float | None = None  # the reference's own distance in bfloat16, for float8
 
     @property
     def ok(self) -> bool:
@@ -128,6 +130,8 @@ class CheckReport:
     tokens: int
     taps: Mapping[str, TapCheck]
     reference: str
+    # Of the next token, from float32's: Kullback-Leibler divergence in nats, by compute dtype.
+    next_token: Mapping[str, float] | None = None
 
     @property
     def ok(self) -> bool:
@@ -176,6 +180,7 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
         compared.tokens,
         compared.results(),
         f"{_versions()}, {compared.reference}",
+        compared.next_token(),
     )
     ledger.objects.replace(fmt.CHECK, fmt.encode_record("check", report.to_json()))
     return report
@@ -223,9 +228,13 @@ class _Comparison:
         self._experts = job.checkpoint.arch.experts
         # In float32 a single wrong row must show; below it, a single row says nothing.
         self._by_row = job.recipe.compute_dtype == "float32"
-        exact, rough, again, self.reference = _references(job)
-        self._exact, self._rough = partial(_by_heads, exact), partial(_by_heads, rough)
-        self._again = partial(_by_heads, again)
+        computed = _references(job)
+        self.reference = computed.told
+        self._exact, self._rough, self._again = (
+            partial(_by_heads, taps) for taps in (computed.exact, computed.rough, computed.again)
+        )
+        self._half = partial(_by_heads, computed.half) if computed.half else None
+        self._divergences: dict[str, list[np.ndarray]] = {}
         self._sparse = {tap: SparseTap(tap, each) for tap, each in job.encoders.items()}
         names = [self._name(tap) for tap in job.recipe.taps]
         self._distances: dict[str, dict[str, list[np.ndarray]]] = {name: {} for name in names}
@@ -260,8 +269,14 @@ class _Comparison:
         neighbours = {tap: _neighbour(tap, self._layers) for tap in wanted}
         experts = self._experts if self._by_row else None
         routers = {"router_logits"} if experts else set[str]()
-        exact = self._exact(context, {*wanted, *routers, *filter(None, neighbours.values())})
-        rough = self._rough(context, {*wanted, *routers})
+        logits = {"logits"} if self._half else set[str]()
+        beside = filter(None, neighbours.values())
+        exact = self._exact(context, {*wanted, *routers, *logits, *beside})
+        rough = self._rough(context, {*wanted, *routers, *logits})
+        half = self._half(context, {*wanted, *logits}) if self._half else {}
+        for dtype, found in (("float8_e4m3", rough), ("bfloat16", half)) if half else ():
+            moved = divergence(exact["logits"], found["logits"])
+            self._divergences.setdefault(dtype, []).append(moved)
         decided = len(context)
         if experts:
             decided = _before_a_tie(exact, rough, experts.chosen)
@@ -288,6 +303,11 @@ class _Comparison:
                 alone = self._dataset.as_stored(tap, in_float32)
                 self._losses[name].add(in_float32, alone, stored)
                 zeros = np.zeros_like(truth)
+            if half:
+                other_dtype = half.get(tap, exact[tap])
+                values = sparse.encode(other_dtype) if sparse else other_dtype
+                squares = _squares(values[places], truth[places], exact=_exactly(tap))
+                self._distances[name].setdefault("bfloat16", []).append(squares)
             for kind, values, where in (
                 ("error", stored, places),
                 ("floor", rounded[places], places),
@@ -298,7 +318,7 @@ class _Comparison:
                 ("computed of all", computed[everywhere], everywhere),
                 ("length of all", zeros[everywhere], everywhere),
             ):
-                squares = _squares(values, truth[where], exact=tap.startswith("expert_ids"))
+                squares = _squares(values, truth[where], exact=_exactly(tap))
                 self._distances[name].setdefault(kind, []).append(squares)
             if self._by_row and len(rows) and self._beyond_the_reference(name):
                 suspected[tap] = truth
@@ -308,7 +328,7 @@ class _Comparison:
             for tap, truth in suspected.items():
                 found, sparse = again.get(tap, exact[tap]), self._sparse.get(tap)
                 values = (sparse.encode(found) if sparse else found)[everywhere]
-                squares = _squares(values, truth[everywhere], exact=tap.startswith("expert_ids"))
+                squares = _squares(values, truth[everywhere], exact=_exactly(tap))
                 known = self._distances[self._name(tap)]["computed of all"]
                 known[-1] = np.maximum(known[-1], squares)
         return len(rows)
@@ -347,12 +367,34 @@ class _Comparison:
             allowed=allowed,
             control=float(np.sqrt((rows["control"] / scale).mean())),
             loss=self._losses[tap].result(),
+            bfloat16=self._overall(rows["bfloat16"] / scale, _SPARED_FLOOR, chosen)
+            if "bfloat16" in rows
+            else None,
         )
+
+    def next_token(self) -> dict[str, float] | None:
+        """How far the next token's probabilities are from float32's, on average."""
+        means = {n: float(np.concatenate(parts).mean()) for n, parts in self._divergences.items()}
+        return means or None
 
     def _overall(self, squares: np.ndarray, spared: float, chosen: bool) -> float:
         if chosen or (self._experts and not self._by_row):
             squares = np.sort(squares)[: max(1, int((1 - spared) * len(squares)))]
         return float(np.sqrt(squares.max() if self._by_row else squares.mean()))
+
+
+def divergence(exact: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """The Kullback-Leibler divergence of each row of logits from the exact one, in nats."""
+
+    def log_probabilities(logits: np.ndarray) -> np.ndarray:
+        shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+    parts: list[np.ndarray] = []
+    for start in range(0, len(exact), _ROWS):
+        ours, theirs = (log_probabilities(a[start : start + _ROWS]) for a in (exact, found))
+        parts.append((np.exp(ours) * (ours - theirs)).sum(axis=1))
+    return np.concatenate(parts)
 
 
 def row_scales(lengths: np.ndarray) -> np.ndarray:
@@ -437,6 +479,11 @@ class SparseTap:
         return RowLatents(dataset.as_stored(self.name, top.values), top.ids)
 
 
+def _exactly(tap: str) -> bool:
+    """Whether a tap's values are right or wrong, and nothing between."""
+    return tap.startswith("expert_ids")
+
+
 def _squares(values: Any, truth: Any, *, exact: bool) -> np.ndarray:
     """Squared distance of each row; for expert ids, the share that differs."""
     if isinstance(truth, RowLatents):
@@ -484,13 +531,31 @@ def _by_heads(
     return found | of_heads
 
 
-def _references(job: ExtractionJob) -> tuple[Taps, Taps, Taps, str]:
-    """Return three functions that compute the exact taps, the taps in the recipe's dtype, and
-    alternative taps that are as correct as those; and a description of the reference."""
+@dataclass(frozen=True)
+class References:
+    """The taps of a context, as the reference computes them in several ways."""
+
+    exact: Taps
+    rough: Taps  # as the recipe computes
+    again: Taps  # alternatives to those: with noise, as correct
+    told: str  # in which dtype the exact ones are, in words
+    half: Taps | None = None  # in bfloat16, beside float8
+
+
+def _references(job: ExtractionJob) -> References:
     dtype = job.recipe.compute_dtype
     if dtype != "float32":
-        rough = _reference(job, dtype).taps
-        return _reference(job, "float32").taps, rough, rough, "in float32"
+        model = _reference(job, activation_dtype(dtype))
+        exact = _reference(job, "float32").taps
+        if dtype != "float8_e4m3":
+            return References(exact, model.taps, model.taps, "in float32")
+
+        def multiplied(float8: bool, *context_and_names: Any, **noise: int) -> Any:
+            model.multiply_in_float8(float8)
+            return model.taps(*context_and_names, **noise)
+
+        rough = partial(multiplied, True)
+        return References(exact, rough, rough, "in float32", half=partial(multiplied, False))
     torch = importlib.import_module("torch")
     both: Any = None
     try:
@@ -510,10 +575,10 @@ def _references(job: ExtractionJob) -> tuple[Taps, Taps, Taps, str]:
         return both.taps(*context_and_names, **noise)
 
     exact, rough = partial(taps, torch.float64), partial(taps, torch.float32)
-    return exact, rough, rough, "in float64"
+    return References(exact, rough, rough, "in float64")
 
 
-def _two_attentions(job: ExtractionJob, reason: str) -> tuple[Taps, Taps, Taps, str]:
+def _two_attentions(job: ExtractionJob, reason: str) -> References:
     """Without float64, measure float32's precision by two attention implementations of HF."""
     model = _reference(job, "float32")
     try:
@@ -528,7 +593,8 @@ def _two_attentions(job: ExtractionJob, reason: str) -> tuple[Taps, Taps, Taps, 
         return model.taps(*context_and_names, **noise)
 
     exact = partial(taps, "eager")
-    return exact, partial(taps, "sdpa") if spread else exact, exact, f"in float32{spread}"
+    rough = partial(taps, "sdpa") if spread else exact
+    return References(exact, rough, exact, f"in float32{spread}")
 
 
 def _check_memory(job: ExtractionJob) -> None:

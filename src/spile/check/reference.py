@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +34,7 @@ _NAMES = {
     # `post_attention_layernorm` has two meanings: see `_block_points`.
     "norm_after_attention": ("post_attention_layernorm", "ln_2"),
 }
+_FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _READ_FROM_LOGITS = ("logits", "logprob", "entropy")
 _ROWS_AT_ONCE = 256  # of logits in float64: a whole context with a large vocabulary takes gigabytes
 
@@ -74,6 +76,8 @@ class Reference:
         ]
         for i, block in enumerate(blocks):
             self._points += _block_points(block, f".{i}", heads)
+        self._products = [module for block in blocks for module in _products(block)]
+        self._float8 = False
         self._experts = getattr(self._model.config, "_experts_implementation", None)
         if self._model.dtype == torch.float64:
             self._adapt()
@@ -83,6 +87,13 @@ class Reference:
         if self._model.dtype != dtype:
             self._model.to(dtype)
             self._adapt()
+
+    def multiply_in_float8(self, on: bool) -> None:
+        """Multiply the blocks' matrices as `--compute-dtype float8_e4m3` does, from now on or not.
+
+        Experts and routers are not among them.
+        """
+        self._float8 = on
 
     def attend_by(self, implementation: str) -> None:
         """Use this attention implementation of HF from now on; only eager returns its weights.
@@ -126,6 +137,9 @@ class Reference:
         ids = torch.tensor(token_ids.astype(np.int64), device=self._model.device)
         _forget_longer_contexts(self._rotary)
         with ExitStack() as hooks, torch.no_grad(), self._arithmetic():
+            for module in self._products if self._float8 else ():
+                module.forward = partial(_float8_product, module)
+                hooks.callback(delattr, module, "forward")
             for point in self._points:
                 if wanted(point.name):
                     hooks.enter_context(_hooked(point, found))
@@ -211,6 +225,33 @@ def _part(module: Any, role: str) -> Any:
         if getattr(module, name, None) is not None:
             return getattr(module, name)
     raise ValueError(f"{type(module).__name__} has none of {', '.join(_NAMES[role])} ({role})")
+
+
+def _products(block: Any) -> Iterator[Any]:
+    """The modules of a block that multiply by a matrix, without experts and their router."""
+    parts = [_part(block, "attention")]
+    if not hasattr(block.mlp, "experts"):
+        parts.append(block.mlp)
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
+                yield module
+
+
+def _float8_product(module: Any, x: Tensor) -> Tensor:
+    """The output of a module whose factors are rounded to float8, by token and by channel."""
+    weight = module.weight if isinstance(module, torch.nn.Linear) else module.weight.T  # Conv1D
+    (values, by_token), (w, by_channel) = _scaled_to_float8(x), _scaled_to_float8(weight)
+    y = (values @ w.T * by_token * by_channel.squeeze(-1)).to(x.dtype)
+    return y if module.bias is None else y + module.bias
+
+
+def _scaled_to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Values as float8 holds them, in float32, and the scale of each row."""
+    wide = values.float()
+    largest = wide.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / _FLOAT8_MAX, 1.0)
+    return (wide / scale).to(torch.float8_e4m3fn).float(), scale
 
 
 def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:

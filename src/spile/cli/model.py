@@ -218,11 +218,16 @@ _CHECK_LEGEND = """\
 def check_text(out: str, report: "CheckReport") -> str:
     """Each tap's distance from the reference, and the verdict."""
     width = max(map(len, report.taps))
-    lines = [f"{'tap':{width}}  error     allowed   control   storing alone         cosine"]
+    narrow = report.next_token is not None  # products in float8
+    lines = [
+        f"{'tap':{width}}  error     allowed   control   {'bfloat16  ' if narrow else ''}"
+        "storing alone         cosine"
+    ]
     for name, tap in report.taps.items():
+        half = "" if tap.bfloat16 is None else f"{tap.bfloat16:.2e}  "
         verdict = "" if tap.ok else "  <- " + ("too far" if tap.error > tap.allowed else "unclear")
         lines.append(
-            f"{name:{width}}  {tap.error:.2e}  {tap.allowed:.2e}  {tap.control:.2e}  "
+            f"{name:{width}}  {tap.error:.2e}  {tap.allowed:.2e}  {tap.control:.2e}  {half}"
             f"{tap.loss.relative_l2:.2e} ({tap.loss.typical_channel:.2e})  "
             f"{tap.loss.cosine:.6f}{verdict}"
         )
@@ -232,6 +237,10 @@ def check_text(out: str, report: "CheckReport") -> str:
     verdict = [f"{plural(far, 'tap')} {disagree} with the reference"] if far else []
     verdict += [f"{plural(unclear, 'tap')} unclear"] if unclear else []
     lines.append(_CHECK_LEGEND)
+    if report.next_token:
+        lines.append("  bfloat16       the error if all products were in bfloat16")
+        told = ", ".join(f"{value:.2g} in {dtype}" for dtype, value in report.next_token.items())
+        lines.append(f"the next token's divergence from float32, in nats: {told}")
     lines.append(
         f"{out}: {', '.join(verdict) or 'every tap agrees with the reference'} "
         f"({plural(report.documents, 'document')}, {plural(report.tokens, 'token')}, "

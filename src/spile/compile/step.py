@@ -21,8 +21,9 @@ import numpy as np
 
 from spile.compile.collectives import Collective, read_collectives, sent_by_all
 from spile.compile.targets import CompileTarget
-from spile.core.config import Recipe, Runtime
+from spile.core.config import Recipe, Runtime, activation_dtype
 from spile.core.errors import ConfigError
+from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.pack import Batch
 from spile.models.config.arch import Arch
 from spile.models.config.specs import (
@@ -31,13 +32,15 @@ from spile.models.config.specs import (
     axis_sizes,
     block_specs,
     head_specs,
+    in_float8,
     outer_specs,
 )
 from spile.models.files.sae import SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
+from spile.models.forward.ops import Float8Weight
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
-from spile.models.forward.weights import LayerSchedule, Params
+from spile.models.forward.weights import LayerSchedule, Params, kept_as
 from spile.models.layout import Cuts, Layout, fitting_layout, parse_layout
 from spile.models.taps import parse_taps
 from spile.plan.encoders import stored_taps
@@ -321,7 +324,7 @@ def _abstract_step(work: Workload, target: CompileTarget) -> Step:
     stored = stored_taps(work.taps, work.encoders, work.arch, work.seq_len, work.store_dtype)
 
     def shapes(encoder: SparseEncoder) -> dict[str, Any]:
-        arrays = device_arrays(load_arrays(encoder.sae)[0], work.compute_dtype)
+        arrays = device_arrays(load_arrays(encoder.sae)[0], activation_dtype(work.compute_dtype))
         return {name: shaped(array.shape, array.dtype) for name, array in arrays.items()}
 
     return Step(
@@ -344,17 +347,21 @@ def _abstract_step(work: Workload, target: CompileTarget) -> Step:
 
 def abstract_params(work: Workload, shards: Shards | None) -> Params:
     """The arrays that a run would load: their shapes, and their shardings."""
-    schedule, dtype = _schedule(work), jnp.dtype(work.compute_dtype)
+    schedule, dtype = _schedule(work), DTYPES_BY_NAME[activation_dtype(work.compute_dtype)]
+
+    def array(spec: ParamSpec, stack: tuple[int, ...]) -> Any:
+        shaped = jax.ShapeDtypeStruct((*stack, *spec.shape), dtype)
+        if work.compute_dtype == "float8_e4m3" and in_float8(spec):
+            shaped = jax.eval_shape(Float8Weight.of, shaped)
+        if shards is None:
+            return shaped
+        places = kept_as(shaped, spec.name, shards, stacked=bool(stack))
+        return jax.tree.map(
+            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shaped, places
+        )
 
     def shapes(specs: Sequence[ParamSpec], stack: tuple[int, ...] = ()) -> dict[str, Any]:
-        return {
-            spec.name: jax.ShapeDtypeStruct(
-                (*stack, *spec.shape),
-                dtype,
-                sharding=shards.kept(spec.name, stacked=bool(stack)) if shards else None,
-            )
-            for spec in specs
-        }
+        return {spec.name: array(spec, stack) for spec in specs}
 
     late = set() if work.head else {spec.name for spec in head_specs(work.arch)}
     blocks = block_specs(work.arch)

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from spile.core.config import activation_dtype
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.write.quantization import QUANTIZED
 from spile.models.config.arch import Arch, Layer
-from spile.models.config.specs import ParamSpec, block_specs, head_specs, outer_specs
+from spile.models.config.specs import ParamSpec, block_specs, head_specs, in_float8, outer_specs
 from spile.models.files.sae import AT_ONCE, SparseEncoder
 from spile.models.layout import Cuts
 from spile.models.taps import AFTER_BLOCKS, Tap
@@ -100,7 +101,7 @@ class Workload:
 
     @property
     def _item(self) -> int:
-        return DTYPES_BY_NAME[self.compute_dtype].itemsize
+        return DTYPES_BY_NAME[activation_dtype(self.compute_dtype)].itemsize
 
     @cached_property
     def weights(self) -> int:
@@ -108,11 +109,14 @@ class Workload:
         late = set[str]() if self.head else {spec.name for spec in head_specs(self.arch)}
         outer = [spec for spec in outer_specs(self.arch) if spec.name not in late]
         values = sum(math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in outer)
-        blocks = block_specs(self.arch)
-        values += self.depth * sum(
-            math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in blocks
-        )
         values += self._encoding  # each device holds all of it
+        return values * self._item + self.depth * sum(map(self._bytes_of, block_specs(self.arch)))
+
+    def _bytes_of(self, spec: ParamSpec) -> int:
+        """Bytes of one array of a block."""
+        values = math.prod(spec.shape) // self.cuts.share(spec.axes)
+        if self.compute_dtype == "float8_e4m3" and in_float8(spec):
+            return values + 4 * spec.shape[0]
         return values * self._item
 
     @cached_property
@@ -127,7 +131,7 @@ class Workload:
         A filter does not shrink them: all rows are as wide as the one with the most kept tokens.
         """
         late = self.store_dtype in QUANTIZED or self.encoders
-        met = self.compute_dtype if late else self.store_dtype
+        met = activation_dtype(self.compute_dtype) if late else self.store_dtype
         return self.stored + self._held(sum(self._met_bytes(tap, met) for tap in self.taps))
 
     @cached_property

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spile.core.cache_dir import cache_directory
+from spile.core.config import activation_dtype
 from spile.core.errors import ConfigError, SpileError
 from spile.plan.chips import chip_of
 
@@ -101,6 +102,9 @@ def peak_flops(device: Any, dtype: str) -> float | None:
     chip = chip_of(device.device_kind)
     if chip and dtype == "bfloat16":
         return chip.peak
+    if chip and chip.platform == "gpu" and dtype == "float8_e4m3":
+        return 2 * chip.peak  # of Hopper's, as published
+    dtype = activation_dtype(dtype)
     if device.platform == "cpu" and jax.local_device_count() > 1:
         return None
     size = 1024 if device.platform == "cpu" else 8192

@@ -21,13 +21,13 @@ from types import FrameType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import spile
-from spile.core.config import Recipe, Runtime, flag_of
+from spile.core.config import Recipe, Runtime, activation_dtype, flag_of
 from spile.core.errors import ConfigError, InputError, Interrupted, StoreError
 from spile.core.humanize import plural, size
 from spile.core.recipe import latent_names
+from spile.core.tensors import DTYPES_BY_NAME
 from spile.core.threads import mapped
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.tokenize import use_threads
@@ -370,20 +370,21 @@ def load_step(
         job.checkpoint,
         schedule,
         head=job.needs_head,
-        dtype=jnp.dtype(job.recipe.compute_dtype),
+        dtype=DTYPES_BY_NAME[job.recipe.compute_dtype],
         shards=shards,
         hashed=(world.process, world.processes),
     )
+    compute_dtype, store_dtype = job.recipe.compute_dtype, job.recipe.store_dtype
+    computed = activation_dtype(compute_dtype)
     encoders: dict[str, tuple[SparseEncoder, Arrays]] = {}
     for tap, encoder in job.encoders.items():
         arrays, hashes = load_arrays(encoder.sae)
-        encoders[tap] = encoder, device_arrays(arrays, job.recipe.compute_dtype)
+        encoders[tap] = encoder, device_arrays(arrays, computed)
         digests |= {f"encoder of {tap}: {name}": digest for name, digest in hashes.items()}
     shares = world.gather("weights", digests)
     if shares is not None:
         ledger.check_weights({name: digest for share in shares for name, digest in share.items()})
     world.share("weights", True)
-    compute_dtype, store_dtype = job.recipe.compute_dtype, job.recipe.store_dtype
     make = partial(
         Step,
         params,
@@ -398,7 +399,7 @@ def load_step(
     )
     scales = None
     if store_dtype == "int8":
-        measuring = make(store_dtype=compute_dtype)
+        measuring = make(store_dtype=computed)
         scales = channel_scales(job, ledger, measuring, batches, world)
     return make(store_dtype=store_dtype, scales=scales)
 

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
+from spile.core.config import COMPUTE_DTYPES, activation_dtype
 from spile.core.errors import ConfigError
+from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.tokenize import TextTokenizer
 from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import open_checkpoint
@@ -56,6 +58,9 @@ class Model:
         The others are as in `spile extract`; the dtype defaults to float32 on a CPU, bfloat16
         elsewhere.
         """
+        if compute_dtype not in (None, *COMPUTE_DTYPES):
+            choices = ", ".join(COMPUTE_DTYPES)
+            raise ConfigError(f"compute_dtype must be one of {choices}, got {compute_dtype!r}")
         checkpoint = open_checkpoint(name, lora)
         self._name = name
         self._device = prepared_device()
@@ -63,7 +68,7 @@ class Model:
         self.arch = checkpoint.arch
         self._tokenizer = TextTokenizer(checkpoint.directory, special_tokens)
         self._schedule = LayerSchedule.of(self.arch, self.arch.num_layers, whole=True)
-        dtype = jnp.dtype(self._dtype)
+        dtype = DTYPES_BY_NAME[self._dtype]
         self._shards = self._laid_out(mesh)
         self._params, _ = load_params(
             checkpoint, self._schedule, head=True, dtype=dtype, shards=self._shards
@@ -202,10 +207,10 @@ class Model:
         taps: tuple[Tap, ...],
         spliced: tuple[Tap, ...],
     ) -> dict[str, jax.Array]:
-        seq = ids.shape[1]
+        seq, computed = ids.shape[1], activation_dtype(self._dtype)
         positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), ids.shape)
         attention = for_platform(
-            self._device.platform, self.arch, self._dtype, seq_len=seq, contexts=1
+            self._device.platform, self.arch, computed, seq_len=seq, contexts=1
         )
         with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
             return forward(
@@ -217,7 +222,7 @@ class Model:
                 taps=taps,
                 attention=attention,
                 schedule=self._schedule,
-                store_dtype=self._dtype,
+                store_dtype=computed,
                 shards=self._shards,
                 splice=dict(zip(spliced, changes, strict=True)),
             )

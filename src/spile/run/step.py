@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from spile.core.config import activation_dtype
 from spile.core.recipe import latent_names
 from spile.corpus.pack import Batch
 from spile.dataset.format import scale_name
@@ -173,7 +174,8 @@ class Step:
         # float32 means float32: on accelerators the default would be a faster, coarser product.
         precision = "highest" if compute_dtype == "float32" else "default"
         # Quantized values and latents are made from computed values, after the last block.
-        carried = compute_dtype if store_dtype in QUANTIZED or encoders else store_dtype
+        computed = activation_dtype(compute_dtype)
+        carried = computed if store_dtype in QUANTIZED or encoders else store_dtype
 
         def run(
             params: Params,
@@ -191,7 +193,7 @@ class Step:
             attend = for_platform(
                 device.platform,
                 arch,
-                compute_dtype,
+                computed,
                 seq_len=seq_len,
                 contexts=contexts,
                 wanted=attention,

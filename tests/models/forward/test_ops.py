@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from marks import some
 from spile.models.config.hf_config import ACTIVATIONS
 from spile.models.forward.ops import (
     NORMS,
+    Float8Weight,
     activate,
     linear,
     norm,
@@ -166,6 +168,31 @@ def test_a_cap_bounds_and_keeps_the_order(cap: float, seed: int) -> None:
     assert (np.diff(found) >= -1e-6 * cap).all()
     assert np.abs(found).max() <= cap * (1 + 1e-6)
     assert softcap(jnp.asarray(x), None).tolist() == x.tolist()
+
+
+def rounded_to_float8(values: np.ndarray) -> np.ndarray:
+    """Values as float8 holds them, each row scaled to its largest one."""
+    wide = values.astype(np.float32)
+    scale = np.abs(wide).max(axis=-1, keepdims=True) / np.float32(448)
+    scale = np.where(scale > 0, scale, 1)
+    return (wide / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+
+
+def test_a_product_in_float8_is_that_of_the_rounded_factors() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 5, 96)).astype(ml_dtypes.bfloat16)
+    x[1, 2] = 0
+    weight = (rng.standard_normal((40, 96)) * np.geomspace(1e-6, 10, 40)[:, None]).astype(x.dtype)
+    bias = np.full(40, 1e-3, x.dtype)
+    narrow = Float8Weight.of(jnp.asarray(weight))
+    assert (narrow.values.dtype, narrow.scale.shape) == (jnp.float8_e4m3fn, (40,))
+    found = np.asarray(linear(jnp.asarray(x), narrow, jnp.asarray(bias)), np.float64)
+    wanted = rounded_to_float8(x) @ rounded_to_float8(weight).T + bias.astype(np.float64)
+    length = np.linalg.norm(wanted, axis=-1, keepdims=True)
+    assert np.abs(found - wanted).max() <= 2**-8 * length.max()
+    np.testing.assert_array_equal(found[1, 2], bias.astype(np.float64))
+    exact = x.astype(np.float64) @ weight.astype(np.float64).T
+    assert np.abs(found - exact).max() > 2**-7 * length.max(), "it is not the product in bfloat16"
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])

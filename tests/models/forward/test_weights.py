@@ -24,6 +24,7 @@ from spile.models.config.arch import Arch
 from spile.models.config.families import Family
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.safetensors import read_tensor
+from spile.models.forward.ops import Float8Weight
 from spile.models.forward.weights import LayerSchedule, Params, ShardBuffer, _Loading, load_params
 from spile.objects.paths import AnyPath, RemotePath
 
@@ -326,6 +327,23 @@ def test_arrays_are_of_the_dtype_that_is_computed_in(dtype: str, tmp_path: Path)
     assert {str(a.dtype) for block in params.cycle for a in block.values()} == {dtype}
     stored = read_tensor(*checkpoint.tensors["model.norm.weight"])
     assert np.array_equal(np.asarray(params.outer["final_norm"]), stored.astype(jnp.dtype(dtype)))
+
+
+def test_matrices_are_of_float8_with_scales_and_the_rest_of_bfloat16(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path / "model", tiny.random_tensors(tiny.CONFIG))
+    schedule = LayerSchedule.of(checkpoint.arch, 2, whole=True)
+    params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype(jnp.float8_e4m3fn))
+    (block,) = params.cycle
+    narrow = {name for name, array in block.items() if isinstance(array, Float8Weight)}
+    assert narrow == {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
+    others = [a for n, a in block.items() if n not in narrow] + [*params.outer.values()]
+    assert {str(array.dtype) for array in others} == {"bfloat16"}
+    exact, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype("float32"))
+    for name in narrow:
+        values, scale = block[name]
+        found = np.asarray(values, np.float32) * np.asarray(scale)[..., None]
+        wanted = np.asarray(exact.cycle[0][name])
+        assert 0 < np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted), name
 
 
 def test_many_files_load_as_one(tmp_path: Path) -> None:

@@ -22,6 +22,15 @@ class ParamSpec:
     axes: tuple[str, ...]
 
 
+# What `--compute-dtype float8_e4m3` multiplies in 8 bits, unless the MLP's are of experts.
+_FLOAT8 = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+
+
+def in_float8(spec: ParamSpec) -> bool:
+    """Whether an array can be held in float8, with a scale for each output channel."""
+    return spec.name in _FLOAT8 and len(spec.shape) == 2
+
+
 def block_specs(arch: Arch) -> tuple[ParamSpec, ...]:
     """The arrays of one block."""
     d, h = arch.width, arch.head_dim

@@ -30,7 +30,15 @@ from spile.models.forward.attention import (
     mixed,
     pattern,
 )
-from spile.models.forward.ops import activate, linear, norm, rotary_angles, rotate, softcap
+from spile.models.forward.ops import (
+    Float8Weight,
+    activate,
+    linear,
+    norm,
+    rotary_angles,
+    rotate,
+    softcap,
+)
 from spile.models.forward.sharding import Shards
 from spile.models.forward.splice import At, Changes, in_block, in_scan
 from spile.models.forward.weights import Block, LayerSchedule, Params
@@ -72,7 +80,7 @@ class _Run:
     def used(self, block: Block) -> Block:
         if self.shards is None:
             return block
-        return {name: self.shards.used(name, array) for name, array in block.items()}
+        return {n: jax.tree.map(partial(self.shards.used, n), a) for n, a in block.items()}
 
     def of_heads(self, site: str, values: Array) -> Array:
         """[rows, kept, heads, ...] -> the heads that any tap of the site wants."""
@@ -323,6 +331,9 @@ def _mlp(x: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
     gate = linear(x, block["w_gate"], block.get("b_gate")) if arch.gated else None
     up = linear(x, block["w_up"], block.get("b_up"))
     hidden = at("mlp_hidden", activate(up, gate, arch.activation, arch.glu_limit))
+    if isinstance(block["w_down"], Float8Weight):
+        # Or XLA computes it twice: for the largest value of each token, and to scale by that.
+        hidden = jax.lax.optimization_barrier(hidden)
     return linear(hidden, block["w_down"], block.get("b_down")), {"mlp_hidden": hidden}
 
 

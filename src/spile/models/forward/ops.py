@@ -6,6 +6,7 @@ norms and rotary angles in float32, their results in the compute dtype."""
 
 from functools import partial, reduce
 from itertools import pairwise
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,19 @@ _ACTIVATIONS = {
 # of at most this many terms, and adding the sums at the end, is as close to float64 as torch is
 # (docs/exactness.md has the cost and the error of other lengths).
 _RUN = 384
+FLOAT8 = jnp.float8_e4m3fn
+_FLOAT8_MAX = float(jnp.finfo(FLOAT8).max)
+
+
+class Float8Weight(NamedTuple):
+    """A matrix in float8; each output channel has its scale."""
+
+    values: Float[Array, "*cycles out in"]
+    scale: Float[Array, "*cycles out"]
+
+    @classmethod
+    def of(cls, weight: Float[Array, "*cycles out in"]) -> "Float8Weight":
+        return cls(*to_float8(weight))
 
 
 def norm(
@@ -66,10 +80,13 @@ def norm(
 
 def linear(
     x: Float[Array, "*tokens in"],
-    weight: Float[Array, "out in"],
+    weight: Float[Array, "out in"] | Float8Weight,
     bias: Float[Array, " out"] | None = None,
 ) -> Float[Array, "*tokens out"]:
-    y = product("...i,oi->...o", x, weight)
+    if isinstance(weight, Float8Weight):
+        y = _float8_product(x, weight)
+    else:
+        y = product("...i,oi->...o", x, weight)
     return y if bias is None else y + _per_channel(bias, y)
 
 
@@ -79,6 +96,39 @@ def product(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) 
     if x.dtype != jnp.float32 or x.shape[-1] <= _RUN:
         return whole(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=partial(_in_runs, equation), default=whole)
+
+
+def to_float8(
+    x: Float[Array, "*lead width"],
+) -> tuple[Float[Array, "*lead width"], Float[Array, "*lead"]]:
+    """Round to float8; the largest value of each last axis becomes float8's largest."""
+    wide = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1)
+    # Not so small that a device flushes it to zero.
+    smallest = float(np.finfo(np.float32).tiny)
+    scale = jnp.where(largest > 0, jnp.maximum(largest / _FLOAT8_MAX, smallest), 1.0)
+    return (wide / scale[..., None]).astype(FLOAT8), scale
+
+
+def _float8_product(
+    x: Float[Array, "*tokens in"], weight: Float8Weight
+) -> Float[Array, "*tokens out"]:
+    """Multiply float8 by float8; each token has its scale, too.
+
+    Where there is no such instruction, the same numbers are multiplied in float32.
+    """
+    equation = "...i,oi->...o"
+
+    def by_tensor_cores(values: Array, weight: Array) -> Array:
+        y = jnp.einsum(equation, values, weight, preferred_element_type=jnp.bfloat16)
+        return y.astype(jnp.float32)
+
+    def emulated(values: Array, weight: Array) -> Array:
+        return product(equation, values.astype(jnp.float32), weight.astype(jnp.float32))
+
+    values, scale = to_float8(x)
+    y = jax.lax.platform_dependent(values, weight.values, cuda=by_tensor_cores, default=emulated)
+    return (y * scale[..., None] * _per_channel(weight.scale, y)).astype(x.dtype)
 
 
 def _in_runs(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Array:

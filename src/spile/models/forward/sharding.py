@@ -43,14 +43,22 @@ class Shards:
     def layout(self) -> Layout:
         return self.cuts.layout
 
-    def kept(self, name: str, *, stacked: bool = False) -> NamedSharding:
-        """The sharding of a model's array; `stacked`: with a leading axis of blocks."""
-        along = self.cuts.along(self.axes[name])
+    def kept(self, name: str, *, stacked: bool = False, scale: bool = False) -> NamedSharding:
+        """The sharding of a model's array.
+
+        Args:
+            stacked: with a leading axis of blocks.
+            scale: of the scales of its output channels instead.
+        """
+        along = self.cuts.along(self.axes[name])[: 1 if scale else None]
         return self._named(*[None] * stacked, *along)
 
     def used(self, name: str, array: jax.Array) -> jax.Array:
-        """Lay an array out as a block uses it: gather here what is cut along `fsdp`."""
-        along = self.cuts.along(self.axes[name], gathered=True)
+        """Lay an array out as a block uses it: gather here what is cut along `fsdp`.
+
+        It may also be the scales of the array's output channels.
+        """
+        along = self.cuts.along(self.axes[name], gathered=True)[: array.ndim]
         return jax.lax.with_sharding_constraint(array, self._named(*along))
 
     def rows(self, array: jax.Array) -> jax.Array:

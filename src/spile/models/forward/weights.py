@@ -26,10 +26,11 @@ from numpy.lib.array_utils import byte_bounds
 
 from spile.core.tensors import TensorInfo, as_bytes
 from spile.models.config.arch import Arch
-from spile.models.config.specs import ParamSpec, block_specs, head_specs, outer_specs
+from spile.models.config.specs import ParamSpec, block_specs, head_specs, in_float8, outer_specs
 from spile.models.files import quantized as mxfp4
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.safetensors import read_tensor
+from spile.models.forward.ops import FLOAT8, Float8Weight
 from spile.models.forward.sharding import Shards, moved
 
 _THREADS = 8
@@ -38,7 +39,7 @@ _HASHED = 2 << 20
 _ALIGNED = 64
 
 Index = tuple[slice, ...]
-# Arrays by name; jax substitutes placeholders while it inspects the tree.
+# Arrays by name, or `Float8Weight`; jax substitutes placeholders while it inspects the tree.
 Arrays = dict[str, Any]
 Block = Arrays  # of one block; inside `Params.cycle` each has a leading axis of cycles
 
@@ -95,6 +96,7 @@ def load_params(
     """Read the scheduled blocks (and the head if `head`).
 
     Args:
+        dtype: float8 is for the blocks' matrices; the other arrays are then in bfloat16.
         shards: the layout of each array; parts that lie elsewhere are not read.
         hashed: this process's number, and the number of processes that share the hashing.
 
@@ -129,13 +131,24 @@ def moved_params(params: Params, shards: Shards) -> Params:
     """Lay a loaded model out on another mesh, array by array."""
 
     def block(arrays: Block, *, stacked: bool) -> Block:
-        return {n: moved(a, shards.kept(n, stacked=stacked)) for n, a in arrays.items()}
+        return {
+            name: jax.tree.map(moved, array, kept_as(array, name, shards, stacked=stacked))
+            for name, array in arrays.items()
+        }
 
     return Params(
         outer=block(params.outer, stacked=False),
         cycle=tuple(block(arrays, stacked=True) for arrays in params.cycle),
         tail=tuple(block(arrays, stacked=False) for arrays in params.tail),
     )
+
+
+def kept_as(array: Any, name: str, shards: Shards, *, stacked: bool) -> Any:
+    """The sharding of an array of a model, or of both parts of one in float8."""
+    whole = shards.kept(name, stacked=stacked)
+    if not isinstance(array, Float8Weight):
+        return whole
+    return Float8Weight(whole, shards.kept(name, stacked=stacked, scale=True))  # type: ignore[arg-type]
 
 
 class _Loading:
@@ -149,17 +162,19 @@ class _Loading:
         shards: Shards | None,
     ) -> None:
         self._checkpoint, self._schedule = checkpoint, schedule
-        self._dtype, self._shards = dtype, shards
+        self._float8 = dtype == FLOAT8
+        self._dtype = jnp.dtype(jnp.bfloat16) if self._float8 else dtype
+        self._shards = shards
         self.blocks = {spec.name: spec for spec in block_specs(checkpoint.arch)}
         self._digests: dict[str, str] = {}
 
-    def whole(self, spec: ParamSpec, layer: int | None = None) -> jax.Array:
+    def whole(self, spec: ParamSpec, layer: int | None = None) -> Any:
         def fill(parts: list[ShardBuffer]) -> None:
             self._fill(parts, spec, layer)
 
-        return self._array(spec.shape, spec.name, fill, stacked=False)
+        return self._narrowed(spec, self._array(spec.shape, spec.name, fill, stacked=False))
 
-    def stacked(self, spec: ParamSpec, place: int) -> jax.Array:
+    def stacked(self, spec: ParamSpec, place: int) -> Any:
         """The arrays of every block at this place of a period, stacked."""
         schedule = self._schedule
 
@@ -172,7 +187,17 @@ class _Loading:
             with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(fill_one, range(schedule.cycles)))
 
-        return self._array((schedule.cycles, *spec.shape), spec.name, fill, stacked=True)
+        shape = (schedule.cycles, *spec.shape)
+        return self._narrowed(spec, self._array(shape, spec.name, fill, stacked=True))
+
+    def _narrowed(self, spec: ParamSpec, array: jax.Array) -> Any:
+        """The array in float8, if it is to be and can be."""
+        if not (self._float8 and in_float8(spec)):
+            return array
+        shapes = Float8Weight(array, array)
+        stacked = array.ndim > len(spec.shape)
+        place = kept_as(shapes, spec.name, self._shards, stacked=stacked) if self._shards else None
+        return jax.jit(Float8Weight.of, out_shardings=place)(array)
 
     def _array(
         self,
