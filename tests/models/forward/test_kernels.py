@@ -104,14 +104,14 @@ def test_flash_attention_is_the_definition(name: str, dim: int, kernel: str) -> 
 def test_flash_attention_has_sinks(name: str, kernel: str) -> None:
     pytest.importorskip("tokamax")
     segments, positions = places()
-    given = random_heads(64, jnp.bfloat16)
-    sinks = jnp.linspace(-2.0, 3.0, HEADS)
-    exact = masked(segments, positions)(
-        *(x.astype(np.float32) for x in given), SCORINGS[name], sinks
-    )
-    plain = masked(segments, positions)(*given, SCORINGS[name], sinks)
+    q, k, v = random_heads(64, jnp.bfloat16)
+    sinks, scoring = jnp.linspace(-2.0, 3.0, HEADS), SCORINGS[name]
+    by_definition = masked(segments, positions)
+    wide = [x.astype(np.float32) for x in (q, k, v)]
+    exact = by_definition(wide[0], wide[1], wide[2], scoring, sinks)
+    plain = by_definition(q, k, v, scoring, sinks)
     with jax.numpy_rank_promotion("allow"):  # in tokamax
-        found = flash(segments, positions, kernel=kernel)(*given, SCORINGS[name], sinks)
+        found = flash(segments, positions, kernel=kernel)(q, k, v, scoring, sinks)
     real = (segments > 0)[..., None, None]
     floor, error = (
         float(jnp.abs(jnp.where(real, each.astype(np.float32) - exact, 0.0)).max())
