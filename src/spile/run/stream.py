@@ -251,7 +251,7 @@ class ActivationStream:
             places = self._order.places(filled.start, filled.count)
             tables = {tap: (held, places) for tap, held in filled.buffer.taps.items()}
             place = filled.start.epoch, filled.start.number
-            window = Window(place, filled.buffer, tables, places, {})
+            window = Window.of(place, filled.buffer, tables, places, {})
         self._window = filled, window
         return self._window
 
