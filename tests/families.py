@@ -69,6 +69,13 @@ GEMMA3: dict[str, Any] = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     },
 }  # fmt: skip
+# The last layer is full, and has other frequencies.
+OLMO3: dict[str, Any] = {
+    **SMALL, "num_hidden_layers": 4, "sliding_window": WINDOW,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": YARN,
+    },
+}  # fmt: skip
 GPT2: dict[str, Any] = {
     "vocab_size": tiny.VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256,
     "bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS,
@@ -127,6 +134,10 @@ _mixtral = _family("MixtralConfig", "MixtralForCausalLM", MIXTRAL)
 _qwen3moe = _family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3MOE)
 _gptoss = _family("GptOssConfig", "GptOssForCausalLM", GPTOSS)
 _starcoder2 = _family("Starcoder2Config", "Starcoder2ForCausalLM", SMALL)
+_olmo3 = _family("Olmo3Config", "Olmo3ForCausalLM", OLMO3)
+_smollm3 = _family("SmolLM3Config", "SmolLM3ForCausalLM", {**SMALL, "num_hidden_layers": 5})
+_seedoss = _family("SeedOssConfig", "SeedOssForCausalLM", {**SMALL, "head_dim": 16})
+_arcee = _family("ArceeConfig", "ArceeForCausalLM", SMALL)
 _stablelm = _family("StableLmConfig", "StableLmForCausalLM", STABLELM)
 
 FAMILIES: dict[str, Callable[..., Any]] = {
@@ -180,6 +191,20 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "olmo2-gqa": _olmo2(),
     "olmo2-mha": _olmo2(MHA),
     "olmo2-mqa": _olmo2(MQA),
+    "olmo3-gqa": _olmo3(),
+    "olmo3-mha": _olmo3(MHA),
+    "olmo3-mqa-bias": _olmo3(MQA, attention_bias=True),
+    "smollm3-gqa": _smollm3(TIED),
+    "smollm3-mha-window": _smollm3(MHA, use_sliding_window=True, sliding_window=WINDOW),
+    "smollm3-mqa-chosen": _smollm3(
+        MQA, UNTIED, no_rope_layers=[0, 1, 1, 0, 1], attention_bias=True, mlp_bias=True
+    ),
+    "seedoss-gqa": _seedoss(),
+    "seedoss-mha-out-bias": _seedoss(MHA, attention_out_bias=True, mlp_bias=True),
+    "seedoss-mqa-unbiased": _seedoss(MQA, attention_bias=False),
+    "arcee-gqa": _arcee(),
+    "arcee-mha-bias": _arcee(MHA, attention_bias=True, mlp_bias=True),
+    "arcee-mqa": _arcee(MQA),
     "mixtral-gqa": _mixtral(),
     "mixtral-mha": _mixtral(MHA),
     "mixtral-mqa-window": _mixtral(MQA, sliding_window=WINDOW),

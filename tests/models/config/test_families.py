@@ -113,7 +113,7 @@ def test_a_row_speaks_of_fields_and_keys_that_exist_and_of_each_key_once(family:
     assert not read & set(family.ignored), "read or ignored, not both"
     assert not read & set(family.harmless), "read or required, not both"
     assert not set(family.ignored) & set(family.harmless)
-    assert family.windows in ("never", "always", "upper", "pattern")
+    assert family.windows in ("never", "always", "upper", "pattern", "unrotated")
     if family.windows != "never":
         assert "sliding_window" in family.reads
     assert all(isinstance(values, tuple) and values for values in family.harmless.values())

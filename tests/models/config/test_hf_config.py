@@ -33,9 +33,10 @@ from spile.models.config.hf_config import ACTIVATIONS, read_config
 from spile.models.files.checkpoint import Checkpoint
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
-# Parameters of each, as its page on the Hub counts them: a tied head once, and of the multimodal
-# one the language model alone.
+# Parameters of each, as its page on the Hub or transformers counts them: a tied head once, and of
+# the multimodal one the language model alone.
 PARAMS = {
+    "AFM-4.5B": 4_619_184_640,
     "Llama-2-7b-hf": 6_738_415_616,
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.2-1B": 1_235_814_400,
@@ -47,6 +48,7 @@ PARAMS = {
     "Mixtral-8x7B-v0.1": 46_702_792_704,
     "OLMo-2-0425-1B": 1_484_916_736,
     "OLMo-2-1124-7B": 7_298_617_344,
+    "Olmo-3-1025-7B": 7_298_011_136,
     "Phi-3-medium-4k-instruct": 13_960_238_080,
     "Phi-3-mini-128k-instruct": 3_821_079_552,
     "Phi-3-mini-128k-instruct-su": 3_821_079_552,
@@ -82,6 +84,8 @@ PARAMS = {
     "llama-7b": 6_738_415_616,
     "phi-4": 14_659_507_200,
     "pythia-410m": 405_334_016,
+    "Seed-OSS-36B-Base": 36_151_104_512,
+    "SmolLM3-3B": 3_075_098_624,
     "pythia-6.9b": 6_857_302_016,
     "pythia-70m": 70_426_624,
     "starcoder2-3b": 3_030_371_328,
@@ -101,6 +105,10 @@ OF_FAMILY = {
     "gpt_neox": "pythia-70m",
     "phi3": "Phi-4-mini-instruct",
     "olmo2": "OLMo-2-0425-1B",
+    "olmo3": "Olmo-3-1025-7B",
+    "smollm3": "SmolLM3-3B",
+    "seed_oss": "Seed-OSS-36B-Base",
+    "arcee": "AFM-4.5B",
     "mixtral": "Mixtral-8x7B-v0.1",
     "qwen3_moe": "Qwen3-30B-A3B",
     "gpt_oss": "gpt-oss-20b",
@@ -221,7 +229,9 @@ def _rotary_of_theirs(rotary: Any, config: Any) -> list[Rotary | None]:
         )
         for stem in set(stems)
     }
-    return [by_stem[stem] for stem in stems] * (config.num_hidden_layers // len(stems))
+    found = [by_stem[stem] for stem in stems] * (config.num_hidden_layers // len(stems))
+    rotated = getattr(config, "no_rope_layers", None) or [1] * len(found)
+    return [each if turned else None for each, turned in zip(found, rotated, strict=False)]
 
 
 def facts_of_ours(arch: Arch) -> dict[str, Any]:
@@ -232,7 +242,9 @@ def facts_of_ours(arch: Arch) -> dict[str, Any]:
         "heads": (arch.num_heads, arch.num_kv_heads),
         "head_dim": arch.head_dim,
         "windows": [layer.window for layer in arch.layers],
-        "rotary": [ropes[layer.rope] if ropes else None for layer in arch.layers],
+        "rotary": [
+            ropes[layer.rope] if ropes and layer.rope is not None else None for layer in arch.layers
+        ],
         "positions": arch.rope_positions,
         "tied": arch.tied_head,
         "embed_scale": arch.embed_scale,
@@ -255,6 +267,29 @@ def test_every_fixture_and_every_family_is_tested() -> None:
     found = {name: read_config(published(name), name)[0].name for name in PARAMS}
     assert set(found.values()) <= {family.name for family in FAMILIES}
     assert all(found[name] == family for family, name in OF_FAMILY.items())
+
+
+def test_layers_without_rotary_positions_are_listed_or_counted() -> None:
+    values = published("SmolLM3-3B")
+    listed = read(values)
+    assert [layer.rope for layer in listed.layers] == [0, 0, 0, None] * 9
+    assert (listed.period, {layer.window for layer in listed.layers}) == (4, {None})
+    del values["no_rope_layers"]
+    assert read(values) == listed
+    assert [layer.rope for layer in read({**values, "no_rope_layer_interval": 2}).layers][:4] == [
+        0, None, 0, None,
+    ]  # fmt: skip
+    for bad in ([1, 0], [2] * 36, "all"):
+        with pytest.raises(InputError, match="no_rope_layers must say 0 or 1 for each layer"):
+            read({**values, "no_rope_layers": bad})
+
+
+def test_only_full_layers_of_olmo3_have_scaled_rotary_positions() -> None:
+    arch = read(published("Olmo-3-1025-7B"))
+    assert [layer.rope for layer in arch.layers] == [1, 1, 1, 0] * 8
+    assert [layer.window for layer in arch.layers] == [4096, 4096, 4096, None] * 8
+    full, sliding = arch.ropes
+    assert (full.kind, sliding.kind, sliding.theta) == ("yarn", "default", 500_000)
 
 
 @pytest.mark.parametrize("name", PARAMS)

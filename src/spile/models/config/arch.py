@@ -15,7 +15,7 @@ class Layer:
     """Properties that may differ between the blocks of one model."""
 
     window: int | None = None  # keys a query sees, itself included; None: all before it
-    rope: int = 0  # index into the model's rotary settings
+    rope: int | None = 0  # index into the model's rotary settings; None: q and k are not rotated
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # for missing keys
     ignored: tuple[str, ...] = ()  # keys that cannot change an activation
     harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, Any])
-    windows: str = "never"  # which layers slide: "never", "always", "upper", or "pattern"
+    # which layers slide: "never", "always", "upper", "pattern", or those without rotary positions
+    windows: str = "never"
+    ropes_by_kind: bool = False  # sliding layers have rotary settings of their own
     scaled_embeddings: bool = False
     quantized: tuple[str, ...] = ()  # methods whose tensors can be decoded
     rope_scaling: Mapping[str, Any] | None = None  # if the config has none
@@ -62,6 +64,14 @@ _GEMMA_NORMS = {
         mlp_post_norm="post_feedforward_layernorm",
     ),
 }
+_OLMO_NORMS = {
+    **LLAMA_WEIGHTS,
+    **norms(
+        LAYER,
+        attn_post_norm="post_attention_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    ),
+}
 _CAUSAL = {"use_bidirectional_attention": (False, None)}
 _GEMMA3: dict[str, Any] = {
     "fixed": {**_GEMMA, "post_norm": True, "qk_norm": "head"},
@@ -82,6 +92,7 @@ _GEMMA3: dict[str, Any] = {
     "harmless": {**_CAUSAL, "attn_logit_softcapping": (None,), "cache_implementation": ("hybrid",)},
     "ignored": ("_sliding_window_pattern",),
     "windows": "pattern",
+    "ropes_by_kind": True,
     "scaled_embeddings": True,
     "weights": _GEMMA_NORMS,
 }  # fmt: skip
@@ -295,13 +306,58 @@ FAMILIES = (
         fixed={"norm": "rms_float32", "pre_norm": False, "post_norm": True, "qk_norm": "full"},
         biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-        weights={
-            **LLAMA_WEIGHTS,
-            **norms(
-                LAYER, attn_post_norm="post_attention_layernorm",
-                mlp_post_norm="post_feedforward_layernorm",
-            ),
+        weights=_OLMO_NORMS,
+    ),
+    Family(
+        name="olmo3",
+        architectures=("Olmo3ForCausalLM",),
+        fixed={"norm": "rms_float32", "pre_norm": False, "post_norm": True, "qk_norm": "full"},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        reads=("sliding_window", "layer_types"),
+        defaults={
+            "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096,
+            "sliding_window_pattern": 4, "max_position_embeddings": 2048,
         },
+        windows="pattern",
+        ropes_by_kind=True,
+        weights=_OLMO_NORMS,
+    ),
+    Family(
+        name="smollm3",
+        architectures=("SmolLM3ForCausalLM",),
+        biases={
+            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"
+        },
+        reads=(
+            "sliding_window", "use_sliding_window", "layer_types", "no_rope_layers",
+            "no_rope_layer_interval",
+        ),
+        defaults={
+            **_SWITCHED, "tie_word_embeddings": True, "rope_theta": 2e6,
+            "no_rope_layer_interval": 4, "max_position_embeddings": 32768,
+        },
+        harmless={"pretraining_tp": (1, 2, None)},  # published with 2; the model does not read it
+        windows="unrotated",
+    ),
+    Family(
+        name="seed_oss",
+        architectures=("SeedOssForCausalLM",),
+        biases={
+            "qkv_bias": "attention_bias", "out_bias": "attention_out_bias", "mlp_bias": "mlp_bias"
+        },
+        defaults={
+            "attention_bias": True, "head_dim": 128, "max_position_embeddings": 524_288
+        },
+        ignored=("residual_dropout",),
+    ),
+    Family(
+        name="arcee",
+        architectures=("ArceeForCausalLM",),
+        fixed={"gated": False},
+        biases={
+            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"
+        },
+        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     ),
     Family(
         name="mixtral",

@@ -7,6 +7,7 @@ activations.
 
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from spile.core.bounded_json import Json
@@ -15,7 +16,9 @@ from spile.models.config.arch import Arch, Experts, Layer
 from spile.models.config.families import FAMILIES, Family
 from spile.models.config.rope import Rope, positive
 
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu")
+ACTIVATIONS = (
+    "silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2",
+)  # fmt: skip
 
 # Written by every version of transformers and without effect on a forward pass.
 _IGNORED = frozenset(
@@ -210,9 +213,10 @@ def _ropes(config: _Config) -> tuple[Rope, ...]:
         "partial_rotary_factor": config.extra("partial_rotary_factor"),
         "original_max_position_embeddings": config.extra("original_max_position_embeddings"),
     }
-    local = config.extra("rope_local_base_freq")
     every: list[dict[str, Any]] = [common]
-    if local is not None:
+    if family.ropes_by_kind:
+        own = "rope_local_base_freq" in family.reads
+        local = config.get("rope_local_base_freq" if own else "rope_theta")
         nested: Json = parameters or {}
         if not isinstance(nested, Mapping) or set(nested) - set(_KINDS):
             raise InputError(f"{where}: rope_parameters must be given for {', '.join(_KINDS)}")
@@ -248,7 +252,9 @@ def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
         "always": lambda i: window is not None,
         "upper": lambda i: window is not None and i >= first,
         "pattern": lambda i: (i + 1) % pattern != 0,
+        "unrotated": lambda i: window is not None and not rotated[i],
     }
+    rotated = _rotated(config, count)
     slides = rules[rule]
     kinds = [_KINDS[slides(i)] for i in range(count)]
     given = config.extra("layer_types") if "layer_types" in config.family.reads else None
@@ -260,9 +266,24 @@ def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
         kinds = list(given)
     if _KINDS[1] in kinds and window is None:
         raise InputError(f"{config.where}: sliding layers, but no sliding_window")
+    slid = Layer(window, ropes - 1 if ropes else 0)
+    layers = [slid if kind == _KINDS[1] else Layer() for kind in kinds]
     return tuple(
-        Layer(window, ropes - 1 if ropes else 0) if kind == _KINDS[1] else Layer() for kind in kinds
+        layer if turned else replace(layer, rope=None)
+        for layer, turned in zip(layers, rotated, strict=True)
     )
+
+
+def _rotated(config: _Config, count: int) -> list[bool]:
+    """Which layers rotate q and k: all, but in families that leave some out."""
+    if "no_rope_layers" not in config.family.reads:
+        return [True] * count
+    interval, given = config.number("no_rope_layer_interval"), config.extra("no_rope_layers")
+    if given is None:
+        return [(i + 1) % interval != 0 for i in range(count)]
+    if not _are_kinds(given, (0, 1)) or len(given) < count:
+        raise InputError(f"{config.where}: no_rope_layers must say 0 or 1 for each layer")
+    return [bool(each) for each in given[:count]]
 
 
 def _refuse_unknown(config: _Config) -> None:
@@ -290,7 +311,7 @@ def _refuse_unknown(config: _Config) -> None:
             )
 
 
-def _are_kinds(given: Any, kinds: tuple[str, ...]) -> bool:
+def _are_kinds(given: Any, kinds: tuple[Any, ...]) -> bool:
     return isinstance(given, list) and all(kind in kinds for kind in cast("list[Any]", given))
 
 

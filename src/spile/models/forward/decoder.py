@@ -286,7 +286,7 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
     v = heads("v", arch.num_kv_heads)
     values: Values = {"q": q, "k": k, "v": v}
     q, k = _head_norm(q, block, "q_norm", arch), _head_norm(k, block, "k_norm", arch)
-    if run.angles:
+    if run.angles and layer.rope is not None:
         q, k = rotate(q, *run.angles[layer.rope]), rotate(k, *run.angles[layer.rope])
     values |= {"q_rot": q, "k_rot": k}
     scoring = Scoring(arch.attn_scale, layer.window, arch.attn_softcap)

@@ -36,6 +36,7 @@ _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), jax.nn.gelu),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(x * jnp.asarray(1.702, x.dtype)),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 # On a CPU, XLA adds up 512 float32 terms one after the other, torch 384. After one large term, such
 # as the first token of a context has, every further term rounds at that term's size. Summing runs
