@@ -1,7 +1,8 @@
 """Convert text to token ids with the model's own tokenizer (the Rust library, batched)."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +32,17 @@ def use_threads(asked: int | None) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(count)
 
 
+@contextmanager
+def _without_panic(path: AnyPath) -> Iterator[None]:
+    """Refuse a file that the Rust library reads, and then panics over."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # no module exports it
+            raise
+        raise InputError(f"{path}: not a usable tokenizer ({error})") from error
+
+
 class TextTokenizer:
     """A model's tokenizer with one policy for special tokens."""
 
@@ -42,7 +54,7 @@ class TextTokenizer:
         marks_named_specials: whether `flags` also marks the special tokens that the tokenizer names
             or inserts, and not only those that it lists as added and special.
         """
-        path = directory / "tokenizer.json"
+        path = self._path = directory / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
         except SpileError:
@@ -86,14 +98,16 @@ class TextTokenizer:
 
     def _inserted(self) -> set[int]:
         """Return the tokens that the tokenizer inserts around any text."""
-        made = self._tokenizer.encode("")
+        with _without_panic(self._path):
+            made = self._tokenizer.encode("")
         return {token for token, new in zip(made.ids, made.special_tokens_mask, strict=True) if new}
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, as int32."""
-        encodings = self._tokenizer.encode_batch_fast(
-            texts, add_special_tokens=self._policy == "tokenizer"
-        )
+        with _without_panic(self._path):
+            encodings = self._tokenizer.encode_batch_fast(
+                texts, add_special_tokens=self._policy == "tokenizer"
+            )
         ids = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
         if self._policy == "bos":
             head = np.asarray([self.bos], np.int32)
@@ -111,9 +125,10 @@ class TextTokenizer:
         """
         ids: list[np.ndarray] = []
         flags: list[np.ndarray] = []
-        encodings = self._tokenizer.encode_batch(
-            texts, add_special_tokens=self._policy == "tokenizer"
-        )
+        with _without_panic(self._path):
+            encodings = self._tokenizer.encode_batch(
+                texts, add_special_tokens=self._policy == "tokenizer"
+            )
         for encoding, said in zip(encodings, roles, strict=True):
             spans = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
             starts = np.array([start for start, _, _ in said], np.int64)
