@@ -1,7 +1,7 @@
 """Convert text to token ids with the model's own tokenizer (the Rust library, batched)."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ def use_threads(asked: int | None) -> None:
 
 
 @contextmanager
-def _without_panic(path: AnyPath) -> Iterator[None]:
+def _without_panic(path: AnyPath) -> Generator[None, None, None]:
     """Refuse a file that the Rust library reads, and then panics over."""
     try:
         yield
