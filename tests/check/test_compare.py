@@ -230,7 +230,7 @@ def test_products_in_float8_agree_with_their_emulation_and_say_what_they_cost(
     model = write(tmp_path / "model", randomised(FAMILIES[name]))
     taps = "embed,q:1,mlp_out:1,resid_post:all"
     out = extract(tmp_path / "out", model, texts, taps, compute_dtype="float8_e4m3")
-    report = check_all(out)
+    report = check(str(out))
     assert_healthy(report)
     assert (
         report.next_token and report.next_token["float8_e4m3"] > report.next_token["bfloat16"] > 0
@@ -242,7 +242,7 @@ def test_products_in_float8_agree_with_their_emulation_and_say_what_they_cost(
         assert (found.error > 3 * found.bfloat16) == in_float8, tap
     with forged(out) as values:
         named = shifted("resid_post.0")(values)
-    assert faulty(check_all(out)) == named
+    assert faulty(check(str(out))) == named
 
 
 @pytest.mark.full
@@ -735,7 +735,8 @@ def test_the_result_is_kept_beside_the_manifest_and_replaced_by_the_next(small: 
     assert {*objects.list()} == before | {"check.json"}
     record = fmt.decode_record(fmt.CHECK, objects.get(fmt.CHECK), "check")
     assert record == json.loads(json.dumps(first.to_json()))
-    taps, keys = record["taps"], {"error", "floor", "control", "loss", "allowed", "ok"}
+    taps = record["taps"]
+    keys = {"error", "floor", "control", "loss", "allowed", "bfloat16", "ok"}
     assert (record["ok"], {frozenset(tap) for tap in taps.values()}) == (True, {frozenset(keys)})
     second = check(str(small), samples=3)
     assert {*objects.list()} == before | {"check.json"}

@@ -70,7 +70,8 @@ STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
 KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo2-gqa",
          "qwen3moe-gqa", "gptoss-gqa")  # fmt: skip
 ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-gqa",
-         "starcoder2-gqa")  # fmt: skip
+         "starcoder2-gqa", "olmo3-gqa", "smollm3-mqa-chosen", "seedoss-gqa",
+         "arcee-gqa")  # fmt: skip
 
 
 class Context(NamedTuple):
@@ -540,6 +541,8 @@ COARSE = {
     "gemma": "gemma-gqa", "gemma2": "gemma2-gqa", "gemma3": "gemma3-gqa", "gpt2": "gpt2",
     "gpt_neox": "neox", "phi3": "phi3-gqa", "olmo2": "olmo2-gqa", "mixtral": "mixtral-gqa",
     "qwen3_moe": "qwen3moe-gqa", "gpt_oss": "gptoss-gqa", "starcoder2": "starcoder2-gqa",
+    "olmo3": "olmo3-gqa", "smollm3": "smollm3-gqa", "seed_oss": "seedoss-gqa",
+    "arcee": "arcee-gqa",
 }  # fmt: skip
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 ROUNDED = ("attn_out", "mlp_out", "resid_post", "final_norm")
