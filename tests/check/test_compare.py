@@ -489,6 +489,7 @@ def sharp_gemma() -> Any:
     return model
 
 
+@pytest.mark.full
 def test_what_hfs_own_float32_cannot_tell_is_allowed_and_no_more(
     texts: Path, tmp_path: Path
 ) -> None:

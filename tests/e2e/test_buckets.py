@@ -134,6 +134,7 @@ def test_a_quick_audit_names_what_is_not_the_object_that_was_written(
     assert verify(objects, quick=True).ok
 
 
+@pytest.mark.full
 def test_an_interrupted_audit_goes_on_where_it_stood(
     extracted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,7 +251,7 @@ def test_a_changed_program_is_another_corpus(program: Path, model: Path, tmp_pat
 TASKS = Path(__file__).parents[1] / "fixtures" / "arc"
 
 
-@pytest.mark.parametrize("prompt", ["plain", "chat"])
+@pytest.mark.parametrize("prompt", some(["plain", "chat"], "plain"))
 def test_arc_tasks_become_documents_whose_answers_can_be_kept_alone(
     prompt: str, talking: Path, tmp_path: Path
 ) -> None:
@@ -269,6 +269,7 @@ def test_arc_tasks_become_documents_whose_answers_can_be_kept_alone(
     assert all(character in "0123456789x |:\n" for character in answer), answer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", some(["json", "parquet"], "parquet"))
 def test_chats_are_the_same_whoever_renders_them(kind: str, talking: Path, tmp_path: Path) -> None:
     rows = [{"chat": chat if n % 7 else None} for n, chat in enumerate(CHATS * 4)]

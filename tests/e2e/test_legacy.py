@@ -107,6 +107,7 @@ def test_fineweb_to_a_bucket_and_what_the_monitor_says_before_and_after(
     assert audit.code == 0 and not audit.json["orphans"]
 
 
+@pytest.mark.full
 def test_arc_tasks_without_ids_asked_eight_times(deep: Path, here: Path) -> None:
     pair = {"input": [[1, 2], [3, 4]], "output": [[4, 3], [2, 1]]}
     tasks = [{"train": [pair], "test": [pair]}, {"train": [pair, pair], "test": [pair, pair]}]
@@ -144,6 +145,7 @@ def test_a_launch_on_this_machine(
     assert spile.open(f"{bucket}/fresh2").num_documents == 140
 
 
+@pytest.mark.full
 def test_pairs_of_a_program_and_of_columns_within_columns(deep: Path, here: Path) -> None:
     Path("mine.py").write_text(PROGRAM)
     line = "extract --taps resid_post:20 --corpus mine.py:both --prompt-column question"

@@ -128,6 +128,7 @@ def test_a_run_that_began_on_a_disk_goes_on_from_a_bucket_and_by_itself(
     assert again.code == 0, again.err
 
 
+@pytest.mark.full
 def test_an_adapter_in_a_bucket_is_merged(model: Path, texts: Path, tmp_path: Path) -> None:
     adapter, name = tmp_path / "lora", "base_model.model.model.layers.0.self_attn.q_proj"
     adapter.mkdir()
@@ -180,6 +181,7 @@ def test_a_byte_that_changed_in_a_bucket_is_found_when_it_is_read(
     assert run("extract", *flags(out, model, url, unit_tokens=200)).code == 0
 
 
+@pytest.mark.full
 def test_other_verbs_know_models_in_buckets(model: Path, texts: Path, tmp_path: Path) -> None:
     url = upload(model, servers.new_s3_store())
     corpus = upload(texts, servers.new_s3_store())

@@ -53,6 +53,7 @@ def test_tensors_hold_the_rows_of_the_same_batches(ds: spile.Dataset) -> None:
         loader(ds, encoded=True)
 
 
+@pytest.mark.full
 def test_any_number_of_workers_continues_where_another_stood(ds: spile.Dataset) -> None:
     """Epochs go on where workers' turns are; the rest is read by this process, by two workers and
     without torch."""

@@ -64,6 +64,7 @@ def test_tap_layer_unit_document_and_token_are_named(
     assert done == [Path(done_key(number)).name for number in range(unit)], "those before it stay"
 
 
+@pytest.mark.full
 def test_a_token_of_which_nothing_is_kept_is_named_all_the_same(
     spoilt: Path, letters: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_it_is_named_by_the_tap_though_latents_are_stored(
     assert f"layer 1, document {AT} " in message and f"token {TOKEN} (id " in message
 
 
+@pytest.mark.full
 def test_it_is_found_while_the_unit_computes(spoilt: Path, letters: Path, tmp_path: Path) -> None:
     """Of one large unit only some steps run, and what was counted of them is reported."""
     out, board, counters = tmp_path / "out", tmp_path / "board", Counters()

@@ -350,6 +350,7 @@ def test_records_that_disagree_are_not_copied(tmp_path: Path) -> None:
         compact(made.objects, LocalObjects(tmp_path / "dest"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", some(["s3", "gs"], "s3"))
 def test_a_disk_is_compacted_into_a_bucket_and_back(kind: str, tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "out", taps=stored.SCALED)

@@ -168,6 +168,7 @@ def test_one_that_comes_back_before_it_is_known_to_have_gone_goes_on(ds: spile.D
     assert fanout.join({**batches.state_dict(), "position": 500}) > gone
 
 
+@pytest.mark.full
 def test_a_state_that_is_no_longer_held_is_refused_while_others_are_connected(
     ds: spile.Dataset,
 ) -> None:
