@@ -159,6 +159,7 @@ def test_what_was_replaced_in_a_bucket_is_refused(model: Path, texts: Path, tmp_
     check_refused(again, 2, "model weights: stored", "now")
 
 
+@pytest.mark.full
 def test_a_byte_that_changed_in_a_bucket_is_found_when_it_is_read(
     model: Path, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_run_that_is_loading_says_so() -> None:
     assert ProgressLine(Counters(), 0).line(80) == "loading and compiling"
 
 
+@pytest.mark.full
 def test_every_line_of_a_run_is_json_where_that_is_asked_for(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:
