@@ -350,12 +350,13 @@ def abstract_params(work: Workload, shards: Shards | None) -> Params:
     schedule, dtype = _schedule(work), DTYPES_BY_NAME[activation_dtype(work.compute_dtype)]
 
     def array(spec: ParamSpec, stack: tuple[int, ...]) -> Any:
-        shaped = jax.ShapeDtypeStruct((*stack, *spec.shape), dtype)
-        if work.compute_dtype == "float8_e4m3" and in_float8(spec):
+        shaped: Any = jax.ShapeDtypeStruct((*stack, *spec.shape), dtype)
+        float8 = work.compute_dtype == "float8_e4m3" and in_float8(spec)
+        if float8:
             shaped = jax.eval_shape(Float8Weight.of, shaped)
         if shards is None:
             return shaped
-        places = kept_as(shaped, spec.name, shards, stacked=bool(stack))
+        places = kept_as(spec.name, shards, stacked=bool(stack), float8=float8)
         return jax.tree.map(
             lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shaped, places
         )

@@ -56,7 +56,8 @@ class TextTokenizer:
         """
         path = self._path = directory / "tokenizer.json"
         try:
-            self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
+            with _without_panic(path):
+                self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
         except SpileError:
             raise
         except Exception as error:  # the Rust library raises bare Exception

@@ -235,6 +235,14 @@ def test_bfloat16_stays_within_its_own_rounding(kind: str) -> None:
     assert np.abs(np.asarray(out, np.float32) - exact).max() < 2**-6 * np.abs(exact).max()
 
 
+def test_rows_gathered_in_pairs_are_those_rows() -> None:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((7, 12)), jnp.bfloat16)
+    places = jnp.asarray([3, 0, 6, 3, 5])
+    found = moe._rows_by_pairs(x, places)
+    assert found.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(x)[np.asarray(places)])
+
+
 @pytest.mark.skipif(not moe._has_mosaic(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     ("sizes", "inner", "outer"),

@@ -254,12 +254,12 @@ def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hi
     attn_out = at("attn_out", normed(attended, "attn_post_norm"))
     # Without the barriers, XLA computes the norms after attention and MLP again in each kernel that
     # reads the stream, which then runs at half of the memory's rate.
-    stored = jax.lax.optimization_barrier if arch.post_norm else lambda stream: stream
-    mid = stored(at("resid_mid", x + attn_out))
+    materialized = jax.lax.optimization_barrier if arch.post_norm else lambda stream: stream
+    mid = materialized(at("resid_mid", x + attn_out))
     mlp_in = at("mlp_in", normed(x if arch.parallel else mid, "mlp_norm"))
     mlp, inside = _mlp(mlp_in, block, run, at)
     mlp_out = at("mlp_out", normed(mlp, "mlp_post_norm"))
-    post = stored(run.by_rows(at("resid_post", mid + mlp_out)))
+    post = materialized(run.by_rows(at("resid_post", mid + mlp_out)))
     values |= inside
     values |= {"attn_in": attn_in, "attn_out": attn_out, "resid_mid": mid}
     values |= {"mlp_in": mlp_in, "mlp_out": mlp_out, "resid_post": post}

@@ -31,6 +31,7 @@ from spile.models.forward.attention import (
     Sinks,
     blocked,
 )
+from spile.models.forward.ops import gpu_capability
 
 _log = logging.getLogger("spile")
 _CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
@@ -76,7 +77,7 @@ def for_platform(
 def missing_kernels() -> Mapping[str, str]:
     """The kernels that this machine's GPU and packages do not have, and why."""
     found = {"cudnn": _why_not_cudnn()}
-    capability = float(getattr(jax.local_devices()[0], "compute_capability", "0"))
+    capability = gpu_capability()
     for name, module in _TOKAMAX.items():
         least = 9.0 if name == "mosaic" else 8.0
         if capability < least:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.config.arch import Arch, Experts
-from spile.models.forward.ops import activate, linear, product
+from spile.models.forward.ops import activate, gpu_capability, linear, product
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.weights import Block
 from spile.models.layout import ROWS
@@ -92,17 +92,13 @@ def mix(
 
 def _rows(x: Float[Array, "rows width"], places: Int[Array, " wanted"]) -> Array:
     """Gather rows. A GPU does so a third faster in pairs of 16-bit values."""
+    ways = {"cuda": _rows_by_pairs} if x.dtype.itemsize == 2 and x.shape[1] % 2 == 0 else {}
+    return jax.lax.platform_dependent(x, places, **ways, default=lambda x, places: x[places])
 
-    def by_pairs(x: Array, places: Array) -> Array:
-        pairs = jax.lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.uint32)
-        return jax.lax.bitcast_convert_type(pairs[places], x.dtype).reshape(len(places), -1)
 
-    def plain(x: Array, places: Array) -> Array:
-        return x[places]
-
-    if x.dtype.itemsize != 2 or x.shape[1] % 2:
-        return plain(x, places)
-    return jax.lax.platform_dependent(x, places, cuda=by_pairs, default=plain)
+def _rows_by_pairs(x: Float[Array, "rows width"], places: Int[Array, " wanted"]) -> Array:
+    pairs = jax.lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.uint32)
+    return jax.lax.bitcast_convert_type(pairs[places], x.dtype).reshape(len(places), -1)
 
 
 def mixed_experts(
@@ -146,10 +142,7 @@ def _mosaic_serves(x: Array, w: Array) -> bool:
 @cache
 def _has_mosaic() -> bool:
     """Whether this process has a Hopper GPU: the kernel is written in its instructions."""
-    if jax.default_backend() != "gpu":
-        return False
-    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
-    return capability.startswith("9.") and importlib.util.find_spec(_MOSAIC) is not None
+    return 9 <= gpu_capability() < 10 and importlib.util.find_spec(_MOSAIC) is not None
 
 
 def _mosaic(

@@ -45,6 +45,7 @@ _ACTIVATIONS = {
 _RUN = 384
 FLOAT8 = jnp.float8_e4m3fn
 _FLOAT8_MAX = float(jnp.finfo(FLOAT8).max)
+_HAS_FLOAT8 = 8.9  # the compute capability of the first GPUs that multiply it
 
 
 class Float8Weight(NamedTuple):
@@ -118,18 +119,25 @@ def _float8_product(
 
     Where there is no such instruction, the same numbers are multiplied in float32.
     """
-    equation = "...i,oi->...o"
-
-    def by_tensor_cores(values: Array, weight: Array) -> Array:
-        y = jnp.einsum(equation, values, weight, preferred_element_type=jnp.bfloat16)
-        return y.astype(jnp.float32)
-
-    def emulated(values: Array, weight: Array) -> Array:
-        return product(equation, values.astype(jnp.float32), weight.astype(jnp.float32))
-
+    ways = {"cuda": _by_tensor_cores} if gpu_capability() >= _HAS_FLOAT8 else {}
     values, scale = to_float8(x)
-    y = jax.lax.platform_dependent(values, weight.values, cuda=by_tensor_cores, default=emulated)
+    y = jax.lax.platform_dependent(values, weight.values, **ways, default=_in_float32)
     return (y * scale[..., None] * _per_channel(weight.scale, y)).astype(x.dtype)
+
+
+def _by_tensor_cores(x: Float[Array, "*tokens in"], weight: Float[Array, "out in"]) -> Array:
+    y = jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=jnp.bfloat16)
+    return y.astype(jnp.float32)
+
+
+def _in_float32(x: Float[Array, "*tokens in"], weight: Float[Array, "out in"]) -> Array:
+    return product("...i,oi->...o", x.astype(jnp.float32), weight.astype(jnp.float32))
+
+
+def gpu_capability() -> float:
+    """The compute capability of this process's NVIDIA GPU, such as 9.0; 0 without one."""
+    given = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    return float(given) if given.replace(".", "", 1).isdigit() else 0.0  # other makers have names
 
 
 def _in_runs(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Array:

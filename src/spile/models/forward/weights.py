@@ -132,7 +132,11 @@ def moved_params(params: Params, shards: Shards) -> Params:
 
     def block(arrays: Block, *, stacked: bool) -> Block:
         return {
-            name: jax.tree.map(moved, array, kept_as(array, name, shards, stacked=stacked))
+            name: jax.tree.map(
+                moved,
+                array,
+                kept_as(name, shards, stacked=stacked, float8=isinstance(array, Float8Weight)),
+            )
             for name, array in arrays.items()
         }
 
@@ -143,10 +147,10 @@ def moved_params(params: Params, shards: Shards) -> Params:
     )
 
 
-def kept_as(array: Any, name: str, shards: Shards, *, stacked: bool) -> Any:
+def kept_as(name: str, shards: Shards, *, stacked: bool, float8: bool) -> Any:
     """The sharding of an array of a model, or of both parts of one in float8."""
     whole = shards.kept(name, stacked=stacked)
-    if not isinstance(array, Float8Weight):
+    if not float8:
         return whole
     return Float8Weight(whole, shards.kept(name, stacked=stacked, scale=True))  # type: ignore[arg-type]
 
@@ -194,9 +198,10 @@ class _Loading:
         """The array in float8, if it is to be and can be."""
         if not (self._float8 and in_float8(spec)):
             return array
-        shapes = Float8Weight(array, array)
-        stacked = array.ndim > len(spec.shape)
-        place = kept_as(shapes, spec.name, self._shards, stacked=stacked) if self._shards else None
+        place = None
+        if self._shards:
+            stacked = array.ndim > len(spec.shape)
+            place = kept_as(spec.name, self._shards, stacked=stacked, float8=True)
         return jax.jit(Float8Weight.of, out_shardings=place)(array)
 
     def _array(
