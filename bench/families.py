@@ -29,19 +29,20 @@ CONFIGS = Path(__file__).parents[1] / "tests" / "fixtures" / "configs"
 MODELS = (
     "Qwen2.5-7B", "Llama-3.1-8B", "Qwen3-8B", "phi-4", "OLMo-2-1124-7B", "pythia-6.9b",
     "starcoder2-7b", "gemma-7b", "gemma-2-2b", "gemma-2-9b", "gemma-3-4b-it", "Mistral-7B-v0.1",
-    "Mixtral-8x7B-v0.1", "Qwen3-30B-A3B", "gpt-oss-20b",
+    "Mixtral-8x7B-v0.1", "Qwen3-30B-A3B", "gpt-oss-20b", "Qwen3-0.6B", "gpt2", "pythia-70m",
 )  # fmt: skip
+WHOLE = ("gemma-2-2b", "gemma-3-4b-it", "Qwen3-0.6B", "gpt2", "pythia-70m")  # not cut to --layers
 VOCAB = 4096
 PEAK = 653e12  # FLOP/s that large products reach on an H200
 
 
-def cut_config(name: str, layers: int) -> dict[str, Any]:
-    """A published configuration with fewer layers and tokens."""
+def cut_config(name: str, layers: int | None) -> tuple[dict[str, Any], int]:
+    """A published configuration, its vocabulary and layers cut; and how many layers it has."""
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     text = config.get("text_config", config)
-    for key in ("num_hidden_layers", "n_layer"):
-        if key in text:
-            text[key] = layers
+    depth = "n_layer" if "n_layer" in text else "num_hidden_layers"
+    layers = text[depth] if layers is None else layers
+    text[depth] = layers
     for key in ("layer_types",):
         if isinstance(text.get(key), list):
             text[key] = text[key][:layers]
@@ -51,7 +52,7 @@ def cut_config(name: str, layers: int) -> dict[str, Any]:
             text[key] = 0
     config.pop("quantization_config", None)
     text.pop("quantization_config", None)
-    return config
+    return config, layers
 
 
 def random_params(arch: Any, depth: int) -> Any:
@@ -237,8 +238,7 @@ def parity(name: str, options: argparse.Namespace) -> None:
     from spile.models.taps import parse_taps
     from spile.run.step import Step
 
-    layers = options.layers
-    config = cut_config(name, layers)
+    config, layers = cut_config(name, options.layers)
     kind = getattr(transformers, config["architectures"][0])
     settings = transformers.AutoConfig.for_model(**config)
     torch.manual_seed(0)
@@ -332,10 +332,9 @@ def measure(name: str, options: argparse.Namespace) -> None:
     from spile.models.taps import parse_taps
     from spile.run.step import Step
 
-    layers = {"gemma-3-4b-it": 34, "gemma-2-2b": 26}.get(name, options.layers)  # small: whole
-    config = cut_config(name, layers)
+    config, layers = cut_config(name, None if name in WHOLE else options.layers)
     _, arch = read_config(config, "bench")
-    seq = options.seq_len
+    seq = min(options.seq_len, arch.max_positions)
     rows = max(1, options.tokens // seq)
     batch = natural_batch(rows, seq)
     useful = int(batch.lengths.sum())

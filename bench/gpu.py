@@ -99,6 +99,9 @@ def main() -> None:
     parser.add_argument("--taps", type=int, default=8)
     parser.add_argument("--batch-tokens", type=int)
     parser.add_argument("--sinks", default="/dev/shm,/tmp")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="only the run with all taps, N times"
+    )
     parser.add_argument("--sink-bytes", type=float, default=16e9, help="written to measure a sink")
     parser.add_argument("--dtypes", default="bfloat16,float8_e4m3")
     parser.add_argument("--compute-dtypes", default="bfloat16,float8_e4m3", help="for one tap")
@@ -138,9 +141,9 @@ def measure(bench: Bench) -> None:
     options = bench.options
     width, _, layers, *_ = SHAPES[options.shape]
     profile, options.profile = options.profile, 0.0
-    counts = [1, options.taps] if options.taps > 1 else [1]
+    counts = [1, options.taps] if options.taps > 1 and options.repeats == 1 else [options.taps]
     chosen = {count: tapped(range(layers - count, layers)) for count in counts}
-    limit = bench.run("matrix products", "limit")
+    limit = bench.run("matrix products", "limit", seconds=min(8.0, options.seconds))
     assert limit
     most = int(options.seconds * limit * 2.2) + 20 * options.step_tokens  # half depth runs faster
     mean = make_corpus(Path(options.corpus), Path(options.model), most)
@@ -157,13 +160,13 @@ def measure(bench: Bench) -> None:
         computed[count] = bench.run(title, "compute", **given)
         bench.ratio("of the matrix products", computed[count], limit)
     narrow = [dtype for dtype in options.compute_dtypes.split(",") if dtype != "bfloat16"]
-    for dtype in () if options.skip_step else narrow:
+    for dtype in () if options.skip_step or options.repeats > 1 else narrow:
         given = {"profile": profile, **chosen[1], **sized(1.6 * limit), "compute_dtype": dtype}
         rate = bench.run(f"compute in {dtype}, taps: 1", "compute", **given)
         bench.ratio("over bfloat16", rate, computed[1])
 
     places = [place for place in options.sinks.split(",") if place]
-    full, place, out = None, "", ""
+    full, narrowest, place, out = None, None, "", ""
     for place in places:
         out = f"{place}/spile-bench-out"
         most_bytes = min(options.sink_bytes, shutil.disk_usage(place).free / 3)
@@ -178,6 +181,9 @@ def measure(bench: Bench) -> None:
                 rate = bench.run(title, "spile", **given)
                 full = rate if count == 1 else full
                 bench.ratio("of the step", rate, computed.get(count))
+                for number in range(2, 1 + options.repeats):
+                    again = bench.run(f"{title}, run {number}", "spile", **given)
+                    bench.ratio("of the step", again, computed.get(count))
                 written = bench.results.get(title, {}).get("GB/s")
                 bench.ratio(f"of {place}, by bytes", written, taken)
                 if reachable < (computed.get(count) or limit):  # a disk's rate drifts: once more
@@ -188,6 +194,7 @@ def measure(bench: Bench) -> None:
         given = {"out": out, **chosen[1], **sized(1.6 * limit), "compute_dtype": dtype}
         rate = bench.run(f"spile, computed in {dtype}, taps: 1, {place}", "spile", **given)
         bench.ratio("over bfloat16", rate, full)
+        narrowest = rate
     if full and len(counts) > 1:
         given = {"out": out, **tapped([layers // 2 - 1]), **sized(2 * limit)}
         early = bench.run(f"spile, one tap at half depth, {place}", "spile", **given)
@@ -202,6 +209,8 @@ def measure(bench: Bench) -> None:
         given = {**chosen[counts[-1]], "out": out or options.out}
         rate = bench.run(f"{PEERS[peer]}, taps: {counts[-1]}", peer, **given)
         bench.ratio("spile over it", ours, rate)
+        if counts[-1] == 1:
+            bench.ratio("spile in 8 bits over it", narrowest, rate)
 
 
 def tapped(layers: Iterable[int]) -> dict[str, Any]:

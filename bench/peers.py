@@ -57,6 +57,7 @@ def measured(
     done, begin, seconds = 0, 0.0, Seconds(float)
     for number, batch in enumerate(batches):
         if number == WARM_UP:
+            wait()  # or the warm-up's own work would count
             seconds.clear()
             begin = time.perf_counter()
         tokens = one(number, batch, seconds)
@@ -203,8 +204,9 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
     def one(number: int, step: Any, seconds: Seconds) -> int:
         begin = time.perf_counter()
         *arrays, count = step
+        moved = (array.to(device(), non_blocking=True) for array in arrays)
         with torch.inference_mode():
-            rows = model.forward(*arrays, options.seq_len)
+            rows = model.forward(*moved, options.seq_len)
         begin = stage(seconds, "forward", begin)
         buffers = [spare.get() for _ in rows]
         begin = stage(seconds, "wait for files", begin)
@@ -247,7 +249,11 @@ def packed_step(documents: list[list[int]], size: int, longest: int) -> tuple[An
     # A fixed number of boundaries: further ones are of empty documents.
     most = 64 * -(-(len(lengths) + 1) // 64)
     bounds = np.concatenate([[0], ends, np.full(most - len(ends), size)]).astype(np.int32)
-    return (*(torch.from_numpy(a).to(device()) for a in (ids, positions, bounds)), count)
+    arrays = [torch.from_numpy(array) for array in (ids, positions, bounds)]
+    if torch.cuda.is_available():
+        # To copy from other memory would wait for every forward that has been started.
+        arrays = [array.pin_memory() for array in arrays]
+    return (*arrays, count)
 
 
 class PackedQwen2:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshes import make_step
-from spile.compile.step import Question, abstract_params, compile_step, search
+from spile.compile.step import Question, compile_step, params_of, search
 from spile.compile.targets import CompileTarget
 from spile.core.config import Recipe, Runtime
 from spile.corpus.pack import Batch
@@ -51,7 +51,7 @@ def test_the_program_without_weights_is_that_of_extraction(model: Path, layout: 
     shards = Shards(mesh, work.cuts, array_axes(asked.arch))
     schedule = LayerSchedule.of(asked.arch, work.depth, whole=work.whole)
     abstract = Step(
-        abstract_params(work, shards), asked.arch, work.taps, schedule, compute_dtype="float32",
+        params_of(work, shards), asked.arch, work.taps, schedule, compute_dtype="float32",
         store_dtype="float32", device=asked.target.devices[0], shards=shards,
     )  # fmt: skip
     real = make_step(model, TAPS, layout)

@@ -13,7 +13,7 @@ import pytest
 
 import tiny
 from marks import some
-from spile.compile.step import abstract_params
+from spile.compile.step import params_of
 from spile.corpus.pack import Batch
 from spile.models.config.arch import Arch
 from spile.models.config.hf_config import read_config
@@ -87,7 +87,7 @@ def test_the_formula_counts_what_the_compiler_counts_without_loops(taps: str) ->
     given = {"seq_len": 64, "rows": 4, "compute_dtype": "float32", "store_dtype": "float32"}
     work = workload(arch, taps, **given)
     unrolled = LayerSchedule(work.depth, 1, 0)
-    scanned = abstract_params(replace(work, whole=True), None)
+    scanned = params_of(replace(work, whole=True), None)
     block = {
         name: jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
         for name, array in scanned.cycle[0].items()
@@ -109,7 +109,7 @@ def test_weights_in_float8_are_counted_as_they_are_held(name: str) -> None:
     narrow, half = (
         workload(arch, "resid_post:3", compute_dtype=dtype) for dtype in ("float8_e4m3", "bfloat16")
     )
-    held = jax.tree.leaves(abstract_params(narrow, None))
+    held = jax.tree.leaves(params_of(narrow, None))
     assert narrow.weights == sum(array.size * array.dtype.itemsize for array in held)
     assert narrow.weights < half.weights
 
@@ -163,7 +163,7 @@ def test_a_mesh_shares_the_work_unless_heads_cannot_be_cut() -> None:
 def test_the_weights_are_those_that_are_loaded(name: str, taps: str) -> None:
     arch = arch_of(name)
     work = workload(arch, taps, seq_len=1024)
-    leaves = jax.tree.leaves(abstract_params(work, None))
+    leaves = jax.tree.leaves(params_of(work, None))
     assert work.weights == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
 

@@ -3,7 +3,7 @@
 import itertools
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,26 @@ def compilations() -> Iterator[list[str]]:
         yield compiled
     finally:
         jax.monitoring.clear_event_listeners()
+
+
+def test_a_step_is_compiled_while_its_model_is_loading(model: Path) -> None:
+    ready = make_step(model, "resid_post:1")
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ready.params)
+    loading: Future[Params] = Future()
+    arch = open_checkpoint(str(model)).arch
+    step = Step(
+        loading, arch, parse_taps("resid_post:1", arch), LayerSchedule.of(arch, 2, whole=True),
+        compute_dtype="float32", store_dtype="float32", device=jax.devices()[0], shapes=shapes,
+    )  # fmt: skip
+    batch = make_batch()
+    step.compile(batch)
+    assert not step.loaded(0.01)
+    loading.set_result(ready.params)
+    assert step.loaded(0.01)
+    with compilations() as compiled:
+        found = step(batch).rows_of("resid_post.1")
+    assert not compiled
+    np.testing.assert_array_equal(found, ready(batch).rows_of("resid_post.1"))
 
 
 def test_batches_of_one_shape_compile_once(model: Path) -> None:

@@ -38,6 +38,7 @@ _STAGES = (
     ("device busy", "device_busy"),
     ("device idle", "device_idle"),
     ("waited for the first text", "waited_at_first"),
+    ("waited for the model", "waited_for_model"),
     ("waited for text", "waited_for_text"),
     ("waited for writing", "waited_for_writing"),
     ("reading documents", "reading"),

@@ -10,7 +10,7 @@ from formulas (FLOPs, memory traffic) give an estimate of tokens per second, and
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,20 +27,14 @@ from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.pack import Batch
 from spile.models.config.arch import Arch
 from spile.models.config.specs import (
-    ParamSpec,
     array_axes,
     axis_sizes,
-    block_specs,
-    head_specs,
-    in_float8,
-    outer_specs,
 )
 from spile.models.files.sae import SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
-from spile.models.forward.ops import Float8Weight
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
-from spile.models.forward.weights import LayerSchedule, Params, kept_as
+from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts, Layout, fitting_layout, parse_layout
 from spile.models.taps import parse_taps
 from spile.plan.encoders import stored_taps
@@ -328,7 +322,7 @@ def _abstract_step(work: Workload, target: CompileTarget) -> Step:
         return {name: shaped(array.shape, array.dtype) for name, array in arrays.items()}
 
     return Step(
-        abstract_params(work, shards),
+        params_of(work, shards),
         work.arch,
         work.taps,
         _schedule(work),
@@ -345,33 +339,10 @@ def _abstract_step(work: Workload, target: CompileTarget) -> Step:
     )
 
 
-def abstract_params(work: Workload, shards: Shards | None) -> Params:
+def params_of(work: Workload, shards: Shards | None) -> Params:
     """The arrays that a run would load: their shapes, and their shardings."""
-    schedule, dtype = _schedule(work), DTYPES_BY_NAME[activation_dtype(work.compute_dtype)]
-
-    def array(spec: ParamSpec, stack: tuple[int, ...]) -> Any:
-        shaped: Any = jax.ShapeDtypeStruct((*stack, *spec.shape), dtype)
-        float8 = work.compute_dtype == "float8_e4m3" and in_float8(spec)
-        if float8:
-            shaped = jax.eval_shape(Float8Weight.of, shaped)
-        if shards is None:
-            return shaped
-        places = kept_as(spec.name, shards, stacked=bool(stack), float8=float8)
-        return jax.tree.map(
-            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shaped, places
-        )
-
-    def shapes(specs: Sequence[ParamSpec], stack: tuple[int, ...] = ()) -> dict[str, Any]:
-        return {spec.name: array(spec, stack) for spec in specs}
-
-    late = set() if work.head else {spec.name for spec in head_specs(work.arch)}
-    blocks = block_specs(work.arch)
-    places = range(schedule.period if schedule.cycles else 0)
-    return Params(
-        outer=shapes([spec for spec in outer_specs(work.arch) if spec.name not in late]),
-        cycle=tuple(shapes(blocks, (schedule.cycles,)) for _ in places),
-        tail=tuple(shapes(blocks) for _ in range(schedule.scanned, schedule.depth)),
-    )
+    dtype = DTYPES_BY_NAME[work.compute_dtype]
+    return abstract_params(work.arch, _schedule(work), head=work.head, dtype=dtype, shards=shards)
 
 
 def _full_batch(work: Workload) -> Batch:

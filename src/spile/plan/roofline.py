@@ -20,7 +20,9 @@ from spile.models.taps import AFTER_BLOCKS, Tap
 from spile.plan.chips import Chip
 
 MEMORY_SHARE = 0.9  # of a device's memory that a step may fill, by our estimate
-_NARROW = 2048  # the matrix products of a narrower model are small; it needs more tokens in a step
+# The matrix products of a narrow model are small, and its kernels many: it needs more tokens in a
+# step. By width, from the narrowest.
+_STEP_TOKENS = {512: 131072, 1023: 65536, 2047: 32768}
 _SCORE = 4  # bytes: scores are float32
 _SCALE = 4  # bytes per row, in eight bits
 _UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: about eight cores of a laptop
@@ -44,7 +46,7 @@ def sweet_spot(arch: Arch, platform: str) -> int:
     """Tokens in a step beyond which nothing is gained: docs/benchmarks.md has the curves."""
     if platform == "cpu":
         return 1024
-    return 32768 if arch.width < _NARROW else 16384
+    return next((n for width, n in _STEP_TOKENS.items() if arch.width <= width), 16384)
 
 
 def cpu_unit_tokens(arch: Arch, taps: tuple[Tap, ...], seq_len: int) -> int:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -42,7 +43,7 @@ from spile.models.files.sae import Arrays, SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
-from spile.models.forward.weights import LayerSchedule, load_params
+from spile.models.forward.weights import LayerSchedule, Params, abstract_params, load_params
 from spile.models.layout import ONE_DEVICE, Cuts
 from spile.objects import Spool, check_creates_once, is_bucket, open_objects
 from spile.objects.protocol import COUNTED
@@ -212,25 +213,17 @@ class Extraction(RunContext):
     def work(self, job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> None:
         """Load the model, and do units as long as there are any."""
         batches = steps_of(cost, cuts, device, self.world.processes)
-        before = memory_used(device)
-        with self.counters.timed("loading"):
-            step = load_step(
-                job,
-                self.ledger,
-                device,
-                batches,
-                cuts,
-                self.world,
-                attention=self.runtime.attention,
-            )
-        if jax.device_count() > 1:
-            loaded = memory_used(device)
-            _log.info(
-                "each device: %.2f GB in use before loading, %.2f GB after, of %s",
-                before / 1e9,
-                loaded / 1e9,
-                _gigabytes(memory_limit(device)),
-            )
+        step = load_step(
+            job,
+            self.ledger,
+            device,
+            batches,
+            cuts,
+            self.world,
+            attention=self.runtime.attention,
+            counters=self.counters,
+            heed=self._heed,
+        )
         self._heed()
         profile = Profile.parse(self.runtime.profile) if self.runtime.profile else None
         profiled = None
@@ -353,55 +346,83 @@ def load_step(
     world: World | None = None,
     *,
     attention: str = "auto",
+    counters: Counters | None = None,
+    heed: Callable[[], None] = lambda: None,
 ) -> Step:
-    """Load the model onto the devices, ready to run a job's batches.
+    """Return a step that runs a job's batches.
+
+    A process that works alone loads the model in the background, so that the step can be compiled
+    and the first texts read meanwhile; its first call waits for the model.
 
     Args:
         attention: the kernel (`--attention`).
+        heed: called between tensors; raises if the run should stop.
     """
     world = world or SingleWorld()
-    arch = job.checkpoint.arch
+    arch, recipe = job.checkpoint.arch, job.recipe
     shards = None
     if cuts.layout.size > 1:
         shards = Shards(make_mesh(cuts.layout, jax.devices()), cuts, array_axes(arch))
     whole = needs_whole_block(job.taps, job.layers)
     schedule = LayerSchedule.of(arch, job.layers, whole=whole)
-    params, digests = load_params(
-        job.checkpoint,
-        schedule,
-        head=job.needs_head,
-        dtype=DTYPES_BY_NAME[job.recipe.compute_dtype],
-        shards=shards,
-        hashed=(world.process, world.processes),
-    )
-    compute_dtype, store_dtype = job.recipe.compute_dtype, job.recipe.store_dtype
-    computed = activation_dtype(compute_dtype)
+    dtype, computed = DTYPES_BY_NAME[recipe.compute_dtype], activation_dtype(recipe.compute_dtype)
     encoders: dict[str, tuple[SparseEncoder, Arrays]] = {}
+    hashes: dict[str, str] = {}
     for tap, encoder in job.encoders.items():
-        arrays, hashes = load_arrays(encoder.sae)
+        arrays, digests = load_arrays(encoder.sae)
         encoders[tap] = encoder, device_arrays(arrays, computed)
-        digests |= {f"encoder of {tap}: {name}": digest for name, digest in hashes.items()}
-    shares = world.gather("weights", digests)
-    if shares is not None:
-        ledger.check_weights({name: digest for share in shares for name, digest in share.items()})
-    world.share("weights", True)
+        hashes |= {f"encoder of {tap}: {name}": digest for name, digest in digests.items()}
+
+    def load() -> Params:
+        before = memory_used(device)
+        with counters.timed("loading") if counters else nullcontext():
+            params, digests = load_params(
+                job.checkpoint,
+                schedule,
+                head=job.needs_head,
+                dtype=dtype,
+                shards=shards,
+                hashed=(world.process, world.processes),
+                heed=heed,
+            )
+        shares = world.gather("weights", digests | hashes)
+        if shares is not None:
+            ledger.check_weights({name: hash for share in shares for name, hash in share.items()})
+        world.share("weights", True)
+        if jax.device_count() > 1:
+            _log.info(
+                "each device: %.2f GB in use before loading, %.2f GB after, of %s",
+                before / 1e9,
+                memory_used(device) / 1e9,
+                _gigabytes(memory_limit(device)),
+            )
+        return params
+
+    pool = ThreadPoolExecutor(1, "load")
+    loading = pool.submit(load)
+    pool.shutdown(wait=False)
+    shapes = abstract_params(arch, schedule, head=job.needs_head, dtype=dtype, shards=shards)
     make = partial(
         Step,
-        params,
+        loading,
         arch,
         job.taps,
         schedule,
-        compute_dtype=compute_dtype,
+        compute_dtype=recipe.compute_dtype,
         device=device,
         shards=shards,
         encoders=encoders,
         attention=attention,
+        shapes=shapes,
     )
+    if world.processes > 1:  # what processes tell each other has one order
+        with counters.timed("waited_for_model") if counters else nullcontext():
+            loading.result()
     scales = None
-    if store_dtype == "int8":
+    if recipe.store_dtype == "int8":
         measuring = make(store_dtype=computed)
         scales = channel_scales(job, ledger, measuring, batches, world)
-    return make(store_dtype=store_dtype, scales=scales)
+    return make(store_dtype=recipe.store_dtype, scales=scales)
 
 
 def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:

@@ -176,6 +176,9 @@ class Worker:
     def _compute(
         self, prepared: Prepared, sink: Taker, clock: DeviceClock, feed: Producer[Prepared]
     ) -> None:
+        if self._since is None:
+            with self._counters.timed("waited_for_model"):
+                self._wait_for_model()
         began, tokens = self._since or system().monotonic(), 0
         sink.begin(prepared)
         for batch in self._batches(prepared.packed):
@@ -201,6 +204,11 @@ class Worker:
             )
         self._since = system().monotonic()
         sink.end(self._since - began)
+
+    def _wait_for_model(self) -> None:
+        while not self._step.loaded(_LOOK_SECONDS):
+            if self._stop.is_set():
+                raise Interrupted
 
     def _may_step(self, clock: DeviceClock) -> bool:
         """Whether to start another step; False once the run should stop.

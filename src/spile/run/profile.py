@@ -29,6 +29,7 @@ SPANS = {
     "tokenizing": "tokenize",
     "packing": "pack",
     "waited_at_first": "wait",
+    "waited_for_model": "wait",
     "waited_for_text": "wait",
     "waited_for_writing": "wait",
     "copying": "copy",
@@ -94,6 +95,9 @@ class ProfiledStep:
         self._step, self._profile = step, profile
         self._count = 0
         self._tracing = False
+
+    def loaded(self, seconds: float) -> bool:
+        return self._step.loaded(seconds)
 
     def compile(self, batch: Batch) -> tuple[Any, Any]:
         return self._step.compile(batch)

@@ -94,7 +94,7 @@ def rehearse(
         rate=rate,
         loading=counters["loading"],
         compiling=counters["compiling"],
-        starting=counters["loading"] + counters["waited_at_first"],
+        starting=counters["waited_at_first"] + counters["waited_for_model"],
         processor=timer.processor,
     )
 

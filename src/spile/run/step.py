@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -31,7 +32,7 @@ from spile.dataset.write.statistics import TapStats
 from spile.models.config.arch import Arch
 from spile.models.files.sae import Arrays, SparseEncoder
 from spile.models.forward.decoder import forward
-from spile.models.forward.kernels import for_platform
+from spile.models.forward.kernels import chosen_kernel, for_platform
 from spile.models.forward.sharding import P, Shards, local_runs, put
 from spile.models.forward.sparse_latents import top_latents
 from spile.models.forward.weights import LayerSchedule, Params
@@ -135,11 +136,11 @@ class StepOutput:
 
 
 class Step:
-    """Runs batches through the model."""
+    """Runs batches through the model. It can be compiled before the model is loaded."""
 
     def __init__(
         self,
-        params: Params,
+        params: Params | Future[Params],
         arch: Arch,
         taps: tuple[Tap, ...],
         schedule: LayerSchedule,
@@ -151,14 +152,17 @@ class Step:
         scales: Mapping[str, Any] | None = None,
         encoders: Mapping[str, tuple[SparseEncoder, Arrays]] | None = None,
         attention: str = "auto",
+        shapes: Params | None = None,
     ) -> None:
         """Args:
+        params: the model, or what will be the model; then `shapes` tells what to compile for.
         device: one of those it runs on; the only one, if there are no `shards`.
         scales: of each channel, for taps that are stored with them.
         encoders: of taps that are stored as latents, each with its arrays.
         attention: the kernel, as `--attention` has it.
         """
-        self.params, self._shards, self._device = params, shards, device
+        self._given, self._shards, self._device = params, shards, device
+        self._shapes = params if shapes is None else shapes
         place = shards.whole if shards else None
         encoders = encoders or {}
 
@@ -170,7 +174,6 @@ class Step:
         self._encoders = {
             tap: {n: put(a) for n, a in arrays.items()} for tap, (_, arrays) in encoders.items()
         }
-        self._packs = device.platform == "gpu"  # its kernel is compiled for a number of contexts
         # float32 means float32: on accelerators the default would be a faster, coarser product.
         precision = "highest" if compute_dtype == "float32" else "default"
         # Quantized values and latents are made from computed values, after the last block.
@@ -243,6 +246,11 @@ class Step:
                 keep(ids, top.ids, encoders[tap.name][0].id_dtype)
             return rows, reduced
 
+        def packed(seq_len: int) -> bool:
+            choice = chosen_kernel(device.platform, arch, computed, seq_len, attention)
+            return choice.name == "cudnn"  # which is compiled for a number of contexts
+
+        self._packed = packed
         self._run = jax.jit(run, static_argnums=(8, 9))
         self._compact = jax.jit(_on_each(shards, _compact, 2))
         self._programs: dict[Any, Any] = {}
@@ -271,6 +279,15 @@ class Step:
         """Compile the programs for a batch of this shape, if that has not been done."""
         batch = self._divisible(batch)
         return self._programs_for(batch, Runs.of(batch, self._devices))
+
+    def loaded(self, seconds: float) -> bool:
+        """Wait up to `seconds` for the model; return whether loading it has ended."""
+        return not isinstance(self._given, Future) or bool(wait([self._given], seconds).done)
+
+    @cached_property
+    def params(self) -> Params:
+        """The model; waits until it is loaded, and raises what went wrong there."""
+        return self._given.result() if isinstance(self._given, Future) else self._given
 
     @cached_property
     def _host(self) -> Any:
@@ -327,12 +344,12 @@ class Step:
 
         inputs = _inputs(batch)
         shapes = tuple(None if a is None else a.shape for a in inputs)
-        contexts = batch.contexts if self._packs else 0
+        contexts = batch.contexts if self._packed(batch.tokens.shape[1]) else 0
         run = self._program(
             (shapes, contexts),
             self._run,
             lambda: (
-                self.params,
+                self._shapes,
                 self._scales,
                 self._encoders,
                 *[None if a is None else like(a, by_rows) for a in inputs],

@@ -267,12 +267,18 @@ def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hi
 
 
 def _normed(
-    x: Float[Array, "rows seq *heads width"], name: str, *, block: Block, arch: Arch
+    x: Float[Array, "rows seq *heads width"],
+    name: str,
+    *,
+    block: Block,
+    arch: Arch,
+    rotated: bool = False,
 ) -> Float[Array, "rows seq *heads width"]:
     """Apply a norm of the block, if it has that one."""
     if name not in block:
         return x
-    return norm(x, block[name], block.get(f"{name}_bias"), arch.norm, arch.norm_eps)
+    bias = block.get(f"{name}_bias")
+    return norm(x, block[name], bias, arch.norm, arch.norm_eps, rotated=rotated)
 
 
 def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
@@ -285,8 +291,10 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
     q, k = heads("q", arch.num_heads), heads("k", arch.num_kv_heads)
     v = heads("v", arch.num_kv_heads)
     values: Values = {"q": q, "k": k, "v": v}
-    q, k = _head_norm(q, block, "q_norm", arch), _head_norm(k, block, "k_norm", arch)
-    if run.angles and layer.rope is not None:
+    rotated = bool(run.angles) and layer.rope is not None
+    q = _head_norm(q, block, "q_norm", arch, rotated=rotated)
+    k = _head_norm(k, block, "k_norm", arch, rotated=rotated)
+    if rotated:
         q, k = rotate(q, *run.angles[layer.rope]), rotate(k, *run.angles[layer.rope])
     values |= {"q_rot": q, "k_rot": k}
     scoring = Scoring(arch.attn_scale, layer.window, arch.attn_softcap)
@@ -301,11 +309,11 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
     return linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo")), values
 
 
-def _head_norm(x: Heads, block: Block, name: str, arch: Arch) -> Heads:
+def _head_norm(x: Heads, block: Block, name: str, arch: Arch, *, rotated: bool) -> Heads:
+    normed = partial(_normed, name=name, block=block, arch=arch, rotated=rotated)
     if arch.qk_norm != "full":
-        return _normed(x, name, block=block, arch=arch)
-    flat = x.reshape(*x.shape[:2], -1)
-    return _normed(flat, name, block=block, arch=arch).reshape(x.shape)
+        return normed(x)
+    return normed(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
 def _from_context_start(

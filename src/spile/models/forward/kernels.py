@@ -59,8 +59,7 @@ def for_platform(
         contexts: the most contexts in a row, for kernels that need a fixed number.
         wanted: the kernel to use (`kernel_choice.CHOICES`).
     """
-    missing = missing_kernels() if platform == "gpu" else {}
-    choice = attention_kernel(platform, arch, dtype, seq_len, missing=missing, wanted=wanted)
+    choice = chosen_kernel(platform, arch, dtype, seq_len, wanted)
     _tell(platform, choice)
     match choice.name:
         case "splash":
@@ -71,6 +70,14 @@ def for_platform(
             return partial(flash, kernel=choice.name)
         case _:
             return blocked
+
+
+def chosen_kernel(
+    platform: str, arch: Arch, dtype: str, seq_len: int, wanted: str = "auto"
+) -> KernelChoice:
+    """The kernel that `for_platform` takes."""
+    missing = missing_kernels() if platform == "gpu" else {}
+    return attention_kernel(platform, arch, dtype, seq_len, missing=missing, wanted=wanted)
 
 
 @cache

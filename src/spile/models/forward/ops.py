@@ -65,11 +65,20 @@ def norm(
     bias: Float[Array, " width"] | None,
     kind: str,
     eps: float,
+    *,
+    rotated: bool = False,
 ) -> Float[Array, "*tokens width"]:
+    """`rotated`: `rotate` follows."""
     wide = x.astype(jnp.float32)
     if kind == "layer":
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    size = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if rotated:
+        # On a GPU, the kernel that rotates then also divides, instead of one more that reads and
+        # writes everything.
+        apart = {"cuda": jax.lax.optimization_barrier}
+        size = jax.lax.platform_dependent(size, **apart, default=lambda size: size)
+    wide = wide * size
     scale = _per_channel(weight, x)
     if kind == "rms":
         return scale * wide.astype(x.dtype)

@@ -12,7 +12,7 @@ under the same path cannot end up in half of a dataset.
 
 import math
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,7 @@ def load_params(
     dtype: jnp.dtype,
     shards: Shards | None = None,
     hashed: tuple[int, int] = (0, 1),
+    heed: Callable[[], None] = lambda: None,
 ) -> tuple[Params, dict[str, str]]:
     """Read the scheduled blocks (and the head if `head`).
 
@@ -99,11 +100,12 @@ def load_params(
         dtype: float8 is for the blocks' matrices; the other arrays are then in bfloat16.
         shards: the layout of each array; parts that lie elsewhere are not read.
         hashed: this process's number, and the number of processes that share the hashing.
+        heed: called before each tensor; ends the loading by raising.
 
     Returns:
         The parameters, and a hash for each tensor of this process's share.
     """
-    loading = _Loading(checkpoint, schedule, dtype, shards)
+    loading = _Loading(checkpoint, schedule, dtype, shards, heed)
     late = {spec.name for spec in head_specs(checkpoint.arch)}
     cycle: tuple[Block, ...] = ()
     if schedule.cycles:
@@ -125,6 +127,42 @@ def load_params(
         ),
     )
     return params, loading.digests(*hashed, head=head)
+
+
+def abstract_params(
+    arch: Arch,
+    schedule: LayerSchedule,
+    *,
+    head: bool,
+    dtype: jnp.dtype,
+    shards: Shards | None = None,
+) -> Params:
+    """The shapes and shardings of what `load_params` returns: enough to compile a step."""
+    others = jnp.dtype(jnp.bfloat16) if dtype == FLOAT8 else dtype
+
+    def array(spec: ParamSpec, stack: tuple[int, ...]) -> Any:
+        shaped: Any = jax.ShapeDtypeStruct((*stack, *spec.shape), others)
+        float8 = dtype == FLOAT8 and in_float8(spec)
+        if float8:
+            shaped = jax.eval_shape(Float8Weight.of, shaped)
+        if shards is None:
+            return shaped
+        places = kept_as(spec.name, shards, stacked=bool(stack), float8=float8)
+        return jax.tree.map(
+            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shaped, places
+        )
+
+    def shapes(specs: Sequence[ParamSpec], stack: tuple[int, ...] = ()) -> Arrays:
+        return {spec.name: array(spec, stack) for spec in specs}
+
+    late = set() if head else {spec.name for spec in head_specs(arch)}
+    blocks = block_specs(arch)
+    places = range(schedule.period if schedule.cycles else 0)
+    return Params(
+        outer=shapes([spec for spec in outer_specs(arch) if spec.name not in late]),
+        cycle=tuple(shapes(blocks, (schedule.cycles,)) for _ in places),
+        tail=tuple(shapes(blocks) for _ in range(schedule.scanned, schedule.depth)),
+    )
 
 
 def moved_params(params: Params, shards: Shards) -> Params:
@@ -164,8 +202,9 @@ class _Loading:
         schedule: LayerSchedule,
         dtype: jnp.dtype,
         shards: Shards | None,
+        heed: Callable[[], None],
     ) -> None:
-        self._checkpoint, self._schedule = checkpoint, schedule
+        self._checkpoint, self._schedule, self._heed = checkpoint, schedule, heed
         self._float8 = dtype == FLOAT8
         self._dtype = jnp.dtype(jnp.bfloat16) if self._float8 else dtype
         self._shards = shards
@@ -247,6 +286,7 @@ class _Loading:
 
     def _read(self, name: str, take: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
         """Read a tensor; bytes outside what `take` selects may be undefined."""
+        self._heed()
         checkpoint = self._checkpoint
         stored, adapter = checkpoint.stored(name), checkpoint.adapter
         # Decoding and merging read all of a tensor.
