@@ -297,7 +297,7 @@ def test_every_stored_form_is_priced_as_it_turns_out(
     ("platform", "width", "tokens"),
     [
         ("cpu", 32, 1024), ("cpu", 2048, 1024),
-        ("gpu", 32, 32768), ("gpu", 2040, 32768), ("gpu", 2048, 16384),
+        ("gpu", 32, 131072), ("gpu", 768, 65536), ("gpu", 2040, 32768), ("gpu", 2048, 16384),
         ("tpu", 32, 32768), ("tpu", 2048, 16384),
     ],
 )  # fmt: skip

@@ -21,8 +21,8 @@ from spile.plan.chips import Chip
 
 MEMORY_SHARE = 0.9  # of a device's memory that a step may fill, by our estimate
 # The matrix products of a narrow model are small, and its kernels many: it needs more tokens in a
-# step. By width, from the narrowest.
-_STEP_TOKENS = {512: 131072, 1023: 65536, 2047: 32768}
+# step. The largest width for each number of tokens.
+_STEP_TOKENS = {"gpu": {512: 131072, 1023: 65536, 2047: 32768}, "tpu": {2047: 32768}}
 _SCORE = 4  # bytes: scores are float32
 _SCALE = 4  # bytes per row, in eight bits
 _UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: about eight cores of a laptop
@@ -46,7 +46,8 @@ def sweet_spot(arch: Arch, platform: str) -> int:
     """Tokens in a step beyond which nothing is gained: docs/benchmarks.md has the curves."""
     if platform == "cpu":
         return 1024
-    return next((n for width, n in _STEP_TOKENS.items() if arch.width <= width), 16384)
+    by_width = _STEP_TOKENS.get(platform, {})
+    return next((n for width, n in by_width.items() if arch.width <= width), 16384)
 
 
 def cpu_unit_tokens(arch: Arch, taps: tuple[Tap, ...], seq_len: int) -> int:
