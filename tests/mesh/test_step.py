@@ -43,7 +43,7 @@ def test_rows_and_statistics_are_those_of_one_device(
     batch = make_batch(24, keep=keep)
     one, mesh = (make_step(model, TAPS, each)(batch) for each in (None, layout))
     assert mesh.tokens == one.tokens
-    for tap in one.rows:
+    for tap in one.batches[0].rows:
         wanted, found = one.rows_of(tap), mesh.rows_of(tap)
         assert found.shape == wanted.shape and len(found) == batch.counts.sum()
         np.testing.assert_allclose(found, wanted, atol=1e-5 * max(1, np.abs(wanted).max()))
@@ -64,7 +64,7 @@ def test_latents_are_those_of_one_device(model: Path, tmp_path: Path, layout: La
         for each in (None, layout)
     )
     names = {"resid_post_latents.1", "resid_post_latent_ids.1", "mlp_out.0"}
-    assert {*mesh.rows} == {*one.rows} == names
+    assert {*mesh.batches[0].rows} == {*one.batches[0].rows} == names
     for name in sorted(names):
         np.testing.assert_allclose(mesh.rows_of(name), one.rows_of(name), atol=1e-4)
     counts = [
@@ -93,7 +93,7 @@ def test_what_cannot_be_cut_is_whole_on_every_device(kind: str, tmp_path: Path) 
     one, mesh = (
         make_step(directory, "resid_post:all,z:0", each)(batch) for each in (None, Layout(2, 1, 4))
     )
-    for tap in one.rows:
+    for tap in one.batches[0].rows:
         np.testing.assert_allclose(mesh.rows_of(tap), one.rows_of(tap), atol=2e-5)
 
 

@@ -10,17 +10,15 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from spile.metrics import Counters
 from spile.run import pipeline
 from spile.run.pipeline import DeviceClock
-from spile.run.step import Runs, StepOutput
+from spile.run.step import StepOutput
 
 TOKENS = 12
 PAUSE = 0.25
-RUNS = Runs(np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros((1, 1), np.int64), 1)
 
 
 Start = Callable[[], StepOutput]
@@ -38,7 +36,7 @@ def start() -> Start:
 
     def start() -> StepOutput:
         begin = time.perf_counter()
-        return StepOutput(TOKENS, RUNS, {}, {}, begin, compiled(matrix, jnp.int32(60)))
+        return StepOutput(TOKENS, (), begin, compiled(matrix, jnp.int32(60)))
 
     start().finished.block_until_ready()
     return start

@@ -81,7 +81,7 @@ def make_batch(
 
 
 def by_packed_row(rows: np.ndarray, output: StepOutput) -> list[np.ndarray]:
-    return np.split(rows, np.cumsum(output.runs.parts.reshape(-1))[:-1])
+    return np.split(rows, np.cumsum(output.counts)[:-1])
 
 
 def scales_of(output: StepOutput, tap: str) -> np.ndarray | None:
@@ -145,7 +145,7 @@ def test_statistics_of_shaped_taps_are_those_of_each_stored_value(
         "embed": (32,), "q.1": (4, 8), "attn_pattern.0": (4, 40), "z.0": (4, 8), "z.1": (4, 8),
         "z.2": (4, 8), "resid_post.0": (32,), "resid_post.2": (32,), "logprob": (), "entropy": (),
     }  # fmt: skip
-    assert set(output.rows) == set(shapes)
+    assert set(output.batches[0].rows) == set(shapes)
     for tap, shape in shapes.items():
         rows = output.rows_of(tap)
         assert rows.shape == (57 if keep is None else 6, *shape)
@@ -166,9 +166,9 @@ def test_the_rows_that_are_kept_are_those_of_a_step_that_keeps_all(model: Path) 
     step = make_step(model, SHAPED)
     keep = [[0, 3, 12, 13, 39], [5, 16], []]
     whole, few = step(make_batch()), step(make_batch(keep=keep, most=8))
-    assert few.runs.parts.reshape(-1).tolist() == [5, 2, 0]
+    assert few.counts.tolist() == [5, 2, 0]
     assert few.tokens == whole.tokens == 57
-    for tap in whole.rows:
+    for tap in whole.batches[0].rows:
         pairs = zip(
             by_packed_row(few.rows_of(tap), few),
             by_packed_row(whole.rows_of(tap), whole),
@@ -220,11 +220,15 @@ def test_a_step_is_compiled_while_its_model_is_loading(model: Path) -> None:
 
 def test_batches_of_one_shape_compile_once(model: Path) -> None:
     step = make_step(model, "resid_post:all,logits")
-    jax.block_until_ready(step(make_batch(0)).rows)
-    jax.block_until_ready(step(make_batch(0, keep=[[1, 2], [3], []], most=4)).rows)
+    jax.block_until_ready(step(make_batch(0)).batches[0].rows)
+    jax.block_until_ready(step(make_batch(0, keep=[[1, 2], [3], []], most=4)).batches[0].rows)
     with compilations() as compiled:
-        jax.block_until_ready(step(make_batch(1, (3, 14, 40))).rows)  # as many, elsewhere
-        jax.block_until_ready(step(make_batch(2, keep=[[7, 8, 9], [0], []], most=4)).rows)
+        jax.block_until_ready(
+            step(make_batch(1, (3, 14, 40))).batches[0].rows
+        )  # as many, elsewhere
+        jax.block_until_ready(
+            step(make_batch(2, keep=[[7, 8, 9], [0], []], most=4)).batches[0].rows
+        )
     assert compiled == []
 
 
@@ -234,7 +238,7 @@ EIGHT = "embed,z:0,resid_post:0"
 
 def channel_scales(output: StepOutput, share: float = 0.7) -> dict[str, np.ndarray]:
     """From the rows of a float32 step; the largest values are beyond them."""
-    rows = {tap: output.rows_of(tap) for tap in output.rows}
+    rows = {tap: output.rows_of(tap) for tap in output.batches[0].rows}
     return {
         tap: (share * np.abs(found).max(axis=0) / 127).astype(np.float32)
         for tap, found in rows.items()
@@ -362,7 +366,7 @@ def test_rows_leave_the_device_without_padding(model: Path, store_dtype: str) ->
             assert (np.abs(found - wanted) <= np.abs(wanted).max(initial=0) / 15).all(), counts
             largest = np.abs(wanted).max(axis=1, initial=0)
             np.testing.assert_allclose(np.abs(found).max(axis=1, initial=0), largest, rtol=1e-6)
-        left = {len(array) for array in output.rows.values()}
+        left = {len(array) for array in output.batches[0].rows.values()}
         assert len(left) == 1, "scales as many as rows"
         assert sum(counts) <= max(left) < sum(counts) + 15, "an eighth of what there might be"
         assert [s.count for s in output.stats_of("embed")] == [n for n in counts if n]
@@ -379,15 +383,15 @@ def test_a_new_shape_is_compiled_once_and_what_is_compiled_ahead_not_again(model
     assert len(compiled) == 2, "the model, and leaving out what is not kept"
     with compilations() as compiled:
         step.compile(make_batch(1, several))
-        jax.block_until_ready(step(make_batch(2, several)).rows)
+        jax.block_until_ready(step(make_batch(2, several)).batches[0].rows)
     assert compiled == []
     with compilations() as compiled:
         for seed in (3, 4):
-            jax.block_until_ready(step(make_batch(seed, all_of_them)).rows)
+            jax.block_until_ready(step(make_batch(seed, all_of_them)).batches[0].rows)
     assert len(compiled) == 1, "only the number of rows that leave is new"
     with compilations() as compiled:
         for seed in (5, 6):
-            jax.block_until_ready(step(make_batch(seed, fewer)).rows)
+            jax.block_until_ready(step(make_batch(seed, fewer)).batches[0].rows)
         step.compile(make_batch(7, fewer))
     assert len(compiled) == 2
 

@@ -16,7 +16,6 @@ from spile.core.errors import DataError
 from spile.core.recipe import latent_names
 from spile.corpus.pack import Batch, PackedUnit
 from spile.dataset.write.documents import kept_of
-from spile.models.forward.sharding import local_runs
 from spile.models.taps import Tap
 from spile.plan.job import ExtractionJob
 from spile.run.profile import ProfiledStep
@@ -118,16 +117,11 @@ def nonfinite_error(
         first: index of the step's first row in the unit's index.
         int8: names of taps that are stored as int8.
     """
-    name = next(name for name in taps if _counts(output, name).any())
-    part = int(np.argmax(_counts(output, name) > 0))
-    place = first + int(output.runs.parts.reshape(-1)[:part].sum())
+    name = next(name for name in taps if output.nonfinite_of(name).any())
+    part = int(np.argmax(output.nonfinite_of(name) > 0))
+    place = first + int(output.counts[:part].sum())
     row = int(np.searchsorted(np.cumsum(packed.counts), place, side="right"))
     return NonfiniteError(Found(taps[name], name, unit, packed, table, row, name in int8))
-
-
-def _counts(output: StepOutput, tap: str) -> np.ndarray:
-    """Counts of nonfinite values, for each part of this process's runs."""
-    return np.concatenate(local_runs(output.reduced[tap]["nonfinite"]))
 
 
 def _source(
@@ -142,7 +136,7 @@ def _source(
     def bad(count: int) -> bool:
         kept = np.zeros(batch.segments.shape, np.bool_)
         kept[rows[:count], columns[:count]] = True
-        return bool(_counts(step(_with(batch, kept)), found.stored).any())
+        return bool(step(_with(batch, kept)).nonfinite_of(found.stored).any())
 
     sound, spoilt = 0, len(rows)
     if not bad(spoilt):

@@ -166,7 +166,7 @@ class Sink:
         self.check()
         shared = _Shared(self._current, output, len(self._lanes))
         if output is not None:
-            self._current.rows += int(output.runs.counts.sum())
+            self._current.rows += output.num_rows
         for lane in self._lanes:
             lane.put(shared)
 

@@ -81,40 +81,21 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class StepOutput:
-    """The output of a step, on its way to the host; reading any of it waits for it to arrive."""
+class StepRows:
+    """Stored rows and their statistics, on their way to the host."""
 
-    tokens: int  # read by all devices
     runs: Runs  # of this process's devices
     rows: Mapping[str, Array]
     reduced: Mapping[str, Reduced]
-    started: float  # when the step was handed to the device (`time.perf_counter`)
-    finished: Array  # ready when the device has finished the step, even if copies still run
 
     def pieces_of(self, tap: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-        """[kept rows, ...] on the host, in stored order, device by device: views, not copies.
-
-        Each comes with the scale of each row, if rows have scales.
-        """
         runs = local_runs(self.rows[tap])
         scale = self.rows.get(scale_name(tap))
         scales = [None] * len(runs) if scale is None else local_runs(scale)
         for count, rows, by_row in zip(self.runs.counts, runs, scales, strict=True):
             yield rows[:count], None if by_row is None else by_row[:count]
 
-    def copied_of(self, tap: str) -> int:
-        """Bytes of a tap copied from this process's devices; 0 if the host is the device."""
-        rows = self.rows[tap]
-        if rows.sharding.memory_kind != _PINNED:
-            return 0
-        return sum(shard.data.nbytes for shard in rows.addressable_shards)
-
-    def rows_of(self, tap: str) -> np.ndarray:
-        pieces = [rows for rows, _ in self.pieces_of(tap)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
     def stats_of(self, tap: str) -> list[TapStats]:
-        """One entry per packed row, or part of one, that holds kept tokens, in order."""
         host = {name: np.concatenate(local_runs(a)) for name, a in self.reduced[tap].items()}
         # (In channels that hold infinities the rest is not finite: take it as 0.)
         rest = np.nan_to_num(host["rest"].astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
@@ -133,6 +114,55 @@ class StepOutput:
             for part, count in enumerate(self.runs.parts.reshape(-1))
             if count
         ]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """The output of a step; reading any of it waits for it to arrive on the host."""
+
+    tokens: int  # read by all devices
+    batches: tuple[StepRows, ...]  # that it computed one after another, in stored order
+    started: float  # when the step was handed to the device (`time.perf_counter`)
+    finished: Array  # ready when the device has finished the step, even if copies still run
+
+    @property
+    def num_rows(self) -> int:
+        return sum(int(each.runs.counts.sum()) for each in self.batches)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """The kept tokens of each packed row, or part of one."""
+        return np.concatenate([each.runs.parts.reshape(-1) for each in self.batches])
+
+    def pieces_of(self, tap: str) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """[kept rows, ...] on the host, in stored order, device by device: views, not copies.
+
+        Each comes with the scale of each row, if rows have scales.
+        """
+        for each in self.batches:
+            yield from each.pieces_of(tap)
+
+    def copied_of(self, tap: str) -> int:
+        """Bytes of a tap copied from this process's devices; 0 if the host is the device."""
+        return sum(
+            shard.data.nbytes
+            for each in self.batches
+            if each.rows[tap].sharding.memory_kind == _PINNED
+            for shard in each.rows[tap].addressable_shards
+        )
+
+    def rows_of(self, tap: str) -> np.ndarray:
+        pieces = [rows for rows, _ in self.pieces_of(tap)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def stats_of(self, tap: str) -> list[TapStats]:
+        """One entry per packed row, or part of one, that holds kept tokens, in order."""
+        return [stats for each in self.batches for stats in each.stats_of(tap)]
+
+    def nonfinite_of(self, tap: str) -> np.ndarray:
+        """The number of nonfinite values, by packed row, or part of one."""
+        arrays = [each.reduced[tap]["nonfinite"] for each in self.batches]
+        return np.concatenate([run for array in arrays for run in local_runs(array)])
 
 
 class Step:
@@ -179,6 +209,13 @@ class Step:
         # Quantized values and latents are made from computed values, after the last block.
         computed = activation_dtype(compute_dtype)
         carried = computed if store_dtype in QUANTIZED or encoders else store_dtype
+        finish = partial(
+            stored_values,
+            taps={tap.name: tap for tap in taps},
+            encoders={tap: encoder for tap, (encoder, _) in encoders.items()},
+            store_dtype=store_dtype,
+            shards=shards,
+        )
 
         def run(
             params: Params,
@@ -215,36 +252,7 @@ class Step:
                     store_dtype=carried,
                     shards=shards,
                 )
-                tops = {
-                    tap: _encode(shards, encoder)(arrays[tap], values[tap])
-                    for tap, (encoder, _) in encoders.items()
-                }
-            width = seq_len if columns is None else columns.shape[1]
-            real = (jnp.arange(width)[None, :] < counts[:, None]).reshape(-1)
-            reduce = _on_each(shards, partial(_reduce, part=part), 3)
-            rows: dict[str, Array] = {}
-            reduced: dict[str, Reduced] = {}
-
-            def keep(name: str, found: Array, dtype: str, **counted: Array) -> None:
-                if dtype not in QUANTIZED:
-                    found = found.astype(dtype)
-                encoded = encode_rows(found, dtype, scales.get(name))
-                rows[name] = encoded.stored
-                if encoded.scale is not None:
-                    rows[scale_name(name)] = encoded.scale
-                counted["nonfinite"] = _per_token(~jnp.isfinite(found))
-                if encoded.clipped is not None:
-                    counted["clipped"] = encoded.clipped
-                reduced[name] = reduce(encoded.decoded, real, counted)
-
-            for tap in taps:
-                if tap.name not in tops:
-                    keep(tap.name, values[tap.name], tap.dtype(store_dtype))
-                    continue
-                top, (latents, ids) = tops[tap.name], latent_names(tap.name)
-                keep(latents, top.values, store_dtype, truncated=top.beyond.astype(jnp.int32))
-                keep(ids, top.ids, encoders[tap.name][0].id_dtype)
-            return rows, reduced
+                return finish(values, scales, arrays, (counts, columns), seq_len, part)
 
         def packed(seq_len: int) -> bool:
             choice = chosen_kernel(device.platform, arch, computed, seq_len, attention)
@@ -264,7 +272,8 @@ class Step:
         if self._host is not None:
             rows, reduced = jax.device_put((rows, reduced), self._host)
         runs = Runs.of(self._divisible(batch), self._devices)[self._own]
-        return StepOutput(int(batch.lengths.sum()), runs, rows, reduced, started, finished)
+        found = (StepRows(runs, rows, reduced),)
+        return StepOutput(int(batch.lengths.sum()), found, started, finished)
 
     def compute(self, batch: Batch) -> tuple[dict[str, Array], dict[str, Reduced]]:
         """Compute a step, and leave everything on the device."""
@@ -376,6 +385,59 @@ class Step:
                     seconds = time.perf_counter() - begin
                     _log.debug("compiled a step for %s in %.1f s", shapes, seconds)
         return self._programs[shapes]
+
+
+def stored_values(
+    values: Mapping[str, Array],
+    scales: Mapping[str, Array],
+    arrays: Mapping[str, Arrays],
+    kept: tuple[Array, Array | None],
+    seq_len: int,
+    part: int,
+    *,
+    taps: Mapping[str, Tap],
+    encoders: Mapping[str, SparseEncoder],
+    store_dtype: str,
+    shards: Shards | None,
+) -> tuple[dict[str, Array], dict[str, Reduced]]:
+    """Computed values in their stored form, by stored name, and their statistics.
+
+    Args:
+        values: of each tap, by name, as the decoder returns them.
+        scales: of each channel, by stored name.
+        arrays: of each encoder, by tap.
+        kept: the number of kept tokens of each row, and their columns unless all may be kept.
+        part: tokens that have statistics of their own.
+        encoders: by tap.
+    """
+    counts, columns = kept
+    width = seq_len if columns is None else columns.shape[1]
+    real = (jnp.arange(width)[None, :] < counts[:, None]).reshape(-1)
+    reduce = _on_each(shards, partial(_reduce, part=part), 3)
+    rows: dict[str, Array] = {}
+    reduced: dict[str, Reduced] = {}
+
+    def keep(name: str, found: Array, dtype: str, **counted: Array) -> None:
+        if dtype not in QUANTIZED:
+            found = found.astype(dtype)
+        encoded = encode_rows(found, dtype, scales.get(name))
+        rows[name] = encoded.stored
+        if encoded.scale is not None:
+            rows[scale_name(name)] = encoded.scale
+        counted["nonfinite"] = _per_token(~jnp.isfinite(found))
+        if encoded.clipped is not None:
+            counted["clipped"] = encoded.clipped
+        reduced[name] = reduce(encoded.decoded, real, counted)
+
+    for name, tap in taps.items():
+        if name not in encoders:
+            keep(name, values[name], tap.dtype(store_dtype))
+            continue
+        top = _encode(shards, encoders[name])(arrays[name], values[name])
+        latents, ids = latent_names(name)
+        keep(latents, top.values, store_dtype, truncated=top.beyond.astype(jnp.int32))
+        keep(ids, top.ids, encoders[name].id_dtype)
+    return rows, reduced
 
 
 def _inputs(batch: Batch) -> tuple[np.ndarray | None, ...]:

@@ -406,7 +406,7 @@ class WindowQueue:
 
     def put(self, output: StepOutput) -> None:
         assert self._current
-        entries = self._current.packed.index[self._row : self._row + int(output.runs.counts.sum())]
+        entries = self._current.packed.index[self._row : self._row + output.num_rows]
         self._refuse_nonfinite(output)
         keep = np.ones(len(entries), np.bool_) if not self._filter else self._filter.mask(entries)
         keep[: max(0, self._skip - self._row)] = False

@@ -25,7 +25,7 @@ from spile.models.config.families import Family
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.safetensors import read_tensor
 from spile.models.forward.ops import Float8Weight
-from spile.models.forward.weights import LayerSchedule, Params, ShardBuffer, _Loading, load_params
+from spile.models.forward.weights import LayerSchedule, Params, ShardBuffer, ArrayLoader, load_params
 from spile.objects.paths import AnyPath, RemotePath
 
 # tests/models/forward/test_decoder.py says why the others are refused
@@ -454,7 +454,7 @@ def test_of_a_tensor_in_a_bucket_a_process_fetches_the_rows_it_holds(
     """Columns lie scattered: of those, all that lies between them comes, too."""
     tiny.write_model(tmp_path)
     objects, remote = in_memory(tmp_path)
-    loading = _Loading(remote, LayerSchedule.of(remote.arch, 1, whole=True), FLOAT32, None)
+    loading = ArrayLoader(remote, LayerSchedule.of(remote.arch, 1, whole=True), FLOAT32, None)
     spec = loading.blocks[array]
     tensor = read_tensor(*open_checkpoint(str(tmp_path)).tensors[remote.names(spec, 0)[0]])
     out = np.empty(tensor[index].shape, np.float32)

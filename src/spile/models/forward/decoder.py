@@ -41,7 +41,7 @@ from spile.models.forward.ops import (
 )
 from spile.models.forward.sharding import Shards
 from spile.models.forward.splice import At, Changes, in_block, in_scan
-from spile.models.forward.weights import Block, LayerSchedule, Params
+from spile.models.forward.weights import Arrays, Block, LayerSchedule, Params
 from spile.models.taps import AFTER_BLOCKS, Tap
 
 Hidden = Float[Array, "rows seq width"]
@@ -63,7 +63,7 @@ class _Run:
     segments: Places
     columns: Columns | None
     angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
-    attend: Attend
+    attend: Attend | None  # None: there is no block
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
     heads: dict[str, list[int]]  # site -> heads to keep in all its layers; absent sites keep all
     shards: Shards | None  # None: one device has everything
@@ -121,55 +121,147 @@ def forward(
     `columns` are the positions within each row to keep (all of them if it is not given). Where the
     model is spliced, it continues with the changed values, and the tap holds those.
     """
-    frequencies = [rope.frequencies(arch.head_dim, arch.rope_positions) for rope in arch.ropes]
-    attend = (
-        attention_by_heads(attention, segments, positions, shards)
-        if shards
-        else attention(segments, positions)
+    run = _run_of(
+        (tokens, positions, segments, columns), arch, taps, attention, shards, splice or {}
     )
-    changes = {_computed_as(tap): change for tap, change in (splice or {}).items()}
-    if len(changes) < len(splice or {}):
-        raise ConfigError("splice: resid_pre of a block is resid_post of the one before; name one")
-    run = _Run(
-        arch, tokens, positions, segments, columns,
-        tuple(rotary_angles(positions, *each) for each in frequencies),
-        attend, _layers_by_site(taps), _heads_by_site(taps), shards, changes,
-    )  # fmt: skip
-    embedded = run.by_rows(params.outer["embed"][tokens])
-    if arch.embed_scale != 1.0:
-        embedded = embedded * jnp.asarray(arch.embed_scale, embedded.dtype)
-    x = embedded = in_block(run.changes)("embed", embedded)
-    if "positions" in params.outer:
-        x = x + params.outer["positions"][positions]
-    x = in_block(run.changes, 0)("resid_pre", x)
+    x, outer = _embed(params.outer, run)
     dtypes = {tap.site: jnp.dtype(tap.dtype(store_dtype)) for tap in taps}
     dtypes["resid_post"] = jnp.dtype(store_dtype)  # `resid_pre` is read there
-    outer = {"embed": embedded, "resid_pre": x}
     out = {
         tap.name: run.flat(run.kept(outer[tap.site])).astype(dtypes[tap.site])
-        for tap in map(_computed_as, taps)
+        for tap in map(computed_as, taps)
         if tap.site in outer
     }
     x, buffers = _run_blocks(params, x, run, schedule, dtypes)
     if run.wanted.keys() & set(AFTER_BLOCKS):
-        outer = _after_blocks(params, x, run)
+        outer = _after_blocks(params.outer, x, run)
         out |= {site: run.flat(outer[site]).astype(dtypes[site]) for site in outer}
     for tap in taps:
-        met = _computed_as(tap)
+        met = computed_as(tap)
         if met.layer is not None and met.site in buffers:
             values = buffers[met.site][run.wanted[met.site].index(met.layer)]
             out[tap.name] = run.of_tap(tap, values)
     return {tap.name: out[tap.name] for tap in taps}
 
 
+# -- the same in pieces, which a host runs one after another: see `run/sweep.py` -------------------
+
+Inputs = tuple[Places, Places, Places, Columns | None]  # tokens, positions, segments, columns
+
+
+def before_blocks(
+    outer: Arrays,
+    embedded: Hidden,
+    inputs: Inputs,
+    *,
+    arch: Arch,
+    taps: tuple[Tap, ...],
+    store_dtype: str,
+    shards: Shards | None = None,
+) -> tuple[Hidden, Values]:
+    """From the embeddings of the tokens to the stream that enters the first block."""
+    run = _run_of(inputs, arch, taps, None, shards, {})
+    x, values = _embed(outer, run, embedded)
+    return x, _as_stored({tap.name: values[tap.site] for tap in taps}, taps, run, store_dtype)
+
+
+def one_block(
+    block: Block,
+    x: Hidden,
+    inputs: Inputs,
+    *,
+    arch: Arch,
+    layer: Layer,
+    taps: tuple[Tap, ...],
+    attention: Attention,
+    store_dtype: str,
+    shards: Shards | None = None,
+) -> tuple[Hidden, Values]:
+    """One block, and the values of its own taps."""
+    run = _run_of(inputs, arch, taps, attention, shards, {})
+    x, values = _block(x, block, layer, run, in_block({}))
+    return x, _as_stored({tap.name: values[tap.site] for tap in taps}, taps, run, store_dtype)
+
+
+def after_blocks(
+    outer: Arrays,
+    x: Hidden,
+    inputs: Inputs,
+    *,
+    arch: Arch,
+    taps: tuple[Tap, ...],
+    store_dtype: str,
+    shards: Shards | None = None,
+) -> Values:
+    """From the last block's stream to the taps behind it."""
+    run = _run_of(inputs, arch, taps, None, shards, {})
+    values = _after_blocks(outer, x, run)
+    flat = {tap.name: run.flat(values[tap.site]) for tap in taps}
+    return {tap.name: flat[tap.name].astype(tap.dtype(store_dtype)) for tap in taps}
+
+
+def _as_stored(values: Values, taps: tuple[Tap, ...], run: "_Run", store_dtype: str) -> Values:
+    """The values of each tap [rows x kept, ...], its own heads alone."""
+    out: Values = {}
+    for tap in taps:
+        kept = run.kept(values[tap.name])
+        if tap.heads:
+            kept = kept[:, :, np.array(tap.heads)]
+        out[tap.name] = run.flat(kept).astype(tap.dtype(store_dtype))
+    return out
+
+
+def _run_of(
+    inputs: Inputs,
+    arch: Arch,
+    taps: tuple[Tap, ...],
+    attention: Attention | None,
+    shards: Shards | None,
+    splice: Changes,
+) -> _Run:
+    tokens, positions, segments, columns = inputs
+    changes = {computed_as(tap): change for tap, change in splice.items()}
+    if len(changes) < len(splice):
+        raise ConfigError("splice: resid_pre of a block is resid_post of the one before; name one")
+    if attention is None:
+        attend = None
+    elif shards:
+        attend = attention_by_heads(attention, segments, positions, shards)
+    else:
+        attend = attention(segments, positions)
+    frequencies = [rope.frequencies(arch.head_dim, arch.rope_positions) for rope in arch.ropes]
+    return _Run(
+        arch, tokens, positions, segments, columns,
+        tuple(rotary_angles(positions, *each) for each in frequencies),
+        attend, _layers_by_site(taps), _heads_by_site(taps), shards, changes,
+    )  # fmt: skip
+
+
+def _embed(outer: Arrays, run: _Run, embedded: Hidden | None = None) -> tuple[Hidden, Values]:
+    """The stream that enters the first block, and the values that can be tapped before it.
+
+    `embedded`: the tokens' rows of the embedding, if they were looked up elsewhere.
+    """
+    arch = run.arch
+    found = outer["embed"][run.tokens] if embedded is None else embedded
+    found = run.by_rows(found)
+    if arch.embed_scale != 1.0:
+        found = found * jnp.asarray(arch.embed_scale, found.dtype)
+    x = found = in_block(run.changes)("embed", found)
+    if "positions" in outer:
+        x = x + outer["positions"][run.positions]
+    x = in_block(run.changes, 0)("resid_pre", x)
+    return x, {"embed": found, "resid_pre": x}
+
+
 def needs_whole_block(taps: tuple[Tap, ...], depth: int) -> bool:
     """Whether the deepest block must run to its end."""
-    deepest = {tap.site for tap in map(_computed_as, taps) if tap.layer == depth - 1}
+    deepest = {tap.site for tap in map(computed_as, taps) if tap.layer == depth - 1}
     ends = {"mlp_out", "resid_post"}
     return bool(deepest & ends) or any(tap.site in AFTER_BLOCKS for tap in taps)
 
 
-def _computed_as(tap: Tap) -> Tap:
+def computed_as(tap: Tap) -> Tap:
     """The tap that computes a tap's value: a block's input is the output of the one before it."""
     return Tap("resid_post", tap.layer - 1) if tap.site == "resid_pre" and tap.layer else tap
 
@@ -177,7 +269,7 @@ def _computed_as(tap: Tap) -> Tap:
 def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
     """The layers to keep for each site, ascending; empty for a site without layers."""
     wanted: dict[str, set[int]] = {}
-    for tap in map(_computed_as, taps):
+    for tap in map(computed_as, taps):
         layers = wanted.setdefault(tap.site, set())
         if tap.layer is not None and tap.site != "resid_pre":
             layers.add(tap.layer)
@@ -304,6 +396,7 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
         values["attn_pattern"] = _from_context_start(weights, run.positions)
         z = mixed(weights, v)
     else:
+        assert run.attend
         z = run.attend(q, k, v, scoring, sinks)
     values["z"] = z = at("z", z)
     return linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo")), values
@@ -345,14 +438,14 @@ def _mlp(x: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
     return linear(hidden, block["w_down"], block.get("b_down")), {"mlp_hidden": hidden}
 
 
-def _after_blocks(params: Params, x: Hidden, run: _Run) -> Values:
+def _after_blocks(outer: Arrays, x: Hidden, run: _Run) -> Values:
     """Apply the final norm, and the head to the kept rows only, in slices: logits are large."""
-    outer, arch, wanted = params.outer, run.arch, run.wanted
+    arch, wanted = run.arch, run.wanted
     normed = _normed(run.kept(x), "final_norm", block=outer, arch=arch)
     out = {"final_norm": normed} if "final_norm" in wanted else {}
     if not wanted.keys() & {"logits", "logprob", "entropy"}:
         return out
-    head = outer.get("head", outer["embed"])
+    head = outer["embed"] if "head" not in outer else outer["head"]
     following = jnp.roll(run.tokens, -1, axis=1)
     has_next = (jnp.roll(run.segments, -1, axis=1) == run.segments).at[:, -1].set(False)
     following, has_next = run.kept(following), run.kept(has_next)

@@ -24,9 +24,17 @@ import numpy as np
 import xxhash
 from numpy.lib.array_utils import byte_bounds
 
+from spile.core.errors import InputError
 from spile.core.tensors import TensorInfo, as_bytes
 from spile.models.config.arch import Arch
-from spile.models.config.specs import ParamSpec, block_specs, head_specs, in_float8, outer_specs
+from spile.models.config.specs import (
+    ParamSpec,
+    TensorSource,
+    block_specs,
+    head_specs,
+    in_float8,
+    outer_specs,
+)
 from spile.models.files import quantized as mxfp4
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.safetensors import read_tensor
@@ -36,6 +44,7 @@ from spile.models.forward.sharding import Shards, moved
 _THREADS = 8
 _COPIED = 2 << 20  # bytes of a tensor that each thread holds in memory at a time
 _HASHED = 2 << 20
+_READ = 8 << 20  # bytes that are read and hashed at a time
 _ALIGNED = 64
 
 Index = tuple[slice, ...]
@@ -105,8 +114,7 @@ def load_params(
     Returns:
         The parameters, and a hash for each tensor of this process's share.
     """
-    loading = _Loading(checkpoint, schedule, dtype, shards, heed)
-    late = {spec.name for spec in head_specs(checkpoint.arch)}
+    loading = ArrayLoader(checkpoint, schedule, dtype, shards, heed)
     cycle: tuple[Block, ...] = ()
     if schedule.cycles:
         places = range(schedule.period)
@@ -115,16 +123,9 @@ def load_params(
             for place in places
         )
     params = Params(
-        outer={
-            spec.name: loading.whole(spec)
-            for spec in outer_specs(checkpoint.arch)
-            if head or spec.name not in late
-        },
+        outer=loading.outer(head=head),
         cycle=cycle,
-        tail=tuple(
-            {name: loading.whole(spec, layer) for name, spec in loading.blocks.items()}
-            for layer in range(schedule.scanned, schedule.depth)
-        ),
+        tail=tuple(map(loading.block, range(schedule.scanned, schedule.depth))),
     )
     return params, loading.digests(*hashed, head=head)
 
@@ -193,7 +194,7 @@ def kept_as(name: str, shards: Shards, *, stacked: bool, float8: bool) -> Any:
     return Float8Weight(whole, shards.kept(name, stacked=stacked, scale=True))  # type: ignore[arg-type]
 
 
-class _Loading:
+class ArrayLoader:
     """Makes our arrays from a checkpoint's tensors."""
 
     def __init__(
@@ -216,6 +217,22 @@ class _Loading:
             self._fill(parts, spec, layer)
 
         return self._narrowed(spec, self._array(spec.shape, spec.name, fill, stacked=False))
+
+    def block(self, layer: int) -> Block:
+        """The arrays of one block."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            arrays = pool.map(lambda spec: self.whole(spec, layer), self.blocks.values())
+            return dict(zip(self.blocks, arrays, strict=True))
+
+    def outer(self, *, head: bool, embedding: bool = True) -> Arrays:
+        """The arrays before and, if `head`, after the blocks."""
+        arch = self._checkpoint.arch
+        late = {spec.name for spec in head_specs(arch)}
+        return {
+            spec.name: self.whole(spec)
+            for spec in outer_specs(arch)
+            if (head or spec.name not in late) and (embedding or spec.name != "embed")
+        }
 
     def stacked(self, spec: ParamSpec, place: int) -> Any:
         """The arrays of every block at this place of a period, stacked."""
@@ -279,10 +296,53 @@ class _Loading:
                 taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)
                 return [taken[part.index] for part in wanted]
 
-            if wanted:
+            if self._plain(name, source, wanted):
+                self._read_into(name, wanted[0].out)
+            elif wanted:
                 tensor = self._read(name, take)
                 for part, taken in zip(wanted, take(tensor), strict=True):
                     _copy(taken, part.out, tensor)
+
+    def _plain(self, name: str, source: TensorSource, wanted: list[ShardBuffer]) -> bool:
+        """Whether a tensor of a local file is just what one buffer is to hold."""
+        checkpoint = self._checkpoint
+        return (
+            self._shards is None
+            and len(wanted) == 1
+            and not (source.parts or source.transposed)
+            and checkpoint.stored(name) == (name,)
+            and not (checkpoint.adapter and name in checkpoint.adapter.targets)
+            and isinstance(checkpoint.tensors[name][0], Path)
+        )
+
+    def _read_into(self, name: str, out: np.ndarray) -> None:
+        """Read a tensor piece by piece, and hash it on the way the first time.
+
+        It is not mapped: an error of the disk would then end the process.
+        """
+        self._heed()
+        path, info = self._checkpoint.tensors[name]
+        digest = None if name in self._digests else xxhash.xxh3_128()
+        same = out.dtype == info.dtype
+        flat = out.reshape(-1)
+        piece = np.empty(0 if same else min(_READ, info.stop - info.start), np.uint8)
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(info.start)
+                for start in range(0, info.stop - info.start, _READ):
+                    size = min(_READ, info.stop - info.start - start)
+                    first, last = (at // info.dtype.itemsize for at in (start, start + size))
+                    target = flat[first:last]
+                    got = as_bytes(target) if same else memoryview(piece)[:size]
+                    _read_all(file, got, path)
+                    if digest:
+                        digest.update(got)
+                    if not same:
+                        target[...] = piece[:size].view(info.dtype)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        if digest:
+            self._digests[name] = digest.hexdigest()
 
     def _read(self, name: str, take: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
         """Read a tensor; bytes outside what `take` selects may be undefined."""
@@ -331,6 +391,15 @@ class _Loading:
             for start in range(info.start, info.stop, _HASHED):
                 state.update(file.read(min(_HASHED, info.stop - start)))
         return state.hexdigest()
+
+
+def _read_all(file: Any, into: memoryview, path: Any) -> None:
+    done = 0
+    while done < len(into):
+        count = file.readinto(into[done:])
+        if not count:
+            raise InputError(f"{path}: ends too early; was it changed?")
+        done += count
 
 
 def _of_expert(parts: list[ShardBuffer], number: int, experts: int) -> list[ShardBuffer]:
