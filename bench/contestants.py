@@ -166,10 +166,13 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
     counters, processor = Counters(), time.process_time
     seen: list[tuple[float, float, dict[str, float]]] = []
     spans = ("device_busy", "device_idle", "waited_for_text", "waited_for_writing")
+    spans = (*spans, "waited_for_weights")
     names = ("tokens", "computed", "bytes", *spans)
 
     warm = WARM_UP * options.step_tokens
-    runtime = package.Runtime(batch_tokens=options.batch_tokens)
+    # (A list of places is for gpu.py alone.)
+    where = options.weights if "," not in options.weights else "auto"
+    runtime = package.Runtime(batch_tokens=options.batch_tokens, weights=where)
     if options.profile:
         few = argparse.Namespace(**{**vars(options), "max_docs": 2 * WARM_UP})
         package.extract(recipe_of(few), f"{options.out}-few", runtime)

@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--sink-bytes", type=float, default=16e9, help="written to measure a sink")
     parser.add_argument("--dtypes", default="bfloat16,float8_e4m3")
     parser.add_argument("--compute-dtypes", default="bfloat16,float8_e4m3", help="for one tap")
+    parser.add_argument("--weights", default="auto", help="where they are kept, for one tap")
     parser.add_argument("--skip-step", action="store_true", help="only runs from text to files")
     parser.add_argument("--work", default="/dev/shm/spile-bench")
     parser.add_argument("--peers", default=",".join(PEERS))
@@ -177,6 +178,7 @@ def measure(bench: Bench) -> None:
                 row_bytes = count * (width * 2 if dtype == "bfloat16" else width + 4)
                 reachable = min(computed.get(count) or limit, taken * 1e9 / row_bytes)
                 given = {"out": out, "store_dtype": dtype, **chosen[count], **sized(reachable)}
+                given["weights"] = "resident"
                 title = f"spile, taps: {count}, {dtype}, {place}"
                 rate = bench.run(title, "spile", **given)
                 full = rate if count == 1 else full
@@ -190,8 +192,13 @@ def measure(bench: Bench) -> None:
                     given = {"out": out, "sink_bytes": most_bytes}
                     again = bench.run(f"{place} alone, afterwards", "sink", **given)
                     bench.ratio("of that", written, again)
+    for where in options.weights.split(",") if full and options.weights != "auto" else ():
+        given = {"out": out, **chosen[1], **sized(limit), "weights": where}
+        rate = bench.run(f"spile, weights {where}, taps: 1, {place}", "spile", **given)
+        bench.ratio("over all of them on the device", rate, full)
     for dtype in narrow if full else ():
         given = {"out": out, **chosen[1], **sized(1.6 * limit), "compute_dtype": dtype}
+        given["weights"] = "resident"
         rate = bench.run(f"spile, computed in {dtype}, taps: 1, {place}", "spile", **given)
         bench.ratio("over bfloat16", rate, full)
         narrowest = rate

@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +121,9 @@ def test_runs_killed_at_random_moments_end_in_the_same_dataset(
     seed: int, reference: Reference, pace: Pace, tmp_path: Path
 ) -> None:
     rng = random.Random(seed)
+    if seed % 2:  # its blocks come from files, sweep by sweep; its rows are the same
+        options = {**reference.work.options, "weights": "disk"}
+        reference = replace(reference, work=replace(reference.work, options=options))
     wanted = 28
     kills = dataset = 0
     while kills < wanted:

@@ -35,6 +35,7 @@ from spile.models.forward import decoder
 from spile.models.taps import Tap, all_taps
 from spile.objects import LocalObjects
 from spile.plan.resolve import resolve, store_table
+from spile.run import sweep
 from stored import Stored, flip, reseal
 
 SEQ_LEN = 48
@@ -568,7 +569,12 @@ AFTER = {"resid_pre.1", "resid_post.1"}
 
 def scale_norms(patch: pytest.MonkeyPatch, factor: float = 1.01) -> set[str]:
     real = decoder.norm
-    patch.setattr(decoder, "norm", lambda *given: (x := real(*given)) * np.asarray(factor, x.dtype))
+
+    def scaled(*given: Any, **named: Any) -> Any:
+        x = real(*given, **named)
+        return x * np.asarray(factor, x.dtype)
+
+    patch.setattr(decoder, "norm", scaled)
     return {"attn_in.0", "q_rot.0", "v.0", *AFTER}
 
 
@@ -586,7 +592,8 @@ def miscount_layers(patch: pytest.MonkeyPatch) -> set[str]:
     def computed_as(tap: Tap) -> Tap:
         return Tap("resid_post", tap.layer) if tap.site == "resid_pre" else tap
 
-    patch.setattr(decoder, "_computed_as", computed_as)
+    patch.setattr(decoder, "computed_as", computed_as)
+    patch.setattr(sweep, "computed_as", computed_as)
     return {"resid_pre.1"}
 
 

@@ -96,7 +96,7 @@ def test_a_norm_that_is_no_number_is_not_reported() -> None:
 
 def test_every_value_has_a_name_in_the_table() -> None:
     counted = (
-        "computed copied bytes uploaded waited_for_text waited_for_writing "
+        "computed copied bytes uploaded waited_for_text waited_for_writing waited_for_weights "
         "queue_write peak_flops flops_per_token uploading spooled reading "
         "preparing prepared device_busy device_idle positions stepped predicted surprise"
     )

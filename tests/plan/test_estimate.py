@@ -235,7 +235,7 @@ def test_a_step_is_halved_until_it_fits_the_device(
     assert largest == -(-max(unit.tokens for unit in job.units) // 64) > 16
 
     def needed(rows: int) -> int:
-        asked = Runtime(batch_tokens=rows * 64)
+        asked = Runtime(batch_tokens=rows * 64, weights="resident")
         cost = estimate(job, asked, "gpu", done=set(), free_bytes=None, memory=1)
         assert cost.batch_rows == rows, "what was asked for is not halved"
         return cost.device_bytes

@@ -62,6 +62,6 @@ def test_signals_are_the_main_threads_own() -> None:
 
 @pytest.mark.parametrize(("platform", "fewest"), [("cpu", 16), ("gpu", 2), ("tpu", 2)])
 def test_a_last_step_may_be_smaller_where_compiling_it_pays(platform: str, fewest: int) -> None:
-    cost: Any = SimpleNamespace(batch_rows=16)
+    cost: Any = SimpleNamespace(batch_rows=16, residency=SimpleNamespace(streams=False))
     cut = steps_of(cost, ONE_DEVICE, SimpleNamespace(platform=platform))
     assert (cut.keywords["rows"], cut.keywords["fewest"]) == (16, fewest)  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from spile.objects import local as objects
 from spile.objects import open_objects
 from spile.plan.job import ExtractionJob
 from spile.run import pipeline
-from spile.run.step import Step
+from spile.run.sweep import Sweep
 
 
 def recipe(model: Path, corpus: Path, **more: Any) -> Recipe:
@@ -168,14 +168,14 @@ def test_a_stop_starts_no_other_step_and_says_what_will_be_redone(
     """On a CPU, where a step may take long and cannot be taken back."""
     stop, running, ends = (threading.Event() for _ in range(3))
     started: list[int] = []
-    real = Step.__call__
+    real = Sweep.__call__
 
     class Finished:
         def block_until_ready(self) -> None:
             running.set()
             assert ends.wait(60)
 
-    def held(step: Step, batch: Any) -> Any:
+    def held(step: Sweep, batch: Any) -> Any:
         output = real(step, batch)
         started.append(output.tokens)
         object.__setattr__(output, "finished", Finished())
@@ -189,7 +189,7 @@ def test_a_stop_starts_no_other_step_and_says_what_will_be_redone(
             time.sleep(0.01)
         ends.set()
 
-    monkeypatch.setattr(Step, "__call__", held)
+    monkeypatch.setattr(Sweep, "__call__", held)
     caplog.set_level("INFO", "spile")
     thread = threading.Thread(target=stopping)
     thread.start()

@@ -62,7 +62,7 @@ def test_the_trace_holds_the_steps_that_were_asked_for_and_no_others(
     (raw,) = (file for file in path.parent.glob("*.trace.json.gz"))
     with gzip.open(raw) as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    assert any(event.get("args", {}).get("hlo_module") == "jit_run" for event in events)
+    assert any(event.get("args", {}).get("hlo_module") == "jit_block" for event in events)
     assert list(path.parent.glob("*.xplane.pb")), "what XProf opens"
     traced = read_trace(path)
     assert traced.steps == (3, 4, 5)

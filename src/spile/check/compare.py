@@ -14,13 +14,11 @@ The result is kept in the store beside the manifest.
 import importlib
 import logging
 import math
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,7 @@ import numpy as np
 from spile.core.config import Recipe, activation_dtype
 from spile.core.errors import InputError, StoreError
 from spile.core.recipe import latent_names
+from spile.core.system import available_memory
 from spile.corpus.units import Unit
 from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
@@ -604,9 +603,7 @@ def _check_memory(job: ExtractionJob) -> None:
     if torch.cuda.is_available():
         free: int = torch.cuda.mem_get_info()[0]
     else:
-        lines = Path("/proc/meminfo").read_text().splitlines() if sys.platform == "linux" else []
-        known = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-        free = 1024 * int(known[0]) if known else needed
+        free = available_memory() or needed
     if needed > free:
         raise MemoryError(
             f"the model takes {needed / 1e9:.1f} GB in float64, and {free / 1e9:.1f} GB are free"

@@ -41,6 +41,7 @@ _STAGES = (
     ("waited for the model", "waited_for_model"),
     ("waited for text", "waited_for_text"),
     ("waited for writing", "waited_for_writing"),
+    ("waited for weights", "waited_for_weights"),
     ("reading documents", "reading"),
     ("tokenizing and packing", "preparing"),
     ("writing rows, all lanes", "writing"),

@@ -108,6 +108,7 @@ def plan(arguments: argparse.Namespace) -> int:
         processes=processes,
         out=objects,
         found=found,
+        chip=chip_of(kind),
     )
     kernel = _kernel(job, runtime, platform, here=target is None)
     if not arguments.json:
@@ -276,9 +277,20 @@ def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str,
         *_priced(cost),
         ("mesh", cost.mesh if cost.mesh != "1" else "one device"),
         ("weights per device", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
+        ("weights are kept", _kept_where(cost, recipe["seq_len"])),
         ("memory per device", size(cost.device_bytes)),
         ("memory on the host", size(cost.host_bytes)),
     ]
+
+
+def _kept_where(cost: "Estimate", seq_len: int) -> str:
+    """Where blocks are kept; if some are streamed, how many tokens pass each, and what hides."""
+    where = cost.residency
+    if not where.streams:
+        return str(where)
+    swept = f"{where.sweep_rows * seq_len:,} tokens pass each before the next"
+    hidden = "copies hide" if where.hidden >= 1 else f"{where.hidden:.0%} of the copies hide"
+    return f"{where}; {swept}, {hidden}"
 
 
 def attention_row(kernel: KernelChoice) -> tuple[str, str]:

@@ -275,6 +275,13 @@ class Runtime(Options):
         "the fastest that serves the model here]",
         choices=("auto", "mosaic", "cudnn", "triton", "splash", "blocked"),
     )
+    weights: str = option(
+        "auto",
+        "where blocks are kept: resident (on the device), host (in host memory) or disk, from "
+        "where each comes in its turn [auto: on the device as far as they fit, then host, then "
+        "disk]",
+        choices=("auto", "resident", "host", "disk"),
+    )
     fsdp: int | None = option(
         None, "size of the fsdp axis, for --mesh 3d [2]", kind="count", minimum=1
     )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -76,3 +77,13 @@ def using(other: System) -> Generator[None, None, None]:
         yield
     finally:
         _used.remove(other)
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that this machine has free, if it tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    known = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(known[0]) if known else None

@@ -43,6 +43,7 @@ NAMES = {
     "model/perplexity": Metric("of the next token, now, where `logprob` is tapped"),
     "wait/text_share": Metric("of the time, that the device's loop waited for text", "0 to 1"),
     "wait/writing_share": Metric("of the time, that it waited for rows to be written", "0 to 1"),
+    "wait/weights_share": Metric("of the time, that it waited for weights to arrive", "0 to 1"),
     "backlog/steps": Metric("computed and waiting to be written", "steps"),
     "backlog/uploads": Metric("shards being uploaded to a bucket", "shards"),
     "backlog/spooled": Metric("files in the spool", "files"),
@@ -73,6 +74,7 @@ _PER_SECOND = {
     "rate/tokens": ("computed", 1.0), "rate/d2h": ("copied", _GB), "rate/write": ("bytes", _GB),
     "rate/upload": ("uploaded", _GB), "wait/text_share": ("waited_for_text", 1.0),
     "wait/writing_share": ("waited_for_writing", 1.0),
+    "wait/weights_share": ("waited_for_weights", 1.0),
 }  # fmt: skip
 
 

@@ -17,8 +17,10 @@ from spile.dataset.ledger import Ledger, Table
 from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.objects import Objects
+from spile.plan.chips import Chip
 from spile.plan.encoders import stored_taps
 from spile.plan.job import ExtractionJob
+from spile.plan.residency import Residency, choose_residency, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
 from spile.plan.survey import Counted, Survey, row_bytes
 
@@ -44,9 +46,10 @@ class Estimate:
     overhead_bytes: int
     remaining_bytes: int
     free_bytes: int | None
-    batch_rows: int  # of all devices together
+    batch_rows: int  # of all devices together, in a step or a sweep
     mesh: str
-    weights_bytes: int  # on each device
+    residency: Residency
+    weights_bytes: int  # on each device, at once
     device_bytes: int
     memory: int | None  # of each device
     host_bytes: int
@@ -85,6 +88,33 @@ def batch_rows(
         while rows > 1 and step_of(job, rows, platform, cuts).device_bytes > MEMORY_SHARE * memory:
             rows //= 2
     return rows
+
+
+def planned_residency(
+    job: ExtractionJob,
+    runtime: Runtime,
+    platform: str,
+    memory: int | None,
+    cuts: Cuts = ONE_DEVICE,
+    chip: Chip | None = None,
+    processes: int = 1,
+) -> Residency:
+    """Where a job's blocks are kept, and how many rows pass them at once."""
+    largest = max(unit.tokens for unit in job.units)
+    return choose_residency(
+        lambda rows: step_of(job, rows, platform, cuts),
+        (
+            batch_rows(job, runtime, platform, None, cuts),
+            batch_rows(job, runtime, platform, memory, cuts),
+        ),
+        runtime,
+        platform,
+        memory,
+        most_rows=-(-largest // job.recipe.seq_len // cuts.layout.groups),
+        chip=chip,
+        processes=processes,
+        files=job.checkpoint.files,
+    )
 
 
 def fits(
@@ -150,6 +180,7 @@ def estimate(
     processes: int = 1,
     out: Objects | None = None,
     found: Survey | None = None,
+    chip: Chip | None = None,
 ) -> Estimate:
     """Estimate the cost of a job.
 
@@ -157,12 +188,14 @@ def estimate(
         memory: of each device, if known.
         out: where the dataset goes; sets its price, and the bytes that wait in memory to go there.
         found: counts of the corpus; without them the unit table's estimates are used.
+        chip: the kind of device, if known.
     """
     recipe, table = job.recipe, job.table.taps
     per_row = sum(info.row_bytes for info in table.values())
     total, left = (found.total, found.left) if found else _by_table(job, done)
     tokens, kept_rows, overhead = round(total.tokens), int(total.rows), round(total.beside)
-    rows = batch_rows(job, runtime, platform, memory, cuts)
+    residency = planned_residency(job, runtime, platform, memory, cuts, chip, processes)
+    rows = residency.sweep_rows
     quantum = row_quantum(cuts.layout, processes)
     together = -(-rows * cuts.layout.groups // quantum) * quantum
     asked = (runtime.batch_tokens or 0) // recipe.seq_len * cuts.layout.groups
@@ -181,7 +214,13 @@ def estimate(
     if out and out.most_streamed and not runtime.spool:
         waiting = min(out.most_streamed, runtime.shard_bytes) * (len(table) + out.most_closing)
     in_flight = 2 * runtime.queue_depth + 1
-    work = step_of(job, rows, platform, cuts)
+    work = step_of(job, residency.batch_rows, platform, cuts)
+    held, needed = work.weights, work.device_bytes
+    if residency.streams:
+        looks_up, swept = residency.looks_up, residency.sweep_rows * recipe.seq_len
+        held = work.outer_weights(embedding=not looks_up)
+        held += residency.on_device * work.block_weights
+        needed = streamed_bytes(work, residency.count("resident"), swept, looks_up=looks_up)
     return Estimate(
         documents=sum(unit.num_docs for unit in job.units),
         tokens=tokens,
@@ -196,11 +235,15 @@ def estimate(
         free_bytes=free_bytes,
         batch_rows=together,
         mesh=str(cuts.layout),
-        weights_bytes=work.weights,
-        device_bytes=work.device_bytes,
+        residency=residency,
+        weights_bytes=held,
+        device_bytes=needed,
         memory=memory,
         # Three units at once: one is packed, one computes, one is committed.
-        host_bytes=in_flight * taps + 3 * 64 * max(u.tokens for u in job.units) + waiting,
+        host_bytes=in_flight * taps
+        + 3 * 64 * max(u.tokens for u in job.units)
+        + waiting
+        + residency.host_bytes,
         bytes_by_dtype={
             dtype: kept_rows * (_row_bytes_as(job, dtype) + INDEX_DTYPE.itemsize) + overhead
             for dtype in STORE_DTYPES
@@ -265,7 +308,8 @@ def refuse_if_too_large(cost: Estimate, where: str) -> None:
     if cost.memory is not None and cost.weights_bytes > cost.memory:
         raise ConfigError(
             f"the weights take {cost.weights_bytes / 1e9:.1f} GB, the device has "
-            f"{cost.memory / 1e9:.1f} GB: choose shallower taps, a smaller model or more devices"
+            f"{cost.memory / 1e9:.1f} GB: leave --weights out, choose shallower taps, a smaller "
+            "model or more devices"
         )
     if cost.free_bytes is not None and cost.remaining_bytes > cost.free_bytes:
         raise ConfigError(

@@ -103,24 +103,35 @@ class Workload:
         return self.tokens // self.cuts.layout.groups
 
     @property
-    def _item(self) -> int:
+    def item(self) -> int:
+        """Bytes of a computed value."""
         return DTYPES_BY_NAME[activation_dtype(self.compute_dtype)].itemsize
 
     @cached_property
     def weights(self) -> int:
         """Bytes of the model's arrays, as stored on a device."""
-        late = set[str]() if self.head else {spec.name for spec in head_specs(self.arch)}
-        outer = [spec for spec in outer_specs(self.arch) if spec.name not in late]
+        return self.outer_weights() + self.depth * self.block_weights
+
+    def outer_weights(self, *, embedding: bool = True) -> int:
+        """Bytes of the arrays before and after the blocks, and of encoders."""
+        left_out = set[str]() if self.head else {spec.name for spec in head_specs(self.arch)}
+        if not embedding and not (self.head and self.arch.tied_head):
+            left_out.add("embed")
+        outer = [spec for spec in outer_specs(self.arch) if spec.name not in left_out]
         values = sum(math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in outer)
-        values += self._encoding  # each device holds all of it
-        return values * self._item + self.depth * sum(map(self._bytes_of, block_specs(self.arch)))
+        return (values + self._encoding) * self.item  # each device holds all of the encoders
+
+    @cached_property
+    def block_weights(self) -> int:
+        """Bytes of one block's arrays."""
+        return sum(map(self._bytes_of, block_specs(self.arch)))
 
     def _bytes_of(self, spec: ParamSpec) -> int:
         """Bytes of one array of a block."""
         values = math.prod(spec.shape) // self.cuts.share(spec.axes)
         if self.compute_dtype == "float8_e4m3" and in_float8(spec):
             return values + 4 * spec.shape[0]
-        return values * self._item
+        return values * self.item
 
     @cached_property
     def stored(self) -> int:
@@ -137,6 +148,10 @@ class Workload:
         met = activation_dtype(self.compute_dtype) if late else self.store_dtype
         return self.stored + self._held(sum(self._met_bytes(tap, met) for tap in self.taps))
 
+    def tap_bytes(self, tap: Tap) -> int:
+        """Bytes of one tap's rows in their stored form."""
+        return self._held(self._row_bytes(tap, self.store_dtype))
+
     @cached_property
     def temporaries(self) -> int:
         """Approximate bytes that live at once inside a block, in a fused program."""
@@ -145,7 +160,7 @@ class Workload:
         values = 4 * arch.width + 2 * arch.num_heads * arch.head_dim // self._ways("heads")
         values += 3 * inner // max(self._ways("mlp"), self._ways("experts"))
         scores = 2 * _SCORE * self.seq_len * arch.num_heads // self._ways("heads")
-        held = self._own * (values * self._item + scores * self._scores_all)
+        held = self._own * (values * self.item + scores * self._scores_all)
         latents = max((each.sae.latents for each in self.encoders.values()), default=0)
         # An encoder runs after the last block, so the larger of the two counts.
         held = max(held, 2 * _SCORE * min(AT_ONCE, self._held(latents)))
@@ -153,7 +168,7 @@ class Workload:
             return held
         # The running block is gathered, and the next one at the same time.
         block = sum(math.prod(spec.shape) // self._cut(spec) for spec in block_specs(arch))
-        return held + 2 * block * self._item
+        return held + 2 * block * self.item
 
     @property
     def device_bytes(self) -> int:
@@ -195,9 +210,9 @@ class Workload:
                 values += 2 * heads // self._ways("heads")
                 if self._scores_all:
                     scores = 4 * _SCORE * arch.num_heads * self.seq_len
-                    values += scores // self._ways("heads") // self._item
+                    values += scores // self._ways("heads") // self.item
         # Tapped values are written, read for their statistics, and moved.
-        return (passes * weights + values * self._own) * self._item + 3 * self.taps_bytes
+        return (passes * weights + values * self._own) * self.item + 3 * self.taps_bytes
 
     def _blocks(self) -> Iterator[tuple[Layer, frozenset[str]]]:
         """Each block that runs, and the names of its operations that run."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from spile.core.cache_dir import cache_directory
 from spile.core.config import activation_dtype
 from spile.core.errors import ConfigError, SpileError
+from spile.core.system import available_memory
 from spile.plan.chips import chip_of
 
 # Phrases in errors of libtpu and of the driver.
@@ -34,6 +35,8 @@ def prepared_device() -> Any:
     flags = os.environ.get("XLA_FLAGS", "")
     chosen = [flag for flag in _XLA_FLAGS if flag.partition("=")[0] not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *chosen]).strip()
+    # Weights may be kept in pinned memory (`--weights host`): by default 64 GB of it at most.
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(_host_gigabytes()))
     try:
         _start_pathways()
         device = jax.local_devices()[0]
@@ -43,6 +46,11 @@ def prepared_device() -> Any:
     if device.platform != "cpu" and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "xla"))
     return device
+
+
+def _host_gigabytes() -> int:
+    free = available_memory()
+    return max(64, int((free or 0) / 2**30))
 
 
 def _start_pathways() -> None:

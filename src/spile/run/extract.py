@@ -8,6 +8,7 @@ import os
 import platform as host_platform
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -43,10 +44,12 @@ from spile.models.files.sae import Arrays, SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
-from spile.models.forward.weights import LayerSchedule, Params, abstract_params, load_params
+from spile.models.forward.streamed import EmbeddingRows, load_blocks
+from spile.models.forward.weights import ArrayLoader, LayerSchedule, abstract_params
 from spile.models.layout import ONE_DEVICE, Cuts
 from spile.objects import Spool, check_creates_once, is_bucket, open_objects
 from spile.objects.protocol import COUNTED
+from spile.plan.chips import chip_of
 from spile.plan.estimate import (
     Budget,
     Estimate,
@@ -57,6 +60,7 @@ from spile.plan.estimate import (
     step_of,
 )
 from spile.plan.job import ExtractionJob
+from spile.plan.residency import Residency
 from spile.plan.resolve import resolve, store_table
 from spile.run.calibrate import channel_scales
 from spile.run.devices import memory_limit, memory_used, peak_flops, prepared_device
@@ -66,6 +70,7 @@ from spile.run.profile import Profile, ProfiledStep, host_span
 from spile.run.progress import reporting
 from spile.run.rank import find_rank
 from spile.run.step import Step
+from spile.run.sweep import Sweep, SweptModel
 from spile.run.units import Picker, StorePicker, UnitShare, find_share
 from spile.run.world import RunContext, SingleWorld, World, compare, join
 
@@ -189,6 +194,7 @@ class Extraction(RunContext):
             cuts=cuts,
             processes=world.processes,
             out=ledger.objects,
+            chip=chip_of(device.device_kind),
         )
         if not runtime.ignore_space:
             refuse_if_too_large(cost, ledger.objects.url)
@@ -220,6 +226,7 @@ class Extraction(RunContext):
             batches,
             cuts,
             self.world,
+            residency=cost.residency,
             attention=self.runtime.attention,
             counters=self.counters,
             heed=self._heed,
@@ -327,11 +334,14 @@ def steps_of(
     cost: Estimate, cuts: Cuts, device: Any, processes: int = 1
 ) -> Callable[[PackedUnit], Iterator[Batch]]:
     """Return a function that cuts a packed unit into steps."""
+    # A unit's last step may be smaller; on a CPU, compiling a smaller one would take longer.
+    fewest = cost.batch_rows if device.platform == "cpu" else max(1, cost.batch_rows // 8)
+    if cost.residency.streams:  # a sweep's programs are those of its batches
+        fewest = min(fewest, cost.residency.batch_rows * cuts.layout.groups)
     return partial(
         PackedUnit.batches,
         rows=cost.batch_rows,
-        # A unit's last step may be smaller; on a CPU, compiling a smaller one would take longer.
-        fewest=cost.batch_rows if device.platform == "cpu" else max(1, cost.batch_rows // 8),
+        fewest=fewest,
         parts=processes,
         quantum=row_quantum(cuts.layout, processes),
     )
@@ -345,6 +355,7 @@ def load_step(
     cuts: Cuts = ONE_DEVICE,
     world: World | None = None,
     *,
+    residency: Residency | None = None,
     attention: str = "auto",
     counters: Counters | None = None,
     heed: Callable[[], None] = lambda: None,
@@ -355,16 +366,21 @@ def load_step(
     and the first texts read meanwhile; its first call waits for the model.
 
     Args:
+        residency: where blocks are kept; on the device, if it is not given.
         attention: the kernel (`--attention`).
         heed: called between tensors; raises if the run should stop.
     """
-    world = world or SingleWorld()
+    world, counters = world or SingleWorld(), counters or Counters()
     arch, recipe = job.checkpoint.arch, job.recipe
     shards = None
     if cuts.layout.size > 1:
         shards = Shards(make_mesh(cuts.layout, jax.devices()), cuts, array_axes(arch))
-    whole = needs_whole_block(job.taps, job.layers)
-    schedule = LayerSchedule.of(arch, job.layers, whole=whole)
+    streams = residency is not None and residency.streams
+    swept = streams or device.platform == "cpu"
+    looks_up = residency is not None and residency.looks_up
+    schedule = LayerSchedule.of(arch, job.layers, whole=needs_whole_block(job.taps, job.layers))
+    if swept:
+        schedule = replace(schedule, cycles=0)
     dtype, computed = DTYPES_BY_NAME[recipe.compute_dtype], activation_dtype(recipe.compute_dtype)
     encoders: dict[str, tuple[SparseEncoder, Arrays]] = {}
     hashes: dict[str, str] = {}
@@ -372,23 +388,30 @@ def load_step(
         arrays, digests = load_arrays(encoder.sae)
         encoders[tap] = encoder, device_arrays(arrays, computed)
         hashes |= {f"encoder of {tap}: {name}": digest for name, digest in digests.items()}
+    loader = ArrayLoader(job.checkpoint, schedule, dtype, shards, heed)
 
-    def load() -> Params:
-        before = memory_used(device)
-        with counters.timed("loading") if counters else nullcontext():
-            params, digests = load_params(
-                job.checkpoint,
-                schedule,
-                head=job.needs_head,
-                dtype=dtype,
-                shards=shards,
-                hashed=(world.process, world.processes),
-                heed=heed,
-            )
+    def compare_hashes() -> None:
+        """Refuse weights that are not those of the dataset's other units."""
+        digests = loader.digests(world.process, world.processes, head=job.needs_head)
         shares = world.gather("weights", digests | hashes)
         if shares is not None:
             ledger.check_weights({name: hash for share in shares for name, hash in share.items()})
         world.share("weights", True)
+
+    def load() -> Any:
+        before = memory_used(device)
+        with counters.timed("loading"):
+            if swept:
+                kept = residency.kept if residency else ("resident",) * schedule.depth
+                blocks = load_blocks(loader, kept, device, heed)
+                needed = not looks_up or (job.needs_head and arch.tied_head)
+                outer = loader.outer(head=job.needs_head, embedding=needed)
+                rows = EmbeddingRows(job.checkpoint, loader) if looks_up else None
+                model = SweptModel(blocks, rows, outer)
+            else:
+                model = loader.params(head=job.needs_head)
+        if not streams:
+            compare_hashes()
         if jax.device_count() > 1:
             _log.info(
                 "each device: %.2f GB in use before loading, %.2f GB after, of %s",
@@ -396,14 +419,24 @@ def load_step(
                 memory_used(device) / 1e9,
                 _gigabytes(memory_limit(device)),
             )
-        return params
+        return model
 
     pool = ThreadPoolExecutor(1, "load")
     loading = pool.submit(load)
     pool.shutdown(wait=False)
-    shapes = abstract_params(arch, schedule, head=job.needs_head, dtype=dtype, shards=shards)
+    kind: Any = Step
+    if swept:
+        rows = residency.batch_rows * cuts.layout.groups if residency else sys.maxsize
+        kind = partial(
+            Sweep,
+            rows=rows,
+            looks_up=looks_up,
+            heed=heed,
+            read=compare_hashes if streams else lambda: None,
+            waited=lambda seconds: counters.add(waited_for_weights=seconds),
+        )
     make = partial(
-        Step,
+        kind,
         loading,
         arch,
         job.taps,
@@ -413,10 +446,10 @@ def load_step(
         shards=shards,
         encoders=encoders,
         attention=attention,
-        shapes=shapes,
+        shapes=abstract_params(arch, schedule, head=job.needs_head, dtype=dtype, shards=shards),
     )
     if world.processes > 1:  # what processes tell each other has one order
-        with counters.timed("waited_for_model") if counters else nullcontext():
+        with counters.timed("waited_for_model"):
             loading.result()
     scales = None
     if recipe.store_dtype == "int8":

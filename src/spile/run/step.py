@@ -31,6 +31,7 @@ from spile.dataset.write.quantization import FLOAT8, FLOAT8_MAX, INT8_MAX, QUANT
 from spile.dataset.write.statistics import TapStats
 from spile.models.config.arch import Arch
 from spile.models.files.sae import Arrays, SparseEncoder
+from spile.models.forward.attention import Attention
 from spile.models.forward.decoder import forward
 from spile.models.forward.kernels import chosen_kernel, for_platform
 from spile.models.forward.sharding import P, Shards, local_runs, put
@@ -165,6 +166,84 @@ class StepOutput:
         return np.concatenate([run for array in arrays for run in local_runs(array)])
 
 
+@dataclass(frozen=True)
+class StepSettings:
+    """What the programs of a step are compiled from, besides shapes; it holds no arrays."""
+
+    arch: Arch
+    taps: tuple[Tap, ...]
+    schedule: LayerSchedule
+    computed: str  # dtype of activations
+    carried: str  # dtype of tapped values, until they are stored
+    store_dtype: str
+    precision: str  # of products
+    platform: str
+    attention: str  # kernel, as `--attention` has it
+    encoders: Mapping[str, SparseEncoder]  # by tap
+    shards: Shards | None
+
+    def forward(
+        self,
+        params: Params,
+        scales: Mapping[str, Array],
+        arrays: Mapping[str, Arrays],
+        tokens: Array,
+        positions: Array,
+        segments: Array,
+        counts: Array,
+        columns: Array | None,
+        contexts: int,
+        part: int,
+    ) -> tuple[dict[str, Array], dict[str, Reduced]]:
+        with jax.default_matmul_precision(self.precision):
+            values = forward(
+                params,
+                tokens,
+                positions,
+                segments,
+                columns,
+                arch=self.arch,
+                taps=self.taps,
+                schedule=self.schedule,
+                attention=self.attend(tokens.shape[1], contexts),
+                store_dtype=self.carried,
+                shards=self.shards,
+            )
+            return stored_values(
+                values,
+                scales,
+                arrays,
+                (counts, columns),
+                tokens.shape[1],
+                part,
+                taps={tap.name: tap for tap in self.taps},
+                encoders=self.encoders,
+                store_dtype=self.store_dtype,
+                shards=self.shards,
+            )
+
+    def attend(self, seq_len: int, contexts: int) -> Attention:
+        return for_platform(
+            self.platform,
+            self.arch,
+            self.computed,
+            seq_len=seq_len,
+            contexts=contexts,
+            wanted=self.attention,
+        )
+
+    def contexts(self, batch: Batch) -> int:
+        """The number of contexts to compile for; 0 if the kernel takes any number."""
+        choice = chosen_kernel(
+            self.platform,
+            self.arch,
+            self.computed,
+            batch.tokens.shape[1],
+            self.attention,
+        )
+        return batch.contexts if choice.name == "cudnn" else 0
+
+
 class Step:
     """Runs batches through the model. It can be compiled before the model is loaded."""
 
@@ -208,58 +287,21 @@ class Step:
         precision = "highest" if compute_dtype == "float32" else "default"
         # Quantized values and latents are made from computed values, after the last block.
         computed = activation_dtype(compute_dtype)
-        carried = computed if store_dtype in QUANTIZED or encoders else store_dtype
-        finish = partial(
-            stored_values,
-            taps={tap.name: tap for tap in taps},
-            encoders={tap: encoder for tap, (encoder, _) in encoders.items()},
+        late = store_dtype in QUANTIZED or encoders
+        self.settings = StepSettings(
+            arch,
+            taps,
+            schedule,
+            computed=computed,
+            carried=computed if late else store_dtype,
             store_dtype=store_dtype,
+            precision=precision,
+            platform=device.platform,
+            attention=attention,
+            encoders={tap: encoder for tap, (encoder, _) in encoders.items()},
             shards=shards,
         )
-
-        def run(
-            params: Params,
-            scales: Mapping[str, Array],
-            arrays: Mapping[str, Arrays],
-            tokens: Array,
-            positions: Array,
-            segments: Array,
-            counts: Array,
-            columns: Array | None,
-            contexts: int,
-            part: int,
-        ) -> tuple[dict[str, Array], dict[str, Reduced]]:
-            seq_len = tokens.shape[1]
-            attend = for_platform(
-                device.platform,
-                arch,
-                computed,
-                seq_len=seq_len,
-                contexts=contexts,
-                wanted=attention,
-            )
-            with jax.default_matmul_precision(precision):
-                values = forward(
-                    params,
-                    tokens,
-                    positions,
-                    segments,
-                    columns,
-                    arch=arch,
-                    taps=taps,
-                    schedule=schedule,
-                    attention=attend,
-                    store_dtype=carried,
-                    shards=shards,
-                )
-                return finish(values, scales, arrays, (counts, columns), seq_len, part)
-
-        def packed(seq_len: int) -> bool:
-            choice = chosen_kernel(device.platform, arch, computed, seq_len, attention)
-            return choice.name == "cudnn"  # which is compiled for a number of contexts
-
-        self._packed = packed
-        self._run = jax.jit(run, static_argnums=(8, 9))
+        self._run = jax.jit(self.settings.forward, static_argnums=(8, 9))
         self._compact = jax.jit(_on_each(shards, _compact, 2))
         self._programs: dict[Any, Any] = {}
         self._compiling = threading.Lock()
@@ -353,7 +395,7 @@ class Step:
 
         inputs = _inputs(batch)
         shapes = tuple(None if a is None else a.shape for a in inputs)
-        contexts = batch.contexts if self._packed(batch.tokens.shape[1]) else 0
+        contexts = self.settings.contexts(batch)
         run = self._program(
             (shapes, contexts),
             self._run,

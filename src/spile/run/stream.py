@@ -33,6 +33,7 @@ from spile.dataset.read.window import Batch, View, Window, WindowBuffer
 from spile.metrics import Counters
 from spile.models.taps import Tap
 from spile.objects import MemoryObjects
+from spile.plan.chips import chip_of
 from spile.plan.estimate import estimate, planned_cuts
 from spile.plan.resolve import resolve, store_table
 from spile.run.devices import memory_limit, prepared_device
@@ -104,11 +105,27 @@ def stream(
     limit = memory_limit(device)
     cuts = planned_cuts(job, runtime, device.platform, jax.device_count(), limit)
     cost = estimate(
-        job, runtime, device.platform, done=set(), free_bytes=None, memory=limit, cuts=cuts
+        job,
+        runtime,
+        device.platform,
+        done=set(),
+        free_bytes=None,
+        memory=limit,
+        cuts=cuts,
+        chip=chip_of(device.device_kind),
     )
     job = store_table(job, ledger)
     batches = steps_of(cost, cuts, device)
-    step = load_step(job, ledger, device, batches, cuts, attention=runtime.attention)
+    step = load_step(
+        job,
+        ledger,
+        device,
+        batches,
+        cuts,
+        residency=cost.residency,
+        attention=runtime.attention,
+        counters=counters,
+    )
 
     aliases = {alias: tap for tap, info in job.table.taps.items() for alias in info.aliases}
     names = list(job.table.taps) if taps is None else [taps] if isinstance(taps, str) else taps

@@ -458,7 +458,7 @@ NOT_HARMLESS = {
     "add_cross_attention": True,
     "pruned_heads": {"0": [1]},
     "tie_encoder_decoder": True,
-    "quantization_config": {"quant_method": "gptq", "bits": 4},
+    "quantization_config": {"quant_method": "bitsandbytes"},
 }
 
 
@@ -525,7 +525,7 @@ def test_a_multimodal_config_without_its_text_part_is_refused() -> None:
         ("Mixtral-8x7B-v0.1", {"num_local_experts": None}, "num_experts must be a positive"),
         ("Qwen3-30B-A3B", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
         ("Qwen3-30B-A3B", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-        ("gpt-oss-20b", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config ="),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config ="),
         ("Llama-3.1-8B", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
         ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
         ("phi-4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6},

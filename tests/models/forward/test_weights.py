@@ -25,7 +25,13 @@ from spile.models.config.families import Family
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.safetensors import read_tensor
 from spile.models.forward.ops import Float8Weight
-from spile.models.forward.weights import LayerSchedule, Params, ShardBuffer, ArrayLoader, load_params
+from spile.models.forward.weights import (
+    ArrayLoader,
+    LayerSchedule,
+    Params,
+    ShardBuffer,
+    load_params,
+)
 from spile.objects.paths import AnyPath, RemotePath
 
 # tests/models/forward/test_decoder.py says why the others are refused

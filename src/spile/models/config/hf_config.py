@@ -48,6 +48,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "sliding_window": (None,),
 }
+_PACKED = ("fp8", "compressed-tensors", "gptq", "awq")  # in any family
 _KINDS = ("full_attention", "sliding_attention")
 # Larger than in any model: a config is untrusted, and layers are listed one by one.
 _MOST, _MOST_LAYERS = 1 << 31, 4096
@@ -293,12 +294,7 @@ def _refuse_unknown(config: _Config) -> None:
         if key in config.seen or key in _IGNORED or key in family.ignored:
             continue
         if key in harmless:
-            decoded = (
-                key == "quantization_config"
-                and isinstance(value, Mapping)
-                and cast("Mapping[str, Any]", value).get("quant_method") in family.quantized
-            )
-            if value not in harmless[key] and not decoded:
+            if value not in harmless[key] and not _decoded(key, value, family):
                 raise InputError(f"{where}: {key} = {value!r} is not supported for {family.name}")
         elif key == "layer_types":
             if value is not None and not _are_kinds(value, _KINDS[:1]):
@@ -309,6 +305,15 @@ def _refuse_unknown(config: _Config) -> None:
                 f"{where}: unknown config key {key!r}; it may change the model's activations, "
                 f"so it must be listed in models/config/families.py as read or ignored first"
             )
+
+
+def _decoded(key: str, value: Any, family: Family) -> bool:
+    """Whether a value names a form of weights that may be decoded: `files/quantized.py` tells."""
+    given = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+    return key == "quantization_config" and given.get("quant_method") in (
+        *_PACKED,
+        *family.quantized,
+    )
 
 
 def _are_kinds(given: Any, kinds: tuple[Any, ...]) -> bool:
@@ -325,5 +330,5 @@ def _refuse_outer(values: Mapping[str, Any], family: Family, where: str) -> None
                 f"{where}: unknown config key {key!r}; it may change the model's activations, "
                 f"so it must be listed in models/config/families.py as read or ignored first"
             )
-        if value not in _HARMLESS.get(key, (True, None)):
+        if value not in _HARMLESS.get(key, (True, None)) and not _decoded(key, value, family):
             raise InputError(f"{where}: {key} = {value!r} is not supported for {family.name}")

@@ -7,11 +7,13 @@ tensor, whether the set of tensors is exactly the expected one, and the model's 
 import dataclasses
 import logging
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import PurePosixPath
+from typing import Any
 
 from spile.core.bounded_json import Json
 from spile.core.errors import InputError
@@ -21,9 +23,9 @@ from spile.models.config.arch import Arch
 from spile.models.config.families import Family
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import ParamSpec, TensorSource, block_specs, outer_specs
-from spile.models.files import quantized as mxfp4
 from spile.models.files.demo import demo_model
 from spile.models.files.lora import Adapter, read_adapter
+from spile.models.files.quantized import PackedTensor, Part, Quantization, read_quantization
 from spile.models.files.safetensors import read_header
 from spile.objects.hub.names import pinned
 from spile.objects.paths import AnyPath, files_below, path_of, read_json
@@ -46,6 +48,7 @@ class Checkpoint:
     files: tuple[AnyPath, ...]
     prefix: str  # of its tensors' names
     adapter: Adapter | None = None
+    packed: Mapping[str, PackedTensor] = field(default_factory=dict[str, PackedTensor])
 
     def identity(self) -> dict[str, str]:
         """Digests of everything that determines the activations; paths are not included."""
@@ -69,10 +72,9 @@ class Checkpoint:
         return [prefix + source.name.format(layer=layer, expert=expert) for expert in experts]
 
     def stored(self, name: str) -> tuple[str, ...]:
-        """Names of the stored tensors of a tensor: itself, or the two halves of its 4-bit form."""
-        packed = (name + mxfp4.BLOCKS, name + mxfp4.SCALES)
-        found = name not in self.tensors and packed[0] in self.tensors
-        return packed if found and self.family.quantized else (name,)
+        """Names of the stored tensors of a tensor: itself, or those it is packed in."""
+        packed = self.packed.get(name)
+        return tuple(part.name for part in packed.parts) if packed else (name,)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The expected shapes of the tensors, by name."""
@@ -142,6 +144,7 @@ def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
     checkpoint = Checkpoint(
         directory, family, arch, tensors, files, next(stems, family.prefixes[0])
     )
+    checkpoint = dataclasses.replace(checkpoint, packed=_packed(checkpoint))
     _check_tensors(checkpoint)
     if lora is None:
         return checkpoint
@@ -162,16 +165,32 @@ def _warn_of_tied_head(checkpoint: Checkpoint, adapter: Adapter) -> None:
         )
 
 
+def _packed(checkpoint: Checkpoint) -> dict[str, PackedTensor]:
+    """The tensors that are stored in fewer bytes."""
+    path = checkpoint.directory / "config.json"
+    config, nested = read_json(path), checkpoint.family.nested
+    inner: Any = config.get(nested) if nested else None
+    given = config if "quantization_config" in config or not isinstance(inner, dict) else inner
+    way = read_quantization(given, str(path))
+    if way is None and "mxfp4" in checkpoint.family.quantized:  # some copies do not say so
+        way = Quantization("mxfp4")
+    packed: dict[str, PackedTensor] = {}
+    for name, shape in checkpoint.shapes().items() if way else ():
+        assert way
+        if found := way.packed(name, shape, checkpoint.tensors):
+            packed[name] = found
+    return packed
+
+
 def _check_tensors(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors are not exactly the expected ones, naming all faults."""
     found, floats = checkpoint.tensors, ("float32", "float16", "bfloat16")
     expected: dict[str, tuple[int, ...]] = {}
     allowed: dict[str, tuple[str, ...]] = {}
     for name, shape in checkpoint.shapes().items():
-        stored = checkpoint.stored(name) if mxfp4.packable(shape) else (name,)
-        packed = len(stored) > 1
-        expected |= zip(stored, mxfp4.packed_shapes(shape) if packed else (shape,), strict=True)
-        allowed |= dict.fromkeys(stored, ("uint8",) if packed else floats)
+        packed = checkpoint.packed.get(name)
+        for part in packed.parts if packed else (Part(name, shape, floats),):
+            expected[part.name], allowed[part.name] = part.shape, part.dtypes
     family, prefix = checkpoint.family, checkpoint.prefix
     unused = [stem + name for name in family.unused_weights for stem in {prefix, ""}]
     if checkpoint.arch.tied_head:

@@ -11,7 +11,7 @@ On a mesh, a device holds some rows of the batch, and one run of all tokens of t
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -68,6 +68,7 @@ class _Run:
     heads: dict[str, list[int]]  # site -> heads to keep in all its layers; absent sites keep all
     shards: Shards | None  # None: one device has everything
     changes: Changes
+    scores_all: bool  # attention weights are tapped, so they are computed for every pair
 
     def by_rows(self, values: Array) -> Array:
         return self.shards.rows(values) if self.shards else values
@@ -151,7 +152,7 @@ Inputs = tuple[Places, Places, Places, Columns | None]  # tokens, positions, seg
 
 def before_blocks(
     outer: Arrays,
-    embedded: Hidden,
+    embedded: Hidden | None,
     inputs: Inputs,
     *,
     arch: Arch,
@@ -159,7 +160,10 @@ def before_blocks(
     store_dtype: str,
     shards: Shards | None = None,
 ) -> tuple[Hidden, Values]:
-    """From the embeddings of the tokens to the stream that enters the first block."""
+    """The stream that enters the first block.
+
+    `embedded`: the tokens' rows of the embedding, if they were looked up elsewhere.
+    """
     run = _run_of(inputs, arch, taps, None, shards, {})
     x, values = _embed(outer, run, embedded)
     return x, _as_stored({tap.name: values[tap.site] for tap in taps}, taps, run, store_dtype)
@@ -174,11 +178,15 @@ def one_block(
     layer: Layer,
     taps: tuple[Tap, ...],
     attention: Attention,
+    scores_all: bool,
     store_dtype: str,
     shards: Shards | None = None,
 ) -> tuple[Hidden, Values]:
-    """One block, and the values of its own taps."""
-    run = _run_of(inputs, arch, taps, attention, shards, {})
+    """One block, and the values of its own taps.
+
+    `scores_all`: attention weights of some block are tapped.
+    """
+    run = replace(_run_of(inputs, arch, taps, attention, shards, {}), scores_all=scores_all)
     x, values = _block(x, block, layer, run, in_block({}))
     return x, _as_stored({tap.name: values[tap.site] for tap in taps}, taps, run, store_dtype)
 
@@ -230,10 +238,11 @@ def _run_of(
     else:
         attend = attention(segments, positions)
     frequencies = [rope.frequencies(arch.head_dim, arch.rope_positions) for rope in arch.ropes]
+    wanted = _layers_by_site(taps)
     return _Run(
         arch, tokens, positions, segments, columns,
         tuple(rotary_angles(positions, *each) for each in frequencies),
-        attend, _layers_by_site(taps), _heads_by_site(taps), shards, changes,
+        attend, wanted, _heads_by_site(taps), shards, changes, "attn_pattern" in wanted,
     )  # fmt: skip
 
 
@@ -391,9 +400,10 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
     values |= {"q_rot": q, "k_rot": k}
     scoring = Scoring(arch.attn_scale, layer.window, arch.attn_softcap)
     sinks = block.get("sinks")
-    if "attn_pattern" in run.wanted:
+    if run.scores_all:
         weights = pattern(q, k, run.segments, run.positions, scoring, sinks)
-        values["attn_pattern"] = _from_context_start(weights, run.positions)
+        if "attn_pattern" in run.wanted:
+            values["attn_pattern"] = _from_context_start(weights, run.positions)
         z = mixed(weights, v)
     else:
         assert run.attend

@@ -12,9 +12,10 @@ under the same path cannot end up in half of a dataset.
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from spile.models.config.specs import (
     in_float8,
     outer_specs,
 )
-from spile.models.files import quantized as mxfp4
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.safetensors import read_tensor
 from spile.models.forward.ops import FLOAT8, Float8Weight
@@ -93,6 +93,11 @@ class ShardBuffer:
     index: Index
 
 
+Parts = Mapping[str, ShardBuffer]  # by index, written out
+Packed = list[tuple[Any, ...]]  # the stored tensors of each tensor that holds an array
+HostBlock = Mapping[str, Parts | Packed]
+
+
 def load_params(
     checkpoint: Checkpoint,
     schedule: LayerSchedule,
@@ -114,20 +119,9 @@ def load_params(
     Returns:
         The parameters, and a hash for each tensor of this process's share.
     """
-    loading = ArrayLoader(checkpoint, schedule, dtype, shards, heed)
-    cycle: tuple[Block, ...] = ()
-    if schedule.cycles:
-        places = range(schedule.period)
-        cycle = tuple(
-            {name: loading.stacked(spec, place) for name, spec in loading.blocks.items()}
-            for place in places
-        )
-    params = Params(
-        outer=loading.outer(head=head),
-        cycle=cycle,
-        tail=tuple(map(loading.block, range(schedule.scanned, schedule.depth))),
-    )
-    return params, loading.digests(*hashed, head=head)
+    loader = ArrayLoader(checkpoint, schedule, dtype, shards, heed)
+    params = loader.params(head=head)
+    return params, loader.digests(*hashed, head=head)
 
 
 def abstract_params(
@@ -203,20 +197,31 @@ class ArrayLoader:
         schedule: LayerSchedule,
         dtype: jnp.dtype,
         shards: Shards | None,
-        heed: Callable[[], None],
+        heed: Callable[[], None] = lambda: None,
     ) -> None:
         self._checkpoint, self._schedule, self._heed = checkpoint, schedule, heed
         self._float8 = dtype == FLOAT8
-        self._dtype = jnp.dtype(jnp.bfloat16) if self._float8 else dtype
+        self.dtype = jnp.dtype(jnp.bfloat16) if self._float8 else dtype  # of what is not float8
         self._shards = shards
         self.blocks = {spec.name: spec for spec in block_specs(checkpoint.arch)}
         self._digests: dict[str, str] = {}
+        self._decoders: dict[str, Any] = {}
 
     def whole(self, spec: ParamSpec, layer: int | None = None) -> Any:
         def fill(parts: list[ShardBuffer]) -> None:
             self._fill(parts, spec, layer)
 
         return self._narrowed(spec, self._array(spec.shape, spec.name, fill, stacked=False))
+
+    def params(self, *, head: bool) -> Params:
+        """All arrays of the scheduled blocks; those after the blocks only if `head`."""
+        schedule = self._schedule
+        cycle = tuple(
+            {name: self.stacked(spec, place) for name, spec in self.blocks.items()}
+            for place in range(schedule.period if schedule.cycles else 0)
+        )
+        tail = tuple(map(self.block, range(schedule.scanned, schedule.depth)))
+        return Params(self.outer(head=head), cycle, tail)
 
     def block(self, layer: int) -> Block:
         """The arrays of one block."""
@@ -234,6 +239,12 @@ class ArrayLoader:
             if (head or spec.name not in late) and (embedding or spec.name != "embed")
         }
 
+    def on_host(self, spec: ParamSpec) -> np.ndarray:
+        """An array before or after the blocks, in host memory."""
+        out = _buffer(spec.shape, self.dtype)
+        self._fill([ShardBuffer(out, (slice(None),) * out.ndim)], spec, None)
+        return out
+
     def stacked(self, spec: ParamSpec, place: int) -> Any:
         """The arrays of every block at this place of a period, stacked."""
         schedule = self._schedule
@@ -249,6 +260,75 @@ class ArrayLoader:
 
         shape = (schedule.cycles, *spec.shape)
         return self._narrowed(spec, self._array(shape, spec.name, fill, stacked=True))
+
+    def host_block(self, layer: int) -> HostBlock:
+        """One block in host memory; packed arrays as they are stored. `put_block` takes it."""
+
+        def read(spec: ParamSpec) -> Parts | Packed:
+            return self._as_stored(spec, layer) if self._packs(spec) else self._parts(spec, layer)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return dict(zip(self.blocks, pool.map(read, self.blocks.values()), strict=True))
+
+    def put_block(self, found: HostBlock) -> Block:
+        """Begin to copy a block to the device; packed arrays stay so until `unpacked`."""
+        block: Block = {}
+        for name, parts in found.items():
+            spec = self.blocks[name]
+            if isinstance(parts, list):
+                block[name] = jax.device_put(parts)
+            else:
+                array = self._put(parts, spec.shape, name, stacked=False)
+                block[name] = self._narrowed(spec, array)
+        return block
+
+    def unpacked(self, block: Block) -> Block:
+        """A block whose packed arrays are decoded, on the device."""
+        return {
+            name: self._decoder(name)(array) if isinstance(array, list) else array
+            for name, array in block.items()
+        }
+
+    @property
+    def packs(self) -> bool:
+        """Whether some arrays of a block stay packed until they are used."""
+        return any(map(self._packs, self.blocks.values()))
+
+    def _packs(self, spec: ParamSpec) -> bool:
+        checkpoint = self._checkpoint
+        return (
+            self._shards is None
+            and checkpoint.adapter is None
+            and checkpoint.names(spec, 0)[0] in checkpoint.packed
+            and all(isinstance(path, Path) for path, _ in checkpoint.tensors.values())
+        )
+
+    def _as_stored(self, spec: ParamSpec, layer: int) -> Packed:
+        """The stored tensors of each tensor that holds an array."""
+        found: Packed = []
+        for name in self._checkpoint.names(spec, layer):
+            parts: list[np.ndarray] = []
+            for each in self._checkpoint.stored(name):
+                info = self._checkpoint.tensors[each][1]
+                parts.append(_buffer(info.shape, info.dtype))
+                self._read_into(each, parts[-1])
+            found.append(tuple(parts))
+        return found
+
+    def _decoder(self, name: str) -> Callable[[Packed], Any]:
+        if name not in self._decoders:
+            self._decoders[name] = jax.jit(partial(self._decoded, self.blocks[name]))
+        return self._decoders[name]
+
+    def _decoded(self, spec: ParamSpec, stored: Packed) -> Any:
+        checkpoint, source = self._checkpoint, self._checkpoint.source(spec.name)
+        arrays: list[jax.Array] = []
+        for name, parts in zip(checkpoint.names(spec, 0), stored, strict=True):
+            tensor: Any = checkpoint.packed[name].decode(jnp, *parts)
+            taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)
+            arrays.append(jnp.asarray(taken).astype(self.dtype))
+        array = jnp.stack(arrays) if source.per_expert else arrays[0]
+        return Float8Weight.of(array) if self._float8 and in_float8(spec) else array
 
     def _narrowed(self, spec: ParamSpec, array: jax.Array) -> Any:
         """The array in float8, if it is to be and can be."""
@@ -267,23 +347,37 @@ class ArrayLoader:
         fill: Callable[[list[ShardBuffer]], None],
         stacked: bool,
     ) -> jax.Array:
-        def parts(indices: Iterable[Index]) -> dict[str, ShardBuffer]:
-            """Devices that hold the same part share one buffer."""
-            made = {str(i): i for i in indices}
-            buffers = {
-                k: ShardBuffer(_buffer(_shape(shape, i), self._dtype), i) for k, i in made.items()
-            }
-            fill(list(buffers.values()))
-            return buffers
+        return self._put(self._filled(shape, name, fill, stacked), shape, name, stacked)
 
+    def _parts(self, spec: ParamSpec, layer: int) -> Parts:
+        def fill(parts: list[ShardBuffer]) -> None:
+            self._fill(parts, spec, layer)
+
+        return self._filled(spec.shape, spec.name, fill, stacked=False)
+
+    def _filled(
+        self,
+        shape: tuple[int, ...],
+        name: str,
+        fill: Callable[[list[ShardBuffer]], None],
+        stacked: bool,
+    ) -> Parts:
+        """The parts of an array that this process's devices hold; equal ones are one buffer."""
+        indices: Iterable[Index | None] = [(slice(None),) * len(shape)]
+        if self._shards is not None:
+            sharding = self._shards.kept(name, stacked=stacked)
+            indices = sharding.addressable_devices_indices_map(shape).values()
+        made = {str(i): i for i in indices if i is not None}
+        parts = {k: ShardBuffer(_buffer(_shape(shape, i), self.dtype), i) for k, i in made.items()}
+        fill(list(parts.values()))
+        return parts
+
+    def _put(self, parts: Parts, shape: tuple[int, ...], name: str, stacked: bool) -> jax.Array:
         if self._shards is None:
-            (part,) = parts([(slice(None),) * len(shape)]).values()
+            (part,) = parts.values()
             return jnp.asarray(part.out)
         sharding = self._shards.kept(name, stacked=stacked)
-        found = parts(
-            i for i in sharding.addressable_devices_indices_map(shape).values() if i is not None
-        )
-        return jax.make_array_from_callback(shape, sharding, lambda index: found[str(index)].out)
+        return jax.make_array_from_callback(shape, sharding, lambda index: parts[str(index)].out)
 
     def _fill(self, parts: list[ShardBuffer], spec: ParamSpec, layer: int | None) -> None:
         """Fill parts of one of our arrays; each tensor is read once for all of them."""
@@ -362,7 +456,8 @@ class ArrayLoader:
             whole = used == slice(0, info.stop - info.start) if remote else self._shards is None
             if whole and each not in self._digests:
                 self._digests[each] = xxhash.xxh3_128_hexdigest(as_bytes(parts[-1]))
-        tensor = mxfp4.decode(*parts) if len(parts) > 1 else parts[0]
+        packed = checkpoint.packed.get(name)
+        tensor = packed.decode(np, *parts) if packed else parts[0]
         return adapter.merge(name, tensor) if adapter else tensor
 
     def digests(self, process: int, processes: int, *, head: bool) -> dict[str, str]:

@@ -1,0 +1,214 @@
+"""The blocks of a model that is larger than its device: each is there when its turn comes.
+
+A block is kept on the device, in host memory or in its files. While one of the streamed ones is
+used, the next is on its way, and files are read one further ahead. So the device holds three of
+them, besides those that it keeps: one whose work may not have ended, one that is used, and one that
+arrives. On a CPU, where nothing is copied, memory holds two: one that is used, one that is read.
+
+Copies to the device must be begun before the work that they shall hide behind: a GPU's runtime
+lets a copy wait for all work that was handed to the device before it.
+"""
+
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from spile.core.errors import InputError
+from spile.core.tensors import TensorInfo
+from spile.models.config.specs import ParamSpec, outer_specs
+from spile.models.files.checkpoint import Checkpoint
+from spile.models.forward.weights import ArrayLoader, Block
+
+KEPT = ("resident", "host", "disk")  # on the device, in host memory, in files
+_PINNED = "pinned_host"
+
+
+class StreamedBlocks:
+    """Gives blocks in turn, again and again."""
+
+    def __init__(
+        self,
+        resident: Mapping[int, Block],
+        streamed: Sequence[int],
+        put: Callable[[int, Any], Block],
+        read: Callable[[int], Any] | None = None,
+        *,
+        unpack: Callable[[Block], Block] = lambda block: block,
+        copied: bool = True,
+    ) -> None:
+        """Args:
+        resident: the blocks that stay on the device.
+        streamed: the numbers of the others, ascending.
+        put: begins to copy one of those to the device, from what `read` has returned.
+        read: reads one of those from its files; runs in a thread of its own.
+        unpack: decodes a block that was copied as it is stored.
+        copied: host and device have memories of their own.
+        """
+        self._resident, self._streamed = resident, list(streamed)
+        self._put, self._read, self._unpack, self._copied = put, read, unpack, copied
+        self._pool = ThreadPoolExecutor(1, "weights")
+        self._reading: dict[int, Future[Any]] = {}
+        self._coming: dict[int, Block] = {}
+        self._working: deque[tuple[int, jax.Array]] = deque()  # blocks in use, and their results
+        self.waited = 0.0  # seconds that the device had nothing to do but wait for a block
+
+    def take(self, layer: int) -> Block:
+        """A block on the device, or on its way there; the next one sets out, too.
+
+        Waits until the block before the last one is done, and makes room for another one.
+        """
+        while len(self._working) > self._copied:
+            self._finish()
+        if self._coming and layer not in self._coming and layer not in self._resident:
+            self._coming.clear()  # the sweep before ended early
+        here = layer in self._resident
+        block = self._resident[layer] if here else self._arriving(layer)
+        if self._streamed and self._copied:
+            self._arriving(self._after(layer))
+        return block if here else self._unpack(block)
+
+    def used(self, layer: int, result: jax.Array) -> None:
+        """Tell that a block's work was handed to the device, and what is ready when it is done."""
+        self._working.append((layer, result))
+
+    def _finish(self) -> None:
+        """Wait for the earliest work, and count how long the work after it waits for its block."""
+        layer, done = self._working.popleft()
+        done.block_until_ready()
+        self._coming.pop(layer, None)
+        following = self._coming.get(self._working[0][0]) if self._working else None
+        if following is not None:
+            begin = time.perf_counter()
+            jax.block_until_ready(following)
+            self.waited += time.perf_counter() - begin
+
+    def _after(self, layer: int) -> int:
+        """The streamed block that is used next after a block."""
+        return self._streamed[bisect_right(self._streamed, layer) % len(self._streamed)]
+
+    def _arriving(self, layer: int) -> Block:
+        """A streamed block, which sets out now if it has not yet."""
+        if layer not in self._coming:
+            self._coming[layer] = self._put(layer, self._was_read(layer))
+        return self._coming[layer]
+
+    def _was_read(self, layer: int) -> Any:
+        """What was read of a block; meanwhile the next one is read."""
+        if self._read is None:
+            return None
+        if layer not in self._reading:
+            self._reading.clear()
+            self._reading[layer] = self._pool.submit(self._read, layer)
+        following = self._after(layer)
+        if following not in self._reading:
+            self._reading[following] = self._pool.submit(self._read, following)
+        begin, idle = time.perf_counter(), all(r.is_ready() for _, r in self._working)
+        found = self._reading.pop(layer).result()
+        if idle and self._working:
+            self.waited += time.perf_counter() - begin
+        return found
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+def load_blocks(
+    loader: ArrayLoader, kept: Sequence[str], device: Any, heed: Callable[[], None] = lambda: None
+) -> StreamedBlocks:
+    """Load the blocks that are kept on the device or in host memory; the others come from files.
+
+    Args:
+        kept: where each block is kept, one of `KEPT`.
+        heed: called between blocks; raises if the run should stop.
+    """
+    resident: dict[int, Block] = {}
+    hosted: dict[int, tuple[Block, Any]] = {}  # with its shardings on the device
+    for layer, where in enumerate(kept):
+        heed()
+        if where == "disk":
+            continue
+        if where == "resident" or device.platform == "cpu":  # (whose memory is the host's)
+            resident[layer] = loader.block(layer)
+            continue
+        # Through the device: what is kept is what will be copied back.
+        block = loader.put_block(loader.host_block(layer))
+        there = jax.device_put(block, jax.tree.map(_on_host, block))
+        hosted[layer] = there, jax.tree.map(lambda array: array.sharding, block)
+        jax.block_until_ready(there)  # and the device's copy is freed
+
+    streamed = [layer for layer in range(len(kept)) if layer not in resident]
+
+    def read(layer: int) -> Any:
+        return None if layer in hosted else loader.host_block(layer)
+
+    def put(layer: int, found: Any) -> Block:
+        return jax.device_put(*hosted[layer]) if layer in hosted else loader.put_block(found)
+
+    from_files = len(hosted) < len(streamed)
+    copied = device.platform != "cpu"
+    return StreamedBlocks(
+        resident,
+        streamed,
+        put,
+        read if from_files else None,
+        unpack=loader.unpacked if loader.packs else lambda block: block,
+        copied=copied,
+    )
+
+
+def _on_host(array: jax.Array) -> Any:
+    if isinstance(array.sharding, SingleDeviceSharding):
+        (device,) = array.sharding.device_set
+        return SingleDeviceSharding(device, memory_kind=_PINNED)
+    return array.sharding.with_memory_kind(_PINNED)
+
+
+class EmbeddingRows:
+    """Rows of a model's embedding, looked up in host memory or in the file."""
+
+    def __init__(self, checkpoint: Checkpoint, loader: ArrayLoader) -> None:
+        spec = next(s for s in outer_specs(checkpoint.arch) if s.name == "embed")
+        self._dtype, self._table = loader.dtype, None
+        self._found = _in_file(checkpoint, spec)
+        if self._found is None:
+            self._table = loader.on_host(spec)
+
+    def __call__(self, tokens: np.ndarray) -> np.ndarray:
+        if self._table is not None:
+            return self._table[tokens]
+        assert self._found
+        path, info = self._found
+        ids, places = np.unique(tokens, return_inverse=True)
+        rows = np.empty((len(ids), info.shape[1]), info.dtype)
+        size = rows.itemsize * info.shape[1]
+        bytes_of = rows.view(np.uint8)
+        try:
+            with path.open("rb", buffering=0) as file:
+                for row, number in enumerate(ids):
+                    file.seek(info.start + int(number) * size)
+                    if file.readinto(memoryview(bytes_of[row])) != size:
+                        raise InputError(f"{path}: ends too early; was it changed?")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+        return rows.astype(self._dtype)[places.reshape(tokens.shape)]
+
+
+def _in_file(checkpoint: Checkpoint, spec: ParamSpec) -> tuple[Path, TensorInfo] | None:
+    """The file and the place of an array that lies there as it is."""
+    (name,) = checkpoint.names(spec)
+    changed = checkpoint.adapter is not None and name in checkpoint.adapter.targets
+    if changed or name not in checkpoint.tensors:
+        return None
+    path, info = checkpoint.tensors[name]
+    return (path, info) if isinstance(path, Path) else None

@@ -1,0 +1,217 @@
+"""Where the blocks of a model are kept while it runs: on the device, in host memory, or on disk.
+
+If they do not all fit on the device, all rows of a sweep pass one block before the next is needed,
+and the next block is on its way meanwhile (`run/sweep.py`). No jax.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spile.core.config import Runtime
+from spile.core.errors import ConfigError
+from spile.core.humanize import size
+from spile.core.system import available_memory
+from spile.plan.chips import Chip
+from spile.plan.roofline import MEMORY_SHARE, Workload
+
+# Streamed blocks on the device: one whose work may not have ended, one that is used, one that
+# arrives.
+SLOTS = 3
+_HOST_SHARE = 0.8  # of the host's free memory, for weights
+_STREAMS_SHARE = 0.25  # of a device's memory, for the streams of a sweep
+_DISK_RATE = 2e9  # bytes a second, assumed of files elsewhere
+_SAMPLE, _SAMPLE_SECONDS, _READERS = 16 << 20, 0.3, 8
+_LINK_RATE, _FLOPS = 12e9, 2e14  # of a device that is not in plan/chips.py
+_MARGIN = 2.0  # a sweep has this many times the tokens behind which copies just hide
+_MOST_SWEPT = 1 << 20  # tokens
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Where each block is kept, and how many rows pass it at once."""
+
+    kept: tuple[str, ...]  # by block: "resident", "host" or "disk"
+    batch_rows: int  # of one program, for each group of devices
+    sweep_rows: int  # as many pass a block before the next one is needed
+    block_bytes: int
+    link_rate: float  # bytes a second, from where streamed blocks are
+    hidden: float  # share of a sweep's copies that compute hides, by our estimate
+    looks_up: bool = False  # embeddings are looked up in the file: the device does not hold them
+
+    @property
+    def streams(self) -> bool:
+        return any(where != "resident" for where in self.kept)
+
+    def count(self, where: str) -> int:
+        return self.kept.count(where)
+
+    @property
+    def on_device(self) -> int:
+        """Blocks for which the device has room."""
+        if not self.streams:
+            return len(self.kept)
+        return min(len(self.kept), self.count("resident") + SLOTS)
+
+    @property
+    def host_bytes(self) -> int:
+        return self.count("host") * self.block_bytes
+
+    def __str__(self) -> str:
+        if not self.streams:
+            return "all on the device"
+        places = {"resident": "on the device", "host": "in host memory", "disk": "on disk"}
+        told = [f"{self.count(k)} {place}" for k, place in places.items() if self.count(k)]
+        return f"of {len(self.kept)} blocks of {size(self.block_bytes)}, {', '.join(told)}"
+
+
+def all_resident(work: Workload, rows: int) -> Residency:
+    return Residency(("resident",) * work.depth, rows, rows, work.block_weights, 0.0, 1.0)
+
+
+def streamed_bytes(
+    work: Workload, resident: int, sweep_tokens: int, *, looks_up: bool = False
+) -> int:
+    """Bytes on a device that keeps some blocks while the others pass.
+
+    `sweep_tokens`: of one group of devices.
+    """
+    held = min(work.depth, resident + SLOTS) * work.block_weights
+    streams = sweep_tokens * work.arch.width * work.item
+    by_layer: dict[int | None, int] = {}
+    for tap in work.taps:
+        by_layer[tap.layer] = by_layer.get(tap.layer, 0) + work.tap_bytes(tap)
+    taps = 2 * max(by_layer.values(), default=0)
+    return work.outer_weights(embedding=not looks_up) + held + streams + taps + work.temporaries
+
+
+def choose_residency(
+    step: Callable[[int], Workload],
+    rows: tuple[int, int],
+    runtime: Runtime,
+    platform: str,
+    memory: int | None,
+    *,
+    most_rows: int,
+    chip: Chip | None = None,
+    processes: int = 1,
+    host_memory: int | None = None,
+    files: Sequence[Any] = (),
+) -> Residency:
+    """Decide where blocks are kept, and how many rows pass them at once.
+
+    Args:
+        step: the workload of a step with so many rows.
+        rows: of a step that is large enough; and of one that fits beside the whole model.
+        memory: of each device, if known.
+        most_rows: of a sweep: those of the largest unit.
+        chip: the kind of device, if known.
+        host_memory: free bytes of the host; by default, of this one.
+        files: of the weights, whose rate is measured if blocks come from there.
+    """
+    enough, fitting = rows
+    wanted, work = runtime.weights, step(fitting)
+    free = (available_memory() or 0) if host_memory is None else host_memory
+    if memory is None and platform == "cpu":
+        memory = free
+    fits = not memory or work.device_bytes <= MEMORY_SHARE * memory
+    if wanted == "resident" or (wanted == "auto" and (fits or processes > 1)):
+        return all_resident(work, fitting)
+    if processes > 1:
+        raise ConfigError(
+            f"--weights {wanted}: only a process that works alone streams blocks, and {processes} "
+            "are joined; cut the model with --mesh (fsdp), or leave --weights out"
+        )
+    if wanted == "host" and platform == "cpu":
+        return all_resident(work, fitting)  # the device's memory is the host's
+    fixed = runtime.batch_tokens is not None or not memory
+    while not fixed and enough > 1 and _too_large(step(enough), enough, memory or 0):
+        enough //= 2
+    work = step(enough)
+    if wanted in ("host", "disk"):
+        kept = (wanted,) * work.depth
+    else:
+        on_host = 0 if platform == "cpu" else int(_HOST_SHARE * free // work.block_weights)
+        kept = _spread(work, memory or 0, on_host)
+    disk = disk_rate(files) if platform != "cpu" and "disk" in kept else _DISK_RATE
+    return _sized(work, enough, kept, platform, memory, chip, most_rows, disk)
+
+
+def _too_large(work: Workload, rows: int, memory: int) -> bool:
+    return streamed_bytes(work, 0, rows * work.seq_len) > MEMORY_SHARE * memory
+
+
+def _spread(work: Workload, memory: int, on_host: int) -> tuple[str, ...]:
+    """As many blocks as fit on the device, as many of the others as fit into the host's memory."""
+    room = MEMORY_SHARE * memory - _STREAMS_SHARE * memory
+    resident = 0
+    while resident < work.depth - SLOTS and streamed_bytes(work, resident + 1, 0) <= room:
+        resident += 1
+    kept = ["resident" if here else "" for here in evenly(resident, work.depth)]
+    others = [n for n, where in enumerate(kept) if not where]
+    hosted = evenly(min(on_host, len(others)), len(others))
+    for n, here in zip(others, hosted, strict=True):
+        kept[n] = "host" if here else "disk"
+    return tuple(kept)
+
+
+def _sized(
+    work: Workload,
+    rows: int,
+    kept: tuple[str, ...],
+    platform: str,
+    memory: int | None,
+    chip: Chip | None,
+    most_rows: int,
+    disk: float,
+) -> Residency:
+    """Choose the sweep's length so that copies hide behind compute, as far as memory allows."""
+    streamed = [where for where in kept if where != "resident"]
+    if platform == "cpu":
+        return Residency(kept, rows, rows, work.block_weights, disk, 1.0, looks_up=True)
+    link = chip.host_link if chip else _LINK_RATE
+    copying = sum(work.block_weights / (link if w == "host" else disk) for w in streamed)
+    per_row = work.flops / rows / (chip.sustained if chip else _FLOPS)
+    needed = copying / per_row
+    most = max(rows, min(most_rows, _MOST_SWEPT // work.seq_len))
+    if memory:
+        each = work.seq_len * work.arch.width * work.item
+        left = MEMORY_SHARE * memory - streamed_bytes(work, kept.count("resident"), 0)
+        most = max(rows, min(most, int(left // each)))
+    swept = max(rows, min(most // rows, math.ceil(_MARGIN * needed / rows)) * rows)
+    slowest = min(link if where == "host" else disk for where in streamed)
+    hidden = min(1.0, swept / max(needed, 1e-9))
+    return Residency(kept, rows, swept, work.block_weights, slowest, hidden)
+
+
+def evenly(count: int, of: int) -> list[bool]:
+    """Choose `count` of a number of places, as evenly as possible."""
+    return [(n + 1) * count // of > n * count // of for n in range(of)]
+
+
+def disk_rate(files: Sequence[Any]) -> float:
+    """Bytes a second that a few threads read of the largest of some local files, measured."""
+    local = [path for path in files if isinstance(path, Path) and path.is_file()]
+    if not local:
+        return _DISK_RATE
+    largest = max(local, key=lambda path: path.stat().st_size)
+    begin = time.perf_counter()
+
+    def read(thread: int) -> int:
+        done, place = 0, thread * _SAMPLE
+        with largest.open("rb", buffering=0) as file:
+            while time.perf_counter() - begin < _SAMPLE_SECONDS:
+                file.seek(place)
+                found = len(file.read(_SAMPLE))
+                done, place = done + found, place + _READERS * _SAMPLE
+                if not found:
+                    break
+        return done
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        total = sum(pool.map(read, range(_READERS)))
+    return max(1e6, total / (time.perf_counter() - begin))
