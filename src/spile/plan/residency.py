@@ -23,7 +23,8 @@ from spile.plan.roofline import MEMORY_SHARE, Workload
 # arrives.
 SLOTS = 3
 _HOST_SHARE = 0.8  # of the host's free memory, for weights
-_STREAMS_SHARE = 0.25  # of a device's memory, for the streams of a sweep
+# Of a device's memory, for the streams of a sweep; those that hide a disk are long.
+_STREAMS_SHARE, _LONG_STREAMS_SHARE = 0.1, 0.25
 _DISK_RATE = 2e9  # bytes a second, assumed of files elsewhere
 _SAMPLE, _SAMPLE_SECONDS, _READERS = 16 << 20, 0.3, 8
 _LINK_RATE, _FLOPS = 12e9, 2e14  # of a device that is not in plan/chips.py
@@ -147,10 +148,12 @@ def _too_large(work: Workload, rows: int, memory: int) -> bool:
 
 def _spread(work: Workload, memory: int, on_host: int) -> tuple[str, ...]:
     """As many blocks as fit on the device, as many of the others as fit into the host's memory."""
-    room = MEMORY_SHARE * memory - _STREAMS_SHARE * memory
-    resident = 0
-    while resident < work.depth - SLOTS and streamed_bytes(work, resident + 1, 0) <= room:
-        resident += 1
+    for share in (_STREAMS_SHARE, _LONG_STREAMS_SHARE):
+        room, resident = (MEMORY_SHARE - share) * memory, 0
+        while resident < work.depth - SLOTS and streamed_bytes(work, resident + 1, 0) <= room:
+            resident += 1
+        if resident + on_host >= work.depth:
+            break
     kept = ["resident" if here else "" for here in evenly(resident, work.depth)]
     others = [n for n, where in enumerate(kept) if not where]
     hosted = evenly(min(on_host, len(others)), len(others))
