@@ -35,7 +35,6 @@ from spile.models.forward import decoder
 from spile.models.taps import Tap, all_taps
 from spile.objects import LocalObjects
 from spile.plan.resolve import resolve, store_table
-from spile.run import sweep
 from stored import Stored, flip, reseal
 
 SEQ_LEN = 48
@@ -593,7 +592,6 @@ def miscount_layers(patch: pytest.MonkeyPatch) -> set[str]:
         return Tap("resid_post", tap.layer) if tap.site == "resid_pre" else tap
 
     patch.setattr(decoder, "computed_as", computed_as)
-    patch.setattr(sweep, "computed_as", computed_as)
     return {"resid_pre.1"}
 
 

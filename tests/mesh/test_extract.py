@@ -5,8 +5,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 import spile
+from marks import some
 
 
 def test_a_mesh_of_one_device_leaves_the_others_alone(
@@ -25,3 +27,23 @@ def test_a_mesh_of_one_device_leaves_the_others_alone(
     for mesh in ("1", "data=8"):
         records = [json.loads(path.read_bytes()) for path in (tmp_path / mesh / "done").iterdir()]
         assert {record["made_by"]["mesh"] for record in records} == {mesh}
+
+
+@pytest.mark.parametrize(
+    "mesh", some(["fsdp=2,model=2,data=2", "data=8", "model=4,data=2"], "data=8")
+)
+def test_blocks_of_a_mesh_may_come_from_files(
+    mesh: str, model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    recipe = spile.Recipe(
+        model=str(model), corpus=str(corpus), taps="embed,resid_post:0+2,logprob", seq_len=64,
+        unit_tokens=900, compute_dtype="float32", store_dtype="float32",
+    )  # fmt: skip
+    found = []
+    for kept in ("resident", "disk"):
+        runtime = spile.Runtime(mesh=mesh, batch_tokens=128, weights=kept)
+        spile.extract(recipe, str(tmp_path / kept), runtime)
+        ds = spile.open(str(tmp_path / kept))
+        found.append([ds.read(tap, 0, ds.num_tokens) for tap in ds.taps])
+    for whole, streamed in zip(*found, strict=True):
+        np.testing.assert_array_equal(whole, streamed)

@@ -120,3 +120,25 @@ def test_tokens_the_model_cannot_read_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         loaded.loss(tokens)
+
+
+def test_a_model_whose_blocks_come_from_files_gives_the_same_values(model: Path) -> None:
+    whole, streamed = (spile.load_model(str(model), weights=kept) for kept in ("resident", "disk"))
+    texts = ["The capital of France", "is Paris."]
+    taps = "embed,resid_pre:0+2,attn_in:1,z:1,attn_pattern:0,resid_post:all,logits"
+    steer = jnp.full(whole.arch.width, 0.5)
+    splices: list[dict[str, Any]] = [
+        {},
+        {"resid_post.1": added(steer)},
+        {"resid_pre.1": added(steer), "embed": added(-steer), "mlp_out.2": lambda x: 2 * x},
+    ]
+    for splice in splices:
+        wanted, found = (each(texts, taps, splice=splice) for each in (whole, streamed))
+        assert wanted.keys() == found.keys()
+        for tap in wanted:
+            np.testing.assert_allclose(found[tap], wanted[tap], rtol=1e-4, atol=2e-5)
+    assert streamed.loss(texts) == pytest.approx(whole.loss(texts), rel=1e-5)
+    with pytest.raises(ConfigError, match="load it anew"):
+        streamed.to("1d")
+    with pytest.raises(ConfigError, match="name one"):
+        streamed(texts, splice={"resid_pre.2": added(steer), "resid_post.1": added(steer)})

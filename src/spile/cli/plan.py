@@ -89,7 +89,7 @@ def plan(arguments: argparse.Namespace) -> int:
     job = resolve(recipe, ledger, platform, cache=runtime.cache)
     devices = devices_of(runtime.mesh) or present
     processes = runtime.num_processes or (target.hosts if target else 1)
-    memory = target.memory if target else None
+    memory = target.memory if target else _memory(platform)
     cuts = planned_cuts(job, runtime, platform, devices, memory, processes)
     objects = ledger.objects
     if is_bucket(objects.url):
@@ -157,6 +157,15 @@ def _platform(target: "CompileTarget | None") -> tuple[str, int, str]:
     except ImportError:  # a plan works without jax
         return "cpu", 1, "cpu"
     return devices_here()
+
+
+def _memory(platform: str) -> int | None:
+    """Bytes that a device of this process may use, if it tells."""
+    if platform == "cpu":
+        return None
+    from spile.run.devices import memory_limit, prepared_device
+
+    return memory_limit(prepared_device())
 
 
 def _kernel(job: "ExtractionJob", runtime: Runtime, platform: str, *, here: bool) -> KernelChoice:

@@ -12,6 +12,7 @@ steered = model.loss("The capital of France is Paris.", splice={"resid_post.9": 
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,20 +20,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from spile.core.config import COMPUTE_DTYPES, activation_dtype
+from spile.core.config import COMPUTE_DTYPES, Runtime, activation_dtype
 from spile.core.errors import ConfigError
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.tokenize import TextTokenizer
+from spile.models.config.arch import Layer
 from spile.models.config.specs import array_axes, axis_sizes
 from spile.models.files.checkpoint import open_checkpoint
-from spile.models.forward.decoder import forward
+from spile.models.forward.decoder import (
+    after_blocks,
+    before_blocks,
+    computed_as,
+    forward,
+    of_any_block,
+    one_block,
+    stage_of,
+)
 from spile.models.forward.kernels import for_platform
 from spile.models.forward.sharding import Shards, make_mesh, put
 from spile.models.forward.splice import SPLICED, Change, replaced
-from spile.models.forward.weights import LayerSchedule, Params, load_params, moved_params
-from spile.models.layout import Cuts, parse_layout
+from spile.models.forward.streamed import StreamedBlocks, load_blocks
+from spile.models.forward.weights import (
+    ArrayLoader,
+    LayerSchedule,
+    Params,
+    load_params,
+    moved_params,
+)
+from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
 from spile.models.taps import Tap, parse_taps
-from spile.run.devices import prepared_device
+from spile.plan.residency import Residency, choose_residency
+from spile.plan.roofline import Workload
+from spile.run.devices import memory_limit, prepared_device
+
+_LONG = 2048  # tokens of a long context
 
 # [rows, seq], or contexts of any lengths, or texts to encode.
 Tokens = np.ndarray | Sequence[np.ndarray] | str | Sequence[str]
@@ -51,9 +72,12 @@ class Model:
         compute_dtype: str | None = None,
         special_tokens: str = "tokenizer",
         mesh: str = "1",
+        weights: str = "auto",
     ) -> None:
         """Args:
         mesh: how to lay it out on this process's devices, as in `--mesh`, except `auto`.
+        weights: where blocks are kept, as in `--weights`; a call brings those that are not on the
+            device one after another, so give it many tokens.
 
         The others are as in `spile extract`; the dtype defaults to float32 on a CPU, bfloat16
         elsewhere.
@@ -70,23 +94,61 @@ class Model:
         self._schedule = LayerSchedule.of(self.arch, self.arch.num_layers, whole=True)
         dtype = DTYPES_BY_NAME[self._dtype]
         self._shards = self._laid_out(mesh)
-        self._params, _ = load_params(
-            checkpoint, self._schedule, head=True, dtype=dtype, shards=self._shards
-        )
+        self._streamed: StreamedBlocks | None = None
+        kept = self._kept(weights)
+        if kept.streams:
+            self._schedule = replace(self._schedule, cycles=0)
+            loader = ArrayLoader(checkpoint, self._schedule, dtype, self._shards)
+            self._streamed = load_blocks(loader, kept.kept, self._device)
+            self._params = Params(loader.outer(head=True), (), ())
+        else:
+            self._params, _ = load_params(
+                checkpoint, self._schedule, head=True, dtype=dtype, shards=self._shards
+            )
+        self._compile()
+
+    def _compile(self) -> None:
         self._run = jax.jit(self._forward, static_argnames=("taps", "spliced"))
+        chosen = ("kind", "taps", "spliced", "scores_all")
+        self._stage = jax.jit(self._one_stage, static_argnames=chosen)
+
+    def _kept(self, weights: str) -> Residency:
+        """Where blocks are kept, for calls with the logits of one long context."""
+        work = Workload(
+            arch=self.arch,
+            taps=parse_taps("logits", self.arch),
+            cuts=self._shards.cuts if self._shards else ONE_DEVICE,
+            seq_len=min(_LONG, self.arch.max_positions),
+            rows=1,
+            compute_dtype=self._dtype,
+            store_dtype=activation_dtype(self._dtype),
+            whole=True,
+        )
+        return choose_residency(
+            lambda rows: replace(work, rows=rows),
+            (1, 1),
+            Runtime(weights=weights),
+            self._device.platform,
+            memory_limit(self._device),
+            most_rows=1,
+        )
 
     def to(self, mesh: str) -> "Model":
         """Return the same model on another mesh; its weights are moved, not read again.
 
         The original stays where it is until it is freed: `model = model.to("1d")`.
         """
+        if self._streamed is not None:
+            raise ConfigError(
+                "to: a model whose blocks are streamed stays on its mesh; load it anew"
+            )
         other = copy.copy(self)
         other._shards = self._laid_out(mesh)
         if other._shards is None:
             other._params = jax.device_put(self._params, self._device)
         else:
             other._params = moved_params(self._params, other._shards)
-        other._run = jax.jit(other._forward, static_argnames=("taps", "spliced"))
+        other._compile()
         return other
 
     def _laid_out(self, mesh: str) -> Shards | None:
@@ -125,13 +187,16 @@ class Model:
         chosen = parse_taps(taps, self.arch)
         rows, seq = ids.shape
         inputs = self._divided(ids, segments, spliced=bool(changes))
-        found = self._run(
-            self._params,
-            *inputs,
-            tuple(changes.values()),
-            taps=chosen,
-            spliced=tuple(changes),
-        )
+        if self._streamed is not None:
+            found = self._in_turn(self._streamed, *inputs, changes, chosen)
+        else:
+            found = self._run(
+                self._params,
+                *inputs,
+                tuple(changes.values()),
+                taps=chosen,
+                spliced=tuple(changes),
+            )
         shaped: dict[str, jax.Array] = {}
         for tap in chosen:
             values = found[tap.name]
@@ -196,6 +261,84 @@ class Model:
                     raise ConfigError(f"splice {name!r}: {tap.name} is changed twice")
                 changes[tap] = change if isinstance(change, Partial) else Partial(change)
         return changes
+
+    def _in_turn(
+        self,
+        blocks: StreamedBlocks,
+        ids: Any,
+        segments: Any,
+        changes: Mapping[Tap, Partial],
+        taps: tuple[Tap, ...],
+    ) -> dict[str, jax.Array]:
+        """The taps' values, from blocks that come one after another."""
+        depth = self.arch.num_layers
+        if len({computed_as(tap) for tap in changes}) < len(changes):
+            raise ConfigError(
+                "splice: resid_pre of a block is resid_post of the one before; name one"
+            )
+        own: dict[int, list[Tap]] = {stage: [] for stage in range(-1, depth + 1)}
+        for tap in taps:
+            own[stage_of(tap, depth)].append(tap)
+        deepest = max(stage for stage, some in own.items() if some)
+        values: dict[str, jax.Array] = {}
+        stream: Any = None
+        for stage in range(-1, deepest + 1):
+            inside = 0 <= stage < depth
+            spliced = {tap: c for tap, c in changes.items() if stage_of(tap, depth) == stage}
+            stream, found = self._stage(
+                blocks.take(stage) if inside else self._params.outer,
+                stream,
+                ids,
+                segments,
+                tuple(spliced.values()),
+                kind=self.arch.layers[stage] if inside else stage == depth,
+                taps=tuple(dict.fromkeys(map(of_any_block, own[stage]))),
+                spliced=tuple(map(of_any_block, spliced)),
+                scores_all=any(tap.site == "attn_pattern" for tap in taps),
+            )
+            if inside:
+                blocks.used(stage, stream)
+            values |= {tap.name: found[of_any_block(tap).name] for tap in own[stage]}
+        return values
+
+    def _one_stage(
+        self,
+        weights: Any,
+        stream: Any,
+        ids: jax.Array,
+        segments: jax.Array,
+        changes: tuple[Partial, ...],
+        *,
+        kind: Layer | bool,
+        taps: tuple[Tap, ...],
+        spliced: tuple[Tap, ...],
+        scores_all: bool,
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """A block of a kind; or what is before the blocks (False), or after them (True)."""
+        computed, seq = activation_dtype(self._dtype), ids.shape[1]
+        positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), ids.shape)
+        inputs = (ids, positions, segments, None)
+        given: dict[str, Any] = {"arch": self.arch, "taps": taps, "shards": self._shards}
+        given["store_dtype"] = computed
+        splice = dict(zip(spliced, changes, strict=True))
+        with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
+            if kind is True:
+                return stream, after_blocks(weights, stream, inputs, **given)
+            if kind is False:
+                return before_blocks(weights, None, inputs, splice=splice, **given)
+            attention = for_platform(
+                self._device.platform, self.arch, computed, seq_len=seq, contexts=1
+            )
+            return one_block(
+                weights,
+                stream,
+                inputs,
+                layer=kind,
+                attention=attention,
+                scores_all=scores_all,
+                splice=splice,
+                **given,
+            )
 
     def _forward(
         self,

@@ -29,13 +29,14 @@ from spile.models.config.arch import Layer
 from spile.models.forward.decoder import (
     after_blocks,
     before_blocks,
-    computed_as,
     needs_whole_block,
+    of_any_block,
     one_block,
+    stage_of,
 )
 from spile.models.forward.streamed import EmbeddingRows, StreamedBlocks
 from spile.models.forward.weights import Arrays, Params
-from spile.models.taps import AFTER_BLOCKS, Tap
+from spile.models.taps import Tap
 from spile.run.step import (
     Reduced,
     Runs,
@@ -65,9 +66,7 @@ class _Slots:
 
     @classmethod
     def of(cls, taps: Sequence[Tap]) -> "_Slots":
-        met = [replace(computed_as(tap), heads=tap.heads) for tap in taps]
-        local = (replace(tap, layer=0) if tap.layer is not None else tap for tap in met)
-        return cls(tuple(taps), tuple(local))
+        return cls(tuple(taps), tuple(map(of_any_block, taps)))
 
     def renamed(self, given: Mapping[str, Any], *, back: bool = False) -> dict[str, Any]:
         """Values by stored name, under the names of the slots; or those back under theirs."""
@@ -143,13 +142,7 @@ class Sweep(Step):
         depth = self.settings.schedule.depth
         by_stage: dict[int, list[Tap]] = {stage: [] for stage in range(-1, depth + 1)}
         for tap in self.settings.taps:
-            met = computed_as(tap)
-            if tap.site in AFTER_BLOCKS:
-                by_stage[depth].append(tap)
-            elif met.layer is None or met.site == "resid_pre":
-                by_stage[-1].append(tap)
-            else:
-                by_stage[met.layer].append(tap)
+            by_stage[stage_of(tap, depth)].append(tap)
         return {stage: _Slots.of(taps) for stage, taps in by_stage.items()}
 
     # -- a sweep -----------------------------------------------------------------------------------
@@ -175,6 +168,7 @@ class Sweep(Step):
             for each in passing:
                 self._through(layer, each, block)
             model.blocks.used(layer, passing[-1].done)
+            del block  # or it would still be there while the next one comes
         for each in passing:
             self._ended(each)
         if not self._swept:

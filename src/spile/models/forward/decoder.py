@@ -159,12 +159,13 @@ def before_blocks(
     taps: tuple[Tap, ...],
     store_dtype: str,
     shards: Shards | None = None,
+    splice: Changes | None = None,
 ) -> tuple[Hidden, Values]:
     """The stream that enters the first block.
 
     `embedded`: the tokens' rows of the embedding, if they were looked up elsewhere.
     """
-    run = _run_of(inputs, arch, taps, None, shards, {})
+    run = _run_of(inputs, arch, taps, None, shards, splice or {})
     x, values = _embed(outer, run, embedded)
     return x, _as_stored({tap.name: values[tap.site] for tap in taps}, taps, run, store_dtype)
 
@@ -181,13 +182,16 @@ def one_block(
     scores_all: bool,
     store_dtype: str,
     shards: Shards | None = None,
+    splice: Changes | None = None,
 ) -> tuple[Hidden, Values]:
-    """One block, and the values of its own taps.
+    """One block, and the values of its own taps. All taps, spliced ones too, are as of block 0.
 
     `scores_all`: attention weights of some block are tapped.
     """
-    run = replace(_run_of(inputs, arch, taps, attention, shards, {}), scores_all=scores_all)
-    x, values = _block(x, block, layer, run, in_block({}))
+    run = _run_of(inputs, arch, taps, attention, shards, splice or {})
+    x, values = _block(
+        x, block, layer, replace(run, scores_all=scores_all), in_block(run.changes, 0)
+    )
     return x, _as_stored({tap.name: values[tap.site] for tap in taps}, taps, run, store_dtype)
 
 
@@ -261,6 +265,20 @@ def _embed(outer: Arrays, run: _Run, embedded: Hidden | None = None) -> tuple[Hi
         x = x + outer["positions"][run.positions]
     x = in_block(run.changes, 0)("resid_pre", x)
     return x, {"embed": found, "resid_pre": x}
+
+
+def stage_of(tap: Tap, depth: int) -> int:
+    """The block that computes a tap's value; -1: before the blocks, `depth`: after them."""
+    met = computed_as(tap)
+    if tap.site in AFTER_BLOCKS:
+        return depth
+    return -1 if met.layer is None or met.site == "resid_pre" else met.layer
+
+
+def of_any_block(tap: Tap) -> Tap:
+    """A tap as its own block computes it, whichever block that is."""
+    met = replace(computed_as(tap), heads=tap.heads)
+    return met if met.layer is None else replace(met, layer=0)
 
 
 def needs_whole_block(taps: tuple[Tap, ...], depth: int) -> bool:

@@ -110,13 +110,13 @@ class StreamedBlocks:
         if layer not in self._reading:
             self._reading.clear()
             self._reading[layer] = self._pool.submit(self._read, layer)
-        following = self._after(layer)
-        if following not in self._reading:
-            self._reading[following] = self._pool.submit(self._read, following)
         begin, idle = time.perf_counter(), all(r.is_ready() for _, r in self._working)
         found = self._reading.pop(layer).result()
         if idle and self._working:
             self.waited += time.perf_counter() - begin
+        following = self._after(layer)
+        if following != layer:
+            self._reading[following] = self._pool.submit(self._read, following)
         return found
 
     def close(self) -> None:

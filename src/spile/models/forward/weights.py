@@ -45,7 +45,6 @@ _THREADS = 8
 _COPIED = 2 << 20  # bytes of a tensor that each thread holds in memory at a time
 _HASHED = 2 << 20
 _READ = 8 << 20  # bytes that are read and hashed at a time
-_ALIGNED = 64
 
 Index = tuple[slice, ...]
 # Arrays by name, or `Float8Weight`; jax substitutes placeholders while it inspects the tree.
@@ -537,8 +536,13 @@ def _shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
 
 
 def _buffer(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """An empty array aligned as jax needs it: if device and host are one, it is not copied."""
+    """An empty array aligned as jax needs it: if device and host are one, it is not copied.
+
+    It is mapped, so that its memory goes back to the system with it: of large arrays that come and
+    go in several threads, an allocator keeps much.
+    """
     size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + _ALIGNED, np.uint8)
-    start = -raw.ctypes.data % _ALIGNED
-    return raw[start : start + size].view(dtype).reshape(shape)
+    if not size:
+        return np.empty(shape, dtype)
+    raw = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(raw, dtype).reshape(shape)
