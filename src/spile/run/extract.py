@@ -431,7 +431,8 @@ def load_step(
             Sweep,
             rows=rows,
             looks_up=looks_up,
-            heed=heed,
+            # (Processes that are joined must not stop at different blocks.)
+            heed=heed if world.processes == 1 else lambda: None,
             read=compare_hashes if streams else lambda: None,
             waited=lambda seconds: counters.add(waited_for_weights=seconds),
         )

@@ -182,14 +182,14 @@ class Worker:
         began, tokens = self._since or system().monotonic(), 0
         sink.begin(prepared)
         for batch in self._batches(prepared.packed):
-            if not self._may_step(clock):
+            output = self._step_of(batch) if self._may_step(clock) else None
+            if output is None:
                 _log.info(
                     "stopping: finishing the step in hand; %s tokens of an unfinished unit will be "
                     "redone",
                     f"{tokens:,}",
                 )
                 return
-            output = self._step(batch)
             tokens += output.tokens
             self._counters.add(stepped=output.tokens, positions=batch.tokens.size)
             clock.started(output)
@@ -204,6 +204,13 @@ class Worker:
             )
         self._since = system().monotonic()
         sink.end(self._since - began)
+
+    def _step_of(self, batch: Batch) -> StepOutput | None:
+        """Start a step; None if it was told to stop inside a long one."""
+        try:
+            return self._step(batch)
+        except Interrupted:
+            return None
 
     def _wait_for_model(self) -> None:
         while not self._step.loaded(_LOOK_SECONDS):
