@@ -309,11 +309,10 @@ def _refuse_unknown(config: _Config) -> None:
 
 def _decoded(key: str, value: Any, family: Family) -> bool:
     """Whether a value names a form of weights that may be decoded: `files/quantized.py` tells."""
-    given = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
-    return key == "quantization_config" and given.get("quant_method") in (
-        *_PACKED,
-        *family.quantized,
-    )
+    if key != "quantization_config" or not isinstance(value, Mapping):
+        return False
+    method = cast("Mapping[str, Any]", value).get("quant_method")
+    return method in (*_PACKED, *family.quantized)
 
 
 def _are_kinds(given: Any, kinds: tuple[Any, ...]) -> bool:

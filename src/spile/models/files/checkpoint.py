@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 from spile.core.bounded_json import Json
 from spile.core.errors import InputError
@@ -170,8 +170,8 @@ def _packed(checkpoint: Checkpoint) -> dict[str, PackedTensor]:
     path = checkpoint.directory / "config.json"
     config, nested = read_json(path), checkpoint.family.nested
     inner: Any = config.get(nested) if nested else None
-    given = config if "quantization_config" in config or not isinstance(inner, dict) else inner
-    way = read_quantization(given, str(path))
+    outside = "quantization_config" in config or not isinstance(inner, dict)
+    way = read_quantization(config if outside else cast("Mapping[str, Any]", inner), str(path))
     if way is None and "mxfp4" in checkpoint.family.quantized:  # some copies do not say so
         way = Quantization("mxfp4")
     packed: dict[str, PackedTensor] = {}

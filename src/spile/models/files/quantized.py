@@ -16,7 +16,7 @@ is streamed is copied as it is stored, and decoded on the device.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -277,11 +277,12 @@ def read_quantization(values: Mapping[str, Any], where: str) -> Quantization | N
     Raises:
         InputError: if the format, or one of its settings, is not known.
     """
-    given: Any = values.get("quantization_config")
-    if given is None:
+    found: Any = values.get("quantization_config")
+    if found is None:
         return None
-    if not isinstance(given, Mapping):
-        raise InputError(f"{where}: quantization_config must be an object, got {given!r}")
+    if not isinstance(found, Mapping):
+        raise InputError(f"{where}: quantization_config must be an object, got {found!r}")
+    given = cast("Mapping[str, Any]", found)
     method = str(given.get("quant_method"))
 
     def refuse(key: str, known: str) -> InputError:
@@ -293,9 +294,9 @@ def read_quantization(values: Mapping[str, Any], where: str) -> Quantization | N
         case "mxfp4":
             return Quantization(method)
         case "fp8":
-            block = given.get("weight_block_size")
-            whole = isinstance(block, list) and len(block) == 2
-            if not whole or not all(type(n) is int and n > 0 for n in block):
+            sizes: Any = given.get("weight_block_size")
+            block = cast("list[Any]", sizes) if isinstance(sizes, list) else []
+            if len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
                 raise refuse("weight_block_size", "a pair of sizes, such as [128, 128]")
             if given.get("fmt") not in (None, "e4m3"):
                 raise refuse("fmt", "e4m3")
@@ -328,11 +329,12 @@ def _compressed(given: Mapping[str, Any], refuse: Callable[[str, str], InputErro
         raise refuse("format", ", ".join(known))
     if given.get("sparsity_config") not in (None, {}):
         raise refuse("sparsity_config", "none")
-    groups: Any = given.get("config_groups") or {}
-    widths: set[Any] = set()
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        widths.add(weights.get("num_bits") if isinstance(weights, Mapping) else None)
+
+    def inside(outer: Any) -> Mapping[str, Any]:
+        return cast("Mapping[str, Any]", outer) if isinstance(outer, Mapping) else {}
+
+    groups = inside(given.get("config_groups")).values()
+    widths = {inside(inside(group).get("weights")).get("num_bits") for group in groups}
     if form == "pack-quantized" and (len(widths) != 1 or not widths <= {4, 8}):
         raise refuse("config_groups", "weights of 4 or of 8 bits, one of them in all groups")
-    return Quantization("compressed-tensors", bits=widths.pop() if len(widths) == 1 else 8)
+    return Quantization("compressed-tensors", bits=4 if widths == {4} else 8)

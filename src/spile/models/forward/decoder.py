@@ -414,7 +414,8 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
     q = _head_norm(q, block, "q_norm", arch, rotated=rotated)
     k = _head_norm(k, block, "k_norm", arch, rotated=rotated)
     if rotated:
-        q, k = rotate(q, *run.angles[layer.rope]), rotate(k, *run.angles[layer.rope])
+        angles = run.angles[layer.rope or 0]
+        q, k = rotate(q, *angles), rotate(k, *angles)
     values |= {"q_rot": q, "k_rot": k}
     scoring = Scoring(arch.attn_scale, layer.window, arch.attn_softcap)
     sinks = block.get("sinks")

@@ -60,7 +60,7 @@ class StreamedBlocks:
         self._pool = ThreadPoolExecutor(1, "weights")
         self._reading: dict[int, Future[Any]] = {}
         self._coming: dict[int, Block] = {}
-        self._working: deque[tuple[int, jax.Array]] = deque()  # blocks in use, and their results
+        self._working: deque[tuple[int, Any]] = deque()  # blocks in use, and their results
         self.waited = 0.0  # seconds that the device had nothing to do but wait for a block
 
     def take(self, layer: int) -> Block:

@@ -426,7 +426,7 @@ class ArrayLoader:
                     size = min(_READ, info.stop - info.start - start)
                     first, last = (at // info.dtype.itemsize for at in (start, start + size))
                     target = flat[first:last]
-                    got = as_bytes(target) if same else memoryview(piece)[:size]
+                    got = as_bytes(target if same else piece[:size])
                     _read_all(file, got, path)
                     if digest:
                         digest.update(got)
