@@ -186,7 +186,9 @@ def train(ds: spile.Dataset, out: Path, args: argparse.Namespace) -> Arrays:
             print(lines[-1], f"{rate:,} rows/s", flush=True)
         if (number % args.save_every == 0 or last) and jax.process_index() == 0:
             stood = json.dumps({"settings": settings, "batches": batch["state"]}).encode()
-            log.write_text("\n".join(lines) + "\n")
+            beside = log.with_suffix(".part")  # a kill may tear this one alone
+            beside.write_text("\n".join(lines) + "\n")
+            beside.replace(log)
             save(checkpoint, {"stood": np.frombuffer(stood, np.uint8), **jax.device_get(state)})
     assert state is not None
     return state

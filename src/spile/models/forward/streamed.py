@@ -30,7 +30,6 @@ from spile.models.config.specs import ParamSpec, outer_specs
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.forward.weights import ArrayLoader, Block
 
-KEPT = ("resident", "host", "disk")  # on the device, in host memory, in files
 _PINNED = "pinned_host"
 
 
@@ -119,9 +118,6 @@ class StreamedBlocks:
             self._reading[following] = self._pool.submit(self._read, following)
         return found
 
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
 
 def load_blocks(
     loader: ArrayLoader, kept: Sequence[str], device: Any, heed: Callable[[], None] = lambda: None
@@ -129,7 +125,7 @@ def load_blocks(
     """Load the blocks that are kept on the device or in host memory; the others come from files.
 
     Args:
-        kept: where each block is kept, one of `KEPT`.
+        kept: where each block is kept: "resident" (on the device), "host" or "disk".
         heed: called between blocks; raises if the run should stop.
     """
     resident: dict[int, Block] = {}
