@@ -29,7 +29,7 @@ from spile.dataset.ledger import Ledger, Table
 from spile.dataset.write.documents import encode_documents
 from spile.dataset.write.statistics import TapStats, merged
 from spile.dataset.write.unit_writer import UnitWriter
-from spile.objects import LocalObjects
+from spile.objects import LocalObjects, open_objects
 
 Taps = Mapping[str, int | TapInfo]  # an integer: so many values of the recipe's dtype
 
@@ -458,3 +458,14 @@ def worker_process(path: Path, unit: int) -> Iterator[tuple[str, subprocess.Pope
             yield process.stdout.readline().strip(), process
         finally:
             process.kill()
+
+
+def unit_files(out: Path) -> dict[tuple[int, str], bytes]:
+    """What the units hold, by unit and name; the attempt's own name is random."""
+    objects = open_objects(str(out))
+    found: dict[tuple[int, str], bytes] = {}
+    for key in objects.list(fmt.ATTEMPTS):
+        attempt = fmt.parse_attempt_key(key)
+        assert attempt
+        found[attempt[0], key.rpartition("/")[2]] = objects.get(key)
+    return found

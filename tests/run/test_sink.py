@@ -21,6 +21,7 @@ from spile.dataset.maintain.verify import verify
 from spile.dataset.write.shard import ShardWriter
 from spile.metrics import Counters
 from spile.objects import open_objects
+from stored import unit_files
 
 TAPS = "embed,resid_pre:0,attn_in:0"  # cheap, and one for each lane
 SHARDS = Runtime(shard_bytes=4096, batch_tokens=128, write_threads=3)
@@ -31,20 +32,9 @@ def recipe(model: Path, corpus: Path, **more: Any) -> Recipe:
     return Recipe(model=str(model), corpus=str(corpus), **fields)
 
 
-def files_of(out: Path) -> dict[tuple[int, str], bytes]:
-    """What the units hold, by unit and name; the attempt's own name is random."""
-    objects = open_objects(str(out))
-    found: dict[tuple[int, str], bytes] = {}
-    for key in objects.list(fmt.ATTEMPTS):
-        attempt = fmt.parse_attempt_key(key)
-        assert attempt
-        found[attempt[0], key.rpartition("/")[2]] = objects.get(key)
-    return found
-
-
 def units_on_disk(out: Path) -> tuple[set[int], set[int]]:
     """Those that are committed, and those of which there are files."""
-    return Ledger(open_objects(str(out))).done_units(), {unit for unit, _ in files_of(out)}
+    return Ledger(open_objects(str(out))).done_units(), {unit for unit, _ in unit_files(out)}
 
 
 def fails_on(
@@ -77,7 +67,7 @@ def test_as_many_lanes_as_you_like_write_the_same_bytes(
         runtime = Runtime(shard_bytes=4096, batch_tokens=128, write_threads=threads)
         spile.extract(wanted, str(out), runtime)
         assert verify(open_objects(str(out))).ok
-        found.append(files_of(out))
+        found.append(unit_files(out))
     assert found[0] == found[1]
     names = {name for _, name in found[0]}
     assert {"embed.00001.safetensors", "resid_pre.0.00001.safetensors"} < names, "several shards"
@@ -113,10 +103,10 @@ def test_an_error_in_a_lane_is_raised_once_and_what_was_committed_stays(
     assert units_on_disk(out) == ({0}, {0})
     report = verify(open_objects(str(out)), partial=True)
     assert (report.faults, report.orphans, report.units_done) == ([], [], 1)
-    kept = files_of(out)
+    kept = unit_files(out)
     spile.extract(recipe(model, corpus), str(out), SHARDS)
     assert verify(open_objects(str(out))).ok
-    assert kept.items() <= files_of(out).items()
+    assert kept.items() <= unit_files(out).items()
 
 
 def test_where_one_lane_fails_the_others_begin_nothing_more(

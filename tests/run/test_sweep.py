@@ -15,12 +15,11 @@ import tiny
 from marks import some
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DriftError, InputError
-from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
-from spile.metrics import Counters
 from spile.models.forward import streamed, weights
 from spile.objects import open_objects
 from spile.plan import residency
+from stored import unit_files
 
 # A tap of every kind, at every stage: before the blocks, inside them, between them, behind them.
 TAPS = "embed,resid_pre:0+2,attn_in:0,q:1.h1,z:all,resid_post:0+1,mlp_hidden:2,final_norm,logprob"
@@ -31,20 +30,9 @@ def recipe(model: Path, corpus: Path, **more: Any) -> Recipe:
     return Recipe(model=str(model), corpus=str(corpus), **fields)
 
 
-def files_of(out: Path) -> dict[tuple[int, str], bytes]:
-    """What the units hold, statistics included, by unit and name."""
-    objects = open_objects(str(out))
-    found: dict[tuple[int, str], bytes] = {}
-    for key in objects.list(fmt.ATTEMPTS):
-        attempt = fmt.parse_attempt_key(key)
-        assert attempt
-        found[attempt[0], key.rpartition("/")[2]] = objects.get(key)
-    return found
-
-
 def extracted(given: Recipe, out: Path, kept: str, **more: Any) -> dict[tuple[int, str], bytes]:
     spile.extract(given, out, Runtime(weights=kept, batch_tokens=128, **more))
-    return files_of(out)
+    return unit_files(out)
 
 
 def check_same(given: Recipe, folder: Path) -> None:
@@ -124,11 +112,9 @@ def test_a_sweep_holds_two_blocks_at_a_time(
         most.append(len(self._coming) + len(self._reading))
 
     monkeypatch.setattr(streamed.StreamedBlocks, "used", used)
-    counters = Counters()
     given = recipe(model, corpus, taps="resid_post:2")
-    spile.extract(given, tmp_path / "out", Runtime(weights="disk"), counters=counters)
+    spile.extract(given, tmp_path / "out", Runtime(weights="disk"))
     assert most and max(most) <= 2
-    assert counters["waited_for_weights"] >= 0
 
 
 @pytest.mark.parametrize("moment", ["first", "later"])

@@ -168,7 +168,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What the programs of a step are compiled from, besides shapes; it holds no arrays."""
+    """The settings that a step's programs are compiled for; it holds no arrays."""
 
     arch: Arch
     taps: tuple[Tap, ...]

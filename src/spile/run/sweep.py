@@ -180,8 +180,7 @@ class Sweep(Step):
 
     def compile(self, batch: Batch) -> Any:
         """Compile every program that a sweep over a batch of this shape runs."""
-        for shape in {part.tokens.shape: part for part in self._parts(batch)}.values():
-            part = self._divisible(shape)
+        for part in map(self._divisible, self._parts(batch)):
             runs = Runs.of(part, self._devices)
             for stage in self._stages:
                 self._stage_program(stage, part, runs)
@@ -355,8 +354,11 @@ def _stage(
     contexts: int,
     part: int,
 ) -> tuple[Array | None, dict[str, Array], dict[str, Reduced], Array]:
-    """Run one stage; the last result is small and ready with the others (which may be given
-    to the next stage, and then cannot be waited for)."""
+    """Run one stage: return the stream, the stored rows, their statistics, and a small array.
+
+    The small array is ready when the others are. A stream cannot be waited for once the next stage
+    has taken its memory.
+    """
     inputs, local = (tokens, positions, segments, columns), tuple(dict.fromkeys(taps.values()))
     shared: dict[str, Any] = {"arch": settings.arch, "taps": local, "shards": settings.shards}
     shared["store_dtype"] = settings.carried

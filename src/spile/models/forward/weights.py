@@ -200,7 +200,8 @@ class ArrayLoader:
     ) -> None:
         self._checkpoint, self._schedule, self._heed = checkpoint, schedule, heed
         self._float8 = dtype == FLOAT8
-        self.dtype = jnp.dtype(jnp.bfloat16) if self._float8 else dtype  # of what is not float8
+        # The dtype of every array that is not held in float8.
+        self.dtype = jnp.dtype(jnp.bfloat16) if self._float8 else dtype
         self._shards = shards
         self.blocks = {spec.name: spec for spec in block_specs(checkpoint.arch)}
         self._digests: dict[str, str] = {}
