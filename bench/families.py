@@ -18,7 +18,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,7 @@ def random_params(arch: Any, depth: int) -> Any:
             return jnp.ones(shape, jnp.bfloat16)
         if len(spec.shape) == 1 or spec.name.startswith("b_"):
             return jnp.zeros(shape, jnp.bfloat16)
-        make = jax.jit(
-            lambda key: jax.random.normal(key, shape, jnp.bfloat16) * spec.shape[-1] ** -0.5
-        )
-        return make(next(keys)).astype(jnp.bfloat16)
+        return normal(shape)(next(keys))
 
     blocks = block_specs(arch)
     cycle = tuple(
@@ -87,6 +84,16 @@ def random_params(arch: Any, depth: int) -> Any:
     )
     outer = {spec.name: array(spec) for spec in outer_specs(arch)}
     return Params(outer=outer, cycle=cycle, tail=tail), schedule
+
+
+@cache
+def normal(shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    """Makes random values, compiled once for each shape."""
+    import jax
+    import jax.numpy as jnp
+
+    scale = jnp.bfloat16(shape[-1] ** -0.5)
+    return jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16) * scale)
 
 
 def in_float8(params: Any) -> Any:

@@ -1,19 +1,25 @@
 """A model larger than its device: blocks streamed from host memory, against the same kept there.
 
     python bench/streamed.py [--shape 32B] [--sweep 65536] [--seconds 10] [--resident N] [--whole]
+                             [--profile N]
 
-Published shapes with random bfloat16 weights, made in place; documents of natural lengths, packed.
+Published shapes with random weights, made in place: those of Qwen2.5 in bfloat16, those of gpt-oss
+in MXFP4, which is decoded on the device when a block is used. Documents of natural lengths, packed.
 `--resident N` blocks stay on the device, the others come from pinned host memory, each in its turn;
 `--distinct` of them are different arrays (the bytes that move are the same). `--whole` first runs
 the step of the model as a whole, which must then fit. Prints useful tokens a second, the time that
-the device waited for weights, and the most memory that it used.
+the device waited for weights, and the most memory that it used; `--profile` where the time goes.
 """
 
 import argparse
+import json
 import os
 import sys
+import tempfile
 import time
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 # width, mlp, layers, heads, kv heads: as Qwen2.5 has them
@@ -24,11 +30,15 @@ SHAPES = {
     "32B": (5120, 27_648, 64, 40, 8),
     "72B": (8192, 29_568, 80, 64, 8),
 }
+PACKED = ("gpt-oss-20b", "gpt-oss-120b")
 
 
 def arch_of(shape: str) -> Any:
+    from families import cut_config
     from spile.models.config.hf_config import read_config
 
+    if shape in PACKED:
+        return read_config(cut_config(shape, None)[0], "bench")[1]
     width, mlp, layers, heads, kv_heads = SHAPES[shape]
     config = {
         "architectures": ["Qwen2ForCausalLM"], "vocab_size": 4096, "hidden_size": width,
@@ -37,6 +47,36 @@ def arch_of(shape: str) -> Any:
         "rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": False,
     }  # fmt: skip
     return read_config(config, "bench")[1]
+
+
+def packed_loader(shape: str, layers: int, folder: Path) -> Any:
+    """Loads blocks of a checkpoint in MXFP4 with random codes, which is made in a folder."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from families import cut_config
+    from spile.core.tensors import write_tensors
+    from spile.models.config.hf_config import read_config
+    from spile.models.files.checkpoint import Checkpoint, open_checkpoint
+    from spile.models.files.quantized import BLOCKS, SCALES, packed_shapes
+    from spile.models.forward.weights import ArrayLoader, LayerSchedule
+
+    config = cut_config(shape, layers)[0] | {"quantization_config": {"quant_method": "mxfp4"}}
+    family, arch = read_config(config, "bench")
+    rng, tensors = np.random.default_rng(0), dict[str, Any]()
+    for name, size in Checkpoint(folder, family, arch, {}, (), family.prefixes[0]).shapes().items():
+        if len(size) == 3:
+            blocks, scales = packed_shapes(size)
+            tensors[name + BLOCKS] = rng.integers(0, 256, blocks, np.uint8)
+            tensors[name + SCALES] = np.full(scales, 120, np.uint8)  # values of about 0.02
+        else:
+            values = rng.standard_normal(size, np.float32) * size[-1] ** -0.5
+            tensors[name] = (abs(values) if "norm" in name else values).astype(jnp.bfloat16)
+    write_tensors(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")  # nothing here is tokenized
+    schedule = LayerSchedule(layers, arch.period, 0)
+    return ArrayLoader(open_checkpoint(str(folder)), schedule, jnp.dtype(jnp.bfloat16), None)
 
 
 def sustained(step: Any, batch: Any, seconds: float) -> float:
@@ -57,7 +97,7 @@ def sustained(step: Any, batch: Any, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="32B")
+    parser.add_argument("--shape", choices=(*SHAPES, *PACKED), default="32B")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--sweep", type=int, default=65536, help="tokens")
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -66,6 +106,8 @@ def main() -> None:
     parser.add_argument("--resident", type=int, default=0)
     parser.add_argument("--distinct", type=int, default=8)
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--work", default="/dev/shm", help="holds packed blocks while they load")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="longest kernels")
     options = parser.parse_args()
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -74,7 +116,7 @@ def main() -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from families import natural_batch, random_params
+    from families import natural_batch, profile, random_params
     from spile.models.config.specs import block_specs
     from spile.models.forward.streamed import StreamedBlocks
     from spile.models.forward.weights import LayerSchedule, abstract_params
@@ -88,7 +130,6 @@ def main() -> None:
     depth = options.layers or arch.num_layers
     taps = parse_taps(f"resid_post:{depth - 1}", arch)
     seq, specs = options.seq_len, block_specs(arch)
-    block_bytes = 2 * sum(int(np.prod(spec.shape)) for spec in specs)
     batch = natural_batch(options.sweep // seq, seq)
     one = natural_batch(options.batch // seq, seq)
     whole = 0.0
@@ -102,16 +143,26 @@ def main() -> None:
         print(f"{options.shape}, all on the device {whole:>18,.0f} tok/s", flush=True)
         del params, step
 
-    def block() -> Any:
+    here = evenly(options.resident, depth)
+    distinct = min(options.distinct, depth)
+    loader = None
+    if options.shape in PACKED:
+        with tempfile.TemporaryDirectory(dir=options.work) as folder:
+            loader = packed_loader(options.shape, distinct, Path(folder))
+            found = [loader.host_block(layer) for layer in range(distinct)]
+
+    def block(number: int) -> Any:
+        if loader is not None:
+            return loader.put_block(found[number % distinct])
         made, _ = random_params(arch, 1)
         return {name: array[0] for name, array in made.cycle[0].items()}
 
-    here = evenly(options.resident, depth)
-    resident = {layer: block() for layer, stays in enumerate(here) if stays}
+    resident = {layer: block(layer) for layer, stays in enumerate(here) if stays}
     streamed = [layer for layer, stays in enumerate(here) if not stays]
-    hosted = []
-    for _ in range(min(options.distinct, len(streamed))):
-        made = block()
+    block_bytes = sum(array.nbytes for array in jax.tree.leaves(block(0)))
+    hosted, places = [], None
+    for number in range(min(distinct, len(streamed))):
+        made = block(number)
         places = jax.tree.map(lambda array: array.sharding, made)
         pinned = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
         hosted.append(jax.block_until_ready(jax.device_put(made, pinned)))
@@ -119,7 +170,8 @@ def main() -> None:
     def put(layer: int, read: None) -> Any:
         return jax.device_put(hosted[layer % len(hosted)], places)
 
-    blocks = StreamedBlocks(resident, streamed, put)
+    unpack = loader.unpacked if loader is not None else lambda block: block
+    blocks = StreamedBlocks(resident, streamed, put, unpack=unpack)
     schedule = LayerSchedule(depth, arch.period, 0)
     table = np.random.default_rng(0).standard_normal((arch.vocab_size, arch.width))
     table = table.astype(jnp.bfloat16)
@@ -135,7 +187,16 @@ def main() -> None:
     rate = sustained(sweep, batch, options.seconds)
     spent = time.perf_counter() - begin
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-    flops = 2 * sum(int(np.prod(s.shape)) for s in specs if s.name.startswith("w")) * depth
+    share = arch.experts.chosen / arch.experts.count if arch.experts else 1
+    flops = (
+        2
+        * depth
+        * sum(
+            int(np.prod(s.shape)) * (share if "experts" in s.axes else 1)
+            for s in specs
+            if s.name.startswith("w")
+        )
+    )
     print(
         f"{options.shape}, {len(streamed)} of {depth} blocks of {block_bytes / 1e9:.2f} GB come, "
         f"{options.sweep:,} tokens a sweep: {rate:,.0f} tok/s"
@@ -144,6 +205,8 @@ def main() -> None:
         f"{sum(waited) / spent:.1%}, peak {peak / 1e9:.1f} GB",
         flush=True,
     )
+    if options.profile:
+        profile(partial(sweep.compute, batch), options.profile, steps=1)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from spile.core.config import Runtime
 from spile.models.config.hf_config import read_config
+from spile.models.config.specs import block_specs
 from spile.models.layout import ONE_DEVICE
 from spile.models.taps import parse_taps
 from spile.plan.chips import CHIPS
@@ -105,3 +107,40 @@ def test_the_rate_of_files_is_measured(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(bytes(64 << 20))
     assert disk_rate([tmp_path / "weights"]) > 1e7
     assert disk_rate([]) == disk_rate([tmp_path / "absent"])
+
+
+def packed_work(rows: int) -> Workload:
+    """gpt-oss-120b, whose experts are published in MXFP4: 17 bytes for 32 values."""
+    plain = work(rows, "gpt-oss-120b")
+    experts = [
+        spec for spec in block_specs(plain.arch) if spec.name in ("w_gate", "w_up", "w_down")
+    ]
+    assert experts
+    small = {spec.name: math.prod(spec.shape) * 17 // 32 for spec in experts}
+    return dataclasses.replace(plain, packed=small)
+
+
+def packed_chosen(memory: int, host: int) -> Residency:
+    given: dict[str, Any] = {"chip": CHIPS["h200"], "most_rows": 2000, "host_memory": host}
+    return choose_residency(packed_work, (8, 1), Runtime(), "gpu", memory, **given)
+
+
+def test_packed_blocks_stay_so_on_the_device_where_the_decoded_model_does_not_fit() -> None:
+    found = packed_chosen(141 * GB, 500 * GB)
+    assert set(found.kept) == {"resident"} and found.streams
+    assert found.block_bytes < packed_work(1).block_weights / 3
+    assert str(found) == "of 36 blocks of 1.7 GB (packed), 36 on the device"
+    decoding = 2 * packed_work(1).block_weights * 36 / CHIPS["h200"].bandwidth
+    sweep = found.sweep_rows * packed_work(1).flops / CHIPS["h200"].sustained
+    assert decoding < 0.06 * sweep
+
+
+def test_packed_blocks_are_counted_as_they_are_stored() -> None:
+    found = packed_chosen(40 * GB, 500 * GB)
+    counts = [found.count(where) for where in ("resident", "host", "disk")]
+    assert counts[0] > 3 and counts[1] > 3 and not counts[2]
+    assert found.host_bytes == counts[1] * found.block_bytes
+    needed = streamed_bytes(packed_work(found.batch_rows), counts[0], 2048 * found.sweep_rows)
+    assert needed <= MEMORY_SHARE * 40 * GB
+    slots = (counts[0] + 3) * found.block_bytes + 2 * packed_work(1).block_weights
+    assert needed > slots, "besides packed blocks, two that are decoded"

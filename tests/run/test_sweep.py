@@ -124,11 +124,11 @@ def test_a_disk_that_fails_in_a_sweep_ends_the_run_in_one_line(
     given, out = recipe(model, corpus, taps="resid_post:2"), tmp_path / "out"
     real, reads = weights._read_all, []
 
-    def failing(file: Any, into: memoryview, path: Path) -> None:
+    def failing(descriptor: int, start: int, into: memoryview, path: Path) -> None:
         reads.append(path)
         if len(reads) == (2 if moment == "first" else 100):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(file, into, path)
+        real(descriptor, start, into, path)
 
     monkeypatch.setattr(weights, "_read_all", failing)
     with pytest.raises(InputError, match=r"model.safetensors: cannot be read \(Input/output"):

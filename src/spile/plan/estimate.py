@@ -160,6 +160,7 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
         store_dtype=recipe.store_dtype,
         whole=True,
         encoders=job.encoders,
+        packed=job.checkpoint.packed_bytes() if cuts.layout.size == 1 else {},
     )
 
 
@@ -219,7 +220,7 @@ def estimate(
     if residency.streams:
         looks_up, swept = residency.looks_up, residency.sweep_rows * recipe.seq_len
         held = work.outer_weights(embedding=not looks_up)
-        held += residency.on_device * work.block_weights
+        held += residency.on_device * work.packed_block
         needed = streamed_bytes(work, residency.count("resident"), swept, looks_up=looks_up)
     return Estimate(
         documents=sum(unit.num_docs for unit in job.units),

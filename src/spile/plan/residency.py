@@ -22,12 +22,14 @@ from spile.plan.roofline import MEMORY_SHARE, Workload
 # Streamed blocks on the device: one whose work may not have ended, one that is used, one that
 # arrives.
 SLOTS = 3
+_DECODED = 2  # of packed blocks: one that is used, one whose work was handed over already
 _HOST_SHARE = 0.8  # of the host's free memory, for weights
 # Of a device's memory, for the streams of a sweep; those that hide a disk are long.
 _STREAMS_SHARE, _LONG_STREAMS_SHARE = 0.1, 0.25
 _DISK_RATE = 2e9  # bytes a second, assumed of files elsewhere
 _SAMPLE, _SAMPLE_SECONDS, _READERS = 16 << 20, 0.3, 8
-_LINK_RATE, _FLOPS = 12e9, 2e14  # of a device that is not in plan/chips.py
+_LINK_RATE, _FLOPS, _BANDWIDTH = 12e9, 2e14, 1e12  # of a device that is not in plan/chips.py
+_DECODED_SHARE = 0.05  # of a sweep's time at most, to decode packed blocks, if memory allows
 _MARGIN = 2.0  # a sweep has this many times the tokens behind which copies just hide
 _MOST_SWEPT = 1 << 20  # tokens
 
@@ -39,14 +41,16 @@ class Residency:
     kept: tuple[str, ...]  # by block: "resident", "host" or "disk"
     batch_rows: int  # of one program, for each group of devices
     sweep_rows: int  # as many pass a block before the next one is needed
-    block_bytes: int
+    block_bytes: int  # as it is kept
     link_rate: float  # bytes a second, from where streamed blocks are
     hidden: float  # share of a sweep's copies that compute hides, by our estimate
+    packed: bool = False  # blocks stay packed until they are used, on the device too
     looks_up: bool = False  # embeddings are looked up in the file: the device does not hold them
 
     @property
     def streams(self) -> bool:
-        return any(where != "resident" for where in self.kept)
+        """Whether the host runs the model block by block."""
+        return self.packed or any(where != "resident" for where in self.kept)
 
     def count(self, where: str) -> int:
         return self.kept.count(where)
@@ -67,7 +71,9 @@ class Residency:
             return "all on the device"
         places = {"resident": "on the device", "host": "in host memory", "disk": "on disk"}
         told = [f"{self.count(k)} {place}" for k, place in places.items() if self.count(k)]
-        return f"of {len(self.kept)} blocks of {size(self.block_bytes)}, {', '.join(told)}"
+        packed = " (packed)" if self.packed else ""
+        blocks = f"{len(self.kept)} blocks of {size(self.block_bytes)}{packed}"
+        return f"of {blocks}, {', '.join(told)}"
 
 
 def all_resident(work: Workload, rows: int) -> Residency:
@@ -81,7 +87,9 @@ def streamed_bytes(
 
     `sweep_tokens`: of one group of devices.
     """
-    held = min(work.depth, resident + SLOTS) * work.block_weights
+    held = min(work.depth, resident + SLOTS) * work.packed_block
+    if work.packed:
+        held += _DECODED * work.block_weights
     streams = sweep_tokens * work.arch.width * work.item
     by_layer: dict[int | None, int] = {}
     for tap in work.taps:
@@ -136,7 +144,7 @@ def choose_residency(
     if wanted in ("host", "disk"):
         kept = (wanted,) * work.depth
     else:
-        on_host = 0 if platform == "cpu" else int(_HOST_SHARE * free // work.block_weights)
+        on_host = 0 if platform == "cpu" else int(_HOST_SHARE * free // work.packed_block)
         kept = _spread(work, memory or 0, on_host)
     disk = disk_rate(files) if platform != "cpu" and "disk" in kept else _DISK_RATE
     return _sized(work, enough, kept, platform, memory, chip, most_rows, disk)
@@ -148,9 +156,10 @@ def _too_large(work: Workload, rows: int, memory: int) -> bool:
 
 def _spread(work: Workload, memory: int, on_host: int) -> tuple[str, ...]:
     """As many blocks as fit on the device, as many of the others as fit into the host's memory."""
+    most = work.depth if work.packed else work.depth - SLOTS
     for share in (_STREAMS_SHARE, _LONG_STREAMS_SHARE):
         room, resident = (MEMORY_SHARE - share) * memory, 0
-        while resident < work.depth - SLOTS and streamed_bytes(work, resident + 1, 0) <= room:
+        while resident < most and streamed_bytes(work, resident + 1, 0) <= room:
             resident += 1
         if resident + on_host >= work.depth:
             break
@@ -175,20 +184,25 @@ def _sized(
     """Choose the sweep's length so that copies hide behind compute, as far as memory allows."""
     streamed = [where for where in kept if where != "resident"]
     if platform == "cpu":
-        return Residency(kept, rows, rows, work.block_weights, disk, 1.0, looks_up=True)
+        return Residency(kept, rows, rows, work.packed_block, disk, 1.0, looks_up=True)
     link = chip.host_link if chip else _LINK_RATE
-    copying = sum(work.block_weights / (link if w == "host" else disk) for w in streamed)
+    copying = sum(work.packed_block / (link if w == "host" else disk) for w in streamed)
     per_row = work.flops / rows / (chip.sustained if chip else _FLOPS)
     needed = copying / per_row
+    decoding = work.depth * 2 * work.block_weights / (chip.bandwidth if chip else _BANDWIDTH)
+    enough = _MARGIN * needed
+    if work.packed:
+        enough = max(enough, decoding / _DECODED_SHARE / per_row)
     most = max(rows, min(most_rows, _MOST_SWEPT // work.seq_len))
     if memory:
         each = work.seq_len * work.arch.width * work.item
         left = MEMORY_SHARE * memory - streamed_bytes(work, kept.count("resident"), 0)
         most = max(rows, min(most, int(left // each)))
-    swept = max(rows, min(most // rows, math.ceil(_MARGIN * needed / rows)) * rows)
-    slowest = min(link if where == "host" else disk for where in streamed)
+    swept = max(rows, min(most // rows, math.ceil(enough / rows)) * rows)
+    slowest = min((link if where == "host" else disk for where in streamed), default=link)
     hidden = min(1.0, swept / max(needed, 1e-9))
-    return Residency(kept, rows, swept, work.block_weights, slowest, hidden)
+    packed = bool(work.packed)
+    return Residency(kept, rows, swept, work.packed_block, slowest, hidden, packed)
 
 
 def evenly(count: int, of: int) -> list[bool]:

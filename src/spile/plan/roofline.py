@@ -23,6 +23,8 @@ MEMORY_SHARE = 0.9  # of a device's memory that a step may fill, by our estimate
 # The matrix products of a narrow model are small, and its kernels many: it needs more tokens in a
 # step. The largest width for each number of tokens.
 _STEP_TOKENS = {"gpu": {512: 131072, 1023: 65536, 2047: 32768}, "tpu": {2047: 32768}}
+# An expert's products are as small as its share of the tokens.
+_EXPERT_TOKENS, _MOST_FOR_EXPERTS = 2048, 65536
 _SCORE = 4  # bytes: scores are float32
 _SCALE = 4  # bytes per row, in eight bits
 _UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: about eight cores of a laptop
@@ -47,7 +49,11 @@ def sweet_spot(arch: Arch, platform: str) -> int:
     if platform == "cpu":
         return 1024
     by_width = _STEP_TOKENS.get(platform, {})
-    return next((n for width, n in by_width.items() if arch.width <= width), 16384)
+    tokens = next((n for width, n in by_width.items() if arch.width <= width), 16384)
+    if platform == "gpu" and arch.experts:
+        each = arch.experts.chosen / arch.experts.count  # of the tokens, for one expert
+        tokens = max(tokens, min(_MOST_FOR_EXPERTS, round(_EXPERT_TOKENS / each)))
+    return tokens
 
 
 def cpu_unit_tokens(arch: Arch, taps: tuple[Tap, ...], seq_len: int) -> int:
@@ -83,6 +89,8 @@ class Workload:
     encoders: Mapping[str, SparseEncoder] = field(
         default_factory=dict[str, SparseEncoder]
     )  # by tap
+    # Bytes of the arrays of a block that can stay packed until they are used, by name.
+    packed: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def depth(self) -> int:
@@ -125,6 +133,12 @@ class Workload:
     def block_weights(self) -> int:
         """Bytes of one block's arrays."""
         return sum(map(self._bytes_of, block_specs(self.arch)))
+
+    @cached_property
+    def packed_block(self) -> int:
+        """Bytes of one block as it comes to the device: packed arrays are still so."""
+        blocks = block_specs(self.arch)
+        return sum(self.packed.get(spec.name, self._bytes_of(spec)) for spec in blocks)
 
     def _bytes_of(self, spec: ParamSpec) -> int:
         """Bytes of one array of a block."""

@@ -26,7 +26,7 @@ from spile.core.tensors import DTYPES_BY_NAME
 from spile.corpus.tokenize import TextTokenizer
 from spile.models.config.arch import Layer
 from spile.models.config.specs import array_axes, axis_sizes
-from spile.models.files.checkpoint import open_checkpoint
+from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.decoder import (
     after_blocks,
     before_blocks,
@@ -95,7 +95,7 @@ class Model:
         dtype = DTYPES_BY_NAME[self._dtype]
         self._shards = self._laid_out(mesh)
         self._streamed: StreamedBlocks | None = None
-        kept = self._kept(weights)
+        kept = self._kept(weights, checkpoint)
         if kept.streams:
             self._schedule = replace(self._schedule, cycles=0)
             loader = ArrayLoader(checkpoint, self._schedule, dtype, self._shards)
@@ -112,7 +112,7 @@ class Model:
         chosen = ("kind", "taps", "spliced", "scores_all")
         self._stage = jax.jit(self._one_stage, static_argnames=chosen)
 
-    def _kept(self, weights: str) -> Residency:
+    def _kept(self, weights: str, checkpoint: Checkpoint) -> Residency:
         """Where blocks are kept, for calls with the logits of one long context."""
         work = Workload(
             arch=self.arch,
@@ -123,6 +123,7 @@ class Model:
             compute_dtype=self._dtype,
             store_dtype=activation_dtype(self._dtype),
             whole=True,
+            packed=checkpoint.packed_bytes() if self._shards is None else {},
         )
         return choose_residency(
             lambda rows: replace(work, rows=rows),

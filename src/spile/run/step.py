@@ -60,7 +60,11 @@ class Runs:
 
     @classmethod
     def of(cls, batch: Batch, devices: int) -> "Runs":
-        """Pad places to one of a few lengths, each of which is compiled once."""
+        """Pad places to one of a few lengths, each of which is compiled once.
+
+        Where all tokens are kept, there is one length: to compile another while steps run makes
+        the device wait.
+        """
         rows, width = (batch.tokens if batch.columns is None else batch.columns).shape
         places = np.concatenate([row * width + np.arange(n) for row, n in enumerate(batch.counts)])
         run = rows * width // devices
@@ -69,6 +73,8 @@ class Runs:
         counts = np.diff(ends, prepend=0)
         unit = -(-run // _LENGTHS)
         longest = min(run, -(-int(counts.max()) // unit) * unit)
+        if batch.columns is None:
+            longest = run
         padded = np.zeros((devices, longest), np.int32)
         for device, own in enumerate(by_device):
             padded[device, : len(own)] = own - device * run

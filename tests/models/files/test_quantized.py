@@ -25,7 +25,7 @@ from spile.core.tensors import TensorInfo, map_tensor, read_header, write_tensor
 from spile.models.files import quantized as mxfp4
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.quantized import Quantization, read_quantization
-from spile.models.forward.weights import LayerSchedule, load_params
+from spile.models.forward.weights import ArrayLoader, LayerSchedule, load_params
 
 
 def random_packed(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,6 +82,12 @@ def test_a_packed_checkpoint_loads_as_its_decoded_self(tmp_path: Path) -> None:
         loaded.append(params)
     for name, array in loaded[0].cycle[0].items():
         assert np.array_equal(array, loaded[1].cycle[0][name]), name
+    stored = {n: a.nbytes for n, a in small.items() if ".layers.0." in n}
+    checkpoint = open_checkpoint(str(packed))
+    assert sum(checkpoint.packed_bytes().values()) == sum(stored.values())
+    loader = ArrayLoader(checkpoint, schedule, jnp.dtype(jnp.float32), None)
+    block = loader.put_block(loader.host_block(1))
+    assert {n: block[n].nbytes for n in stored} == stored, "gate and up are one tensor: copied once"
 
     config["quantization_config"] = {"quant_method": "hqq"}
     (packed / "config.json").write_text(json.dumps(config))

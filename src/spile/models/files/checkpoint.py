@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from spile.core.bounded_json import Json
@@ -75,6 +75,25 @@ class Checkpoint:
         """Names of the stored tensors of a tensor: itself, or those it is packed in."""
         packed = self.packed.get(name)
         return tuple(part.name for part in packed.parts) if packed else (name,)
+
+    def stays_packed(self, spec: ParamSpec) -> bool:
+        """Whether an array of a block can be copied as it is stored, and decoded on the device."""
+        local = all(isinstance(path, Path) for path in self.files)
+        return self.adapter is None and local and self.names(spec, 0)[0] in self.packed
+
+    def packed_bytes(self) -> dict[str, int]:
+        """Stored bytes of the arrays of a block that stay packed.
+
+        A tensor that holds several arrays counts for the first of them.
+        """
+        found: dict[str, int] = {}
+        seen = set[str]()
+        for spec in filter(self.stays_packed, block_specs(self.arch)):
+            stored = {part for name in self.names(spec, 0) for part in self.stored(name)} - seen
+            seen |= stored
+            infos = (self.tensors[part][1] for part in stored)
+            found[spec.name] = sum(info.stop - info.start for info in infos)
+        return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The expected shapes of the tensors, by name."""

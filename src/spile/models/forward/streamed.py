@@ -16,7 +16,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from spile.models.files.checkpoint import Checkpoint
 from spile.models.forward.weights import ArrayLoader, Block
 
 _PINNED = "pinned_host"
+_LOOK = 0.002  # seconds between looks whether the device still works
 
 
 class StreamedBlocks:
@@ -51,7 +52,7 @@ class StreamedBlocks:
         streamed: the numbers of the others, ascending.
         put: begins to copy one of those to the device, from what `read` has returned.
         read: reads one of those from its files; runs in a thread of its own.
-        unpack: decodes a block that was copied as it is stored.
+        unpack: decodes a block that came as it is stored, whenever it is used.
         copied: host and device have memories of their own.
         """
         self._resident, self._streamed = resident, list(streamed)
@@ -75,7 +76,7 @@ class StreamedBlocks:
         block = self._resident[layer] if here else self._arriving(layer)
         if self._streamed and self._copied:
             self._arriving(self._after(layer))
-        return block if here else self._unpack(block)
+        return self._unpack(block)
 
     def used(self, layer: int, result: jax.Array) -> None:
         """Tell that a block's work was handed to the device, and what is ready when it is done."""
@@ -109,14 +110,21 @@ class StreamedBlocks:
         if layer not in self._reading:
             self._reading.clear()
             self._reading[layer] = self._pool.submit(self._read, layer)
-        begin, idle = time.perf_counter(), all(r.is_ready() for _, r in self._working)
-        found = self._reading.pop(layer).result()
-        if idle and self._working:
-            self.waited += time.perf_counter() - begin
+        found = self._waited_for(self._reading.pop(layer))
         following = self._after(layer)
         if following != layer:
             self._reading[following] = self._pool.submit(self._read, following)
         return found
+
+    def _waited_for(self, reading: "Future[Any]") -> Any:
+        """What is being read; counts how long the device has nothing to do meanwhile."""
+        idle_since: float | None = None
+        while not wait([reading], _LOOK).done:
+            if idle_since is None and self._working and all(r.is_ready() for _, r in self._working):
+                idle_since = time.perf_counter()
+        if idle_since is not None:
+            self.waited += time.perf_counter() - idle_since
+        return reading.result()
 
 
 def load_blocks(
@@ -130,18 +138,17 @@ def load_blocks(
     """
     resident: dict[int, Block] = {}
     hosted: dict[int, tuple[Block, Any]] = {}  # with its shardings on the device
-    for layer, where in enumerate(kept):
+    kept_here = [layer for layer, where in enumerate(kept) if where != "disk"]
+    for layer, block in zip(kept_here, loader.copied_blocks(kept_here), strict=True):
         heed()
-        if where == "disk":
-            continue
-        if where == "resident" or device.platform == "cpu":  # (whose memory is the host's)
-            resident[layer] = loader.block(layer)
-            continue
-        # Through the device: what is kept is what will be copied back.
-        block = loader.put_block(loader.host_block(layer))
-        there = jax.device_put(block, jax.tree.map(_on_host, block))
-        hosted[layer] = there, jax.tree.map(lambda array: array.sharding, block)
-        jax.block_until_ready(there)  # and the device's copy is freed
+        if device.platform == "cpu":  # whose memory is the host's
+            resident[layer] = loader.unpacked(block)
+        elif kept[layer] == "resident":
+            resident[layer] = block
+        else:  # through the device: what is kept is what will be copied back
+            there = jax.device_put(block, jax.tree.map(_on_host, block))
+            hosted[layer] = there, jax.tree.map(lambda array: array.sharding, block)
+            jax.block_until_ready(there)  # and the device's copy is freed
 
     streamed = [layer for layer in range(len(kept)) if layer not in resident]
 
@@ -158,7 +165,7 @@ def load_blocks(
         streamed,
         put,
         read if from_files else None,
-        unpack=loader.unpacked if loader.packs else lambda block: block,
+        unpack=loader.unpacked,
         copied=copied,
     )
 

@@ -12,10 +12,13 @@ under the same path cannot end up in half of a dataset.
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,8 @@ from spile.models.forward.ops import FLOAT8, Float8Weight
 from spile.models.forward.sharding import Shards, moved
 
 _THREADS = 8
+_PUTTING = 4  # threads
+_BLOCKS = 4  # are read and copied at a time
 _COPIED = 2 << 20  # bytes of a tensor that each thread holds in memory at a time
 _HASHED = 2 << 20
 _READ = 8 << 20  # bytes that are read and hashed at a time
@@ -93,8 +98,8 @@ class ShardBuffer:
 
 
 Parts = Mapping[str, ShardBuffer]  # by index, written out
-Packed = list[tuple[Any, ...]]  # the stored tensors of each tensor that holds an array
-HostBlock = Mapping[str, Parts | Packed]
+# Arrays by name; tensors that are packed, as they are stored, by their names in the first block.
+HostBlock = Mapping[str, Parts | np.ndarray]
 
 
 def load_params(
@@ -205,7 +210,7 @@ class ArrayLoader:
         self._shards = shards
         self.blocks = {spec.name: spec for spec in block_specs(checkpoint.arch)}
         self._digests: dict[str, str] = {}
-        self._decoders: dict[str, Any] = {}
+        self._pieces = ThreadPoolExecutor(_THREADS, "weights")
 
     def whole(self, spec: ParamSpec, layer: int | None = None) -> Any:
         def fill(parts: list[ShardBuffer]) -> None:
@@ -216,18 +221,10 @@ class ArrayLoader:
     def params(self, *, head: bool) -> Params:
         """All arrays of the scheduled blocks; those after the blocks only if `head`."""
         schedule = self._schedule
-        cycle = tuple(
-            {name: self.stacked(spec, place) for name, spec in self.blocks.items()}
-            for place in range(schedule.period if schedule.cycles else 0)
-        )
-        tail = tuple(map(self.block, range(schedule.scanned, schedule.depth)))
+        cycle = self._stacked() if schedule.cycles else ()
+        after = range(schedule.scanned, schedule.depth)
+        tail = tuple(map(self.unpacked, self.copied_blocks(after)))
         return Params(self.outer(head=head), cycle, tail)
-
-    def block(self, layer: int) -> Block:
-        """The arrays of one block."""
-        with ThreadPoolExecutor(_THREADS) as pool:
-            arrays = pool.map(lambda spec: self.whole(spec, layer), self.blocks.values())
-            return dict(zip(self.blocks, arrays, strict=True))
 
     def outer(self, *, head: bool, embedding: bool = True) -> Arrays:
         """The arrays before and, if `head`, after the blocks."""
@@ -245,86 +242,128 @@ class ArrayLoader:
         self._fill([ShardBuffer(out, (slice(None),) * out.ndim)], spec, None)
         return out
 
-    def stacked(self, spec: ParamSpec, place: int) -> Any:
-        """The arrays of every block at this place of a period, stacked."""
-        schedule = self._schedule
+    def _stacked(self) -> tuple[Block, ...]:
+        """The arrays of every block at each place of a period, stacked."""
+        schedule, stacks = self._schedule, list[Block]()
+        for layer, block in enumerate(self.copied_blocks(range(schedule.scanned))):
+            cycle, place = divmod(layer, schedule.period)
+            unpacked = self.unpacked(block)
+            if cycle == 0:
+                stacks.append(self._room_for(unpacked))
+            stacks[place] = self._set_in(stacks[place], unpacked, cycle)
+        return tuple(stacks)
 
-        def fill(parts: list[ShardBuffer]) -> None:
-            def fill_one(cycle: int) -> None:
-                those = [ShardBuffer(part.out[cycle], part.index[1:]) for part in parts]
-                self._fill(those, spec, cycle * schedule.period + place)
+    def copied_blocks(self, layers: Iterable[int]) -> Iterator[Block]:
+        """Blocks on the device, packed tensors as they are stored.
 
-            # Copying and hashing release the GIL; one core cannot keep up with a disk.
-            with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(fill_one, range(schedule.cycles)))
+        Some are read and copied at a time: one thread fills neither the disk nor the link. Neither
+        the host nor the device holds more than those before they are taken.
+        """
 
-        shape = (schedule.cycles, *spec.shape)
-        return self._narrowed(spec, self._array(shape, spec.name, fill, stacked=True))
+        def copied(layer: int) -> Block:
+            return jax.block_until_ready(self.put_block(self.host_block(layer)))
 
-    def host_block(self, layer: int) -> HostBlock:
-        """One block in host memory; packed arrays as they are stored. `put_block` takes it."""
+        wanted = iter(layers)
+        with ThreadPoolExecutor(_BLOCKS) as pool:
+            coming = deque(pool.submit(copied, layer) for layer in islice(wanted, _BLOCKS))
+            try:
+                while coming:
+                    block = coming.popleft().result()
+                    coming.extend(pool.submit(copied, layer) for layer in islice(wanted, 1))
+                    yield block
+            finally:
+                pool.shutdown(cancel_futures=True)
 
-        def read(spec: ParamSpec) -> Parts | Packed:
-            return self._as_stored(spec, layer) if self._packs(spec) else self._parts(spec, layer)
+    def _room_for(self, block: Block) -> Block:
+        """A stack with room for such a block of each cycle, still empty."""
+        cycles = self._schedule.cycles
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return dict(zip(self.blocks, pool.map(read, self.blocks.values()), strict=True))
+        def zeros() -> Block:
+            return jax.tree.map(lambda one: jnp.zeros((cycles, *one.shape), one.dtype), block)
 
-    def put_block(self, found: HostBlock) -> Block:
-        """Begin to copy a block to the device; packed arrays stay so until `unpacked`."""
-        block: Block = {}
-        for name, parts in found.items():
-            spec = self.blocks[name]
-            if isinstance(parts, list):
-                block[name] = jax.device_put(parts)
-            else:
-                array = self._put(parts, spec.shape, name, stacked=False)
-                block[name] = self._narrowed(spec, array)
-        return block
+        return jax.jit(zeros, out_shardings=self._stack_places)()
 
-    def unpacked(self, block: Block) -> Block:
-        """A block whose packed arrays are decoded, on the device."""
-        return {
-            name: self._decoder(name)(array) if isinstance(array, list) else array
-            for name, array in block.items()
-        }
+    @cached_property
+    def _set_in(self) -> Callable[[Block, Block, int], Block]:
+        """Sets one block of a stack, in place."""
+
+        def set_in(stack: Block, block: Block, number: Any) -> Block:
+            set_one = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+            return jax.tree.map(set_one, stack, block)
+
+        return jax.jit(set_in, donate_argnums=0, out_shardings=self._stack_places)
 
     @property
-    def packs(self) -> bool:
-        """Whether some arrays of a block stay packed until they are used."""
-        return any(map(self._packs, self.blocks.values()))
+    def _stack_places(self) -> Any:
+        """The shardings of a stack of blocks; None on one device."""
+        shards = self._shards
+        return shards and {
+            name: kept_as(name, shards, stacked=True, float8=self._float8 and in_float8(spec))
+            for name, spec in self.blocks.items()
+        }
+
+    def host_block(self, layer: int) -> HostBlock:
+        """One block in host memory; packed tensors as they are stored. `put_block` takes it."""
+        reads = dict[str, Callable[[], Parts | np.ndarray]]()
+        for spec in self.blocks.values():
+            if not self._packs(spec):
+                reads[spec.name] = partial(self._parts, spec, layer)
+                continue
+            # A tensor that holds several arrays is read, and copied, once.
+            here, first = (self._stored(spec, number) for number in (layer, 0))
+            for name, known_as in zip(chain(*here), chain(*first), strict=True):
+                reads[known_as] = partial(self._as_stored, name)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return dict(zip(reads, pool.map(lambda read: read(), reads.values()), strict=True))
+
+    def put_block(self, found: HostBlock) -> Block:
+        """Copy a block to the device; packed tensors stay so until `unpacked`."""
+
+        def put(name: str) -> Any:
+            parts = found[name]
+            if isinstance(parts, np.ndarray):
+                return jax.device_put(parts)
+            spec = self.blocks[name]
+            return self._narrowed(spec, self._put(parts, spec.shape, name, stacked=False))
+
+        # The runtime copies each array in the thread that puts it, and one does not fill the link.
+        with ThreadPoolExecutor(_PUTTING) as pool:
+            return dict(zip(found, pool.map(put, found), strict=True))
+
+    def unpacked(self, block: Block) -> Block:
+        """A block whose packed tensors are decoded, on the device."""
+        packed = {name: array for name, array in block.items() if name not in self.blocks}
+        plain = {name: array for name, array in block.items() if name in self.blocks}
+        return plain | self._decode(packed) if packed else block
 
     def _packs(self, spec: ParamSpec) -> bool:
-        checkpoint = self._checkpoint
-        return (
-            self._shards is None
-            and checkpoint.adapter is None
-            and checkpoint.names(spec, 0)[0] in checkpoint.packed
-            and all(isinstance(path, Path) for path, _ in checkpoint.tensors.values())
-        )
+        return self._shards is None and self._checkpoint.stays_packed(spec)
 
-    def _as_stored(self, spec: ParamSpec, layer: int) -> Packed:
+    def _stored(self, spec: ParamSpec, layer: int) -> list[tuple[str, ...]]:
         """The stored tensors of each tensor that holds an array."""
-        found: Packed = []
-        for name in self._checkpoint.names(spec, layer):
-            parts: list[np.ndarray] = []
-            for each in self._checkpoint.stored(name):
-                info = self._checkpoint.tensors[each][1]
-                parts.append(_buffer(info.shape, info.dtype))
-                self._read_into(each, parts[-1])
-            found.append(tuple(parts))
-        return found
+        return [self._checkpoint.stored(name) for name in self._checkpoint.names(spec, layer)]
 
-    def _decoder(self, name: str) -> Callable[[Packed], Any]:
-        if name not in self._decoders:
-            self._decoders[name] = jax.jit(partial(self._decoded, self.blocks[name]))
-        return self._decoders[name]
+    def _as_stored(self, name: str) -> np.ndarray:
+        info = self._checkpoint.tensors[name][1]
+        out = _buffer(info.shape, info.dtype)
+        self._read_into(name, out)
+        return out
 
-    def _decoded(self, spec: ParamSpec, stored: Packed) -> Any:
+    @cached_property
+    def _decode(self) -> Callable[[Arrays], Arrays]:
+        """Decodes the stored tensors of a block, which have the names of the first one's."""
+
+        def decode(stored: Arrays) -> Arrays:
+            packed = filter(self._packs, self.blocks.values())
+            return {spec.name: self._decoded(spec, stored) for spec in packed}
+
+        return jax.jit(decode)
+
+    def _decoded(self, spec: ParamSpec, stored: Arrays) -> Any:
         checkpoint, source = self._checkpoint, self._checkpoint.source(spec.name)
         arrays: list[jax.Array] = []
-        for name, parts in zip(checkpoint.names(spec, 0), stored, strict=True):
-            tensor: Any = checkpoint.packed[name].decode(jnp, *parts)
+        for name, parts in zip(checkpoint.names(spec, 0), self._stored(spec, 0), strict=True):
+            tensor: Any = checkpoint.packed[name].decode(jnp, *[stored[part] for part in parts])
             taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)
             arrays.append(jnp.asarray(taken).astype(self.dtype))
         array = jnp.stack(arrays) if source.per_expert else arrays[0]
@@ -410,29 +449,30 @@ class ArrayLoader:
         )
 
     def _read_into(self, name: str, out: np.ndarray) -> None:
-        """Read a tensor piece by piece, and hash it on the way the first time.
+        """Read a tensor, its pieces in parallel, and hash it on the way the first time.
 
         It is not mapped: an error of the disk would then end the process.
         """
         self._heed()
         path, info = self._checkpoint.tensors[name]
         digest = None if name in self._digests else xxhash.xxh3_128()
-        same = out.dtype == info.dtype
-        flat = out.reshape(-1)
-        piece = np.empty(0 if same else min(_READ, info.stop - info.start), np.uint8)
+        flat, size = out.reshape(-1), info.stop - info.start
+
+        def read(start: int) -> memoryview:
+            stop = min(start + _READ, size)
+            target = flat[start // info.dtype.itemsize : stop // info.dtype.itemsize]
+            piece = target if out.dtype == info.dtype else np.empty(target.shape, info.dtype)
+            got = as_bytes(piece)
+            _read_all(file.fileno(), info.start + start, got, path)
+            if piece is not target:
+                target[...] = piece
+            return got
+
         try:
             with path.open("rb", buffering=0) as file:
-                file.seek(info.start)
-                for start in range(0, info.stop - info.start, _READ):
-                    size = min(_READ, info.stop - info.start - start)
-                    first, last = (at // info.dtype.itemsize for at in (start, start + size))
-                    target = flat[first:last]
-                    got = as_bytes(target if same else piece[:size])
-                    _read_all(file, got, path)
+                for got in self._pieces.map(read, range(0, size, _READ)):
                     if digest:
                         digest.update(got)
-                    if not same:
-                        target[...] = piece[:size].view(info.dtype)
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
         if digest:
@@ -488,10 +528,10 @@ class ArrayLoader:
         return state.hexdigest()
 
 
-def _read_all(file: Any, into: memoryview, path: Any) -> None:
+def _read_all(descriptor: int, start: int, into: memoryview, path: Any) -> None:
     done = 0
     while done < len(into):
-        count = file.readinto(into[done:])
+        count = os.preadv(descriptor, [into[done:]], start + done)
         if not count:
             raise InputError(f"{path}: ends too early; was it changed?")
         done += count
