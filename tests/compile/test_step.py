@@ -1,5 +1,6 @@
 """`spile compile`: the step for devices that are not here."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -228,3 +229,20 @@ def test_a_search_leaves_out_what_cannot_hold_the_weights() -> None:
     assert Layout(16) not in layouts
     assert Layout(4, 1, 4) in layouts
     assert pretended("v5e-8", "Llama-3.3-70B-Instruct").layouts() == []
+
+
+def test_a_model_larger_than_the_device_is_compiled_block_by_block() -> None:
+    _, arch = read_config({**tiny.CONFIG, "num_hidden_layers": 24}, "deep")
+    chip = dataclasses.replace(parse_topology("h200").chip, memory=350_000)
+    target = CompileTarget("small", chip, jax.devices()[:1], 1, "cpu")
+    recipe = Recipe(taps="resid_post:23", seq_len=64)
+    found = {
+        weights: compile_step(Question(arch, recipe, Runtime(weights=weights), target), Layout())
+        for weights in ("auto", "resident")
+    }
+    assert found["auto"].fits and not found["resident"].fits
+    assert found["auto"].weights < found["resident"].weights
+    assert "in host memory" in found["auto"].kept and found["resident"].kept == "all on the device"
+    assert found["auto"].host_memory > 0 and not found["resident"].host_memory
+    text = compile_text([found["auto"]])
+    assert "tokens pass each before the next" in text and "of blocks" in text

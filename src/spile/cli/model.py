@@ -87,7 +87,8 @@ def add_compile(verbs: Verbs) -> None:
     sub.add_argument("--fsdp", metavar="N", help="as for extract")
     sub.add_argument("--search", action="store_true", help="try every mesh that may do")
     sub.add_argument("--on", metavar="libtpu|cpu|here", help="whose compiler [libtpu, else cpu]")
-    for name in ("seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode", "latents"):
+    for name in ("weights", "seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode",
+                 "latents"):  # fmt: skip
         sub.add_argument(f"--{name}", metavar="X", help="as for extract")
 
 
@@ -101,7 +102,9 @@ def compile(arguments: argparse.Namespace) -> int:
     names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents")
     recipe = Recipe(**{name: getattr(arguments, name) for name in names})
     names = ("batch_tokens", "mesh", "fsdp")
-    runtime = Runtime(**{name: getattr(arguments, name) for name in names})
+    runtime = Runtime(
+        **{name: getattr(arguments, name) for name in names}, weights=arguments.weights or "auto"
+    )
     arch = read_arch(arguments.model)
     encoders = find_encoders(recipe, parse_taps(arguments.taps, arch), arch)
     target = find_target(arguments.topology, arguments.on)
@@ -133,10 +136,11 @@ def compile_text(found: Sequence["Compiled"]) -> str:
         f"{best.compiling:.1f} s",
         f"a step of {best.tokens:,} tokens in contexts of {best.seq_len:,}, "
         f"{best.compute_dtype}, stored as {best.store_dtype}; of each device:",
-        f"  weights       {size(best.weights)}",
+        f"  weights       {size(best.weights)}; {best.kept}",
         f"  taps          {size(best.taps)}",
         f"  temporaries   {made}{chip}",
         f"  fits          {verdict}{room}",
+        *([f"  on each host  {size(best.host_memory)} of blocks"] if best.host_memory else []),
         f"  arithmetic    {best.flops / 1e12:,.2f} TFLOP",
         f"  memory moves  {size(best.traffic)}",
     ]

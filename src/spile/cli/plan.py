@@ -286,20 +286,10 @@ def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str,
         *_priced(cost),
         ("mesh", cost.mesh if cost.mesh != "1" else "one device"),
         ("weights per device", f"{size(cost.weights_bytes)} in {recipe['compute_dtype']}"),
-        ("weights are kept", _kept_where(cost, recipe["seq_len"])),
+        ("weights are kept", cost.residency.told(recipe["seq_len"])),
         ("memory per device", size(cost.device_bytes)),
         ("memory on the host", size(cost.host_bytes)),
     ]
-
-
-def _kept_where(cost: "Estimate", seq_len: int) -> str:
-    """Where blocks are kept; if some are streamed, how many tokens pass each, and what hides."""
-    where = cost.residency
-    if not where.streams:
-        return str(where)
-    swept = f"{where.sweep_rows * seq_len:,} tokens pass each before the next"
-    hidden = "copies hide" if where.hidden >= 1 else f"{where.hidden:.0%} of the copies hide"
-    return f"{where}; {swept}, {hidden}"
 
 
 def attention_row(kernel: KernelChoice) -> tuple[str, str]:

@@ -130,3 +130,12 @@ def _group_size(line: str, devices: int) -> int:
 
 def sent_by_all(found: Mapping[str, Collective]) -> int:
     return sum(each.sent for each in found.values())
+
+
+def added(one: Mapping[str, Collective], other: Mapping[str, Collective]) -> dict[str, Collective]:
+    """The collectives of two programs that both run."""
+    total = dict(one)
+    for kind, each in other.items():
+        before = total.get(kind, Collective(0, 0))
+        total[kind] = Collective(before.count + each.count, before.sent + each.sent)
+    return total

@@ -9,8 +9,10 @@ from formulas (FLOPs, memory traffic) give an estimate of tokens per second, and
 
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spile.compile.collectives import Collective, read_collectives, sent_by_all
+from spile.compile.collectives import Collective, added, read_collectives, sent_by_all
 from spile.compile.targets import CompileTarget
 from spile.core.config import Recipe, Runtime, activation_dtype
 from spile.core.errors import ConfigError
@@ -39,11 +41,14 @@ from spile.models.layout import Cuts, Layout, fitting_layout, parse_layout
 from spile.models.taps import parse_taps
 from spile.plan.encoders import stored_taps
 from spile.plan.estimate import row_quantum
+from spile.plan.residency import Residency, choose_residency, may_stream, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
 from spile.run.step import Step
+from spile.run.sweep import Sweep
 
 _log = logging.getLogger("spile")
 
+_UNIT_TOKENS = 4_000_000  # of a unit by default: the longest sweep
 _CONTEXTS = 16  # at most, in a row: cuDNN's kernel is compiled for a fixed number
 _TOO_LARGE = ("RESOURCE_EXHAUSTED", "HbmOom", "exceeds available", "out of memory")
 
@@ -62,6 +67,8 @@ class Compiled:
     compute_dtype: str
     store_dtype: str
     weights: int
+    kept: str  # where the blocks are
+    host_memory: int  # for blocks, on each host
     taps: int
     temporaries: int | None  # None: the compiler found that they do not fit
     estimated_temporaries: int
@@ -155,6 +162,25 @@ class Question:
         memory = self.target.memory
         return memory is None or work.device_bytes <= MEMORY_SHARE * memory
 
+    def residency(self, work: Workload) -> Residency:
+        """Where blocks are kept; a host of an unknown machine is taken to hold what it must."""
+        groups = work.cuts.layout.groups
+        memory, tokens = self.target.memory, self.runtime.batch_tokens
+        enough = work.rows // groups
+        if not tokens:
+            enough = max(1, sweet_spot(self.arch, self.target.platform) // work.seq_len)
+        return choose_residency(
+            lambda rows: dataclasses.replace(work, rows=rows * groups),
+            (enough, work.rows // groups),
+            self.runtime,
+            self.target.platform,
+            memory,
+            most_rows=_UNIT_TOKENS // work.seq_len,
+            chip=self.target.chip,
+            processes=self.target.hosts,
+            host_memory=sys.maxsize,
+        )
+
     def layout(self) -> Layout:
         """The layout that the user set, or the fastest one that fits."""
         devices, hosts = len(self.target.devices), self.target.hosts
@@ -167,7 +193,7 @@ class Question:
             return work is not None and self.holds(work)
 
         layout, found = fitting_layout(devices, devices // hosts, fits)
-        if not found:
+        if not found and not may_stream(self.runtime, hosts):
             _log.warning("by our estimate no mesh of %d devices holds the model", devices)
         return layout
 
@@ -198,40 +224,56 @@ class Question:
 
 
 def compile_step(question: Question, layout: Layout) -> Compiled:
-    """Compile the step for one layout."""
+    """Compile the step for one layout; block by block, if the model does not fit."""
     target, work = question.target, question.workload(layout)
-    step = _abstract_step(work, target)
+    kept = question.residency(work)
+    if kept.streams:
+        work = dataclasses.replace(work, rows=kept.batch_rows * layout.groups)
     batch = _full_batch(work)
     begin = time.perf_counter()
     refused: tuple[str, ...] = ()
+    programs: list[tuple[Any, Any]] = []
     try:
-        run, compact = step.compile(batch)
+        if kept.streams:
+            programs = _abstract_sweep(work, target, kept).compile(batch)
+        else:
+            programs = [_abstract_step(work, target).compile(batch)]
     except jax.errors.JaxRuntimeError as error:
         if not any(sign in str(error) for sign in _TOO_LARGE):
             raise
-        run = compact = None
         refused = (f"the compiler: {str(error).splitlines()[0][:300]}",)
     seconds = time.perf_counter() - begin
-    taps, temporaries, collectives = work.taps_bytes, None, {}
-    fits = False
-    if run is not None and compact is not None:
-        made, moved = run.memory_analysis(), compact.memory_analysis()
-        temporaries = made.temp_size_in_bytes
-        held = made.argument_size_in_bytes + made.output_size_in_bytes + temporaries
+    made = [run.memory_analysis() for run, _ in programs]
+    moved = [compact.memory_analysis().output_size_in_bytes for _, compact in programs if compact]
+    temporaries = max((each.temp_size_in_bytes for each in made), default=None)
+    taps, weights = work.taps_bytes, work.weights
+    fits, needed = False, work.device_bytes
+    if kept.streams:
+        streams = kept.sweep_rows * work.seq_len
+        needed = streamed_bytes(work, kept.count("resident"), streams)
+        weights = work.outer_weights() + kept.on_device * work.packed_block
+        taps = needed - weights - work.temporaries  # with the streams of a sweep
+        fits = target.memory is None or weights + taps + (temporaries or 0) <= target.memory
+    elif made:
+        (only,) = made
+        held = only.argument_size_in_bytes + only.output_size_in_bytes + (temporaries or 0)
         # While a step runs, the rows of the step before it are copied to the host.
-        held += moved.output_size_in_bytes - made.alias_size_in_bytes
-        taps = made.output_size_in_bytes + moved.output_size_in_bytes
+        held += moved[0] - only.alias_size_in_bytes
+        taps = only.output_size_in_bytes + moved[0]
         fits = target.memory is None or held <= target.memory
-        if target.on == "cpu":
-            fits = question.holds(work)
-        collectives = read_collectives(
+    if target.on == "cpu":
+        fits = target.memory is None or needed <= MEMORY_SHARE * target.memory
+    collectives: dict[str, Collective] = {}
+    for run, _ in programs:
+        found = read_collectives(
             run.as_text(),
             len(target.devices),
             trips=_schedule(work).cycles,
             # A CPU widens what it sends.
             narrow=target.on == "cpu" and work.compute_dtype == "bfloat16",
         )
-    speed = _speed(work, target, collectives) if run is not None else {}
+        collectives = added(collectives, found)
+    speed = _speed(work, target, collectives, kept) if programs else {}
     return Compiled(
         topology=target.name,
         on=target.on,
@@ -242,12 +284,14 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
         tokens=work.tokens,
         compute_dtype=work.compute_dtype,
         store_dtype=work.store_dtype,
-        weights=work.weights,
+        weights=weights,
+        kept=kept.told(work.seq_len),
+        host_memory=kept.host_bytes * layout.size // target.hosts,
         taps=taps,
         temporaries=temporaries,
         estimated_temporaries=work.temporaries,
         memory=target.memory,
-        fits=None if target.memory is None else fits,
+        fits=None if target.memory is None else fits and not refused,
         flops=work.flops,
         traffic=work.traffic,
         collectives=collectives,
@@ -278,12 +322,16 @@ def search(question: Question) -> list[Compiled]:
     return sorted(found, key=order)
 
 
-def _speed(work: Workload, target: CompileTarget, found: dict[str, Collective]) -> dict[str, Any]:
+def _speed(
+    work: Workload, target: CompileTarget, found: dict[str, Collective], kept: Residency
+) -> dict[str, Any]:
     """The roofline, and the rates and prices that follow from it."""
     chip = target.chip
     if chip is None or work.compute_dtype != "bfloat16":
         return {}
     seconds = Roofline.of(work, sent_by_all(found), chip)
+    copies = kept.host_bytes / chip.host_link * kept.batch_rows / kept.sweep_rows
+    seconds = dataclasses.replace(seconds, host_link=seconds.host_link + copies)
     rate = work.tokens / seconds.seconds
     hours = 1e9 / rate / 3600 * len(target.devices)
     return {
@@ -310,10 +358,33 @@ def _schedule(work: Workload) -> LayerSchedule:
 
 def _abstract_step(work: Workload, target: CompileTarget) -> Step:
     """The step, with shapes in place of weights."""
-    shards = None
-    if work.cuts.layout.size > 1:
-        mesh = make_mesh(work.cuts.layout, target.devices)
-        shards = Shards(mesh, work.cuts, array_axes(work.arch))
+    shards = _shards(work, target)
+    schedule = _schedule(work)
+    return Step(
+        params_of(work, shards), work.arch, work.taps, schedule,
+        **_step_options(work, target, shards),
+    )  # fmt: skip
+
+
+def _abstract_sweep(work: Workload, target: CompileTarget, kept: Residency) -> Sweep:
+    """The step of a model whose blocks come in turn, with shapes in place of weights."""
+    shards = _shards(work, target)
+    schedule = dataclasses.replace(_schedule(work), cycles=0)
+    return Sweep(
+        Future(), work.arch, work.taps, schedule,
+        rows=work.rows, looks_up=kept.looks_up, shapes=params_of(work, shards, schedule),
+        **_step_options(work, target, shards),
+    )  # fmt: skip
+
+
+def _shards(work: Workload, target: CompileTarget) -> Shards | None:
+    if work.cuts.layout.size == 1:
+        return None
+    mesh = make_mesh(work.cuts.layout, target.devices)
+    return Shards(mesh, work.cuts, array_axes(work.arch))
+
+
+def _step_options(work: Workload, target: CompileTarget, shards: Shards | None) -> dict[str, Any]:
     shaped = partial(jax.ShapeDtypeStruct, sharding=shards.whole if shards else None)
     stored = stored_taps(work.taps, work.encoders, work.arch, work.seq_len, work.store_dtype)
 
@@ -321,28 +392,26 @@ def _abstract_step(work: Workload, target: CompileTarget) -> Step:
         arrays = device_arrays(load_arrays(encoder.sae)[0], activation_dtype(work.compute_dtype))
         return {name: shaped(array.shape, array.dtype) for name, array in arrays.items()}
 
-    return Step(
-        params_of(work, shards),
-        work.arch,
-        work.taps,
-        _schedule(work),
-        compute_dtype=work.compute_dtype,
-        store_dtype=work.store_dtype,
-        device=target.devices[0],
-        shards=shards,
-        scales={
+    return {
+        "compute_dtype": work.compute_dtype,
+        "store_dtype": work.store_dtype,
+        "device": target.devices[0],
+        "shards": shards,
+        "scales": {
             name: shaped(info.shape, jnp.dtype("float32"))
             for name, info in stored.items()
             if info.dtype == "int8"
         },
-        encoders={tap: (encoder, shapes(encoder)) for tap, encoder in work.encoders.items()},
-    )
+        "encoders": {tap: (encoder, shapes(encoder)) for tap, encoder in work.encoders.items()},
+    }
 
 
-def params_of(work: Workload, shards: Shards | None) -> Params:
+def params_of(
+    work: Workload, shards: Shards | None, schedule: LayerSchedule | None = None
+) -> Params:
     """The arrays that a run would load: their shapes, and their shardings."""
-    dtype = DTYPES_BY_NAME[work.compute_dtype]
-    return abstract_params(work.arch, _schedule(work), head=work.head, dtype=dtype, shards=shards)
+    dtype, schedule = DTYPES_BY_NAME[work.compute_dtype], schedule or _schedule(work)
+    return abstract_params(work.arch, schedule, head=work.head, dtype=dtype, shards=shards)
 
 
 def _full_batch(work: Workload) -> Batch:

@@ -20,7 +20,7 @@ from spile.objects import Objects
 from spile.plan.chips import Chip
 from spile.plan.encoders import stored_taps
 from spile.plan.job import ExtractionJob
-from spile.plan.residency import Residency, choose_residency, streamed_bytes
+from spile.plan.residency import Residency, choose_residency, may_stream, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
 from spile.plan.survey import Counted, Survey, row_bytes
 
@@ -142,7 +142,7 @@ def planned_cuts(
     if layout is None:
         suits = partial(fits, job, runtime, platform, memory)
         layout, fitting = fitting_layout(devices, devices // processes, suits)
-        if not fitting:
+        if not fitting and not may_stream(runtime, processes):
             _log.warning("by our estimate no mesh of %d devices holds the model", devices)
     return Cuts.of(layout, axis_sizes(job.checkpoint.arch))
 

@@ -66,6 +66,16 @@ class Residency:
     def host_bytes(self) -> int:
         return self.count("host") * self.block_bytes
 
+    def told(self, seq_len: int) -> str:
+        """Where blocks are kept; if they come in turn, how many tokens pass each, what hides."""
+        if not self.streams:
+            return str(self)
+        swept = f"{self.sweep_rows * seq_len:,} tokens pass each before the next"
+        hidden = "copies hide" if self.hidden >= 1 else f"{self.hidden:.0%} of the copies hide"
+        return f"{self}; {swept}" + (
+            f", {hidden}" if self.count("resident") < len(self.kept) else ""
+        )
+
     def __str__(self) -> str:
         if not self.streams:
             return "all on the device"
@@ -78,6 +88,11 @@ class Residency:
 
 def all_resident(work: Workload, rows: int) -> Residency:
     return Residency(("resident",) * work.depth, rows, rows, work.block_weights, 0.0, 1.0)
+
+
+def may_stream(runtime: Runtime, processes: int) -> bool:
+    """Whether a model that does not fit is streamed: processes that are joined hold it together."""
+    return runtime.weights != "resident" and processes == 1
 
 
 def streamed_bytes(
@@ -128,7 +143,7 @@ def choose_residency(
     if memory is None and platform == "cpu":
         memory = free
     fits = not memory or work.device_bytes <= MEMORY_SHARE * memory
-    if wanted == "resident" or (wanted == "auto" and (fits or processes > 1)):
+    if wanted == "resident" or (wanted == "auto" and (fits or not may_stream(runtime, processes))):
         return all_resident(work, fitting)
     if processes > 1:
         raise ConfigError(

@@ -179,11 +179,15 @@ class Sweep(Step):
         return passing
 
     def compile(self, batch: Batch) -> Any:
-        """Compile every program that a sweep over a batch of this shape runs."""
+        """Compile every program that a sweep over a batch of this shape runs.
+
+        Returns those of each stage of each part: the stage itself, and one that packs its rows.
+        """
+        found: list[tuple[Any, Any]] = []
         for part in map(self._divisible, self._parts(batch)):
             runs = Runs.of(part, self._devices)
-            for stage in self._stages:
-                self._stage_program(stage, part, runs)
+            found += [self._stage_program(stage, part, runs) for stage in self._stages]
+        return found
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """Cut a batch into batches of equal shape; the last is filled up with empty rows."""
