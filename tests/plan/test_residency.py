@@ -83,9 +83,22 @@ def test_a_sweep_is_long_enough_that_copies_hide() -> None:
 def test_a_sweep_is_no_longer_than_memory_and_units_allow() -> None:
     assert chosen(80 * GB, 500 * GB, "host", most_rows=16).sweep_rows == 16
     slow = dataclasses.replace(CHIPS["h200"], host_link=1e6)
-    found = chosen(80 * GB, 500 * GB, "host", chip=slow)
+    found = chosen(80 * GB, 150 * GB, "host", chip=slow)
     assert streamed_bytes(work(found.batch_rows), 0, 2048 * found.sweep_rows) <= 72 * GB
-    assert found.hidden < 1
+    assert found.hidden < 1 and not found.spills
+
+
+def test_streams_wait_in_host_memory_where_the_device_has_no_room_for_a_long_sweep() -> None:
+    slow = dataclasses.replace(CHIPS["h200"], host_link=CHIPS["h200"].host_link / 20)
+    found = chosen(16 * GB, 500 * GB, "host", chip=slow)
+    assert found.spills and found.hidden == 1.0
+    assert found.stream_bytes == found.sweep_rows * 2048 * 8192 * 2
+    assert found.host_bytes == 80 * found.block_bytes + found.stream_bytes <= 0.8 * 500 * GB
+    there = streamed_bytes(work(found.batch_rows), 0, 2048 * found.streams_on_device)
+    everything = streamed_bytes(work(found.batch_rows), 0, 2048 * found.sweep_rows)
+    assert there <= MEMORY_SHARE * 16 * GB < everything
+    assert "streams in host memory" in found.told(2048)
+    assert not chosen(16 * GB, 145 * GB, "host", chip=slow).spills, "the host is full of blocks"
 
 
 def test_a_small_device_gets_smaller_batches() -> None:

@@ -19,6 +19,7 @@ from spile.dataset.ledger import Ledger
 from spile.models.forward import streamed, weights
 from spile.objects import open_objects
 from spile.plan import residency
+from spile.run import sweep
 from stored import unit_files
 
 # A tap of every kind, at every stage: before the blocks, inside them, between them, behind them.
@@ -86,19 +87,31 @@ def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Pat
     check_same(recipe(tmp_path / "model", corpus, taps=taps), tmp_path)
 
 
+@pytest.mark.parametrize("spilled", [0, 1], ids=["on the device", "in host memory"])
 def test_a_sweep_of_several_batches_is_the_sum_of_them(
-    model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spilled: int, model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Wherever the streams of its batches wait for the next block."""
     given = recipe(model, corpus, taps="resid_post:0+2")
     whole = extracted(given, tmp_path / "whole", "resident")
     real = residency.Residency
 
     def longer(*fields: Any, **named: Any) -> Any:
         kept, rows, _, *others = fields
-        return real(kept, rows, 3 * rows, *others, **named)
+        return real(kept, rows, 3 * rows, *others, stream_bytes=spilled, **named)
+
+    waiting: list[int] = []
+    fetch = sweep.Sweep._fetch
+
+    def fetched(self: Any, passing: Any, number: int) -> None:
+        fetch(self, passing, number)
+        kinds = [each.stream.sharding.memory_kind for each in passing if each.stream is not None]
+        waiting.append(kinds.count("pinned_host"))
 
     monkeypatch.setattr(residency, "Residency", longer)
+    monkeypatch.setattr(sweep.Sweep, "_fetch", fetched)
     assert extracted(given, tmp_path / "swept", "disk") == whole
+    assert max(waiting) == spilled, "of three, one is used and one arrives"
 
 
 def test_a_sweep_holds_two_blocks_at_a_time(

@@ -249,7 +249,7 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
     taps, weights = work.taps_bytes, work.weights
     fits, needed = False, work.device_bytes
     if kept.streams:
-        streams = kept.sweep_rows * work.seq_len
+        streams = kept.streams_on_device * work.seq_len
         needed = streamed_bytes(work, kept.count("resident"), streams)
         weights = work.outer_weights() + kept.on_device * work.packed_block
         taps = needed - weights - work.temporaries  # with the streams of a sweep

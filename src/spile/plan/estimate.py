@@ -218,7 +218,7 @@ def estimate(
     work = step_of(job, residency.batch_rows, platform, cuts)
     held, needed = work.weights, work.device_bytes
     if residency.streams:
-        looks_up, swept = residency.looks_up, residency.sweep_rows * recipe.seq_len
+        looks_up, swept = residency.looks_up, residency.streams_on_device * recipe.seq_len
         held = work.outer_weights(embedding=not looks_up)
         held += residency.on_device * work.packed_block
         needed = streamed_bytes(work, residency.count("resident"), swept, looks_up=looks_up)

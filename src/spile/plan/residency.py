@@ -31,7 +31,10 @@ _SAMPLE, _SAMPLE_SECONDS, _READERS = 16 << 20, 0.3, 8
 _LINK_RATE, _FLOPS, _BANDWIDTH = 12e9, 2e14, 1e12  # of a device that is not in plan/chips.py
 _DECODED_SHARE = 0.05  # of a sweep's time at most, to decode packed blocks, if memory allows
 _MARGIN = 2.0  # a sweep has this many times the tokens behind which copies just hide
-_MOST_SWEPT = 1 << 20  # tokens
+_MOST_SWEPT = 4 << 20  # tokens
+# Batches whose streams are on the device while the host keeps the others: one leaves, one is
+# computed from the one before it, and one arrives.
+_FETCHED = 4
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Residency:
     link_rate: float  # bytes a second, from where streamed blocks are
     hidden: float  # share of a sweep's copies that compute hides, by our estimate
     packed: bool = False  # blocks stay packed until they are used, on the device too
+    stream_bytes: int = 0  # of a sweep, in host memory: the device has no room for its streams
     looks_up: bool = False  # embeddings are looked up in the file: the device does not hold them
 
     @property
@@ -64,13 +68,24 @@ class Residency:
 
     @property
     def host_bytes(self) -> int:
-        return self.count("host") * self.block_bytes
+        return self.count("host") * self.block_bytes + self.stream_bytes
+
+    @property
+    def spills(self) -> bool:
+        """Whether streams wait in host memory for their next block."""
+        return self.stream_bytes > 0
+
+    @property
+    def streams_on_device(self) -> int:
+        """Rows whose streams the device has room for."""
+        return min(self.sweep_rows, _FETCHED * self.batch_rows) if self.spills else self.sweep_rows
 
     def told(self, seq_len: int) -> str:
         """Where blocks are kept; if they come in turn, how many tokens pass each, what hides."""
         if not self.streams:
             return str(self)
         swept = f"{self.sweep_rows * seq_len:,} tokens pass each before the next"
+        swept += ", their streams in host memory meanwhile" if self.spills else ""
         hidden = "copies hide" if self.hidden >= 1 else f"{self.hidden:.0%} of the copies hide"
         return f"{self}; {swept}" + (
             f", {hidden}" if self.count("resident") < len(self.kept) else ""
@@ -162,7 +177,7 @@ def choose_residency(
         on_host = 0 if platform == "cpu" else int(_HOST_SHARE * free // work.packed_block)
         kept = _spread(work, memory or 0, on_host)
     disk = disk_rate(files) if platform != "cpu" and "disk" in kept else _DISK_RATE
-    return _sized(work, enough, kept, platform, memory, chip, most_rows, disk)
+    return _sized(work, enough, kept, platform, memory, chip, most_rows, disk, free)
 
 
 def _too_large(work: Workload, rows: int, memory: int) -> bool:
@@ -195,6 +210,7 @@ def _sized(
     chip: Chip | None,
     most_rows: int,
     disk: float,
+    host_memory: int,
 ) -> Residency:
     """Choose the sweep's length so that copies hide behind compute, as far as memory allows."""
     streamed = [where for where in kept if where != "resident"]
@@ -208,16 +224,21 @@ def _sized(
     enough = _MARGIN * needed
     if work.packed:
         enough = max(enough, decoding / _DECODED_SHARE / per_row)
+    each = work.seq_len * work.arch.width * work.item
     most = max(rows, min(most_rows, _MOST_SWEPT // work.seq_len))
+    wanted = max(rows, min(most // rows, math.ceil(enough / rows)) * rows)
+    swept, spilled = wanted, 0
     if memory:
-        each = work.seq_len * work.arch.width * work.item
-        left = MEMORY_SHARE * memory - streamed_bytes(work, kept.count("resident"), 0)
-        most = max(rows, min(most, int(left // each)))
-    swept = max(rows, min(most // rows, math.ceil(enough / rows)) * rows)
+        left = int(MEMORY_SHARE * memory - streamed_bytes(work, kept.count("resident"), 0))
+        swept = max(rows, min(wanted, left // each // rows * rows))
+        on_host = int(_HOST_SHARE * host_memory) - kept.count("host") * work.packed_block
+        longer = min(wanted, on_host // each // rows * rows)
+        if longer > swept and _FETCHED * rows * each <= left:
+            swept, spilled = longer, longer * each
     slowest = min((link if where == "host" else disk for where in streamed), default=link)
     hidden = min(1.0, swept / max(needed, 1e-9))
     packed = bool(work.packed)
-    return Residency(kept, rows, swept, work.packed_block, slowest, hidden, packed)
+    return Residency(kept, rows, swept, work.packed_block, slowest, hidden, packed, spilled)
 
 
 def evenly(count: int, of: int) -> list[bool]:

@@ -431,6 +431,7 @@ def load_step(
             Sweep,
             rows=rows,
             looks_up=looks_up,
+            spills=residency is not None and residency.spills,
             # (Processes that are joined must not stop at different blocks.)
             heed=heed if world.processes == 1 else lambda: None,
             read=compare_hashes if streams else lambda: None,

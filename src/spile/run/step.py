@@ -34,7 +34,7 @@ from spile.models.files.sae import Arrays, SparseEncoder
 from spile.models.forward.attention import Attention
 from spile.models.forward.decoder import forward
 from spile.models.forward.kernels import chosen_kernel, for_platform
-from spile.models.forward.sharding import P, Shards, local_runs, put
+from spile.models.forward.sharding import PINNED, P, Shards, local_runs, put
 from spile.models.forward.sparse_latents import top_latents
 from spile.models.forward.weights import LayerSchedule, Params
 from spile.models.layout import AXES
@@ -45,7 +45,6 @@ _log = logging.getLogger("spile")
 # Per part of a run and channel, or per part: see `_reduce`.
 Reduced = dict[str, Array]
 
-_PINNED = "pinned_host"
 _LENGTHS = 8  # distinct numbers of rows that may leave the device; each has its own program
 
 
@@ -154,7 +153,7 @@ class StepOutput:
         return sum(
             shard.data.nbytes
             for each in self.batches
-            if each.rows[tap].sharding.memory_kind == _PINNED
+            if each.rows[tap].sharding.memory_kind == PINNED
             for shard in each.rows[tap].addressable_shards
         )
 
@@ -356,8 +355,8 @@ class Step:
         if self._device.platform == "cpu":
             return None
         if self._shards:
-            return self._shards.by_runs(_PINNED)
-        return SingleDeviceSharding(self._device, memory_kind=_PINNED)
+            return self._shards.by_runs(PINNED)
+        return SingleDeviceSharding(self._device, memory_kind=PINNED)
 
     @property
     def _devices(self) -> int:

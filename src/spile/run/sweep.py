@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 from spile.core.recipe import latent_names
@@ -34,6 +35,7 @@ from spile.models.forward.decoder import (
     one_block,
     stage_of,
 )
+from spile.models.forward.sharding import PINNED
 from spile.models.forward.streamed import EmbeddingRows, StreamedBlocks
 from spile.models.forward.weights import Arrays, Params
 from spile.models.taps import Tap
@@ -107,6 +109,7 @@ class Sweep(Step):
         *given: Any,
         rows: int,
         looks_up: bool,
+        spills: bool = False,
         shapes: Params,
         heed: Callable[[], None] = lambda: None,
         read: Callable[[], None] = lambda: None,
@@ -116,6 +119,7 @@ class Sweep(Step):
         """Args:
         rows: of a batch; a sweep has many.
         looks_up: the host looks up embeddings, which the device does not hold.
+        spills: between blocks, the streams of all but a few batches are in host memory.
         shapes: of the model, all its blocks in `tail`, to compile for.
         heed: called between blocks; raises if the run should stop.
         read: called after the first sweep, when every tensor has been read.
@@ -126,7 +130,7 @@ class Sweep(Step):
         super().__init__(Future(), *given, shapes=shapes, **options)
         self._model, self._rows, self._heed = model, rows, heed
         self._read, self._waited, self._swept = read, waited, False
-        self._looks_up = looks_up
+        self._looks_up, self._spills = looks_up, spills
         self._stages = self._taps_by_stage()
         self._whole = needs_whole_block(self.settings.taps, self.settings.schedule.depth)
 
@@ -160,16 +164,22 @@ class Sweep(Step):
 
     def _swept_over(self, batch: Batch) -> list[_Passing]:
         model = self._ready
-        passing = [self._begun(part) for part in self._parts(batch)]
+        passing: list[_Passing] = []
+        for part in self._parts(batch):
+            passing.append(self._begun(part))
+            self._spill(passing, len(passing) - 1)
         depth = self.settings.schedule.depth
         for layer in range(depth):
             self._heed()
             block = model.blocks.take(layer)
-            for each in passing:
+            for number, each in enumerate(passing):
+                self._fetch(passing, number)
                 self._through(layer, each, block)
+                self._spill(passing, number)
             model.blocks.used(layer, passing[-1].done)
             del block  # or it would still be there while the next one comes
-        for each in passing:
+        for number, each in enumerate(passing):
+            self._fetch(passing, number)
             self._ended(each)
         if not self._swept:
             self._swept = True
@@ -177,6 +187,24 @@ class Sweep(Step):
         self._waited(model.blocks.waited)
         model.blocks.waited = 0.0
         return passing
+
+    def _fetch(self, passing: Sequence[_Passing], number: int) -> None:
+        """Bring a batch's stream to the device; the next one's sets out before the work begins."""
+        for each in (passing[number], passing[(number + 1) % len(passing)]):
+            if self._spills and each.stream is not None:
+                each.stream = jax.device_put(each.stream, self._stream_place())
+
+    def _spill(self, passing: Sequence[_Passing], number: int) -> None:
+        """Let a batch's stream leave the device; those of a few may be there, or on their way."""
+        if self._spills:
+            each = passing[number]
+            each.stream = jax.device_put(each.stream, self._stream_place(PINNED))
+            jax.block_until_ready(passing[(number - 2) % len(passing)].stream)
+
+    def _stream_place(self, kind: str = "device") -> Any:
+        if self._shards:
+            return self._shards.by_rows.with_memory_kind(kind)
+        return SingleDeviceSharding(self._device, memory_kind=kind)
 
     def compile(self, batch: Batch) -> Any:
         """Compile every program that a sweep over a batch of this shape runs.

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spile.models.layout import AXES, ROWS, Cuts, Layout
 
 P = PartitionSpec
+PINNED = "pinned_host"  # host memory that the device copies from and to at full rate
 
 _MOVED = 256 << 20  # bytes moved at a time
 

@@ -28,9 +28,9 @@ from spile.core.errors import InputError
 from spile.core.tensors import TensorInfo
 from spile.models.config.specs import ParamSpec, outer_specs
 from spile.models.files.checkpoint import Checkpoint
+from spile.models.forward.sharding import PINNED
 from spile.models.forward.weights import ArrayLoader, Block
 
-_PINNED = "pinned_host"
 _LOOK = 0.002  # seconds between looks whether the device still works
 
 
@@ -173,8 +173,8 @@ def load_blocks(
 def _on_host(array: jax.Array) -> Any:
     if isinstance(array.sharding, SingleDeviceSharding):
         (device,) = array.sharding.device_set
-        return SingleDeviceSharding(device, memory_kind=_PINNED)
-    return array.sharding.with_memory_kind(_PINNED)
+        return SingleDeviceSharding(device, memory_kind=PINNED)
+    return array.sharding.with_memory_kind(PINNED)
 
 
 class EmbeddingRows:
