@@ -74,16 +74,15 @@ def random_params(arch: Any, depth: int) -> Any:
             return jnp.zeros(shape, jnp.bfloat16)
         return normal(shape)(next(keys))
 
-    blocks = block_specs(arch)
-    cycle = tuple(
-        {spec.name: array(spec, (schedule.cycles,)) for spec in blocks}
-        for _ in range(schedule.period if schedule.cycles else 0)
-    )
-    tail = tuple(
-        {spec.name: array(spec) for spec in blocks} for _ in range(depth - schedule.scanned)
-    )
+    def block(layer: int, *lead: int) -> dict[str, Any]:
+        return {spec.name: array(spec, lead) for spec in block_specs(arch, arch.layers[layer])}
+
+    places = range(schedule.period if schedule.cycles else 0)
+    cycle = tuple(block(schedule.lead + place, schedule.cycles) for place in places)
+    tail = tuple(map(block, range(schedule.scanned, depth)))
     outer = {spec.name: array(spec) for spec in outer_specs(arch)}
-    return Params(outer=outer, cycle=cycle, tail=tail), schedule
+    lead = tuple(map(block, range(schedule.lead)))
+    return Params(outer=outer, cycle=cycle, tail=tail, lead=lead), schedule
 
 
 @cache
@@ -111,8 +110,8 @@ def in_float8(params: Any) -> Any:
         return {n: make(a) if narrow(n, a) else a for n, a in arrays.items()}
 
     cycle = tuple(block(arrays, 1) for arrays in params.cycle)
-    tail = tuple(block(arrays, 0) for arrays in params.tail)
-    return dataclasses.replace(params, cycle=cycle, tail=tail)
+    tail, lead = (tuple(block(a, 0) for a in some) for some in (params.tail, params.lead))
+    return dataclasses.replace(params, cycle=cycle, tail=tail, lead=lead)
 
 
 def natural_batch(rows: int, seq: int) -> Any:

@@ -37,6 +37,11 @@ YARN = {
 }  # fmt: skip
 # as gpt-oss has it: no rounding of the bounds
 YARN_OSS = {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+NTK = {"type": "dynamic", "rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+MSCALED = {
+    **YARN, "original_max_position_embeddings": 80, "mscale": 0.7, "mscale_all_dim": 1.3,
+    "llama_4_scaling_beta": 0.1, "max_position_embeddings": 256,
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 THETA = {"rope_type": "default", "rope_theta": 1e6}
@@ -80,17 +85,63 @@ GPT2: dict[str, Any] = {
     "vocab_size": tiny.VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256,
     "bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS,
 }  # fmt: skip
+# No keys and values that are shared between heads.
+OWN_KEYS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+GPTJ: dict[str, Any] = {**GPT2, "n_embd": 64, "rotary_dim": 8}
+GPTNEO: dict[str, Any] = {
+    **{k: v for k, v in OWN_KEYS.items() if k not in ("num_hidden_layers", "num_attention_heads")},
+    "num_layers": 4, "num_heads": 4, "window_size": WINDOW,
+    "attention_types": [[["global", "local"], 2]],
+}  # fmt: skip
+FALCON: dict[str, Any] = {k: v for k, v in OWN_KEYS.items() if k != "intermediate_size"}
+OPT: dict[str, Any] = {**FALCON, "ffn_dim": 80, "pad_token_id": 1}
+# six heads: two of them beyond a power of two
+BLOOM: dict[str, Any] = {
+    "vocab_size": tiny.VOCAB, "hidden_size": 48, "n_layer": 3, "n_head": 6,
+    "bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS,
+}  # fmt: skip
+MPT: dict[str, Any] = {
+    "vocab_size": tiny.VOCAB, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 256,
+    "bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS,
+}  # fmt: skip
 # heads of 16: a quarter of them turns two pairs
 NEOX: dict[str, Any] = {
     **{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}, "hidden_size": 64,
     "rope_parameters": partial(0.25),
 }  # fmt: skip
+GLM: dict[str, Any] = {**SMALL, "head_dim": 16, "rope_parameters": partial(0.5)}
+GRANITE: dict[str, Any] = {
+    **SMALL, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+    "logits_scaling": 2.5,
+}  # fmt: skip
+SLIDING: dict[str, Any] = {**SMALL, "num_hidden_layers": 5, "sliding_window": WINDOW}
 STABLELM: dict[str, Any] = {**SMALL, "hidden_size": 64, "rope_parameters": partial(0.25)}
 MIXTRAL: dict[str, Any] = {**SMALL, "num_local_experts": 6, "num_experts_per_tok": 2}
 QWEN3: dict[str, Any] = {**SMALL, "head_dim": 16}
 QWEN3MOE: dict[str, Any] = {
     **QWEN3, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
     "norm_topk_prob": True,
+}  # fmt: skip
+QWEN2MOE: dict[str, Any] = {
+    **SMALL, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+OLMOE: dict[str, Any] = {**SMALL, "num_experts": 6, "num_experts_per_tok": 3}
+GRANITEMOE: dict[str, Any] = {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}
+GLM4MOE: dict[str, Any] = {
+    **GLM, "num_hidden_layers": 4, "n_routed_experts": 6, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+DOTS1: dict[str, Any] = {
+    **SMALL, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+ERNIE45MOE: dict[str, Any] = {
+    **SMALL, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32,
+}  # fmt: skip
+MINIMAX: dict[str, Any] = {
+    **SMALL, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3,
+    "rope_parameters": partial(0.5),
 }  # fmt: skip
 GPTOSS: dict[str, Any] = {
     **SMALL, "num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 40,
@@ -139,6 +190,32 @@ _smollm3 = _family("SmolLM3Config", "SmolLM3ForCausalLM", {**SMALL, "num_hidden_
 _seedoss = _family("SeedOssConfig", "SeedOssForCausalLM", {**SMALL, "head_dim": 16})
 _arcee = _family("ArceeConfig", "ArceeForCausalLM", SMALL)
 _stablelm = _family("StableLmConfig", "StableLmForCausalLM", STABLELM)
+_qwen2moe = _family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", QWEN2MOE)
+_olmoe = _family("OlmoeConfig", "OlmoeForCausalLM", OLMOE)
+_granitemoe = _family("GraniteMoeConfig", "GraniteMoeForCausalLM", GRANITEMOE)
+_glm4moe = _family("Glm4MoeConfig", "Glm4MoeForCausalLM", GLM4MOE)
+_dots1 = _family("Dots1Config", "Dots1ForCausalLM", DOTS1)
+_ernie45moe = _family("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", ERNIE45MOE)
+_minimaxm2 = _family("MiniMaxM2Config", "MiniMaxM2ForCausalLM", MINIMAX)
+_hunyuan = _family("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", {**SMALL, "head_dim": 16})
+_apertus = _family("ApertusConfig", "ApertusForCausalLM", {**SMALL, "dtype": "float32"})
+_ministral3 = _family("Ministral3Config", "Ministral3ForCausalLM", {**SMALL, "head_dim": 16})
+_cohere = _family("CohereConfig", "CohereForCausalLM", SMALL)
+_cohere2 = _family("Cohere2Config", "Cohere2ForCausalLM", SLIDING)
+_granite = _family("GraniteConfig", "GraniteForCausalLM", GRANITE)
+_glm = _family("GlmConfig", "GlmForCausalLM", GLM)
+_glm4 = _family("Glm4Config", "Glm4ForCausalLM", GLM)
+_olmo = _family("OlmoConfig", "OlmoForCausalLM", SMALL)
+_exaone4 = _family("Exaone4Config", "Exaone4ForCausalLM", SLIDING)
+_ernie45 = _family("Ernie4_5Config", "Ernie4_5ForCausalLM", {**SMALL, "head_dim": 16})
+_phi = _family("PhiConfig", "PhiForCausalLM", STABLELM)
+_gptj = _family("GPTJConfig", "GPTJForCausalLM", GPTJ)
+_opt = _family("OPTConfig", "OPTForCausalLM", OPT)
+_bloom = _family("BloomConfig", "BloomForCausalLM", BLOOM)
+_falcon = _family("FalconConfig", "FalconForCausalLM", FALCON)
+_gptneo = _family("GPTNeoConfig", "GPTNeoForCausalLM", GPTNEO)
+_gptbigcode = _family("GPTBigCodeConfig", "GPTBigCodeForCausalLM", GPT2)
+_mpt = _family("MptConfig", "MptForCausalLM", MPT)
 
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama-gqa": _llama(),
@@ -220,6 +297,96 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "stablelm-gqa": _stablelm(),
     "stablelm-mha-bias": _stablelm(MHA, use_qkv_bias=True),
     "stablelm-mqa-parallel-qknorm": _stablelm(MQA, use_parallel_residual=True, qk_layernorm=True),
+    "qwen2moe-gqa": _qwen2moe(),
+    "qwen2moe-mha-normed": _qwen2moe(MHA, norm_topk_prob=True, qkv_bias=False),
+    "qwen2moe-mqa-mixed": _qwen2moe(MQA, num_hidden_layers=4, decoder_sparse_step=2),
+    "qwen2moe-window": _qwen2moe(use_sliding_window=True, sliding_window=WINDOW),
+    "olmoe-gqa": _olmoe(),
+    "olmoe-mha-normed": _olmoe(MHA, norm_topk_prob=True),
+    "olmoe-mqa-bias": _olmoe(MQA, attention_bias=True),
+    "granitemoe-gqa": _granitemoe(),
+    "granitemoe-mha-tied": _granitemoe(MHA, TIED),
+    "granitemoe-mqa-bias": _granitemoe(MQA, attention_bias=True),
+    "glm4moe-gqa": _glm4moe(),
+    "glm4moe-mha-qknorm": _glm4moe(MHA, use_qk_norm=True, attention_bias=True),
+    "glm4moe-mqa-unnormed": _glm4moe(MQA, norm_topk_prob=False, first_k_dense_replace=2),
+    "dots1-gqa": _dots1(),
+    "dots1-mha-window": _dots1(MHA, sliding_window=WINDOW, max_window_layers=1),
+    "dots1-mqa-normed": _dots1(MQA, norm_topk_prob=True, attention_bias=True),
+    "ernie45moe-gqa": _ernie45moe(),
+    "ernie45moe-mha-few": _ernie45moe(
+        MHA, num_hidden_layers=4, moe_layer_interval=2, moe_num_shared_experts=0
+    ),
+    "ernie45moe-mqa": _ernie45moe(MQA, UNTIED, moe_layer_end_index=1),
+    "minimaxm2-gqa": _minimaxm2(),
+    "minimaxm2-mha": _minimaxm2(MHA),
+    "minimaxm2-mqa": _minimaxm2(MQA, rope_parameters=partial(0.25)),
+    "hunyuan-gqa": _hunyuan(rope_parameters=NTK),
+    "hunyuan-mha-bias": _hunyuan(MHA, TIED, attention_bias=True),
+    "hunyuan-mqa": _hunyuan(MQA),
+    "apertus-gqa": _apertus(),
+    "apertus-mha-bias": _apertus(MHA, attention_bias=True),
+    "apertus-mqa": _apertus(MQA, TIED),
+    "ministral3-gqa": _ministral3(rope_parameters=MSCALED),
+    "ministral3-mha": _ministral3(MHA, rope_parameters=MSCALED),
+    "ministral3-mqa-window": _ministral3(MQA, rope_parameters=MSCALED, sliding_window=WINDOW),
+    "cohere-gqa": _cohere(logit_scale=0.25),
+    "cohere-mha-qknorm": _cohere(MHA, use_qk_norm=True),
+    "cohere-mqa-bias": _cohere(MQA, UNTIED, attention_bias=True),
+    "cohere2-gqa": _cohere2(),
+    "cohere2-mha": _cohere2(MHA),
+    "cohere2-mqa-bias": _cohere2(MQA, attention_bias=True),
+    "granite-gqa": _granite(),
+    "granite-mha-tied": _granite(MHA, TIED),
+    "granite-mqa-bias": _granite(MQA, attention_bias=True, mlp_bias=True),
+    "glm-gqa": _glm(),
+    "glm-mha": _glm(MHA),
+    "glm-mqa-unbiased": _glm(MQA, attention_bias=False),
+    "glm4-gqa": _glm4(),
+    "glm4-mha": _glm4(MHA),
+    "glm4-mqa-unbiased": _glm4(MQA, attention_bias=False),
+    "olmo-gqa": _olmo(),
+    "olmo-mha-clipped": _olmo(MHA, clip_qkv=0.5),
+    "olmo-mqa-bias": _olmo(MQA, TIED, attention_bias=True),
+    "exaone4-gqa": _exaone4(),
+    "exaone4-mha-full": _exaone4(MHA, sliding_window=None, layer_types=["full_attention"] * 5),
+    "exaone4-mqa": _exaone4(MQA),
+    "ernie45-gqa": _ernie45(),
+    "ernie45-mha-bias": _ernie45(MHA, UNTIED, use_bias=True),
+    "ernie45-mqa": _ernie45(MQA),
+    "phi-gqa": _phi(rope_parameters=partial(0.5)),
+    "phi-mha": _phi(MHA),
+    "phi-mqa": _phi(MQA),
+    "gptj": _gptj(),
+    "gptj-inner": _gptj(n_inner=80, activation_function="relu"),
+    "opt": _opt(),
+    "opt-untied": _opt(UNTIED, activation_function="gelu"),
+    "opt-projected": _opt(word_embed_proj_dim=32),
+    "opt-norm-after": _opt(do_layer_norm_before=False),
+    "bloom": _bloom(),
+    "bloom-untied": _bloom(UNTIED, n_head=4),
+    "falcon-mqa": _falcon(),
+    "falcon-mqa-bias": _falcon(UNTIED, bias=True, ffn_hidden_size=80),
+    "falcon-gqa": _falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-mha-one-norm": _falcon(
+        new_decoder_architecture=True, num_kv_heads=4, num_ln_in_parallel_attn=1, bias=True
+    ),
+    "falcon-alibi": _falcon(alibi=True),
+    "gptneo": _gptneo(),
+    "gptneo-runs": _gptneo(attention_types=[[["global"], 1], [["local"], 3]]),
+    "gptbigcode-mqa": _gptbigcode(),
+    "gptbigcode-own-keys": _gptbigcode(multi_query=False),
+    "mpt": _mpt(),
+    "mpt-clipped": _mpt(n_heads=4, attn_config={"clip_qkv": 0.5, "softmax_scale": 0.2}),
+}
+
+# What the decoder does not compute, and what is said then.
+REFUSED = {
+    "gpt2-layer-scaled": "scale_attn_by_inverse_layer_idx = True is not supported",
+    "opt-projected": "word_embed_proj_dim = 32 is not supported",
+    "opt-norm-after": "do_layer_norm_before = False is not supported",
+    "falcon-alibi": "alibi = True is not supported",
+    "gptbigcode-own-keys": "multi_query = False is not supported",
 }
 
 
@@ -250,11 +417,16 @@ def randomised(make: Callable[[], Any], seed: int = 0) -> Any:
                     mean, scale = _distribution(module, name, parameter)
                     parameter.copy_(mean + scale * torch.randn_like(parameter))
                     done.add(id(parameter))
+            for name, buffer in module.named_buffers(recurse=False):
+                if name == "e_score_correction_bias":  # decides about experts
+                    buffer.copy_(0.3 * torch.randn_like(buffer))
     return model.eval()
 
 
 def _distribution(module: Any, name: str, parameter: torch.Tensor) -> tuple[float, float]:
     kind = type(module).__name__
+    if parameter.ndim == 2 and kind.endswith("LayerNorm"):  # weights for each head
+        return 1.0, 0.3
     if kind.endswith("Norm") and name == "weight":
         return (0.0 if kind.startswith("Gemma") else 1.0), 0.3  # Gemma's norms add the one
     if name == "sinks":

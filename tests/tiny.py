@@ -50,8 +50,8 @@ def num_params(arch: Arch, layers: int, *, head: bool) -> int:
     """Parameters held when the first `layers` blocks are loaded, and the head if asked for."""
     late = set() if head else {spec.name for spec in head_specs(arch)}
     outer = [spec for spec in outer_specs(arch) if spec.name not in late]
-    block = sum(math.prod(spec.shape) for spec in block_specs(arch))
-    return layers * block + sum(math.prod(spec.shape) for spec in outer)
+    blocks = (spec for layer in arch.layers[:layers] for spec in block_specs(arch, layer))
+    return sum(math.prod(spec.shape) for spec in (*blocks, *outer))
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -32,7 +32,14 @@ ARCHS = _archs()
 PARALLEL, LEARNED, DENSE, ROUTED, CAPPED = (
     ARCHS[family] for family in ("gpt_neox", "gpt2", "llama", "mixtral", "gemma2")
 )
+MIXED = ARCHS["glm4_moe"]
 EXPERT_SITES = {"router_logits", "expert_weights", "expert_ids"}
+UNROTATED = ("gpt2", "opt", "bloom", "gpt_neo", "gpt_bigcode", "mpt")
+IN_PARALLEL = ("gpt_neox", "cohere", "cohere2", "phi", "gptj", "stablelm", "falcon",
+               "falcon-grouped", "falcon-grouped-one-norm")  # fmt: skip
+ROUTED_ALL = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "minimax_m2")
+SHARED = ("qwen2_moe",)
+MIXED_LAYERS = ("glm4_moe", "dots1", "ernie4_5_moe")  # the first is a plain one
 
 
 def names(text: str, arch: Arch = ARCH) -> list[str]:
@@ -135,7 +142,8 @@ def test_an_alias_and_the_name_are_the_same_tap(family: str) -> None:
     assert len(hf) == len(vllm) == arch.num_layers + 1
     # every name by which other tools know a site of this model leads to one of its taps
     sites = {tap.site for tap in all_taps(arch)}
-    lens = {name.format(0) for site in sites for name in SITES[site].lens}
+    first = {site: next(t.layer for t in all_taps(arch) if t.site == site) for site in sites}
+    lens = {name.format(first[site]) for site in sites for name in SITES[site].lens}
     capped = set() if arch.logit_softcap is None else set(SITES["logits"].lens)
     assert lens - capped <= set(owners)
 
@@ -196,18 +204,25 @@ def test_streams_beyond_the_last_are_refused(name: str) -> None:
 def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
     arch = ARCHS[family]
     absent = set[str]()
-    if family == "gpt2":
+    if family in UNROTATED:
         absent |= {"q_rot", "k_rot"}
-    if family == "gpt_neox":
+    if family in IN_PARALLEL:
         absent |= {"resid_mid"}
-    absent |= {"mlp_hidden"} if family in ("mixtral", "qwen3_moe", "gpt_oss") else EXPERT_SITES
+    routed = {*ROUTED_ALL, *SHARED, *MIXED_LAYERS}
+    absent |= {"mlp_hidden"} if family in routed else EXPERT_SITES
+    absent |= set() if family in (*SHARED, *MIXED_LAYERS) else {"shared_expert_out"}
     taps = all_taps(arch)
-    assert {tap.site for tap in taps} == set(SITES) - absent
+    mixed = {"mlp_hidden": [0]} if family in MIXED_LAYERS else {}
+    mixed |= dict.fromkeys((*EXPERT_SITES, "shared_expert_out"), [1, 2]) if mixed else {}
+    assert {tap.site for tap in taps} == set(SITES) - absent | set(mixed)
     assert len(taps) == len(set(taps))
-    for site in set(SITES) - absent:
+    for site in {tap.site for tap in taps}:
         found = [tap.layer for tap in taps if tap.site == site]
-        assert found == (list(range(arch.num_layers)) if SITES[site].layered else [None])
-    for site in absent:
+        usual = list(range(arch.num_layers)) if SITES[site].layered else [None]
+        assert found == mixed.get(site, usual)
+        if SITES[site].layered:
+            assert [tap.layer for tap in parse_taps(f"{site}:all", arch)] == found
+    for site in absent - set(mixed):
         with pytest.raises(ConfigError, match=f"a {family} model has no {site}: "):
             parse_taps(f"{site}:0", arch)
 
@@ -217,8 +232,11 @@ def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
     [
         (PARALLEL, "resid_mid:0", "gpt_neox model has no resid_mid: attention and MLP run in para"),
         (PARALLEL, "blocks.0.hook_resid_mid", "has no resid_mid"),
-        (LEARNED, "q_rot:0", "a gpt2 model has no q_rot: its positions are learned, nothing is r"),
-        (LEARNED, "embed,k_rot:all", "has no k_rot: its positions are learned"),
+        (LEARNED, "q_rot:0", "a gpt2 model has no q_rot: it rotates nothing"),
+        (LEARNED, "embed,k_rot:all", "has no k_rot: it rotates nothing"),
+        (MIXED, "router_logits:0-1", "a glm4_moe model has no router_logits in layer 0: it has no"),
+        (MIXED, "mlp_hidden:1", "has no mlp_hidden in layer 1: its MLP is a mixture of experts"),
+        (ROUTED, "shared_expert_out:0", "has no shared_expert_out: it has no shared expert"),
         (DENSE, "router_logits:0", "a llama model has no router_logits: it has no experts"),
         (DENSE, "expert_ids:0", "has no expert_ids: it has no experts"),
         (DENSE, "expert_weights:0", "has no expert_weights: it has no experts"),

@@ -146,6 +146,23 @@ def test_of_experts_only_the_chosen_ones_are_counted() -> None:
     assert work.flops == pytest.approx(work.tokens * wanted, rel=1e-6)
 
 
+def test_shared_experts_and_plain_layers_are_counted_where_they_are() -> None:
+    arch = arch_of("GLM-4.5-Air")
+    assert arch.experts
+    first, second = (workload(arch, f"resid_post:{layer}").flops for layer in (0, 1))
+    tokens = workload(arch, "resid_post:0").tokens
+    attention = 4 * arch.num_heads * arch.head_dim * 2049 // 2
+    heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim * arch.width
+    plain = 3 * arch.width * arch.dense_width
+    assert first == pytest.approx(tokens * (2 * (heads + plain) + attention), rel=1e-6)
+    inner = arch.experts.chosen * arch.mlp_width + arch.experts.shared
+    routed = 3 * arch.width * inner + arch.experts.count * arch.width
+    assert second - first == pytest.approx(tokens * (2 * (heads + routed) + attention), rel=1e-6)
+    inside = workload(arch, "shared_expert_out:1").flops - first
+    used = heads + 3 * arch.width * arch.experts.shared
+    assert inside == pytest.approx(tokens * (2 * used + attention), rel=1e-6)
+
+
 def test_a_mesh_shares_the_work_unless_heads_cannot_be_cut() -> None:
     arch = arch_of("Qwen2.5-7B")
     one = workload(arch, "resid_post:-1")
@@ -158,14 +175,17 @@ def test_a_mesh_shares_the_work_unless_heads_cannot_be_cut() -> None:
     assert eight.flops > 1.4 * one.flops / 8
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-30B-A3B", "gpt2", "gemma-2-2b"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5-0.5B", "Qwen3-30B-A3B", "gpt2", "gemma-2-2b", "GLM-4.5-Air", "bloom-560m"]
+)
 @pytest.mark.parametrize("taps", ["resid_post:0-1", "attn_out:2", "logprob"])
 def test_the_weights_are_those_that_are_loaded(name: str, taps: str) -> None:
     arch = arch_of(name)
     work = workload(arch, taps, seq_len=1024)
     leaves = jax.tree.leaves(params_of(work, None))
     assert work.weights == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    assert all(leaf.dtype == jnp.bfloat16 for leaf in leaves)
+    wide = {leaf.shape[-1:] for leaf in leaves if leaf.dtype != jnp.bfloat16}
+    assert wide <= {(128,)}, "what corrects the choice of experts"
 
 
 def test_each_device_has_its_share_of_weights_and_rows() -> None:

@@ -24,21 +24,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Names of each part; the first that the module has is used.
 _NAMES = {
-    "blocks": ("layers", "h"),
-    "final_norm": ("norm", "ln_f", "final_layer_norm"),
-    "attention": ("self_attn", "attn", "attention"),
-    "out_projection": ("o_proj", "c_proj", "dense"),
-    "down_projection": ("down_proj", "c_proj", "dense_4h_to_h"),
+    "blocks": ("layers", "h", "blocks"),
+    "final_norm": ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
+    "attention": ("self_attn", "attn", "attention", "self_attention"),
+    "out_projection": ("o_proj", "c_proj", "dense", "out_proj"),
+    "mlp": ("mlp", "ffn", "block_sparse_moe", "feed_forward"),
+    "up_projection": ("fc1",),
+    "down_projection": ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2"),
     "router": ("router", "gate"),
     "head_dim": ("head_dim", "head_size"),
     # `post_attention_layernorm` has two meanings: see `_block_points`.
-    "norm_after_attention": ("post_attention_layernorm", "ln_2"),
+    "norm_after_attention": (
+        "post_attention_layernorm",
+        "ln_2",
+        "final_layer_norm",
+        "norm_2",
+        "feedforward_layernorm",
+    ),  # fmt: skip
 }
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _READ_FROM_LOGITS = ("logits", "logprob", "entropy")
 _ROWS_AT_ONCE = 256  # of logits in float64: a whole context with a large vocabulary takes gigabytes
 
-Take = Callable[[Tensor], Tensor]
+Take = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class _Point:
     module: Any
     side: Literal["in", "out"]
     take: Take
-    item: int = 0  # index, for a module that returns several values
+    item: int | None = 0  # index, for a module that returns several values; None: all of them
 
 
 class Reference:
@@ -58,14 +66,17 @@ class Reference:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
         self._model.eval()
-        # Only eager attention returns its weights.
+        # Only eager attention returns its weights. (Some families only look there.)
         self._model.set_attn_implementation("eager")
         self._body: Any = self._model.get_decoder()
+        self._body.config._attn_implementation = "eager"
         # Learned positions are added to the embeddings; rotary ones rotate q and k.
         self._rotary: Any = getattr(self._body, "rotary_emb", None)
         blocks = _part(self._body, "blocks")
-        self._attentions = {id(_part(block, "attention")): i for i, block in enumerate(blocks)}
-        self._modeling: Any = sys.modules[type(_part(blocks[0], "attention")).__module__]
+        attentions = [_attention(block) for block in blocks]
+        self._attentions = {id(attention): i for i, attention in enumerate(attentions)}
+        self._modules: list[Any] = attentions
+        self._modeling: Any = sys.modules[type(attentions[0]).__module__]
         heads = self._body.config.num_attention_heads
         self._points = [
             # A model that scales its embeddings may do so inside that module or after it.
@@ -145,7 +156,7 @@ class Reference:
                     hooks.enter_context(_hooked(point, found))
             if noise is not None:
                 hooks.enter_context(_rounded_again(_part(self._body, "blocks")[0], noise))
-            if self._rotary is not None:
+            if self._rotary is not None or hasattr(self._modules[0], "rotary_dim"):
                 hooks.enter_context(self._watched_attention(wanted, found))
             if any(map(wanted, _READ_FROM_LOGITS)):
                 logits = self._model(input_ids=ids[None], use_cache=False).logits[0]
@@ -182,6 +193,10 @@ class Reference:
         computes the score: eager attention in the globals of its own file, others in a table of
         transformers. This replaces either one.
         """
+        if not hasattr(self._modeling, "eager_attention_forward"):
+            with self._watched_methods(wanted, found):
+                yield
+            return
         name = self._body.config._attn_implementation
         others = getattr(self._modeling, "ALL_ATTENTION_FUNCTIONS", {})
         eager = name == "eager"
@@ -206,6 +221,54 @@ class Reference:
         finally:
             put(original)
 
+    @contextmanager
+    def _watched_methods(
+        self, wanted: Callable[[str], bool], found: dict[str, np.ndarray]
+    ) -> Iterator[None]:
+        """The same for families without such a function.
+
+        Some have a method for the score. Others rotate by a function of their file, and use its
+        results as they are.
+        """
+        running: list[int] = []
+
+        def keep(layer: int, query: Tensor, key: Tensor) -> None:
+            shared = key.shape[1] // getattr(self._modules[layer], "num_kv_heads", key.shape[1])
+            for site, value in (("q_rot", query), ("k_rot", key[:, ::shared])):
+                if wanted(f"{site}.{layer}"):
+                    found[f"{site}.{layer}"] = _array(value[0].transpose(0, 1))
+
+        with ExitStack() as changes:
+            if hasattr(self._modules[0], "_attn"):
+                for layer, module in enumerate(self._modules):
+
+                    def score(
+                        query: Tensor, key: Tensor, *rest: Any, layer: int = layer, **named: Any
+                    ) -> Any:
+                        keep(layer, query, key)
+                        return type(self._modules[layer])._attn(
+                            self._modules[layer], query, key, *rest, **named
+                        )
+
+                    module._attn = score
+                    changes.callback(delattr, module, "_attn")
+            else:
+                rotate = self._modeling.apply_rotary_pos_emb
+
+                def rotated(query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
+                    turned = rotate(query, key, *rest, **named)
+                    keep(running[-1], *turned)
+                    return turned
+
+                for layer, module in enumerate(self._modules):
+                    hook = module.register_forward_pre_hook(
+                        lambda *_, layer=layer: running.append(layer)
+                    )
+                    changes.callback(hook.remove)
+                self._modeling.apply_rotary_pos_emb = rotated
+                changes.callback(setattr, self._modeling, "apply_rotary_pos_emb", rotate)
+            yield
+
 
 class _InFloat64(TorchDispatchMode):
     """Give float64 to any code that requests float32 from torch."""
@@ -227,15 +290,30 @@ def _part(module: Any, role: str) -> Any:
     raise ValueError(f"{type(module).__name__} has none of {', '.join(_NAMES[role])} ({role})")
 
 
-def _products(block: Any) -> Iterator[Any]:
+def _attention(block: Any) -> Any:
+    """The module that has the projections; some families have it inside another one."""
+    attention = _part(block, "attention")
+    return getattr(attention, "attention", attention)
+
+
+def _mlp(block: Any) -> Any:
+    """The module of the MLP, or the block itself if it has its projections."""
+    return next((getattr(block, n) for n in _NAMES["mlp"] if hasattr(block, n)), block)
+
+
+def _shared_expert(mlp: Any) -> Any:
+    return getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))
+
+
+def _products(block: Any) -> list[Any]:
     """The modules of a block that multiply by a matrix, without experts and their router."""
-    parts = [_part(block, "attention")]
-    if not hasattr(block.mlp, "experts"):
-        parts.append(block.mlp)
-    for part in parts:
-        for module in part.modules():
-            if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
-                yield module
+    mlp = _mlp(block)
+    parts = [_attention(block), _shared_expert(mlp) if hasattr(mlp, "experts") else mlp]
+    found: dict[int, Any] = {}
+    for module in (module for part in parts if part is not None for module in part.modules()):
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
+            found[id(module)] = module
+    return list(found.values())
 
 
 def _float8_product(module: Any, x: Tensor) -> Tensor:
@@ -255,13 +333,19 @@ def _scaled_to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
-    attention, mlp = _part(block, "attention"), block.mlp
-    head_dim = _part(attention, "head_dim")
+    attention, mlp = _attention(block), _mlp(block)
+    head_dim, experts = _part(attention, "head_dim"), hasattr(mlp, "experts")
+    down = mlp if experts else _part(mlp, "down_projection")
     # If the MLP's result is normalised, so is attention's, by the norm "post attention"; otherwise
     # that name means the norm between the stream and the MLP.
     sandwich = hasattr(block, "post_feedforward_layernorm")
-    added_by_attention = block.post_attention_layernorm if sandwich else attention
-    added_by_mlp = block.post_feedforward_layernorm if sandwich else mlp
+    added_by_attention, added_by_mlp = _part(attention, "out_projection"), down
+    if sandwich:
+        added_by_attention = block.post_attention_layernorm
+        added_by_mlp = block.post_feedforward_layernorm
+    elif hasattr(block, "post_mlp_layernorm"):
+        added_by_attention, added_by_mlp = block.post_self_attn_layernorm, block.post_mlp_layernorm
+    scale = getattr(block, "residual_multiplier", 1.0)
     yield _Point("resid_pre" + layer, block, "in", _rows)
     yield _Point("attn_in" + layer, attention, "in", _rows)
     for site, (projection, take) in _projections(attention, heads, head_dim).items():
@@ -269,34 +353,63 @@ def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
     # [batch, head, query, key], as returned: not every family computes them in one function
     yield _Point("attn_pattern" + layer, attention, "out", lambda x: x[0].transpose(0, 1), item=1)
     yield _Point("z" + layer, _part(attention, "out_projection"), "in", _split(head_dim))
-    yield _Point("attn_out" + layer, added_by_attention, "out", _rows)
+    yield _Point("attn_out" + layer, added_by_attention, "out", lambda x: _rows(x) * scale)
     if not getattr(block, "use_parallel_residual", False):
         if sandwich:
             reader = getattr(block, "pre_feedforward_layernorm", mlp)
         else:
-            reader = _part(block, "norm_after_attention")
-        yield _Point("resid_mid" + layer, reader, "in", _rows)
-    yield _Point("mlp_in" + layer, mlp, "in", _rows)
-    if hasattr(mlp, "experts"):
-        # routers return these three, without the batch dimension
-        for item, site in enumerate(("router_logits", "expert_weights", "expert_ids")):
-            yield _Point(site + layer, _part(mlp, "router"), "out", lambda x: x, item)
+            norms = (getattr(block, name, None) for name in _NAMES["norm_after_attention"])
+            reader = next(filter(None, norms), None)
+        if reader is not None:  # else attention and MLP share a norm
+            yield _Point("resid_mid" + layer, reader, "in", _rows)
+    reads = _part(block, "up_projection") if mlp is block else mlp
+    yield _Point("mlp_in" + layer, reads, "in", _rows)
+    if experts:
+        yield from _expert_points(mlp, layer)
     else:
-        yield _Point("mlp_hidden" + layer, _part(mlp, "down_projection"), "in", _rows)
-    yield _Point("mlp_out" + layer, added_by_mlp, "out", _rows)
+        yield _Point("mlp_hidden" + layer, down, "in", _rows)
+    yield _Point("mlp_out" + layer, added_by_mlp, "out", lambda x: _rows(x) * scale)
     yield _Point("resid_post" + layer, block, "out", _rows)
+
+
+def _expert_points(mlp: Any, layer: str) -> Iterator[_Point]:
+    router = _part(mlp, "router")
+
+    def by_weight(found: Any, item: int) -> Tensor:
+        order = found[1].argsort(dim=-1, descending=True, stable=True)
+        return found[item].gather(-1, order)
+
+    # Routers return three values, without the batch dimension; some do not sort them.
+    yield _Point("router_logits" + layer, router, "out", lambda x: x)
+    yield _Point("expert_weights" + layer, router, "out", partial(by_weight, item=1), None)
+    yield _Point("expert_ids" + layer, router, "out", partial(by_weight, item=2), None)
+    shared, gate = _shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)
+    if gate is not None:
+
+        def weighed(x: Tensor) -> Tensor:
+            return torch.sigmoid(torch.nn.functional.linear(x, gate.weight)) * shared(x)
+
+        yield _Point("shared_expert_out" + layer, gate, "in", weighed)
+    elif shared is not None:
+        yield _Point("shared_expert_out" + layer, shared, "out", _rows)
 
 
 def _projections(attention: Any, heads: int, head_dim: int) -> dict[str, tuple[Any, Take]]:
     """The modules that project q, k and v, and the place of each in the module's output."""
     if hasattr(attention, "q_proj"):
         return {site: (getattr(attention, f"{site}_proj"), _split(head_dim)) for site in "qkv"}
-    if (fused := getattr(attention, "query_key_value", None)) is not None:  # head 0, then head 1..
+    if (fused := getattr(attention, "query_key_value", None)) is not None:
+        keys = getattr(attention, "num_kv_heads", heads)  # for each, its queries, itself, its value
+
+        def split(x: Tensor) -> Tensor:
+            return x[0].unflatten(-1, (keys, heads // keys + 2, head_dim))
+
         return {
-            site: (fused, lambda x, i=i: x[0].unflatten(-1, (heads, 3, head_dim))[:, :, i])
-            for i, site in enumerate("qkv")
+            "q": (fused, lambda x: split(x)[:, :, :-2].flatten(1, 2)),
+            "k": (fused, lambda x: split(x)[:, :, -2]),
+            "v": (fused, lambda x: split(x)[:, :, -1]),
         }
-    for name in ("qkv_proj", "c_attn"):  # all q, all k, all v
+    for name in ("qkv_proj", "c_attn", "Wqkv"):  # all q, all k, all v
         if (fused := getattr(attention, name, None)) is not None:
             return {
                 "q": (fused, lambda x: _split(head_dim)(x)[:, :heads]),
@@ -307,7 +420,8 @@ def _projections(attention: Any, heads: int, head_dim: int) -> dict[str, tuple[A
 
 
 def _rows(value: Tensor) -> Tensor:
-    return value[0]
+    """Some modules are given tokens without the batch dimension."""
+    return value[0] if value.ndim > 2 else value
 
 
 def _split(head_dim: int) -> Take:
@@ -327,7 +441,9 @@ def _hooked(point: _Point, found: dict[str, np.ndarray]) -> Iterator[None]:
         found[point.name] = _array(point.take(args[0] if args else named["hidden_states"]))
 
     def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        value = output[point.item] if isinstance(output, tuple) else output
+        value: Any = output
+        if point.item is not None and isinstance(output, tuple):
+            value = output[point.item]
         found[point.name] = _array(point.take(value))
 
     if point.side == "in":

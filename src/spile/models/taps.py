@@ -15,7 +15,7 @@ from typing import Any
 
 from spile.core.errors import ConfigError
 from spile.core.tensors import DTYPES_BY_NAME
-from spile.models.config.arch import Arch
+from spile.models.config.arch import Arch, Layer
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,10 @@ SITES = {
             ("mlp",), lens=(_BLOCK + "mlp.hook_post", _BLOCK + "mlp.out.hook_in"), requires="dense",
         ),
         Site(
+            "shared_expert_out", "what the expert that every token goes to adds to the others'",
+            ("width",), requires="shared",
+        ),
+        Site(
             "mlp_out", "what the MLP adds to the residual stream", ("width",),
             lens=(_BLOCK + "hook_mlp_out",),
         ),
@@ -152,12 +156,22 @@ _LENS_DIFFERS = {
     "hook_pos_embed": "positions alone are no tap; embed is before they are added",
     "hook_tokens": "token ids are in the index of every dataset",
 }
-_MISSING: dict[str, tuple[Callable[[Arch], bool], str]] = {
-    "rotary": (lambda arch: bool(arch.ropes), "its positions are learned, nothing is rotated"),
-    "sequential": (lambda arch: not arch.parallel, "attention and MLP run in parallel there"),
-    "experts": (lambda arch: arch.experts is not None, "it has no experts"),
-    "dense": (lambda arch: arch.experts is None, "its MLP is a mixture of experts"),
-}
+_MISSING: dict[str, tuple[Callable[[Arch, Layer], bool], str]] = {
+    "rotary": (lambda arch, layer: bool(arch.ropes), "it rotates nothing"),
+    "sequential": (
+        lambda arch, layer: not arch.parallel, "attention and MLP run in parallel there"
+    ),
+    "experts": (lambda arch, layer: _routed(arch, layer), "it has no experts"),
+    "shared": (
+        lambda arch, layer: _routed(arch, layer) and arch.experts is not None
+        and arch.experts.shared > 0, "it has no shared expert",
+    ),
+    "dense": (lambda arch, layer: not _routed(arch, layer), "its MLP is a mixture of experts"),
+}  # fmt: skip
+
+
+def _routed(arch: Arch, layer: Layer) -> bool:
+    return arch.experts is not None and not layer.dense
 
 
 @dataclass(frozen=True)
@@ -185,6 +199,12 @@ class Tap:
         sizes = _sizes(arch, seq_len)
         whole = tuple(sizes[axis] for axis in SITES[self.site].shape)
         return (len(self.heads), *whole[1:]) if self.heads else whole
+
+    def why_not(self, arch: Arch) -> str | None:
+        """Why the model does not have this tap; None if it has."""
+        exists, reason = _MISSING.get(SITES[self.site].requires or "", (None, ""))
+        layer = arch.layers[self.layer or 0]
+        return None if exists is None or exists(arch, layer) else reason
 
     def width(self, arch: Arch, seq_len: int) -> int:
         """Values per token."""
@@ -228,7 +248,7 @@ def _sizes(arch: Arch, seq_len: int) -> dict[str, int]:
         "heads": arch.num_heads,
         "kv_heads": arch.num_kv_heads,
         "head_dim": arch.head_dim,
-        "mlp": arch.mlp_width,
+        "mlp": arch.dense_width or arch.mlp_width,  # (experts' inner values are not tapped)
         "keys": seq_len,
         "vocab": arch.vocab_size,
         "experts": arch.experts.count if arch.experts else 0,
@@ -241,10 +261,9 @@ def all_taps(arch: Arch) -> tuple[Tap, ...]:
     taps = [
         Tap(site.name, layer)
         for site in SITES.values()
-        if site.requires is None or _MISSING[site.requires][0](arch)
         for layer in (range(arch.num_layers) if site.layered else (None,))
     ]
-    return _in_order(taps, arch)
+    return _in_order([tap for tap in taps if tap.why_not(arch) is None], arch)
 
 
 def describe_taps(
@@ -252,13 +271,18 @@ def describe_taps(
 ) -> list[dict[str, Any]]:
     """Every tap of a model as plain data; without `each_layer`, one entry for each site."""
     entries: list[dict[str, Any]] = []
-    for tap in all_taps(arch):
-        if not each_layer and tap.layer:
+    taps = all_taps(arch)
+    layers: dict[str, list[int]] = {}
+    for tap in taps:
+        if tap.layer is not None:
+            layers.setdefault(tap.site, []).append(tap.layer)
+    for tap in taps:
+        if not each_layer and tap.layer is not None and tap.layer != layers[tap.site][0]:
             continue
         dtype = tap.dtype(store_dtype)
         name = tap.name
         if not each_layer and tap.layer is not None:
-            name = f"{tap.site}:0-{arch.num_layers - 1}"
+            name = f"{tap.site}:{_as_ranges(layers[tap.site])}"
         entries.append(
             {
                 "name": name,
@@ -273,11 +297,22 @@ def describe_taps(
     return entries
 
 
+def _as_ranges(layers: list[int]) -> str:
+    """Ascending numbers, as `--taps` takes them: 1-3+5-7."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return "+".join(f"{first}-{last}" for first, last in runs)
+
+
 def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
     """`resid_post:20-27,mlp_out:12,embed` -> taps, in the order in which the model computes them.
 
-    Layers: a number, a range `a-b` (both included), `all`, negatives from the end, a step
-    (`0-27/4`); several joined by `+`. Heads, where a site has them, follow their layers:
+    Layers: a number, a range `a-b` (both included), `all` that have the site, negatives from the
+    end, a step (`0-27/4`); several joined by `+`. Heads, where a site has them, follow layers:
     `z:5.h0`, `attn_pattern:0-3.h2+h5`. Canonical names (`resid_post.20`) and those of other tools
     (`blocks.20.hook_resid_post`, `hidden_states[21]`, `aux_hidden_states[21]`) are accepted too,
     and so are paths of HF modules (`model.layers.20`) whose output is the tap's value.
@@ -297,9 +332,10 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
     if not taps:
         raise ConfigError(f"--taps {text!r} names no tap")
     for tap in taps:
-        exists, reason = _MISSING.get(SITES[tap.site].requires or "", (None, ""))
-        if exists and not exists(arch):
-            raise ConfigError(f"--taps: a {arch.family} model has no {tap.site}: {reason}")
+        if reason := tap.why_not(arch):
+            kinds = len({Tap(tap.site, i).why_not(arch) for i in range(arch.num_layers)})
+            there = f" in layer {tap.layer}" if kinds > 1 else ""
+            raise ConfigError(f"--taps: a {arch.family} model has no {tap.site}{there}: {reason}")
     return _in_order(taps, arch)
 
 
@@ -327,11 +363,13 @@ def _parse_item(item: str, arch: Arch) -> set[Tap]:
         return {Tap(site.name)}
     if not layers:
         raise ConfigError(f"--taps {item!r}: say which layers, e.g. {site.name}:0-3 or :all")
-    return {
-        Tap(site.name, layer, _heads(heads, site, item, arch))
-        for part, heads in _grouped(layers, item)
-        for layer in _layers(part, item, arch)
-    }
+    taps: set[Tap] = set()
+    for part, heads in _grouped(layers, item):
+        chosen = _heads(heads, site, item, arch)
+        some = [Tap(site.name, layer, chosen) for layer in _layers(part, item, arch)]
+        having = [tap for tap in some if tap.why_not(arch) is None]
+        taps.update(having if having and part.strip().startswith("all") else some)
+    return taps
 
 
 def _grouped(text: str, item: str) -> list[tuple[str, list[str]]]:

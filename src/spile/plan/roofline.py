@@ -13,7 +13,14 @@ from spile.core.config import activation_dtype
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.write.quantization import QUANTIZED
 from spile.models.config.arch import Arch, Layer
-from spile.models.config.specs import ParamSpec, block_specs, head_specs, in_float8, outer_specs
+from spile.models.config.specs import (
+    ParamSpec,
+    block_specs,
+    head_specs,
+    in_float8,
+    in_float32,
+    outer_specs,
+)
 from spile.models.files.sae import AT_ONCE, SparseEncoder
 from spile.models.layout import Cuts
 from spile.models.taps import AFTER_BLOCKS, Tap
@@ -40,7 +47,8 @@ _REACH: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("router_logits", "expert_weights", "expert_ids"), (*_ATTENTION, "w_router")
     ),
-    "mlp_hidden": (*_ATTENTION, "w_gate", "w_up"),
+    "mlp_hidden": (*_ATTENTION, "w_gate", "w_up", "wd_gate", "wd_up"),
+    "shared_expert_out": (*_ATTENTION, "ws_gate", "ws_up", "ws_down", "ws_router"),
 }  # fmt: skip
 
 
@@ -62,12 +70,13 @@ def cpu_unit_tokens(arch: Arch, taps: tuple[Tap, ...], seq_len: int) -> int:
     It assumes a nominal rate and measures none: a recipe must give the same units everywhere.
     """
     experts = arch.experts
-    block = sum(
+    depth = max(tap.layers_needed(arch) for tap in taps)
+    flops = 2 * sum(
         math.prod(spec.shape[-2:]) * (experts.chosen if experts and "experts" in spec.axes else 1)
-        for spec in block_specs(arch)
+        for layer in arch.layers[:depth]
+        for spec in block_specs(arch, layer)
         if spec.name.startswith("w")
     )
-    flops = 2 * block * max(tap.layers_needed(arch) for tap in taps)
     if any(tap.site in ("logits", "logprob", "entropy") for tap in taps):
         flops += 2 * arch.vocab_size * arch.width
     tokens = int(_UNIT_SECONDS * _NOMINAL_CPU / max(1, flops))
@@ -118,7 +127,8 @@ class Workload:
     @cached_property
     def weights(self) -> int:
         """Bytes of the model's arrays, as stored on a device."""
-        return self.outer_weights() + self.depth * self.block_weights
+        blocks = (self._weights_of(layer) for layer in self.arch.layers[: self.depth])
+        return self.outer_weights() + sum(blocks)
 
     def outer_weights(self, *, embedding: bool = True) -> int:
         """Bytes of the arrays before and after the blocks, and of encoders."""
@@ -131,18 +141,25 @@ class Workload:
 
     @cached_property
     def block_weights(self) -> int:
-        """Bytes of one block's arrays."""
-        return sum(map(self._bytes_of, block_specs(self.arch)))
+        """Bytes of one block's arrays; of the largest, where they differ."""
+        return max(map(self._weights_of, set(self.arch.layers[: self.depth])), default=0)
+
+    def _weights_of(self, layer: Layer) -> int:
+        return sum(map(self._bytes_of, block_specs(self.arch, layer)))
 
     @cached_property
     def packed_block(self) -> int:
-        """Bytes of one block as it comes to the device: packed arrays are still so."""
-        blocks = block_specs(self.arch)
-        return sum(self.packed.get(spec.name, self._bytes_of(spec)) for spec in blocks)
+        """Bytes of the largest block as it comes to the device: packed arrays are still so."""
+        return max(
+            sum(self.packed.get(s.name, self._bytes_of(s)) for s in block_specs(self.arch, kind))
+            for kind in set(self.arch.layers)
+        )
 
     def _bytes_of(self, spec: ParamSpec) -> int:
         """Bytes of one array of a block."""
         values = math.prod(spec.shape) // self.cuts.share(spec.axes)
+        if in_float32(spec.name):
+            return 4 * values
         if self.compute_dtype == "float8_e4m3" and in_float8(spec):
             return values + 4 * spec.shape[0]
         return values * self.item
@@ -170,7 +187,10 @@ class Workload:
     def temporaries(self) -> int:
         """Approximate bytes that live at once inside a block, in a fused program."""
         arch = self.arch
-        inner = arch.mlp_width * (arch.experts.chosen if arch.experts else 1)
+        inner = max(arch.mlp_width, arch.dense_width)
+        if arch.experts:
+            routed = arch.mlp_width * arch.experts.chosen + arch.experts.shared
+            inner = max(arch.dense_width, routed)
         values = 4 * arch.width + 2 * arch.num_heads * arch.head_dim // self._ways("heads")
         values += 3 * inner // max(self._ways("mlp"), self._ways("experts"))
         scores = 2 * _SCORE * self.seq_len * arch.num_heads // self._ways("heads")
@@ -181,7 +201,10 @@ class Workload:
         if self.cuts.layout.fsdp == 1:
             return held
         # The running block is gathered, and the next one at the same time.
-        block = sum(math.prod(spec.shape) // self._cut(spec) for spec in block_specs(arch))
+        block = max(
+            sum(math.prod(spec.shape) // self._cut(spec) for spec in block_specs(arch, layer))
+            for layer in set(arch.layers)
+        )
         return held + 2 * block * self.item
 
     @property
@@ -194,7 +217,7 @@ class Workload:
         total = 0
         for layer, runs in self._blocks():
             total += sum(
-                2 * self._per_token(spec) for spec in self._matrices() if spec.name in runs
+                2 * self._per_token(spec) for spec in self._matrices(layer) if spec.name in runs
             )
             each = 2 * self.arch.num_heads * self.arch.head_dim * self._keys(layer)
             parts = len(runs & {"scores", "mixing"})
@@ -210,8 +233,8 @@ class Workload:
         # Weights that are cut along fsdp are received, written and read.
         passes = 3 if layout.fsdp > 1 else 1
         weights = values = 0
-        for _, runs in self._blocks():
-            for spec in self._matrices():
+        for layer, runs in self._blocks():
+            for spec in self._matrices(layer):
                 if spec.name not in runs:
                     continue
                 weights += math.prod(spec.shape) // self._cut(spec)
@@ -238,8 +261,8 @@ class Workload:
                 deepest = [tap.site for tap in self.taps if tap.layer == number]
                 yield layer, frozenset(name for site in deepest for name in _REACH.get(site, ()))
 
-    def _matrices(self) -> list[ParamSpec]:
-        return [spec for spec in block_specs(self.arch) if spec.name.startswith("w")]
+    def _matrices(self, layer: Layer) -> list[ParamSpec]:
+        return [spec for spec in block_specs(self.arch, layer) if spec.name.startswith("w")]
 
     def _chosen(self, spec: ParamSpec) -> int:
         """How many of its matrices a token uses."""

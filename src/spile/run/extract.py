@@ -380,7 +380,7 @@ def load_step(
     looks_up = residency is not None and residency.looks_up
     schedule = LayerSchedule.of(arch, job.layers, whole=needs_whole_block(job.taps, job.layers))
     if swept:
-        schedule = replace(schedule, cycles=0)
+        schedule = schedule.one_by_one
     dtype, computed = DTYPES_BY_NAME[recipe.compute_dtype], activation_dtype(recipe.compute_dtype)
     encoders: dict[str, tuple[SparseEncoder, Arrays]] = {}
     hashes: dict[str, str] = {}

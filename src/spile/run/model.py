@@ -97,7 +97,7 @@ class Model:
         self._streamed: StreamedBlocks | None = None
         kept = self._kept(weights, checkpoint)
         if kept.streams:
-            self._schedule = replace(self._schedule, cycles=0)
+            self._schedule = self._schedule.one_by_one
             loader = ArrayLoader(checkpoint, self._schedule, dtype, self._shards)
             self._streamed = load_blocks(loader, kept.kept, self._device)
             self._params = Params(loader.outer(head=True), (), ())

@@ -27,6 +27,7 @@ from spile.core.recipe import latent_names
 from spile.corpus.pack import Batch
 from spile.dataset.format import scale_name
 from spile.models.config.arch import Layer
+from spile.models.config.specs import head_specs
 from spile.models.forward.decoder import (
     after_blocks,
     before_blocks,
@@ -237,14 +238,15 @@ class Sweep(Step):
 
     def _first(self, outer: Arrays) -> Arrays:
         """The arrays that are used before the blocks."""
-        names = ("positions",) if self._looks_up else ("embed", "positions")
-        return {name: outer[name] for name in names if name in outer}
+        late = {spec.name for spec in head_specs(self.settings.arch)}
+        late |= {"embed"} if self._looks_up else set()
+        return {name: array for name, array in outer.items() if name not in late}
 
-    @staticmethod
-    def _last(outer: Arrays) -> Arrays:
+    def _last(self, outer: Arrays) -> Arrays:
         """The arrays that are used after the blocks; the embedding only if it is the head."""
-        unused = {"positions"} | ({"embed"} if "head" in outer else set())
-        return {name: array for name, array in outer.items() if name not in unused}
+        used = {spec.name for spec in head_specs(self.settings.arch)}
+        used |= {"embed"} if self.settings.arch.tied_head else set()
+        return {name: array for name, array in outer.items() if name in used}
 
     def _through(self, layer: int, passing: _Passing, block: Any) -> None:
         run, compact = self._stage_program(layer, passing.batch, passing.runs)

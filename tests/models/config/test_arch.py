@@ -22,6 +22,7 @@ FULL, SLIDING = Layer(), Layer(window=8)
         ([SLIDING, SLIDING, FULL] * 2 + [SLIDING], 3),
         ([FULL, FULL, SLIDING], 3),
         ([FULL, Layer(rope=1)], 2),
+        ([FULL] + [SLIDING] * 5, 1),  # what comes before them stands apart
     ],
 )
 def test_a_period_is_the_shortest_run_of_kinds_that_repeats(
@@ -29,3 +30,22 @@ def test_a_period_is_the_shortest_run_of_kinds_that_repeats(
 ) -> None:
     arch = replace(ARCH, layers=tuple(layers))
     assert (arch.num_layers, arch.period) == (len(layers), period)
+
+
+@pytest.mark.parametrize(
+    ("layers", "lead", "period"),
+    [
+        ([FULL] + [SLIDING] * 5, 1, 1),
+        ([FULL] * 3 + [SLIDING, FULL] * 4, 2, 2),
+        ([SLIDING, FULL] * 3, 0, 2),
+        ([FULL, FULL, SLIDING], 0, 3),
+        ([FULL, SLIDING, FULL, FULL] + [SLIDING] * 9, 4, 1),
+    ],
+)
+def test_blocks_before_those_that_repeat_are_as_few_as_can_be(
+    layers: list[Layer], lead: int, period: int
+) -> None:
+    arch = replace(ARCH, layers=tuple(layers))
+    assert (arch.lead, arch.period) == (lead, period)
+    repeated = layers[lead:]
+    assert all(kind == repeated[i % period] for i, kind in enumerate(repeated))

@@ -13,7 +13,7 @@ import torch
 
 import families
 import spile.models.config.families
-from spile.models.config.arch import Arch
+from spile.models.config.arch import Arch, Experts
 from spile.models.config.families import FAMILIES, Family
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import block_specs, outer_specs
@@ -21,9 +21,7 @@ from spile.models.files.checkpoint import Checkpoint
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 MODELS = Path(spile.models.config.families.__file__).parents[1]
-# tests/models/forward/test_decoder.py says why the others are refused
-REFUSED = ("gpt2-layer-scaled", "qwen3moe-mqa-mixed", "stablelm")
-VARIANTS = [name for name in families.FAMILIES if not name.startswith(REFUSED)]
+VARIANTS = [name for name in families.FAMILIES if name not in families.REFUSED]
 ROWS = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
 
@@ -47,14 +45,15 @@ def published() -> dict[str, tuple[Family, Arch]]:
 def assert_every_array_has_its_tensors(family: Family, arch: Arch) -> None:
     blocks = {spec.name: spec for spec in block_specs(arch)}
     outer = {spec.name: spec for spec in outer_specs(arch)}
-    assert set(blocks) | set(outer) - {"head"} <= set(family.weights)
+    heads = {"head", "head_bias"}
+    assert set(blocks) | set(outer) - heads <= set(family.weights)
     assert not set(blocks) & set(outer)
     for name, spec in {**blocks, **outer}.items():
-        if name == "head":
+        if name in heads:
             continue
         source = family.weights[name]
         assert ("{layer}" in source.name) is (name in blocks)
-        assert not source.per_expert or spec.axes[0] == "experts"
+        assert not source.one_by_one or spec.axes[0] in ("experts", "heads", "kv_heads")
         assert not source.parts or name in source.parts
         for part in source.parts:  # whoever is fused with it is there too
             assert family.weights[part] == source
@@ -63,7 +62,7 @@ def assert_every_array_has_its_tensors(family: Family, arch: Arch) -> None:
     for layer in (0, arch.num_layers - 1):
         checkpoint = Checkpoint(Path(), family, arch, {}, (), family.prefixes[0])
         holders: dict[str, set[str]] = {}
-        for spec in blocks.values():
+        for spec in block_specs(arch, arch.layers[layer]):
             for tensor in checkpoint.names(spec, layer):
                 holders.setdefault(tensor, set()).add(spec.name)
         assert all(
@@ -92,9 +91,14 @@ def test_every_family_has_a_published_config_and_a_variant_that_is_computed() ->
 
 def test_names_are_not_given_twice() -> None:
     names = [family.name for family in FAMILIES]
-    classes = [name for family in FAMILIES for name in family.architectures]
     assert len(set(names)) == len(names)
-    assert len(set(classes)) == len(classes)
+    rows: dict[str, list[Family]] = {}
+    for family in FAMILIES:
+        for name in family.architectures:
+            rows.setdefault(name, []).append(family)
+    # Of several rows for one class, all but the last say when they hold.
+    assert all(family.when for several in rows.values() for family in several[:-1])
+    assert not [several for several in rows.values() if len(several) == 1 and several[0].when]
 
 
 @ROWS
@@ -102,18 +106,23 @@ def test_a_row_speaks_of_fields_and_keys_that_exist_and_of_each_key_once(family:
     fields = {field.name for field in dataclasses.fields(Arch)}
     assert set(family.fixed) <= fields
     assert set(family.biases) <= fields
-    assert not set(family.fixed) & set(family.biases)
+    assert not set(family.fixed) & (set(family.biases) | set(family.amounts))
+    assert set(family.amounts) | set(family.switched) <= fields
+    assert set(family.experts) <= {field.name for field in dataclasses.fields(Experts)}
     spelled = {
         name
         for usual, own in family.keys.items()
         for name in ((own,) if isinstance(own, str) else own)
     }
     read = spelled | {key for key in family.reads if key not in family.keys}
-    read |= set(family.biases.values())
+    read |= set(family.biases.values()) | set(family.amounts.values())
+    read |= {key for key, _ in family.switched.values()}
     assert not read & set(family.ignored), "read or ignored, not both"
     assert not read & set(family.harmless), "read or required, not both"
     assert not set(family.ignored) & set(family.harmless)
-    assert family.windows in ("never", "always", "upper", "pattern", "unrotated")
+    assert family.windows in (
+        "never", "always", "upper", "lower", "pattern", "listed", "unrotated"
+    )  # fmt: skip
     if family.windows != "never":
         assert "sliding_window" in family.reads
     assert all(isinstance(values, tuple) and values for values in family.harmless.values())

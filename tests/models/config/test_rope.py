@@ -52,6 +52,9 @@ CASES: dict[str, tuple[float, int, int, dict[str, Any]]] = {
     "yarn-all-settings": (1e4, 80, 65536, {
         "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096,
         "beta_fast": 20.0, "beta_slow": 2.0, "attention_factor": 1.25}),
+    "yarn-mscale": (1e4, 80, 65536, {
+        "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096,
+        "mscale": 0.7, "mscale_all_dim": 1.3}),
     "yarn-factor-1": (1e4, 64, 2048, {"rope_type": "yarn", "factor": 1.0}),
     "yarn-gpt-oss": (1.5e5, 64, 131072, YARN_OSS),
     "yarn-gpt-oss-truncated": (1.5e5, 64, 131072, {**YARN_OSS, "truncate": True}),
@@ -227,7 +230,7 @@ def test_settings_differ_where_any_part_of_them_does() -> None:
         ({"type": "linear"}, "missing or unknown keys: factor"),
         ({"type": "linear", "factor": None}, "missing or unknown keys: factor"),
         ({"type": "default", "factor": 2.0}, "missing or unknown keys: factor"),
-        ({"type": "yarn", "factor": 2.0, "mscale": 1.0}, "missing or unknown keys: mscale"),
+        ({"type": "yarn", "factor": 2.0, "alpha": 1.0}, "missing or unknown keys: alpha"),
         ({"type": "linear", "factor": 2.0, "truncate": False}, "unknown keys: truncate"),
         ({"rope_type": "llama3", "factor": 8.0}, "high_freq_factor, low_freq_factor, original_max"),
         ({"rope_type": "longrope", "factor": 2.0}, "missing or unknown keys: long_factor, short_"),

@@ -1,7 +1,6 @@
 """Declared arrays: as many, as large and as placed as the models of every family have them."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,16 @@ import torch
 
 import families
 import tiny
-from spile.models.config.arch import Arch, Experts
+from spile.models.config.arch import Arch, Experts, Layer
 from spile.models.config.hf_config import read_config
-from spile.models.config.specs import block_specs, head_specs, outer_specs
+from spile.models.config.specs import axis_sizes, block_specs, head_specs, outer_specs
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 AXES = {
-    "width", "heads", "kv_heads", "head_dim", "mlp", "vocab", "seq", "experts", "routes",
+    "width", "heads", "kv_heads", "head_dim", "mlp", "vocab", "seq", "experts", "routes", "one",
 }  # fmt: skip
 _, ARCH = read_config(tiny.CONFIG, "test")
-# tests/models/forward/test_decoder.py says why the others are refused
-REFUSED = ("gpt2-layer-scaled", "qwen3moe-mqa-mixed", "stablelm")
-VARIANTS = [name for name in families.FAMILIES if not name.startswith(REFUSED)]
+VARIANTS = [name for name in families.FAMILIES if name not in families.REFUSED]
 
 
 def published(name: str) -> Arch:
@@ -67,6 +64,18 @@ def test_the_arrays_of_a_llama() -> None:
         ({"experts": Experts(6, 2, True)}, {"w_router"}),
         ({"experts": Experts(6, 2, True), "mlp_bias": True},
          {"w_router", "b_router", "b_gate", "b_up", "b_down"}),
+        ({"experts": Experts(6, 2, True, corrected=True)}, {"w_router", "correction"}),
+        ({"experts": Experts(6, 2, True, shared=24, shared_gate=True)},
+         {"w_router", "ws_gate", "ws_up", "ws_down", "ws_router"}),
+        ({"experts": Experts(6, 2, True), "layers": (Layer(), Layer(dense=True)),
+          "dense_width": 56}, {"w_router", "wd_gate", "wd_up", "wd_down"}),
+        ({"parallel": True, "shared_norm": True}, {"-mlp_norm"}),
+        ({"norm": "layer_weight"}, set()),
+        ({"norm": "layer_bare"}, {"-attn_norm", "-mlp_norm", "-final_norm"}),
+        ({"embed_norm": True}, {"embed_norm"}),
+        ({"head_bias": True}, {"head_bias"}),
+        ({"ropes": (), "alibi": (0.5, 0.25, 0.125, 0.0625)}, set()),
+        ({"qk_norm": "heads"}, {"q_norm", "k_norm"}),
     ],
 )  # fmt: skip
 def test_a_switch_adds_its_arrays_and_no_others(changes: dict[str, Any], names: set[str]) -> None:
@@ -93,6 +102,24 @@ def test_sizes_follow_the_architecture() -> None:
     assert found["w_router"] == (6, 32)
     assert found["b_router"] == (6,)
     assert shapes(replace(arch, qk_norm="head"))["k_norm"] == (5,)
+    assert shapes(replace(arch, qk_norm="heads"))["k_norm"] == (2, 5)
+    assert shapes(replace(arch, position_offset=2))["positions"] == (79, 32)
+
+
+def test_blocks_have_the_arrays_of_their_kind() -> None:
+    plain, routed = Layer(dense=True), Layer()
+    experts = Experts(6, 2, True, shared=24)
+    arch = replace(ARCH, layers=(plain, routed, routed), experts=experts, dense_width=56)
+    found = {spec.name: spec.shape for spec in block_specs(arch, plain)}
+    assert found["wd_up"] == (56, 32)
+    assert not {"w_up", "w_router", "ws_up"} & set(found)
+    found = {spec.name: spec.shape for spec in block_specs(arch, routed)}
+    assert (found["w_up"], found["ws_up"]) == ((6, 48, 32), (24, 32))
+    assert "wd_up" not in found
+    both = [spec.name for spec in block_specs(arch)]
+    assert set(both) == {spec.name for kind in (plain, routed) for spec in block_specs(arch, kind)}
+    assert len(set(both)) == len(both)
+    assert axis_sizes(arch)["mlp"] == 8, "what divides every width"
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
@@ -101,7 +128,7 @@ def test_every_axis_of_every_array_has_a_name_and_its_length(path: Path) -> None
     lengths = {
         "width": arch.width, "heads": arch.num_heads, "kv_heads": arch.num_kv_heads,
         "head_dim": arch.head_dim, "mlp": arch.mlp_width, "vocab": arch.vocab_size,
-        "seq": arch.max_positions,
+        "seq": arch.max_positions + arch.position_offset, "one": 1,
         **dict.fromkeys(("experts", "routes"), arch.experts.count if arch.experts else 0),
     }  # fmt: skip
     specs = (*outer_specs(arch), *block_specs(arch))
@@ -109,9 +136,13 @@ def test_every_axis_of_every_array_has_a_name_and_its_length(path: Path) -> None
     for spec in specs:
         assert len(spec.axes) == len(spec.shape)
         assert len(set(spec.axes)) == len(spec.axes), "one mesh axis cannot shard two"
+        inner = {"d": arch.dense_width, "s": arch.experts.shared if arch.experts else 0}
         for axis, size in zip(spec.axes, spec.shape, strict=True):
-            whole = axis in ("heads", "kv_heads") and spec.name != "sinks"
-            assert size == lengths[axis] * (arch.head_dim if whole else 1), (spec.name, axis)
+            whole = axis in ("heads", "kv_heads") and "head_dim" not in spec.axes
+            length = lengths[axis] * (arch.head_dim if whole and spec.name != "sinks" else 1)
+            if axis == "mlp":
+                length = inner.get(spec.name[1], length)
+            assert size == length, (spec.name, axis)
 
 
 def test_the_head_is_what_comes_after_the_blocks() -> None:
@@ -143,10 +174,8 @@ def test_a_model_of_every_variant_has_as_many_parameters_as_are_declared(name: s
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     _, arch = read_config(config, name)
     declared = tiny.num_params(arch, arch.num_layers, head=True)
-    assert declared == sum(parameter.numel() for parameter in model.parameters())
-    assert declared == sum(math.prod(shape) for shape in shapes(arch).values()) + (
-        arch.num_layers - 1
-    ) * sum(math.prod(spec.shape) for spec in block_specs(arch))
+    corrections = [b for n, b in model.named_buffers() if n.endswith("correction_bias")]
+    assert declared == sum(tensor.numel() for tensor in (*model.parameters(), *corrections))
 
 
 def test_axes_are_the_ones_a_mesh_knows() -> None:
@@ -158,4 +187,4 @@ def test_axes_are_the_ones_a_mesh_knows() -> None:
         for spec in specs:
             # experts may be apart, but each device needs the whole router
             assert (spec.axes[0] == "experts") is (spec.name in inside)
-            assert ("routes" in spec.axes) is spec.name.endswith("_router")
+            assert ("routes" in spec.axes) is (spec.name in ("w_router", "b_router", "correction"))

@@ -47,8 +47,8 @@ def test_a_transposed_tensor_is_turned_and_a_bias_is_not() -> None:
 def test_each_expert_has_a_tensor_of_its_own() -> None:
     specs = {"w_up": spec("w_up", 5, 4, 6, experts=True), "b_up": spec("b_up", 5, 4, experts=True)}
     source = TensorSource("experts.{expert}.up")
-    assert source.per_expert
-    assert not TensorSource("up").per_expert
+    assert source.one_by_one
+    assert not TensorSource("up").one_by_one
     assert source.shape(specs["w_up"], specs) == (4, 6)
     assert source.shape(specs["b_up"], specs) == (4,)
     tensor = values(4, 6)

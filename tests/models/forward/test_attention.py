@@ -82,6 +82,7 @@ def one_by_one(
     segments: np.ndarray,
     scoring: Scoring = PLAIN,
     sinks: np.ndarray | None = None,
+    slopes: np.ndarray | None = None,
 ) -> np.ndarray:
     """Every head of every document alone, in float64: what attention is."""
     q, k, v = (a.astype(np.float64) for a in arrays)
@@ -95,6 +96,8 @@ def one_by_one(
             scores = q[row, own, head] @ k[row, own, head // group].T * scoring.scale
             if scoring.cap:
                 scores = scoring.cap * np.tanh(scores / scoring.cap)
+            if slopes is not None:
+                scores -= slopes[head] * ago
             nothing = 0.0 if sinks is None else np.exp(float(sinks[head]))
             weights = np.where(seen, np.exp(scores), 0.0)
             weights /= weights.sum(axis=1, keepdims=True) + nothing
@@ -109,10 +112,27 @@ def run(
     positions: np.ndarray,
     scoring: Scoring = PLAIN,
     sinks: np.ndarray | None = None,
+    slopes: np.ndarray | None = None,
 ) -> np.ndarray:
     given = [jnp.asarray(a) for a in (*arrays, segments, positions)]
-    beside = None if sinks is None else jnp.asarray(sinks)
-    return np.asarray(COMPILED[name](*given, scoring, beside))
+    beside = [None if each is None else jnp.asarray(each) for each in (sinks, slopes)]
+    return np.asarray(COMPILED[name](*given, scoring, *beside))
+
+
+@each_implementation
+def test_scores_fall_with_the_distance_inside_a_document(name: str) -> None:
+    """Each head by a slope of its own; the last not at all."""
+    rows = [[20, 9, 5], [37], [1, 36], []]
+    segments, positions = places(rows)
+    arrays = values(np.random.default_rng(5))
+    slopes = np.array([0.5, 0.25, 2.0, 0.0], np.float32)
+    found = run(name, arrays, segments, positions, PLAIN, slopes=slopes)
+    real = segments > 0
+    wanted = one_by_one(arrays, segments, slopes=slopes)
+    np.testing.assert_allclose(found[real], wanted[real], atol=2e-6)
+    without = one_by_one(arrays, segments)
+    assert np.abs(wanted - without)[real][:, :3].max(axis=(0, 2)).min() > 0.1
+    assert np.array_equal(wanted[:, :, 3], without[:, :, 3])
 
 
 def assert_as_if_alone(

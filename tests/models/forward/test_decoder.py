@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +17,13 @@ from transformers import AutoModelForCausalLM
 import quick
 import spile
 import tiny
-from families import FAMILIES, WINDOW, gemma3_multimodal, randomised
+from families import FAMILIES, REFUSED, WINDOW, gemma3_multimodal, randomised
 from marks import some
 from spile.check.reference import Reference
 from spile.core.errors import InputError
+from spile.models.config.arch import Arch
 from spile.models.config.families import FAMILIES as KNOWN
+from spile.models.config.families import Family
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.demo import demo_model
@@ -32,15 +35,6 @@ from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, parse_taps
 
 TOLERANCE = 2e-5  # of the tap's largest value
-REFUSED = {
-    "gpt2-layer-scaled": "scale_attn_by_inverse_layer_idx = True is not supported",
-    "qwen3moe-mqa-mixed": r"mlp_only_layers = \[1\] is not supported",
-    **{
-        name: "architecture 'StableLmForCausalLM' is not supported"
-        for name in FAMILIES
-        if name.startswith("stablelm")
-    },
-}
 SUPPORTED: dict[str, Callable[..., Any]] = {
     **{name: make for name, make in FAMILIES.items() if name not in REFUSED},
     "gemma3-multimodal": gemma3_multimodal,
@@ -49,7 +43,6 @@ SUPPORTED: dict[str, Callable[..., Any]] = {
         num_hidden_layers=3,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "qwen3moe-mqa": partial(FAMILIES["qwen3moe-gqa"], num_key_value_heads=1),
 }
 
 # One batch for all: a row that packs several contexts and ends in padding, and one that is a
@@ -64,14 +57,18 @@ QUICK = quick.OPTIONS if jax.default_backend() == "cpu" else {}
 
 FULL = pytest.mark.full
 STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
-# The suite tries every tap of the models that differ as programs, and of each other family the
-# logits. Heads are the same for all, frequencies are compared with HF's in
-# tests/models/config/test_rope.py, and the rest is one switch each.
+# The suite tries every tap of the models that differ as programs, and of others the logits: every
+# switch is in one of them. Heads are the same for all, and frequencies are compared with HF's in
+# tests/models/config/test_rope.py. All families are tried with --chaos-full.
 KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo2-gqa",
          "qwen3moe-gqa", "gptoss-gqa")  # fmt: skip
 ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-gqa",
          "starcoder2-gqa", "olmo3-gqa", "smollm3-mqa-chosen", "seedoss-gqa",
-         "arcee-gqa")  # fmt: skip
+         "arcee-gqa", "granite-gqa", "glm4-gqa", "olmo-mha-clipped",
+         "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "falcon-gqa",
+         "qwen2moe-gqa", "glm4moe-gqa", "hunyuan-gqa", "apertus-gqa")  # fmt: skip
+# Their last layers are of another kind than the first two.
+DEEPER = ("cohere2-gqa", "gptneo", "dots1-gqa", "ernie45moe-mha-few")
 
 
 class Context(NamedTuple):
@@ -203,9 +200,10 @@ def assert_agrees(found: dict[str, np.ndarray], truth: list[dict[str, np.ndarray
     """The right values; and those of another layer or head would not do."""
     assert not too_far(errors(found, truth))
     others = errors(found, truth, shift=1)
-    layered = {tap: int(tap.partition(".")[2]) for tap in truth[0] if "." in tap}
-    last = max(layered.values())
-    assert set(others) == {tap for tap in found if layered.get(tap, last) < last}
+    named = {tap: tap.partition(".") for tap in found if "." in tap}
+    after = {tap: f"{site}.{int(layer) + 1}" for tap, (site, _, layer) in named.items()}
+    assert set(others) == {tap for tap, neighbour in after.items() if neighbour in truth[0]}
+    assert others
     assert not too_near(others), "the control must fail"
     heads = {tap: value for tap, value in found.items() if tap.startswith(("q.", "z."))}
     assert heads
@@ -233,17 +231,42 @@ def test_attention_weights_agree_with_hf_and_mix_the_values(
     assert_agrees(run(checkpoint, taps, masked), truth_of(model, "attn_pattern", "z"))
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", [*ALIKE, *DEEPER])
 def test_logits_agree_with_hf(name: str, tmp_path: Path) -> None:
     """They hang on all that the model computes."""
-    model, checkpoint = saved(SUPPORTED[name], tmp_path, num_hidden_layers=2)
+    depth = {} if name in DEEPER else {"num_hidden_layers": 2}
+    model, checkpoint = saved(SUPPORTED[name], tmp_path, **depth)
     assert not too_far(errors(run(checkpoint, (Tap("logits"),), masked), truth_of(model, "logits")))
 
 
-def test_every_architecture_is_compared_with_hf() -> None:
-    families = {family.name for family in KNOWN if family.nested is None}
-    compared = {name.split("-")[0] for name in (*KINDS, *ALIKE)}
-    assert {name.replace("_", "").replace("gptneox", "neox") for name in families} == compared
+def architecture(make: Callable[..., Any]) -> tuple[str, Family, Arch]:
+    """The class of a model, and what is read of its config."""
+    with torch.device("meta"):
+        model = make()
+    config = json.loads(model.config.to_json_string())
+    name = type(model).__name__
+    return name, *read_config({**config, "architectures": [name]}, "test")
+
+
+def switches(arch: Arch) -> set[tuple[str, Any]]:
+    """What a model does that is not so in every model: of numbers, whether they are the usual."""
+    parts = [arch, *arch.layers, *([arch.experts] if arch.experts else [])]
+    return {
+        (each.name, value if isinstance(value, bool | str | None) else value == each.default)
+        for part in parts
+        for each in fields(part)
+        if each.default is not MISSING
+        for value in [getattr(part, each.name)]
+    }
+
+
+def test_every_switch_is_compared_with_hf_in_the_suite() -> None:
+    every = {name: architecture(make) for name, make in SUPPORTED.items()}
+    assert {family.name for _, family, _ in every.values()} == {family.name for family in KNOWN}
+    tried = (*KINDS, *ALIKE, *DEEPER)
+    assert set.union(*(switches(arch) for _, _, arch in every.values())) == set.union(
+        *(switches(every[name][2]) for name in tried)
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -254,17 +277,16 @@ def test_what_the_decoder_cannot_compute_is_refused_by_name(name: str, tmp_path:
 
 def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
     queries_per_key: dict[str, set[int]] = {}
-    for make in SUPPORTED.values():
-        model = make()
-        name = type(model).__name__
-        config = json.loads(model.config.to_json_string())
-        _, arch = read_config({**config, "architectures": [name]}, "test")
+    for name, _, arch in map(architecture, SUPPORTED.values()):
         queries_per_key.setdefault(name, set()).add(arch.num_heads // arch.num_kv_heads)
     # those without the choice, and one whose decoder is another's
+    own = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM",
+           "BloomForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM")  # fmt: skip
     fewer = {
-        "GPT2LMHeadModel": {1}, "GPTNeoXForCausalLM": {1}, "Gemma3ForConditionalGeneration": {2}
+        **dict.fromkeys(own, {1}), "GPTBigCodeForCausalLM": {4},
+        "Gemma3ForConditionalGeneration": {2},
     }  # fmt: skip
-    known = [name for family in KNOWN for name in family.architectures]
+    known = [name for family in KNOWN for name in family.architectures if name != "MPTForCausalLM"]
     assert queries_per_key == {name: fewer.get(name, {1, 2, 4}) for name in known}
 
 
@@ -542,9 +564,24 @@ COARSE = {
     "gpt_neox": "neox", "phi3": "phi3-gqa", "olmo2": "olmo2-gqa", "mixtral": "mixtral-gqa",
     "qwen3_moe": "qwen3moe-gqa", "gpt_oss": "gptoss-gqa", "starcoder2": "starcoder2-gqa",
     "olmo3": "olmo3-gqa", "smollm3": "smollm3-gqa", "seed_oss": "seedoss-gqa",
-    "arcee": "arcee-gqa",
+    "arcee": "arcee-gqa", "cohere": "cohere-mha-qknorm", "cohere2": "cohere2-gqa",
+    "granite": "granite-gqa", "granitemoe": "granitemoe-gqa", "glm": "glm-gqa", "glm4": "glm4-gqa",
+    "glm4_moe": "glm4moe-gqa", "olmo": "olmo-gqa", "olmoe": "olmoe-gqa",
+    "qwen2_moe": "qwen2moe-gqa", "exaone4": "exaone4-gqa", "ernie4_5": "ernie45-gqa",
+    "ernie4_5_moe": "ernie45moe-gqa", "dots1": "dots1-gqa", "minimax_m2": "minimaxm2-gqa",
+    "phi": "phi-gqa", "stablelm": "stablelm-gqa", "gptj": "gptj", "opt": "opt", "bloom": "bloom",
+    "falcon": "falcon-mqa", "falcon-grouped": "falcon-gqa",
+    "falcon-grouped-one-norm": "falcon-mha-one-norm", "gpt_neo": "gptneo",
+    "gpt_bigcode": "gptbigcode-mqa", "mpt": "mpt", "hunyuan_v1_dense": "hunyuan-mqa",
+    "apertus": "apertus-gqa", "ministral3": "ministral3-gqa",
 }  # fmt: skip
-EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+# What makes each choose every expert; the first ones choose by the logits alone.
+BY_LOGITS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe")
+EXPERTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys((*BY_LOGITS, "glm4_moe", "minimax_m2"), {"num_experts_per_tok": 6}),
+    "ernie4_5_moe": {"moe_k": 6},
+    "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+}
 ROUNDED = ("attn_out", "mlp_out", "resid_post", "final_norm")
 
 
@@ -557,8 +594,7 @@ def test_bfloat16_stays_within_twice_its_own_floor(family: str, tmp_path: Path) 
     Rounding may choose another expert, and from there on nothing is comparable; so every expert
     is chosen here, and their weights still depend on the router. The choice has its own test.
     """
-    changes = {"num_experts_per_tok": 6} if family in EXPERTS else {}
-    model, checkpoint = saved(SUPPORTED[COARSE[family]], tmp_path, **changes)
+    model, checkpoint = saved(SUPPORTED[COARSE[family]], tmp_path, **EXPERTS.get(family, {}))
     assert checkpoint.family.name == family
     coarse = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     taps = sites(all_taps(checkpoint.arch), *ROUNDED)
@@ -577,7 +613,7 @@ def test_every_family_is_tested_in_bfloat16() -> None:
     assert set(COARSE) == {family.name for family in KNOWN if family.nested is None}
 
 
-@pytest.mark.parametrize("family", some(EXPERTS, "gpt_oss"))
+@pytest.mark.parametrize("family", some(BY_LOGITS, "gpt_oss"))
 def test_bfloat16_chooses_the_same_experts_where_the_choice_is_clear(
     family: str, tmp_path: Path
 ) -> None:

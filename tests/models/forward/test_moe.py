@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Dots1Config
+from transformers.models.dots1.modeling_dots1 import Dots1TopkRouter
 
 import quick
 from marks import some
@@ -267,3 +270,37 @@ def test_the_mosaic_product_is_the_tiled_one(
         for way in (moe._mosaic, moe._tiled)
     )
     assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize(("groups", "chosen_groups"), [(1, 1), (4, 2), (2, 1)])
+def test_corrected_scores_choose_and_plain_ones_weigh_as_in_hf(
+    groups: int, chosen_groups: int, normalised: bool
+) -> None:
+    config = Dots1Config(
+        hidden_size=WIDTH, n_routed_experts=8, num_experts_per_tok=3, n_group=groups,
+        topk_group=chosen_groups, norm_topk_prob=normalised, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    rng = np.random.default_rng(3)
+    weight = rng.standard_normal((8, WIDTH)).astype(np.float32)
+    correction = rng.standard_normal(8).astype(np.float32)
+    router: Any = Dots1TopkRouter(config)
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor(weight))
+        router.e_score_correction_bias.copy_(torch.tensor(correction))
+        logits, weights, ids = router(torch.tensor(tokens()))
+    experts = Experts(
+        8, 3, normalised, scored="sigmoid", corrected=True, groups=groups,
+        chosen_groups=chosen_groups, scale=2.5, wide=True,
+    )  # fmt: skip
+    block = on_device({"w_router": weight, "correction": correction})
+    found = [np.asarray(each).reshape(-1, each.shape[-1]) for each in
+             ROUTE(jnp.asarray(tokens()), block, experts)]  # fmt: skip
+    np.testing.assert_allclose(found[0], logits.numpy(), atol=1e-5)
+    order = np.argsort(-weights.numpy(), axis=-1)  # theirs are not sorted
+    np.testing.assert_allclose(
+        found[1], np.take_along_axis(weights.numpy(), order, -1), rtol=1e-5, atol=1e-6
+    )
+    assert np.array_equal(found[2], np.take_along_axis(ids.numpy(), order, -1))
+    plain = np.argsort(-logits.numpy(), axis=-1)[:, :3]
+    assert (np.sort(plain) != np.sort(found[2])).any(), "the correction tells"

@@ -14,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.activations import ACT2FN
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as apply_to_neighbours
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -40,6 +42,8 @@ THEIRS: dict[str, list[Any]] = {
     "rms_float32": [Olmo2RMSNorm, GptOssRMSNorm],
     "rms_plus_one": [Gemma3RMSNorm],
     "layer": [torch.nn.LayerNorm],
+    "layer_weight": [CohereLayerNorm, partial(torch.nn.LayerNorm, bias=False)],
+    "layer_bare": [partial(torch.nn.LayerNorm, elementwise_affine=False)],
 }
 
 
@@ -79,18 +83,25 @@ def test_norms_are_hfs_to_the_last_cast(kind: str, dtype: str, eps: float) -> No
     for make in THEIRS[kind]:
         module = make(WIDTH, eps=eps).to(DTYPES[dtype])
         with torch.no_grad():
-            module.weight.copy_(theirs(weight, dtype))
+            if kind != "layer_bare":
+                module.weight.copy_(theirs(weight, dtype))
             if kind == "layer":
                 module.bias.copy_(theirs(bias, dtype))
             wanted = module(theirs(x, dtype))
         beside = ours(bias, dtype) if kind == "layer" else None
-        found = norm(ours(x, dtype), ours(weight, dtype), beside, kind, eps)
+        scale = None if kind == "layer_bare" else ours(weight, dtype)
+        found = norm(ours(x, dtype), scale, beside, kind, eps)
         assert_same(found, wanted, dtype)
 
 
 def test_norms_differ() -> None:
     x, weight = ours(random(50, WIDTH) * 3 + 1, "bfloat16"), ours(random(WIDTH), "bfloat16")
-    found = {kind: np.asarray(norm(x, weight, None, kind, 1e-6), np.float32) for kind in NORMS}
+    weights = {kind: None if kind == "layer_bare" else weight for kind in NORMS}
+    biases = {"layer": ours(random(WIDTH, seed=2), "bfloat16")}
+    found = {
+        kind: np.asarray(norm(x, weights[kind], biases.get(kind), kind, 1e-6), np.float32)
+        for kind in NORMS
+    }
     for kind in NORMS:
         for other in NORMS:
             differ = (found[kind] != found[other]).mean()
@@ -157,6 +168,21 @@ def test_rotation_is_hfs_and_leaves_what_it_does_not_reach(dtype: str, rotated: 
         step = 2**-6 if dtype == "bfloat16" else 5e-6
         ours_ = found[..., :rotated].astype(np.float32)
         np.testing.assert_allclose(ours_, wanted.float().numpy(), atol=step)
+
+
+def test_neighbours_are_rotated_as_in_glm() -> None:
+    """Of six of eight dimensions; the halves of these would give something else."""
+    q = random(2, 30, 4, 8)
+    positions = np.tile(np.arange(30, dtype=np.int32), (2, 1))
+    frequencies = (1e4 ** -(np.arange(0, 6, 2) / 6)).astype(np.float32)
+    cos, sin = rotary_angles(jnp.asarray(positions), frequencies, 1.0)
+    angles = torch.tensor(positions).float()[..., None] * torch.tensor(frequencies)
+    angles = torch.cat([angles, angles], dim=-1)
+    given = torch.tensor(q)
+    wanted, _ = apply_to_neighbours(given, given, angles.cos(), angles.sin(), unsqueeze_dim=2)
+    found = rotate(jnp.asarray(q), cos, sin, interleaved=True)
+    np.testing.assert_allclose(found, wanted.numpy(), atol=5e-6)
+    assert np.abs(np.asarray(rotate(jnp.asarray(q), cos, sin)) - wanted.numpy()).max() > 0.1
 
 
 @settings(deadline=None, max_examples=30)

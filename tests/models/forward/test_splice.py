@@ -35,7 +35,7 @@ Make = Callable[[torch.Tensor], torch.Tensor]
 
 
 def test_every_site_that_can_be_spliced_is_tested() -> None:
-    assert set(SPLICED) == {*STREAM, *INSIDE}
+    assert set(SPLICED) == {*STREAM, *INSIDE, "shared_expert_out"}
 
 
 def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -133,6 +133,7 @@ def changed(model: Any, tap: Tap, make: Make) -> Iterator[None]:
         **{n: ("out", getattr(attention, f"{n}_proj", None)) for n in "qkv"},
         "z": ("in", getattr(attention, "o_proj", None)),
         "mlp_hidden": ("in", getattr(block.mlp, "down_proj", None)),
+        "shared_expert_out": ("out", getattr(block.mlp, "shared_experts", None)),
     }[tap.site]
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -166,6 +167,8 @@ def far(found: np.ndarray, wanted: np.ndarray) -> float:
         ("llama-gqa", (*STREAM, *INSIDE)),
         ("gemma2-gqa", STREAM),  # two kinds of blocks in turn
         ("neox", STREAM),
+        # a plain block before those of the scan
+        ("glm4moe-gqa", ("shared_expert_out", "attn_out", "resid_post")),
         pytest.param("llama-gqa", INSIDE, marks=pytest.mark.full),
         *(
             pytest.param(name, STREAM, marks=pytest.mark.full)

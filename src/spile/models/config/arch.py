@@ -6,6 +6,7 @@ that models do or do not do, never a family.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 from spile.models.config.rope import Rope
 
@@ -16,6 +17,7 @@ class Layer:
 
     window: int | None = None  # keys a query sees, itself included; None: all before it
     rope: int | None = 0  # index into the model's rotary settings; None: q and k are not rotated
+    dense: bool = False  # a plain MLP, where other blocks have experts
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,15 @@ class Experts:
     count: int
     chosen: int
     normalised: bool  # the chosen experts' weights sum to one
+    scored: str = "softmax"  # how logits become weights; or each by itself, "sigmoid"
+    corrected: bool = False  # a bias of each expert has a part in the choice, but not in the weight
+    groups: int = 1  # experts of some groups alone are chosen from
+    chosen_groups: int = 1
+    scale: float = 1.0  # of the weights
+    wide: bool = False  # the router multiplies in float32
+    weighs_input: bool = False  # the weight is applied before the expert, not after it
+    shared: int = 0  # width of an expert that every token goes to, beside the chosen
+    shared_gate: bool = False  # its output is weighed, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +54,28 @@ class Arch:
     rope_positions: int  # the longest context, as rotary scaling counts it
     tied_head: bool
     embed_scale: float = 1.0
+    embed_norm: bool = False  # embeddings are normalised before the first block
+    position_offset: int = 0  # learned positions count from here
+    residual_scale: float = 1.0  # of what attention and MLP add to the stream
+    head_bias: bool = False
+    logit_scale: float = 1.0
 
     norm: str = "rms"  # how norms are computed: see `ops.NORMS`
     norm_eps: float
     pre_norm: bool = True  # before attention and MLP
     post_norm: bool = False  # after them, before their output is added to the stream
     parallel: bool = False  # attention and MLP both read the stream that enters the block
+    shared_norm: bool = False  # in parallel, they read it through one norm
 
-    ropes: tuple[Rope, ...]  # none: positions are learned and added to the embeddings
+    ropes: tuple[Rope, ...]  # none: positions are learned and added to the embeddings, or `alibi`
+    rope_interleaved: bool = False  # neighbours are rotated together, not the halves of a head
+    alibi: tuple[float, ...] = ()  # of each head: how much a score falls with each token between
     attn_scale: float  # of the scores
     attn_softcap: float | None = None
-    qk_norm: str | None = None  # over each head ("head"), or all heads together ("full")
+    # over each head ("head"; "heads" with weights for each), or all heads together ("full")
+    qk_norm: str | None = None
+    qk_norm_last: bool = False  # after the rotation, not before it
+    qkv_limit: float | None = None  # q, k and v are clamped, before anything else
     sinks: bool = False  # each head may attend to nothing: one more score, without a value
     qkv_bias: bool
     out_bias: bool
@@ -63,6 +85,7 @@ class Arch:
     glu_limit: float | None = None  # gate and up are clamped, and one is added to up
     mlp_bias: bool
     experts: Experts | None = None
+    dense_width: int = 0  # of the MLP in blocks without experts, where others have them
     logit_softcap: float | None = None
 
     @property
@@ -70,11 +93,42 @@ class Arch:
         return len(self.layers)
 
     @property
+    def learned_positions(self) -> bool:
+        return not self.ropes and not self.alibi
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of a block that are over the whole width."""
+        before = ("attn_norm",) if self.shared_norm else ("attn_norm", "mlp_norm")
+        after = ("attn_post_norm", "mlp_post_norm")
+        return before * self.pre_norm + after * self.post_norm
+
+    @property
+    def lead(self) -> int:
+        """Number of blocks before those whose kinds repeat."""
+        return _repetition(self.layers)[0]
+
+    @property
     def period(self) -> int:
         """Number of blocks after which their kinds repeat; the forward pass scans over it."""
-        kinds = self.layers
-        return next(
-            p
-            for p in range(1, len(kinds) + 1)
-            if all(kind == kinds[i % p] for i, kind in enumerate(kinds))
-        )
+        return _repetition(self.layers)[1]
+
+
+@cache
+def _repetition(kinds: tuple[Layer, ...]) -> tuple[int, int]:
+    """How many kinds come before those that repeat, and after how many those do; fewest in all.
+
+    By the prefix function of Knuth, Morris and Pratt, from the end: each suffix in constant time.
+    """
+    reverse = kinds[::-1]
+    borders = [0]
+    for kind in reverse[1:]:
+        border = borders[-1]
+        while border and reverse[border] != kind:
+            border = borders[border - 1]
+        borders.append(border + (reverse[border] == kind))
+    periods = [length - border for length, border in enumerate(borders, 1)]
+    return min(
+        ((lead, periods[len(kinds) - lead - 1]) for lead in range(len(kinds))),
+        key=lambda found: (sum(found), found[0]),
+    )

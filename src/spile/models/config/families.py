@@ -28,25 +28,38 @@ class Family:
 
     name: str
     architectures: tuple[str, ...]
+    # key -> its values in models of this row, where one class has several rows
+    when: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, Any])
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # fields of `Arch`
     biases: Mapping[str, str] = field(default_factory=dict[str, str])  # field of `Arch` -> key
+    amounts: Mapping[str, str] = field(default_factory=dict[str, str])  # the same, for numbers
+    # field of `Arch` -> key, and the field's value if that is true
+    switched: Mapping[str, tuple[str, Any]] = field(default_factory=dict[str, Any])
     # usual key -> this family's, or several spellings of it
     keys: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict[str, Any])
     reads: tuple[str, ...] = ()  # keys beyond the usual ones: see `hf_config.py`
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # for missing keys
     ignored: tuple[str, ...] = ()  # keys that cannot change an activation
     harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, Any])
-    # which layers slide: "never", "always", "upper", "pattern", or those without rotary positions
+    equal: Mapping[str, str] = field(default_factory=dict[str, str])  # key -> one with its value
+    # which layers slide: "never", "always", "upper", "lower" (every other), "pattern", "listed", or
+    # those without rotary positions
     windows: str = "never"
+    full_unrotated: bool = False  # where some layers slide, the others have no rotary positions
+    alibi: bool = False  # scores fall with the distance
+    experts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # fields of `Experts`
     ropes_by_kind: bool = False  # sliding layers have rotary settings of their own
     scaled_embeddings: bool = False
+    activations: tuple[str, ...] = ()  # that need arrays of their own
     quantized: tuple[str, ...] = ()  # methods whose tensors can be decoded
     rope_scaling: Mapping[str, Any] | None = None  # if the config has none
+    inside: tuple[str, ...] = ()  # keys that hold further keys
     nested: str | None = None  # the key that holds the config
     beside: tuple[str, ...] = ()  # keys beside it that do not concern the decoder
     weights: Mapping[str, TensorSource] = field(default_factory=lambda: LLAMA_WEIGHTS)
     prefixes: tuple[str, ...] = ("model.",)  # of every tensor but the head; published files vary
     head: str = "lm_head.weight"
+    head_bias: str = "lm_head.bias"
     unused_weights: tuple[str, ...] = ()  # tensors that no forward pass needs; `*` is anything
 
 
@@ -70,6 +83,101 @@ _OLMO_NORMS = {
         LAYER,
         attn_post_norm="post_attention_layernorm",
         mlp_post_norm="post_feedforward_layernorm",
+    ),
+}
+_GLM: dict[str, Any] = {
+    "biases": {"qkv_bias": "attention_bias"},
+    "reads": ("partial_rotary_factor",),
+    "defaults": {
+        "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7,
+        "max_position_embeddings": 131_072,
+    },
+}  # fmt: skip
+_GLM_WEIGHTS = {
+    **LLAMA_WEIGHTS,
+    **fused(LAYER + "mlp.gate_up_proj.weight", "w_gate", "w_up"),
+}
+_COHERE: dict[str, Any] = {
+    "fixed": {
+        "norm": "layer_weight", "parallel": True, "shared_norm": True, "rope_interleaved": True
+    },
+    "biases": {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+    "amounts": {"logit_scale": "logit_scale"},
+    "keys": {"rms_norm_eps": "layer_norm_eps"},
+    # Written beside the keys that transformers reads; they say what the class does.
+    "harmless": {
+        "use_parallel_block": (True,), "use_parallel_embedding": (True, False),
+        "use_embedding_sharing": (True,), "use_gated_activation": (True,), "rotary_pct": (1.0, 1),
+        "position_embedding_type": ("rope_gptj",), "model_max_length": (8192, 131_072),
+        "cache_implementation": ("hybrid",),
+        "order_of_interleaved_layers": ("local_attn_first",),
+    },
+}  # fmt: skip
+_COHERE_DEFAULTS = {
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+_GRANITE_AMOUNTS = {
+    "embed_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "attn_scale": "attention_multiplier",
+}  # fmt: skip
+_GRANITE_DEFAULTS = {
+    "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0, "logits_scaling": 1.0,
+}  # fmt: skip
+_OF_GPT = {
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "hidden_act": "activation_function",
+    "num_attention_heads": "n_head", "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon",
+}  # fmt: skip
+_GPT_IGNORED = (
+    "n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "gradient_checkpointing",
+)  # fmt: skip
+_BIASED = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+_FALCON: dict[str, Any] = {
+    "architectures": ("FalconForCausalLM",),
+    "biases": {"qkv_bias": "bias", "out_bias": "bias", "mlp_bias": "bias"},
+    "keys": {
+        "rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "ffn_hidden_size",
+        "hidden_act": "activation",
+    },
+    "defaults": {
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "hidden_act": "gelu",
+        "max_position_embeddings": 2048,
+    },
+    "ignored": ("hidden_dropout", "auto_map", "ff_factor"),
+    # (transformers rounds these slopes to bfloat16 before it multiplies by positions.)
+    "harmless": {
+        "alibi": (False, None), "parallel_attn": (True,),
+        "apply_residual_connection_post_layernorm": (False,),
+    },
+    "prefixes": ("transformer.",),
+}  # fmt: skip
+_FALCON_GROUPED: dict[str, Any] = {
+    **_FALCON,
+    "keys": {**_FALCON["keys"], "num_key_value_heads": "num_kv_heads"},
+    "ignored": (*_FALCON["ignored"], "multi_query"),  # (read with the other architecture)
+}
+_FALCON_ONE_KEY: dict[str, Any] = {
+    **_FALCON,
+    "ignored": (*_FALCON["ignored"], "num_kv_heads"),  # (read with the other architecture)
+    "harmless": {
+        **_FALCON["harmless"], "multi_query": (True, None),
+        "new_decoder_architecture": (False, None), "num_ln_in_parallel_attn": (None, 1),
+    },
+}  # fmt: skip
+_FALCON_FIXED = {"norm": "layer", "gated": False, "parallel": True}
+_FALCON_WEIGHTS = {
+    **named("", embed="word_embeddings.weight"),
+    **norms("", final_norm="ln_f"),
+    **norms("h.{layer}.", attn_norm="input_layernorm"),
+    **fused("h.{layer}.self_attention.query_key_value.weight", "wq", "wk", "wv", by="head"),
+    **fused("h.{layer}.self_attention.query_key_value.bias", "bq", "bk", "bv", by="head"),
+    **linears(
+        "h.{layer}.", o="self_attention.dense", _up="mlp.dense_h_to_4h", _down="mlp.dense_4h_to_h"
     ),
 }
 _CAUSAL = {"use_bidirectional_attention": (False, None)}
@@ -97,6 +205,38 @@ _GEMMA3: dict[str, Any] = {
     "weights": _GEMMA_NORMS,
 }  # fmt: skip
 _ROUTED = ("num_experts_per_tok",)
+_MOE_KEYS = {
+    "intermediate_size": "moe_intermediate_size", "dense_size": "intermediate_size",
+    "shared_size": "shared_expert_intermediate_size",
+}  # fmt: skip
+_MOE_READS = (*_ROUTED, "dense_size")
+_SPARSE_STEP = ("decoder_sparse_step", "mlp_only_layers")
+_MOE_WEIGHTS = {
+    **LLAMA_WEIGHTS,
+    **linears(LAYER + "mlp.", d_gate="gate_proj", d_up="up_proj", d_down="down_proj"),
+    **named(LAYER + "mlp.", w_router="gate.weight"),
+    **linears(LAYER + "mlp.experts.{expert}.", _gate="gate_proj", _up="up_proj", _down="down_proj"),
+}
+_SHARED_EXPERTS = linears(
+    LAYER + "mlp.shared_experts.", s_gate="gate_proj", s_up="up_proj", s_down="down_proj"
+)
+# Experts in groups, after some plain layers, as DeepSeek V3 has them.
+_GROUPED_READS = (
+    *_MOE_READS, "num_experts", "norm_topk_prob", "shared_count", "routed_scaling_factor",
+    "n_group", "topk_group", "first_k_dense_replace",
+)  # fmt: skip
+_ONE_GROUP = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+_GROUPED: dict[str, Any] = {
+    "keys": {
+        **_MOE_KEYS, "num_experts": ("n_routed_experts", "num_local_experts"),
+        "shared_count": "n_shared_experts",
+    },
+    "experts": {"scored": "sigmoid", "corrected": True, "wide": True},
+    "weights": {
+        **_MOE_WEIGHTS, **_SHARED_EXPERTS,
+        **named(LAYER + "mlp.gate.", correction="e_score_correction_bias"),
+    },
+}  # fmt: skip
 _ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 
 FAMILIES = (
@@ -340,6 +480,397 @@ FAMILIES = (
         windows="unrotated",
     ),
     Family(
+        name="cohere",
+        architectures=("CohereForCausalLM",),
+        switched={"qk_norm": ("use_qk_norm", "heads")},
+        defaults={**_COHERE_DEFAULTS, "rope_theta": 5e5},
+        **_COHERE,
+    ),
+    Family(
+        name="cohere2",
+        architectures=("Cohere2ForCausalLM",),
+        reads=("sliding_window", "layer_types", "sliding_window_pattern"),
+        defaults={**_COHERE_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4},
+        ignored=("layer_switch",),  # an old spelling of the pattern
+        windows="pattern",
+        full_unrotated=True,
+        **_COHERE,
+    ),
+    Family(
+        name="granite",
+        architectures=("GraniteForCausalLM",),
+        biases={
+            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"
+        },
+        reads=("logits_scaling",),
+        defaults=_GRANITE_DEFAULTS,
+        amounts=_GRANITE_AMOUNTS,
+    ),
+    Family(
+        name="glm",
+        architectures=("GlmForCausalLM",),
+        fixed={"rope_interleaved": True},
+        weights=_GLM_WEIGHTS,
+        **_GLM,
+    ),
+    Family(
+        name="glm4",
+        architectures=("Glm4ForCausalLM",),
+        fixed={"rope_interleaved": True, "post_norm": True},
+        weights={
+            **_GLM_WEIGHTS,
+            **norms(
+                LAYER, attn_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"
+            ),
+        },
+        **_GLM,
+    ),
+    Family(
+        name="olmo",
+        architectures=("OlmoForCausalLM",),
+        fixed={"norm": "layer_bare", "norm_eps": 1e-5},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        amounts={"qkv_limit": "clip_qkv"},
+        defaults={"max_position_embeddings": 2048},
+    ),
+    Family(
+        name="exaone4",
+        architectures=("Exaone4ForCausalLM",),
+        fixed={"pre_norm": False, "post_norm": True, "qk_norm": "head"},
+        reads=("sliding_window", "layer_types", "sliding_window_pattern"),
+        defaults={
+            "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+            "sliding_window_pattern": 4, "max_position_embeddings": 2048,
+        },
+        windows="pattern",
+        full_unrotated=True,
+        weights=_OLMO_NORMS,
+    ),
+    Family(
+        name="hunyuan_v1_dense",
+        architectures=("HunYuanDenseV1ForCausalLM",),
+        fixed={"qk_norm": "head", "qk_norm_last": True},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        reads=("rope_alpha",),
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        ignored=(
+            "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "image_token_id",
+            "mask_init_id", "org_vocab_size", "pad_id", "sep_token_id", "text_end_id",
+            "text_start_id", "routed_scaling_factor", "norm_type", "class_num", "pool_type",
+            "attention_head_dim", "dense_list",
+        ),
+        harmless={
+            "add_classification_head": (False,), "cla_share_factor": (2,),
+            "enable_lm_head_fp32": (True, False), "mlp_bias": (False,), "position_embedding_xdrope":
+            (False,), "use_cla": (False,), "use_qk_norm": (True,), "use_rotary_pos_emb": (True,),
+        },
+        weights={
+            **LLAMA_WEIGHTS,
+            **named(
+                LAYER + "self_attn.", q_norm="query_layernorm.weight",
+                k_norm="key_layernorm.weight",
+            ),
+        },
+    ),
+    Family(
+        name="apertus",
+        architectures=("ApertusForCausalLM",),
+        fixed={"gated": False, "qk_norm": "head"},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        defaults={
+            "hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12e6,
+            "max_position_embeddings": 65536,
+        },
+        # Written beside the keys that transformers reads; they say what the class does.
+        ignored=("hidden_dropout",),
+        harmless={"mlp_bias": (False,), "post_norm": (False,), "qk_norm": (True,)},
+        rope_scaling={
+            "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        },
+        activations=("xielu",),
+        weights={
+            **LLAMA_WEIGHTS,
+            **norms(LAYER, attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm"),
+            **named(LAYER + "mlp.act_fn.", xielu_up="alpha_p", xielu_down="alpha_n"),
+        },
+        unused_weights=("layers.*.mlp.act_fn.beta", "layers.*.mlp.act_fn.eps"),
+    ),
+    Family(
+        name="ministral3",
+        architectures=("Ministral3ForCausalLM",),
+        reads=("sliding_window",),
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "max_position_embeddings": 262_144,
+        },
+        rope_scaling={
+            "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        windows="always",
+    ),
+    Family(
+        name="ernie4_5",
+        architectures=("Ernie4_5ForCausalLM",),
+        fixed={"rope_interleaved": True},
+        biases={"qkv_bias": "use_bias", "out_bias": "use_bias", "mlp_bias": "use_bias"},
+        defaults={
+            "tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 128,
+            "rope_theta": 5e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+        },
+    ),
+    Family(
+        name="phi",
+        architectures=("PhiForCausalLM",),
+        fixed={
+            **_BIASED, "norm": "layer", "gated": False, "parallel": True, "shared_norm": True,
+            "head_bias": True,
+        },
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        reads=("partial_rotary_factor",),
+        defaults={
+            "hidden_act": "gelu_new", "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+        },
+        ignored=("embd_pdrop", "resid_pdrop"),
+        harmless={"qk_layernorm": (False, None)},
+        weights={
+            **LLAMA_WEIGHTS,
+            **norms("", final_norm="final_layernorm"),
+            **linears(LAYER, o="self_attn.dense", _up="mlp.fc1", _down="mlp.fc2"),
+        },
+    ),
+    Family(
+        name="stablelm",
+        architectures=("StableLmForCausalLM",),
+        fixed={"norm": "layer"},
+        biases={
+            "qkv_bias": "use_qkv_bias", "parallel": "use_parallel_residual",
+            "shared_norm": "use_parallel_residual",
+        },
+        switched={"qk_norm": ("qk_layernorm", "heads")},
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        reads=("partial_rotary_factor",),
+        defaults={
+            "num_key_value_heads": 32, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+        },
+        ignored=("hidden_dropout",),
+        weights={
+            **LLAMA_WEIGHTS,
+            **named(
+                LAYER + "self_attn.", q_norm="q_layernorm.norms.{head}.weight",
+                k_norm="k_layernorm.norms.{head}.weight",
+            ),
+        },
+    ),
+    Family(
+        name="gptj",
+        architectures=("GPTJForCausalLM",),
+        fixed={
+            "norm": "layer", "gated": False, "mlp_bias": True, "parallel": True,
+            "shared_norm": True, "rope_interleaved": True, "head_bias": True,
+        },
+        keys=_OF_GPT,
+        reads=("rotary_dim",),
+        defaults={
+            "hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "rotary_dim": 64,
+            "max_position_embeddings": 2048,
+        },
+        ignored=(*_GPT_IGNORED, "rotary", "tokenizer_class"),
+        harmless={"scale_attn_weights": (True,)},
+        weights={
+            **named("", embed="wte.weight"),
+            **norms("", final_norm="ln_f"),
+            **norms("h.{layer}.", attn_norm="ln_1"),
+            **linears("h.{layer}.attn.", q="q_proj", k="k_proj", v="v_proj", o="out_proj"),
+            **linears("h.{layer}.mlp.", _up="fc_in", _down="fc_out"),
+        },
+        prefixes=("transformer.",),
+        unused_weights=("h.*.attn.bias", "h.*.attn.masked_bias"),
+    ),
+    Family(
+        name="opt",
+        architectures=("OPTForCausalLM",),
+        fixed={
+            **_BIASED, "norm": "layer", "norm_eps": 1e-5, "gated": False, "ropes": (),
+            "position_offset": 2,
+        },
+        keys={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+        defaults={
+            "tie_word_embeddings": True, "hidden_act": "relu", "intermediate_size": 3072,
+            "max_position_embeddings": 2048,
+        },
+        ignored=("dropout", "activation_dropout", "layerdrop", "init_std", "prefix"),
+        harmless={
+            "do_layer_norm_before": (True,), "_remove_final_layer_norm": (False,),
+            "enable_bias": (True,), "layer_norm_elementwise_affine": (True,),
+        },
+        equal={"word_embed_proj_dim": "hidden_size"},
+        weights={
+            **named("", embed="embed_tokens.weight", positions="embed_positions.weight"),
+            **norms("", final_norm="final_layer_norm"),
+            **norms(LAYER, attn_norm="self_attn_layer_norm", mlp_norm="final_layer_norm"),
+            **linears(LAYER + "self_attn.", q="q_proj", k="k_proj", v="v_proj", o="out_proj"),
+            **linears(LAYER, _up="fc1", _down="fc2"),
+        },
+        prefixes=("model.decoder.", "decoder."),
+    ),
+    Family(
+        name="bloom",
+        architectures=("BloomForCausalLM",),
+        fixed={
+            **_BIASED, "norm": "layer", "gated": False, "ropes": (), "embed_norm": True,
+            "activation": "gelu_new",
+        },
+        keys={
+            "hidden_size": ("n_embed", "hidden_size"), "num_hidden_layers": ("n_layer",
+            "num_hidden_layers"), "num_attention_heads": ("n_head", "num_attention_heads"),
+            "rms_norm_eps": "layer_norm_epsilon", "max_position_embeddings": "seq_length",
+        },
+        defaults={
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048
+        },
+        ignored=(
+            "attention_softmax_in_fp32", "bias_dropout_fusion", "hidden_dropout",
+            "masked_softmax_fusion", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv",
+            "unk_token_id",
+        ),
+        # (Another number of slices only matters with `slow_but_exact`.)
+        harmless={
+            "apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,),
+            "pretraining_tp": (1, 2, 4, None), "n_inner": (None,),
+        },
+        alibi=True,
+        weights={
+            **_FALCON_WEIGHTS,
+            **norms("", embed_norm="word_embeddings_layernorm"),
+            **norms("h.{layer}.", mlp_norm="post_attention_layernorm"),
+        },
+        prefixes=("transformer.", ""),
+    ),
+    Family(
+        name="falcon-grouped-one-norm",
+        when={"new_decoder_architecture": (True,), "num_ln_in_parallel_attn": (1,)},
+        fixed={**_FALCON_FIXED, "shared_norm": True},
+        weights=_FALCON_WEIGHTS,
+        **_FALCON_GROUPED,
+    ),
+    Family(
+        name="falcon-grouped",
+        when={"new_decoder_architecture": (True,), "num_ln_in_parallel_attn": (2, None)},
+        fixed=_FALCON_FIXED,
+        weights={
+            **_FALCON_WEIGHTS, **norms("h.{layer}.", attn_norm="ln_attn", mlp_norm="ln_mlp")
+        },
+        **_FALCON_GROUPED,
+    ),
+    Family(
+        name="falcon",
+        fixed={**_FALCON_FIXED, "shared_norm": True, "num_kv_heads": 1},
+        weights=_FALCON_WEIGHTS,
+        **_FALCON_ONE_KEY,
+    ),
+    Family(
+        name="gpt_neo",
+        architectures=("GPTNeoForCausalLM",),
+        fixed={
+            "norm": "layer", "gated": False, "ropes": (), "out_bias": True, "mlp_bias": True,
+            "attn_scale": 1.0,
+        },
+        keys={
+            "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
+            "hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon",
+            "sliding_window": "window_size",
+        },
+        reads=("sliding_window", "attention_types"),
+        defaults={
+            "tie_word_embeddings": True, "hidden_act": "gelu_new", "rms_norm_eps": 1e-5,
+            "sliding_window": 256, "attention_types": [[["global", "local"], 12]],
+            "max_position_embeddings": 2048,
+        },
+        ignored=(
+            *_GPT_IGNORED, "attention_layers", "classifier_dropout", "embed_dropout",
+            "resid_dropout", "tokenizer_class",
+        ),
+        windows="listed",
+        weights={
+            **named("", embed="wte.weight", positions="wpe.weight"),
+            **norms("", final_norm="ln_f"),
+            **norms("h.{layer}.", attn_norm="ln_1", mlp_norm="ln_2"),
+            **linears(
+                "h.{layer}.attn.attention.", q="q_proj", k="k_proj", v="v_proj", o="out_proj"
+            ),
+            **linears("h.{layer}.mlp.", _up="c_fc", _down="c_proj"),
+        },
+        prefixes=("transformer.",),
+        unused_weights=("h.*.attn.attention.bias", "h.*.attn.attention.masked_bias"),
+    ),
+    Family(
+        name="gpt_bigcode",
+        architectures=("GPTBigCodeForCausalLM",),
+        fixed={**_BIASED, "norm": "layer", "gated": False, "ropes": (), "num_kv_heads": 1},
+        keys=_OF_GPT,
+        defaults={
+            "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 1024,
+        },
+        ignored=(
+            *_GPT_IGNORED, "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
+            "inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length",
+            "pre_allocate_kv_cache", "validate_runner_input",
+        ),
+        harmless={"multi_query": (True, None), "scale_attn_weights": (True,)},
+        weights={
+            **named("", embed="wte.weight", positions="wpe.weight"),
+            **norms("", final_norm="ln_f"),
+            **norms("h.{layer}.", attn_norm="ln_1", mlp_norm="ln_2"),
+            **fused("h.{layer}.attn.c_attn.weight", "wq", "wk", "wv"),
+            **fused("h.{layer}.attn.c_attn.bias", "bq", "bk", "bv"),
+            **linears("h.{layer}.", o="attn.c_proj", _up="mlp.c_fc", _down="mlp.c_proj"),
+        },
+        prefixes=("transformer.",),
+    ),
+    Family(
+        name="mpt",
+        architectures=("MptForCausalLM", "MPTForCausalLM"),
+        fixed={"norm": "layer_weight", "gated": False, "ropes": (), "activation": "gelu"},
+        amounts={"qkv_limit": "clip_qkv", "attn_scale": "softmax_scale"},
+        keys={
+            "hidden_size": "d_model", "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads", "rms_norm_eps": "layer_norm_epsilon",
+            "max_position_embeddings": "max_seq_len",
+        },
+        defaults={
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048
+        },
+        ignored=(
+            "attn_impl", "attn_pdrop", "emb_pdrop", "init_config", "init_device",
+            "resid_pdrop", "tokenizer_name", "embedding_fraction", "auto_map", "verbose",
+            "fc_type", "ffn_config", "torch_dtype", "norm_type",
+            "learned_pos_emb",  # (with ALiBi there are none)
+        ),
+        harmless={
+            "alibi": (True,), "alibi_bias_max": (8,), "attn_type": ("multihead_attention",),
+            "attn_uses_sequence_id": (False,), "expansion_ratio": (4,), "logit_scale": (None,),
+            "no_bias": (True,), "prefix_lm": (False,), "qk_ln": (False,),
+        },
+        inside=("attn_config",),
+        alibi=True,
+        weights={
+            **named("", embed="wte.weight"),
+            **norms("", final_norm="norm_f"),
+            **norms("blocks.{layer}.", attn_norm="norm_1", mlp_norm="norm_2"),
+            **fused("blocks.{layer}.attn.Wqkv.weight", "wq", "wk", "wv"),
+            **linears(
+                "blocks.{layer}.", o="attn.out_proj", _up="ffn.up_proj", _down="ffn.down_proj"
+            ),
+        },
+        prefixes=("transformer.",),
+    ),
+    Family(
         name="seed_oss",
         architectures=("SeedOssForCausalLM",),
         biases={
@@ -384,25 +915,176 @@ FAMILIES = (
         architectures=("Qwen3MoeForCausalLM",),
         fixed={"qk_norm": "head"},
         biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
-        keys={
-            "intermediate_size": "moe_intermediate_size",
-            "num_experts": ("num_experts", "num_local_experts"),
-        },
-        reads=("sliding_window", "use_sliding_window", "num_experts", "norm_topk_prob", *_ROUTED),
+        keys={**_MOE_KEYS, "num_experts": ("num_experts", "num_local_experts")},
+        reads=(
+            *_MOE_READS, *_SPARSE_STEP, "num_experts", "norm_topk_prob", "sliding_window",
+            "use_sliding_window",
+        ),
         defaults={
             **_SWITCHED, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False,
-            "sliding_window": 4096, "max_position_embeddings": 32768,
+            "dense_size": 6144, "decoder_sparse_step": 1, "sliding_window": 4096,
+            "max_position_embeddings": 32768,
         },
-        # The width of dense layers, which are refused; and a switch that is read only for those.
-        ignored=(*_ROUTER_LOSS, "intermediate_size", "max_window_layers"),
-        harmless={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        ignored=(*_ROUTER_LOSS, "max_window_layers"),
         windows="always",
+        weights=_MOE_WEIGHTS,
+    ),
+    Family(
+        name="qwen2_moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        biases={"qkv_bias": "qkv_bias"},
+        keys=_MOE_KEYS,
+        reads=(
+            *_MOE_READS, *_SPARSE_STEP, "num_experts", "norm_topk_prob", "shared_size",
+            "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+        ),
+        defaults={
+            **_SWITCHED, "qkv_bias": True, "num_key_value_heads": 16, "num_experts": 60,
+            "num_experts_per_tok": 4, "norm_topk_prob": False, "intermediate_size": 1408,
+            "dense_size": 5632, "shared_size": 5632, "decoder_sparse_step": 1,
+            "sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768,
+        },
+        ignored=_ROUTER_LOSS,
+        experts={"shared_gate": True},
+        windows="lower",
+        weights={
+            **_MOE_WEIGHTS,
+            **linears(
+                LAYER + "mlp.", s_gate="shared_expert.gate_proj", s_up="shared_expert.up_proj",
+                s_down="shared_expert.down_proj", s_router="shared_expert_gate",
+            ),
+        },
+    ),
+    Family(
+        name="olmoe",
+        architectures=("OlmoeForCausalLM",),
+        fixed={"qk_norm": "full"},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        keys={"num_experts": ("num_experts", "num_local_experts")},
+        reads=("num_experts", "norm_topk_prob", *_ROUTED),
+        defaults={
+            "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
+            "intermediate_size": 2048, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+        },
+        ignored=_ROUTER_LOSS,
+        harmless={"clip_qkv": (None,)},
+        weights=_MOE_WEIGHTS,
+    ),
+    Family(
+        name="granitemoe",
+        architectures=("GraniteMoeForCausalLM",),
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        keys={"num_experts": "num_local_experts"},
+        reads=("num_experts", "logits_scaling", *_ROUTED),
+        ignored=_ROUTER_LOSS,
         weights={
             **LLAMA_WEIGHTS,
-            **named(LAYER + "mlp.", w_router="gate.weight"),
-            **linears(
-                LAYER + "mlp.experts.{expert}.", _gate="gate_proj", _up="up_proj",
-                _down="down_proj",
+            **named(
+                LAYER + "block_sparse_moe.", w_router="router.layer.weight",
+                w_down="output_linear.weight",
+            ),
+            **fused(LAYER + "block_sparse_moe.input_linear.weight", "w_gate", "w_up"),
+        },
+        defaults={
+            **_GRANITE_DEFAULTS, "num_experts": 8, "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        amounts=_GRANITE_AMOUNTS,
+    ),
+    Family(
+        name="glm4_moe",
+        architectures=("Glm4MoeForCausalLM",),
+        biases={"qkv_bias": "attention_bias"},
+        switched={"qk_norm": ("use_qk_norm", "head")},
+        reads=(*_GROUPED_READS, "partial_rotary_factor"),
+        defaults={
+            "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 8,
+            "norm_topk_prob": True, "intermediate_size": 1408, "dense_size": 10944,
+            "shared_count": 1, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, **_ONE_GROUP,
+        },
+        ignored=(*_ROUTER_LOSS, "num_nextn_predict_layers", "num_mtp_layers"),
+        # The layer beyond the last predicts one more token: GLM-4.5-Air's, and GLM-4.5's.
+        unused_weights=("layers.46.*", "layers.92.*"),
+        **_GROUPED,
+    ),
+    Family(
+        name="dots1",
+        architectures=("Dots1ForCausalLM",),
+        fixed={"qk_norm": "head"},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        reads=(*_GROUPED_READS, "sliding_window", "max_window_layers", "layer_types"),
+        defaults={
+            "norm_topk_prob": False, "intermediate_size": 1408, "dense_size": 10944,
+            "first_k_dense_replace": 0, "sliding_window": 4096, "max_window_layers": 62,
+            "max_position_embeddings": 2048, **_ONE_GROUP,
+        },
+        ignored=(*_ROUTER_LOSS, "moe_layer_freq"),
+        harmless={
+            "use_sliding_window": (False, None), "scoring_func": ("noaux_tc", "sigmoid"),
+            "topk_method": ("noaux_tc",),
+        },
+        windows="upper",
+        **_GROUPED,
+    ),
+    Family(
+        name="ernie4_5_moe",
+        architectures=("Ernie4_5_MoeForCausalLM",),
+        fixed={"rope_interleaved": True},
+        keys={
+            **_MOE_KEYS, "num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k",
+            "shared_count": "moe_num_shared_experts",
+        },
+        reads=(
+            *_MOE_READS, "num_experts", "shared_count", "moe_layer_start_index",
+            "moe_layer_end_index", "moe_layer_interval",
+        ),
+        defaults={
+            "tie_word_embeddings": True, "num_key_value_heads": 4, "num_experts": 64,
+            "num_experts_per_tok": 6, "norm_topk_prob": True, "intermediate_size": 1536,
+            "dense_size": 12288, "shared_count": 2, "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1, "moe_layer_interval": 1, "rope_theta": 5e5,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+        },
+        ignored=(*_ROUTER_LOSS, "moe_norm_min", "moe_capacity", "moe_gate", "moe_use_aux_free"),
+        harmless={"use_bias": (False, None)},
+        experts={"corrected": True, "wide": True},
+        weights={
+            **_MOE_WEIGHTS,
+            **_SHARED_EXPERTS,
+            "correction": TensorSource(
+                LAYER + "mlp.moe_statics.e_score_correction_bias", boxed=True
+            ),
+        },
+        unused_weights=("mtp_*",),
+    ),
+    Family(
+        name="minimax_m2",
+        architectures=("MiniMaxM2ForCausalLM",),
+        fixed={"qk_norm": "full"},
+        keys={"num_experts": "num_local_experts"},
+        reads=("num_experts", "rotary_dim", *_ROUTED),
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "num_experts": 256,
+            "num_experts_per_tok": 8, "norm_topk_prob": True, "intermediate_size": 1536,
+            "rope_theta": 5e6, "max_position_embeddings": 196_608,
+        },
+        ignored=(
+            *_ROUTER_LOSS, "auto_map", "attn_type_list", "layernorm_full_attention_beta",
+            "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
+            "mtp_transformer_layers", "num_mtp_modules", "use_mtp", "shared_moe_mode",
+        ),
+        harmless={
+            "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",), "use_qk_norm": (True,),
+            "use_routing_bias": (True,), "shared_intermediate_size": (0,),
+        },
+        experts={"scored": "sigmoid", "corrected": True},
+        weights={
+            **LLAMA_WEIGHTS,
+            **named(
+                LAYER + "block_sparse_moe.", w_router="gate.weight",
+                correction="e_score_correction_bias", w_gate="experts.{expert}.w1.weight",
+                w_up="experts.{expert}.w3.weight", w_down="experts.{expert}.w2.weight",
             ),
         },
     ),

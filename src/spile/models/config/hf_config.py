@@ -81,6 +81,12 @@ class _Config:
             raise InputError(f"{self.where}: {key} must be a positive number, got {value!r}")
         return value
 
+    def whole(self, key: str) -> int:
+        value = self.get(key)
+        if type(value) is not int or not 0 <= value < _MOST:
+            raise InputError(f"{self.where}: {key} must be a number from 0, got {value!r}")
+        return value
+
     def switch(self, key: str) -> bool:
         value = self.get(key)
         if value is not None and type(value) is not bool:
@@ -98,9 +104,10 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
     if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
         raise InputError(f"{where}: 'architectures' must name one model class, got {given!r}")
     for family in FAMILIES:
-        if given[0] in family.architectures:
+        fits = all(config.get(key) in values for key, values in family.when.items())
+        if given[0] in family.architectures and fits:
             return family
-    known = [name for family in FAMILIES for name in family.architectures]
+    known = list(dict.fromkeys(name for family in FAMILIES for name in family.architectures))
     nearest = difflib.get_close_matches(given[0], known, n=1, cutoff=0.0)[0]
     raise InputError(
         f"{where}: architecture {given[0]!r} is not supported; the nearest is {nearest} "
@@ -117,9 +124,13 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
             raise InputError(f"{where}: has no {family.nested} for {family.name}")
         _refuse_outer(values, family, where)
         where, values = f"{where} {family.nested}", inner
-    config = _Config(values, family, where)
+    config = _Config(_unfolded(values, family, where), family, where)
     sizes = _sizes(config)
-    arch = Arch(**sizes, **_attention(config, sizes["head_dim"]), **_rest(config))
+    # `fixed` comes last: a config cannot change the constants of its family.
+    fixed = {name: value for name, value in family.fixed.items() if name != "ropes"}
+    arch = Arch(**{**sizes, **_attention(config, sizes), **_rest(config), **fixed})
+    if not any(layer.dense for layer in arch.layers):
+        arch = replace(arch, dense_width=0)
     _refuse_unknown(config)
     if arch.experts and arch.experts.count * arch.num_layers > _MOST_EXPERTS:
         raise InputError(
@@ -135,6 +146,17 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
     return family, arch
 
 
+def _unfolded(values: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The keys of a config, with those that are written inside another one."""
+    unfolded = {key: value for key, value in values.items() if key not in family.inside}
+    for key in family.inside:
+        inner: Json = values.get(key) or {}
+        if not isinstance(inner, Mapping):
+            raise InputError(f"{where}: {key} must be an object, got {inner!r}")
+        unfolded = {**inner, **unfolded}
+    return unfolded
+
+
 def _sizes(config: _Config) -> dict[str, Any]:
     heads, width = config.number("num_attention_heads"), config.number("hidden_size")
     return {
@@ -148,9 +170,9 @@ def _sizes(config: _Config) -> dict[str, Any]:
     }
 
 
-def _attention(config: _Config, head_dim: int) -> dict[str, Any]:
+def _attention(config: _Config, sizes: Mapping[str, Any]) -> dict[str, Any]:
     ropes = config.family.fixed.get("ropes")
-    ropes = _ropes(config) if ropes is None else ropes
+    ropes = _ropes(config, sizes["head_dim"]) if ropes is None else ropes
     longest = config.number("max_position_embeddings")
     for rope in ropes:
         longest = rope.longest(longest)
@@ -160,58 +182,124 @@ def _attention(config: _Config, head_dim: int) -> dict[str, Any]:
         "ropes": ropes,
         "max_positions": longest,
         "rope_positions": config.number("max_position_embeddings"),
-        "attn_scale": (scalar or head_dim) ** -0.5,
+        "alibi": _slopes(sizes["num_heads"]) if config.family.alibi else (),
+        "attn_scale": (scalar or sizes["head_dim"]) ** -0.5,
         "attn_softcap": config.amount("attn_logit_softcapping"),
     }
+
+
+def _slopes(heads: int) -> tuple[float, ...]:
+    """ALiBi's slope of each head (arXiv:2108.12409): a geometric series down to 2^-8.
+
+    Heads beyond a power of two have every other slope of the next series.
+    """
+    whole = 1 << (heads.bit_length() - 1)
+    first = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
+    others = [2 ** (-4 * i / whole) for i in range(1, 2 * whole, 2)]
+    return tuple((first + others)[:heads])
 
 
 def _rest(config: _Config) -> dict[str, Any]:
     family, where = config.family, config.where
     activation = family.fixed.get("activation") or config.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
+    if activation not in (*ACTIVATIONS, *family.activations):
         raise InputError(
             f"{where}: hidden_act {activation!r} is not supported (known: {', '.join(ACTIVATIONS)})"
         )
     eps = config.get("rms_norm_eps")
-    experts = None
-    if "num_experts" in family.reads:
-        normalised = config.switch if "norm_topk_prob" in family.reads else family.defaults.get
-        experts = Experts(
-            config.number("num_experts"),
-            config.number("num_experts_per_tok"),
-            bool(normalised("norm_topk_prob")),
-        )
-        if experts.chosen > experts.count:
-            raise InputError(
-                f"{where}: num_experts_per_tok {experts.chosen} of {experts.count} experts"
-            )
-    # `fixed` comes last: a config cannot change the constants of its family.
+    experts = _experts(config) if "num_experts" in family.reads else None
     switches = {field: config.switch(key) for field, key in family.biases.items()}
+    amounts = {field: config.get(key) for field, key in family.amounts.items()}
+    divisor = config.amount("logits_scaling")
     return {
         "activation": activation,
         "norm_eps": positive(1e-6 if eps is None else eps, "rms_norm_eps", where),
         "tied_head": config.switch("tie_word_embeddings"),
         "embed_scale": config.number("hidden_size") ** 0.5 if family.scaled_embeddings else 1.0,
         "logit_softcap": config.amount("final_logit_softcapping"),
+        "logit_scale": 1.0 if divisor is None else 1.0 / divisor,
         "glu_limit": config.amount("glu_limit"),
         "experts": experts,
+        "dense_width": config.number("dense_size") if "dense_size" in family.reads else 0,
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), False),
         **switches,
-        **{k: v for k, v in family.fixed.items() if k != "ropes"},
+        **{n: positive(v, family.amounts[n], where) for n, v in amounts.items() if v is not None},
+        **{field: value for field, (key, value) in family.switched.items() if config.switch(key)},
     }
 
 
-def _ropes(config: _Config) -> tuple[Rope, ...]:
+def _experts(config: _Config) -> Experts:
+    reads = config.family.reads
+    normalised = config.switch if "norm_topk_prob" in reads else config.family.defaults.get
+    shared = 0
+    if "shared_size" in reads:
+        shared = config.number("shared_size")
+    elif "shared_count" in reads and config.get("shared_count") != 0:
+        shared = config.number("shared_count") * config.number("intermediate_size")
+    grouped = "n_group" in reads
+    experts = Experts(
+        config.number("num_experts"),
+        config.number("num_experts_per_tok"),
+        bool(normalised("norm_topk_prob")),
+        groups=config.number("n_group") if grouped else 1,
+        chosen_groups=config.number("topk_group") if grouped else 1,
+        scale=config.amount("routed_scaling_factor") or 1.0,
+        shared=shared,
+        **config.family.experts,
+    )
+    if experts.chosen > experts.count:
+        raise InputError(
+            f"{config.where}: num_experts_per_tok {experts.chosen} of {experts.count} experts"
+        )
+    in_group, left = divmod(experts.count, experts.groups)
+    if left or not experts.chosen <= in_group * experts.chosen_groups <= experts.count:
+        raise InputError(
+            f"{config.where}: {experts.chosen} of {experts.count} experts cannot be chosen from "
+            f"topk_group {experts.chosen_groups} of n_group {experts.groups}"
+        )
+    if experts.groups > 1 and in_group < 2:
+        raise InputError(f"{config.where}: n_group {experts.groups} leaves one expert in a group")
+    return experts
+
+
+def _dense(config: _Config, count: int) -> list[bool]:
+    """Which layers have a plain MLP, where others have experts."""
+    if "dense_size" not in config.family.reads:
+        return [False] * count
+    if "first_k_dense_replace" in config.family.reads:
+        first = config.whole("first_k_dense_replace")
+        return [i < first for i in range(count)]
+    if "moe_layer_interval" in config.family.reads:
+        interval, first = config.number("moe_layer_interval"), config.whole("moe_layer_start_index")
+        last = config.get("moe_layer_end_index")
+        last = count - 1 if last == -1 else config.whole("moe_layer_end_index")
+        return [(i + 1) % interval != 0 or not first <= i <= last for i in range(count)]
+    step, given = config.number("decoder_sparse_step"), config.get("mlp_only_layers")
+    if given is not None and not isinstance(given, list):
+        raise InputError(f"{config.where}: mlp_only_layers must be a list of layers, got {given!r}")
+    plain = cast("list[Any]", given or [])
+    return [i in plain or (i + 1) % step != 0 for i in range(count)]
+
+
+def _ropes(config: _Config, head_dim: int) -> tuple[Rope, ...]:
     """The model's rotary settings; a second one if sliding layers have their own."""
     where, family = config.where, config.family
     parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
     if parameters and scaling and parameters != scaling:
         raise InputError(f"{where}: rope_parameters and rope_scaling are both given")
+    fraction = config.extra("partial_rotary_factor")
+    if "rotary_dim" in family.reads:
+        fraction = config.number("rotary_dim", head_dim) / head_dim
+    theta = config.get("rope_theta")
+    if "rope_alpha" in family.reads:
+        parameters, scaling = (
+            _with_alpha(given, theta, head_dim, where) for given in (parameters, scaling)
+        )
     common = {
-        "rope_theta": config.get("rope_theta"),
+        "rope_theta": theta,
         "rope_parameters": parameters,
         "rope_scaling": scaling or (None if parameters else family.rope_scaling),
-        "partial_rotary_factor": config.extra("partial_rotary_factor"),
+        "partial_rotary_factor": fraction,
         "original_max_position_embeddings": config.extra("original_max_position_embeddings"),
     }
     every: list[dict[str, Any]] = [common]
@@ -226,9 +314,27 @@ def _ropes(config: _Config) -> tuple[Rope, ...]:
             {"rope_parameters": nested.get("sliding_attention"), "rope_theta": local},
         ]
     ropes = tuple(Rope.from_config(each, where, default_theta=10000.0) for each in every)
-    if "partial_rotary_factor" not in family.reads and any(r.fraction != 1 for r in ropes):
+    partial = {"partial_rotary_factor", "rotary_dim"} & set(family.reads)
+    if not partial and any(rope.fraction != 1 for rope in ropes):
         raise InputError(f"{where}: partial_rotary_factor is not supported for {family.name}")
     return ropes
+
+
+def _with_alpha(given: Any, theta: Any, head_dim: int, where: str) -> Any:
+    """Settings that are called dynamic, but only stretch the base, by a power of `alpha`."""
+    written = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {}
+    kinds = [written[key] for key in ("rope_type", "type") if written.get(key) is not None]
+    if not kinds or any(kind != "dynamic" for kind in kinds) or not written.get("alpha"):
+        return given
+    given_first = (base for base in (written.get("rope_theta"), theta) if base is not None)
+    base = positive(next(given_first, 10000.0), "rope_theta", where)
+    alpha = positive(written["alpha"], "rope scaling alpha", where)
+    if head_dim < 4:
+        raise InputError(f"{where}: rope scaling alpha needs heads of 4 or more, got {head_dim}")
+    try:
+        return {"rope_type": "default", "rope_theta": base * alpha ** (head_dim / (head_dim - 2))}
+    except OverflowError:
+        raise InputError(f"{where}: rope scaling alpha {alpha} is too large") from None
 
 
 def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
@@ -241,8 +347,10 @@ def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
         window = None
     if window is not None and (type(window) is not int or not 0 < window < _MOST):
         raise InputError(f"{config.where}: sliding_window must be a positive number or null")
+    given = config.extra("layer_types") if "layer_types" in config.family.reads else None
+    rule = "never" if given is not None else rule
     first, pattern = config.extra("max_window_layers"), config.extra("sliding_window_pattern")
-    if rule == "upper" and (type(first) is not int or first < 0):
+    if rule in ("upper", "lower") and (type(first) is not int or first < 0):
         raise InputError(f"{config.where}: max_window_layers must be a number, got {first!r}")
     if rule == "pattern" and (type(pattern) is not int or pattern < 1):
         raise InputError(
@@ -252,13 +360,15 @@ def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
         "never": lambda i: False,
         "always": lambda i: window is not None,
         "upper": lambda i: window is not None and i >= first,
+        "lower": lambda i: window is not None and i < first and i % 2 == 0,
         "pattern": lambda i: (i + 1) % pattern != 0,
+        "listed": lambda i: listed[i],
         "unrotated": lambda i: window is not None and not rotated[i],
     }
     rotated = _rotated(config, count)
+    listed = _listed(config, count) if rule == "listed" else []
     slides = rules[rule]
     kinds = [_KINDS[slides(i)] for i in range(count)]
-    given = config.extra("layer_types") if "layer_types" in config.family.reads else None
     if given is not None:
         if not _are_kinds(given, _KINDS) or len(given) != count:
             raise InputError(
@@ -267,12 +377,36 @@ def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
         kinds = list(given)
     if _KINDS[1] in kinds and window is None:
         raise InputError(f"{config.where}: sliding layers, but no sliding_window")
+    if config.family.full_unrotated and window is not None:
+        rotated = [kind == _KINDS[1] for kind in kinds]
     slid = Layer(window, ropes - 1 if ropes else 0)
     layers = [slid if kind == _KINDS[1] else Layer() for kind in kinds]
     return tuple(
-        layer if turned else replace(layer, rope=None)
-        for layer, turned in zip(layers, rotated, strict=True)
+        replace(layer, rope=layer.rope if turned else None, dense=dense)
+        for layer, turned, dense in zip(layers, rotated, _dense(config, count), strict=True)
     )
+
+
+def _listed(config: _Config, count: int) -> list[bool]:
+    """Which layers slide, from a list of runs: kinds in turn, and how often they are repeated."""
+    given = config.get("attention_types")
+    runs = cast("list[Any]", given) if isinstance(given, list) else []
+    kinds: list[Any] = []
+    for run in runs:
+        pair = cast("list[Any]", run) if isinstance(run, list) else []
+        if (
+            len(pair) != 2
+            or not _are_kinds(pair[0], ("global", "local"))
+            or type(pair[1]) is not int
+        ):
+            break
+        kinds += pair[0][: count + 1] * min(pair[1], count + 1)
+    if len(kinds) != count:
+        raise InputError(
+            f"{config.where}: attention_types must say global or local for each layer, as in "
+            f'[[["global", "local"], {count // 2}]]'
+        )
+    return [kind == "local" for kind in kinds]
 
 
 def _rotated(config: _Config, count: int) -> list[bool]:
@@ -289,7 +423,10 @@ def _rotated(config: _Config, count: int) -> list[bool]:
 
 def _refuse_unknown(config: _Config) -> None:
     family, where = config.family, config.where
-    harmless = {**_HARMLESS, **family.harmless}
+    harmless = {**_HARMLESS, **family.harmless, **family.when}
+    for key, other in family.equal.items():
+        if config.values.get(key) is not None:
+            harmless[key] = (config.get(other),)
     for key, value in config.values.items():
         if key in config.seen or key in _IGNORED or key in family.ignored:
             continue

@@ -80,6 +80,8 @@ def _unfit(kernel: str, arch: Arch, dtype: str, seq_len: int) -> str | None:
     """Why a kernel cannot serve a model."""
     if dtype == "float32":
         return "multiplies in 16 bits, float32 was asked for"
+    if arch.alibi:
+        return "has no scores that fall with the distance"
     if kernel == "splash":
         if seq_len % _LANES:
             return f"takes contexts of multiples of {_LANES} tokens, not {seq_len}"

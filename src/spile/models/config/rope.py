@@ -30,7 +30,8 @@ KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset(
             {
                 "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
-                "truncate",
+                "truncate", "mscale", "mscale_all_dim", "llama_4_scaling_beta",
+                "max_position_embeddings",  # (as the config has it)
             }
         ),
     ),
@@ -114,8 +115,9 @@ class Rope:
     def longest(self, max_positions: int) -> int:
         """The longest context for which `frequencies` holds."""
         # Beyond its original length a longrope model uses other factors for the whole context: a
-        # packed row cannot give each of its documents its own frequencies.
-        if self.kind != "longrope":
+        # packed row cannot give each of its documents its own frequencies. Others let queries
+        # grow beyond that length.
+        if self.kind != "longrope" and "llama_4_scaling_beta" not in self.scaling:
             return max_positions
         return min(max_positions, int(self._original(max_positions)))
 
@@ -181,7 +183,13 @@ def _yarn(
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
     ramp = np.clip((np.arange(half) - first) / ((last - first) or 1e-3), 0.0, 1.0)
-    default = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    def amplitude(weight: float = 1.0) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    default = amplitude()
+    if "mscale" in scaling and "mscale_all_dim" in scaling:
+        default = amplitude(scaling["mscale"]) / amplitude(scaling["mscale_all_dim"])
     return plain * (1 - ramp) + plain / factor * ramp, scaling.get("attention_factor", default)
 
 

@@ -5,12 +5,13 @@ the layout most checkpoints have, [out, in], so loading is a plain copy; `Tensor
 an array in a checkpoint: its name, the arrays it is fused with, and their order.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from spile.models.config.arch import Arch
+from spile.models.config.arch import Arch, Layer
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,13 @@ class ParamSpec:
     axes: tuple[str, ...]
 
 
+# The arrays of an MLP begin with these; with experts, so do those of the shared one, and of the MLP
+# in blocks without experts.
+MLP, SHARED, DENSE = "w_", "ws_", "wd_"
 # What `--compute-dtype float8_e4m3` multiplies in 8 bits, unless the MLP's are of experts.
-_FLOAT8 = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+_FLOAT8 = (
+    "wq", "wk", "wv", "wo", *(m + n for m in (MLP, SHARED, DENSE) for n in ("gate", "up", "down"))
+)  # fmt: skip
 
 
 def in_float8(spec: ParamSpec) -> bool:
@@ -31,8 +37,21 @@ def in_float8(spec: ParamSpec) -> bool:
     return spec.name in _FLOAT8 and len(spec.shape) == 2
 
 
-def block_specs(arch: Arch) -> tuple[ParamSpec, ...]:
-    """The arrays of one block."""
+def in_float32(name: str) -> bool:
+    """Whether an array is held in float32, whatever the compute dtype: choices hang on it."""
+    return name == "correction"
+
+
+def block_specs(arch: Arch, layer: Layer | None = None) -> tuple[ParamSpec, ...]:
+    """The arrays of a block; of every kind of block, if none is given. A name has one shape."""
+    if layer is not None:
+        return _specs_of(arch, layer)
+    every = {spec.name: spec for kind in set(arch.layers) for spec in _specs_of(arch, kind)}
+    first = [spec.name for spec in _specs_of(arch, arch.layers[0])]
+    return tuple(every[name] for name in dict.fromkeys((*first, *sorted(every))))
+
+
+def _specs_of(arch: Arch, layer: Layer) -> tuple[ParamSpec, ...]:
     d, h = arch.width, arch.head_dim
     q, kv = arch.num_heads * h, arch.num_kv_heads * h
     specs = [
@@ -53,46 +72,72 @@ def block_specs(arch: Arch) -> tuple[ParamSpec, ...]:
         specs.append(ParamSpec("sinks", (arch.num_heads,), ("heads",)))
     if arch.qk_norm == "head":
         specs += [ParamSpec(name, (h,), ("head_dim",)) for name in ("q_norm", "k_norm")]
+    elif arch.qk_norm == "heads":
+        specs += [
+            ParamSpec("q_norm", (arch.num_heads, h), ("heads", "head_dim")),
+            ParamSpec("k_norm", (arch.num_kv_heads, h), ("kv_heads", "head_dim")),
+        ]
     elif arch.qk_norm == "full":
         specs += [
             ParamSpec("q_norm", (q,), ("heads",)),
             ParamSpec("k_norm", (kv,), ("kv_heads",)),
         ]
-    for placed, names in (
-        (arch.pre_norm, ("attn_norm", "mlp_norm")),
-        (arch.post_norm, ("attn_post_norm", "mlp_post_norm")),
-    ):
-        specs += [spec for name in names if placed for spec in _norm_specs(name, arch)]
-    return (*specs, *_mlp_specs(arch))
+    specs += [spec for name in arch.norms for spec in _norm_specs(name, arch)]
+    return (*specs, *_mlp_specs(arch, layer))
 
 
 def _norm_specs(name: str, arch: Arch) -> list[ParamSpec]:
-    names = (name, f"{name}_bias") if arch.norm == "layer" else (name,)
-    return [ParamSpec(each, (arch.width,), ("width",)) for each in names]
+    learned = {"layer": (name, f"{name}_bias"), "layer_bare": ()}.get(arch.norm, (name,))
+    return [ParamSpec(each, (arch.width,), ("width",)) for each in learned]
 
 
-def _mlp_specs(arch: Arch) -> list[ParamSpec]:
-    d, f, experts = arch.width, arch.mlp_width, arch.experts
-    lead, lead_axes = ((experts.count,), ("experts",)) if experts else ((), ())
-    inner = ("gate", "up") if arch.gated else ("up",)
-    specs = [ParamSpec(f"w_{n}", (*lead, f, d), (*lead_axes, "mlp", "width")) for n in inner]
-    specs.append(ParamSpec("w_down", (*lead, d, f), (*lead_axes, "width", "mlp")))
+def _mlp_specs(arch: Arch, layer: Layer) -> list[ParamSpec]:
+    experts = arch.experts
+    if experts is None:
+        learned = ("xielu_up", "xielu_down") if arch.activation == "xielu" else ()
+        shapes = [ParamSpec(name, (1,), ("one",)) for name in learned]
+        return [*_one_mlp(arch, MLP, arch.mlp_width), *shapes]
+    if layer.dense:
+        return _one_mlp(arch, DENSE, arch.dense_width)
+    specs = _one_mlp(arch, MLP, arch.mlp_width, (experts.count,), ("experts",))
+    # Not an "experts" axis: every device needs the whole router.
+    specs.append(ParamSpec("w_router", (experts.count, arch.width), ("routes", "width")))
     if arch.mlp_bias:
-        specs += [ParamSpec(f"b_{n}", (*lead, f), (*lead_axes, "mlp")) for n in inner]
-        specs.append(ParamSpec("b_down", (*lead, d), (*lead_axes, "width")))
-    if experts:
-        # Not an "experts" axis: every device needs the whole router.
-        specs.append(ParamSpec("w_router", (experts.count, d), ("routes", "width")))
-        if arch.mlp_bias:
-            specs.append(ParamSpec("b_router", (experts.count,), ("routes",)))
+        specs.append(ParamSpec("b_router", (experts.count,), ("routes",)))
+    if experts.corrected:
+        specs.append(ParamSpec("correction", (experts.count,), ("routes",)))
+    if experts.shared:
+        specs += _one_mlp(arch, SHARED, experts.shared)
+    if experts.shared_gate:
+        specs.append(ParamSpec("ws_router", (1, arch.width), ("one", "width")))
+    return specs
+
+
+def _one_mlp(
+    arch: Arch,
+    stem: str,
+    inner: int,
+    lead: tuple[int, ...] = (),
+    lead_axes: tuple[str, ...] = (),
+) -> list[ParamSpec]:
+    d, bias = arch.width, stem.replace("w", "b")
+    names = ("gate", "up") if arch.gated else ("up",)
+    specs = [ParamSpec(stem + n, (*lead, inner, d), (*lead_axes, "mlp", "width")) for n in names]
+    specs.append(ParamSpec(f"{stem}down", (*lead, d, inner), (*lead_axes, "width", "mlp")))
+    if arch.mlp_bias:
+        specs += [ParamSpec(bias + n, (*lead, inner), (*lead_axes, "mlp")) for n in names]
+        specs.append(ParamSpec(f"{bias}down", (*lead, d), (*lead_axes, "width")))
     return specs
 
 
 def outer_specs(arch: Arch) -> tuple[ParamSpec, ...]:
     """The arrays before and after the blocks; a tied head has no array of its own."""
     specs = [ParamSpec("embed", (arch.vocab_size, arch.width), ("vocab", "width"))]
-    if not arch.ropes:
-        specs.append(ParamSpec("positions", (arch.max_positions, arch.width), ("seq", "width")))
+    if arch.embed_norm:
+        specs += _norm_specs("embed_norm", arch)
+    if arch.learned_positions:
+        rows = arch.max_positions + arch.position_offset
+        specs.append(ParamSpec("positions", (rows, arch.width), ("seq", "width")))
     return (*specs, *head_specs(arch))
 
 
@@ -101,15 +146,20 @@ def head_specs(arch: Arch) -> tuple[ParamSpec, ...]:
     specs = _norm_specs("final_norm", arch)
     if not arch.tied_head:
         specs.append(ParamSpec("head", (arch.vocab_size, arch.width), ("vocab", "width")))
+    if arch.head_bias:
+        specs.append(ParamSpec("head_bias", (arch.vocab_size,), ("vocab",)))
     return tuple(specs)
 
 
 def axis_sizes(arch: Arch) -> dict[str, int]:
     """Lengths of the logical axes that a mesh may cut, counting whole items such as heads."""
     sizes = {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}
+    inner = [arch.mlp_width, arch.dense_width]
     if arch.experts:
         sizes["experts"] = arch.experts.count
-    return sizes | {"mlp": arch.mlp_width, "vocab": arch.vocab_size, "width": arch.width}
+        inner.append(arch.experts.shared)
+    # MLPs of several widths are cut alike, or none is.
+    return sizes | {"mlp": math.gcd(*inner), "vocab": arch.vocab_size, "width": arch.width}
 
 
 def array_axes(arch: Arch) -> dict[str, tuple[str, ...]]:
@@ -124,44 +174,48 @@ def array_axes(arch: Arch) -> dict[str, tuple[str, ...]]:
 class TensorSource:
     """A tensor of a checkpoint that holds one of our arrays, or several fused ones."""
 
-    name: str  # {layer} and {expert} are filled in
+    name: str  # {layer} and {expert}, or {head}, are filled in
     parts: tuple[str, ...] = ()  # the arrays it holds, in order; empty: just the one
-    by: str = "part"  # parts are concatenated ("part"), or alternate by "head" or by "row"
+    # parts are concatenated ("part"), or alternate by row, or by key "head" with all its queries
+    by: str = "part"
     transposed: bool = False  # stored [in, out]
+    boxed: bool = False  # stored with one more axis, of length one
 
     @property
-    def per_expert(self) -> bool:
-        return "{expert}" in self.name
+    def one_by_one(self) -> bool:
+        """Whether each expert, or each head, has a tensor of its own."""
+        return "{expert}" in self.name or "{head}" in self.name
 
     def shape(self, spec: ParamSpec, specs: Mapping[str, ParamSpec]) -> tuple[int, ...]:
         """The shape that the tensor must have."""
-        shape = list(spec.shape[1:] if self.per_expert else spec.shape)
-        axis = _out_axis(spec) - self.per_expert
+        shape = list(spec.shape[1:] if self.one_by_one else spec.shape)
+        axis = _out_axis(spec) - self.one_by_one
         if self.parts:
             shape[axis] = sum(specs[part].shape[_out_axis(specs[part])] for part in self.parts)
         if self.transposed and len(shape) - axis > 1:
             shape[-1], shape[-2] = shape[-2], shape[-1]
-        return tuple(shape)
+        return (1, *shape) if self.boxed else tuple(shape)
 
     def take(
         self, tensor: np.ndarray, spec: ParamSpec, specs: Mapping[str, ParamSpec], head_dim: int
     ) -> np.ndarray:
         """Extract our array from the tensor; a view if possible."""
-        axis = _out_axis(spec) - self.per_expert
+        if self.boxed:
+            tensor = tensor[0]
+        axis = _out_axis(spec) - self.one_by_one
         if self.transposed and tensor.ndim - axis > 1:
             tensor = tensor.swapaxes(-1, -2)
         if not self.parts:
             return tensor
         number = self.parts.index(spec.name)
-        if self.by == "part":
-            sizes = [specs[part].shape[_out_axis(specs[part])] for part in self.parts]
-            start = sum(sizes[:number])
-            return tensor[(slice(None),) * axis + (slice(start, start + sizes[number]),)]
-        group = head_dim if self.by == "head" else 1
+        sizes = [specs[part].shape[_out_axis(specs[part])] for part in self.parts]
+        groups = {"part": 1, "head": min(sizes) // head_dim, "row": min(sizes)}[self.by]
+        sizes = [size // groups for size in sizes]
+        start = sum(sizes[:number])
         before, after = tensor.shape[:axis], tensor.shape[axis + 1 :]
-        grouped = tensor.reshape(*before, -1, len(self.parts), group, *after)
-        chosen = grouped[(slice(None),) * (axis + 1) + (number,)]
-        return chosen.reshape(*before, -1, *after)
+        grouped = tensor.reshape(*before, groups, -1, *after)
+        whole = (slice(None),) * (axis + 1)
+        return grouped[(*whole, slice(start, start + sizes[number]))].reshape(*before, -1, *after)
 
 
 def _out_axis(spec: ParamSpec) -> int:

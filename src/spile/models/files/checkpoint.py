@@ -62,14 +62,15 @@ class Checkpoint:
 
     def source(self, name: str) -> TensorSource:
         """The tensor that holds one of our arrays."""
-        return self.family.weights.get(name) or TensorSource(self.family.head)
+        head = {"head": self.family.head, "head_bias": self.family.head_bias}
+        return self.family.weights.get(name) or TensorSource(head[name])
 
     def names(self, spec: ParamSpec, layer: int | None = None) -> list[str]:
-        """Names of the tensors that hold one of our arrays: one, or one for each expert."""
+        """Names of the tensors that hold one of our arrays: one, or one for each of its items."""
         source = self.source(spec.name)
         prefix = self.prefix if spec.name in self.family.weights else ""
-        experts = range(spec.shape[0]) if source.per_expert else [None]
-        return [prefix + source.name.format(layer=layer, expert=expert) for expert in experts]
+        items = range(spec.shape[0]) if source.one_by_one else [None]
+        return [prefix + source.name.format(layer=layer, expert=i, head=i) for i in items]
 
     def stored(self, name: str) -> tuple[str, ...]:
         """Names of the stored tensors of a tensor: itself, or those it is packed in."""
@@ -79,7 +80,13 @@ class Checkpoint:
     def stays_packed(self, spec: ParamSpec) -> bool:
         """Whether an array of a block can be copied as it is stored, and decoded on the device."""
         local = all(isinstance(path, Path) for path in self.files)
-        return self.adapter is None and local and self.names(spec, 0)[0] in self.packed
+        name = self.names(spec, self.layer_with(spec))[0]
+        return self.adapter is None and local and name in self.packed
+
+    def layer_with(self, spec: ParamSpec) -> int:
+        """The first block that has an array."""
+        kinds = {kind: spec in block_specs(self.arch, kind) for kind in set(self.arch.layers)}
+        return next(number for number, kind in enumerate(self.arch.layers) if kinds[kind])
 
     def packed_bytes(self) -> dict[str, int]:
         """Stored bytes of the arrays of a block that stay packed.
@@ -89,7 +96,8 @@ class Checkpoint:
         found: dict[str, int] = {}
         seen = set[str]()
         for spec in filter(self.stays_packed, block_specs(self.arch)):
-            stored = {part for name in self.names(spec, 0) for part in self.stored(name)} - seen
+            names = self.names(spec, self.layer_with(spec))
+            stored = {part for name in names for part in self.stored(name)} - seen
             seen |= stored
             infos = (self.tensors[part][1] for part in stored)
             found[spec.name] = sum(info.stop - info.start for info in infos)
@@ -101,10 +109,10 @@ class Checkpoint:
         shapes: dict[str, tuple[int, ...]] = {}
         for spec in outer_specs(self.arch):
             shapes |= dict.fromkeys(self.names(spec), spec.shape)
-        for spec in blocks.values():
-            shape = self.source(spec.name).shape(spec, blocks)
-            for layer in range(self.arch.num_layers):
-                shapes |= dict.fromkeys(self.names(spec, layer), shape)
+        for number, layer in enumerate(self.arch.layers):
+            for spec in block_specs(self.arch, layer):
+                shape = self.source(spec.name).shape(spec, blocks)
+                shapes |= dict.fromkeys(self.names(spec, number), shape)
         return shapes
 
 

@@ -11,7 +11,7 @@ nearest of them.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,22 @@ class Scoring:
 
 
 Sinks = Float[Array, " heads"] | None
-Attend = Callable[[Queries, Keys, Keys, Scoring, Sinks], Queries]
+Slopes = Float[Array, " heads"] | None  # how much a score falls with each token between (ALiBi)
+
+
+@runtime_checkable
+class Attend(Protocol):
+    def __call__(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Keys,
+        scoring: Scoring,
+        sinks: Sinks = None,
+        slopes: Slopes = None,
+    ) -> Queries: ...
+
+
 # Called once with the places of a batch's tokens; every layer uses the function it returns.
 Attention = Callable[[Places, Places], Attend]
 
@@ -47,8 +62,15 @@ _HIDDEN = -1e30  # finite, so that padding, which sees no key, gives no NaN
 def masked(segments: Places, positions: Places) -> Attend:
     """The definition: score every pair, and mask the invisible ones."""
 
-    def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
-        return mixed(pattern(q, k, segments, positions, scoring, sinks), v)
+    def attend(
+        q: Queries,
+        k: Keys,
+        v: Keys,
+        scoring: Scoring,
+        sinks: Sinks = None,
+        slopes: Slopes = None,
+    ) -> Queries:
+        return mixed(pattern(q, k, segments, positions, scoring, sinks, slopes), v)
 
     return attend
 
@@ -60,6 +82,7 @@ def pattern(
     positions: Places,
     scoring: Scoring,
     sinks: Sinks = None,
+    slopes: Slopes = None,
 ) -> Weights:
     """The attention weights, in float32; with sinks they sum to less than one."""
     order = jnp.arange(q.shape[1])
@@ -71,6 +94,9 @@ def pattern(
     grouped = (q * jnp.asarray(scoring.scale, q.dtype)).reshape(rows, seq, k.shape[2], -1, dim)
     scores = jnp.einsum("rqhgd,rkhd->rhgqk", grouped, k, preferred_element_type=jnp.float32)
     scores = softcap(scores, scoring.cap).reshape(rows, heads, seq, seq)
+    if slopes is not None:
+        between = (positions[:, :, None] - positions[:, None, :]).astype(jnp.float32)
+        scores = scores - slopes.reshape(1, heads, 1, 1) * between[:, None]
     scores = jnp.where(visible[:, None], scores, _HIDDEN)
     if sinks is None:
         return jax.nn.softmax(scores)
@@ -101,6 +127,7 @@ def _blocked(
     v: Keys,
     scoring: Scoring,
     sinks: Sinks = None,
+    slopes: Slopes = None,
 ) -> Queries:
     """Attend over all rows, concatenated. A block of queries looks back only as far as the start of
     its earliest context, or its window; since shapes are fixed, that distance is rounded up to one
@@ -149,6 +176,9 @@ def _blocked(
         ).reshape(kv_heads, group, block, size)
         scores = softcap(scores, scoring.cap)
         ago = jnp.arange(block)[:, None] - (jnp.arange(size)[None, :] - (size - block))
+        if slopes is not None:
+            fall = slopes.reshape(kv_heads, group, 1, 1)
+            scores = scores - fall * ago.astype(jnp.float32)[None, None]
         own = jax.lax.dynamic_slice_in_dim(context, i * block, block)
         visible = (own[:, None] == behind(key_context)[None, :]) & (ago >= 0)
         if scoring.window is not None:
@@ -193,16 +223,26 @@ def attention_by_heads(
     heads, places = P(ROWS, None, along), P(ROWS)
     repeat = along is not None and shards.model_axis("kv_heads") is None
 
-    def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
+    def attend(
+        q: Queries,
+        k: Keys,
+        v: Keys,
+        scoring: Scoring,
+        sinks: Sinks = None,
+        slopes: Slopes = None,
+    ) -> Queries:
         if repeat:  # fewer keys than devices: each takes copies of those that its queries need
             group = q.shape[2] // k.shape[2]
             k, v = (jnp.repeat(array, group, axis=2) for array in (k, v))
 
-        def local(q: Any, k: Any, v: Any, segments: Any, positions: Any, *sinks: Any) -> Any:
-            return attention(segments, positions)(q, k, v, scoring, *(sinks or (None,)))
+        each = {"sinks": sinks, "slopes": slopes}
+        given = {name: array for name, array in each.items() if array is not None}
 
-        given = () if sinks is None else (sinks,)
+        def local(q: Any, k: Any, v: Any, segments: Any, positions: Any, *arrays: Any) -> Any:
+            own = dict(zip(given, arrays, strict=True))
+            return attention(segments, positions)(q, k, v, scoring, **own)
+
         specs = (heads, heads, heads, places, places, *(P(along) for _ in given))
-        return shards.each(local, specs, heads)(q, k, v, segments, positions, *given)
+        return shards.each(local, specs, heads)(q, k, v, segments, positions, *given.values())
 
     return attend

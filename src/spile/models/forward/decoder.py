@@ -11,6 +11,7 @@ On a mesh, a device holds some rows of the batch, and one run of all tokens of t
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from spile.core.errors import ConfigError
 from spile.models.config.arch import Arch, Layer
+from spile.models.config.specs import DENSE, MLP, SHARED
 from spile.models.forward import moe
 from spile.models.forward.attention import (
     Attend,
@@ -38,6 +40,7 @@ from spile.models.forward.ops import (
     rotary_angles,
     rotate,
     softcap,
+    xielu,
 )
 from spile.models.forward.sharding import Shards
 from spile.models.forward.splice import At, Changes, in_block, in_scan
@@ -261,8 +264,9 @@ def _embed(outer: Arrays, run: _Run, embedded: Hidden | None = None) -> tuple[Hi
     if arch.embed_scale != 1.0:
         found = found * jnp.asarray(arch.embed_scale, found.dtype)
     x = found = in_block(run.changes)("embed", found)
+    x = _normed(x, "embed_norm", block=outer, arch=arch)
     if "positions" in outer:
-        x = x + outer["positions"][run.positions]
+        x = x + outer["positions"][run.positions + arch.position_offset]
     x = in_block(run.changes, 0)("resid_pre", x)
     return x, {"embed": found, "resid_pre": x}
 
@@ -321,14 +325,26 @@ def _run_blocks(
     cast = {site: dtypes[site] for site in sites}
 
     def tapped(values: Values) -> Values:
-        chosen = {s: run.of_heads(s, run.kept(values[s])) for s in cast}
-        return {s: run.flat(chosen[s]).astype(dtype) for s, dtype in cast.items()}
+        """Of the sites that this block has."""
+        chosen = {s: run.of_heads(s, run.kept(values[s])) for s in cast if s in values}
+        return {s: run.flat(value).astype(cast[s]) for s, value in chosen.items()}
 
     def put(buffers: Values, values: Values, slot: dict[str, Array]) -> Values:
-        return {
+        return buffers | {
             site: jax.lax.dynamic_update_index_in_dim(buffers[site], value, slot[site], 0)
             for site, value in tapped(values).items()
         }
+
+    def apart(
+        stream: Hidden, buffers: Values, blocks: tuple[Block, ...], first: int
+    ) -> tuple[Hidden, Values]:
+        for layer, block in enumerate(blocks, first):
+            at = in_block(run.changes, layer)
+            stream, values = _block(stream, block, run.arch.layers[layer], run, at)
+            for site, value in tapped(values).items():
+                if layer in sites[site]:
+                    buffers[site] = buffers[site].at[sites[site].index(layer)].set(value)
+        return stream, buffers
 
     def cycle(
         carry: tuple[Hidden, Values],
@@ -338,46 +354,63 @@ def _run_blocks(
         blocks, slot, number = layers
         for place, block in enumerate(blocks):
             at = in_scan(run.changes, place, schedule, number)
-            stream, values = _block(stream, block, run.arch.layers[place], run, at)
+            stream, values = _block(stream, block, repeated[place], run, at)
             buffers = put(buffers, values, {site: each[place] for site, each in slot.items()})
         return (stream, buffers), None
 
+    repeated = run.arch.layers[schedule.lead :]
     buffers: Values = {}
     if schedule.depth:
-        kind = run.arch.layers[0]
-        block = jax.tree.map(lambda a: a[0], params.cycle[0]) if params.cycle else params.tail[0]
-        shapes = jax.eval_shape(lambda: tapped(_block(x, block, kind, run, in_block({}))[1]))
+        shapes: dict[str, jax.ShapeDtypeStruct] = {}
+        for kind, block in _of_each_kind(params, run.arch, schedule):
+            made = partial(_block, x, block, kind, run, in_block({}))
+            shapes |= jax.eval_shape(lambda made=made: tapped(made()[1]))
         most = {s: max(len(sites[s]), int(slots[s].max(initial=0)) + 1) for s in sites}
         buffers = {s: jnp.zeros((most[s], *shapes[s].shape), cast[s]) for s in sites}
         if run.shards:
             buffers = {s: run.shards.runs(buffer, lead=1) for s, buffer in buffers.items()}
+    x, buffers = apart(x, buffers, params.lead, 0)
     if schedule.cycles:
-        by_cycle = {s: jnp.asarray(v.reshape(-1, schedule.period)) for s, v in slots.items()}
+        later = {s: v[schedule.lead :] for s, v in slots.items()}
+        by_cycle = {s: jnp.asarray(v.reshape(-1, schedule.period)) for s, v in later.items()}
         numbers = jnp.arange(schedule.cycles) if run.changes else None
         (x, buffers), _ = jax.lax.scan(cycle, (x, buffers), (params.cycle, by_cycle, numbers))
-    for layer, block in enumerate(params.tail, schedule.scanned):
-        at = in_block(run.changes, layer)
-        x, values = _block(x, block, run.arch.layers[layer], run, at)
-        for site, value in tapped(values).items():
-            if layer in sites[site]:
-                buffers[site] = buffers[site].at[sites[site].index(layer)].set(value)
-    return x, buffers
+    return apart(x, buffers, params.tail, schedule.scanned)
+
+
+def _of_each_kind(
+    params: Params, arch: Arch, schedule: LayerSchedule
+) -> Iterator[tuple[Layer, Block]]:
+    """One block of each kind."""
+    cycle = [jax.tree.map(lambda a: a[0], block) for block in params.cycle]
+    found = {schedule.lead + i: block for i, block in enumerate(cycle)}
+    found |= dict(enumerate(params.lead)) | dict(enumerate(params.tail, schedule.scanned))
+    kinds = {arch.layers[layer]: block for layer, block in found.items()}
+    yield from kinds.items()
 
 
 def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
     """Run one block; return the stream that leaves it, and the values that can be tapped inside."""
     arch, block = run.arch, run.used(block)
     normed = partial(_normed, block=block, arch=arch)
-    attn_in = at("attn_in", normed(x, "attn_norm"))
+
+    def added(site: str, out: Hidden) -> Hidden:
+        out = normed(out, site.replace("_out", "_post_norm"))
+        return at(site, out * arch.residual_scale if arch.residual_scale != 1.0 else out)
+
+    entering = normed(x, "attn_norm")
+    attn_in = at("attn_in", entering)
     attended, values = _attend(attn_in, block, layer, run, at)
-    attn_out = at("attn_out", normed(attended, "attn_post_norm"))
+    attn_out = added("attn_out", attended)
     # Without the barriers, XLA computes the norms after attention and MLP again in each kernel that
     # reads the stream, which then runs at half of the memory's rate.
     materialized = jax.lax.optimization_barrier if arch.post_norm else lambda stream: stream
     mid = materialized(at("resid_mid", x + attn_out))
-    mlp_in = at("mlp_in", normed(x if arch.parallel else mid, "mlp_norm"))
+    if not arch.shared_norm:
+        entering = normed(x if arch.parallel else mid, "mlp_norm")
+    mlp_in = at("mlp_in", entering)
     mlp, inside = _mlp(mlp_in, block, run, at)
-    mlp_out = at("mlp_out", normed(mlp, "mlp_post_norm"))
+    mlp_out = added("mlp_out", mlp)
     post = materialized(run.by_rows(at("resid_post", mid + mlp_out)))
     values |= inside
     values |= {"attn_in": attn_in, "attn_out": attn_out, "resid_mid": mid}
@@ -394,10 +427,11 @@ def _normed(
     rotated: bool = False,
 ) -> Float[Array, "rows seq *heads width"]:
     """Apply a norm of the block, if it has that one."""
-    if name not in block:
+    bare = arch.norm == "layer_bare" and name in (*arch.norms, "final_norm")
+    if name not in block and not bare:
         return x
-    bias = block.get(f"{name}_bias")
-    return norm(x, block[name], bias, arch.norm, arch.norm_eps, rotated=rotated)
+    weight, bias = block.get(name), block.get(f"{name}_bias")
+    return norm(x, weight, bias, arch.norm, arch.norm_eps, rotated=rotated)
 
 
 def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
@@ -410,28 +444,34 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
     q, k = heads("q", arch.num_heads), heads("k", arch.num_kv_heads)
     v = heads("v", arch.num_kv_heads)
     values: Values = {"q": q, "k": k, "v": v}
+    if arch.qkv_limit is not None:
+        q, k, v = (jnp.clip(each, -arch.qkv_limit, arch.qkv_limit) for each in (q, k, v))
     rotated = bool(run.angles) and layer.rope is not None
-    q = _head_norm(q, block, "q_norm", arch, rotated=rotated)
-    k = _head_norm(k, block, "k_norm", arch, rotated=rotated)
+    normed = partial(_head_norm, block=block, arch=arch, rotated=rotated)
+    if not arch.qk_norm_last:
+        q, k = normed(q, name="q_norm"), normed(k, name="k_norm")
     if rotated:
         angles = run.angles[layer.rope or 0]
-        q, k = rotate(q, *angles), rotate(k, *angles)
+        q, k = (rotate(each, *angles, interleaved=arch.rope_interleaved) for each in (q, k))
+    if arch.qk_norm_last:
+        q, k = normed(q, name="q_norm"), normed(k, name="k_norm")
     values |= {"q_rot": q, "k_rot": k}
     scoring = Scoring(arch.attn_scale, layer.window, arch.attn_softcap)
     sinks = block.get("sinks")
+    slopes = jnp.asarray(arch.alibi, jnp.float32) if arch.alibi else None
     if run.scores_all:
-        weights = pattern(q, k, run.segments, run.positions, scoring, sinks)
+        weights = pattern(q, k, run.segments, run.positions, scoring, sinks, slopes)
         if "attn_pattern" in run.wanted:
             values["attn_pattern"] = _from_context_start(weights, run.positions)
         z = mixed(weights, v)
     else:
         assert run.attend
-        z = run.attend(q, k, v, scoring, sinks)
+        z = run.attend(q, k, v, scoring, sinks, slopes)
     values["z"] = z = at("z", z)
     return linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo")), values
 
 
-def _head_norm(x: Heads, block: Block, name: str, arch: Arch, *, rotated: bool) -> Heads:
+def _head_norm(x: Heads, *, block: Block, name: str, arch: Arch, rotated: bool) -> Heads:
     normed = partial(_normed, name=name, block=block, arch=arch, rotated=rotated)
     if arch.qk_norm != "full":
         return normed(x)
@@ -452,19 +492,41 @@ def _from_context_start(
 
 def _mlp(x: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
     arch = run.arch
-    if arch.experts:
-        logits, weights, ids = moe.route(x, block, arch.experts)
-        values = {"router_logits": logits, "expert_weights": weights, "expert_ids": ids}
-        if run.shards:
-            return moe.mixed_experts(x, weights, ids, block, arch, run.shards), values
-        return moe.mix(x, weights, ids, block, arch), values
-    gate = linear(x, block["w_gate"], block.get("b_gate")) if arch.gated else None
-    up = linear(x, block["w_up"], block.get("b_up"))
-    hidden = at("mlp_hidden", activate(up, gate, arch.activation, arch.glu_limit))
-    if isinstance(block["w_down"], Float8Weight):
+    if "w_router" not in block:
+        out, hidden = _dense_mlp(x, block, MLP if arch.experts is None else DENSE, arch, at)
+        return out, {"mlp_hidden": hidden}
+    assert arch.experts
+    logits, weights, ids = moe.route(x, block, arch.experts)
+    values = {"router_logits": logits, "expert_weights": weights, "expert_ids": ids}
+    if run.shards:
+        out = moe.mixed_experts(x, weights, ids, block, arch, run.shards)
+    else:
+        out = moe.mix(x, weights, ids, block, arch)
+    if arch.experts.shared:
+        shared, _ = _dense_mlp(x, block, SHARED, arch, in_block({}))
+        if arch.experts.shared_gate:
+            shared = shared * jax.nn.sigmoid(linear(x, block["ws_router"]))
+        values["shared_expert_out"] = shared = at("shared_expert_out", shared)
+        out = out + shared
+    return out, values
+
+
+def _dense_mlp(
+    x: Hidden, block: Block, stem: str, arch: Arch, at: At
+) -> tuple[Hidden, Float[Array, "rows seq mlp"]]:
+    """The MLP whose arrays' names begin with `stem`: its output, and what its last layer reads."""
+    bias = stem.replace("w", "b")
+    gate = linear(x, block[f"{stem}gate"], block.get(f"{bias}gate")) if arch.gated else None
+    up = linear(x, block[f"{stem}up"], block.get(f"{bias}up"))
+    if arch.activation == "xielu":
+        inner = xielu(up, block["xielu_up"], block["xielu_down"])
+    else:
+        inner = activate(up, gate, arch.activation, arch.glu_limit)
+    hidden = at("mlp_hidden", inner)
+    if isinstance(block[f"{stem}down"], Float8Weight):
         # Or XLA computes it twice: for the largest value of each token, and to scale by that.
         hidden = jax.lax.optimization_barrier(hidden)
-    return linear(hidden, block["w_down"], block.get("b_down")), {"mlp_hidden": hidden}
+    return linear(hidden, block[f"{stem}down"], block.get(f"{bias}down")), hidden
 
 
 def _after_blocks(outer: Arrays, x: Hidden, run: _Run) -> Values:
@@ -481,7 +543,10 @@ def _after_blocks(outer: Arrays, x: Hidden, run: _Run) -> Values:
 
     def predict(part: tuple[Hidden, Places, Array]) -> Values:
         hidden, targets, known = part
-        logits = softcap(linear(hidden, head), arch.logit_softcap)
+        logits = linear(hidden, head, outer.get("head_bias"))
+        if arch.logit_scale != 1.0:
+            logits = logits * jnp.asarray(arch.logit_scale, logits.dtype)
+        logits = softcap(logits, arch.logit_softcap)
         wide = logits.astype(jnp.float32)
         shifted = wide - wide.max(axis=-1, keepdims=True)
         weights = jnp.exp(shifted)

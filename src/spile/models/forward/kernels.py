@@ -29,6 +29,7 @@ from spile.models.forward.attention import (
     Queries,
     Scoring,
     Sinks,
+    Slopes,
     blocked,
 )
 from spile.models.forward.ops import gpu_capability
@@ -131,7 +132,15 @@ def flash(segments: Places, positions: Places, *, kernel: str) -> Attend:
     place = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     start = jnp.where(segments > 0, place - positions, place)  # padding sees itself
 
-    def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
+    def attend(
+        q: Queries,
+        k: Keys,
+        v: Keys,
+        scoring: Scoring,
+        sinks: Sinks = None,
+        slopes: Slopes = None,
+    ) -> Queries:
+        assert slopes is None  # `kernel_choice` says so
         first = start
         if scoring.window is not None:
             first = jnp.maximum(start, place - scoring.window + 1)
@@ -181,7 +190,15 @@ def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
     lengths = jnp.where(begins < 0, -1, jnp.where(ends < 0, seq, ends) - begins)
     offsets = jnp.pad(begins, ((0, 0), (0, 1)), constant_values=-1)
 
-    def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
+    def attend(
+        q: Queries,
+        k: Keys,
+        v: Keys,
+        scoring: Scoring,
+        sinks: Sinks = None,
+        slopes: Slopes = None,
+    ) -> Queries:
+        assert slopes is None  # `kernel_choice` says so
         del sinks
         return kernel.dot_product_attention(
             q,
@@ -209,7 +226,15 @@ def splash(segments: Places, positions: Places, *, interpret: bool = False) -> A
         "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask"
     )
 
-    def attend(q: Queries, k: Keys, v: Keys, scoring: Scoring, sinks: Sinks = None) -> Queries:
+    def attend(
+        q: Queries,
+        k: Keys,
+        v: Keys,
+        scoring: Scoring,
+        sinks: Sinks = None,
+        slopes: Slopes = None,
+    ) -> Queries:
+        assert slopes is None  # `kernel_choice` says so
         seq, heads = q.shape[1], q.shape[2]
         if scoring.window is None:
             mask = masks.CausalMask((seq, seq))

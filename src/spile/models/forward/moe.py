@@ -34,14 +34,44 @@ def route(
     Float[Array, "*tokens experts"], Float[Array, "*tokens chosen"], Int[Array, "*tokens chosen"]
 ]:
     """Return all scores, and the weights and ids of the chosen experts, largest first."""
-    logits = linear(x, block["w_router"], block.get("b_router"))
+    router, given = block["w_router"], x
+    if experts.wide:
+        given, router = x.astype(jnp.float32), router.astype(jnp.float32)
+    logits = linear(given, router, block.get("b_router"))
     wide = logits.astype(jnp.float32)
-    if experts.normalised:
+    if experts.scored == "softmax" and experts.normalised and not experts.corrected:
         top, ids = jax.lax.top_k(wide, experts.chosen)
-        weights = jax.nn.softmax(top)
+        return logits, (experts.scale * jax.nn.softmax(top)).astype(x.dtype), ids
+    scores = jax.nn.softmax(wide) if experts.scored == "softmax" else jax.nn.sigmoid(wide)
+    if experts.corrected or experts.groups > 1:
+        weights, ids = _corrected(scores, block.get("correction"), experts)
     else:
-        weights, ids = jax.lax.top_k(jax.nn.softmax(wide), experts.chosen)
-    return logits, weights.astype(x.dtype), ids
+        weights, ids = jax.lax.top_k(scores, experts.chosen)
+    if experts.normalised:
+        # (Sigmoids of very low logits may all be zero.)
+        weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-20)
+    return logits, (experts.scale * weights).astype(x.dtype), ids
+
+
+def _corrected(
+    scores: Float[Array, "*tokens experts"],
+    correction: Float[Array, " experts"] | None,
+    experts: Experts,
+) -> tuple[Float[Array, "*tokens chosen"], Int[Array, "*tokens chosen"]]:
+    """Choose by corrected scores, from the groups with the best two; return the plain scores."""
+    better = scores
+    if correction is not None:
+        wide = correction.astype(jnp.float32)
+        better = scores + jnp.expand_dims(wide, tuple(range(scores.ndim - 1)))
+    if experts.groups > 1:
+        grouped = better.reshape(*better.shape[:-1], experts.groups, -1)
+        best = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+        _, allowed = jax.lax.top_k(best, experts.chosen_groups)
+        open_ = jax.nn.one_hot(allowed, experts.groups, dtype=bool).any(axis=-2)
+        better = jnp.where(open_[..., None], grouped, -jnp.inf).reshape(better.shape)
+    _, ids = jax.lax.top_k(better, experts.chosen)
+    weights, order = jax.lax.top_k(jnp.take_along_axis(scores, ids, axis=-1), experts.chosen)
+    return weights, jnp.take_along_axis(ids, order, axis=-1)
 
 
 def mix(
@@ -69,6 +99,9 @@ def mix(
     expert = jnp.minimum(chosen[order], held - 1)
     sizes = jnp.bincount(chosen, length=held)
     tokens = _rows(flat, order // arch.experts.chosen)
+    if arch.experts.weighs_input:
+        tokens = tokens * weights.reshape(-1)[order][:, None]
+        weights = jnp.ones_like(weights)
 
     def each(inputs: Array, name: str) -> Array:
         # TPUs have an instruction for this; elsewhere it would be done densely, for all experts.

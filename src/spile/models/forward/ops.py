@@ -28,8 +28,9 @@ def _gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 # rms: scaled, cast, weighted (Llama); rms_float32: weighted before the cast (OLMo 2);
 # rms_plus_one: weighted by one more than the stored weight, before the cast (Gemma);
-# layer: centred too, with a bias (GPT-2).
-NORMS = ("rms", "rms_float32", "rms_plus_one", "layer")
+# layer: centred too, with a bias (GPT-2); layer_weight: without one (Cohere);
+# layer_bare: nothing is learned (OLMo).
+NORMS = ("rms", "rms_float32", "rms_plus_one", "layer", "layer_weight", "layer_bare")
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": _gelu,
@@ -61,7 +62,7 @@ class Float8Weight(NamedTuple):
 
 def norm(
     x: Float[Array, "*tokens width"],
-    weight: Float[Array, " width"],
+    weight: Float[Array, "*heads width"] | None,
     bias: Float[Array, " width"] | None,
     kind: str,
     eps: float,
@@ -70,7 +71,7 @@ def norm(
 ) -> Float[Array, "*tokens width"]:
     """`rotated`: `rotate` follows."""
     wide = x.astype(jnp.float32)
-    if kind == "layer":
+    if kind.startswith("layer"):
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     size = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     if rotated:
@@ -79,6 +80,8 @@ def norm(
         apart = {"cuda": jax.lax.optimization_barrier}
         size = jax.lax.platform_dependent(size, **apart, default=lambda size: size)
     wide = wide * size
+    if weight is None:
+        return wide.astype(x.dtype)
     scale = _per_channel(weight, x)
     if kind == "rms":
         return scale * wide.astype(x.dtype)
@@ -170,11 +173,19 @@ def rotate(
     x: Float[Array, "rows seq heads dim"],
     cos: Float[Array, "rows seq 1 half"],
     sin: Float[Array, "rows seq 1 half"],
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "rows seq heads dim"]:
-    """Rotate the pairs (i, i + half), as HF does; other dimensions stay unchanged."""
+    """Rotate the pairs (i, i + half), or neighbours; other dimensions stay unchanged."""
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
+    rest = x[..., 2 * half :]
+    if interleaved:
+        pairs = x[..., : 2 * half].reshape(*x.shape[:-1], half, 2)
+        first, second = pairs[..., 0], pairs[..., 1]
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return jnp.concatenate([turned.reshape(*x.shape[:-1], 2 * half), rest], axis=-1)
+    first, second = x[..., :half], x[..., half : 2 * half]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
@@ -193,6 +204,16 @@ def activate(
     return _ACTIVATIONS[name](gate) * up
 
 
+def xielu(
+    x: Float[Array, "*tokens mlp"], up: Float[Array, "1"], down: Float[Array, "1"]
+) -> Float[Array, "*tokens mlp"]:
+    """xIELU (arXiv:2411.13010), whose two bends are learned; below zero it stays above -1e-6."""
+    up, down = (_per_channel(jax.nn.softplus(bend), x) for bend in (up, down))
+    half = jnp.asarray(0.5, x.dtype)
+    below = jnp.expm1(jnp.minimum(x, jnp.asarray(-1e-6, x.dtype))) - x
+    return jnp.where(x > 0, up * x * x, below * (half + down)) + half * x
+
+
 def softcap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
     """Squash smoothly into (-cap, cap)."""
     if cap is None:
@@ -201,6 +222,6 @@ def softcap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
     return jnp.tanh(x / limit) * limit
 
 
-def _per_channel(values: Float[Array, " width"], like: Array) -> Array:
+def _per_channel(values: Float[Array, "*heads width"], like: Array) -> Array:
     """Reshape to broadcast over tokens; explicit, because implicit rank promotion is forbidden."""
-    return jnp.expand_dims(values, tuple(range(like.ndim - 1)))
+    return jnp.expand_dims(values, tuple(range(like.ndim - values.ndim)))

@@ -23,7 +23,7 @@ At = Callable[[str, Array], Array]  # a site and its values -> the values to con
 
 SPLICED = (
     "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in",
-    "mlp_hidden", "mlp_out", "resid_post",
+    "mlp_hidden", "shared_expert_out", "mlp_out", "resid_post",
 )  # fmt: skip
 
 
@@ -70,12 +70,13 @@ def in_scan(changes: Changes, place: int, schedule: LayerSchedule, cycle: Array 
 
     def at(site: str, values: Array) -> Array:
         for tap, change in changes.items():
-            if tap.site != site or tap.layer is None or tap.layer >= schedule.scanned:
+            if tap.site != site or tap.layer is None:
                 continue
-            if tap.layer % schedule.period == place:
+            number, own = divmod(tap.layer - schedule.lead, schedule.period)
+            if own == place and schedule.lead <= tap.layer < schedule.scanned:
                 assert cycle is not None
                 values = jax.lax.cond(
-                    cycle == tap.layer // schedule.period,
+                    cycle == number,
                     lambda own, tap=tap, change=change: _changed(tap, change, own),
                     lambda own: own,
                     values,

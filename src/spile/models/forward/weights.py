@@ -16,7 +16,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
@@ -37,6 +37,7 @@ from spile.models.config.specs import (
     block_specs,
     head_specs,
     in_float8,
+    in_float32,
     outer_specs,
 )
 from spile.models.files.checkpoint import Checkpoint
@@ -63,30 +64,43 @@ class Params:
     """The weights on the device; those after the blocks only if a tap needs them.
 
     Blocks whose kinds repeat are scanned: `cycle` has one entry for each block of a period, its
-    arrays stacked over the repetitions. Blocks that do not fill a period are in `tail`, one by one.
+    arrays stacked over the repetitions. Blocks before them are in `lead`, and blocks that do not
+    fill a period in `tail`, one by one.
     """
 
     outer: Arrays
     cycle: tuple[Block, ...]
     tail: tuple[Block, ...]
+    lead: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True)
 class LayerSchedule:
-    """The order in which the first `depth` blocks run: `cycles` times a period, then the rest."""
+    """The order in which the first `depth` blocks run.
+
+    `lead` of them one by one, `cycles` times a period, then the rest.
+    """
 
     depth: int
     period: int
     cycles: int
+    lead: int = 0
 
     @classmethod
     def of(cls, arch: Arch, depth: int, *, whole: bool) -> "LayerSchedule":
         """Without `whole`, the last block runs apart, and only as far as taps need it."""
-        return cls(depth, arch.period, max(0, depth - (not whole)) // arch.period)
+        cycles = max(0, depth - (not whole) - arch.lead) // arch.period
+        return cls(depth, arch.period, cycles, arch.lead if cycles else 0)
+
+    @property
+    def one_by_one(self) -> "LayerSchedule":
+        """The same blocks, none of them in a scan."""
+        return replace(self, cycles=0, lead=0)
 
     @property
     def scanned(self) -> int:
-        return self.period * self.cycles
+        """Number of blocks up to the end of the scan."""
+        return self.lead + self.period * self.cycles
 
 
 @dataclass(frozen=True)
@@ -140,7 +154,8 @@ def abstract_params(
     others = jnp.dtype(jnp.bfloat16) if dtype == FLOAT8 else dtype
 
     def array(spec: ParamSpec, stack: tuple[int, ...]) -> Any:
-        shaped: Any = jax.ShapeDtypeStruct((*stack, *spec.shape), others)
+        held = jnp.dtype(jnp.float32) if in_float32(spec.name) else others
+        shaped: Any = jax.ShapeDtypeStruct((*stack, *spec.shape), held)
         float8 = dtype == FLOAT8 and in_float8(spec)
         if float8:
             shaped = jax.eval_shape(Float8Weight.of, shaped)
@@ -155,12 +170,13 @@ def abstract_params(
         return {spec.name: array(spec, stack) for spec in specs}
 
     late = set() if head else {spec.name for spec in head_specs(arch)}
-    blocks = block_specs(arch)
-    places = range(schedule.period if schedule.cycles else 0)
+    blocks = [block_specs(arch, layer) for layer in arch.layers[: schedule.depth]]
+    cycle = blocks[schedule.lead :][: schedule.period] if schedule.cycles else []
     return Params(
         outer=shapes([spec for spec in outer_specs(arch) if spec.name not in late]),
-        cycle=tuple(shapes(blocks, (schedule.cycles,)) for _ in places),
-        tail=tuple(shapes(blocks) for _ in range(schedule.scanned, schedule.depth)),
+        cycle=tuple(shapes(specs, (schedule.cycles,)) for specs in cycle),
+        tail=tuple(map(shapes, blocks[schedule.scanned :])),
+        lead=tuple(map(shapes, blocks[: schedule.lead])),
     )
 
 
@@ -181,6 +197,7 @@ def moved_params(params: Params, shards: Shards) -> Params:
         outer=block(params.outer, stacked=False),
         cycle=tuple(block(arrays, stacked=True) for arrays in params.cycle),
         tail=tuple(block(arrays, stacked=False) for arrays in params.tail),
+        lead=tuple(block(arrays, stacked=False) for arrays in params.lead),
     )
 
 
@@ -210,6 +227,7 @@ class ArrayLoader:
         self._shards = shards
         self.blocks = {spec.name: spec for spec in block_specs(checkpoint.arch)}
         self._digests: dict[str, str] = {}
+        self._setters: dict[tuple[str, ...], Any] = {}
         self._pieces = ThreadPoolExecutor(_THREADS, "weights")
 
     def whole(self, spec: ParamSpec, layer: int | None = None) -> Any:
@@ -218,13 +236,19 @@ class ArrayLoader:
 
         return self._narrowed(spec, self._array(spec.shape, spec.name, fill, stacked=False))
 
+    def _specs(self, layer: int) -> tuple[ParamSpec, ...]:
+        arch = self._checkpoint.arch
+        return block_specs(arch, arch.layers[layer])
+
     def params(self, *, head: bool) -> Params:
         """All arrays of the scheduled blocks; those after the blocks only if `head`."""
         schedule = self._schedule
         cycle = self._stacked() if schedule.cycles else ()
-        after = range(schedule.scanned, schedule.depth)
-        tail = tuple(map(self.unpacked, self.copied_blocks(after)))
-        return Params(self.outer(head=head), cycle, tail)
+        tail, lead = (
+            tuple(map(self.unpacked, self.copied_blocks(layers)))
+            for layers in (range(schedule.scanned, schedule.depth), range(schedule.lead))
+        )
+        return Params(self.outer(head=head), cycle, tail, lead)
 
     def outer(self, *, head: bool, embedding: bool = True) -> Arrays:
         """The arrays before and, if `head`, after the blocks."""
@@ -245,8 +269,9 @@ class ArrayLoader:
     def _stacked(self) -> tuple[Block, ...]:
         """The arrays of every block at each place of a period, stacked."""
         schedule, stacks = self._schedule, list[Block]()
-        for layer, block in enumerate(self.copied_blocks(range(schedule.scanned))):
-            cycle, place = divmod(layer, schedule.period)
+        repeated = range(schedule.lead, schedule.scanned)
+        for number, block in enumerate(self.copied_blocks(repeated)):
+            cycle, place = divmod(number, schedule.period)
             unpacked = self.unpacked(block)
             if cycle == 0:
                 stacks.append(self._room_for(unpacked))
@@ -281,36 +306,37 @@ class ArrayLoader:
         def zeros() -> Block:
             return jax.tree.map(lambda one: jnp.zeros((cycles, *one.shape), one.dtype), block)
 
-        return jax.jit(zeros, out_shardings=self._stack_places)()
+        return jax.jit(zeros, out_shardings=self._stack_places(block))()
 
-    @cached_property
-    def _set_in(self) -> Callable[[Block, Block, int], Block]:
-        """Sets one block of a stack, in place."""
+    def _set_in(self, stack: Block, block: Block, number: int) -> Block:
+        """Set one block of a stack, in place."""
+        names = tuple(block)  # those of its kind
+        if names not in self._setters:
 
-        def set_in(stack: Block, block: Block, number: Any) -> Block:
-            set_one = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
-            return jax.tree.map(set_one, stack, block)
+            def set_in(stack: Block, block: Block, number: Any) -> Block:
+                set_one = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+                return jax.tree.map(set_one, stack, block)
 
-        return jax.jit(set_in, donate_argnums=0, out_shardings=self._stack_places)
+            places = self._stack_places(block)
+            self._setters[names] = jax.jit(set_in, donate_argnums=0, out_shardings=places)
+        return self._setters[names](stack, block, number)
 
-    @property
-    def _stack_places(self) -> Any:
-        """The shardings of a stack of blocks; None on one device."""
+    def _stack_places(self, block: Block) -> Any:
+        """The shardings of a stack of such blocks; None on one device."""
         shards = self._shards
-        return shards and {
-            name: kept_as(name, shards, stacked=True, float8=self._float8 and in_float8(spec))
-            for name, spec in self.blocks.items()
-        }
+        float8 = {n: self._float8 and in_float8(self.blocks[n]) for n in block}
+        return shards and {n: kept_as(n, shards, stacked=True, float8=float8[n]) for n in block}
 
     def host_block(self, layer: int) -> HostBlock:
         """One block in host memory; packed tensors as they are stored. `put_block` takes it."""
         reads = dict[str, Callable[[], Parts | np.ndarray]]()
-        for spec in self.blocks.values():
+        for spec in self._specs(layer):
             if not self._packs(spec):
                 reads[spec.name] = partial(self._parts, spec, layer)
                 continue
             # A tensor that holds several arrays is read, and copied, once.
-            here, first = (self._stored(spec, number) for number in (layer, 0))
+            known = self._checkpoint.layer_with(spec)
+            here, first = (self._stored(spec, number) for number in (layer, known))
             for name, known_as in zip(chain(*here), chain(*first), strict=True):
                 reads[known_as] = partial(self._as_stored, name)
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -351,22 +377,25 @@ class ArrayLoader:
 
     @cached_property
     def _decode(self) -> Callable[[Arrays], Arrays]:
-        """Decodes the stored tensors of a block, which have the names of the first one's."""
+        """Decodes the stored tensors of a block, which have the names of its kind's first one's."""
 
         def decode(stored: Arrays) -> Arrays:
             packed = filter(self._packs, self.blocks.values())
-            return {spec.name: self._decoded(spec, stored) for spec in packed}
+            first = {s: self._stored(s, self._checkpoint.layer_with(s))[0][0] for s in packed}
+            return {s.name: self._decoded(s, stored) for s, name in first.items() if name in stored}
 
         return jax.jit(decode)
 
     def _decoded(self, spec: ParamSpec, stored: Arrays) -> Any:
         checkpoint, source = self._checkpoint, self._checkpoint.source(spec.name)
         arrays: list[jax.Array] = []
-        for name, parts in zip(checkpoint.names(spec, 0), self._stored(spec, 0), strict=True):
+        layer = checkpoint.layer_with(spec)
+        names = zip(checkpoint.names(spec, layer), self._stored(spec, layer), strict=True)
+        for name, parts in names:
             tensor: Any = checkpoint.packed[name].decode(jnp, *[stored[part] for part in parts])
             taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)
             arrays.append(jnp.asarray(taken).astype(self.dtype))
-        array = jnp.stack(arrays) if source.per_expert else arrays[0]
+        array = jnp.stack(arrays) if source.one_by_one else arrays[0]
         return Float8Weight.of(array) if self._float8 and in_float8(spec) else array
 
     def _narrowed(self, spec: ParamSpec, array: jax.Array) -> Any:
@@ -407,7 +436,8 @@ class ArrayLoader:
             sharding = self._shards.kept(name, stacked=stacked)
             indices = sharding.addressable_devices_indices_map(shape).values()
         made = {str(i): i for i in indices if i is not None}
-        parts = {k: ShardBuffer(_buffer(_shape(shape, i), self.dtype), i) for k, i in made.items()}
+        dtype = jnp.dtype(jnp.float32) if in_float32(name) else self.dtype
+        parts = {k: ShardBuffer(_buffer(_shape(shape, i), dtype), i) for k, i in made.items()}
         fill(list(parts.values()))
         return parts
 
@@ -423,7 +453,7 @@ class ArrayLoader:
         checkpoint = self._checkpoint
         source = checkpoint.source(spec.name)
         for number, name in enumerate(checkpoint.names(spec, layer)):
-            wanted = _of_expert(parts, number, spec.shape[0]) if source.per_expert else parts
+            wanted = _of_expert(parts, number, spec.shape[0]) if source.one_by_one else parts
 
             def take(tensor: np.ndarray, wanted: list[ShardBuffer] = wanted) -> list[np.ndarray]:
                 taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)
@@ -514,7 +544,7 @@ class ArrayLoader:
         outer = [s for s in outer_specs(checkpoint.arch) if head or s.name not in late]
         names = [name for spec in outer for name in checkpoint.names(spec)]
         for layer in range(self._schedule.depth):
-            names += [n for s in self.blocks.values() for n in checkpoint.names(s, layer)]
+            names += [n for s in self._specs(layer) for n in checkpoint.names(s, layer)]
         return {stored for name in names for stored in checkpoint.stored(name)}
 
     def _digest(self, name: str) -> str:
