@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import tiny
 
@@ -143,6 +145,19 @@ MINIMAX: dict[str, Any] = {
     **SMALL, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3,
     "rope_parameters": partial(0.5),
 }  # fmt: skip
+# Two value heads for each key head, and other sizes than attention's; the last layer is attention.
+LINEAR_SIZES: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}  # fmt: skip
+HYBRID: dict[str, Any] = {**SMALL, **LINEAR_SIZES, "head_dim": 16, "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+    "rope_parameters": partial(0.25)}  # fmt: skip
+OLMO_HYBRID: dict[str, Any] = {
+    **HYBRID,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+}
+del OLMO_HYBRID["head_dim"]
 GPTOSS: dict[str, Any] = {
     **SMALL, "num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 40,
     "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": WINDOW,
@@ -189,6 +204,8 @@ _olmo3 = _family("Olmo3Config", "Olmo3ForCausalLM", OLMO3)
 _smollm3 = _family("SmolLM3Config", "SmolLM3ForCausalLM", {**SMALL, "num_hidden_layers": 5})
 _seedoss = _family("SeedOssConfig", "SeedOssForCausalLM", {**SMALL, "head_dim": 16})
 _arcee = _family("ArceeConfig", "ArceeForCausalLM", SMALL)
+_qwen35 = _family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", HYBRID)
+_olmohybrid = _family("OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO_HYBRID)
 _stablelm = _family("StableLmConfig", "StableLmForCausalLM", STABLELM)
 _qwen2moe = _family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", QWEN2MOE)
 _olmoe = _family("OlmoeConfig", "OlmoeForCausalLM", OLMOE)
@@ -294,6 +311,12 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "starcoder2-gqa": _starcoder2(),
     "starcoder2-mha-unbiased": _starcoder2(MHA, UNTIED, use_bias=False),
     "starcoder2-mqa-window": _starcoder2(MQA, sliding_window=WINDOW),
+    "qwen35-gqa": _qwen35(),
+    "qwen35-mha-tied": _qwen35(MHA, TIED, attention_bias=True),
+    "qwen35-mqa": _qwen35(MQA, linear_num_key_heads=4),
+    "olmohybrid-gqa": _olmohybrid(),
+    "olmohybrid-mha-rotary": _olmohybrid(MHA, rope_parameters=THETA, attention_bias=True),
+    "olmohybrid-mqa": _olmohybrid(MQA, linear_allow_neg_eigval=False),
     "stablelm-gqa": _stablelm(),
     "stablelm-mha-bias": _stablelm(MHA, use_qkv_bias=True),
     "stablelm-mqa-parallel-qknorm": _stablelm(MQA, use_parallel_residual=True, qk_layernorm=True),
@@ -402,6 +425,31 @@ def gemma3_multimodal(**changes: Any) -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def save(model: Any, directory: Path) -> None:
+    """Write a model as it would be published.
+
+    transformers writes OLMo Hybrid's convolutions in three equal parts, whatever their sizes, and
+    a norm of its attention layers under the name of another.
+    """
+    model.save_pretrained(directory)
+    if type(model).__name__ != "OlmoHybridForCausalLM":
+        return
+    config, tensors = model.config, dict[str, torch.Tensor]()
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    for name, tensor in model.state_dict().items():
+        if name.endswith("conv1d.weight"):
+            parts = tensor.split([keys, keys, len(tensor) - 2 * keys])
+            for part, values in zip("qkv", parts, strict=True):
+                tensors[name.replace("conv1d", f"{part}_conv1d")] = values.contiguous()
+            continue
+        number = f"{name}..".split(".")[2]
+        if number.isdigit() and config.layer_types[int(number)] == "linear_attention":
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
 def randomised(make: Callable[[], Any], seed: int = 0) -> Any:
     """A model whose every parameter is random: HF's own init leaves norms at 1, biases at 0.
 
@@ -427,8 +475,13 @@ def _distribution(module: Any, name: str, parameter: torch.Tensor) -> tuple[floa
     kind = type(module).__name__
     if parameter.ndim == 2 and kind.endswith("LayerNorm"):  # weights for each head
         return 1.0, 0.3
+    if kind.endswith("NormGated"):
+        return 1.0, 0.3
+    if name == "A_log":
+        return -2.0, 2.0  # states of which little, or nearly all, is left after a token
     if kind.endswith("Norm") and name == "weight":
-        return (0.0 if kind.startswith("Gemma") else 1.0), 0.3  # Gemma's norms add the one
+        # Some norms add the one.
+        return (0.0 if kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) else 1.0), 0.3
     if name == "sinks":
         return 0.0, 1.0
     if parameter.ndim == 1 or name.endswith("bias"):

@@ -11,23 +11,26 @@ import pytest
 import families
 import tiny
 from meshes import make_batch, make_step
+from spile.models.files.checkpoint import open_checkpoint
 from spile.models.layout import Layout
 
 TAPS = "resid_post:all,z:0,final_norm"
+DELTA_TAPS = ",conv_out:0,delta_state_norm:all,attn_gate:0,z:all"
 CHOSEN = {
     "gemma2-gqa": Layout(2, 1, 2), "gpt2": Layout(1, 2, 2), "neox": Layout(1, 1, 4),
     "olmo2-gqa": Layout(2, 2, 2), "mixtral-gqa": Layout(2, 2, 2), "qwen3moe-gqa": Layout(1, 1, 3),
     "gptoss-gqa": Layout(1, 2, 2), "glm4moe-gqa": Layout(2, 2, 2), "bloom": Layout(1, 2, 3),
     "cohere-mha-qknorm": Layout(1, 2, 4), "falcon-gqa": Layout(2, 1, 2),
     "stablelm-mqa-parallel-qknorm": Layout(1, 1, 4), "qwen2moe-gqa": Layout(1, 1, 4),
-    "dots1-gqa": Layout(1, 1, 8),
+    "dots1-gqa": Layout(1, 1, 8), "qwen35-gqa": Layout(2, 2, 2), "olmohybrid-gqa": Layout(1, 1, 4),
 }  # fmt: skip
 
 
 def compare(make: Callable[[], Any], layout: Layout, directory: Path) -> None:
-    families.randomised(make).save_pretrained(directory)
+    families.save(families.randomised(make), directory)
     tiny.write_tokenizer(directory)
-    one, mesh = (make_step(directory, TAPS, each)(make_batch(8)) for each in (None, layout))
+    taps = TAPS + (DELTA_TAPS if open_checkpoint(str(directory)).arch.delta else "")
+    one, mesh = (make_step(directory, taps, each)(make_batch(8)) for each in (None, layout))
     for tap in one.batches[0].rows:
         wanted = one.rows_of(tap)
         np.testing.assert_allclose(

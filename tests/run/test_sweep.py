@@ -91,15 +91,19 @@ def test_latents_of_two_names_of_one_place_have_their_own_encoders(
             "gptj",
             "glm4moe-gqa",
             "qwen2moe-mqa-mixed",
+            "qwen35-gqa",
+            "olmohybrid-gqa",
         ],
         "glm4moe-gqa",
     ),  # fmt: skip
 )
 def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Path) -> None:
     model = families.randomised(families.FAMILIES[kind])
-    model.save_pretrained(tmp_path / "model")
+    families.save(model, tmp_path / "model")
     tiny.write_tokenizer(tmp_path / "model")
     taps = "embed,resid_pre:0,z:0+2,resid_post:all,logprob"
+    if kind in ("qwen35-gqa", "olmohybrid-gqa"):
+        taps += ",z:1,q:all,conv_out:all,delta_state_norm:0,attn_gate:all,z:4.h1"
     check_same(recipe(tmp_path / "model", corpus, taps=taps), tmp_path)
 
 

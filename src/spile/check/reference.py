@@ -26,13 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _NAMES = {
     "blocks": ("layers", "h", "blocks"),
     "final_norm": ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
-    "attention": ("self_attn", "attn", "attention", "self_attention"),
+    "attention": ("self_attn", "attn", "attention", "self_attention", "linear_attn"),
     "out_projection": ("o_proj", "c_proj", "dense", "out_proj"),
     "mlp": ("mlp", "ffn", "block_sparse_moe", "feed_forward"),
     "up_projection": ("fc1",),
     "down_projection": ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2"),
     "router": ("router", "gate"),
-    "head_dim": ("head_dim", "head_size"),
+    "head_dim": ("head_dim", "head_size", "head_v_dim"),
+    "gated_norm": ("norm", "o_norm"),
     # `post_attention_layernorm` has two meanings: see `_block_points`.
     "norm_after_attention": (
         "post_attention_layernorm",
@@ -46,6 +47,11 @@ _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _READ_FROM_LOGITS = ("logits", "logprob", "entropy")
 _ROWS_AT_ONCE = 256  # of logits in float64: a whole context with a large vocabulary takes gigabytes
 
+# Functions of a file of transformers that has linear layers.
+_CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+# Projections of a linear layer to a number or two for each head.
+_NARROW = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj")
+
 Take = Callable[[Any], Tensor]
 
 
@@ -57,7 +63,8 @@ class _Point:
     module: Any
     side: Literal["in", "out"]
     take: Take
-    item: int | None = 0  # index, for a module that returns several values; None: all of them
+    # index, for a module that takes or returns several values; None: all that it returns
+    item: int | None = 0
 
 
 class Reference:
@@ -75,6 +82,7 @@ class Reference:
         blocks = _part(self._body, "blocks")
         attentions = [_attention(block) for block in blocks]
         self._attentions = {id(attention): i for i, attention in enumerate(attentions)}
+        self._linear = [i for i, block in enumerate(blocks) if hasattr(block, "linear_attn")]
         self._modules: list[Any] = attentions
         self._modeling: Any = sys.modules[type(attentions[0]).__module__]
         heads = self._body.config.num_attention_heads
@@ -158,6 +166,8 @@ class Reference:
                 hooks.enter_context(_rounded_again(_part(self._body, "blocks")[0], noise))
             if self._rotary is not None or hasattr(self._modules[0], "rotary_dim"):
                 hooks.enter_context(self._watched_attention(wanted, found))
+            if hasattr(self._modeling, _CONVOLUTION):
+                hooks.enter_context(self._watched_delta_rule(wanted, found))
             if any(map(wanted, _READ_FROM_LOGITS)):
                 logits = self._model(input_ids=ids[None], use_cache=False).logits[0]
                 read = {"logits": logits}
@@ -269,6 +279,55 @@ class Reference:
                 changes.callback(setattr, self._modeling, "apply_rotary_pos_emb", rotate)
             yield
 
+    @contextmanager
+    def _watched_delta_rule(
+        self, wanted: Callable[[str], bool], found: dict[str, np.ndarray]
+    ) -> Iterator[None]:
+        """Record what linear layers convolve, and the norms of their states.
+
+        Both come from functions that these layers look up in the globals of their own file, one
+        layer after another. States are those that the same function returns for one token after
+        another, each with the state that the one before it left.
+        """
+        modeling = self._modeling
+        convolve, apply_rule = getattr(modeling, _CONVOLUTION), getattr(modeling, _DELTA_RULE)
+        layers = {_CONVOLUTION: iter(self._linear), _DELTA_RULE: iter(self._linear)}
+
+        def convolved(*given: Any, **options: Any) -> Any:
+            out = convolve(*given, **options)
+            name = f"conv_out.{next(layers[_CONVOLUTION])}"
+            if wanted(name):
+                found[name] = _array(out[0].T)
+            return out
+
+        def ruled(*given: Any, **options: Any) -> Any:
+            name = f"delta_state_norm.{next(layers[_DELTA_RULE])}"
+            if wanted(name):
+                found[name] = _array(_state_norms(apply_rule, given, options))
+            return apply_rule(*given, **options)
+
+        setattr(modeling, _CONVOLUTION, convolved)
+        setattr(modeling, _DELTA_RULE, ruled)
+        try:
+            yield
+        finally:
+            setattr(modeling, _CONVOLUTION, convolve)
+            setattr(modeling, _DELTA_RULE, apply_rule)
+
+
+def _state_norms(rule: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """The Frobenius norm of each head's state after each token of a context."""
+    by_token = {name: options[name] for name in ("g", "beta")}
+    others = {name: value for name, value in options.items() if name not in by_token}
+    others |= {"initial_state": None, "output_final_state": True}
+    norms: list[Tensor] = []
+    for token in range(given[0].shape[1]):
+        one = slice(token, token + 1)
+        now = {name: value[:, one] for name, value in by_token.items()}
+        _, others["initial_state"] = rule(*(value[:, one] for value in given), **now, **others)
+        norms.append(others["initial_state"][0].flatten(1).norm(dim=-1))
+    return torch.stack(norms)
+
 
 class _InFloat64(TorchDispatchMode):
     """Give float64 to any code that requests float32 from torch."""
@@ -309,9 +368,11 @@ def _products(block: Any) -> list[Any]:
     """The modules of a block that multiply by a matrix, without experts and their router."""
     mlp = _mlp(block)
     parts = [_attention(block), _shared_expert(mlp) if hasattr(mlp, "experts") else mlp]
+    narrow = {getattr(parts[0], name, None) for name in _NARROW}
     found: dict[int, Any] = {}
     for module in (module for part in parts if part is not None for module in part.modules()):
-        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
+        linear = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+        if linear and module not in narrow:
             found[id(module)] = module
     return list(found.values())
 
@@ -348,10 +409,18 @@ def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
     scale = getattr(block, "residual_multiplier", 1.0)
     yield _Point("resid_pre" + layer, block, "in", _rows)
     yield _Point("attn_in" + layer, attention, "in", _rows)
-    for site, (projection, take) in _projections(attention, heads, head_dim).items():
-        yield _Point(site + layer, projection, "out", take)
-    # [batch, head, query, key], as returned: not every family computes them in one function
-    yield _Point("attn_pattern" + layer, attention, "out", lambda x: x[0].transpose(0, 1), item=1)
+    if hasattr(block, "linear_attn"):
+        shape = (-1, attention.num_v_heads, attention.head_v_dim)
+
+        def gate(value: Tensor) -> Tensor:
+            return torch.nn.functional.silu(value.to(torch.float32)).reshape(shape)
+
+        yield _Point("attn_gate" + layer, _part(attention, "gated_norm"), "in", gate, item=1)
+    else:
+        for site, (projection, take) in _projections(attention, heads, head_dim).items():
+            yield _Point(site + layer, projection, "out", take)
+        # [batch, head, query, key], as returned: not every family computes them in one function
+        yield _Point("attn_pattern" + layer, attention, "out", lambda x: x[0].transpose(0, 1), 1)
     yield _Point("z" + layer, _part(attention, "out_projection"), "in", _split(head_dim))
     yield _Point("attn_out" + layer, added_by_attention, "out", lambda x: _rows(x) * scale)
     if not getattr(block, "use_parallel_residual", False):
@@ -396,7 +465,15 @@ def _expert_points(mlp: Any, layer: str) -> Iterator[_Point]:
 
 def _projections(attention: Any, heads: int, head_dim: int) -> dict[str, tuple[Any, Take]]:
     """The modules that project q, k and v, and the place of each in the module's output."""
-    if hasattr(attention, "q_proj"):
+    queries = getattr(attention, "q_proj", None)
+    if queries is not None and queries.out_features == 2 * heads * head_dim:  # each with its gate
+        return {
+            "q": (queries, lambda x: _split(2 * head_dim)(x)[..., :head_dim]),
+            "attn_gate": (queries, lambda x: _split(2 * head_dim)(x)[..., head_dim:].sigmoid()),
+            "k": (attention.k_proj, _split(head_dim)),
+            "v": (attention.v_proj, _split(head_dim)),
+        }
+    if queries is not None:
         return {site: (getattr(attention, f"{site}_proj"), _split(head_dim)) for site in "qkv"}
     if (fused := getattr(attention, "query_key_value", None)) is not None:
         keys = getattr(attention, "num_kv_heads", heads)  # for each, its queries, itself, its value
@@ -438,7 +515,8 @@ def _array(value: Tensor) -> np.ndarray:
 @contextmanager
 def _hooked(point: _Point, found: dict[str, np.ndarray]) -> Iterator[None]:
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found[point.name] = _array(point.take(args[0] if args else named["hidden_states"]))
+        given = args[point.item or 0] if args else named["hidden_states"]
+        found[point.name] = _array(point.take(given))
 
     def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
         value: Any = output

@@ -24,6 +24,7 @@ DEFAULT_FSDP = 2
 _RULES = {
     "heads": "model",
     "kv_heads": "model",
+    "delta_heads": "model",
     "experts": "model",
     "mlp": "model",
     "vocab": "model",
@@ -83,7 +84,7 @@ class Cuts:
             elif not quiet:
                 _log.info("mesh %s: %d %s cannot be cut %d ways and are whole on every device",
                           layout, size, axis.replace("_", " "), ways)  # fmt: skip
-        if layout.model > 1 and not cut.keys() & {"heads", "mlp", "experts"}:
+        if layout.model > 1 and not cut.keys() & {"heads", "delta_heads", "mlp", "experts"}:
             raise ConfigError(
                 f"--mesh {layout}: neither the model's {sizes['heads']} heads nor its inner width "
                 f"of {sizes['mlp']} can be cut {layout.model} ways; choose model from "

@@ -10,12 +10,12 @@ import difflib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spile.core.errors import ConfigError
 from spile.core.tensors import DTYPES_BY_NAME
-from spile.models.config.arch import Arch, Layer
+from spile.models.config.arch import ATTENTION, GATED_DELTA, Arch, Layer
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Site:
     lens: tuple[str, ...] = ()  # TransformerLens names of the same values; `{}`: the layer
     dtype: str | None = None  # if it is not the recipe's
     requires: str | None = None  # a feature the model must have: a key of `_MISSING`
+    mixer: str | None = None  # of the layers that have it; None: all
 
 
 _BLOCK = "blocks.{}."
@@ -46,39 +47,51 @@ SITES = {
             lens=(_BLOCK + "hook_resid_pre", _BLOCK + "hook_in"),
         ),
         Site(
-            "attn_in", "what attention reads: after the norm before it", ("width",),
-            lens=(_BLOCK + "attn.hook_in",),
+            "attn_in", "what attention, or another mixer, reads: after the norm before it",
+            ("width",), lens=(_BLOCK + "attn.hook_in",),
         ),
         Site(
             "q", "queries as projected: before q-norm and rotary", _HEADS,
-            lens=(_BLOCK + "attn.hook_q", _BLOCK + "attn.q.hook_out"),
+            lens=(_BLOCK + "attn.hook_q", _BLOCK + "attn.q.hook_out"), mixer=ATTENTION,
         ),
         Site(
             "k", "keys as projected: before k-norm and rotary", _KV_HEADS,
-            lens=(_BLOCK + "attn.hook_k", _BLOCK + "attn.k.hook_out"),
+            lens=(_BLOCK + "attn.hook_k", _BLOCK + "attn.k.hook_out"), mixer=ATTENTION,
         ),
         Site(
             "v", "values as projected", _KV_HEADS,
-            lens=(_BLOCK + "attn.hook_v", _BLOCK + "attn.v.hook_out"),
+            lens=(_BLOCK + "attn.hook_v", _BLOCK + "attn.v.hook_out"), mixer=ATTENTION,
         ),
         Site(
             "q_rot", "queries as they meet the keys: after q-norm and rotary", _HEADS,
-            lens=(_BLOCK + "attn.hook_rot_q",), requires="rotary",
+            lens=(_BLOCK + "attn.hook_rot_q",), requires="rotary", mixer=ATTENTION,
         ),
         Site(
             "k_rot", "keys as they meet the queries: after k-norm and rotary", _KV_HEADS,
-            lens=(_BLOCK + "attn.hook_rot_k",), requires="rotary",
+            lens=(_BLOCK + "attn.hook_rot_k",), requires="rotary", mixer=ATTENTION,
         ),
         Site(
             "attn_pattern", "attention weights of each head; keys count from the context's start",
-            ("heads", "keys"), lens=(_BLOCK + "attn.hook_pattern",),
+            ("heads", "keys"), lens=(_BLOCK + "attn.hook_pattern",), mixer=ATTENTION,
         ),
         Site(
-            "z", "values mixed by each head: before the output projection", _HEADS,
-            lens=(_BLOCK + "attn.hook_z", _BLOCK + "attn.o.hook_in"),
+            "conv_out", "queries, keys and values after the short convolution", ("channels",),
+            mixer=GATED_DELTA,
         ),
         Site(
-            "attn_out", "what attention adds to the residual stream", ("width",),
+            "delta_state_norm", "Frobenius norm of each head's state, after the token", ("heads",),
+            mixer=GATED_DELTA,
+        ),
+        Site(
+            "attn_gate", "what each mixed value is multiplied by: the gate, after its activation",
+            _HEADS, requires="gate",
+        ),
+        Site(
+            "z", "values mixed by each head, gated where there is a gate: before the output "
+            "projection", _HEADS, lens=(_BLOCK + "attn.hook_z", _BLOCK + "attn.o.hook_in"),
+        ),
+        Site(
+            "attn_out", "what attention, or another mixer, adds to the residual stream", ("width",),
             lens=(_BLOCK + "hook_attn_out",),
         ),
         Site(
@@ -167,7 +180,12 @@ _MISSING: dict[str, tuple[Callable[[Arch, Layer], bool], str]] = {
         and arch.experts.shared > 0, "it has no shared expert",
     ),
     "dense": (lambda arch, layer: not _routed(arch, layer), "its MLP is a mixture of experts"),
+    "gate": (
+        lambda arch, layer: arch.attn_gate or layer.mixer == GATED_DELTA,
+        "what it mixes is not gated",
+    ),
 }  # fmt: skip
+_MIXING = {ATTENTION: "attention", GATED_DELTA: "the gated delta rule"}
 
 
 def _routed(arch: Arch, layer: Layer) -> bool:
@@ -196,14 +214,16 @@ class Tap:
 
     def shape(self, arch: Arch, seq_len: int) -> tuple[int, ...]:
         """Shape of one token's values: empty for a single number."""
-        sizes = _sizes(arch, seq_len)
+        sizes = _sizes(arch, seq_len, arch.layers[self.layer or 0])
         whole = tuple(sizes[axis] for axis in SITES[self.site].shape)
         return (len(self.heads), *whole[1:]) if self.heads else whole
 
     def why_not(self, arch: Arch) -> str | None:
         """Why the model does not have this tap; None if it has."""
-        exists, reason = _MISSING.get(SITES[self.site].requires or "", (None, ""))
-        layer = arch.layers[self.layer or 0]
+        site, layer = SITES[self.site], arch.layers[self.layer or 0]
+        if site.mixer not in (None, layer.mixer):
+            return f"it mixes tokens by {_MIXING[layer.mixer]}"
+        exists, reason = _MISSING.get(site.requires or "", (None, ""))
         return None if exists is None or exists(arch, layer) else reason
 
     def width(self, arch: Arch, seq_len: int) -> int:
@@ -242,8 +262,8 @@ class Tap:
         return (*lens, *hf, f"aux_hidden_states[{blocks}]")
 
 
-def _sizes(arch: Arch, seq_len: int) -> dict[str, int]:
-    return {
+def _sizes(arch: Arch, seq_len: int, layer: Layer) -> dict[str, int]:
+    sizes = {
         "width": arch.width,
         "heads": arch.num_heads,
         "kv_heads": arch.num_kv_heads,
@@ -254,6 +274,10 @@ def _sizes(arch: Arch, seq_len: int) -> dict[str, int]:
         "experts": arch.experts.count if arch.experts else 0,
         "chosen": arch.experts.chosen if arch.experts else 0,
     }
+    if layer.mixer == GATED_DELTA and (delta := arch.delta):
+        sizes |= {"heads": delta.value_heads, "head_dim": delta.value_dim}
+        sizes["channels"] = delta.channels
+    return sizes
 
 
 def all_taps(arch: Arch) -> tuple[Tap, ...]:
@@ -269,23 +293,21 @@ def all_taps(arch: Arch) -> tuple[Tap, ...]:
 def describe_taps(
     arch: Arch, seq_len: int, store_dtype: str, *, each_layer: bool
 ) -> list[dict[str, Any]]:
-    """Every tap of a model as plain data; without `each_layer`, one entry for each site."""
+    """Every tap of a model as plain data; without `each_layer`, one entry for each site.
+
+    A site whose shape differs between layers then has an entry for each shape.
+    """
     entries: list[dict[str, Any]] = []
-    taps = all_taps(arch)
-    layers: dict[str, list[int]] = {}
-    for tap in taps:
-        if tap.layer is not None:
-            layers.setdefault(tap.site, []).append(tap.layer)
-    for tap in taps:
-        if not each_layer and tap.layer is not None and tap.layer != layers[tap.site][0]:
+    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for tap in all_taps(arch):
+        layers = alike.setdefault((tap.site, tap.shape(arch, seq_len)), [])
+        layers.append(tap.layer or 0)
+        if not each_layer and len(layers) > 1:
             continue
         dtype = tap.dtype(store_dtype)
-        name = tap.name
-        if not each_layer and tap.layer is not None:
-            name = f"{tap.site}:{_as_ranges(layers[tap.site])}"
         entries.append(
             {
-                "name": name,
+                "name": tap.name,
                 "shape": list(tap.shape(arch, seq_len)),
                 "dtype": dtype,
                 # (without float8's scale of four bytes per row)
@@ -294,28 +316,37 @@ def describe_taps(
                 "aliases": list(tap.aliases(arch)),
             }
         )
+    for entry in entries:
+        site, *layered = entry["name"].split(".")
+        if layered and not each_layer:
+            entry["name"] = f"{site}:{_spelled(alike[site, tuple(entry['shape'])], arch)}"
     return entries
 
 
-def _as_ranges(layers: list[int]) -> str:
-    """Ascending numbers, as `--taps` takes them: 1-3+5-7."""
+def _spelled(layers: list[int], arch: Arch) -> str:
+    """Layers as `--taps` takes them: `0-27`; or a range for each place in the period."""
+    if layers == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]}-{layers[-1]}"
     runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
+    for layer in sorted(layers, key=lambda layer: (layer % arch.period, layer)):
+        if runs and layer == runs[-1][-1] + arch.period:
+            runs[-1].append(layer)
         else:
-            runs.append([layer, layer])
-    return "+".join(f"{first}-{last}" for first, last in runs)
+            runs.append([layer])
+    runs.sort()
+    return "+".join(
+        f"{run[0]}-{run[-1]}/{arch.period}" if len(run) > 1 else str(run[0]) for run in runs
+    )
 
 
 def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
     """`resid_post:20-27,mlp_out:12,embed` -> taps, in the order in which the model computes them.
 
-    Layers: a number, a range `a-b` (both included), `all` that have the site, negatives from the
-    end, a step (`0-27/4`); several joined by `+`. Heads, where a site has them, follow layers:
-    `z:5.h0`, `attn_pattern:0-3.h2+h5`. Canonical names (`resid_post.20`) and those of other tools
-    (`blocks.20.hook_resid_post`, `hidden_states[21]`, `aux_hidden_states[21]`) are accepted too,
-    and so are paths of HF modules (`model.layers.20`) whose output is the tap's value.
+    Layers: a number, a range `a-b` (both included), `all` (those that have the site), negatives
+    from the end, a step (`0-27/4`); several joined by `+`. Heads, where a site has them, follow
+    their layers: `z:5.h0`, `attn_pattern:0-3.h2+h5`. Canonical names (`resid_post.20`) and those of
+    other tools (`blocks.20.hook_resid_post`, `hidden_states[21]`, `aux_hidden_states[21]`) are
+    accepted too, and so are paths of HF modules (`model.layers.20`) whose output is that value.
     """
     taps: set[Tap] = set()
     items = [*filter(None, (part.strip() for part in text.split(",")))]
@@ -333,9 +364,14 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
         raise ConfigError(f"--taps {text!r} names no tap")
     for tap in taps:
         if reason := tap.why_not(arch):
-            kinds = len({Tap(tap.site, i).why_not(arch) for i in range(arch.num_layers)})
-            there = f" in layer {tap.layer}" if kinds > 1 else ""
-            raise ConfigError(f"--taps: a {arch.family} model has no {tap.site}{there}: {reason}")
+            having = [i for i in range(arch.num_layers) if Tap(tap.site, i).why_not(arch) is None]
+            told = f"--taps: a {arch.family} model has no {tap.site}"
+            if not having:
+                raise ConfigError(f"{told}: {reason}")
+            raise ConfigError(
+                f"{told} in layer {tap.layer}: {reason}; write {tap.site}:all, or choose from "
+                f"{_spelled(having, arch)}"
+            )
     return _in_order(taps, arch)
 
 
@@ -365,10 +401,10 @@ def _parse_item(item: str, arch: Arch) -> set[Tap]:
         raise ConfigError(f"--taps {item!r}: say which layers, e.g. {site.name}:0-3 or :all")
     taps: set[Tap] = set()
     for part, heads in _grouped(layers, item):
-        chosen = _heads(heads, site, item, arch)
-        some = [Tap(site.name, layer, chosen) for layer in _layers(part, item, arch)]
+        some = [Tap(site.name, layer) for layer in _layers(part, item, arch)]
         having = [tap for tap in some if tap.why_not(arch) is None]
-        taps.update(having if having and part.strip().startswith("all") else some)
+        for tap in having if having and part.strip().startswith("all") else some:
+            taps.add(replace(tap, heads=_heads(heads, site, item, arch, tap.layer or 0)))
     return taps
 
 
@@ -386,7 +422,7 @@ def _grouped(text: str, item: str) -> list[tuple[str, list[str]]]:
     return groups
 
 
-def _heads(texts: list[str], site: Site, item: str, arch: Arch) -> tuple[int, ...]:
+def _heads(texts: list[str], site: Site, item: str, arch: Arch, layer: int) -> tuple[int, ...]:
     """Heads in ascending order; empty stands for all heads."""
     if not texts:
         return ()
@@ -394,7 +430,7 @@ def _heads(texts: list[str], site: Site, item: str, arch: Arch) -> tuple[int, ..
     if axis not in _BY_HEAD:
         having = ", ".join(s.name for s in SITES.values() if s.shape and s.shape[0] in _BY_HEAD)
         raise ConfigError(f"--taps {item!r}: {site.name} has no heads; these have: {having}")
-    count = _sizes(arch, 1)[axis]
+    count = _sizes(arch, 1, arch.layers[layer])[axis]
     for text in texts:
         if not re.fullmatch(r"\d{1,9}", text) or int(text) >= count:
             raise ConfigError(
@@ -456,6 +492,9 @@ _MODULES: dict[str, str] = {
     "": "resid_post",
     ".self_attn": "attn_out",
     ".self_attn.o_proj": "attn_out",
+    ".linear_attn": "attn_out",
+    ".linear_attn.out_proj": "attn_out",
+    ".linear_attn.o_proj": "attn_out",
     ".attn": "attn_out",
     ".attn.c_proj": "attn_out",
     ".attention": "attn_out",
@@ -485,10 +524,12 @@ def _from_module(item: str, arch: Arch) -> str | None:
     site = _ENDS.get(item) or (_MODULES.get(match[2]) if match else None)
     if site is None:
         return None
+    layer = int(match[1]) if match else 0
+    normed = "mlp_post_norm" in arch.norms_of(arch.layers[min(layer, arch.num_layers - 1)])
     differs = {
         "logits": arch.logit_softcap is not None and "the model caps it afterwards",
-        "attn_out": arch.post_norm and "the model normalises it before adding it to the stream",
-        "mlp_out": arch.post_norm and "the model normalises it before adding it to the stream",
+        "attn_out": normed and "the model normalises it before adding it to the stream",
+        "mlp_out": normed and "the model normalises it before adding it to the stream",
     }.get(site)
     ours = f"{site}:{match[1]}" if match else site
     if differs:
@@ -512,6 +553,12 @@ def _unknown_site_error(item: str, site: str, arch: Arch) -> ConfigError:
         near = difflib.get_close_matches(item, known, 1, 0.6)
         hint = f"; did you mean {near[0]}?" if near else ""
         return ConfigError(f"--taps: no TransformerLens name {item!r} is known here{hint}")
+    if site == "delta_state" and (delta := arch.delta):
+        whole = delta.value_heads * delta.key_dim * delta.value_dim
+        return ConfigError(
+            f"--taps {item!r}: whole states are too large to store ({whole:,} values for each "
+            "token and layer); delta_state_norm has one number for each head"
+        )
     near = difflib.get_close_matches(site, SITES, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return ConfigError(f"--taps: no site {site!r} (known: {', '.join(SITES)}){hint}")

@@ -12,7 +12,7 @@ from functools import cached_property
 from spile.core.config import activation_dtype
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.write.quantization import QUANTIZED
-from spile.models.config.arch import Arch, Layer
+from spile.models.config.arch import GATED_DELTA, Arch, Layer
 from spile.models.config.specs import (
     ParamSpec,
     block_specs,
@@ -33,16 +33,19 @@ _STEP_TOKENS = {"gpu": {512: 131072, 1023: 65536, 2047: 32768}, "tpu": {2047: 32
 # An expert's products are as small as its share of the tokens.
 _EXPERT_TOKENS, _MOST_FOR_EXPERTS = 2048, 65536
 _SCORE = 4  # bytes: scores are float32
+_CHUNK = 64  # tokens that the gated delta rule takes at once
 _SCALE = 4  # bytes per row, in eight bits
 _UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: about eight cores of a laptop
 _MOST_CPU_TOKENS = 64_000
 
 # The operations that a tap needs in the deepest block, if no later site is tapped there.
-_QKV = ("wq", "wk", "wv")
-_ATTENTION = (*_QKV, "scores", "mixing", "wo")
+_QKV = ("wq", "wk", "wv", "wdq", "wdk", "wdv")  # in blocks of either mixer
+_MIXED = (*_QKV, "wda", "wdb", "scores", "mixing", "rule")
+_ATTENTION = (*_MIXED, "wg", "wdg", "wo", "wdo")
 _REACH: dict[str, tuple[str, ...]] = {
     "attn_in": (), "q": ("wq",), "q_rot": ("wq",), "k": ("wk",), "k_rot": ("wk",), "v": ("wv",),
-    "attn_pattern": ("wq", "wk", "scores"), "z": (*_QKV, "scores", "mixing"),
+    "attn_pattern": ("wq", "wk", "scores"), "conv_out": _QKV, "attn_gate": ("wg", "wdg"),
+    "delta_state_norm": _MIXED, "z": (*_MIXED, "wg", "wdg"),
     **dict.fromkeys(("attn_out", "resid_mid", "mlp_in"), _ATTENTION),
     **dict.fromkeys(
         ("router_logits", "expert_weights", "expert_ids"), (*_ATTENTION, "w_router")
@@ -193,6 +196,11 @@ class Workload:
             inner = max(arch.dense_width, routed)
         values = 4 * arch.width + 2 * arch.num_heads * arch.head_dim // self._ways("heads")
         values += 3 * inner // max(self._ways("mlp"), self._ways("experts"))
+        if delta := arch.delta:
+            # In float32: a token's row of three matrices of a chunk, its key and value twice.
+            rows = delta.value_heads * (3 * _CHUNK + 2 * (delta.key_dim + delta.value_dim))
+            rule = 2 * delta.channels + rows * _SCORE // self.item
+            values += rule // self._ways("delta_heads")
         scores = 2 * _SCORE * self.seq_len * arch.num_heads // self._ways("heads")
         held = self._own * (values * self.item + scores * self._scores_all)
         latents = max((each.sae.latents for each in self.encoders.values()), default=0)
@@ -219,6 +227,9 @@ class Workload:
             total += sum(
                 2 * self._per_token(spec) for spec in self._matrices(layer) if spec.name in runs
             )
+            if layer.mixer == GATED_DELTA:
+                total += self._rule * ("rule" in runs)
+                continue
             each = 2 * self.arch.num_heads * self.arch.head_dim * self._keys(layer)
             parts = len(runs & {"scores", "mixing"})
             total += int(parts * each) // self._ways("heads")
@@ -242,7 +253,11 @@ class Workload:
                 ends = sum(size // w for size, w in zip(spec.shape[-2:], ways, strict=True))
                 values += ends * self._chosen(spec)
             values += 6 * arch.width  # norms and sums
-            if "scores" in runs:
+            if layer.mixer == GATED_DELTA:
+                assert arch.delta
+                # The convolution reads and writes its channels; the rule reads and writes once.
+                values += 4 * ("rule" in runs) * arch.delta.channels // self._ways("delta_heads")
+            elif "scores" in runs:
                 heads = (arch.num_heads + arch.num_kv_heads) * arch.head_dim
                 values += 2 * heads // self._ways("heads")
                 if self._scores_all:
@@ -253,7 +268,8 @@ class Workload:
 
     def _blocks(self) -> Iterator[tuple[Layer, frozenset[str]]]:
         """Each block that runs, and the names of its operations that run."""
-        everything = frozenset((*_ATTENTION, *(spec.name for spec in block_specs(self.arch))))
+        names = (spec.name for spec in block_specs(self.arch))
+        everything = frozenset((*_ATTENTION, *names))
         for number, layer in enumerate(self.arch.layers[: self.depth]):
             if number < self.depth - 1 or self.whole:
                 yield layer, everything
@@ -263,6 +279,16 @@ class Workload:
 
     def _matrices(self, layer: Layer) -> list[ParamSpec]:
         return [spec for spec in block_specs(self.arch, layer) if spec.name.startswith("w")]
+
+    @property
+    def _rule(self) -> int:
+        """FLOPs of the gated delta rule for each token: products with a chunk, and with states."""
+        delta = self.arch.delta
+        assert delta
+        pairs = 4 * _CHUNK * delta.key_dim * delta.key_heads
+        in_chunk = 2 * _CHUNK * (delta.key_dim + 2 * delta.value_dim)
+        of_state = 6 * delta.key_dim * delta.value_dim
+        return (pairs + delta.value_heads * (in_chunk + of_state)) // self._ways("delta_heads")
 
     def _chosen(self, spec: ParamSpec) -> int:
         """How many of its matrices a token uses."""

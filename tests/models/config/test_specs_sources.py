@@ -12,9 +12,10 @@ from spile.models.config.specs import ParamSpec, TensorSource, fused, linears, n
 HEAD_DIM = 3
 
 
-def spec(name: str, *shape: int, experts: bool = False) -> ParamSpec:
+def spec(name: str, *shape: int, experts: bool = False, head_dim: int = HEAD_DIM) -> ParamSpec:
     axes = ("out", "in")[: len(shape) - experts]
-    return ParamSpec(name, shape, ("experts", *axes) if experts else axes)
+    heads = shape[experts] // head_dim
+    return ParamSpec(name, shape, ("experts", *axes) if experts else axes, heads)
 
 
 def values(*shape: int, seed: int = 0) -> np.ndarray:
@@ -24,7 +25,7 @@ def values(*shape: int, seed: int = 0) -> np.ndarray:
 def take(
     source: TensorSource, tensor: np.ndarray, name: str, specs: Mapping[str, ParamSpec]
 ) -> np.ndarray:
-    return source.take(tensor, specs[name], specs, HEAD_DIM)
+    return source.take(tensor, specs[name], specs)
 
 
 def test_a_plain_tensor_is_the_array_itself() -> None:
@@ -40,8 +41,8 @@ def test_a_transposed_tensor_is_turned_and_a_bias_is_not() -> None:
     tensor, bias = values(6, 4), values(4)
     assert turned.shape(specs["wo"], specs) == (6, 4)
     assert turned.shape(specs["bo"], specs) == (4,)
-    np.testing.assert_array_equal(turned.take(tensor, specs["wo"], specs, HEAD_DIM), tensor.T)
-    np.testing.assert_array_equal(turned.take(bias, specs["bo"], specs, HEAD_DIM), bias)
+    np.testing.assert_array_equal(turned.take(tensor, specs["wo"], specs), tensor.T)
+    np.testing.assert_array_equal(turned.take(bias, specs["bo"], specs), bias)
 
 
 def test_each_expert_has_a_tensor_of_its_own() -> None:
@@ -73,7 +74,7 @@ def test_parts_of_unequal_size_follow_one_another() -> None:
     tensor = np.concatenate(list(parts.values()))
     assert source.shape(specs["wv"], specs) == tensor.shape == (18, 5)
     for name, part in parts.items():
-        taken = source.take(tensor, specs[name], specs, HEAD_DIM)
+        taken = source.take(tensor, specs[name], specs)
         np.testing.assert_array_equal(taken, part)
         assert np.shares_memory(taken, tensor), "no copy where none is needed"
 
@@ -112,8 +113,10 @@ def test_what_was_fused_comes_apart_again(
     by: str, counts: list[int], head_dim: int, inputs: int, experts: int, transposed: bool,
     apart: bool, seed: int,
 ) -> None:  # fmt: skip
-    if by != "part":  # parts that alternate are of one size
+    if by == "row":  # of one size
         counts = [counts[0]] * len(counts)
+    elif by == "head":  # some may have several heads for each of the first's
+        counts = [counts[0], *(counts[0] * count for count in counts[1:])]
     names = [f"w{i}" for i in range(len(counts))]
     inner = (inputs,) if inputs else ()
     lead = (experts,) if experts else ()
@@ -121,17 +124,18 @@ def test_what_was_fused_comes_apart_again(
     specs, parts = dict[str, ParamSpec](), dict[str, np.ndarray]()
     for name, count in zip(names, counts, strict=True):
         shape = (*lead, count * head_dim, *inner)
-        specs[name] = spec(name, *shape, experts=bool(experts))
+        specs[name] = spec(name, *shape, experts=bool(experts), head_dim=head_dim)
         parts[name] = rng.standard_normal(shape)
 
     def fuse(arrays: list[np.ndarray]) -> np.ndarray:
         """Arrays [out, *inner] in one, by plain loops."""
-        step = {"part": None, "head": head_dim, "row": 1}[by]
-        if step is None:
-            rows = [row for array in arrays for row in array]
-        else:
-            starts = range(0, len(arrays[0]), step)
-            rows = [row for at in starts for array in arrays for row in array[at : at + step]]
+        groups = {"part": 1, "head": counts[0], "row": len(arrays[0])}[by]
+        rows = [
+            row
+            for group in range(groups)
+            for array in arrays
+            for row in np.split(array, groups)[group]
+        ]
         tensor = np.stack(rows)
         return tensor.T if transposed and inner else tensor
 
@@ -144,7 +148,7 @@ def test_what_was_fused_comes_apart_again(
         tensors = [fuse([parts[name] for name in names])]
     for name in names:
         assert {tensor.shape for tensor in tensors} == {source.shape(specs[name], specs)}
-        taken = [source.take(tensor, specs[name], specs, head_dim) for tensor in tensors]
+        taken = [source.take(tensor, specs[name], specs) for tensor in tensors]
         np.testing.assert_array_equal(np.stack(taken) if apart else taken[0], parts[name])
 
 
@@ -168,4 +172,4 @@ def test_taking_reads_a_map_of_a_file_without_loading_it(transposed: bool) -> No
     specs = {name: spec(name, 4, 6) for name in ("wq", "wk")}
     tensor = values(6, 8) if transposed else values(8, 6)
     source = TensorSource("qk", ("wq", "wk"), transposed=transposed)
-    assert np.shares_memory(source.take(tensor, specs["wk"], specs, HEAD_DIM), tensor)
+    assert np.shares_memory(source.take(tensor, specs["wk"], specs), tensor)

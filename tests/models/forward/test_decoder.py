@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import quick
 import spile
 import tiny
-from families import FAMILIES, REFUSED, WINDOW, gemma3_multimodal, randomised
+from families import FAMILIES, REFUSED, WINDOW, gemma3_multimodal, randomised, save
 from marks import some
 from spile.check.reference import Reference
 from spile.core.errors import InputError
@@ -103,7 +103,7 @@ CONTEXTS, BATCH = batch(LENGTHS)
 def saved(make: Callable[..., Any], directory: Path, **changes: Any) -> tuple[Any, Checkpoint]:
     """A random model, and what Spile makes of its files."""
     model = randomised(lambda: make(**changes))
-    model.save_pretrained(directory)
+    save(model, directory)
     tiny.write_tokenizer(directory)
     return model, open_checkpoint(str(directory))
 
@@ -151,24 +151,36 @@ def errors(
     found: dict[str, np.ndarray],
     truth: list[dict[str, np.ndarray]],
     *,
-    shift: int = 0,
+    shifted: bool = False,
     heads: int = 0,
 ) -> dict[str, float]:
     """Of each tap over all contexts; controls compare a layer further on, or another head."""
     worst: dict[str, float] = {}
     for context, wanted in zip(CONTEXTS, truth, strict=True):
         for tap, values in found.items():
-            site, _, layer = tap.partition(".")
-            name = f"{site}.{int(layer) + shift}" if layer else tap
-            if name not in wanted or (shift and not layer):
+            name = further_on(tap, wanted) if shifted else tap
+            if name is None:
                 continue
             own = context.of(values)
-            if site == "attn_pattern":
+            if tap.startswith("attn_pattern"):
                 assert not own[..., len(context.ids) :].any(), "keys beyond the context"
                 own = own[..., : len(context.ids)]
             own = np.roll(own, heads, axis=1) if heads else own
             keep_worst(worst, tap, error(own, wanted[name]))
     return worst
+
+
+def further_on(tap: str, wanted: dict[str, np.ndarray]) -> str | None:
+    """The same site in the next layer where it has the same shape."""
+    site, _, layer = tap.partition(".")
+    others = {name: name.partition(".") for name in wanted if layer}
+    alike = [
+        int(number)
+        for name, (other, _, number) in others.items()
+        if other == site and wanted[name].shape == wanted[tap].shape
+    ]
+    later = [number for number in alike if number > int(layer)]
+    return f"{site}.{min(later)}" if later else None
 
 
 def keep_worst(worst: dict[str, float], tap: str, found: float) -> None:
@@ -199,11 +211,11 @@ def truth_of(model: Any, *which: str) -> list[dict[str, np.ndarray]]:
 def assert_agrees(found: dict[str, np.ndarray], truth: list[dict[str, np.ndarray]]) -> None:
     """The right values; and those of another layer or head would not do."""
     assert not too_far(errors(found, truth))
-    others = errors(found, truth, shift=1)
-    named = {tap: tap.partition(".") for tap in found if "." in tap}
-    after = {tap: f"{site}.{int(layer) + 1}" for tap, (site, _, layer) in named.items()}
-    assert set(others) == {tap for tap, neighbour in after.items() if neighbour in truth[0]}
-    assert others
+    others = errors(found, truth, shifted=True)
+    kinds = {tap: (tap.partition(".")[0], value.shape) for tap, value in truth[0].items()}
+    layered = {tap: int(tap.partition(".")[2]) for tap in truth[0] if "." in tap}
+    last = {kinds[tap]: layer for tap, layer in sorted(layered.items(), key=lambda each: each[1])}
+    assert set(others) == {t for t in found if t in layered and layered[t] < last[kinds[t]]}
     assert not too_near(others), "the control must fail"
     heads = {tap: value for tap, value in found.items() if tap.startswith(("q.", "z."))}
     assert heads
@@ -306,7 +318,7 @@ def test_the_controls_can_fail(tmp_path: Path) -> None:
     truth = truth_of(model)
     found = run(checkpoint, sites(all_taps(checkpoint.arch), "resid_post", "q", "z", "v"), masked)
     assert not too_far(errors(found, truth))
-    shifted = errors(found, truth, shift=1)
+    shifted = errors(found, truth, shifted=True)
     assert too_near(shifted) == shifted
     heads = errors({tap: found[tap] for tap in ("q.0", "z.2")}, truth, heads=1)
     assert too_near(heads) == heads

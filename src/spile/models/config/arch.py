@@ -10,6 +10,8 @@ from functools import cache
 
 from spile.models.config.rope import Rope
 
+ATTENTION, GATED_DELTA = "attention", "gated_delta"  # mixers
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -18,6 +20,26 @@ class Layer:
     window: int | None = None  # keys a query sees, itself included; None: all before it
     rope: int | None = 0  # index into the model's rotary settings; None: q and k are not rotated
     dense: bool = False  # a plain MLP, where other blocks have experts
+    mixer: str = ATTENTION  # how tokens read from each other
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """Sizes of the gated delta rule, in the layers that mix tokens by it (`mixers/gated_delta`)."""
+
+    key_heads: int  # of queries, too; each serves the same number of value heads
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that the convolution before it sees, the current one included
+    norm_eps: float  # of the norm behind it
+    most_written: float = 1.0  # of a key's old value that a token can replace; 2: even turn it
+    pre_norm_only: bool = False  # its blocks have norms before mixer and MLP, and no others
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -67,7 +89,7 @@ class Arch:
     parallel: bool = False  # attention and MLP both read the stream that enters the block
     shared_norm: bool = False  # in parallel, they read it through one norm
 
-    ropes: tuple[Rope, ...]  # none: positions are learned and added to the embeddings, or `alibi`
+    ropes: tuple[Rope, ...]  # none: nothing is rotated; see `learned_positions`
     rope_interleaved: bool = False  # neighbours are rotated together, not the halves of a head
     alibi: tuple[float, ...] = ()  # of each head: how much a score falls with each token between
     attn_scale: float  # of the scores
@@ -77,6 +99,8 @@ class Arch:
     qk_norm_last: bool = False  # after the rotation, not before it
     qkv_limit: float | None = None  # q, k and v are clamped, before anything else
     sinks: bool = False  # each head may attend to nothing: one more score, without a value
+    attn_gate: bool = False  # mixed values are multiplied by the sigmoid of one more projection
+    delta: GatedDelta | None = None  # of the layers whose mixer it is
     qkv_bias: bool
     out_bias: bool
 
@@ -94,7 +118,8 @@ class Arch:
 
     @property
     def learned_positions(self) -> bool:
-        return not self.ropes and not self.alibi
+        """Positions are added to the embeddings, where nothing else tells the tokens' order."""
+        return not self.ropes and not self.alibi and self.delta is None
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -102,6 +127,12 @@ class Arch:
         before = ("attn_norm",) if self.shared_norm else ("attn_norm", "mlp_norm")
         after = ("attn_post_norm", "mlp_post_norm")
         return before * self.pre_norm + after * self.post_norm
+
+    def norms_of(self, layer: Layer) -> tuple[str, ...]:
+        """The same of a block of this kind."""
+        if layer.mixer == GATED_DELTA and self.delta and self.delta.pre_norm_only:
+            return ("attn_norm", "mlp_norm")
+        return self.norms
 
     @property
     def lead(self) -> int:

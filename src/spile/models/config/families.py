@@ -49,6 +49,9 @@ class Family:
     alibi: bool = False  # scores fall with the distance
     experts: Mapping[str, Any] = field(default_factory=dict[str, Any])  # fields of `Experts`
     ropes_by_kind: bool = False  # sliding layers have rotary settings of their own
+    unrotated_without_theta: bool = False  # `"rope_theta": null`: no layer rotates q and k
+    # fields of `GatedDelta` that are constant; None: the family has no such layers
+    delta: Mapping[str, Any] | None = None
     scaled_embeddings: bool = False
     activations: tuple[str, ...] = ()  # that need arrays of their own
     quantized: tuple[str, ...] = ()  # methods whose tensors can be decoded
@@ -238,6 +241,57 @@ _GROUPED: dict[str, Any] = {
     },
 }  # fmt: skip
 _ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+_LINEAR_SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+_LINEAR = LAYER + "linear_attn."
+_LINEAR_WEIGHTS = {
+    **named(
+        _LINEAR, wdg="in_proj_z.weight", wdb="in_proj_b.weight", wda="in_proj_a.weight",
+        wdo="out_proj.weight", decay="A_log", decay_bias="dt_bias", delta_norm="norm.weight",
+    ),
+    **fused(_LINEAR + "in_proj_qkv.weight", "wdq", "wdk", "wdv"),
+    **fused(_LINEAR + "conv1d.weight", "conv_q", "conv_k", "conv_v"),
+}  # fmt: skip
+_GATED_QUERIES = {
+    **fused(LAYER + "self_attn.q_proj.weight", "wq", "wg", by="head"),
+    **fused(LAYER + "self_attn.q_proj.bias", "bq", "bg", by="head"),
+}
+_QWEN_HYBRID: dict[str, Any] = {
+    "fixed": {"norm": "rms_plus_one", "qk_norm": "head", "attn_gate": True},
+    "biases": {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+    "reads": (
+        "layer_types", "full_attention_interval", "partial_rotary_factor", *_LINEAR_SIZES
+    ),
+    "defaults": {
+        "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4, "partial_rotary_factor": 0.25,
+        "max_position_embeddings": 32768,
+    },
+    "delta": {},
+    "unused_weights": ("mtp.*",),
+}  # fmt: skip
+_QWEN35: dict[str, Any] = {
+    **_QWEN_HYBRID,
+    # All of a text token's three positions are the same; the state is in float32 in any case.
+    "ignored": (
+        "mrope_section", "mrope_interleaved", "mamba_ssm_dtype", "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+    ),
+    "harmless": {"attn_output_gate": (True,), "output_gate_type": ("swish", None)},
+}  # fmt: skip
+_QWEN35_TOWER: dict[str, Any] = {
+    "nested": "text_config",
+    "beside": (
+        "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+        "vision_end_token_id",
+    ),
+    "prefixes": ("model.language_model.",),
+    "unused_weights": ("mtp.*", "model.visual.*"),
+}  # fmt: skip
+_QWEN35_DENSE = {**LLAMA_WEIGHTS, **_GATED_QUERIES, **_LINEAR_WEIGHTS}
 
 FAMILIES = (
     Family(
@@ -461,6 +515,52 @@ FAMILIES = (
         windows="pattern",
         ropes_by_kind=True,
         weights=_OLMO_NORMS,
+    ),
+    Family(
+        name="olmo_hybrid",
+        architectures=("OlmoHybridForCausalLM",),
+        fixed={"norm": "rms_float32", "pre_norm": False, "post_norm": True, "qk_norm": "full"},
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        reads=("layer_types", "linear_allow_neg_eigval", *_LINEAR_SIZES),
+        defaults={
+            "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True,
+            "max_position_embeddings": 65536,
+        },
+        # They say how weights are drawn at random.
+        ignored=(
+            "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max",
+            "linear_dt_init_floor",
+        ),
+        harmless={"linear_use_gate": (True,)},
+        unrotated_without_theta=True,
+        delta={"norm_eps": 1e-5, "pre_norm_only": True},
+        weights={
+            **LLAMA_WEIGHTS,
+            **norms(
+                LAYER, attn_norm="attention_layer_norm", mlp_norm="feedforward_layer_norm",
+                attn_post_norm="post_attention_layernorm",
+                mlp_post_norm="post_feedforward_layernorm",
+            ),
+            **named(
+                _LINEAR, wdq="q_proj.weight", wdk="k_proj.weight", wdv="v_proj.weight",
+                wdg="g_proj.weight", wda="a_proj.weight", wdb="b_proj.weight",
+                wdo="o_proj.weight", conv_q="q_conv1d.weight", conv_k="k_conv1d.weight",
+                conv_v="v_conv1d.weight", decay="A_log", decay_bias="dt_bias",
+                delta_norm="o_norm.weight",
+            ),
+        },
+    ),
+    Family(
+        name="qwen3_5",
+        architectures=("Qwen3_5ForCausalLM",),
+        weights=_QWEN35_DENSE,
+        **_QWEN35,
+    ),
+    Family(
+        name="qwen3_5-multimodal",
+        architectures=("Qwen3_5ForConditionalGeneration",),
+        weights=_QWEN35_DENSE,
+        **{**_QWEN35, **_QWEN35_TOWER},
     ),
     Family(
         name="smollm3",

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from spile.core.bounded_json import Json
 from spile.core.errors import InputError
-from spile.models.config.arch import Arch, Experts, Layer
+from spile.models.config.arch import GATED_DELTA, Arch, Experts, GatedDelta, Layer
 from spile.models.config.families import FAMILIES, Family
 from spile.models.config.rope import Rope, positive
 
@@ -50,9 +50,11 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 _PACKED = ("fp8", "compressed-tensors", "gptq", "awq")  # in any family
 _KINDS = ("full_attention", "sliding_attention")
+_LINEAR = "linear_attention"  # layers that mix tokens by the gated delta rule
 # Larger than in any model: a config is untrusted, and layers are listed one by one.
 _MOST, _MOST_LAYERS = 1 << 31, 4096
 _MOST_EXPERTS = 1 << 18  # over all layers: each has tensors, which are listed by name
+_MOST_KERNEL = 64  # the convolution is written out, token by token
 
 
 class _Config:
@@ -122,7 +124,7 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
         inner: Json = values.get(family.nested)
         if not isinstance(inner, Mapping):
             raise InputError(f"{where}: has no {family.nested} for {family.name}")
-        _refuse_outer(values, family, where)
+        _refuse_outer(values, inner, family, where)
         where, values = f"{where} {family.nested}", inner
     config = _Config(_unfolded(values, family, where), family, where)
     sizes = _sizes(config)
@@ -179,6 +181,7 @@ def _attention(config: _Config, sizes: Mapping[str, Any]) -> dict[str, Any]:
     scalar = config.amount("query_pre_attn_scalar")
     return {
         "layers": _layers(config, len(ropes)),
+        "delta": _delta(config),
         "ropes": ropes,
         "max_positions": longest,
         "rope_positions": config.number("max_position_embeddings"),
@@ -199,6 +202,41 @@ def _slopes(heads: int) -> tuple[float, ...]:
     return tuple((first + others)[:heads])
 
 
+def _delta(config: _Config) -> GatedDelta | None:
+    """The sizes of the gated delta rule, if the family has such layers."""
+    constants, where = config.family.delta, config.where
+    if constants is None:
+        return None
+    heads, width = config.number("num_attention_heads"), config.number("hidden_size")
+    keys = config.number("linear_num_key_heads", heads)
+    values = config.number("linear_num_value_heads", heads)
+    dim = config.number("linear_key_head_dim", 3 * width // (4 * keys) or 1)
+    kernel = config.number("linear_conv_kernel_dim")
+    if values % keys:
+        raise InputError(
+            f"{where}: linear_num_value_heads {values} is not a multiple of "
+            f"linear_num_key_heads {keys}"
+        )
+    if kernel > _MOST_KERNEL:
+        raise InputError(f"{where}: linear_conv_kernel_dim must be at most {_MOST_KERNEL}")
+    turns = "linear_allow_neg_eigval" in config.family.reads
+    delta = GatedDelta(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=dim,
+        value_dim=config.number("linear_value_head_dim", 2 * dim),
+        kernel=kernel,
+        norm_eps=_norm_eps(config),
+        most_written=2.0 if turns and config.switch("linear_allow_neg_eigval") else 1.0,
+    )
+    return replace(delta, **constants)
+
+
+def _norm_eps(config: _Config) -> float:
+    eps = config.get("rms_norm_eps")
+    return positive(1e-6 if eps is None else eps, "rms_norm_eps", config.where)
+
+
 def _rest(config: _Config) -> dict[str, Any]:
     family, where = config.family, config.where
     activation = family.fixed.get("activation") or config.get("hidden_act", "silu")
@@ -206,14 +244,13 @@ def _rest(config: _Config) -> dict[str, Any]:
         raise InputError(
             f"{where}: hidden_act {activation!r} is not supported (known: {', '.join(ACTIVATIONS)})"
         )
-    eps = config.get("rms_norm_eps")
     experts = _experts(config) if "num_experts" in family.reads else None
     switches = {field: config.switch(key) for field, key in family.biases.items()}
     amounts = {field: config.get(key) for field, key in family.amounts.items()}
     divisor = config.amount("logits_scaling")
     return {
         "activation": activation,
-        "norm_eps": positive(1e-6 if eps is None else eps, "rms_norm_eps", where),
+        "norm_eps": _norm_eps(config),
         "tied_head": config.switch("tie_word_embeddings"),
         "embed_scale": config.number("hidden_size") ** 0.5 if family.scaled_embeddings else 1.0,
         "logit_softcap": config.amount("final_logit_softcapping"),
@@ -287,6 +324,12 @@ def _ropes(config: _Config, head_dim: int) -> tuple[Rope, ...]:
     parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
     if parameters and scaling and parameters != scaling:
         raise InputError(f"{where}: rope_parameters and rope_scaling are both given")
+    if isinstance(parameters, Mapping):
+        parameters = {k: v for k, v in parameters.items() if k not in family.ignored}
+        if family.unrotated_without_theta and parameters.get("rope_theta", 0) is None:
+            return ()
+    if family.unrotated_without_theta and config.values.get("rope_theta", 0) is None:
+        return ()
     fraction = config.extra("partial_rotary_factor")
     if "rotary_dim" in family.reads:
         fraction = config.number("rotary_dim", head_dim) / head_dim
@@ -343,6 +386,8 @@ def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
     window = None if rule == "never" else config.extra("sliding_window")
     if count > _MOST_LAYERS:
         raise InputError(f"{config.where}: num_hidden_layers must be at most {_MOST_LAYERS}")
+    if config.family.delta is not None:
+        return _hybrid_layers(config, count)
     if "use_sliding_window" in config.family.reads and not config.switch("use_sliding_window"):
         window = None
     if window is not None and (type(window) is not int or not 0 < window < _MOST):
@@ -409,6 +454,21 @@ def _listed(config: _Config, count: int) -> list[bool]:
     return [kind == "local" for kind in kinds]
 
 
+def _hybrid_layers(config: _Config, count: int) -> tuple[Layer, ...]:
+    """Full attention in the layers that are listed, or in every so many; linear in the others."""
+    kinds, interval = config.get("layer_types"), None
+    if "full_attention_interval" in config.family.reads:
+        interval = config.number("full_attention_interval")
+    if kinds is None and interval:
+        kinds = [_KINDS[0] if (i + 1) % interval == 0 else _LINEAR for i in range(count)]
+    if not _are_kinds(kinds, (_KINDS[0], _LINEAR)) or len(kinds) != count:
+        raise InputError(
+            f"{config.where}: layer_types must say {_KINDS[0]} or {_LINEAR} for each layer"
+        )
+    linear = Layer(rope=None, mixer=GATED_DELTA)
+    return tuple(linear if kind == _LINEAR else Layer() for kind in kinds)
+
+
 def _rotated(config: _Config, count: int) -> list[bool]:
     """Which layers rotate q and k: all, but in families that leave some out."""
     if "no_rope_layers" not in config.family.reads:
@@ -456,8 +516,11 @@ def _are_kinds(given: Any, kinds: tuple[Any, ...]) -> bool:
     return isinstance(given, list) and all(kind in kinds for kind in cast("list[Any]", given))
 
 
-def _refuse_outer(values: Mapping[str, Any], family: Family, where: str) -> None:
+def _refuse_outer(
+    values: Mapping[str, Any], inner: Mapping[str, Any], family: Family, where: str
+) -> None:
     """Refuse keys beside a nested config that may concern the decoder."""
+    tied = inner.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings", False))
     for key, value in values.items():
         if key in _IGNORED or key in family.beside or key == family.nested:
             continue
@@ -466,5 +529,5 @@ def _refuse_outer(values: Mapping[str, Any], family: Family, where: str) -> None
                 f"{where}: unknown config key {key!r}; it may change the model's activations, "
                 f"so it must be listed in models/config/families.py as read or ignored first"
             )
-        if value not in _HARMLESS.get(key, (True, None)) and not _decoded(key, value, family):
+        if value not in _HARMLESS.get(key, (tied, None)) and not _decoded(key, value, family):
             raise InputError(f"{where}: {key} = {value!r} is not supported for {family.name}")

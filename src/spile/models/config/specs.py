@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spile.models.config.arch import Arch, Layer
+from spile.models.config.arch import GATED_DELTA, Arch, GatedDelta, Layer
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    heads: int = 0  # whose rows lie one after another; 0: they are not by head
 
 
 # The arrays of an MLP begin with these; with experts, so do those of the shared one, and of the MLP
@@ -28,7 +29,8 @@ class ParamSpec:
 MLP, SHARED, DENSE = "w_", "ws_", "wd_"
 # What `--compute-dtype float8_e4m3` multiplies in 8 bits, unless the MLP's are of experts.
 _FLOAT8 = (
-    "wq", "wk", "wv", "wo", *(m + n for m in (MLP, SHARED, DENSE) for n in ("gate", "up", "down"))
+    "wq", "wk", "wv", "wg", "wo", "wdq", "wdk", "wdv", "wdg", "wdo",
+    *(m + n for m in (MLP, SHARED, DENSE) for n in ("gate", "up", "down")),
 )  # fmt: skip
 
 
@@ -52,20 +54,27 @@ def block_specs(arch: Arch, layer: Layer | None = None) -> tuple[ParamSpec, ...]
 
 
 def _specs_of(arch: Arch, layer: Layer) -> tuple[ParamSpec, ...]:
+    if layer.mixer == GATED_DELTA:
+        assert arch.delta
+        specs = _delta_specs(arch.delta, arch.width)
+    else:
+        specs = _attention_specs(arch)
+    specs += [spec for name in arch.norms_of(layer) for spec in _norm_specs(name, arch)]
+    return (*specs, *_mlp_specs(arch, layer))
+
+
+def _attention_specs(arch: Arch) -> list[ParamSpec]:
     d, h = arch.width, arch.head_dim
     q, kv = arch.num_heads * h, arch.num_kv_heads * h
+    projected = [("q", q, "heads"), ("k", kv, "kv_heads"), ("v", kv, "kv_heads")]
+    if arch.attn_gate:
+        projected.append(("g", q, "heads"))
     specs = [
-        ParamSpec("wq", (q, d), ("heads", "width")),
-        ParamSpec("wk", (kv, d), ("kv_heads", "width")),
-        ParamSpec("wv", (kv, d), ("kv_heads", "width")),
-        ParamSpec("wo", (d, q), ("width", "heads")),
+        ParamSpec(f"w{n}", (size, d), (axis, "width"), size // h) for n, size, axis in projected
     ]
+    specs.append(ParamSpec("wo", (d, q), ("width", "heads")))
     if arch.qkv_bias:
-        specs += [
-            ParamSpec("bq", (q,), ("heads",)),
-            ParamSpec("bk", (kv,), ("kv_heads",)),
-            ParamSpec("bv", (kv,), ("kv_heads",)),
-        ]
+        specs += [ParamSpec(f"b{n}", (size,), (axis,), size // h) for n, size, axis in projected]
     if arch.out_bias:
         specs.append(ParamSpec("bo", (d,), ("width",)))
     if arch.sinks:
@@ -82,8 +91,31 @@ def _specs_of(arch: Arch, layer: Layer) -> tuple[ParamSpec, ...]:
             ParamSpec("q_norm", (q,), ("heads",)),
             ParamSpec("k_norm", (kv,), ("kv_heads",)),
         ]
-    specs += [spec for name in arch.norms for spec in _norm_specs(name, arch)]
-    return (*specs, *_mlp_specs(arch, layer))
+    return specs
+
+
+def _delta_specs(delta: GatedDelta, d: int) -> list[ParamSpec]:
+    """Queries, keys, values and the gate on what is read; then two numbers for each value head.
+
+    A mesh cuts all of them by key heads, so that a key stays with the values written under it.
+    """
+    heads = (delta.key_heads, delta.value_heads)
+    q, v = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    axis, sizes = "delta_heads", {"q": (q, 0), "k": (q, 0), "v": (v, 1)}
+    specs = [
+        ParamSpec(f"wd{name}", (size, d), (axis, "width"), heads[which])
+        for name, (size, which) in {**sizes, "g": (v, 1)}.items()
+    ]
+    specs += [
+        ParamSpec(f"wd{name}", (heads[1], d), (axis, "width"), heads[0]) for name in ("a", "b")
+    ]
+    specs += [
+        ParamSpec(f"conv_{name}", (size, 1, delta.kernel), (axis, "one", "kernel"))
+        for name, (size, _) in sizes.items()
+    ]
+    specs += [ParamSpec(name, (heads[1],), (axis,)) for name in ("decay", "decay_bias")]
+    specs.append(ParamSpec("delta_norm", (delta.value_dim,), ("head_dim",)))
+    return [*specs, ParamSpec("wdo", (d, v), ("width", axis))]
 
 
 def _norm_specs(name: str, arch: Arch) -> list[ParamSpec]:
@@ -155,6 +187,8 @@ def axis_sizes(arch: Arch) -> dict[str, int]:
     """Lengths of the logical axes that a mesh may cut, counting whole items such as heads."""
     sizes = {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}
     inner = [arch.mlp_width, arch.dense_width]
+    if arch.delta:
+        sizes["delta_heads"] = arch.delta.key_heads
     if arch.experts:
         sizes["experts"] = arch.experts.count
         inner.append(arch.experts.shared)
@@ -176,7 +210,8 @@ class TensorSource:
 
     name: str  # {layer} and {expert}, or {head}, are filled in
     parts: tuple[str, ...] = ()  # the arrays it holds, in order; empty: just the one
-    # parts are concatenated ("part"), or alternate by row, or by key "head" with all its queries
+    # Parts are concatenated ("part"), or alternate by "row" or by "head": where some have more
+    # heads than others, each head of those that have fewest is followed by its share of the rest.
     by: str = "part"
     transposed: bool = False  # stored [in, out]
     boxed: bool = False  # stored with one more axis, of length one
@@ -197,7 +232,7 @@ class TensorSource:
         return (1, *shape) if self.boxed else tuple(shape)
 
     def take(
-        self, tensor: np.ndarray, spec: ParamSpec, specs: Mapping[str, ParamSpec], head_dim: int
+        self, tensor: np.ndarray, spec: ParamSpec, specs: Mapping[str, ParamSpec]
     ) -> np.ndarray:
         """Extract our array from the tensor; a view if possible."""
         if self.boxed:
@@ -207,15 +242,17 @@ class TensorSource:
             tensor = tensor.swapaxes(-1, -2)
         if not self.parts:
             return tensor
+        every = [specs[part] for part in self.parts]
+        sizes = [part.shape[_out_axis(part)] for part in every]
+        groups = {
+            "part": 1, "row": min(sizes), "head": min(part.heads for part in every)
+        }[self.by]  # fmt: skip
         number = self.parts.index(spec.name)
-        sizes = [specs[part].shape[_out_axis(specs[part])] for part in self.parts]
-        groups = {"part": 1, "head": min(sizes) // head_dim, "row": min(sizes)}[self.by]
-        sizes = [size // groups for size in sizes]
-        start = sum(sizes[:number])
+        start, size = sum(sizes[:number]) // groups, sizes[number] // groups
         before, after = tensor.shape[:axis], tensor.shape[axis + 1 :]
         grouped = tensor.reshape(*before, groups, -1, *after)
-        whole = (slice(None),) * (axis + 1)
-        return grouped[(*whole, slice(start, start + sizes[number]))].reshape(*before, -1, *after)
+        chosen = grouped[(slice(None),) * (axis + 1) + (slice(start, start + size),)]
+        return chosen.reshape(*before, -1, *after)
 
 
 def _out_axis(spec: ParamSpec) -> int:

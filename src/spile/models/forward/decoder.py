@@ -1,9 +1,9 @@
 """The one decoder: embeds, runs the blocks in a scan, and returns the tapped values.
 
-Tapped values live in the scan's carry, one buffer per site, already in the stored dtype and
-without the rows that nobody asked for. A block that is not tapped at a site writes to the slot
-of the site's next tapped block, which overwrites it later; only a site that ends above the
-deepest scanned block needs a slot to throw away.
+Tapped values live in the scan's carry, one buffer per site and mixer, already in the stored dtype
+and without the rows that nobody asked for. A block that is not tapped at a site writes to the slot
+of the site's next tapped block of its mixer, which overwrites it later; only a site that ends above
+the deepest scanned block needs a slot to throw away.
 
 On a mesh, a device holds some rows of the batch, and one run of all tokens of the tapped values.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from spile.core.errors import ConfigError
-from spile.models.config.arch import Arch, Layer
+from spile.models.config.arch import GATED_DELTA, Arch, Layer
 from spile.models.config.specs import DENSE, MLP, SHARED
 from spile.models.forward import moe
 from spile.models.forward.attention import (
@@ -32,6 +32,7 @@ from spile.models.forward.attention import (
     mixed,
     pattern,
 )
+from spile.models.forward.mixers.gated_delta import gated_delta
 from spile.models.forward.ops import (
     Float8Weight,
     activate,
@@ -52,6 +53,8 @@ Heads = Float[Array, "rows seq heads dim"]
 Places = Int[Array, "rows seq"]
 Columns = Int[Array, "rows kept"]
 Values = dict[str, Array]  # by site
+Kept = tuple[str, str]  # a site and a mixer: blocks with the same mixer have values of one shape
+Buffers = dict[Kept, Array]
 
 _HEAD_VALUES = 1 << 28  # logits held at once, in float32: 1 GiB
 
@@ -68,7 +71,7 @@ class _Run:
     angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
     attend: Attend | None  # None: there is no block
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
-    heads: dict[str, list[int]]  # site -> heads to keep in all its layers; absent sites keep all
+    heads: dict[Kept, list[int]]  # heads to keep in all layers of a mixer; if absent, all
     shards: Shards | None  # None: one device has everything
     changes: Changes
     scores_all: bool  # attention weights are tapped, so they are computed for every pair
@@ -86,15 +89,15 @@ class _Run:
             return block
         return {n: jax.tree.map(partial(self.shards.used, n), a) for n, a in block.items()}
 
-    def of_heads(self, site: str, values: Array) -> Array:
+    def of_heads(self, kept: Kept, values: Array) -> Array:
         """[rows, kept, heads, ...] -> the heads that any tap of the site wants."""
-        return values[:, :, np.array(self.heads[site])] if site in self.heads else values
+        return values[:, :, np.array(self.heads[kept])] if kept in self.heads else values
 
     def of_tap(self, tap: Tap, values: Array) -> Array:
         """[rows x kept, heads, ...] -> the heads of this tap, from those that were kept."""
         if not tap.heads:
             return values
-        there = self.heads.get(tap.site) or range(self.arch.num_heads)
+        there = self.heads.get(_kept_as(tap, self.arch)) or range(values.shape[1])
         places = [there.index(head) for head in tap.heads]
         return values if len(places) == values.shape[1] else values[:, np.array(places)]
 
@@ -142,8 +145,8 @@ def forward(
         out |= {site: run.flat(outer[site]).astype(dtypes[site]) for site in outer}
     for tap in taps:
         met = computed_as(tap)
-        if met.layer is not None and met.site in buffers:
-            values = buffers[met.site][run.wanted[met.site].index(met.layer)]
+        if met.layer is not None and (kept := _kept_as(met, arch)) in buffers:
+            values = buffers[kept][_layers_kept(run)[kept].index(met.layer)]
             out[tap.name] = run.of_tap(tap, values)
     return {tap.name: out[tap.name] for tap in taps}
 
@@ -249,7 +252,7 @@ def _run_of(
     return _Run(
         arch, tokens, positions, segments, columns,
         tuple(rotary_angles(positions, *each) for each in frequencies),
-        attend, wanted, _heads_by_site(taps), shards, changes, "attn_pattern" in wanted,
+        attend, wanted, _heads_kept(taps, arch), shards, changes, "attn_pattern" in wanted,
     )  # fmt: skip
 
 
@@ -307,68 +310,80 @@ def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
     return {site: sorted(layers) for site, layers in wanted.items()}
 
 
-def _heads_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
-    """The heads to keep for each site, except sites with a tap that wants all."""
-    heads: dict[str, set[int]] = {}
+def _kept_as(tap: Tap, arch: Arch) -> Kept:
+    return tap.site, arch.layers[tap.layer or 0].mixer
+
+
+def _layers_kept(run: _Run) -> dict[Kept, list[int]]:
+    """The layers to keep for each site that has some, by their mixer, ascending."""
+    found: dict[Kept, list[int]] = {}
+    for site, layers in run.wanted.items():
+        for layer in layers:
+            found.setdefault((site, run.arch.layers[layer].mixer), []).append(layer)
+    return found
+
+
+def _heads_kept(taps: tuple[Tap, ...], arch: Arch) -> dict[Kept, list[int]]:
+    """The heads to keep for each site, except where a tap wants all."""
+    heads: dict[Kept, set[int]] = {}
     for tap in taps:
-        heads.setdefault(tap.site, set()).update(tap.heads)
-    whole = {tap.site for tap in taps if not tap.heads}
-    return {site: sorted(some) for site, some in heads.items() if site not in whole}
+        heads.setdefault(_kept_as(tap, arch), set()).update(tap.heads)
+    whole = {_kept_as(tap, arch) for tap in taps if not tap.heads}
+    return {kept: sorted(some) for kept, some in heads.items() if kept not in whole}
 
 
 def _run_blocks(
     params: Params, x: Hidden, run: _Run, schedule: LayerSchedule, dtypes: dict[str, jnp.dtype]
-) -> tuple[Hidden, Values]:
-    sites = {site: layers for site, layers in run.wanted.items() if layers}
-    # slots[site][layer]: where that block's value goes (see the module docstring)
+) -> tuple[Hidden, Buffers]:
+    sites = _layers_kept(run)
+    # slots[kept][layer]: where that block's value goes (see the module docstring)
     slots = {s: np.searchsorted(layers, np.arange(schedule.scanned)) for s, layers in sites.items()}
-    cast = {site: dtypes[site] for site in sites}
 
-    def tapped(values: Values) -> Values:
+    def tapped(values: Values, layer: Layer) -> Buffers:
         """Of the sites that this block has."""
-        chosen = {s: run.of_heads(s, run.kept(values[s])) for s in cast if s in values}
-        return {s: run.flat(value).astype(cast[s]) for s, value in chosen.items()}
+        own = [kept for kept in sites if kept[1] == layer.mixer and kept[0] in values]
+        chosen = {kept: run.of_heads(kept, run.kept(values[kept[0]])) for kept in own}
+        return {kept: run.flat(a).astype(dtypes[kept[0]]) for kept, a in chosen.items()}
 
-    def put(buffers: Values, values: Values, slot: dict[str, Array]) -> Values:
+    def put(buffers: Buffers, values: Buffers, slot: Buffers) -> Buffers:
         return buffers | {
-            site: jax.lax.dynamic_update_index_in_dim(buffers[site], value, slot[site], 0)
-            for site, value in tapped(values).items()
+            kept: jax.lax.dynamic_update_index_in_dim(buffers[kept], value, slot[kept], 0)
+            for kept, value in values.items()
         }
 
     def apart(
-        stream: Hidden, buffers: Values, blocks: tuple[Block, ...], first: int
-    ) -> tuple[Hidden, Values]:
+        stream: Hidden, buffers: Buffers, blocks: tuple[Block, ...], first: int
+    ) -> tuple[Hidden, Buffers]:
         for layer, block in enumerate(blocks, first):
-            at = in_block(run.changes, layer)
-            stream, values = _block(stream, block, run.arch.layers[layer], run, at)
-            for site, value in tapped(values).items():
-                if layer in sites[site]:
-                    buffers[site] = buffers[site].at[sites[site].index(layer)].set(value)
+            at, kind = in_block(run.changes, layer), run.arch.layers[layer]
+            stream, values = _block(stream, block, kind, run, at)
+            for kept, value in tapped(values, kind).items():
+                if layer in sites[kept]:
+                    buffers[kept] = buffers[kept].at[sites[kept].index(layer)].set(value)
         return stream, buffers
 
     def cycle(
-        carry: tuple[Hidden, Values],
-        layers: tuple[tuple[Block, ...], dict[str, Array], Array | None],
-    ) -> tuple[tuple[Hidden, Values], None]:
+        carry: tuple[Hidden, Buffers],
+        layers: tuple[tuple[Block, ...], Buffers, Array | None],
+    ) -> tuple[tuple[Hidden, Buffers], None]:
         stream, buffers = carry
         blocks, slot, number = layers
         for place, block in enumerate(blocks):
-            at = in_scan(run.changes, place, schedule, number)
-            stream, values = _block(stream, block, repeated[place], run, at)
-            buffers = put(buffers, values, {site: each[place] for site, each in slot.items()})
+            at, kind = in_scan(run.changes, place, schedule, number), repeated[place]
+            stream, values = _block(stream, block, kind, run, at)
+            own = {kept: each[place] for kept, each in slot.items()}
+            buffers = put(buffers, tapped(values, kind), own)
         return (stream, buffers), None
 
     repeated = run.arch.layers[schedule.lead :]
-    buffers: Values = {}
-    if schedule.depth:
-        shapes: dict[str, jax.ShapeDtypeStruct] = {}
-        for kind, block in _of_each_kind(params, run.arch, schedule):
-            made = partial(_block, x, block, kind, run, in_block({}))
-            shapes |= jax.eval_shape(lambda made=made: tapped(made()[1]))
-        most = {s: max(len(sites[s]), int(slots[s].max(initial=0)) + 1) for s in sites}
-        buffers = {s: jnp.zeros((most[s], *shapes[s].shape), cast[s]) for s in sites}
-        if run.shards:
-            buffers = {s: run.shards.runs(buffer, lead=1) for s, buffer in buffers.items()}
+    shapes: dict[Kept, jax.ShapeDtypeStruct] = {}
+    for kind, block in _of_each_kind(params, run.arch, schedule):
+        made = partial(_block, x, block, kind, run, in_block({}))
+        shapes |= jax.eval_shape(lambda made=made, kind=kind: tapped(made()[1], kind))
+    most = {s: max(len(sites[s]), int(slots[s].max(initial=0)) + 1) for s in shapes}
+    buffers = {s: jnp.zeros((most[s], *shape.shape), shape.dtype) for s, shape in shapes.items()}
+    if run.shards:
+        buffers = {s: run.shards.runs(buffer, lead=1) for s, buffer in buffers.items()}
     x, buffers = apart(x, buffers, params.lead, 0)
     if schedule.cycles:
         later = {s: v[schedule.lead :] for s, v in slots.items()}
@@ -400,11 +415,12 @@ def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hi
 
     entering = normed(x, "attn_norm")
     attn_in = at("attn_in", entering)
-    attended, values = _attend(attn_in, block, layer, run, at)
+    attended, values = _mixed(attn_in, block, layer, run, at)
     attn_out = added("attn_out", attended)
     # Without the barriers, XLA computes the norms after attention and MLP again in each kernel that
     # reads the stream, which then runs at half of the memory's rate.
-    materialized = jax.lax.optimization_barrier if arch.post_norm else lambda stream: stream
+    normed_after = "mlp_post_norm" in arch.norms_of(layer)
+    materialized = jax.lax.optimization_barrier if normed_after else lambda stream: stream
     mid = materialized(at("resid_mid", x + attn_out))
     if not arch.shared_norm:
         entering = normed(x if arch.parallel else mid, "mlp_norm")
@@ -432,6 +448,16 @@ def _normed(
         return x
     weight, bias = block.get(name), block.get(f"{name}_bias")
     return norm(x, weight, bias, arch.norm, arch.norm_eps, rotated=rotated)
+
+
+def _mixed(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
+    """What tokens read from each other."""
+    if layer.mixer == GATED_DELTA:
+        norms = "delta_state_norm" in run.wanted
+        return gated_delta(
+            x, block, run.segments, run.arch, at, shards=run.shards, state_norms=norms
+        )
+    return _attend(x, block, layer, run, at)
 
 
 def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
@@ -467,6 +493,10 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
     else:
         assert run.attend
         z = run.attend(q, k, v, scoring, sinks, slopes)
+    if arch.attn_gate:
+        gate = jax.nn.sigmoid(linear(x, block["wg"], block.get("bg")))
+        values["attn_gate"] = gate = at("attn_gate", gate.reshape(z.shape))
+        z = z * gate
     values["z"] = z = at("z", z)
     return linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo")), values
 

@@ -393,7 +393,7 @@ class ArrayLoader:
         names = zip(checkpoint.names(spec, layer), self._stored(spec, layer), strict=True)
         for name, parts in names:
             tensor: Any = checkpoint.packed[name].decode(jnp, *[stored[part] for part in parts])
-            taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)
+            taken = source.take(tensor, spec, self.blocks)
             arrays.append(jnp.asarray(taken).astype(self.dtype))
         array = jnp.stack(arrays) if source.one_by_one else arrays[0]
         return Float8Weight.of(array) if self._float8 and in_float8(spec) else array
@@ -456,7 +456,7 @@ class ArrayLoader:
             wanted = _of_expert(parts, number, spec.shape[0]) if source.one_by_one else parts
 
             def take(tensor: np.ndarray, wanted: list[ShardBuffer] = wanted) -> list[np.ndarray]:
-                taken = source.take(tensor, spec, self.blocks, checkpoint.arch.head_dim)
+                taken = source.take(tensor, spec, self.blocks)
                 return [taken[part.index] for part in wanted]
 
             if self._plain(name, source, wanted):

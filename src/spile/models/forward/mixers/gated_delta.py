@@ -1,0 +1,289 @@
+"""The gated delta rule: each head keeps a matrix that maps keys to values, and forgets.
+
+At every token a head's state decays by a factor, then the value that it has under the token's key
+is replaced, in part, by the token's own; the token's query reads from the result. Queries, keys and
+values come from a short convolution. State and convolution begin anew with every document.
+
+`recurrent` is that definition, token by token. `chunked` is what runs: it gives the same values by
+matrix products over chunks of tokens, and only the chunks one after another. Both compute in
+float32. Within a chunk, what each token writes depends on what the earlier ones wrote: a triangular
+system, whose inverse is built from the inverses of its halves. (Its power series, which would take
+fewer steps, loses all digits where keys are alike.)
+"""
+
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spile.models.config.arch import Arch, GatedDelta
+from spile.models.forward.ops import activate, linear, norm
+from spile.models.forward.sharding import P, Shards
+from spile.models.forward.splice import At
+from spile.models.forward.weights import Block
+from spile.models.layout import ROWS
+
+CHUNK = 64  # tokens
+_NORM_EPS = 1e-6  # of queries and keys
+_EXACT = jax.lax.Precision.HIGHEST
+_STEP = 2.0**-6  # a chunk's sum of multiples has no rounding error up to 2^18
+
+Hidden = Float[Array, "rows seq width"]
+Places = Int[Array, "rows seq"]
+Channels = Float[Array, "rows seq channels"]
+Keys = Float[Array, "rows seq keys dim"]
+Values = Float[Array, "rows seq heads dim"]
+Scalars = Float[Array, "rows seq heads"]
+
+
+class Read(NamedTuple):
+    """What queries read, and, if it was asked for, the size of the states that they read."""
+
+    values: Values
+    state_norms: Scalars | None
+
+
+def gated_delta(
+    x: Hidden,
+    block: Block,
+    segments: Places,
+    arch: Arch,
+    at: At,
+    *,
+    shards: Shards | None,
+    state_norms: bool,
+) -> tuple[Hidden, dict[str, Array]]:
+    """Mix tokens; return the mixer's output, and the values that can be tapped inside.
+
+    `state_norms`: those of the states are among them.
+    """
+    delta = arch.delta
+    assert delta
+    convolved = [
+        convolution(linear(x, block[f"wd{name}"]), block[f"conv_{name}"], segments, arch.activation)
+        for name in "qkv"
+    ]
+    conv_out = at("conv_out", jnp.concatenate(convolved, axis=-1))
+    read = _by_heads(delta, shards, state_norms)(
+        *_split(conv_out, delta), *_strengths(x, block, delta), segments
+    )
+    gate = linear(x, block["wdg"]).reshape(read.values.shape).astype(jnp.float32)
+    gate = at("attn_gate", jax.nn.silu(gate))
+    z = norm(read.values.astype(x.dtype), block["delta_norm"], None, "rms", delta.norm_eps)
+    z = at("z", (z.astype(jnp.float32) * gate).astype(x.dtype))
+    out = linear(z.reshape(*x.shape[:2], -1), block["wdo"])
+    inside = {"conv_out": conv_out, "attn_gate": gate, "z": z}
+    if read.state_norms is not None:
+        inside["delta_state_norm"] = read.state_norms
+    return out, inside
+
+
+def convolution(
+    x: Channels, kernel: Float[Array, "channels 1 width"], segments: Places, activation: str
+) -> Channels:
+    """Weigh each channel's last tokens, of the same document; then the activation."""
+    weights = kernel[:, 0].astype(jnp.float32)
+    width = weights.shape[1]
+    total = jnp.zeros(x.shape, jnp.float32)
+    for ago in range(width):
+        earlier = _shifted(x, ago).astype(jnp.float32)
+        same = (_shifted(segments, ago, fill=-1) == segments)[..., None]
+        total = total + jnp.where(same, earlier, 0.0) * weights[None, None, :, width - 1 - ago]
+    return activate(total.astype(x.dtype), None, activation, None)
+
+
+def _shifted(x: Array, by: int, fill: int = 0) -> Array:
+    """The value `by` tokens ago."""
+    pads = ((0, 0), (by, 0), *[(0, 0)] * (x.ndim - 2))
+    return jnp.pad(x, pads, constant_values=fill)[:, : x.shape[1]]
+
+
+def _split(convolved: Channels, delta: GatedDelta) -> tuple[Keys, Keys, Values]:
+    """Queries, keys and values, by head, in float32; queries and keys have the length one."""
+    width = delta.key_heads * delta.key_dim
+    q, k, v = jnp.split(convolved.astype(jnp.float32), (width, 2 * width), axis=-1)
+    lead = convolved.shape[:2]
+    q, k = (a.reshape(*lead, delta.key_heads, delta.key_dim) for a in (q, k))
+    q, k = (a * jax.lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + _NORM_EPS) for a in (q, k))
+    return q * delta.key_dim**-0.5, k, v.reshape(*lead, delta.value_heads, delta.value_dim)
+
+
+def _strengths(x: Hidden, block: Block, delta: GatedDelta) -> tuple[Scalars, Scalars]:
+    """How much each token writes, and the logarithm of what the state keeps, in float32."""
+    written = jax.nn.sigmoid(linear(x, block["wdb"]))
+    written = written * jnp.asarray(delta.most_written, written.dtype)
+    rate = jnp.exp(block["decay"].astype(jnp.float32))[None, None]
+    bias = block["decay_bias"].astype(jnp.float32)[None, None]
+    kept = -rate * jax.nn.softplus(linear(x, block["wda"]).astype(jnp.float32) + bias)
+    return written.astype(jnp.float32), kept
+
+
+def _by_heads(delta: GatedDelta, shards: Shards | None, state_norms: bool) -> Callable[..., Read]:
+    """The rule; on a mesh, each device applies it to its rows and its heads."""
+    rule = partial(chunked, state_norms=state_norms)
+    if shards is None:
+        return rule
+    heads = P(ROWS, None, shards.model_axis("delta_heads"))
+
+    def local(*given: Any) -> Any:
+        read = rule(*given)
+        return read if state_norms else read.values
+
+    out = Read(heads, heads) if state_norms else heads
+    on_mesh = shards.each(local, (heads,) * 5 + (P(ROWS),), out)
+    return on_mesh if state_norms else lambda *given: Read(on_mesh(*given), None)
+
+
+def recurrent(
+    q: Keys, k: Keys, v: Values, written: Scalars, kept: Scalars, segments: Places
+) -> Read:
+    """The definition: one token after another.
+
+    Args:
+        written: how much of the value under its key a token replaces.
+        kept: the logarithm of the factor by which a state decays.
+    """
+    rows, _, heads, dim = v.shape
+    q, k = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (q, k))
+    begins = _shifted(segments, 1, fill=-1) != segments
+    exact = partial(jnp.einsum, precision=_EXACT)
+
+    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Read]:
+        q, k, v, written, kept, begins = token
+        state = jnp.where(begins[:, None, None, None], 0.0, jnp.exp(kept)[..., None, None] * state)
+        missing = v - exact("rhk,rhkv->rhv", k, state)
+        state = state + exact("rhk,rhv->rhkv", k, missing * written[..., None])
+        read = exact("rhk,rhkv->rhv", q, state)
+        return state, Read(read, jnp.sqrt(jnp.sum(state * state, axis=(-1, -2))))
+
+    tokens = tuple(jnp.moveaxis(a, 1, 0) for a in (q, k, v, written, kept, begins))
+    begin = jnp.zeros((rows, heads, q.shape[-1], dim), jnp.float32)
+    _, read = jax.lax.scan(step, begin, tokens)
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), read)
+
+
+def chunked(
+    q: Keys,
+    k: Keys,
+    v: Values,
+    written: Scalars,
+    kept: Scalars,
+    segments: Places,
+    *,
+    state_norms: bool = False,
+) -> Read:
+    """The same by chunks of tokens; the arguments are those of `recurrent`.
+
+    In the einsums: r rows, n chunks, g key heads, h value heads of each, t and j tokens of a chunk,
+    k and v the dimensions of keys and values.
+    """
+    seq, groups = q.shape[1], q.shape[2]
+
+    def cut(a: Array, fill: int = 0) -> Array:
+        """[rows, seq, ...] -> [rows, chunks, CHUNK, ...]."""
+        pads = ((0, 0), (0, -seq % CHUNK), *[(0, 0)] * (a.ndim - 2))
+        padded = jnp.pad(a, pads, constant_values=fill)
+        return padded.reshape(a.shape[0], -1, CHUNK, *a.shape[2:])
+
+    def grouped(a: Array) -> Array:
+        """[..., value heads, ...] -> [rows, chunks, CHUNK, key heads, value heads of each, ...]."""
+        a = cut(a)
+        return a.reshape(*a.shape[:3], groups, -1, *a.shape[4:])
+
+    places = cut(segments, fill=-1)
+    q, k = cut(q), cut(k)
+    v, written, kept = grouped(v), grouped(written), grouped(kept)
+
+    # Decay between two tokens of a chunk, zero across a border; and since the chunk's start, zero
+    # behind its first border. Both are differences of sums, which may be large where the result is
+    # not: so the sums are in two parts, of multiples of a step, which are exact, and of the rest.
+    seen = jnp.tril(places[..., :, None] == places[..., None, :])
+    steps = jnp.round(kept / _STEP) * _STEP
+    coarse, fine = (
+        jnp.einsum("rntj,rnjgh->rnght", seen.astype(jnp.float32), part, precision=_EXACT)
+        for part in (steps, kept - steps)
+    )
+    apart = coarse[..., :, None] - coarse[..., None, :] + (fine[..., :, None] - fine[..., None, :])
+    between = jnp.exp(jnp.where(seen[:, :, None, None], apart, -jnp.inf))  # [r, n, g, h, t, j]
+    before = jnp.pad(places[:, :-1, -1], ((0, 0), (1, 0)), constant_values=-1)
+    continues = (places == before[..., None])[:, :, None, None]
+    since = jnp.where(continues, jnp.exp(coarse + fine), 0.0)  # [r, n, g, h, t]
+
+    by_key = jnp.einsum("rntgk,rnjgk->rngtj", k, k)[:, :, :, None]
+    by_query = jnp.einsum("rntgk,rnjgk->rngtj", q, k)[:, :, :, None] * between
+    strength = jnp.moveaxis(written, 2, -1)
+    inverse = _inverse_of_unit_lower(by_key * between * strength[..., None])
+    solved = inverse * strength[..., None, :]
+    # What each token writes, if the chunk began with no state; and what it writes less for each
+    # value in the state at the chunk's start.
+    fresh = jnp.einsum("rnghtj,rnjghv->rnghtv", solved, v)
+    known = jnp.einsum("rnghtj,rnghj,rnjgk->rnghtk", solved, since, k)
+    ends = between[..., -1, :]  # decay of what a token wrote until the chunk's end
+
+    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+        q, k, fresh, known, by_query, since, ends = chunk
+        wrote = fresh - jnp.einsum("rghtk,rghkv->rghtv", known, state)
+        read = jnp.einsum("rghtj,rghjv->rghtv", by_query, wrote)
+        read = read + since[..., None] * jnp.einsum("rtgk,rghkv->rghtv", q, state)
+        after = state * since[..., -1, None, None]
+        after = after + jnp.einsum("rtgk,rghtv->rghkv", k, ends[..., None] * wrote)
+        return after, (read, wrote, state) if state_norms else (read,)
+
+    by_chunk = (q, k, fresh, known, by_query, since, ends)
+    begin = jnp.zeros((*fresh.shape[:1], *fresh.shape[2:4], k.shape[-1], v.shape[-1]), jnp.float32)
+    _, found = jax.lax.scan(step, begin, tuple(jnp.moveaxis(a, 1, 0) for a in by_chunk))
+    read, *rest = (jnp.moveaxis(a, 0, 1) for a in found)
+
+    def whole(a: Array) -> Array:
+        """[r, n, g, h, t, ...] -> [rows, seq, value heads, ...]."""
+        a = jnp.moveaxis(a, 4, 2)
+        return a.reshape(a.shape[0], -1, a.shape[3] * a.shape[4], *a.shape[5:])[:, :seq]
+
+    norms = _state_norms(k, by_key, between, since, *rest) if state_norms else None
+    return Read(whole(read), None if norms is None else whole(norms))
+
+
+def _inverse_of_unit_lower(lower: Float[Array, "*lead size size"]) -> Array:
+    """The inverse of the identity plus the strictly lower part of a matrix, whose size is 2^n.
+
+    The blocks on the diagonal are inverted first: those of one element are their own inverse. Two
+    neighbours and what is below the first then make one block of twice the size.
+    """
+    lead, size = lower.shape[:-2], lower.shape[-1]
+    exact = partial(jnp.einsum, "...ij,...jk->...ik", precision=_EXACT)
+    inverse = jnp.ones((*lead, size, 1, 1), lower.dtype)  # blocks
+    width = 1
+    while width < size:
+        pairs = size // (2 * width)
+        blocks = lower.reshape(*lead, pairs, 2, width, pairs, 2, width)
+        below = jnp.diagonal(blocks[..., 1, :, :, 0, :], axis1=-4, axis2=-2)  # pairs come last
+        below = jnp.moveaxis(below, -1, -3)
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -exact(exact(second, below), first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        width *= 2
+    return inverse[..., 0, :, :]
+
+
+def _state_norms(
+    k: Array, by_key: Array, between: Array, since: Array, wrote: Array, state: Array
+) -> Float[Array, "rows chunks groups heads chunk"]:
+    """The norm of the state after each token, from products alone: states are too large to hold.
+
+    It is a sum of what is left of the chunk's first state and of the outer products of keys and
+    values written since; the square of its norm is made of the scalar products of each with each.
+    """
+    exact = partial(jnp.einsum, precision=_EXACT)
+    first = jnp.sum(state * state, axis=(-1, -2))[..., None]
+    met = exact("rnjgk,rnghkv,rnghjv->rnghj", k, state, wrote)
+    crossed = exact("rnghtj,rnghj->rnght", between, met)
+    pairs = by_key * exact("rnghiv,rnghjv->rnghij", wrote, wrote)
+    own = jnp.sum(exact("rnghti,rnghij->rnghtj", between, pairs) * between, axis=-1)
+    return jnp.sqrt(jnp.maximum(since * since * first + 2 * since * crossed + own, 0.0))
