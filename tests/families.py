@@ -145,14 +145,18 @@ MINIMAX: dict[str, Any] = {
     **SMALL, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3,
     "rope_parameters": partial(0.5),
 }  # fmt: skip
-# Two value heads for each key head, and other sizes than attention's; the last layer is attention.
-LINEAR_SIZES: dict[str, Any] = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
-    "linear_value_head_dim": 10,
-}  # fmt: skip
-HYBRID: dict[str, Any] = {**SMALL, **LINEAR_SIZES, "head_dim": 16, "num_hidden_layers": 5,
+# Two value heads for each key head, and other sizes than attention's. What a query reads may be
+# nearly nothing, and its norm makes that one: with the usual epsilon of 1e-6, so it does of errors.
+HYBRID: dict[str, Any] = {
+    **SMALL, "head_dim": 16, "num_hidden_layers": 5, "rms_norm_eps": 1e-4,
     "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
-    "rope_parameters": partial(0.25)}  # fmt: skip
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "rope_parameters": partial(0.25),
+}  # fmt: skip
+HYBRID_MOE: dict[str, Any] = {
+    **HYBRID, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 OLMO_HYBRID: dict[str, Any] = {
     **HYBRID,
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
@@ -176,6 +180,8 @@ def _family(config: str, model: str, base: dict[str, Any]) -> Callable[..., Call
             merged = dict(base)
             for part in (*settings, more, changes):
                 merged |= part
+            if "layer_types" in merged:
+                merged["layer_types"] = merged["layer_types"][: merged["num_hidden_layers"]]
             # configs write into what they are given
             made = getattr(transformers, config)(**deepcopy(merged))
             return getattr(transformers, model)(made)
@@ -205,6 +211,8 @@ _smollm3 = _family("SmolLM3Config", "SmolLM3ForCausalLM", {**SMALL, "num_hidden_
 _seedoss = _family("SeedOssConfig", "SeedOssForCausalLM", {**SMALL, "head_dim": 16})
 _arcee = _family("ArceeConfig", "ArceeForCausalLM", SMALL)
 _qwen35 = _family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", HYBRID)
+_qwen35moe = _family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", HYBRID_MOE)
+_qwen3next = _family("Qwen3NextConfig", "Qwen3NextForCausalLM", HYBRID_MOE)
 _olmohybrid = _family("OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO_HYBRID)
 _stablelm = _family("StableLmConfig", "StableLmForCausalLM", STABLELM)
 _qwen2moe = _family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", QWEN2MOE)
@@ -314,6 +322,14 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen35-gqa": _qwen35(),
     "qwen35-mha-tied": _qwen35(MHA, TIED, attention_bias=True),
     "qwen35-mqa": _qwen35(MQA, linear_num_key_heads=4),
+    "qwen35moe-gqa": _qwen35moe(),
+    "qwen35moe-mha": _qwen35moe(MHA, TIED),
+    "qwen35moe-mqa": _qwen35moe(MQA, linear_num_key_heads=4),
+    "qwen3next-gqa": _qwen3next(),
+    "qwen3next-mha-mixed": _qwen3next(MHA, mlp_only_layers=[1], attention_bias=True),
+    "qwen3next-mqa-unnormed": _qwen3next(
+        MQA, linear_num_key_heads=1, norm_topk_prob=False, linear_conv_kernel_dim=3
+    ),
     "olmohybrid-gqa": _olmohybrid(),
     "olmohybrid-mha-rotary": _olmohybrid(MHA, rope_parameters=THETA, attention_bias=True),
     "olmohybrid-mqa": _olmohybrid(MQA, linear_allow_neg_eigval=False),
@@ -413,6 +429,19 @@ REFUSED = {
 }
 
 
+def qwen35_multimodal(*, experts: bool = False, **changes: Any) -> Any:
+    """Qwen 3.5 as published: the same decoder, beside a vision tower."""
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "depth": 1, "num_heads": 2, "patch_size": 4,
+        "out_hidden_size": 48, "num_position_embeddings": 16,
+    }  # fmt: skip
+    kind, base = ("Qwen3_5Moe", HYBRID_MOE) if experts else ("Qwen3_5", HYBRID)
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=deepcopy({**base, **changes}), vision_config=vision
+    )
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
 def gemma3_multimodal(**changes: Any) -> Any:
     """Gemma 3 as published from 4B up: the same decoder, beside a vision tower."""
     vision = {
@@ -429,10 +458,14 @@ def save(model: Any, directory: Path) -> None:
     """Write a model as it would be published.
 
     transformers writes OLMo Hybrid's convolutions in three equal parts, whatever their sizes, and
-    a norm of its attention layers under the name of another.
+    a norm of its attention layers under the name of another; and the experts of Qwen 3.5 one by
+    one.
     """
-    model.save_pretrained(directory)
-    if type(model).__name__ != "OlmoHybridForCausalLM":
+    name = type(model).__name__
+    model.save_pretrained(
+        directory, save_original_format=name != "Qwen3_5MoeForConditionalGeneration"
+    )
+    if name != "OlmoHybridForCausalLM":
         return
     config, tensors = model.config, dict[str, torch.Tensor]()
     keys = config.linear_num_key_heads * config.linear_key_head_dim

@@ -17,7 +17,15 @@ from transformers import AutoModelForCausalLM
 import quick
 import spile
 import tiny
-from families import FAMILIES, REFUSED, WINDOW, gemma3_multimodal, randomised, save
+from families import (
+    FAMILIES,
+    REFUSED,
+    WINDOW,
+    gemma3_multimodal,
+    qwen35_multimodal,
+    randomised,
+    save,
+)
 from marks import some
 from spile.check.reference import Reference
 from spile.core.errors import InputError
@@ -31,6 +39,7 @@ from spile.models.forward import decoder
 from spile.models.forward.attention import Attention, blocked, masked
 from spile.models.forward.decoder import forward, needs_whole_block
 from spile.models.forward.kernels import for_platform
+from spile.models.forward.mixers import gated_delta
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, parse_taps
 
@@ -38,6 +47,8 @@ TOLERANCE = 2e-5  # of the tap's largest value
 SUPPORTED: dict[str, Callable[..., Any]] = {
     **{name: make for name, make in FAMILIES.items() if name not in REFUSED},
     "gemma3-multimodal": gemma3_multimodal,
+    "qwen35-multimodal": qwen35_multimodal,
+    "qwen35moe-multimodal": partial(qwen35_multimodal, experts=True),
     "gemma3-three-blocks": partial(  # what does not fill a period stands behind the scan
         FAMILIES["gemma3-gqa"],
         num_hidden_layers=3,
@@ -61,12 +72,12 @@ STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
 # switch is in one of them. Heads are the same for all, and frequencies are compared with HF's in
 # tests/models/config/test_rope.py. All families are tried with --chaos-full.
 KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo2-gqa",
-         "qwen3moe-gqa", "gptoss-gqa")  # fmt: skip
+         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa")  # fmt: skip
 ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-gqa",
          "starcoder2-gqa", "olmo3-gqa", "smollm3-mqa-chosen", "seedoss-gqa",
          "arcee-gqa", "granite-gqa", "glm4-gqa", "olmo-mha-clipped",
          "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "falcon-gqa",
-         "qwen2moe-gqa", "glm4moe-gqa", "hunyuan-gqa", "apertus-gqa")  # fmt: skip
+         "qwen2moe-gqa", "glm4moe-gqa", "hunyuan-gqa", "apertus-gqa", "olmohybrid-gqa")  # fmt: skip
 # Their last layers are of another kind than the first two.
 DEEPER = ("cohere2-gqa", "gptneo", "dots1-gqa", "ernie45moe-mha-few")
 
@@ -98,6 +109,12 @@ def batch(lengths: tuple[tuple[int, ...], ...]) -> tuple[list[Context], list[np.
 
 
 CONTEXTS, BATCH = batch(LENGTHS)
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts are longer than a chunk of the gated delta rule."""
+    monkeypatch.setattr(gated_delta, "CHUNK", 16)
 
 
 def saved(make: Callable[..., Any], directory: Path, **changes: Any) -> tuple[Any, Checkpoint]:
@@ -291,12 +308,15 @@ def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
     queries_per_key: dict[str, set[int]] = {}
     for name, _, arch in map(architecture, SUPPORTED.values()):
         queries_per_key.setdefault(name, set()).add(arch.num_heads // arch.num_kv_heads)
-    # those without the choice, and one whose decoder is another's
+    # those without the choice, and those whose decoder is another's
     own = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM",
            "BloomForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM")  # fmt: skip
     fewer = {
         **dict.fromkeys(own, {1}), "GPTBigCodeForCausalLM": {4},
-        "Gemma3ForConditionalGeneration": {2},
+        **dict.fromkeys(
+            ("Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+             "Qwen3_5MoeForConditionalGeneration"), {2},
+        ),
     }  # fmt: skip
     known = [name for family in KNOWN for name in family.architectures if name != "MPTForCausalLM"]
     assert queries_per_key == {name: fewer.get(name, {1, 2, 4}) for name in known}
@@ -536,6 +556,7 @@ def test_logits_are_never_held_whole_where_they_are_too_large(
 PACKED = [
     ("gptoss-gqa", "resid_post:all"),  # all else would show there
     ("gemma2-gqa", "attn_pattern:0+1,z:1"),
+    pytest.param("qwen35-gqa", "resid_post:all,conv_out:all,delta_state_norm:all", marks=FULL),
     pytest.param("gptoss-gqa", "attn_pattern:all,q_rot:all,expert_ids:all,logits", marks=FULL),
 ]
 
@@ -585,10 +606,12 @@ COARSE = {
     "falcon": "falcon-mqa", "falcon-grouped": "falcon-gqa",
     "falcon-grouped-one-norm": "falcon-mha-one-norm", "gpt_neo": "gptneo",
     "gpt_bigcode": "gptbigcode-mqa", "mpt": "mpt", "hunyuan_v1_dense": "hunyuan-mqa",
-    "apertus": "apertus-gqa", "ministral3": "ministral3-gqa",
+    "apertus": "apertus-gqa", "ministral3": "ministral3-gqa", "qwen3_next": "qwen3next-gqa",
+    "qwen3_5": "qwen35-gqa", "qwen3_5_moe": "qwen35moe-gqa", "olmo_hybrid": "olmohybrid-gqa",
 }  # fmt: skip
 # What makes each choose every expert; the first ones choose by the logits alone.
-BY_LOGITS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe")
+BY_LOGITS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe", "qwen3_next",
+             "qwen3_5_moe")  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys((*BY_LOGITS, "glm4_moe", "minimax_m2"), {"num_experts_per_tok": 6}),
     "ernie4_5_moe": {"moe_k": 6},

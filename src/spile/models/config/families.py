@@ -60,6 +60,8 @@ class Family:
     nested: str | None = None  # the key that holds the config
     beside: tuple[str, ...] = ()  # keys beside it that do not concern the decoder
     weights: Mapping[str, TensorSource] = field(default_factory=lambda: LLAMA_WEIGHTS)
+    # arrays that some files hold under other names than these
+    elsewhere: Mapping[str, TensorSource] = field(default_factory=dict[str, TensorSource])
     prefixes: tuple[str, ...] = ("model.",)  # of every tensor but the head; published files vary
     head: str = "lm_head.weight"
     head_bias: str = "lm_head.bias"
@@ -292,6 +294,32 @@ _QWEN35_TOWER: dict[str, Any] = {
     "unused_weights": ("mtp.*", "model.visual.*"),
 }  # fmt: skip
 _QWEN35_DENSE = {**LLAMA_WEIGHTS, **_GATED_QUERIES, **_LINEAR_WEIGHTS}
+_SHARED_WEIGHED = linears(
+    LAYER + "mlp.", s_gate="shared_expert.gate_proj", s_up="shared_expert.up_proj",
+    s_down="shared_expert.down_proj", s_router="shared_expert_gate",
+)  # fmt: skip
+_QWEN35_EXPERTS = {**_MOE_WEIGHTS, **_GATED_QUERIES, **_LINEAR_WEIGHTS, **_SHARED_WEIGHED}
+_QWEN35_MOE: dict[str, Any] = {
+    **_QWEN35,
+    "keys": _MOE_KEYS,
+    "reads": (*_QWEN_HYBRID["reads"], *_ROUTED, "num_experts", "shared_size"),
+    "defaults": {
+        **_QWEN_HYBRID["defaults"], "num_experts": 256, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "intermediate_size": 512, "shared_size": 512,
+    },
+    # Every layer has experts: of other MLPs it has the keys at most.
+    "ignored": (*_QWEN35["ignored"], *_ROUTER_LOSS, "intermediate_size"),
+    "harmless": {
+        **_QWEN35["harmless"], "mlp_only_layers": ([], None), "decoder_sparse_step": (1, None),
+        "norm_topk_prob": (True, None),
+    },
+    "experts": {"shared_gate": True},
+    # As published; transformers writes each expert by itself.
+    "elsewhere": {
+        **fused(LAYER + "mlp.experts.gate_up_proj", "w_gate", "w_up"),
+        **named(LAYER + "mlp.experts.", w_down="down_proj"),
+    },
+}  # fmt: skip
 
 FAMILIES = (
     Family(
@@ -561,6 +589,42 @@ FAMILIES = (
         architectures=("Qwen3_5ForConditionalGeneration",),
         weights=_QWEN35_DENSE,
         **{**_QWEN35, **_QWEN35_TOWER},
+    ),
+    Family(
+        name="qwen3_5_moe",
+        architectures=("Qwen3_5MoeForCausalLM",),
+        weights=_QWEN35_EXPERTS,
+        **_QWEN35_MOE,
+    ),
+    Family(
+        name="qwen3_5_moe-multimodal",
+        architectures=("Qwen3_5MoeForConditionalGeneration",),
+        weights=_QWEN35_EXPERTS,
+        **{**_QWEN35_MOE, **_QWEN35_TOWER},
+    ),
+    Family(
+        name="qwen3_next",
+        architectures=("Qwen3NextForCausalLM",),
+        weights={
+            **_QWEN35_EXPERTS,
+            **fused(_LINEAR + "in_proj_qkvz.weight", "wdq", "wdk", "wdv", "wdg", by="head"),
+            **fused(_LINEAR + "in_proj_ba.weight", "wdb", "wda", by="head"),
+        },
+        **{
+            **_QWEN_HYBRID,
+            "keys": _MOE_KEYS,
+            "reads": (
+                *_QWEN_HYBRID["reads"], *_MOE_READS, *_SPARSE_STEP, "num_experts",
+                "norm_topk_prob", "shared_size",
+            ),
+            "defaults": {
+                **_QWEN_HYBRID["defaults"], "num_experts": 512, "num_experts_per_tok": 10,
+                "norm_topk_prob": True, "intermediate_size": 512, "shared_size": 512,
+                "dense_size": 5632, "decoder_sparse_step": 1,
+            },
+            "ignored": _ROUTER_LOSS,
+            "experts": {"shared_gate": True},
+        },
     ),
     Family(
         name="smollm3",
@@ -1047,13 +1111,7 @@ FAMILIES = (
         ignored=_ROUTER_LOSS,
         experts={"shared_gate": True},
         windows="lower",
-        weights={
-            **_MOE_WEIGHTS,
-            **linears(
-                LAYER + "mlp.", s_gate="shared_expert.gate_proj", s_up="shared_expert.up_proj",
-                s_down="shared_expert.down_proj", s_router="shared_expert_gate",
-            ),
-        },
+        weights={**_MOE_WEIGHTS, **_SHARED_WEIGHED},
     ),
     Family(
         name="olmoe",

@@ -466,7 +466,11 @@ def _hybrid_layers(config: _Config, count: int) -> tuple[Layer, ...]:
             f"{config.where}: layer_types must say {_KINDS[0]} or {_LINEAR} for each layer"
         )
     linear = Layer(rope=None, mixer=GATED_DELTA)
-    return tuple(linear if kind == _LINEAR else Layer() for kind in kinds)
+    layers = [linear if kind == _LINEAR else Layer() for kind in kinds]
+    return tuple(
+        replace(layer, dense=dense)
+        for layer, dense in zip(layers, _dense(config, count), strict=True)
+    )
 
 
 def _rotated(config: _Config, count: int) -> list[bool]:

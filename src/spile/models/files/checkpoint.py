@@ -168,9 +168,14 @@ def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
                 raise InputError(f"{path}: tensor {name} is also in {tensors[name][0].name}")
             tensors[name] = (path, info)
     stems = (p for p in family.prefixes if p + family.weights["embed"].name in tensors)
-    checkpoint = Checkpoint(
-        directory, family, arch, tensors, files, next(stems, family.prefixes[0])
-    )
+    prefix = next(stems, family.prefixes[0])
+    elsewhere = {
+        name: source
+        for name, source in family.elsewhere.items()
+        if prefix + source.name.format(layer=0) in tensors
+    }
+    family = dataclasses.replace(family, weights={**family.weights, **elsewhere})
+    checkpoint = Checkpoint(directory, family, arch, tensors, files, prefix)
     checkpoint = dataclasses.replace(checkpoint, packed=_packed(checkpoint))
     _check_tensors(checkpoint)
     if lora is None:
