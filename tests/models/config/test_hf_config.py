@@ -27,7 +27,7 @@ from transformers.initialization import no_init_weights
 import tiny
 from marks import some
 from spile.core.errors import InputError
-from spile.models.config.arch import Arch, Experts
+from spile.models.config.arch import GATED_DELTA, Arch, Experts, GatedDelta
 from spile.models.config.families import FAMILIES
 from spile.models.config.hf_config import ACTIVATIONS, read_config
 from spile.models.files.checkpoint import Checkpoint
@@ -47,6 +47,12 @@ PARAMS = {
     "Mixtral-8x22B-v0.1": 140_620_634_112,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
     "OLMo-2-0425-1B": 1_484_916_736,
+    "Olmo-Hybrid-7B": 7_430_870_688,
+    "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
+    "Qwen3.5-27B": 26_895_998_464,
+    "Qwen3.5-27B-text": 26_895_998_464,
+    "Qwen3.5-35B-A3B": 34_660_610_688,
+    "Qwen3.5-35B-A3B-text": 34_660_610_688,
     "OLMo-2-1124-7B": 7_298_617_344,
     "Olmo-3-1025-7B": 7_298_011_136,
     "Phi-3-medium-4k-instruct": 13_960_238_080,
@@ -135,6 +141,12 @@ OF_FAMILY = {
     "phi3": "Phi-4-mini-instruct",
     "olmo2": "OLMo-2-0425-1B",
     "olmo3": "Olmo-3-1025-7B",
+    "olmo_hybrid": "Olmo-Hybrid-7B",
+    "qwen3_next": "Qwen3-Next-80B-A3B-Instruct",
+    "qwen3_5": "Qwen3.5-27B-text",
+    "qwen3_5-multimodal": "Qwen3.5-27B",
+    "qwen3_5_moe": "Qwen3.5-35B-A3B-text",
+    "qwen3_5_moe-multimodal": "Qwen3.5-35B-A3B",
     "smollm3": "SmolLM3-3B",
     "seed_oss": "Seed-OSS-36B-Base",
     "arcee": "AFM-4.5B",
@@ -219,10 +231,12 @@ def first(of: Any, *names: str) -> Any:
 
 def facts_of_theirs(config: Any) -> dict[str, Any]:
     """What decides activations beside the weights, out of transformers' config and modules."""
-    small = copy.deepcopy(config)
-    small.num_hidden_layers = 2  # the others are built alike; the first may have no experts
+    small, linear = copy.deepcopy(config), "linear_attention"
+    # The others are built alike; the first may have no experts, or no attention.
+    built_too = 4 if linear in (getattr(config, "layer_types", None) or ()) else 2
+    small.num_hidden_layers = built_too
     base = built(small).get_decoder()
-    block = first(base, "layers", "h", "blocks")[1]
+    block = first(base, "layers", "h", "blocks")[-1]
     attention = first(block, "self_attn", "self_attention", "attention", "attn")
     attention = getattr(attention, "attention", attention)
     mlp = first(block, *[n for n in MLPS if hasattr(block, n)], "self")
@@ -288,7 +302,7 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
         "dense": [
             not hasattr(first(each, *[n for n in MLPS if hasattr(each, n)], "self"), "experts")
             and hasattr(mlp, "experts")
-            for each in (*first(base, "layers", "h", "blocks"), *[block] * (depth - 2))
+            for each in (*first(base, "layers", "h", "blocks"), *[block] * (depth - built_too))
         ],
         "parallel": getattr(
             config,
@@ -299,7 +313,26 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
         "qk_norm": any(
             hasattr(attention, name) for name in ("q_norm", "q_layernorm", "query_layernorm")
         ),
+        "linear": [kinds is not None and kinds[i] == linear for i in range(depth)],
+        "delta": _delta_of_theirs(base.layers[0], block) if built_too > 2 else None,
+        "attn_gate": hasattr(attention, "q_proj")
+        and attention.q_proj.out_features == 2 * heads * attention.head_dim,
     }
+
+
+def _delta_of_theirs(block: Any, other: Any) -> GatedDelta:
+    """Of a linear block; the other one attends."""
+    rule = block.linear_attn
+    return GatedDelta(
+        key_heads=rule.num_k_heads,
+        value_heads=rule.num_v_heads,
+        key_dim=rule.head_k_dim,
+        value_dim=rule.head_v_dim,
+        kernel=rule.conv1d.kernel_size[0],
+        norm_eps=first(rule, "norm", "o_norm").variance_epsilon,
+        most_written=2.0 if getattr(rule, "allow_neg_eigval", False) else 1.0,
+        pre_norm_only=hasattr(other, "post_feedforward_layernorm"),
+    )
 
 
 def _rounded(scale: float) -> float:
@@ -365,6 +398,8 @@ def _rotary_of_theirs(rotary: Any, config: Any, attention: Any) -> list[Rotary |
     rotated = getattr(config, "no_rope_layers", None) or [1] * len(found)
     if config.model_type in ("cohere2", "exaone4") and config.sliding_window is not None:
         rotated = [kind == "sliding_attention" for kind in config.layer_types]
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        rotated = [kind == "full_attention" for kind in config.layer_types]
     return [each if turned else None for each, turned in zip(found, rotated, strict=False)]
 
 
@@ -397,6 +432,9 @@ def facts_of_ours(arch: Arch) -> dict[str, Any]:
         "parallel": arch.parallel,
         "sinks": arch.sinks,
         "qk_norm": arch.qk_norm is not None,
+        "linear": [layer.mixer == GATED_DELTA for layer in arch.layers],
+        "delta": arch.delta,
+        "attn_gate": arch.attn_gate,
     }
 
 
@@ -458,6 +496,11 @@ def test_every_tensor_of_the_model_is_expected_and_no_other(name: str) -> None:
     wanted = {n: tuple(p.shape) for n, p in model.named_parameters()}
     if "lm_head.weight" in wanted:  # GPT-NeoX' own name for it is that of its files
         wanted[family.head] = wanted.pop("lm_head.weight")
+    if family.name == "olmo_hybrid":  # transformers fuses convolutions, and renames norms
+        found, wanted = (
+            {n: s for n, s in each.items() if "conv1d" not in n and "norm" not in n}
+            for each in (found, wanted)
+        )
     if arch.experts:  # transformers fuses experts as it loads them
         found, wanted = ({n: s for n, s in each.items() if not _moe(n)} for each in (found, wanted))
     assert found == wanted
@@ -731,6 +774,8 @@ def test_a_number_that_is_none_is_refused_by_name(family: str) -> None:
         "num_key_value_heads", "intermediate_size", "max_position_embeddings",
     }  # fmt: skip
     counts |= set(row.reads) & {
+        "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+        "linear_value_head_dim", "linear_conv_kernel_dim", "full_attention_interval",
         "num_experts", "num_experts_per_tok", "sliding_window", "rotary_dim", "n_group",
         "topk_group", "decoder_sparse_step", "moe_layer_interval",
     }  # fmt: skip
@@ -750,7 +795,9 @@ def test_a_number_that_is_none_is_refused_by_name(family: str) -> None:
             values = published(OF_FAMILY[family])
             if key == "sliding_window" and _own(family, "use_sliding_window") in values:
                 values["use_sliding_window"] = True
-            decoder_part(values)[_own(family, key)] = odd
+            part = decoder_part(values)
+            rotary = part.get("rope_parameters") or {}
+            (rotary if key in rotary else part)[_own(family, key)] = odd
             message = refused(values)
             named = "rope_theta" if key == "rope_local_base_freq" else key
             assert named in message or _own(family, key) in message, (key, odd)

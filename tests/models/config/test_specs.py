@@ -17,6 +17,7 @@ from spile.models.config.specs import axis_sizes, block_specs, head_specs, outer
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 AXES = {
     "width", "heads", "kv_heads", "head_dim", "mlp", "vocab", "seq", "experts", "routes", "one",
+    "delta_heads", "kernel",
 }  # fmt: skip
 _, ARCH = read_config(tiny.CONFIG, "test")
 VARIANTS = [name for name in families.FAMILIES if name not in families.REFUSED]
@@ -134,6 +135,8 @@ def test_every_axis_of_every_array_has_a_name_and_its_length(path: Path) -> None
     specs = (*outer_specs(arch), *block_specs(arch))
     assert len({spec.name for spec in specs}) == len(specs)
     for spec in specs:
+        if "delta_heads" in spec.axes or spec.name == "delta_norm":
+            continue  # see `test_the_arrays_of_the_gated_delta_rule`
         assert len(spec.axes) == len(spec.shape)
         assert len(set(spec.axes)) == len(spec.axes), "one mesh axis cannot shard two"
         inner = {"d": arch.dense_width, "s": arch.experts.shared if arch.experts else 0}
@@ -143,6 +146,27 @@ def test_every_axis_of_every_array_has_a_name_and_its_length(path: Path) -> None
             if axis == "mlp":
                 length = inner.get(spec.name[1], length)
             assert size == length, (spec.name, axis)
+
+
+def test_the_arrays_of_the_gated_delta_rule() -> None:
+    """Queries and keys of 16 heads of 128, values of 32; all are cut by key heads."""
+    arch = published("Qwen3-Next-80B-A3B-Instruct")
+    linear, full = (block_specs(arch, arch.layers[layer]) for layer in (0, 3))
+    own = {spec.name: spec for spec in linear}
+    assert {n: spec.shape for n, spec in own.items() if n not in {spec.name for spec in full}} == {
+        "wdq": (2048, 2048), "wdk": (2048, 2048), "wdv": (4096, 2048), "wdg": (4096, 2048),
+        "wda": (32, 2048), "wdb": (32, 2048), "wdo": (2048, 4096), "conv_q": (2048, 1, 4),
+        "conv_k": (2048, 1, 4), "conv_v": (4096, 1, 4), "decay": (32,), "decay_bias": (32,),
+        "delta_norm": (128,),
+    }  # fmt: skip
+    assert {spec.name for spec in full} - set(own) == {
+        "wq", "wk", "wv", "wg", "wo", "q_norm", "k_norm",
+    }  # fmt: skip
+    cut = {n for n, spec in own.items() if "delta_heads" in spec.axes}
+    assert cut == {*(f"wd{n}" for n in "qkvgabo"), "conv_q", "conv_k", "conv_v", "decay",
+                   "decay_bias"}  # fmt: skip
+    assert axis_sizes(arch)["delta_heads"] == 16
+    assert all(own[n].shape[own[n].axes.index("delta_heads")] % 16 == 0 for n in cut)
 
 
 def test_the_head_is_what_comes_after_the_blocks() -> None:

@@ -301,7 +301,10 @@ _SHARED_WEIGHED = linears(
 _QWEN35_EXPERTS = {**_MOE_WEIGHTS, **_GATED_QUERIES, **_LINEAR_WEIGHTS, **_SHARED_WEIGHED}
 _QWEN35_MOE: dict[str, Any] = {
     **_QWEN35,
-    "keys": _MOE_KEYS,
+    "keys": {
+        "intermediate_size": "moe_intermediate_size",
+        "shared_size": "shared_expert_intermediate_size",
+    },
     "reads": (*_QWEN_HYBRID["reads"], *_ROUTED, "num_experts", "shared_size"),
     "defaults": {
         **_QWEN_HYBRID["defaults"], "num_experts": 256, "num_experts_per_tok": 8,

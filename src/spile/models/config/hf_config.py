@@ -324,11 +324,11 @@ def _ropes(config: _Config, head_dim: int) -> tuple[Rope, ...]:
     parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
     if parameters and scaling and parameters != scaling:
         raise InputError(f"{where}: rope_parameters and rope_scaling are both given")
+    theta = config.get("rope_theta", 10000.0)
     if isinstance(parameters, Mapping):
         parameters = {k: v for k, v in parameters.items() if k not in family.ignored}
-        if family.unrotated_without_theta and parameters.get("rope_theta", 0) is None:
-            return ()
-    if family.unrotated_without_theta and config.values.get("rope_theta", 0) is None:
+        theta = parameters.get("rope_theta", theta)
+    if theta is None and family.unrotated_without_theta:
         return ()
     fraction = config.extra("partial_rotary_factor")
     if "rotary_dim" in family.reads:
@@ -533,5 +533,6 @@ def _refuse_outer(
                 f"{where}: unknown config key {key!r}; it may change the model's activations, "
                 f"so it must be listed in models/config/families.py as read or ignored first"
             )
-        if value not in _HARMLESS.get(key, (tied, None)) and not _decoded(key, value, family):
+        agrees = _HARMLESS.get(key, (tied, None) if type(tied) is bool else (value,))
+        if value not in agrees and not _decoded(key, value, family):
             raise InputError(f"{where}: {key} = {value!r} is not supported for {family.name}")
