@@ -20,11 +20,13 @@ _, ARCH = read_config({**tiny.CONFIG, "num_hidden_layers": 28}, "test")
 
 
 def _archs() -> dict[str, Arch]:
-    """A published model of each family, cut to three layers."""
+    """A published model of each family, cut to three layers; of hybrid ones, the last attends."""
     found: dict[str, Arch] = {}
     for path in sorted(CONFIGS.glob("*.json")):
         family, arch = read_config(json.loads(path.read_text()), path.name)
-        found[family.name] = replace(arch, layers=arch.layers[:3])
+        found[family.name] = replace(
+            arch, layers=arch.layers[1:4] if arch.delta else arch.layers[:3]
+        )
     return found
 
 
@@ -32,13 +34,18 @@ ARCHS = _archs()
 PARALLEL, LEARNED, DENSE, ROUTED, CAPPED = (
     ARCHS[family] for family in ("gpt_neox", "gpt2", "llama", "mixtral", "gemma2")
 )
-MIXED = ARCHS["glm4_moe"]
+MIXED, HYBRIDS = ARCHS["glm4_moe"], ARCHS["qwen3_5"]
 EXPERT_SITES = {"router_logits", "expert_weights", "expert_ids"}
-UNROTATED = ("gpt2", "opt", "bloom", "gpt_neo", "gpt_bigcode", "mpt")
+UNROTATED = ("gpt2", "opt", "bloom", "gpt_neo", "gpt_bigcode", "mpt", "olmo_hybrid")
 IN_PARALLEL = ("gpt_neox", "cohere", "cohere2", "phi", "gptj", "stablelm", "falcon",
                "falcon-grouped", "falcon-grouped-one-norm")  # fmt: skip
 ROUTED_ALL = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "minimax_m2")
-SHARED = ("qwen2_moe",)
+SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-multimodal")
+# Two layers by the gated delta rule, then one that attends, in most of them with a gate.
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5_moe", "qwen3_5_moe-multimodal",
+          "olmo_hybrid")  # fmt: skip
+DELTA_SITES = {"conv_out", "delta_state_norm"}
+ATTENTION_SITES = {"q", "k", "v", "q_rot", "k_rot", "attn_pattern"}
 MIXED_LAYERS = ("glm4_moe", "dots1", "ernie4_5_moe")  # the first is a plain one
 
 
@@ -211,9 +218,15 @@ def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
     routed = {*ROUTED_ALL, *SHARED, *MIXED_LAYERS}
     absent |= {"mlp_hidden"} if family in routed else EXPERT_SITES
     absent |= set() if family in (*SHARED, *MIXED_LAYERS) else {"shared_expert_out"}
+    absent |= set() if family in HYBRID else {*DELTA_SITES, "attn_gate"}
     taps = all_taps(arch)
     mixed = {"mlp_hidden": [0]} if family in MIXED_LAYERS else {}
-    mixed |= dict.fromkeys((*EXPERT_SITES, "shared_expert_out"), [1, 2]) if mixed else {}
+    if family in HYBRID:
+        gated = [0, 1] if family == "olmo_hybrid" else [0, 1, 2]
+        mixed = {**dict.fromkeys(DELTA_SITES, [0, 1]), "attn_gate": gated}
+        mixed |= dict.fromkeys(ATTENTION_SITES - absent, [2])
+    if family in MIXED_LAYERS:
+        mixed |= dict.fromkeys((*EXPERT_SITES, "shared_expert_out"), [1, 2])
     assert {tap.site for tap in taps} == set(SITES) - absent | set(mixed)
     assert len(taps) == len(set(taps))
     for site in {tap.site for tap in taps}:
@@ -242,6 +255,12 @@ def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
         (DENSE, "expert_weights:0", "has no expert_weights: it has no experts"),
         (ROUTED, "mlp_hidden:0", "a mixtral model has no mlp_hidden: its MLP is a mixture of exp"),
         (ROUTED, "blocks.0.mlp.hook_post", "has no mlp_hidden"),
+        (HYBRIDS, "q:2+0", "a qwen3_5 model has no q in layer 0: it mixes tokens by the gated "
+         "delta rule; write q:all, or choose from 2"),
+        (HYBRIDS, "delta_state_norm:2", "in layer 2: it mixes tokens by attention; write delta_"),
+        (DENSE, "conv_out:0", "a llama model has no conv_out: it mixes tokens by attention"),
+        (DENSE, "attn_gate:0", "a llama model has no attn_gate: what it mixes is not gated"),
+        (HYBRIDS, "delta_state:0", "whole states are too large to store (786,432 values for each"),
     ],
 )  # fmt: skip
 def test_a_tap_that_the_model_does_not_have_is_refused_with_the_reason(
@@ -249,8 +268,34 @@ def test_a_tap_that_the_model_does_not_have_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_taps(text, arch)
-    assert str(caught.value).startswith("--taps: ")
+    assert str(caught.value).startswith("--taps")
     assert said in str(caught.value)
+
+
+def test_shapes_are_those_of_the_layer() -> None:
+    """Attention has 24 heads of 256; the gated delta rule 48 heads of 128, and 16 of keys."""
+    shapes = {tap.name: tap.shape(HYBRIDS, 9) for tap in all_taps(HYBRIDS)}
+    assert shapes["z.0"] == shapes["attn_gate.1"] == (48, 128)
+    assert shapes["z.2"] == shapes["q.2"] == shapes["attn_gate.2"] == (24, 256)
+    assert (shapes["delta_state_norm.0"], shapes["conv_out.0"]) == ((48,), (10_240,))
+    assert names("z:0.h47,z:2.h23", HYBRIDS) == ["z.0.h47", "z.2.h23"]
+    with pytest.raises(ConfigError, match="head h24 does not exist; z has 24 heads"):
+        parse_taps("z:2.h24", HYBRIDS)
+
+
+def test_layers_of_a_kind_are_told_as_taps_takes_them() -> None:
+    whole = read_config(json.loads((CONFIGS / "Qwen3.5-27B.json").read_text()), "test")[1]
+    told = describe_taps(whole, 9, "float32", each_layer=False)
+    named = {entry["name"]: entry["shape"] for entry in told}
+    linear = "0-60/4+1-61/4+2-62/4"
+    assert named["q:3-63/4"] == named["z:3-63/4"] == [24, 256]
+    assert named[f"z:{linear}"] == [48, 128]
+    assert named["resid_post:0-63"] == [5120]
+    for entry in told:
+        taps = parse_taps(entry["name"], whole)
+        assert {tap.shape(whole, 9) for tap in taps} == {tuple(entry["shape"])}
+    every = [tap for entry in told for tap in parse_taps(entry["name"], whole)]
+    assert sorted(every, key=str) == sorted(all_taps(whole), key=str)
 
 
 def test_taps_come_in_the_order_in_which_the_model_meets_them() -> None:
@@ -355,7 +400,7 @@ def test_spelling_and_order_do_not_change_the_taps() -> None:
         ("k:5.h2", ["head h2 does not exist", "2 heads, h0 to h1"]),
         ("z:5.h", ["head h does not exist"]),
         ("z:5.hx", ["head hx does not exist"]),
-        ("resid_post:5.h0", ["resid_post has no heads", "q, k, v, q_rot, k_rot, attn_pattern, z"]),
+        ("resid_post:5.h0", ["resid_post has no heads", "k_rot, attn_pattern, delta_state_norm"]),
         ("", ["names no tap"]),
         (" , ,", ["names no tap"]),
     ],

@@ -326,7 +326,7 @@ def describe_taps(
 def _spelled(layers: list[int], arch: Arch) -> str:
     """Layers as `--taps` takes them: `0-27`; or a range for each place in the period."""
     if layers == list(range(layers[0], layers[-1] + 1)):
-        return f"{layers[0]}-{layers[-1]}"
+        return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
     runs: list[list[int]] = []
     for layer in sorted(layers, key=lambda layer: (layer % arch.period, layer)):
         if runs and layer == runs[-1][-1] + arch.period:
