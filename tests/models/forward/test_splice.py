@@ -35,7 +35,7 @@ Make = Callable[[torch.Tensor], torch.Tensor]
 
 
 def test_every_site_that_can_be_spliced_is_tested() -> None:
-    assert set(SPLICED) == {*STREAM, *INSIDE, "shared_expert_out"}
+    assert set(SPLICED) == {*STREAM, *INSIDE, "shared_expert_out", "conv_out", "attn_gate"}
 
 
 def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -115,9 +115,8 @@ def changed(model: Any, tap: Tap, make: Make) -> Iterator[None]:
     body = model.get_decoder()
     blocks = getattr(body, "layers", None) or body.h
     block = blocks[tap.layer or 0]
-    attention = next(
-        getattr(block, n) for n in ("self_attn", "attn", "attention") if hasattr(block, n)
-    )
+    names = ("self_attn", "attn", "attention", "linear_attn")
+    attention = next(getattr(block, n) for n in names if hasattr(block, n))
     sandwich = hasattr(block, "post_feedforward_layernorm")
     rotary = hasattr(body, "rotary_emb")
     side, module = {
@@ -131,7 +130,7 @@ def changed(model: Any, tap: Tap, make: Make) -> Iterator[None]:
         "mlp_out": ("out", block.post_feedforward_layernorm if sandwich else block.mlp),
         "resid_post": ("out", block),
         **{n: ("out", getattr(attention, f"{n}_proj", None)) for n in "qkv"},
-        "z": ("in", getattr(attention, "o_proj", None)),
+        "z": ("in", getattr(attention, "o_proj", getattr(attention, "out_proj", None))),
         "mlp_hidden": ("in", getattr(block.mlp, "down_proj", None)),
         "shared_expert_out": ("out", getattr(block.mlp, "shared_experts", None)),
     }[tap.site]
@@ -161,6 +160,17 @@ def far(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.abs(found - wanted)[real].max() / np.abs(wanted[real]).max())
 
 
+def test_a_gate_that_is_shut_lets_nothing_pass(tmp_path: Path) -> None:
+    """Of a layer that attends and of one by the gated delta rule, which reads what is convolved."""
+    ours = Ours(partial(FAMILIES["qwen35-gqa"], num_hidden_layers=2), tmp_path)
+    shut = replaced(jnp.zeros(()))
+    for tap in (Tap("attn_gate", 0), Tap("attn_gate", 1), Tap("conv_out", 0)):
+        found = ours.run("z:all,attn_out:all", {tap: shut})
+        for site in ("z", "attn_out"):
+            assert not found[f"{site}.{tap.layer}"].any()
+            assert found[f"{site}.{1 - (tap.layer or 0)}"].any()
+
+
 @pytest.mark.parametrize(
     ("name", "sites"),
     [
@@ -181,8 +191,10 @@ def far(found: np.ndarray, wanted: np.ndarray) -> float:
                 "olmo2-gqa",
                 "phi3-gqa",
                 "gptoss-gqa",
+                "qwen35-gqa",
             )
         ),
+        pytest.param("qwen35-gqa", ("attn_in", "z", "mlp_hidden"), marks=pytest.mark.full),
     ],
     ids=lambda given: given if isinstance(given, str) else str(len(given)),
 )
