@@ -31,6 +31,7 @@ from spile.corpus.units import Unit
 from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
 from spile.dataset.read.dataset import Dataset, Document, open_dataset
+from spile.models.config.arch import Arch
 from spile.models.files.sae import Arrays, SparseEncoder, activations, load_arrays
 from spile.models.taps import Tap
 from spile.objects import open_objects
@@ -223,8 +224,8 @@ class _Comparison:
 
     def __init__(self, dataset: Dataset, job: ExtractionJob) -> None:
         self._dataset, self._recipe = dataset, job.recipe
-        self._layers = job.checkpoint.arch.num_layers
-        self._experts = job.checkpoint.arch.experts
+        self._arch = job.checkpoint.arch
+        self._experts = self._arch.experts
         # In float32 a single wrong row must show; below it, a single row says nothing.
         self._by_row = job.recipe.compute_dtype == "float32"
         computed = _references(job)
@@ -265,7 +266,7 @@ class _Comparison:
     ) -> int:
         """Compare the rows of one context; return how many have only one correct value."""
         wanted = self._recipe.taps
-        neighbours = {tap: _neighbour(tap, self._layers) for tap in wanted}
+        neighbours = {tap: _neighbour(tap, self._arch) for tap in wanted}
         experts = self._experts if self._by_row else None
         routers = {"router_logits"} if experts else set[str]()
         logits = {"logits"} if self._half else set[str]()
@@ -503,13 +504,19 @@ def _like(stored: np.ndarray, truth: np.ndarray) -> np.ndarray:
     return np.where(np.any(stored[..., truth.shape[-1] :], axis=-1, keepdims=True), np.nan, inside)
 
 
-def _neighbour(tap: str, num_layers: int) -> str | None:
-    """The same site one layer later (or earlier); None for a site without layers."""
+def _neighbour(tap: str, arch: Arch) -> str | None:
+    """The same site in the next layer where it has the same shape, or in the last before."""
     found = Tap.from_name(tap)
-    if found.layer is None or num_layers < 2:
+    if found.layer is None:
         return None
-    beside = found.layer + 1 if found.layer + 1 < num_layers else found.layer - 1
-    return replace(found, layer=beside).name
+    there, back = range(found.layer + 1, arch.num_layers), range(found.layer - 1, -1, -1)
+    others = (replace(found, layer=layer) for layer in (*there, *back))
+    alike = (
+        other.name
+        for other in others
+        if other.why_not(arch) is None and other.shape(arch, 1) == found.shape(arch, 1)
+    )
+    return next(alike, None)
 
 
 Taps = Callable[..., dict[str, np.ndarray]]  # the taps of a context, by name
