@@ -19,6 +19,7 @@ from spile.models.config.arch import Arch
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import axis_sizes, block_specs, outer_specs
 from spile.models.forward.decoder import needs_whole_block
+from spile.models.forward.mixers.gated_delta import chunked
 from spile.models.forward.weights import LayerSchedule, Params
 from spile.models.layout import ONE_DEVICE, Cuts, Layout
 from spile.models.taps import parse_taps
@@ -129,6 +130,33 @@ def test_attention_is_counted_for_the_keys_a_query_sees() -> None:
     short, long = (workload(local, taps).flops for taps in ("z:0", "z:0,attn_pattern:0"))
     pairs = 4 * local.num_heads * local.head_dim
     assert long - short == pytest.approx(8 * 2048 * pairs * (2048 - seen), rel=1e-6)
+
+
+def test_the_gated_delta_rule_is_counted_by_chunks_and_states() -> None:
+    arch = arch_of("Qwen3.5-27B-text")
+    assert arch.delta
+    heads, dim, chunk = (16, 48), 128, 64
+    by_pairs = 2 * 2 * chunk * dim * heads[0]
+    by_head = 2 * chunk * 3 * dim + 3 * 2 * dim * dim
+    matrices = 5120 * (2 * 2048 + 3 * 6144 + 2 * 48)
+    whole, read = (workload(arch, taps) for taps in ("attn_out:0", "attn_in:0"))
+    wanted = 2 * matrices + by_pairs + heads[1] * by_head
+    assert (whole.flops - read.flops) / whole.tokens == pytest.approx(wanted, rel=1e-9)
+    assert workload(arch, "conv_out:0").flops < workload(arch, "delta_state_norm:0").flops
+    seq = 2 * chunk  # of the loop over them, the compiler counts one
+    given = [jax.ShapeDtypeStruct((1, seq, *shape), "float32") for shape in
+             ((16, dim), (16, dim), (48, dim), (48,), (48,))]  # fmt: skip
+    segments = jax.ShapeDtypeStruct((1, seq), "int32")
+    counted = jax.jit(chunked).lower(*given, segments).compile().cost_analysis()["flops"]
+    in_loop = heads[1] * (2 * chunk * dim + 3 * 2 * dim * dim)
+    ours = seq * (by_pairs + heads[1] * by_head) - chunk * in_loop
+    assert counted == pytest.approx(ours, rel=0.2)  # it counts sums and decays, too
+
+
+def test_a_mesh_cuts_the_gated_delta_rule_by_key_heads() -> None:
+    arch = arch_of("Qwen3.5-27B-text")
+    one = workload(arch, "attn_out:0").flops
+    assert workload(arch, "attn_out:0", cut(arch, Layout(1, 1, 8))).flops == pytest.approx(one / 8)
 
 
 def test_of_experts_only_the_chosen_ones_are_counted() -> None:
