@@ -246,8 +246,8 @@ class Tap:
         if self.heads:
             return ()
         lens = tuple(name.format(self.layer) for name in SITES[self.site].lens)
-        if self.site == "logits" and arch.logit_softcap is not None:
-            lens = ()  # TransformerLens hooks them before the cap
+        if self.site == "logits" and (arch.logit_softcap is not None or arch.logit_scale != 1.0):
+            lens = ()  # TransformerLens hooks them before the cap and the scale
         streams = {
             **{f"resid_pre.{i}": i for i in range(arch.num_layers)},
             **{f"resid_post.{i}": i + 1 for i in range(arch.num_layers)},
@@ -526,10 +526,16 @@ def _from_module(item: str, arch: Arch) -> str | None:
         return None
     layer = int(match[1]) if match else 0
     normed = "mlp_post_norm" in arch.norms_of(arch.layers[min(layer, arch.num_layers - 1)])
+    changed = (normed and "normalises") or (arch.residual_scale != 1.0 and "scales")
+    added = changed and f"the model {changed} it before adding it to the stream"
+    # (The root of the width is applied inside the module.)
+    scaled = "the model scales it afterwards"
     differs = {
-        "logits": arch.logit_softcap is not None and "the model caps it afterwards",
-        "attn_out": normed and "the model normalises it before adding it to the stream",
-        "mlp_out": normed and "the model normalises it before adding it to the stream",
+        "embed": arch.embed_scale not in (1.0, arch.width**0.5) and scaled,
+        "logits": (arch.logit_softcap is not None and "the model caps it afterwards")
+        or (arch.logit_scale != 1.0 and scaled),
+        "attn_out": added,
+        "mlp_out": added,
     }.get(site)
     ours = f"{site}:{match[1]}" if match else site
     if differs:

@@ -365,10 +365,12 @@ def _ropes(config: _Config, head_dim: int) -> tuple[Rope, ...]:
 
 def _with_alpha(given: Any, theta: Any, head_dim: int, where: str) -> Any:
     """Settings that are called dynamic, but only stretch the base, by a power of `alpha`."""
-    written = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {}
+    if not isinstance(given, Mapping):
+        return given
+    written = cast("Mapping[str, Any]", given)
     kinds = [written[key] for key in ("rope_type", "type") if written.get(key) is not None]
     if not kinds or any(kind != "dynamic" for kind in kinds) or not written.get("alpha"):
-        return given
+        return written
     given_first = (base for base in (written.get("rope_theta"), theta) if base is not None)
     base = positive(next(given_first, 10000.0), "rope_theta", where)
     alpha = positive(written["alpha"], "rope scaling alpha", where)

@@ -134,6 +134,14 @@ _OWNERS = {
     r"phi-.*": "microsoft",
     r"starcoder2.*": "bigcode",
     r"gpt-oss-.*": "openai",
+    r"(gpt-j|gpt-neo)-.*": "EleutherAI",
+    r"opt-.*": "facebook",
+    r"bloomz?-.*": "bigscience",
+    r"falcon-.*": "tiiuae",
+    r"stablelm-.*": "stabilityai",
+    r"granite-.*": "ibm-granite",
+    r"glm-4.*": "zai-org",
+    r"(c4ai|aya)-.*": "CohereLabs",
 }
 
 
