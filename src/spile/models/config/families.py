@@ -299,6 +299,21 @@ _SHARED_WEIGHED = linears(
     s_down="shared_expert.down_proj", s_router="shared_expert_gate",
 )  # fmt: skip
 _QWEN35_EXPERTS = {**_MOE_WEIGHTS, **_GATED_QUERIES, **_LINEAR_WEIGHTS, **_SHARED_WEIGHED}
+_QWEN_NEXT: dict[str, Any] = {
+    **_QWEN_HYBRID,
+    "keys": _MOE_KEYS,
+    "reads": (
+        *_QWEN_HYBRID["reads"], *_MOE_READS, *_SPARSE_STEP, "num_experts", "norm_topk_prob",
+        "shared_size",
+    ),
+    "defaults": {
+        **_QWEN_HYBRID["defaults"], "num_experts": 512, "num_experts_per_tok": 10,
+        "norm_topk_prob": True, "intermediate_size": 512, "shared_size": 512, "dense_size": 5632,
+        "decoder_sparse_step": 1,
+    },
+    "ignored": _ROUTER_LOSS,
+    "experts": {"shared_gate": True},
+}  # fmt: skip
 _QWEN35_MOE: dict[str, Any] = {
     **_QWEN35,
     "keys": {
@@ -613,21 +628,7 @@ FAMILIES = (
             **fused(_LINEAR + "in_proj_qkvz.weight", "wdq", "wdk", "wdv", "wdg", by="head"),
             **fused(_LINEAR + "in_proj_ba.weight", "wdb", "wda", by="head"),
         },
-        **{
-            **_QWEN_HYBRID,
-            "keys": _MOE_KEYS,
-            "reads": (
-                *_QWEN_HYBRID["reads"], *_MOE_READS, *_SPARSE_STEP, "num_experts",
-                "norm_topk_prob", "shared_size",
-            ),
-            "defaults": {
-                **_QWEN_HYBRID["defaults"], "num_experts": 512, "num_experts_per_tok": 10,
-                "norm_topk_prob": True, "intermediate_size": 512, "shared_size": 512,
-                "dense_size": 5632, "decoder_sparse_step": 1,
-            },
-            "ignored": _ROUTER_LOSS,
-            "experts": {"shared_gate": True},
-        },
+        **_QWEN_NEXT,
     ),
     Family(
         name="smollm3",

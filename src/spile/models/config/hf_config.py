@@ -326,8 +326,9 @@ def _ropes(config: _Config, head_dim: int) -> tuple[Rope, ...]:
         raise InputError(f"{where}: rope_parameters and rope_scaling are both given")
     theta = config.get("rope_theta", 10000.0)
     if isinstance(parameters, Mapping):
-        parameters = {k: v for k, v in parameters.items() if k not in family.ignored}
-        theta = parameters.get("rope_theta", theta)
+        given = cast("Mapping[str, Any]", parameters)
+        parameters = {key: value for key, value in given.items() if key not in family.ignored}
+        theta = given.get("rope_theta", theta)
     if theta is None and family.unrotated_without_theta:
         return ()
     fraction = config.extra("partial_rotary_factor")
@@ -458,11 +459,11 @@ def _listed(config: _Config, count: int) -> list[bool]:
 
 def _hybrid_layers(config: _Config, count: int) -> tuple[Layer, ...]:
     """Full attention in the layers that are listed, or in every so many; linear in the others."""
-    kinds, interval = config.get("layer_types"), None
+    kinds: Any = config.get("layer_types")
     if "full_attention_interval" in config.family.reads:
         interval = config.number("full_attention_interval")
-    if kinds is None and interval:
-        kinds = [_KINDS[0] if (i + 1) % interval == 0 else _LINEAR for i in range(count)]
+        by_interval = [_KINDS[0] if (i + 1) % interval == 0 else _LINEAR for i in range(count)]
+        kinds = by_interval if kinds is None else kinds
     if not _are_kinds(kinds, (_KINDS[0], _LINEAR)) or len(kinds) != count:
         raise InputError(
             f"{config.where}: layer_types must say {_KINDS[0]} or {_LINEAR} for each layer"

@@ -16,7 +16,7 @@ fewer steps, loses all digits where keys are alike.)
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def gated_delta(
         for name in "qkv"
     ]
     conv_out = at("conv_out", jnp.concatenate(convolved, axis=-1))
-    read = _by_heads(delta, shards, state_norms)(
+    read = _by_heads(shards, state_norms)(
         *_split(conv_out, delta), *_strengths(x, block, delta), segments
     )
     gate = linear(x, block["wdg"]).reshape(read.values.shape).astype(jnp.float32)
@@ -124,20 +124,14 @@ def _strengths(x: Hidden, block: Block, delta: GatedDelta) -> tuple[Scalars, Sca
     return written.astype(jnp.float32), kept
 
 
-def _by_heads(delta: GatedDelta, shards: Shards | None, state_norms: bool) -> Callable[..., Read]:
+def _by_heads(shards: Shards | None, state_norms: bool) -> Callable[..., Read]:
     """The rule; on a mesh, each device applies it to its rows and its heads."""
     rule = partial(chunked, state_norms=state_norms)
     if shards is None:
         return rule
     heads = P(ROWS, None, shards.model_axis("delta_heads"))
-
-    def local(*given: Any) -> Any:
-        read = rule(*given)
-        return read if state_norms else read.values
-
-    out = Read(heads, heads) if state_norms else heads
-    on_mesh = shards.each(local, (heads,) * 5 + (P(ROWS),), out)
-    return on_mesh if state_norms else lambda *given: Read(on_mesh(*given), None)
+    # One spec for both parts of `Read`; where there are no norms, it is for nothing.
+    return shards.each(rule, (heads,) * 5 + (P(ROWS),), heads)
 
 
 def recurrent(
