@@ -246,6 +246,8 @@ class Tap:
         if self.heads:
             return ()
         lens = tuple(name.format(self.layer) for name in SITES[self.site].lens)
+        if self.layer is not None and arch.layers[self.layer].mixer != ATTENTION:
+            lens = tuple(name for name in lens if ".attn." not in name)
         if self.site == "logits" and (arch.logit_softcap is not None or arch.logit_scale != 1.0):
             lens = ()  # TransformerLens hooks them before the cap and the scale
         streams = {
@@ -467,9 +469,11 @@ def _from_alias(item: str, arch: Arch) -> str:
     """Translate another tool's name into ours; other items pass through unchanged."""
     if item in _LENS and item in Tap(_LENS[item]).aliases(arch):
         return _LENS[item]
-    match = re.fullmatch(r"blocks\.(\d+)\.([\w.]+)", item)
+    match = re.fullmatch(r"blocks\.(\d{1,9})\.([\w.]+)", item)
     if match and (site := _LENS.get(f"{_BLOCK}{match[2]}")):
-        return f"{site}:{match[1]}"
+        layer = int(match[1])
+        if layer >= arch.num_layers or item in Tap(site, layer).aliases(arch):
+            return f"{site}:{layer}"
     if site := _from_module(item, arch):
         return site
     match = re.fullmatch(r"(aux_)?hidden_states\[(\d{1,9})\]", item)
