@@ -25,11 +25,13 @@ from stored import Stored, reseal
 
 CONFIGS = Path(__file__).parent.parent / "fixtures" / "configs"
 # What a model of a certain make does not have.
+RARE = {"shared_expert_out", "attn_gate", "conv_out", "delta_state_norm"}
+DENSE = {*RARE, "router_logits", "expert_weights", "expert_ids"}
 ABSENT = {
-    "Llama-3.2-1B": {"router_logits", "expert_weights", "expert_ids"},
-    "gpt2": {"q_rot", "k_rot", "router_logits", "expert_weights", "expert_ids"},
-    "pythia-70m": {"resid_mid", "router_logits", "expert_weights", "expert_ids"},
-    "Mixtral-8x7B-v0.1": {"mlp_hidden"},
+    "Llama-3.2-1B": DENSE,
+    "gpt2": {*DENSE, "q_rot", "k_rot"},
+    "pythia-70m": {*DENSE, "resid_mid"},
+    "Mixtral-8x7B-v0.1": {*RARE, "mlp_hidden"},
 }
 
 
