@@ -510,6 +510,8 @@ def _distribution(module: Any, name: str, parameter: torch.Tensor) -> tuple[floa
         return 1.0, 0.3
     if kind.endswith("NormGated"):
         return 1.0, 0.3
+    if kind == "Conv1d":  # what is read of small values is small beside the norm's epsilon
+        return 0.0, 0.15
     if name == "A_log":
         return -2.0, 2.0  # states of which little, or nearly all, is left after a token
     if kind.endswith("Norm") and name == "weight":
