@@ -42,7 +42,7 @@ def run(processes: int, docs: int, cores: set[int], out: Path) -> tuple[float, i
     ]  # fmt: skip
     codes = [process.wait() for process in started]
     assert not any(codes), codes
-    records = sorted((path.stat().st_mtime, path) for path in (out / "done").iterdir())
+    records = sorted((path.stat().st_mtime, path) for path in (out / "done").glob("*/*"))
     tokens = sum(json.loads(path.read_bytes())["tokens"] for _, path in records[1:])
     return records[-1][0] - records[0][0], tokens
 

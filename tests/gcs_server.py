@@ -131,6 +131,15 @@ class Handler(BaseHTTPRequestHandler):
                 for key, stored in bucket.objects.items()
                 if key.startswith(query.get("prefix", "")) and key > after
             )
+        folders = ""
+        if query.get("delimiter"):
+            begin = len(query.get("prefix", ""))
+            below = {key[: key.index("/", begin) + 1] for key, _ in found if "/" in key[begin:]}
+            found = [(key, stored) for key, stored in found if "/" not in key[begin:]]
+            folders = "".join(
+                f"<CommonPrefixes><Prefix>{xml.sax.saxutils.escape(each)}</Prefix></CommonPrefixes>"
+                for each in sorted(below)
+            )
         page = found[:_PAGE]
         entries = "".join(
             f"<Contents><Key>{xml.sax.saxutils.escape(key)}</Key><Size>{len(stored.data)}</Size>"
@@ -147,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(
             200,
             f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{entries}"
-            "</ListBucketResult>".encode(),
+            f"{folders}</ListBucketResult>".encode(),
         )
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,21 @@ import numpy as np
 import xxhash
 
 import tiny
+from spile.core.errors import CorruptError
 from spile.core.expressions import RowFilter
 from spile.core.index import END, FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset import format as fmt
+from spile.dataset.columns import columns_in, encode_columns, named_by_content
 from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.ledger import Ledger, Table
+from spile.dataset.segments import columns_of
+from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.documents import encode_documents
 from spile.dataset.write.statistics import TapStats, merged
 from spile.dataset.write.unit_writer import UnitWriter
-from spile.objects import LocalObjects, open_objects
+from spile.objects import LocalObjects, Objects, open_objects
 
 Taps = Mapping[str, int | TapInfo]  # an integer: so many values of the recipe's dtype
 
@@ -174,18 +178,27 @@ def make_table(
             for tap, info in taps.items()
         },
         files=({"path": "/corpora/tiny.jsonl", "identity": "12-ab"},),
-        units=tuple(
-            {
-                "id": number,
-                "first_doc": first_docs[number],
-                "num_docs": len(lengths),
-                "tokens": max(1, sum(lengths)),
-                "spans": [],
-            }
-            for number, lengths in enumerate(units)
+        units=UnitColumns.of(
+            [
+                {
+                    "id": number,
+                    "first_doc": first_docs[number],
+                    "num_docs": len(lengths),
+                    "tokens": max(1, sum(lengths)),
+                    "spans": [],
+                }
+                for number, lengths in enumerate(units)
+            ]
         ),
         kept=1.0,
     )
+
+
+def replace_table(objects: Objects, table: Table) -> None:
+    """Put another table in the place of a dataset's."""
+    file, data = named_by_content(fmt.UNIT_COLUMNS, table.units.columns)
+    objects.create(file.key, data)
+    objects.replace(fmt.UNITS, fmt.encode_record("units", table.to_json(file)))
 
 
 def make_index(
@@ -423,10 +436,24 @@ def reseal(stored: Stored, unit: int, **changes: Any) -> None:
         "documents_table": refreshed(done.documents_table),
     }
     forged = dataclasses.replace(done, **{**parts, **changes})
-    objects.delete(fmt.done_key(unit))
+    objects.delete(fmt.CURRENT.done_key(unit))
     objects.delete(fmt.MANIFEST)
+    objects.delete(fmt.segment_key(0))
     assert ledger.commit(forged)
-    assert ledger.complete(stored.table)
+    with suppress(CorruptError):  # statistics that are none: nothing follows from them
+        assert ledger.complete(stored.table)
+
+
+@contextmanager
+def forged_units(stored: Stored, records: Sequence[Done]) -> Iterator[None]:
+    """Another segment and another manifest, of these records; the right ones afterwards."""
+    key = fmt.segment_key(0)
+    with changed(stored, key, fmt.MANIFEST):
+        statistics = columns_in(key, stored.objects.get(key))
+        (stored.path / key).write_bytes(encode_columns({**statistics, **columns_of(records)}))
+        stored.objects.delete(fmt.MANIFEST)
+        assert stored.ledger.complete(stored.table)
+        yield
 
 
 _WORKER = """

@@ -189,14 +189,14 @@ def _damage(whole: Path, at: Path, make: Callable[[Path], object]) -> None:
     done = Ledger(LocalObjects(at)).read_done(0)
     assert done is not None
     stored.flip(at / done.index.key, done.index.bytes - 1)
-    (at / fmt.done_key(1)).unlink()
+    (at / fmt.CURRENT.done_key(1)).unlink()
 
 
 def _leave_orphans(at: Path, units: Sequence[Sequence[int]]) -> None:
     """What `gc` removes: attempts that lost, leftovers of records, a torn heartbeat."""
     dataset = stored.copied(at, units, taps=_TAPS, shard_bytes=400)
     dataset.attempt(1, shard_bytes=400)
-    dataset.objects.create(f"{fmt.done_key(0)}.tmp-0123456789ab", b"{")
+    dataset.objects.create(f"{fmt.CURRENT.done_key(0)}.tmp-0123456789ab", b"{")
     dataset.objects.create(f"{fmt.WORKERS}torn.json", b"{")
     dataset.objects.create(f"{fmt.SCRATCH}1/owner.json", b"{}")
 

@@ -21,6 +21,7 @@ import tiny
 import zygote
 from spile import cli
 from spile.core.config import build
+from spile.dataset.ledger import Ledger
 from spile.objects import open_objects
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -130,9 +131,12 @@ def content(out: Path | str) -> dict[str, bytes]:
         statistics = dataset.statistics(tap).to_tensors(tap)
         found |= {name: np.asarray(value).tobytes() for name, value in statistics.items()}
     logical = ("unit", "rows", "tokens", "documents", "contexts", "skipped", "text_digest")
-    for unit in json.loads(open_objects(str(out)).get("manifest.json"))["units"]:
-        told = [unit[name] for name in logical] + [unit["documents_table"]["digest"]]
-        found[f"unit {unit['unit']}"] = json.dumps(told).encode()
+    ledger = Ledger(open_objects(str(out)))
+    manifest = ledger.read_manifest()
+    assert manifest
+    for done in ledger.catalog(ledger.table(), manifest):
+        told = [getattr(done, name) for name in logical] + [done.documents_table.digest]
+        found[f"unit {done.unit}"] = json.dumps(told).encode()
     return found
 
 
@@ -152,10 +156,11 @@ def check_sound(out: Path | str) -> None:
     audit = run("verify", out, "--json")
     assert (audit.code, audit.json["faults"], audit.json["orphans"]) == (0, [], []), audit.out
     objects = open_objects(str(out))
-    units = json.loads(objects.get("units.json"))["units"]
+    table = Ledger(objects).table()
+    units = range(len(table.units))
     assert audit.json["units_done"] == len(units), audit.out
     done = sorted(objects.list("done/"))
-    assert done == [f"done/{unit['id']:08d}.json" for unit in units], done
+    assert done == [table.layout.done_key(unit) for unit in units], done
 
 
 def check_same(out: Path | str, reference: Path) -> None:

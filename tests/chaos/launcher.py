@@ -37,6 +37,8 @@ RECORDS = {
     "units": r"units\.json",
     "model": r"model\.json",
     "manifest": r"manifest\.json",
+    "columns": r"[0-9a-f]{32}\.safetensors",
+    "segment": r"\d{6}\.safetensors",
     "done": r"\d{8}\.json",
 }
 

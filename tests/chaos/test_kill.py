@@ -59,7 +59,7 @@ def reference(
     documents = 60 if pytestconfig.getoption("--chaos-full") else 24
     work = Work(model, tiny.write_corpus(folder / "corpus.jsonl", documents, seed=3), RECIPE)
     work.extract(folder / "out")  # compiles, so that no kill ever tears the cache
-    units = len(list((folder / "out" / "done").iterdir()))
+    units = len(list((folder / "out" / "done").glob("*/*")))
     assert 5 <= units <= 15
     return Reference(work, folder / "out", units)
 
@@ -69,7 +69,7 @@ def pace(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pace
     out = tmp_path_factory.mktemp("pace") / "out"
     began = time.monotonic()
     process = start(reference.work, out)
-    wait_for(lambda: any(out.glob("workers/*.json")), process)
+    wait_for(lambda: any(out.glob("workers/**/*.json")), process)
     loaded = time.monotonic()
     _, err = process.communicate()
     assert process.returncode == 0, err
@@ -94,11 +94,11 @@ def killed_until_done(
     witness = Witness(out)
     kills = 0
     while True:
-        workers = len(list(out.glob("workers/*.json")))
+        workers = len(list(out.glob("workers/**/*.json")))
         process = start(reference.work, out)
         if kills < limit and rng.random() < 0.5:
             # Half of the kills fall while units are being written, which is brief.
-            wait_for(lambda n=workers: len(list(out.glob("workers/*.json"))) > n, process)
+            wait_for(lambda n=workers: len(list(out.glob("workers/**/*.json"))) > n, process)
             moment = rng.uniform(0, pace.at_work)
         else:
             moment = rng.uniform(0, pace.duration)
@@ -150,6 +150,8 @@ class Kill:
 
 
 PLACES = [
+    Kill("columns torn", 1, 0, "units"),
+    Kill("columns linked", 1, 0, "units"),
     Kill("units torn", 1, 0, "units.json"),
     Kill("units written", 1, 0, "units.json"),
     Kill("units linked", 1, 0, "units.json"),
@@ -169,6 +171,11 @@ PLACES = [
     Kill("done linked", 5, 5, "done"),
     Kill("commit after", 5, 5, ""),
     Kill("commit after", LAST, LAST, ""),
+    Kill("segment torn", 1, LAST, "segments"),
+    Kill("segment written", 1, LAST, "segments"),
+    Kill("segment linked", 1, LAST, "segments"),
+    Kill("columns torn", 2, LAST, "manifest"),
+    Kill("columns linked", 2, LAST, "manifest"),
     Kill("manifest torn", 1, LAST, "manifest.json"),
     Kill("manifest written", 1, LAST, "manifest.json"),
     Kill("manifest linked", 1, LAST, "manifest.json"),
@@ -182,6 +189,7 @@ CHAIN = [
     Kill("done torn", 2, 1, "done"),
     Kill("shard rows", 6, None, None),
     Kill("commit after", LAST, LAST, ""),
+    Kill("segment linked", 1, 0, "segments"),
     Kill("manifest torn", 1, 0, "manifest.json"),
     Kill("manifest linked", 1, 0, "manifest.json"),
 ]
@@ -251,7 +259,7 @@ def test_two_processes_that_share_the_units_make_one_dataset(
     for process in race:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
-    workers = [json.loads(path.read_bytes()) for path in out.glob("workers/*.json")]
+    workers = [json.loads(path.read_bytes()) for path in out.glob("workers/**/*.json")]
     assert len(workers) == 2
     assert all(worker["units_done"] for worker in workers)  # neither did it all alone
     check_same(out, reference.out)
@@ -278,9 +286,9 @@ def test_a_worker_that_slept_through_the_end_wakes_up_harmless(
 ) -> None:
     out = tmp_path / "out"
     asleep = start(reference.work, out)
-    wait_for(lambda: len(list(out.glob("done/*.json"))) >= 2, asleep)
+    wait_for(lambda: len(list(out.glob("done/*/*.json"))) >= 2, asleep)
     asleep.send_signal(signal.SIGSTOP)
-    assert len(list(out.glob("done/*.json"))) < reference.units
+    assert len(list(out.glob("done/*/*.json"))) < reference.units
     reference.work.extract(out, stale_after=1)  # takes over what the other holds
     witness = Witness(out)
     witness.look()

@@ -111,12 +111,12 @@ class Driver(Member):
 
 
 def done(out: Path) -> int:
-    return len(list(out.glob("done/*.json")))
+    return len(list(out.glob("done/*/*.json")))
 
 
 def at_work(out: Path) -> list[int]:
     """Processes of slices, by their signs of life."""
-    records = [json.loads(path.read_bytes()) for path in out.glob("workers/*.json")]
+    records = [json.loads(path.read_bytes()) for path in out.glob("workers/**/*.json")]
     return [r["pid"] for r in records if r["state"] == "running" and runs(r["pid"])]
 
 
@@ -204,7 +204,7 @@ def test_slices_of_two_hosts_are_replaced_whole(
         assert driver.err.count("is at work; 1 slices") == 2
     finally:
         driver.end()
-    records = [json.loads(path.read_bytes()) for path in out.glob("done/*.json")]
+    records = [json.loads(path.read_bytes()) for path in out.glob("done/*/*.json")]
     assert {record["made_by"]["processes"] for record in records} == {2}
     check_equal(out, expected)
 
@@ -296,7 +296,7 @@ def test_a_node_that_joins_takes_half_of_what_is_left(
 
 def committed(out: Path) -> Counter[int]:
     """How many units each process has committed, by its heartbeat."""
-    records = [json.loads(path.read_bytes()) for path in out.glob("workers/*.json")]
+    records = [json.loads(path.read_bytes()) for path in out.glob("workers/**/*.json")]
     return Counter({r["pid"]: r.get("progress", {}).get("units", 0) for r in records})
 
 
@@ -320,5 +320,5 @@ def test_a_unit_costs_less_than_50_ms_more_than_without_ray(
 
 def per_unit(out: Path) -> float:
     """From the first commit to the last."""
-    moments = sorted(path.stat().st_mtime for path in out.glob("done/*.json"))
+    moments = sorted(path.stat().st_mtime for path in out.glob("done/*/*.json"))
     return (moments[-1] - moments[0]) / (len(moments) - 1)

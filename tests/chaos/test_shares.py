@@ -38,12 +38,12 @@ def work_for(machines: int, model: Path, folder: Path) -> tuple[Work, int]:
     work = Work(model, corpus)
     work.options["taps"] = "resid_post:0+2"
     work.extract(folder / "reference")
-    return work, len(list((folder / "reference" / "done").iterdir()))
+    return work, len(list((folder / "reference" / "done").glob("*/*")))
 
 
 def workers(out: Path) -> dict[str, dict[str, Any]]:
     """Last words, by share."""
-    records = [json.loads(path.read_bytes()) for path in out.glob("workers/*.json")]
+    records = [json.loads(path.read_bytes()) for path in out.glob("workers/**/*.json")]
     return {record["share"]: record for record in records}
 
 
@@ -71,7 +71,7 @@ def test_shares_of_which_some_are_killed_and_one_is_slow_are_done_once_by_all(
         started.append(launch(spec, "extract", *flags))
     witness = Witness(out)
     for index in killed:
-        wait_until(lambda: len(list(out.glob("done/*.json"))) > kills, 300, lambda: said(started))
+        wait_until(lambda: len(list(out.glob("done/*/*.json"))) > kills, 300, lambda: said(started))
         time.sleep(rng.uniform(0, 0.3))
         started[index].kill()
     witness.look()
@@ -104,7 +104,7 @@ def test_of_two_slices_with_their_own_coordinators_one_is_killed_and_started_aga
         return Group(flags, 2, 1, environments=dict.fromkeys(range(2), slow))
 
     def done() -> int:
-        return len(list(out.glob("done/*.json")))
+        return len(list(out.glob("done/*/*.json")))
 
     witness = Witness(out)
     with slice_of(0) as first, slice_of(1) as second:

@@ -87,7 +87,7 @@ class Launch:
 
 
 def done(out: Path) -> int:
-    return len(list(out.glob("done/*.json")))
+    return len(list(out.glob("done/*/*.json")))
 
 
 def test_an_array_makes_the_same(cluster: Cluster, made: tuple[Work, Path], tmp_path: Path) -> None:

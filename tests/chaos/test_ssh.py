@@ -88,7 +88,7 @@ class Launch:
 
 
 def done(out: Path) -> int:
-    return len(list(out.glob("done/*.json")))
+    return len(list(out.glob("done/*/*.json")))
 
 
 def test_a_world_of_which_a_host_was_down_is_launched_there_again_and_makes_the_same(

@@ -32,7 +32,7 @@ def work(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def done(out: Path) -> int:
-    return len(list(out.glob("done/*.json")))
+    return len(list(out.glob("done/*/*.json")))
 
 
 def supervised(work: Work, out: Path, folder: Path, *more: str) -> Member:

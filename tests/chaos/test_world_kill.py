@@ -65,7 +65,7 @@ def reference(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def done(out: Path) -> int:
-    return len(list(out.glob("done/*.json")))
+    return len(list(out.glob("done/*/*.json")))
 
 
 def check_survivors(world: Group, lost: Member, seconds: float = SOON) -> None:

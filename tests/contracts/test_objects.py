@@ -249,6 +249,9 @@ def test_list_gives_every_key_under_a_prefix(objects: Objects) -> None:
     for key in keys:
         objects.create(key, b"")
     assert set(objects.list()) == keys
+    assert {*objects.folders("attempts/1/")} == {"x"}
+    assert {*objects.folders("attempts/")} == {"1"}
+    assert [*objects.folders("done/")] == [*objects.folders("nowhere/")] == []
     assert set(objects.list("done/")) == {"done/1", "done/2"}
     assert set(objects.list("attempts/1/")) == {"attempts/1/x/y", "attempts/1/z"}
     assert list(objects.list("absent/")) == []

@@ -13,7 +13,7 @@ from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard, TapInfo, decode_record, encode_record
 
-PREFIX = "attempts/00000003/a1b2/"
+PREFIX = "attempts/000000/00000003/a1b2/"
 OTHER = PREFIX + "q.00000.safetensors"
 DONE = Done(
     unit=3,
@@ -34,71 +34,31 @@ DONE = Done(
     documents_table=Shard("documents", PREFIX + "documents.safetensors", 0, 3, 900, "ff"),
     made_by={"jax": "0.10"},
 )
-LITERAL = b"""{
- "attempt": "a1b2",
- "checksum": "2e6b274b5ebc2b6353521ee81c0133aa",
- "contexts": 2,
- "documents": 2,
- "documents_table": {
-  "bytes": 900,
-  "count": 3,
-  "digest": "ff",
-  "etag": "",
-  "first": 0,
-  "key": "attempts/00000003/a1b2/documents.safetensors",
-  "tap": "documents"
- },
- "fingerprint": "f00d",
+LITERAL = (
+    b'{"attempt":"a1b2","checksum":"627290393c33fe1598124118b39ec5f5","contexts":2,"documents":2,'
+    b'"documents_table":{"bytes":900,"count":3,"digest":"ff","etag":"","first":0,'
+    b'"key":"attempts/000000/00000003/a1b2/documents.safetensors","tap":"documents"},'
+    b'"fingerprint":"f00d","format":7,'
+    b'"index":{"bytes":4206,"count":5,"digest":"cc","etag":"","first":0,'
+    b'"key":"attempts/000000/00000003/a1b2/index.safetensors","tap":"index"},'
+    b'"kind":"done","made_by":{"jax":"0.10"},"rows":5,'
+    b'"shards":[{"bytes":4108,"count":3,"digest":"aa","etag":"ee","first":0,'
+    b'"key":"attempts/000000/00000003/a1b2/embed.00000.safetensors","tap":"embed"},'
+    b'{"bytes":4104,"count":2,"digest":"bb","etag":"","first":3,'
+    b'"key":"attempts/000000/00000003/a1b2/embed.00001.safetensors","tap":"embed"}],'
+    b'"skipped":{"no tokens":1},'
+    b'"statistics":{"bytes":4148,"count":5,"digest":"dd","etag":"","first":0,'
+    b'"key":"attempts/000000/00000003/a1b2/statistics.safetensors","tap":"statistics"},'
+    b'"text_digest":"77","tokens":7,"unit":3}\n'
+)
+# The same record in version 6, whose spelling readers still know.
+EARLIER = b"""{
+ "checksum": "65cc1b3842acf60809b93935e4868ce1",
  "format": 6,
- "index": {
-  "bytes": 4206,
-  "count": 5,
-  "digest": "cc",
-  "etag": "",
-  "first": 0,
-  "key": "attempts/00000003/a1b2/index.safetensors",
-  "tap": "index"
- },
- "kind": "done",
- "made_by": {
-  "jax": "0.10"
- },
- "rows": 5,
- "shards": [
-  {
-   "bytes": 4108,
-   "count": 3,
-   "digest": "aa",
-   "etag": "ee",
-   "first": 0,
-   "key": "attempts/00000003/a1b2/embed.00000.safetensors",
-   "tap": "embed"
-  },
-  {
-   "bytes": 4104,
-   "count": 2,
-   "digest": "bb",
-   "etag": "",
-   "first": 3,
-   "key": "attempts/00000003/a1b2/embed.00001.safetensors",
-   "tap": "embed"
-  }
- ],
- "skipped": {
-  "no tokens": 1
- },
- "statistics": {
-  "bytes": 4148,
-  "count": 5,
-  "digest": "dd",
-  "etag": "",
-  "first": 0,
-  "key": "attempts/00000003/a1b2/statistics.safetensors",
-  "tap": "statistics"
- },
- "text_digest": "77",
- "tokens": 7,
- "unit": 3
+ "kind": "model",
+ "tensors": {
+  "embed": "aa"
+ }
 }
 """
 JSON = st.recursive(
@@ -131,15 +91,39 @@ def test_a_done_record_is_these_bytes() -> None:
     assert Done.from_json("k", decode_record("k", LITERAL, "done")) == DONE
 
 
+def test_a_record_of_version_6_is_these_bytes() -> None:
+    assert encode_record("model", {"tensors": {"embed": "aa"}}, 6) == EARLIER
+    assert fmt.decode_versioned("k", EARLIER, "model") == (6, {"tensors": {"embed": "aa"}})
+    with pytest.raises(CorruptError):
+        decode_record("k", EARLIER.replace(b"\n", b""), "model")
+
+
+def test_without_groups_keys_are_those_of_version_6() -> None:
+    layout = fmt.KeyLayout(6)
+    assert layout.done_key(300) == "done/00000300.json"
+    assert layout.attempt_prefix(300, "a1b2") == "attempts/00000300/a1b2/"
+    assert layout.worker_key("host-1", layout.group(300)) == "workers/host-1.json"
+    assert (layout.groups(1000), layout.units_of(0, 1000)) == (1, range(1000))
+
+
+def test_a_group_is_256_units() -> None:
+    layout = fmt.CURRENT
+    assert layout.done_key(300) == "done/000001/00000300.json"
+    assert [layout.groups(count) for count in (1, 256, 257)] == [1, 1, 2]
+    assert layout.units_of(1, 300) == range(256, 300)
+    assert fmt.segment_key(layout.group(300)) == "segments/000001.safetensors"
+
+
 def test_keys_are_spelled_so() -> None:
-    assert fmt.done_key(3) == "done/00000003.json"
+    assert fmt.CURRENT.done_key(3) == "done/000000/00000003.json"
     assert (
-        fmt.shard_key(3, "a1b2", "resid_post.20", 7, compressed=False)
+        fmt.CURRENT.shard_key(3, "a1b2", "resid_post.20", 7, compressed=False)
         == PREFIX + "resid_post.20.00007.safetensors"
     )
-    assert fmt.worker_key("host-1") == "workers/host-1.json"
+    assert fmt.CURRENT.worker_key("host-1", 0) == "workers/000000/host-1.json"
+    assert fmt.idle_worker_key("host-1") == "workers/host-1.json"
     assert (
-        fmt.shard_key(3, "a1b2", "resid_post.20", 7, compressed=True)
+        fmt.CURRENT.shard_key(3, "a1b2", "resid_post.20", 7, compressed=True)
         == PREFIX + "resid_post.20.00007.safetensors.zst"
     )
     assert fmt.scale_name("resid_post.20") == "resid_post.20/scale"
@@ -150,17 +134,17 @@ def test_keys_are_spelled_so() -> None:
 
 @pytest.mark.parametrize("unit", [0, 3, 99_999_999])
 def test_keys_are_parsed_back(unit: int) -> None:
-    assert fmt.parse_done_key(fmt.done_key(unit)) == unit
+    assert fmt.parse_done_key(fmt.CURRENT.done_key(unit)) == unit
     for compressed in (False, True):
-        key = fmt.shard_key(unit, "a1b2", "embed", 0, compressed=compressed)
+        key = fmt.CURRENT.shard_key(unit, "a1b2", "embed", 0, compressed=compressed)
         assert fmt.parse_attempt_key(key) == (unit, "a1b2")
         assert fmt.parse_done_key(key) is None
 
 
 @pytest.mark.parametrize(
     "key",
-    ["done/3.json", "done/00000003.json.tmp-1", "done/x/00000003.json", "x/done/00000003.json",
-     "done/00000003.json\n", "units.json"],
+    ["done/3.json", "done/000000/00000003.json.tmp-1", "done/x/00000003.json",
+     "x/done/000000/00000003.json", "done/000000/00000003.json\n", "units.json"],
 )  # fmt: skip
 def test_other_keys_are_not_taken_for_done_records(key: str) -> None:
     assert fmt.parse_done_key(key) is None
@@ -199,15 +183,15 @@ def test_the_same_json_in_another_spelling_is_refused() -> None:
             decode_record("k", spelled, "done")
 
 
-def test_another_format_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fmt, "FORMAT", 7)
-    future = encode_record("done", DONE.to_json())
-    monkeypatch.undo()
-    with pytest.raises(StoreError, match="format 6.*use the version that wrote it") as caught:
+def test_another_format_is_refused_with_advice() -> None:
+    future = encode_record("done", DONE.to_json(), 8)
+    with pytest.raises(
+        StoreError, match="formats 6 and 7.*use the version that wrote it"
+    ) as caught:
         decode_record("units.json", future, "done")
     assert not isinstance(caught.value, CorruptError)
     with pytest.raises(CorruptError):  # damage is not another format
-        decode_record("units.json", LITERAL.replace(b'"format": 6', b'"format": 7'), "done")
+        decode_record("units.json", LITERAL.replace(b'"format":7', b'"format":8'), "done")
 
 
 def test_a_record_of_another_kind_is_refused() -> None:
@@ -302,8 +286,8 @@ def test_a_file_named_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     "key",
     ["../x", "/etc/passwd", PREFIX + "../../../x", PREFIX + "a/b", PREFIX, PREFIX + "..",
-     "attempts/00000003/beef/embed.00000.safetensors", PREFIX + "a\0b", PREFIX + "a\n",
-     "attempts/00000004/a1b2/embed.00000.safetensors", PREFIX + ".hidden"],
+     "attempts/000000/00000003/beef/embed.00000.safetensors", PREFIX + "a\0b", PREFIX + "a\n",
+     "attempts/000000/00000004/a1b2/embed.00000.safetensors", PREFIX + ".hidden"],
 )  # fmt: skip
 @pytest.mark.parametrize("place", ["shards", "index", "statistics"])
 def test_files_outside_the_attempt_are_refused(key: str, place: str) -> None:

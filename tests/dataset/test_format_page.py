@@ -43,12 +43,57 @@ class PageReader:
         identity = {k: v for k, v in recipe.items() if not k.endswith("_source")}
         plain = json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()
         assert hashlib.sha256(plain).hexdigest() == self.table["fingerprint"]
+        count = self.table["units"]["count"]
+        columns = self.tensors(self.table["units"])
+        assert len(columns["first_doc"][1]) == len(columns["num_docs"][1]) == count
         if (path / "manifest.json").exists():
-            self.units = self.record("manifest.json", "manifest")["units"]
+            manifest = self.record("manifest.json", "manifest")
+            self.units = [u for file in manifest["segments"] for u in self.segment(file)]
+            self.merged = {n: array for n, (_, array) in self.tensors(manifest["columns"]).items()}
+            assert [unit["unit"] for unit in self.units] == [*range(count)]
+            assert [unit["rows"] for unit in self.units] == self.merged["rows"].tolist()
+            for name in ("rows", "tokens", "documents"):
+                assert manifest[name] == sum(unit[name] for unit in self.units)
         else:
-            keys = [f"done/{unit['id']:08d}.json" for unit in self.table["units"]]
+            keys = [f"done/{unit // 256:06d}/{unit:08d}.json" for unit in range(count)]
             self.units = [self.record(key, "done") for key in keys if (path / key).exists()]
-            assert all(u["fingerprint"] == self.table["fingerprint"] for u in self.units)
+        assert all(u["fingerprint"] == self.table["fingerprint"] for u in self.units)
+
+    def segment(self, file: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The records that a segment holds."""
+        columns = {name: array for name, (_, array) in self.tensors(file).items()}
+
+        def runs(name: str) -> list[slice]:
+            ends = [0, *columns[f"ends/{name}"].tolist()]
+            return [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+        def texts(name: str) -> list[str]:
+            return [columns[name][run].tobytes().decode() for run in runs(name)]
+
+        parts = zip(
+            *(texts(f"file/{name}") for name in ("tap", "name", "digest", "etag")),
+            *(columns[f"file/{name}"].tolist() for name in ("first", "count", "bytes")),
+            strict=True,
+        )
+        names = ("tap", "name", "digest", "etag", "first", "count", "bytes")
+        files = [dict(zip(names, part, strict=True)) for part in parts]
+        reasons = list(zip(texts("skipped/reason"), columns["skipped/count"].tolist(), strict=True))
+        units: list[dict[str, Any]] = []
+        counts = ("unit", "rows", "tokens", "documents", "contexts")
+        for at, (of_files, of_reasons) in enumerate(
+            zip(runs("files"), runs("skipped"), strict=True)
+        ):
+            unit = {name: int(columns[name][at]) for name in counts}
+            unit |= {name: texts(name)[at] for name in ("attempt", "text_digest")}
+            unit["fingerprint"] = texts("fingerprint")[0]
+            folder = f"attempts/{unit['unit'] // 256:06d}/{unit['unit']:08d}/{unit['attempt']}/"
+            for each in files[of_files]:
+                each["key"] = folder + each.pop("name")
+            *unit["shards"], unit["index"], unit["statistics"], unit["documents_table"] = files[
+                of_files
+            ]
+            units.append({**unit, "skipped": dict(reasons[of_reasons])})
+        return units
 
     def record(self, key: str, kind: str) -> dict[str, Any]:
         data = (self.path / key).read_bytes()
@@ -56,7 +101,7 @@ class PageReader:
         assert spelled(record) == data
         checksum = record.pop("checksum")
         assert xxhash.xxh3_128_hexdigest(spelled(record)) == checksum
-        assert (record.pop("format"), record.pop("kind")) == (6, kind)
+        assert (record.pop("format"), record.pop("kind")) == (7, kind)
         return record
 
     def tensors(self, file: Mapping[str, Any]) -> Tensors:
@@ -111,6 +156,10 @@ class PageReader:
                 mean = mean + apart * (more / (count + more))
                 m2 = m2 + told[f"{tap}/m2"] + apart**2 * (count * more / (count + more))
                 count += more
+        if hasattr(self, "merged"):  # (of one segment: merged unit by unit)
+            assert self.merged[f"{tap}/mean"].tobytes() == mean.tobytes()
+            assert self.merged[f"{tap}/m2"].tobytes() == m2.tobytes()
+            assert self.merged[f"{tap}/count"].tolist() == [count]
         return count, mean, m2
 
     def documents(self, name: str) -> Iterator[Any]:
@@ -132,7 +181,8 @@ def scales_of(text: str, shape: list[int]) -> np.ndarray:
 
 
 def spelled(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(record, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return (text + "\n").encode()
 
 
 def parsed(header: Mapping[str, Any], at: Callable[[int, int, int], bytes]) -> Tensors:
@@ -259,9 +309,9 @@ def test_the_scales_of_a_model_are_where_the_page_says(
 
 
 def test_the_example_of_scales_on_the_page_is_right() -> None:
-    (text,) = re.findall(r'^ "q\.1": "(.+)"$', PAGE, re.M)
+    (text,) = re.findall(r'^"q\.1":"(.+)"$', PAGE, re.M)
     assert scales_of(text, [2, 2]).tolist() == [[0.5, 1.0], [0.25, 2.0]]
-    assert fmt.encode_record("scales", {"q.1": text}).count(f'\n "q.1": "{text}"'.encode()) == 1
+    assert fmt.encode_record("scales", {"q.1": text}).count(f'"q.1":"{text}"'.encode()) == 1
     assert scales_to_json({"q.1": np.array([[0.5, 1.0], [0.25, 2.0]])}) == {"q.1": text}
 
 

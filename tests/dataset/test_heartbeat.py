@@ -48,7 +48,7 @@ def say(objects: LocalObjects, name: str = "far-1", **fields: Any) -> None:
         "state": "running", "units": [], "counter": 1, "host": "far", "boot": "b", "pid": 1,
         "started": 5, **fields,
     }  # fmt: skip
-    objects.replace(fmt.worker_key(name), fmt.encode_record("worker", body))
+    objects.replace(fmt.CURRENT.worker_key(name, 0), fmt.encode_record("worker", body))
 
 
 def test_claims_of_others_are_seen_and_ones_own_are_not(objects: LocalObjects) -> None:
@@ -260,10 +260,12 @@ def test_processes_of_other_machines_or_boots_are_never_judged_by_their_id(
 
 def test_torn_and_foreign_records_are_skipped(objects: LocalObjects) -> None:
     say(objects, "whole", units=[3])
-    data = objects.get(fmt.worker_key("whole"))
+    data = objects.get(fmt.CURRENT.worker_key("whole", 0))
     for name, torn in (("empty", b""), ("half", data[: len(data) // 2]), ("edited", data + b" ")):
-        objects.create(fmt.worker_key(name), torn)
-    objects.create(fmt.worker_key("other-kind"), fmt.encode_record("done", {"units": [9]}))
+        objects.create(fmt.CURRENT.worker_key(name, 0), torn)
+    objects.create(
+        fmt.CURRENT.worker_key("other-kind", 0), fmt.encode_record("done", {"units": [9]})
+    )
     objects.create("workers/whole.json.tmp-abc", data)
     assert set(read_workers(objects)) == {"whole"}
     assert Presence(objects, 30).held_by_others() == {3}
@@ -318,7 +320,9 @@ def test_a_heartbeat_that_may_not_be_read_is_unknown_and_said_once(
     ]
 
 
-@pytest.mark.parametrize("key", [fmt.UNITS, fmt.MANIFEST, "done/00000001.json", "workers/a.json"])
+@pytest.mark.parametrize(
+    "key", [fmt.UNITS, fmt.MANIFEST, "done/000000/00000001.json", "workers/a.json"]
+)
 def test_a_pipe_in_place_of_a_record_is_not_waited_for(tmp_path: Path, key: str) -> None:
     path = stored.build(tmp_path / "out", ((3, 2), (4,))).path
     (path / key).unlink(missing_ok=True)

@@ -30,7 +30,7 @@ def said(code: str) -> str:
 def test_a_conflict_at_a_units_record_loses_no_unit(model: Path, corpus: Path, proxy: str) -> None:
     out = servers.new_s3_store()
     conflict = "409 Conflict", said("ConditionalRequestConflict"), False
-    servers.plan(proxy, ("PUT", "done/00000001", *conflict), ("PUT", "manifest", *conflict))
+    servers.plan(proxy, ("PUT", "done/000000/00000001", *conflict), ("PUT", "manifest", *conflict))
     result = run(*extracted(model, corpus, out))
     assert result.code == 0, result.err
     assert servers.planned(proxy) == []
@@ -43,7 +43,7 @@ def test_credentials_that_expire_end_the_run_and_the_same_command_goes_on(
 ) -> None:
     out = servers.new_s3_store()
     expired = "400 Bad Request", said("ExpiredToken"), False
-    servers.plan(proxy, ("PUT", "done/00000001", *expired))
+    servers.plan(proxy, ("PUT", "done/000000/00000001", *expired))
     result = run(*extracted(model, corpus, out))
     assert result.code == 3
     assert "check the credentials" in result.err

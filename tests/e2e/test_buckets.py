@@ -264,7 +264,7 @@ def test_what_no_unit_needs_is_removed_from_a_bucket(kind: str, extracted: Any) 
     objects = open_objects(extracted[kind][0])
     before = sorted(objects.list())
     for number in range(40):
-        objects.replace(f"attempts/00000001/loser/embed.{number:05d}.safetensors", b"rows")
+        objects.replace(f"attempts/000000/00000001/loser/embed.{number:05d}.safetensors", b"rows")
     objects.replace("probes/left", b"")
     assert len(verify(objects, quick=True).orphans) == 41
     seen: list[tuple[int, int]] = []

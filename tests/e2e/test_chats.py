@@ -30,6 +30,7 @@ from marks import some
 from spile.core.index import FLAGS, ROLES
 from spile.core.limited_process import ProcessLimits
 from spile.corpus.chats.template import read_template
+from spile.dataset import format as fmt
 from texts import token_roles
 
 TEMPLATE = (
@@ -195,9 +196,8 @@ def test_a_program_gives_a_corpus_that_resumes(program: Path, model: Path, tmp_p
     corpus = f"{program}:create_dataset(count=30)"
     outcome = extracted(model, corpus, out, unit_tokens=100)
     assert outcome.documents == 30 and outcome.units > 3
-    unit = json.loads((out / "manifest.json").read_bytes())["units"][1]
-    (out / "manifest.json").unlink()
-    (out / "done" / f"{unit['unit']:08d}.json").unlink()
+    for key in (fmt.MANIFEST, fmt.segment_key(0), fmt.CURRENT.done_key(1)):
+        (out / key).unlink()
     again = extracted(model, corpus, out, unit_tokens=100)
     assert again.documents == 30
     check_refused(run("extract", "--out", out), 2, "--corpus", "program")

@@ -72,7 +72,7 @@ def begun(
     def copy(form: str, out: Path) -> None:
         if not (folder / form).exists():
             killed(made.work, folder / form, "commit after", 3, **FORMS[form])
-            assert len(list((folder / form / "done").iterdir())) == 3
+            assert len(list((folder / form / "done").glob("*/*"))) == 3
         shutil.copytree(folder / form, out)
 
     return copy
@@ -80,7 +80,7 @@ def begun(
 
 def shard_names(out: Path) -> list[str]:
     """Of the units that are done."""
-    records = [json.loads(path.read_bytes()) for path in (out / "done").iterdir()]
+    records = [json.loads(path.read_bytes()) for path in (out / "done").glob("*/*")]
     return [shard["key"] for record in records for shard in record["shards"]]
 
 
@@ -167,7 +167,7 @@ def test_scales_that_a_killed_run_measured_are_the_next_ones(
 ) -> None:
     out = tmp_path / "out"
     killed(made.work, out, place, 1, store_dtype="int8")
-    assert list(out.glob("done/*.json")) == []
+    assert list(out.glob("done/*/*.json")) == []
     measured = (out / SCALES).read_bytes()
     resumed = tiny.spile("extract", *made.work.flags(out, store_dtype="int8"))
     assert MEASURING not in resumed.stderr, "once for a dataset"
@@ -184,7 +184,7 @@ def test_two_workers_at_once_agree_on_the_scales(made: Made, tmp_path: Path) -> 
     told = [process.communicate(timeout=120)[1] for process in race]
     assert [process.returncode for process in race] == [0, 0], told
     assert any(MEASURING in err for err in told)
-    workers = [json.loads(path.read_bytes()) for path in out.glob("workers/*.json")]
+    workers = [json.loads(path.read_bytes()) for path in out.glob("workers/**/*.json")]
     assert len(workers) == 2
     assert all(worker["units_done"] for worker in workers)  # neither did it all alone
     assert (out / SCALES).read_bytes() == (made.forms["int8"] / SCALES).read_bytes()

@@ -84,11 +84,11 @@ def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
     work = Work(model, corpus, RECIPE)
     out = tmp_path_factory.mktemp("made") / "out"
     work.extract(out)
-    return Made(work, out, len(list((out / "done").iterdir())))
+    return Made(work, out, len(list((out / "done").glob("*/*"))))
 
 
 def done(out: Path) -> int:
-    return len(list(out.glob("done/*.json")))
+    return len(list(out.glob("done/*/*.json")))
 
 
 def check_refused(group: Group, code: int, *named: str, seconds: float = 60) -> None:
@@ -123,7 +123,7 @@ def test_two_processes_make_what_one_makes_and_only_the_first_reports(
         assert world[1].out == ""
     made.check_equal(out)
     assert told["units"] == made.units
-    record = json.loads((out / "done" / "00000001.json").read_bytes())
+    record = json.loads((out / "done" / "000000" / "00000001.json").read_bytes())
     assert (record["made_by"]["processes"], record["made_by"]["mesh"]) == (2, "data=2,model=2")
     # Rows left from the process that held them: each wrote about half of every tap.
     rows = {
@@ -166,7 +166,7 @@ def test_other_worlds_on_other_meshes_go_on_where_one_was_stopped(
     made.check_equal(out)
     meshes = {
         (by["processes"], by["mesh"])
-        for path in out.glob("done/*.json")
+        for path in out.glob("done/*/*.json")
         for by in [json.loads(path.read_bytes())["made_by"]]
     }
     assert meshes == {(4, "model=4"), (1, "fsdp=2,model=2"), (2, "data=4")}
@@ -288,7 +288,9 @@ def test_two_signs_of_life_of_one_id_are_two_processes(tmp_path: Path) -> None:
         for number, parent in enumerate(parents):
             body = {"units": [], "counter": 1, "pid": 10 + number, "host": "h", "parent": parent,
                     "world": {"coordinator": rank.coordinator, "process": 1}}  # fmt: skip
-            objects.replace(fmt.worker_key(f"w{number}"), fmt.encode_record("worker", body))
+            objects.replace(
+                fmt.CURRENT.worker_key(f"w{number}", 0), fmt.encode_record("worker", body)
+            )
         return why_it_ended(rank, objects, {}, 9)
 
     assert said(5, 6) == "two processes have the id 1 (h and h); give each its own"

@@ -198,7 +198,7 @@ def test_of_a_command_that_drives_others_any_unit_done_is_progress(
 ) -> None:
     code = """
 if nth == 2:
-    folder = pathlib.Path({out!r}) / "done"
+    folder = pathlib.Path({out!r}) / "done" / "000000"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{{nth:08d}}.json").touch()
 os._exit(3)

@@ -25,7 +25,7 @@ def test_a_mesh_of_one_device_leaves_the_others_alone(
     rows = one.read("resid_post.1", 0, one.num_tokens)
     np.testing.assert_allclose(rows, all_of_them.read("resid_post.1", 0, one.num_tokens), atol=2e-5)
     for mesh in ("1", "data=8"):
-        records = [json.loads(path.read_bytes()) for path in (tmp_path / mesh / "done").iterdir()]
+        records = [json.loads(path.read_bytes()) for path in (tmp_path / mesh / "done").glob("*/*")]
         assert {record["made_by"]["mesh"] for record in records} == {mesh}
 
 

@@ -18,6 +18,7 @@ from spile.core.config import STORE_DTYPES, Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.core.tensors import read_header
 from spile.dataset.ledger import Ledger
+from spile.dataset.unit_table import UnitColumns
 from spile.objects import open_objects
 from spile.plan.estimate import batch_rows, estimate, refuse_if_too_large
 from spile.plan.job import ExtractionJob
@@ -306,7 +307,7 @@ def test_a_step_holds_what_its_device_needs(
 ) -> None:
     shape = {"hidden_size": width, "head_dim": 8, "num_hidden_layers": 1}
     job = make_job(tiny.write_model(tmp_path / "model", **shape), corpus, tmp_path / "out")
-    units = [dataclasses.replace(unit, tokens=10**6) for unit in job.units]
-    job = dataclasses.replace(job, units=units)
+    units = UnitColumns.of([{**unit, "tokens": 10**6} for unit in job.table.units])
+    job = dataclasses.replace(job, table=dataclasses.replace(job.table, units=units))
     assert batch_rows(job, Runtime(), platform) * 64 == tokens
     assert batch_rows(job, Runtime(batch_tokens=640), platform) * 64 == 640

@@ -1,6 +1,5 @@
 """A NaN is named by the first tap it came to, its document and token, while the unit computes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,10 @@ import saes
 import spile
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import DataError
-from spile.dataset.format import done_key
+from spile.dataset.format import CURRENT
+from spile.dataset.ledger import Ledger
 from spile.metrics import Counters
+from spile.objects import LocalObjects
 from spoilt import AT, BEFORE, TOKEN, letter, write_corpus, write_model
 
 
@@ -42,7 +43,7 @@ def fails(
 
 
 def unit_of(out: Path, doc: int) -> int:
-    units = json.loads((out / "units.json").read_bytes())["units"]
+    units = Ledger(LocalObjects(out)).table().units
     return next(u["id"] for u in units if u["first_doc"] <= doc < u["first_doc"] + u["num_docs"])
 
 
@@ -60,8 +61,10 @@ def test_tap_layer_unit_document_and_token_are_named(
         f"(id {letter(spoilt)}, position {token}); check the weights and the dtypes, or keep them "
         "with --allow-nonfinite"
     )
-    done = sorted(path.name for path in (out / "done").iterdir())
-    assert done == [Path(done_key(number)).name for number in range(unit)], "those before it stay"
+    done = sorted(path.name for path in (out / "done").glob("*/*"))
+    assert done == [Path(CURRENT.done_key(number)).name for number in range(unit)], (
+        "those before it stay"
+    )
 
 
 @pytest.mark.full

@@ -74,7 +74,7 @@ def flip(out: Path, unit: int) -> None:
 
 def damage_two(out: Path) -> None:
     flip(out, 1)
-    (out / fmt.done_key(3)).unlink()
+    (out / fmt.CURRENT.done_key(3)).unlink()
 
 
 def repaired(out: Path, *more: object) -> Result:
@@ -93,9 +93,9 @@ def test_two_damaged_units_are_made_again_and_no_other(
     assert told["units"] == told["identical"] == [1, 3] and told["records"] == [fmt.MANIFEST]
     assert len(found.json["faults_before"]) == 3 and found.json["faults"] == []
     check_same(out, whole)
-    records = {unit: (out / fmt.done_key(unit)).read_bytes() for unit in (0, 1, 2)}
-    assert records[0] == (whole / fmt.done_key(0)).read_bytes()
-    assert records[1] != (whole / fmt.done_key(1)).read_bytes()
+    records = {unit: (out / fmt.CURRENT.done_key(unit)).read_bytes() for unit in (0, 1, 2)}
+    assert records[0] == (whole / fmt.CURRENT.done_key(0)).read_bytes()
+    assert records[1] != (whole / fmt.CURRENT.done_key(1)).read_bytes()
     assert run("gc", out).code == 0
     assert run("verify", out, "--json").json["orphans"] == []
     check_same(out, whole)
@@ -104,7 +104,7 @@ def test_two_damaged_units_are_made_again_and_no_other(
 def test_the_command_says_what_it_found_and_what_it_made(whole: Path, out: Path) -> None:
     damage_two(out)
     said = run("verify", out, "--repair").out
-    assert "found: attempts/00000001/" in said
+    assert "found: attempts/000000/00000001/" in said
     assert "made again: units 1, 3 (2 with the same rows, bit for bit)" in said
     assert "whole and sound" in said
     assert run("verify", out, "--repair").out.startswith("nothing was repaired")
@@ -196,10 +196,10 @@ def test_a_damaged_source_repairs_nothing(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run("compact", source, out).code == 0
     flip(out, 0)
-    before = (out / fmt.done_key(0)).read_bytes()
+    before = (out / fmt.CURRENT.done_key(0)).read_bytes()
     flip(source, 0)
     check_refused(repaired(out, "--from", source), 3, "checksum does not match")
-    assert (out / fmt.done_key(0)).read_bytes() == before
+    assert (out / fmt.CURRENT.done_key(0)).read_bytes() == before
 
 
 def test_a_shuffled_dataset_is_shuffled_anew(source: Path, tmp_path: Path) -> None:
@@ -209,4 +209,4 @@ def test_a_shuffled_dataset_is_shuffled_anew(source: Path, tmp_path: Path) -> No
     assert repaired(out).code == 0
     flip(out, 0)
     check_refused(repaired(out), 2, "`spile shuffle SOURCE DEST --seed 5` makes all of it")
-    assert json.loads((out / fmt.done_key(0)).read_text())["unit"] == 0
+    assert json.loads((out / fmt.CURRENT.done_key(0)).read_text())["unit"] == 0

@@ -86,7 +86,7 @@ def test_an_error_in_a_lane_is_raised_once_and_what_was_committed_stays(
     def after_the_first(key: str) -> None:
         if "/00000001/" in key:  # so that it is known which units are committed
             deadline = time.monotonic() + 30
-            while not (out / fmt.done_key(0)).exists():
+            while not (out / fmt.CURRENT.done_key(0)).exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             all_writing.wait(30)

@@ -35,7 +35,8 @@ NUMBERS = ("1e400", "-1e400", "NaN", "-Infinity", "1" * 5000, "1" * 4000, "-1", 
 
 NAMES = st.sampled_from(
     ["", ".", "..", "../../etc/passwd", "/etc/passwd", "a\0b", "a\\..\\b", "\ud800", "\x1b[2J",
-     "done/00000000.json", "attempts/00000001/x/y", "a/../b", "é", "%2e%2e", "x" * 300]
+     "done/000000/00000000.json", "attempts/000000/00000001/x/y", "a/../b", "é", "%2e%2e",
+     "x" * 300]
 )  # fmt: skip
 SIZES = st.sampled_from([-1, 0, 1, 2, 1 << 31, 1 << 62, 1 << 63, 1 << 64, 1 << 200, -(1 << 63)])
 SCALARS = st.none() | st.booleans() | st.integers(-3, 9) | SIZES | st.floats() | NAMES | st.text(

@@ -400,7 +400,7 @@ def _dataset(folder: Path, **options: Any) -> stored.Stored:
     return _datasets[folder]
 
 
-RECORDS = {fmt.UNITS: "units", fmt.done_key(0): "done", fmt.MANIFEST: "manifest",
+RECORDS = {fmt.UNITS: "units", fmt.CURRENT.done_key(0): "done", fmt.MANIFEST: "manifest",
            fmt.SCALES: "scales"}  # fmt: skip
 
 
@@ -442,7 +442,7 @@ def _record(key: str, resealed: bool) -> Parser:
             except (ValueError, AttributeError, RecursionError):
                 return
         with stored.changed(made, key, fmt.MANIFEST) as paths:
-            if key == fmt.done_key(0):
+            if key == fmt.CURRENT.done_key(0):
                 paths[fmt.MANIFEST].unlink()
             paths[key].write_bytes(data)
             read_dataset(made.path)

@@ -5,6 +5,7 @@ Either one is refused by an error of ours, or all it says is within bounds.
 
 import json
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from security.hostile import (
 )  # fmt: skip
 from spile.core.errors import CorruptError
 from spile.dataset import format as fmt
+from spile.dataset.columns import column_file, columns_in, encode_columns
 from spile.dataset.format import Done, TapInfo, decode_record, encode_record
 from spile.dataset.heartbeat import Presence, read_workers
 from spile.dataset.ledger import Ledger
@@ -39,7 +41,7 @@ from stored import Stored
 
 KINDS = {
     fmt.UNITS: "units",
-    fmt.done_key(0): "done",
+    fmt.CURRENT.done_key(0): "done",
     fmt.MANIFEST: "manifest",
     fmt.SCALES: "scales",
     fmt.MODEL: "model",
@@ -49,7 +51,7 @@ BEAT = {
     "state": "running", "units": [0, 1], "counter": 3, "host": "host", "boot": "b", "pid": 1,
     "started": 5, "tokens": 7, "error": "gone", "world": {"coordinator": "h:1", "process": 1},
 }  # fmt: skip
-PREFIX = fmt.attempt_prefix(0, "a1")
+PREFIX = fmt.CURRENT.attempt_prefix(0, "a1")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 def with_record(made: Stored, key: str, record: bytes) -> MemoryObjects:
     """A dataset's records, one of them another."""
     objects = MemoryObjects("memory://records")
+    for prefix in fmt.DERIVED:
+        for each in made.objects.list(prefix):
+            objects.create(each, made.objects.get(each))
     for each in KINDS:
         objects.create(each, record if each == key else made.objects.get(each))
     return objects
@@ -83,14 +88,14 @@ def use(objects: MemoryObjects) -> None:
     with only_our_errors():
         done = ledger.read_done(0)
         for file in done.files() if done else ():
-            assert file.key.startswith(fmt.attempt_prefix(0, done.attempt) if done else "")
-            assert file.key.count("/") == 3
+            assert file.key.startswith(fmt.CURRENT.attempt_prefix(0, done.attempt) if done else "")
+            assert file.key.count("/") == 4
             assert 0 <= file.first <= file.first + file.count < 1 << 57
     with only_our_errors():
         manifest = ledger.read_manifest()
-        for unit in manifest["units"] if manifest else ():
-            with only_our_errors():
-                Done.from_json(fmt.MANIFEST, {**unit, "made_by": {}, "fingerprint": "f"}).to_json()
+        if manifest:
+            for done in ledger.catalog(ledger.table(), manifest):
+                assert done.rows < 1 << 56
     with only_our_errors():
         ledger.check_weights({"embed": "aa", "blocks": "bb"})
     with only_our_errors():
@@ -164,7 +169,7 @@ def test_a_sealed_record_that_is_nested_deeply_is_refused(depth: int) -> None:
 
 def test_a_key_that_is_given_twice_is_refused() -> None:
     data = encode_record("model", {"tensors": {"a": "1"}})
-    twice = data.replace(b'"a": "1"', b'"a": "2",\n  "a": "1"')
+    twice = data.replace(b'"a":"1"', b'"a":"2","a":"1"')
     with refused("checksum does not match"):
         decode_record("k", twice, "model")
 
@@ -172,8 +177,9 @@ def test_a_key_that_is_given_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     "key",
     ["../../x", "/etc/passwd", "a\0b", "a\\b", "..", "", "a/b", f"{PREFIX}../b", f"{PREFIX}a/b",
-     f"{PREFIX}.hidden", fmt.attempt_prefix(1, "a1") + "x", fmt.attempt_prefix(0, "a2") + "x",
-     "done/00000000.json", f"{PREFIX}a\nb", f"{PREFIX}\ud800", PREFIX.replace("a1", "..") + "x"],
+     f"{PREFIX}.hidden", fmt.CURRENT.attempt_prefix(1, "a1") + "x",
+     fmt.CURRENT.attempt_prefix(0, "a2") + "x", "done/000000/00000000.json", f"{PREFIX}a\nb",
+     f"{PREFIX}\ud800", PREFIX.replace("a1", "..") + "x"],
 )  # fmt: skip
 @pytest.mark.parametrize("place", ["shards", "index", "statistics"])
 def test_a_file_of_another_place_is_refused(dataset: Stored, key: str, place: str) -> None:
@@ -211,7 +217,8 @@ def test_a_tap_of_an_impossible_shape_is_refused(dataset: Stored, shape: Any) ->
 def test_words_that_a_terminal_obeys_are_not_shown(dataset: Stored) -> None:
     clear = "\x1b[2J\r\nroot#"
     objects = MemoryObjects("memory://words")
-    objects.create(fmt.UNITS, dataset.objects.get(fmt.UNITS))
+    for key in (fmt.UNITS, *dataset.listed(fmt.UNIT_COLUMNS)):
+        objects.create(key, dataset.objects.get(key))
     objects.create("workers/w.json", encode_record("worker", {**BEAT, "error": clear}))
     objects.create(f"workers/{clear}.json", encode_record("worker", BEAT))
     (worker,) = read_status(objects).workers
@@ -248,6 +255,43 @@ def test_scales_are_one_positive_number_for_each_channel_or_refused(body: dict[s
             assert (scale > 0).all()
 
 
+@fuzz(60)
+@pytest.mark.parametrize("prefix", [fmt.UNIT_COLUMNS, fmt.SEGMENTS, fmt.MANIFEST_COLUMNS])
+@given(data=st.data())
+def test_columns_of_any_values_are_refused_or_within_bounds(
+    dataset: Stored, prefix: str, data: st.DataObject
+) -> None:
+    """The file fits the record that names it: no checksum tells."""
+    (key,) = dataset.objects.list(prefix)
+    good = columns_in(key, dataset.objects.get(key))
+    name = data.draw(st.sampled_from(sorted(good)))
+    values = np.array(good[name])
+    kind = data.draw(st.sampled_from(["one", "length", "dtype", "gone"]))
+    if kind == "one" and values.size:
+        most = 255 if values.dtype == np.uint8 else (1 << 63) - 1
+        value = data.draw(st.sampled_from([0, 1, 2, most, most // 2, -1 % (most + 1)]))
+        values.reshape(-1)[data.draw(st.integers(0, values.size - 1))] = value
+    elif kind == "length":
+        values = np.resize(values, data.draw(st.integers(0, 9)))
+    elif kind == "dtype":
+        values = values.astype(data.draw(st.sampled_from(["u1", "i4", "f4", "?"])))
+    columns = {**good, name: values}
+    encoded = encode_columns({n: c for n, c in columns.items() if kind != "gone" or n != name})
+    told = column_file(key, encoded).to_json()
+    objects = with_record(dataset, "", b"")
+    objects.replace(key, encoded)
+    record = fmt.UNITS if prefix == fmt.UNIT_COLUMNS else fmt.MANIFEST
+    body = body_of(objects.get(record))
+    if prefix == fmt.SEGMENTS:
+        body["segments"][0] |= told
+    else:
+        body["units" if prefix == fmt.UNIT_COLUMNS else "columns"] |= told
+    objects.replace(record, encode_record(KINDS[record], body))
+    use(objects)
+    with only_our_errors():
+        list(Ledger(objects).table().units)
+
+
 @fuzz(50)
 @given(data=st.data())
 def test_statistics_are_of_their_tap_or_refused(data: st.DataObject) -> None:
@@ -264,20 +308,17 @@ def test_statistics_are_of_their_tap_or_refused(data: st.DataObject) -> None:
 
 
 def test_a_manifest_of_a_million_rows_with_none_stored_costs_nothing(dataset: Stored) -> None:
-    objects = MemoryObjects("memory://million")
-    objects.create(fmt.UNITS, dataset.objects.get(fmt.UNITS))
-    body = body_of(dataset.objects.get(fmt.MANIFEST))
-    unit = body["units"][0]
-    unit["rows"] = unit["tokens"] = unit["index"]["count"] = 10**6
-    last = unit["shards"][-1]
-    last["count"] = 10**6 - last["first"]
-    objects.create(fmt.MANIFEST, encode_record("manifest", body))
+    records = [dataset.done(unit) for unit in range(2)]
+    forged = replace(records[0], rows=10**6, index=replace(records[0].index, count=10**6))
+    with stored.forged_units(dataset, [forged, records[1]]):
+        objects = with_record(dataset, fmt.MODEL, dataset.objects.get(fmt.MODEL))
     tracemalloc.start()
     try:
-        manifest = Ledger(objects).read_manifest()
+        ledger = Ledger(objects)
+        manifest = ledger.read_manifest()
         assert manifest is not None
         with pytest.raises(CorruptError, match="do not add up to its rows"):
-            Done.from_json(fmt.MANIFEST, {**manifest["units"][0], "made_by": {}, "fingerprint": ""})
+            list(ledger.catalog(ledger.table(), manifest))
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()

@@ -1,5 +1,6 @@
 """Counts and sizes that a stranger wrote: nothing is allocated by them before bytes back them."""
 
+import dataclasses
 import io
 import resource
 import struct
@@ -16,6 +17,7 @@ import stored
 from spile.core.errors import CorruptError, InputError
 from spile.dataset import format as fmt
 from spile.dataset.maintain.verify import verify
+from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.compression import PlaneReader
 from spile.models.files.sae import open_sae
 from spile.objects import LocalObjects
@@ -37,7 +39,9 @@ def forge(dataset: stored.Stored, key: str, kind: str, change: Any) -> None:
 
 
 def test_documents_that_are_not_there_are_a_fault_and_cost_nothing(dataset: stored.Stored) -> None:
-    forge(dataset, fmt.UNITS, "units", lambda body: body["units"][1].update(num_docs=HUGE))
+    first, second, *others = dataset.table.units
+    units = UnitColumns.of([first, {**second, "num_docs": HUGE}, *others])
+    stored.replace_table(dataset.objects, dataclasses.replace(dataset.table, units=units))
     faults = verify(LocalObjects(dataset.path)).faults
     assert any("does not name each document of its unit once" in fault for fault in faults)
 

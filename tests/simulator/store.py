@@ -138,6 +138,13 @@ class Store:
                 return
             after = page[-1]["path"]
 
+    def list_with_delimiter(self, prefix: str) -> dict[str, Any]:
+        def folders() -> Any:
+            rest = (key[len(prefix) :] for key in self._bucket.objects if key.startswith(prefix))
+            return sorted({prefix + key.partition("/")[0] for key in rest if "/" in key})
+
+        return {"common_prefixes": self._ask("list", prefix, folders)}
+
     def delete(self, key: str) -> None:
         self._ask("delete", key, lambda: self._bucket.delete(key))
 

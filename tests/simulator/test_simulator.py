@@ -117,7 +117,7 @@ def _create_that_believes_conflicts(
 def _commit_that_believes_conflicts(ledger: Any, done: Done) -> bool:
     """As the ledger did: what cannot be read back is another worker's."""
     data = fleet.fmt.encode_record("done", done.to_json())
-    if ledger.objects.create(fleet.fmt.done_key(done.unit), data):
+    if ledger.objects.create(fleet.fmt.CURRENT.done_key(done.unit), data):
         return True
     stored = ledger.read_done(done.unit)
     return stored is not None and stored.attempt == done.attempt

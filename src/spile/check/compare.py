@@ -27,7 +27,6 @@ from spile.core.config import Recipe, activation_dtype
 from spile.core.errors import InputError, StoreError
 from spile.core.recipe import latent_names
 from spile.core.system import available_memory
-from spile.corpus.units import Unit
 from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
 from spile.dataset.read.dataset import Dataset, Document, open_dataset
@@ -194,7 +193,7 @@ def _sampled(
     After `samples` documents it yields some more, in case those are not enough.
     """
     done = Ledger(open_objects(dataset.url)).done_units()
-    units = [unit for unit in job.units if unit.id in done]
+    units = sorted(done.intersection(range(len(job.units))))
     last = len(units) - 1
     chosen = [
         units[round(i * last / max(1, count - 1))]
@@ -205,12 +204,14 @@ def _sampled(
     rng = np.random.default_rng(0)
     seen: set[int] = set()
     with closing(job.reader()) as reader:
-        prepared: Unit | None = None
+        prepared: int | None = None
         read: list[tuple[int, np.ndarray]] = []
         for unit in chosen:
-            if unit is not prepared:  # with few units, each is chosen many times in a row
+            if unit != prepared:  # with few units, each is chosen many times in a row
                 prepared = unit
-                read = list(prepare_unit(job, reader, unit, with_table=False).tokens.items())
+                read = list(
+                    prepare_unit(job, reader, job.units[unit], with_table=False).tokens.items()
+                )
             for number in rng.permutation(len(read)):
                 ordinal, tokens = read[int(number)]
                 if ordinal not in seen and dataset.has_document(ordinal):

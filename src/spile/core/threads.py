@@ -5,6 +5,7 @@ itself. Nothing waits forever: every blocking call wakes regularly to check the 
 """
 
 import contextlib
+import itertools
 import queue
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -25,10 +26,15 @@ class Stopped(Exception):
 
 def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
     """Yield the function of each item, in order; a few threads work a few items ahead."""
+    rest = iter(items)
+    first = list(itertools.islice(rest, 2))
+    if len(first) < 2:  # not worth a thread
+        yield from map(function, first)
+        return
     pool = system().pool(threads)
     ahead: deque[Future[R]] = deque()
     try:
-        for item in items:
+        for item in itertools.chain(first, rest):
             ahead.append(pool.submit(function, item))
             if len(ahead) > threads:
                 yield ahead.popleft().result()

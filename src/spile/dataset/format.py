@@ -1,20 +1,35 @@
 """The layout of a dataset: every key, every record, and the format's version.
 
-    units.json               the unit table: resolved recipe, taps, files, units
+    units.json               the unit table: resolved recipe, taps, files
+    units/DIGEST.safetensors the units of that table, as columns (`unit_table.py`)
+    tokenizer/DIGEST/NAME    the files of the tokenizer
     model.json               full hashes of the weights, from the first worker's loading
     scales.json              int8 only: the scale of each channel, measured by the first worker
-    attempts/UNIT/ATTEMPT/   TAP.N.safetensors (or .zst: `compression.py`), index.safetensors,
+    attempts/GROUP/UNIT/ATTEMPT/
+                             TAP.N.safetensors (or .zst: `compression.py`), index.safetensors,
                              statistics.safetensors, documents.safetensors (`documents.py`);
                              from other processes, TAP.PART.N.safetensors
-    done/UNIT.json           the done record: the unit exists, and these are its shards
-    manifest.json            derived from the done records, once all exist
+    done/GROUP/UNIT.json     the done record: the unit exists, and these are its shards
+    segments/GROUP.safetensors
+                             the records of a group whose units are all done, as columns
+                             (`segments.py`); derived
+    manifest.json            names all segments; derived, once every unit is done
+    manifest/DIGEST.safetensors
+                             the rows of each unit, and the statistics of all rows; derived
     prediction.json          the estimates of the first worker, for people only
     check.json               the last comparison with HF transformers (`spile check`)
-    signature-v1.sha256      SHA-256 of the table, all units and the records their rows need
-    signature-v1.sha256.sig  the signature of that list, by `spile sign`
-    workers/NAME.json        heartbeats; correctness does not need them
+    signature-v2.sha256      SHA-256 of the table, the derived files and `digests/`
+    signature-v2.sha256.sig  the signature of that list, by `spile sign`
+    digests/GROUP-DIGEST.safetensors
+                             SHA-256 of the records and files of a group, for the signature
+    workers/GROUP/NAME.json  heartbeats; correctness does not need them
     scratch/                 rows between two passes of `spile shuffle`, until it ends
     damaged/TOKEN/KEY        a record that `spile verify --repair` moved aside, until `gc`
+
+A group is 256 consecutive units, so that a worker lists the records of its own group only. Version
+6 had no groups: its records lie at `done/UNIT.json`, its files at `attempts/UNIT/ATTEMPT/`, its
+heartbeats at `workers/NAME.json`, and its table and manifest hold all units as JSON. A dataset
+keeps the version of its table (`KeyLayout`).
 
 A record is canonical JSON with its own checksum, so that any changed byte is noticed. An attacker
 can compute that too, so the contents of a record are checked as well: names must stay inside the
@@ -25,7 +40,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -35,7 +50,9 @@ from spile.core.bounded_json import JsonError, parse_json_object
 from spile.core.errors import CorruptError, StoreError
 from spile.core.tensors import DTYPES_BY_NAME
 
-FORMAT = 6
+FORMAT = 7
+READABLE = (6, FORMAT)
+GROUP_UNITS = 256  # one page of a bucket's listing holds their records, attempts or heartbeats
 
 UNITS = "units.json"
 MODEL = "model.json"
@@ -43,13 +60,19 @@ SCALES = "scales.json"
 MANIFEST = "manifest.json"
 CHECK = "check.json"
 PREDICTION = "prediction.json"
-SIGNED = "signature-v1.sha256"
-SIGNATURE = f"{SIGNED}.sig"
 ATTEMPTS = "attempts/"
 DONE = "done/"
+UNIT_COLUMNS = "units/"
+SEGMENTS = "segments/"
+MANIFEST_COLUMNS = "manifest/"
+TOKENIZER = "tokenizer/"
+DIGESTS = "digests/"
 WORKERS = "workers/"
 SCRATCH = "scratch/"
 DAMAGED = "damaged/"
+
+SIGNATURES = tuple(f"signature-v{n}.sha256{end}" for n in (1, 2) for end in ("", ".sig"))
+DERIVED = (UNIT_COLUMNS, SEGMENTS, MANIFEST_COLUMNS, TOKENIZER, DIGESTS)  # prefixes of files
 
 COMPRESSED = ".zst"
 SCALE_DTYPE = np.dtype(np.float32)
@@ -68,21 +91,85 @@ _NOT_A_RECORD = {
 }
 
 
-def done_key(unit: int) -> str:
-    return f"{DONE}{unit:08d}.json"
+@dataclass(frozen=True)
+class KeyLayout:
+    """Where a dataset keeps the records and files of its units: a matter of its version."""
+
+    version: int = FORMAT
+
+    @property
+    def grouped(self) -> bool:
+        """Whether units lie in groups, whose records are merged into segments."""
+        return self.version > 6
+
+    def group(self, unit: int) -> int:
+        """Return the group of a unit; without groups, all units are one."""
+        return unit // GROUP_UNITS if self.grouped else 0
+
+    def groups(self, units: int) -> int:
+        """Return the number of groups of a table of so many units."""
+        return -(-units // GROUP_UNITS) if self.grouped else 1
+
+    def units_of(self, group: int, units: int) -> range:
+        """Return the units of a group, in a table of so many."""
+        if not self.grouped:
+            return range(units)
+        return range(group * GROUP_UNITS, min((group + 1) * GROUP_UNITS, units))
+
+    def done_key(self, unit: int) -> str:
+        return f"{DONE}{self._path(unit)}.json"
+
+    def done_prefix(self, group: int) -> str:
+        return f"{DONE}{self._folder(group)}"
+
+    def attempts_prefix(self, group: int) -> str:
+        return f"{ATTEMPTS}{self._folder(group)}"
+
+    def attempt_prefix(self, unit: int, attempt: str) -> str:
+        return f"{ATTEMPTS}{self._path(unit)}/{attempt}/"
+
+    def shard_key(
+        self,
+        unit: int,
+        attempt: str,
+        tap: str,
+        number: int,
+        *,
+        part: int = 0,
+        compressed: bool = False,
+    ) -> str:
+        """Return the key of a shard; `part`: the process, if several write the unit."""
+        label = f"{part}.{number:05d}" if part else f"{number:05d}"
+        name = f"{self.attempt_prefix(unit, attempt)}{tap}.{label}.safetensors"
+        return name + COMPRESSED if compressed else name
+
+    def worker_key(self, name: str, group: int) -> str:
+        return f"{self.workers_prefix(group)}{name}.json"
+
+    def workers_prefix(self, group: int) -> str:
+        return f"{WORKERS}{self._folder(group)}"
+
+    def _path(self, unit: int) -> str:
+        return f"{self._folder(unit // GROUP_UNITS)}{unit:08d}"
+
+    def _folder(self, group: int) -> str:
+        return f"{group:06d}/" if self.grouped else ""
 
 
-def attempt_prefix(unit: int, attempt: str) -> str:
-    return f"{ATTEMPTS}{unit:08d}/{attempt}/"
+CURRENT = KeyLayout()  # of new datasets
 
 
-def shard_key(
-    unit: int, attempt: str, tap: str, number: int, *, part: int = 0, compressed: bool = False
-) -> str:
-    """Return the key of a shard; `part` is the number of the process, if several write the unit."""
-    label = f"{part}.{number:05d}" if part else f"{number:05d}"
-    name = f"{attempt_prefix(unit, attempt)}{tap}.{label}.safetensors"
-    return name + COMPRESSED if compressed else name
+def segment_key(group: int) -> str:
+    return f"{SEGMENTS}{group:06d}.safetensors"
+
+
+def signed_key(layout: KeyLayout) -> str:
+    """Return the key of the signed list of digests."""
+    return "signature-v2.sha256" if layout.grouped else "signature-v1.sha256"
+
+
+def signature_key(layout: KeyLayout) -> str:
+    return f"{signed_key(layout)}.sig"
 
 
 def scale_name(tap: str) -> str:
@@ -90,14 +177,15 @@ def scale_name(tap: str) -> str:
     return f"{tap}/scale"
 
 
-def worker_key(name: str) -> str:
+def idle_worker_key(name: str) -> str:
+    """Return the key of the heartbeat of a worker that holds no unit."""
     return f"{WORKERS}{name}.json"
 
 
-def parse_worker_key(key: str) -> str | None:
-    """Return the name of the worker that wrote a heartbeat."""
-    match = re.fullmatch(rf"workers/({_NAME.pattern})\.json", key)
-    return match[1] if match else None
+def parse_worker_key(key: str) -> tuple[str, int | None] | None:
+    """Return the name of the worker that wrote a heartbeat, and the group where it works."""
+    match = re.fullmatch(rf"workers/(?:(\d{{6}})/)?({_NAME.pattern})\.json", key)
+    return (match[2], int(match[1]) if match[1] else None) if match else None
 
 
 def is_count(value: object) -> bool:
@@ -123,19 +211,26 @@ def shown(value: object) -> str:
 
 
 def parse_done_key(key: str) -> int | None:
-    match = re.fullmatch(r"done/(\d{8})\.json", key)
+    match = re.fullmatch(r"done/(?:\d{6}/)?(\d{8})\.json", key)
+    return int(match[1]) if match else None
+
+
+def parse_segment_key(key: str) -> int | None:
+    """Return the group of a segment."""
+    match = re.fullmatch(r"segments/(\d{6})\.safetensors", key)
     return int(match[1]) if match else None
 
 
 def parse_attempt_key(key: str) -> tuple[int, str] | None:
     """Return the unit and attempt of an object under `attempts/`."""
-    match = re.fullmatch(r"attempts/(\d{8})/([^/]+)/[^/]+", key)
+    match = re.fullmatch(r"attempts/(?:\d{6}/)?(\d{8})/([^/]+)/[^/]+", key)
     return (int(match[1]), match[2]) if match else None
 
 
 def parse_damaged_key(key: str) -> str | None:
     """Return the original key of a record that was moved to this one."""
-    match = re.fullmatch(r"damaged/[^/]+/(done/\d{8}\.json|[a-z]+\.json)", key)
+    records = r"done/(?:\d{6}/)?\d{8}\.json|segments/\d{6}\.safetensors|[a-z]+\.json"
+    match = re.fullmatch(rf"damaged/[^/]+/({records})", key)
     return match[1] if match else None
 
 
@@ -237,41 +332,48 @@ class Done:
         return (*self.shards, *(getattr(self, name) for name in BESIDE))
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        # (`asdict` copies every value, and takes longer than all the rest of a commit.)
+        return {
+            **vars(self),
+            "shards": [vars(shard) for shard in self.shards],
+            **{name: vars(getattr(self, name)) for name in BESIDE},
+        }
 
     @classmethod
-    def from_json(cls, key: str, body: Mapping[str, Any]) -> "Done":
-        """Rebuild and check a record: names stay inside the attempt, runs tile each tap's rows."""
+    def from_json(cls, key: str, body: Mapping[str, Any], layout: KeyLayout = CURRENT) -> "Done":
+        """Rebuild and check a record."""
         try:
             parts: dict[str, Any] = {**body}
             parts["shards"] = tuple(Shard(**shard) for shard in parts["shards"])
             for name in BESIDE:
                 parts[name] = Shard(**parts[name])
             done = cls(**parts)
-            _audit_types(done)
-            prefix = attempt_prefix(done.unit, done.attempt)
-            for file in done.files():
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(key, f"is not a done record ({shown(error)})") from error
+        return done.checked(key, layout)
+
+    def checked(self, key: str, layout: KeyLayout) -> "Done":
+        """Check an untrusted record: names stay inside the attempt, runs tile each tap's rows."""
+        try:
+            _audit_types(self)
+            prefix, files = layout.attempt_prefix(self.unit, self.attempt), self.files()
+            for file in files:
                 if not file.key.startswith(prefix) or not _NAME.fullmatch(file.key[len(prefix) :]):
                     raise CorruptError(key, f"names {file.key!r}, which is not of its attempt")
-            if any(getattr(done, name).key.endswith(COMPRESSED) for name in BESIDE):
+            if any(getattr(self, name).key.endswith(COMPRESSED) for name in BESIDE):
                 raise CorruptError(key, "names a compressed index, statistics or documents")
-            if len({file.key for file in done.files()}) != len(done.files()):
+            if len({file.key for file in files}) != len(files):
                 raise CorruptError(key, "names a file twice")
             reached: dict[str, int] = {}
-            for shard in done.shards:
+            for shard in self.shards:
                 if shard.first != reached.get(shard.tap, 0) or shard.count < 1:
                     raise CorruptError(key, f"rows of {shard.tap} overlap or leave a gap")
                 reached[shard.tap] = shard.first + shard.count
-            if any(stop != done.rows for stop in reached.values()) or done.index.count != done.rows:
+            if any(stop != self.rows for stop in reached.values()) or self.index.count != self.rows:
                 raise CorruptError(key, "its shards do not add up to its rows")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(key, f"is not a done record ({shown(error)})") from error
-        return done
-
-
-def listed_files(unit: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the files of a unit in a manifest."""
-    return [*unit["shards"], *(unit[name] for name in BESIDE)]
+        return self
 
 
 def _audit_types(done: Done) -> None:
@@ -288,9 +390,9 @@ def _audit_types(done: Done) -> None:
         raise ValueError("a name is not a text")
 
 
-def encode_record(kind: str, body: Mapping[str, Any]) -> bytes:
+def encode_record(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
     """Encode a record as canonical JSON with its own checksum."""
-    record = {"format": FORMAT, "kind": kind, **body}
+    record = {"format": version, "kind": kind, **body}
     record["checksum"] = _checksum(record)
     data = _canonical(record)
     if not data:
@@ -305,27 +407,37 @@ def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:
         StoreError: if it was written in a format this version does not know.
         CorruptError: if any byte differs from what was written.
     """
+    return decode_versioned(key, data, kind)[1]
+
+
+def decode_versioned(key: str, data: bytes, kind: str) -> tuple[int, dict[str, Any]]:
+    """Decode and check a record, as `decode_record`; return its version and its body."""
     try:
         record = parse_json_object(data, max_bytes=len(data))
     except JsonError as error:
         raise CorruptError(key, _NOT_A_RECORD[error.problem]) from error
-    version = record.get("format")
-    if type(version) is int and version != FORMAT and record.get("checksum") == _checksum(record):
+    version, checksum = record.get("format"), record.get("checksum")
+    if type(version) is int and version not in READABLE and checksum == _checksum(record):
         raise StoreError(
-            f"{key}: written in format {shown(version)}, but this version of spile reads format "
-            f"{FORMAT}; use the version that wrote it, or another --out"
+            f"{key}: written in format {shown(version)}, but this version of spile reads formats "
+            f"{' and '.join(map(str, READABLE))}; use the version that wrote it, or another --out"
         )
-    if record.get("checksum") != _checksum(record) or _canonical(record) != data:
+    if checksum != _checksum(record) or _canonical(record) != data:
         raise CorruptError(key, "checksum does not match (damaged or edited)")
     if record.get("kind") != kind:
         found = shown(repr(record.get("kind")))
         raise CorruptError(key, f"holds a {found} record, expected {kind!r}")
-    return {k: v for k, v in record.items() if k not in ("format", "kind", "checksum")}
+    body = {k: v for k, v in record.items() if k not in ("format", "kind", "checksum")}
+    return cast(int, version), body
 
 
 def _canonical(record: Mapping[str, Any]) -> bytes:
+    version = record.get("format")
+    # Up to version 6, records were indented, which Python's encoder does twenty times as slowly.
+    indented = type(version) is not int or version <= 6
+    spaced: dict[str, Any] = {"indent": 1} if indented else {"separators": (",", ":")}
     try:
-        return (json.dumps(record, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
+        return (json.dumps(record, sort_keys=True, allow_nan=False, **spaced) + "\n").encode()
     except (ValueError, RecursionError):
         return b""
 

@@ -4,6 +4,9 @@ A worker replaces its record every few seconds, with an increasing counter. An o
 seen the counter move for a while *by its own clock* considers the worker dead; the clocks of
 different machines are never compared. A worker on the same machine is known to be dead as soon as
 its process has ended.
+
+The record lies under the groups whose units the worker holds, so that whoever looks for a unit
+reads only the few workers of that group; a worker that holds none lies beside all groups.
 """
 
 import contextlib
@@ -11,6 +14,7 @@ import logging
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +23,7 @@ from spile.core.errors import CorruptError, StoreError
 from spile.core.system import system
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
+from spile.dataset.format import CURRENT, KeyLayout
 from spile.objects import Objects
 
 _BEAT_SECONDS = 2.0
@@ -56,9 +61,14 @@ class HeartbeatObserver:
 class Presence:
     """This worker's heartbeat, and its view of the others."""
 
-    def __init__(self, objects: Objects, stale_after: float) -> None:
+    def __init__(
+        self, objects: Objects, stale_after: float, layout: KeyLayout | None = None
+    ) -> None:
+        """`layout`: that of the dataset, if it exists already."""
         self.name = f"{socket.gethostname()}-{os.getpid()}-{system().token(2)}"
         self.objects, self._observer = objects, HeartbeatObserver(stale_after)
+        self.layout = layout or CURRENT
+        self._keys: list[str] = []  # where the last heartbeat lies
         self._left: set[str] = set()  # workers that have written their final record
         self._lock = system().lock()
         self._state: dict[str, Any] = {"state": "starting", "units": []}
@@ -102,7 +112,8 @@ class Presence:
     def _prevails(self, unit: int) -> bool:
         limit = system().monotonic() + 2 * _BEAT_SECONDS
         while True:
-            rivals = {n: r.get("wants") == unit for n, r in self._holders() if unit in r["units"]}
+            there = self.holders(self.layout.group(unit)).items()
+            rivals = {n: r.get("wants") == unit for n, r in there if unit in r["units"]}
             if any(not only_wants or name < self.name for name, only_wants in rivals.items()):
                 return False
             # A rival claimant either looked before us and keeps the unit, or will give way.
@@ -123,18 +134,26 @@ class Presence:
         self._try_write()
 
     def held_by_others(self) -> set[int]:
-        """Return the units held by workers that seem alive."""
-        held: set[int] = set()
-        for _, record in self._holders():
-            held.update(record["units"])
-        return held
+        """Return the units held by workers that seem alive, in all groups."""
+        return {unit for record in self.holders().values() for unit in record["units"]}
 
-    def _holders(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield the other workers that seem alive and hold units."""
-        for name, record in read_workers(self.objects, without=self._left).items():
+    def holders(self, group: int | None = None) -> dict[str, Mapping[str, Any]]:
+        """Return the other workers that seem alive and hold units, of one group or of all."""
+        prefix = fmt.WORKERS if group is None else self.layout.workers_prefix(group)
+        return {name: record for name, record in self._others(prefix) if record["units"]}
+
+    def occupied(self) -> Counter[int | None]:
+        """Return the number of other live workers by group; None: those that hold no unit."""
+        others = [record["units"] for _, record in self._others(fmt.WORKERS)]
+        groups = [{self.layout.group(unit) for unit in units} or {None} for units in others]
+        return Counter(group for each in groups for group in each)
+
+    def _others(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the other workers that seem alive."""
+        for name, record in read_workers(self.objects, prefix, without=self._left).items():
             if record.get("state") in _LAST_WORDS:
                 self._left.add(name)
-            elif name != self.name and record["units"] and self._alive(name, record):
+            elif name != self.name and self._alive(name, record):
                 yield name, record
 
     def _alive(self, name: str, record: Mapping[str, Any]) -> bool:
@@ -158,10 +177,20 @@ class Presence:
             body = {**self._state, "counter": self._counter, **_process()}
             if progress := self._progress():
                 body["progress"] = dict(progress)
-            self.objects.replace(fmt.worker_key(self.name), fmt.encode_record("worker", body))
+            data = fmt.encode_record("worker", body, self.layout.version)
+            groups = sorted({self.layout.group(unit) for unit in self._state["units"]})
+            keys = [self.layout.worker_key(self.name, group) for group in groups]
+            before, self._keys = self._keys, keys or [fmt.idle_worker_key(self.name)]
+            for key in self._keys:
+                self.objects.replace(key, data)
+            for key in before:  # after the new ones exist: it is never seen nowhere
+                if key not in self._keys:
+                    self.objects.delete(key)
 
 
-def read_workers(objects: Objects, *, without: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+def read_workers(
+    objects: Objects, prefix: str = fmt.WORKERS, *, without: Collection[str] = ()
+) -> dict[str, dict[str, Any]]:
     """Return every worker's last heartbeat; one that is being replaced may be missing.
 
     If a heartbeat cannot be read (perhaps another user's), its state is "unknown".
@@ -177,10 +206,15 @@ def read_workers(objects: Objects, *, without: Collection[str] = ()) -> dict[str
             return {"state": "unknown", "units": [], "counter": 0, "pid": 0}
         return record if _sound(record) else None
 
-    named = ((fmt.parse_worker_key(key), key) for key in objects.list(fmt.WORKERS))
-    keys = {name: key for name, key in named if name is not None and name not in without}
-    records = mapped(read, keys.values(), objects.parallel)
-    return {name: record for name, record in zip(keys, records, strict=True) if record is not None}
+    found = ((fmt.parse_worker_key(key), key) for key in objects.list(prefix))
+    named = [(worker[0], key) for worker, key in found if worker and worker[0] not in without]
+    records = mapped(read, [key for _, key in named], objects.parallel)
+    last: dict[str, dict[str, Any]] = {}
+    for (name, _), record in zip(named, records, strict=True):
+        # A worker that moves to another group may be found in both.
+        if record and record["counter"] >= last.get(name, {"counter": 0})["counter"]:
+            last[name] = record
+    return dict(sorted(last.items()))
 
 
 def warn_unreadable(objects: Objects, key: str, error: OSError) -> None:

@@ -2,12 +2,16 @@
 
 A unit exists when its done record does. Records are created exclusively. A worker that is told that
 a record already exists reads it back, because a lost answer to its own request looks the same.
+
+What follows from the done records is created by whoever finds it possible: the segment of a group
+when all its units are done (so that nobody lists or reads their records again), and the manifest
+when every group has its segment.
 """
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -17,8 +21,29 @@ from spile.core.errors import CorruptError, DriftError, NotCreatedError, StoreEr
 from spile.core.recipe import ResolvedRecipe
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
-from spile.dataset.format import Done, TapInfo
+from spile.dataset.columns import (
+    ColumnFile,
+    Columns,
+    column_file,
+    columns_in,
+    encode_columns,
+    named_by_content,
+    read_columns,
+)
+from spile.dataset.format import CURRENT, Done, KeyLayout, TapInfo
+from spile.dataset.read.checked_file import CheckedFile
+from spile.dataset.segments import (
+    Catalog,
+    Segment,
+    SegmentFile,
+    Totals,
+    columns_of,
+    statistics_in,
+)
+from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.quantization import scales_from_json, scales_to_json
+from spile.dataset.write.shard import statistics_tensors
+from spile.dataset.write.statistics import TapStats
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, exists
 from spile.objects.local import settle
@@ -26,26 +51,34 @@ from spile.objects.local import settle
 
 @dataclass(frozen=True)
 class Table:
-    """The unit table, as stored. `units` and `files` are JSON; corpus/ defines their meaning."""
+    """The unit table. `units` and `files` are JSON; corpus/ defines their meaning."""
 
     recipe: ResolvedRecipe
     fingerprint: str
     taps: Mapping[str, TapInfo]
     files: tuple[Mapping[str, Any], ...]
-    units: tuple[Mapping[str, Any], ...]
+    units: UnitColumns
     kept: float  # the share of tokens that become rows, estimated from a sample
     # For a shuffled dataset (`maintain/shuffle.py`), whose units no longer hold the rows of their
     # own documents: the seed, and the sum of all index entries (`maintain/scatter.py`).
     shuffled: Mapping[str, Any] | None = None
+    tokenizer: Mapping[str, ColumnFile] = field(default_factory=dict[str, ColumnFile])
+    version: int = fmt.FORMAT  # of the dataset
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def layout(self) -> KeyLayout:
+        return KeyLayout(self.version)
+
+    def to_json(self, units: ColumnFile) -> dict[str, Any]:
+        """Return the record's body; `units`: the file that holds the units."""
         body = {
             "recipe": self.recipe.to_json(),
             "fingerprint": self.fingerprint,
             "taps": {name: asdict(info) for name, info in self.taps.items()},
             "files": list(self.files),
-            "units": list(self.units),
+            "units": {**units.to_json(), "count": len(self.units)},
             "kept": self.kept,
+            "tokenizer": {name: file.to_json() for name, file in self.tokenizer.items()},
         }
         return {**body, "shuffled": dict(self.shuffled)} if self.shuffled else body
 
@@ -57,30 +90,66 @@ class Table:
         return f"{self.fingerprint}, shuffled {self.shuffled['seed']} {self.shuffled['drawn']}"
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest, as stored: sums over all units, and the files that hold the units."""
+
+    fingerprint: str
+    totals: Totals
+    segments: tuple[SegmentFile, ...]
+    columns: ColumnFile | None  # None in version 6, whose manifest holds the units themselves
+    listed: tuple[Mapping[str, Any], ...] = ()  # those; each must be checked as a done record
+
+
 class Ledger:
     """The records of one dataset."""
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
+        self._layout: KeyLayout | None = None
+        self._units = 0  # in the table
+
+    @property
+    def layout(self) -> KeyLayout:
+        """Where the records of units lie: as the table says, or as a new one would."""
+        if self._layout is None:
+            found = self._read_versioned(fmt.UNITS, "units")
+            self._layout = KeyLayout(found[0]) if found else CURRENT
+        return self._layout
 
     def read_table(self) -> Table | None:
-        body = self._read(fmt.UNITS, "units")
-        if body is None:
+        found = self._read_versioned(fmt.UNITS, "units")
+        if found is None:
             return None
+        version, body = found
         try:
             table = Table(
                 recipe=ResolvedRecipe.from_json(body["recipe"]),
                 fingerprint=body["fingerprint"],
                 taps={n: TapInfo.from_json(info) for n, info in body["taps"].items()},
                 files=tuple(body["files"]),
-                units=tuple(body["units"]),
+                units=self._units_of(version, body["units"]),
                 kept=float(body["kept"]),
                 shuffled=body.get("shuffled"),
+                tokenizer={
+                    name: ColumnFile.from_json(file, fmt.TOKENIZER)
+                    for name, file in body.get("tokenizer", {}).items()
+                },
+                version=version,
             )
             _audit_table(table)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CorruptError(fmt.UNITS, f"is not a unit table ({fmt.shown(error)})") from error
+        self._layout, self._units = table.layout, len(table.units)
         return table
+
+    def _units_of(self, version: int, told: Any) -> UnitColumns:
+        if not KeyLayout(version).grouped:
+            return UnitColumns.of(told)
+        if not fmt.is_count(told["count"]):
+            raise ValueError("the number of units is not a number")
+        file = ColumnFile.from_json(told, fmt.UNIT_COLUMNS)
+        return UnitColumns(told["count"], partial(read_columns, self.objects, file), file.key)
 
     def table(self) -> Table:
         """Return the unit table; raise StoreError if there is no dataset."""
@@ -91,13 +160,16 @@ class Ledger:
 
     def create_table(self, table: Table) -> Table:
         """Store the table, or return the one that came first."""
-        self.objects.create(fmt.UNITS, fmt.encode_record("units", table.to_json()))
+        if not exists(self.objects, fmt.UNITS):
+            file, data = named_by_content(fmt.UNIT_COLUMNS, table.units.columns)
+            self.objects.create(file.key, data)
+            self.objects.create(fmt.UNITS, fmt.encode_record("units", table.to_json(file)))
         return self.table()
 
     def check_weights(self, digests: Mapping[str, str]) -> None:
         """Record the weights' full hashes, or compare them with those recorded before."""
         body = {"tensors": dict(sorted(digests.items()))}
-        if self.objects.create(fmt.MODEL, fmt.encode_record("model", body)):
+        if self.objects.create(fmt.MODEL, self._encode("model", body)):
             return
         found = self._read(fmt.MODEL, "model")
         if found is None:
@@ -126,19 +198,43 @@ class Ledger:
         """Store the scales, unless others came first: those apply to every worker."""
         body = scales_to_json(measured)
         scales_from_json(body, table.taps)  # an unreadable record would block every worker forever
-        self.objects.create(fmt.SCALES, fmt.encode_record("scales", body))
+        self.objects.create(fmt.SCALES, self._encode("scales", body))
 
-    def done_units(self) -> set[int]:
-        """Return the units that exist, from a listing alone."""
-        found = (fmt.parse_done_key(key) for key in self.objects.list(fmt.DONE))
+    def sealed_groups(self) -> set[int]:
+        """Return the groups that have a segment, from a listing alone."""
+        if not self.layout.grouped:
+            return set()
+        found = (fmt.parse_segment_key(key) for key in self.objects.list(fmt.SEGMENTS))
+        return {group for group in found if group is not None}
+
+    def done_in(self, group: int) -> set[int]:
+        """Return the units of a group that exist, from a listing alone."""
+        keys = self.objects.list(self.layout.done_prefix(group))
+        found = (fmt.parse_done_key(key) for key in keys)
         return {unit for unit in found if unit is not None}
 
+    def done_units(self) -> set[int]:
+        """Return the units that exist, from listings alone."""
+        sealed = self.sealed_groups()
+        if sealed and not self._units and self.read_table() is None:
+            sealed = set[int]()  # a copy gets its table last
+        units = {u for group in sealed for u in self.layout.units_of(group, self._units)}
+        open_groups = self._open_groups(sealed)
+        return units.union(*mapped(self.done_in, open_groups, self.objects.parallel))
+
+    def _open_groups(self, sealed: set[int]) -> list[int]:
+        """Return the groups that have done records, and no segment."""
+        if not self.layout.grouped:
+            return [0]
+        names = self.objects.folders(fmt.DONE)
+        return sorted({int(name) for name in names if name.isdecimal()} - sealed)
+
     def read_done(self, unit: int) -> Done | None:
-        key = fmt.done_key(unit)
+        key = self.layout.done_key(unit)
         body = self._read(key, "done")
         if body is None:
             return None
-        done = Done.from_json(key, body)
+        done = Done.from_json(key, body, self.layout)
         if done.unit != unit:
             raise CorruptError(key, f"is the record of unit {done.unit}")
         return done
@@ -162,7 +258,7 @@ class Ledger:
                 name has vanished, or the disk is full.
             StoreError: if the record may exist, now or later.
         """
-        key = fmt.done_key(done.unit)
+        key = self.layout.done_key(done.unit)
         gone = self.missing_files(done)
         if gone:
             # `gc` deletes the files of an attempt that lost; nothing else may delete them.
@@ -174,7 +270,7 @@ class Ledger:
                 "nothing but spile may delete there (`gc --abandoned` only when nothing runs): "
                 "run the same command again"
             )
-        if self.objects.create(key, fmt.encode_record("done", done.to_json())):
+        if self.objects.create(key, self._encode("done", done.to_json())):
             return True
         stored = self.read_done(done.unit)
         if stored is None:
@@ -183,9 +279,26 @@ class Ledger:
 
     def missing_files(self, done: Done) -> list[str]:
         """Return the files that a record names but that are missing or of another size."""
-        prefix = fmt.attempt_prefix(done.unit, done.attempt)
+        prefix = self.layout.attempt_prefix(done.unit, done.attempt)
         sizes = {entry.key: entry.size for entry in self.objects.entries(prefix)}
         return [file.key for file in done.files() if sizes.get(file.key) != file.bytes]
+
+    # -- what follows from the done records ---------------------------------------------------
+
+    def seal(self, table: Table, group: int) -> bool:
+        """Create the segment of a group if all its units are done; return whether it exists."""
+        key, units = fmt.segment_key(group), self.layout.units_of(group, len(table.units))
+        if exists(self.objects, key):
+            return True
+        if not self.done_in(group).issuperset(units):
+            return False
+        settle(self.objects, self.layout.done_key(units[0]))  # makes others' records durable, too
+        must_be_done = partial(self._must_be_done, table)
+        records = list(mapped(must_be_done, units, self.objects.parallel))
+        read = partial(read_statistics, self.objects, taps=table.taps)
+        statistics = mapped(read, records, self.objects.parallel)
+        self.objects.create(key, encode_columns(derive_segment(records, statistics)))
+        return True
 
     def complete(self, table: Table) -> bool:
         """Create the manifest if every unit is done; return whether they are.
@@ -193,31 +306,148 @@ class Ledger:
         A dataset without any row gets no manifest: it is useless to readers, and another recipe may
         replace it.
         """
-        if not self.done_units().issuperset(_unit_ids(table)):
+        if not self.layout.grouped:
+            return self._complete_ungrouped(table)
+        if exists(self.objects, fmt.MANIFEST):
+            return True
+        groups, there = self.layout.groups(len(table.units)), self.sealed_groups()
+        if not all(group in there or self.seal(table, group) for group in range(groups)):
             return False
-        settle(self.objects, fmt.done_key(0), fmt.MANIFEST)  # makes others' records durable, too
-        if not exists(self.objects, fmt.MANIFEST):
-            must_be_done = partial(self._must_be_done, table)
-            records = mapped(must_be_done, _unit_ids(table), self.objects.parallel)
-            manifest = derive_manifest(table, records)
-            if manifest["rows"]:
-                self.objects.create(fmt.MANIFEST, fmt.encode_record("manifest", manifest))
+        settle(self.objects, fmt.segment_key(0), fmt.MANIFEST)
+        body, file, columns = self._derived(table)
+        if body["rows"]:
+            self.objects.create(file.key, columns)
+            self.objects.create(fmt.MANIFEST, self._encode("manifest", body))
         return True
 
-    def read_manifest(self) -> dict[str, Any] | None:
-        """Return the manifest. Its units have the form of `Done`, and must be checked as such."""
-        manifest = self._read(fmt.MANIFEST, "manifest")
-        if manifest is not None:
-            _audit_manifest(manifest)
-        return manifest
+    def _derived(self, table: Table) -> tuple[dict[str, Any], ColumnFile, bytes]:
+        """Derive the manifest from all segments: its body, and the file of columns that it names.
+
+        Statistics are merged unit by unit within a segment, and then segment by segment.
+        """
+        files, total = list[SegmentFile](), Totals()
+        rows, statistics = list[np.ndarray](), dict[str, TapStats]()
+        groups = range(self.layout.groups(len(table.units)))
+        for file, segment in mapped(self._sealed, groups, self.objects.parallel):
+            if segment.fingerprint != table.fingerprint:
+                raise CorruptError(file.file.key, "belongs to another recipe")
+            files.append(file)
+            total.add(segment.totals())
+            rows.append(segment.rows)
+            _merge(statistics, statistics_in(segment.columns, table.taps))
+        columns = {"rows": np.concatenate(rows), **statistics_tensors(statistics)}
+        file, data = named_by_content(fmt.MANIFEST_COLUMNS, columns)
+        body = {
+            "fingerprint": table.fingerprint,
+            **asdict(total),
+            "segments": [each.to_json() for each in files],
+            "columns": file.to_json(),
+        }
+        return body, file, data
+
+    def _complete_ungrouped(self, table: Table) -> bool:
+        units = range(len(table.units))
+        if not self.done_units().issuperset(units):
+            return False
+        settle(self.objects, self.layout.done_key(0), fmt.MANIFEST)
+        if not exists(self.objects, fmt.MANIFEST):
+            must_be_done = partial(self._must_be_done, table)
+            records = mapped(must_be_done, units, self.objects.parallel)
+            manifest = derive_manifest(table, records)
+            if manifest["rows"]:
+                self.objects.create(fmt.MANIFEST, self._encode("manifest", manifest))
+        return True
+
+    def _sealed(self, group: int) -> tuple[SegmentFile, Segment]:
+        key = fmt.segment_key(group)
+        data = self.objects.get(key)
+        segment = Segment(key, columns_in(key, data), self.layout)
+        file = column_file(key, data)
+        return SegmentFile(file, len(segment), int(segment.rows.sum())), segment
+
+    def read_manifest(self) -> Manifest | None:
+        body = self._read(fmt.MANIFEST, "manifest")
+        return None if body is None else _manifest_of(body, self.layout)
+
+    def catalog(self, table: Table, manifest: Manifest) -> Catalog:
+        """Return the units of a finished dataset."""
+        layout = table.layout
+        if manifest.columns is None:
+            beside: dict[str, Any] = {"made_by": {}, "fingerprint": table.fingerprint}
+            told = ({**unit, **beside} for unit in manifest.listed)
+            units = [Done.from_json(fmt.MANIFEST, unit, layout) for unit in told]
+            if [unit.unit for unit in units] != [*range(len(table.units))]:
+                raise CorruptError(fmt.MANIFEST, f"names other units than {fmt.UNITS}")
+            return Catalog.of(self.objects, layout, units)
+        groups = range(layout.groups(len(table.units)))
+        wanted = [(fmt.segment_key(g), len(layout.units_of(g, len(table.units)))) for g in groups]
+        if [(each.file.key, each.units) for each in manifest.segments] != wanted:
+            raise CorruptError(fmt.MANIFEST, f"names other units than {fmt.UNITS}")
+        rows = read_columns(self.objects, manifest.columns).get("rows")
+        ends = np.cumsum([each.units for each in manifest.segments])[:-1]
+        sums = [int(part.sum()) for part in np.split(rows, ends)] if rows is not None else []
+        if rows is None or rows.dtype != np.int64 or sums != [e.rows for e in manifest.segments]:
+            raise CorruptError(manifest.columns.key, "does not hold the rows of each unit")
+        return Catalog(self.objects, layout, manifest.segments, rows)
+
+    def segments_so_far(self, table: Table) -> Iterator[tuple[SegmentFile | None, Segment]]:
+        """Yield the units that are done, by group: stored segments, or records where there is none.
+
+        One segment is held at a time.
+        """
+        sealed = self.sealed_groups()
+        there = sorted(sealed.union(self._open_groups(sealed)))
+        groups = [group for group in there if group < self.layout.groups(len(table.units))]
+
+        def read(group: int) -> tuple[SegmentFile | None, Segment]:
+            if group in sealed:
+                return self._sealed(group)
+            units = self.done_in(group).intersection(self.layout.units_of(group, len(table.units)))
+            found = mapped(self.read_done, sorted(units), self.objects.parallel)
+            records = [done for done in found if done is not None]
+            for done in records:
+                self._refuse_other(table, done)
+            return None, Segment.of(records, self.layout)
+
+        return mapped(read, groups, self.objects.parallel)
+
+    def catalog_so_far(self, table: Table) -> Catalog:
+        """Return the units that are done."""
+        parts, rows = list[SegmentFile | Segment](), [np.empty(0, np.int64)]
+        for file, segment in self.segments_so_far(table):
+            parts.append(file or segment)
+            rows.append(segment.rows)
+        return Catalog(self.objects, self.layout, parts, np.concatenate(rows))
+
+    def manifest_follows(self, table: Table) -> bool:
+        """Return whether the manifest follows from the segments; in version 6, from the records."""
+        stored = self._read(fmt.MANIFEST, "manifest")
+        if not self.layout.grouped:
+            units = range(len(table.units))
+            return stored == derive_manifest(table, (self._must_be_done(table, u) for u in units))
+        return stored == self._derived(table)[0]
+
+    def follows(self, table: Table, manifest: Manifest, records: Sequence[Done]) -> bool:
+        """Return whether the manifest, and all that it names, follows from these records."""
+        found = self.catalog(table, manifest)
+        same = len(found) == len(records) and all(map(same_unit, found, records))
+        return same and self.manifest_follows(table)
 
     def _must_be_done(self, table: Table, unit: int) -> Done:
         done = self.read_done(unit)
-        if done is not None and done.fingerprint != table.fingerprint:
-            raise CorruptError(fmt.done_key(unit), "belongs to another recipe")
         if done is None:
-            raise CorruptError(fmt.done_key(unit), "is missing")
+            raise CorruptError(self.layout.done_key(unit), "is missing")
+        self._refuse_other(table, done)
         return done
+
+    def _refuse_other(self, table: Table, done: Done) -> None:
+        if done.fingerprint != table.fingerprint:
+            raise CorruptError(self.layout.done_key(done.unit), "belongs to another recipe")
+
+    # -- records in general -------------------------------------------------------------------
+
+    def _encode(self, kind: str, body: Mapping[str, Any]) -> bytes:
+        return fmt.encode_record(kind, body, self.layout.version)
 
     def _unreadable(self, key: str) -> StoreError:
         return StoreError(
@@ -226,13 +456,17 @@ class Ledger:
         )
 
     def _read(self, key: str, kind: str) -> dict[str, Any] | None:
+        found = self._read_versioned(key, kind)
+        return None if found is None else found[1]
+
+    def _read_versioned(self, key: str, kind: str) -> tuple[int, dict[str, Any]] | None:
         try:
             data = self.objects.get(key)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StoreError(f"{self.objects.url}/{key}: {error.strerror or error}") from error
-        return fmt.decode_record(key, data, kind)
+        return fmt.decode_versioned(key, data, kind)
 
 
 class Attempt:
@@ -289,13 +523,9 @@ class Attempt:
 
 
 def _audit_table(table: Table) -> None:
-    for unit in table.units:
-        if not all(fmt.is_count(unit[name]) for name in ("id", "first_doc", "num_docs", "tokens")):
-            raise ValueError("a unit has a count that is not a number")
-        fmt.doc_runs(unit)
-    if not all(isinstance(part, dict) for part in (*table.units, *table.files)):
-        raise ValueError("a unit or a file is not an object")
-    if not all(map(fmt.is_name, (table.fingerprint, *table.taps))):
+    if not all(isinstance(part, dict) for part in table.files):
+        raise ValueError("a file is not an object")
+    if not all(map(fmt.is_name, (table.fingerprint, *table.taps, *table.tokenizer))):
         raise ValueError("a name is not a text")
     if table.shuffled is not None:
         told: dict[str, Any] = {**table.shuffled}
@@ -305,28 +535,83 @@ def _audit_table(table: Table) -> None:
             raise ValueError("the order of its rows is invalid")
 
 
-def _audit_manifest(manifest: Mapping[str, Any]) -> None:
+def _manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
     try:
-        counts = [manifest[name] for name in ("rows", "tokens", "documents", "bytes")]
-        counts += manifest["skipped"].values()
-        units: list[Any] = list(manifest["units"])
-        keys = [file["key"] for unit in units for file in fmt.listed_files(unit)]
-    except (KeyError, TypeError, AttributeError) as error:
+        counts = {name: body[name] for name in ("rows", "tokens", "documents", "bytes")}
+        skipped: dict[str, Any] = body["skipped"]
+        sound = all(map(fmt.is_count, (*counts.values(), *skipped.values())))
+        sound = sound and all(map(fmt.is_name, (body["fingerprint"], *skipped)))
+        if not layout.grouped:
+            listed = tuple(body["units"])
+            sound = sound and all(type(unit) is dict for unit in listed)
+            segments, columns, units, seconds = (), None, len(listed), 0.0
+        else:
+            listed = ()
+            segments = tuple(SegmentFile.from_json(each) for each in body["segments"])
+            columns = ColumnFile.from_json(body["columns"], fmt.MANIFEST_COLUMNS)
+            units, seconds = body["units"], body["seconds"]
+            sound = sound and fmt.is_count(units) and fmt.is_amount(seconds)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CorruptError(fmt.MANIFEST, f"is not a manifest ({fmt.shown(error)})") from error
-    named = all(map(fmt.is_name, (*keys, *manifest["skipped"])))
-    if not named or not all(map(fmt.is_count, counts)) or not all(type(u) is dict for u in units):
+    if not sound:
         raise CorruptError(fmt.MANIFEST, "is not a manifest (a count or a name is invalid)")
+    totals = Totals(units=units, seconds=float(seconds), skipped=skipped, **counts)
+    return Manifest(body["fingerprint"], totals, segments, columns, listed)
 
 
-def _unit_ids(table: Table) -> list[int]:
-    return [int(unit["id"]) for unit in table.units]
+def named_files(table: Table, manifest: Manifest | None) -> set[str]:
+    """Return the keys of the files that hold the units of a table and of a manifest."""
+    keys = {file.key for file in table.tokenizer.values()}
+    keys |= {table.units.key} if table.layout.grouped else set()
+    if manifest is not None and manifest.columns is not None:
+        keys |= {manifest.columns.key, *(each.file.key for each in manifest.segments)}
+    return keys
+
+
+def same_unit(one: Done, other: Done) -> bool:
+    """Return whether two records describe the same unit, whoever made it."""
+    return all(
+        vars(one)[name] == vars(other)[name]
+        for name in vars(one)
+        if name not in ("made_by", "fingerprint")
+    )
+
+
+def read_statistics(
+    objects: Objects, done: Done, taps: Mapping[str, TapInfo]
+) -> dict[str, TapStats]:
+    """Return the statistics of a unit's rows, by tap; compare the file with its record."""
+    file = CheckedFile(objects, done.statistics)
+    tensors = {name: file.rows(name) for name in file.header}
+    file.check()
+    return statistics_in(tensors, taps)
+
+
+def derive_segment(
+    records: Sequence[Done], statistics: Iterable[Mapping[str, TapStats]]
+) -> Columns:
+    """Derive a segment from the done records of its group and the statistics that they name."""
+    total: dict[str, TapStats] = {}
+    for found in statistics:
+        _merge(total, found)
+    return {**columns_of(records), **statistics_tensors(total)}
+
+
+def _merge(total: dict[str, TapStats], more: Mapping[str, TapStats]) -> None:
+    for tap, stats in more.items():
+        if tap in total:
+            total[tap].merge(stats)
+        else:
+            total[tap] = replace(stats)
 
 
 def derive_manifest(table: Table, records: Iterable[Done]) -> dict[str, Any]:
-    """Derive the manifest from the table and the done records alone."""
+    """Derive the manifest of version 6 from the table and the done records alone."""
     units: list[dict[str, Any]] = []
     skipped: dict[str, int] = {}
+    size = 0
     for done in records:
+        size += sum(file.bytes for file in done.files())
         units.append(
             {k: v for k, v in done.to_json().items() if k not in ("made_by", "fingerprint")}
         )
@@ -337,7 +622,7 @@ def derive_manifest(table: Table, records: Iterable[Done]) -> dict[str, Any]:
         "rows": sum(unit["rows"] for unit in units),
         "tokens": sum(unit["tokens"] for unit in units),
         "documents": sum(unit["documents"] for unit in units),
-        "bytes": sum(file["bytes"] for unit in units for file in fmt.listed_files(unit)),
+        "bytes": size,
         "skipped": skipped,
         "units": units,
     }

@@ -141,6 +141,11 @@ class BucketObjects:
             except Exception as error:
                 self._failed(trying, error)
 
+    def folders(self, prefix: str) -> Iterator[str]:
+        check_key(self.url, prefix.removesuffix("/"))
+        found = self._retry("listing", prefix, lambda: self._store.list_with_delimiter(prefix))
+        yield from (str(folder).rpartition("/")[2] for folder in found["common_prefixes"])
+
     def delete(self, key: str) -> None:
         check_key(self.url, key)
         with contextlib.suppress(FileNotFoundError):

@@ -183,6 +183,10 @@ class WebObjects:
             "lists no folders and no globs; name one file"
         )
 
+    def folders(self, prefix: str) -> Iterator[str]:
+        rest = (key[len(prefix) :] for key in self.list(prefix))
+        yield from dict.fromkeys(key.partition("/")[0] for key in rest if "/" in key)
+
     def leftover_of(self, key: str) -> str | None:
         return None
 

@@ -178,6 +178,13 @@ class LocalObjects:
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 yield Entry(key, self.size(key), "")
 
+    def folders(self, prefix: str) -> Iterator[str]:
+        try:
+            with os.scandir(self._path(prefix.removesuffix("/"))) as found:
+                yield from (entry.name for entry in found if entry.is_dir(follow_symlinks=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+
     def delete(self, key: str) -> None:
         path = self._path(key)
         try:

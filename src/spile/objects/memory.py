@@ -60,6 +60,10 @@ class MemoryObjects:
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         yield from [Entry(key, len(self._values[key]), "") for key in self.list(prefix)]
 
+    def folders(self, prefix: str) -> Iterator[str]:
+        rest = (key[len(prefix) :] for key in self.list(prefix))
+        yield from dict.fromkeys(key.partition("/")[0] for key in rest if "/" in key)
+
     def delete(self, key: str) -> None:
         check_key(self.url, key)
         self._values.pop(key, None)

@@ -100,6 +100,10 @@ class Objects(Protocol):
         """Yield the same objects as `list`, with sizes."""
         ...
 
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Yield the names of the folders directly under a prefix that ends in a slash."""
+        ...
+
     def delete(self, key: str) -> None:
         """Remove the object; a missing one is not an error."""
         ...

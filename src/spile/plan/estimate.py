@@ -2,17 +2,19 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from spile.core.config import STORE_DTYPES, Runtime
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
-from spile.corpus.units import Unit
+from spile.dataset.columns import Ints
 from spile.dataset.ledger import Ledger, Table
 from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
@@ -81,7 +83,7 @@ def batch_rows(
     Unless the user set a number, it is halved until the step fits into a device's `memory`.
     """
     tokens = runtime.batch_tokens or sweet_spot(job.checkpoint.arch, platform)
-    largest = max(unit.tokens for unit in job.units)
+    largest = int(job.table.units.tokens.max())
     share = -(-largest // job.recipe.seq_len // cuts.layout.groups)
     rows = max(1, min(tokens // job.recipe.seq_len, share))
     if memory and not runtime.batch_tokens:
@@ -100,7 +102,7 @@ def planned_residency(
     processes: int = 1,
 ) -> Residency:
     """Where a job's blocks are kept, and how many rows pass them at once."""
-    largest = max(unit.tokens for unit in job.units)
+    largest = int(job.table.units.tokens.max())
     return choose_residency(
         lambda rows: step_of(job, rows, platform, cuts),
         (
@@ -223,7 +225,7 @@ def estimate(
         held += residency.on_device * work.packed_block
         needed = streamed_bytes(work, residency.count("resident"), swept, looks_up=looks_up)
     return Estimate(
-        documents=sum(unit.num_docs for unit in job.units),
+        documents=int(job.table.units.num_docs.sum()),
         tokens=tokens,
         rows=kept_rows,
         units=len(job.units),
@@ -242,7 +244,7 @@ def estimate(
         memory=memory,
         # Three units at once: one is packed, one computes, one is committed.
         host_bytes=in_flight * taps
-        + 3 * 64 * max(u.tokens for u in job.units)
+        + 3 * 64 * int(job.table.units.tokens.max())
         + waiting
         + residency.host_bytes,
         bytes_by_dtype={
@@ -263,15 +265,16 @@ def estimate(
 def _by_table(job: ExtractionJob, done: set[int]) -> tuple[Counted, Counted]:
     """Count the whole job and its unfinished part, from the unit table alone."""
 
-    def added(units: Iterable[Unit]) -> Counted:
-        chosen = {unit.id: unit.tokens for unit in units}
-        beside = (unit_overhead(job.table, u) for u in job.table.units if u["id"] in chosen)
-        tokens = sum(chosen.values())
-        docs = sum(u["num_docs"] for u in job.table.units if u["id"] in chosen)
-        kept = docs * _KEPT * len(job.recipe.keep)
-        return Counted(tokens, tokens * job.table.kept, sum(beside), kept=kept)
+    units, beside = job.table.units, unit_overheads(job.table)
 
-    return added(job.units), added(unit for unit in job.units if unit.id not in done)
+    def added(chosen: npt.NDArray[np.bool_]) -> Counted:
+        tokens = int(units.tokens[chosen].sum())
+        kept = int(units.num_docs[chosen].sum()) * _KEPT * len(job.recipe.keep)
+        return Counted(tokens, tokens * job.table.kept, int(beside[chosen].sum()), kept=kept)
+
+    left = np.ones(len(units), np.bool_)
+    left[[unit for unit in done if unit < len(units)]] = False
+    return added(np.ones_like(left)), added(left)
 
 
 def _row_bytes_as(job: ExtractionJob, store_dtype: str) -> int:
@@ -343,12 +346,12 @@ def price_of(url: str) -> Price | None:
     return PRICES.get(url.partition("://")[0])
 
 
-def unit_overhead(table: Table, unit: Mapping[str, Any]) -> int:
-    """Bytes of a unit beside its rows: statistics, file headers, and the table of its documents."""
-    taps, recipe = table.taps.values(), table.recipe
+def unit_overheads(table: Table) -> Ints:
+    """Bytes of each unit beside its rows: statistics, file headers, the table of its documents."""
+    taps, recipe, units = table.taps.values(), table.recipe, table.units
     headers = sum(HEADER_ALIGN + 16 * info.width for info in taps) + 3 * HEADER_ALIGN
-    characters = min(unit["num_docs"] * recipe.preview, _CHARACTERS * unit["tokens"])
-    return headers + characters + unit["num_docs"] * (_DOCUMENT + _KEPT * len(recipe.keep))
+    characters = np.minimum(units.num_docs * recipe.preview, _CHARACTERS * units.tokens)
+    return headers + characters + units.num_docs * (_DOCUMENT + _KEPT * len(recipe.keep))
 
 
 class Budget:
@@ -360,13 +363,14 @@ class Budget:
 
     def __init__(self, table: Table, ledger: Ledger, limit: int | None) -> None:
         self._ledger, self._limit = ledger, limit
-        each = row_bytes(table)
-        self._estimated = {
-            int(unit["id"]): int(unit["tokens"] * table.kept) * each + unit_overhead(table, unit)
-            for unit in table.units
-        }
+        rows = (table.units.tokens * table.kept).astype(np.int64)
+        self._estimated: list[int] = (rows * row_bytes(table) + unit_overheads(table)).tolist()
         self._stored: dict[int, int] = {}  # by unit, for done units
         self.spent = False  # whether a unit was refused beside the done units alone
+
+    @property
+    def limited(self) -> bool:
+        return self._limit is not None
 
     def allows(self, unit: int, done: Collection[int], in_hand: Collection[int]) -> bool:
         """Whether a unit fits beside the units that are done and in hand.
@@ -391,7 +395,7 @@ class Budget:
         return self._expected({max(missing, key=self._estimated.__getitem__)}) > self._limit
 
     def _read(self, done: Collection[int]) -> None:
-        new = sorted({*done} & {*self._estimated} - {*self._stored})
+        new = sorted({*done}.intersection(range(len(self._estimated))) - {*self._stored})
         for record in mapped(self._ledger.read_done, new, self._ledger.objects.parallel):
             if record is not None:
                 self._stored[record.unit] = sum(file.bytes for file in record.files())

@@ -5,9 +5,10 @@ select, pack, and make the table of its documents.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import overload
 
 import numpy as np
 
@@ -22,10 +23,30 @@ from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer, tokenize
 from spile.corpus.units import Unit
 from spile.dataset.ledger import Table
+from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.documents import encode_documents
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.sae import SparseEncoder
 from spile.models.taps import AFTER_BLOCKS, Tap
+
+
+class JobUnits(Sequence[Unit]):
+    """The units of a table, each made when it is asked for: there may be a million."""
+
+    def __init__(self, columns: UnitColumns) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @overload
+    def __getitem__(self, at: int) -> Unit: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Unit]: ...
+    def __getitem__(self, at: int | slice) -> Unit | list[Unit]:
+        if isinstance(at, slice):
+            return [Unit.from_json(unit) for unit in self.columns[at]]
+        return Unit.from_json(self.columns[at])
 
 
 @dataclass(frozen=True)
@@ -38,12 +59,15 @@ class ExtractionJob:
     tokenizer: TextTokenizer
     files: list[CorpusFile]
     taps: tuple[Tap, ...]
-    units: list[Unit]
     reading: RowReader | None = None  # for rows that are not plain texts
     encoders: Mapping[str, SparseEncoder] = field(
         default_factory=dict[str, SparseEncoder]
     )  # by tap
     heed: Callable[[], None] = lambda: None  # may raise, to end slow work
+
+    @property
+    def units(self) -> JobUnits:
+        return JobUnits(self.table.units)
 
     @property
     def layers(self) -> int:

@@ -28,13 +28,13 @@ from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import (
     CutOptions,
-    Unit,
     make_units,
     sampled_files,
     tokens_per_byte,
     without_duplicates,
 )
 from spile.dataset.ledger import Ledger, Table
+from spile.dataset.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.sae import SparseEncoder, identity
 from spile.models.taps import Tap, parse_taps
@@ -101,9 +101,8 @@ def resolve(
         resolved, checkpoint, tokenizer, taps, encoders, files, reading, heed,
         named=resolved.keep if recipe.keep else (),
     )  # fmt: skip
-    units = [Unit.from_json(unit) for unit in table.units]
     return ExtractionJob(
-        table.recipe, table, checkpoint, tokenizer, files, taps, units, reading, encoders, heed
+        table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, heed
     )
 
 
@@ -111,8 +110,7 @@ def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
     """Store the job's unit table; if another process has stored one first, use that one."""
     table = ledger.create_table(job.table)
     _refuse_drift(ledger, table, job.recipe, job.files)
-    units = [Unit.from_json(unit) for unit in table.units]
-    return dataclasses.replace(job, recipe=table.recipe, table=table, units=units)
+    return dataclasses.replace(job, recipe=table.recipe, table=table)
 
 
 def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
@@ -295,7 +293,7 @@ def _make_table(
             {"path": str(f.path), "identity": identity}
             for f, identity in zip(files, resolved.corpus, strict=True)
         ),
-        units=tuple(unit.to_json() for unit in units),
+        units=UnitColumns.of([unit.to_json() for unit in units]),
         kept=kept,
     )
 

@@ -33,8 +33,9 @@ from spile.core.tensors import DTYPES_BY_NAME
 from spile.core.threads import mapped
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.tokenize import use_threads
+from spile.dataset.columns import read_columns
 from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Ledger, Prediction, Table, derive_manifest, read_prediction
+from spile.dataset.ledger import Ledger, Manifest, Prediction, Table, read_prediction
 from spile.dataset.write.shard import read_tensors
 from spile.dataset.write.statistics import TapStats
 from spile.metrics import Counters, MetricsRun, Reporter, open_backends, parse_backends
@@ -141,7 +142,7 @@ def extract(
         closing(Spool(Path(runtime.spool))) if runtime.spool else nullcontext() as spool,
     ):
         ledger = ledger or Ledger(open_objects(str(out), spool))
-        presence = Presence(ledger.objects, runtime.stale_after)
+        presence = Presence(ledger.objects, runtime.stale_after, ledger.layout)
         presence.tell(**{"share": str(share)} if share else {})
         world = SingleWorld()
         if rank:
@@ -463,54 +464,61 @@ def load_step(
 def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:
     """Summarize the dataset once there is nothing left to do."""
     manifest = ledger.read_manifest()
-    if manifest is None:
+    if manifest is not None:
+        total = manifest.totals
+    else:
         there = ledger.done_units()
-        missing = [int(unit["id"]) for unit in table.units if int(unit["id"]) not in there]
+        missing = [unit for unit in range(len(table.units)) if unit not in there]
         budget = Budget(table, ledger, runtime.max_bytes)
         if missing and not budget.leaves_out(missing, there):
             raise StoreError(
                 f"{ledger.objects.url}: {len(missing)} of {len(table.units)} units are missing, "
                 f"such as {missing[0]}; run the same command again"
             )
-        found = mapped(ledger.read_done, sorted(there), ledger.objects.parallel)
-        manifest = derive_manifest(table, (done for done in found if done is not None))
-    if not manifest["units"]:
+        total = ledger.catalog_so_far(table).totals()
+    if not total.units:
         raise ConfigError(
             f"--max-bytes {runtime.max_bytes}: not one unit is as small as that; choose more, or "
             "a smaller --unit-tokens and another --out"
         )
-    if manifest["tokens"] and not manifest["rows"]:
+    if total.tokens and not total.rows:
         raise InputError(
             f"--where {table.recipe.where!r} keeps none of the corpus's "
-            f"{manifest['tokens']:,} tokens; choose another, and add --restart"
+            f"{total.tokens:,} tokens; choose another, and add --restart"
         )
-    if not manifest["rows"]:
-        reasons = ", ".join(f"{n} {reason}" for reason, n in manifest["skipped"].items())
+    if not total.rows:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in total.skipped.items())
         raise InputError(
             f"the corpus holds no usable document ({reasons}); run another recipe with --restart"
         )
     return Outcome(
         out=ledger.objects.url,
-        rows=manifest["rows"],
-        tokens=manifest["tokens"],
-        documents=manifest["documents"],
-        bytes=manifest["bytes"],
-        units=len(manifest["units"]),
+        rows=total.rows,
+        tokens=total.tokens,
+        documents=total.documents,
+        bytes=total.bytes,
+        units=total.units,
         units_total=len(table.units),
-        skipped=manifest["skipped"],
+        skipped=total.skipped,
         estimate=cost,
         prediction=read_prediction(ledger.objects),
         truncated=_truncated_rows(ledger, table, manifest),
     )
 
 
-def _truncated_rows(ledger: Ledger, table: Table, manifest: Mapping[str, Any]) -> dict[str, int]:
+def _truncated_rows(ledger: Ledger, table: Table, manifest: Manifest | None) -> dict[str, int]:
     """Rows with more active latents than were kept, by tap; taps without such rows are left out."""
     names = [latent_names(tap)[0] for tap in table.recipe.encode]
-    keys = [unit["statistics"]["key"] for unit in manifest["units"]] if names else []
-    read = mapped(partial(read_tensors, ledger.objects), keys, ledger.objects.parallel)
+    if not names:
+        return {}
+    if manifest is not None and manifest.columns is not None:
+        parts = iter([read_columns(ledger.objects, manifest.columns)])
+    else:
+        units = ledger.catalog(table, manifest) if manifest else ledger.catalog_so_far(table)
+        keys = [done.statistics.key for done in units]
+        parts = mapped(partial(read_tensors, ledger.objects), keys, ledger.objects.parallel)
     total = Counter[str]()
-    for tensors in read:
+    for tensors in parts:
         for name in names:
             stats = TapStats.from_tensors(name, tensors, table.taps[name].width)
             total[name] += stats.truncated

@@ -233,8 +233,7 @@ class Worker:
     def _prepare(self, sink: Taker) -> Generator[Prepared, None, None]:
         processes = processes_for(self._runtime.render_processes)
         with closing(self._job.reader(processes, self._heed)) as reader:
-            known = {unit.id: unit for unit in self._job.units}
-            for unit, attempt in self._world.units(self._units(sink), known):
+            for unit, attempt in self._world.units(self._units(sink), self._job.units):
                 prepared = prepare_unit(
                     self._job,
                     reader,

@@ -136,6 +136,7 @@ class Sink:
             prepared.packed.index,
             self._job.table.taps,
             min(self._runtime.shard_bytes, objects.most_streamed or self._runtime.shard_bytes),
+            layout=self._ledger.layout,
             compress=self._runtime.compress,
             attempt=prepared.attempt,
             part=self._world.process,

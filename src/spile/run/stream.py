@@ -30,6 +30,7 @@ from spile.dataset.ledger import Ledger
 from spile.dataset.read.order import BatchOptions, EpochCursor, drawn, drawn_digest
 from spile.dataset.read.rows import StoredRows
 from spile.dataset.read.window import Batch, View, Window, WindowBuffer
+from spile.dataset.segments import Catalog
 from spile.metrics import Counters
 from spile.models.taps import Tap
 from spile.objects import MemoryObjects
@@ -133,11 +134,12 @@ def stream(
         if aliases.get(name, name) not in job.table.taps:
             known = ", ".join(job.table.taps)
             raise ConfigError(f"no tap {name!r} in the recipe; it has {known}")
-    stored = StoredRows(ledger.objects, job.table, [], ledger.read_scales(job.table) or {})
+    none = Catalog.of(ledger.objects, ledger.layout, ())
+    stored = StoredRows(ledger.objects, job.table, none, ledger.read_scales(job.table) or {})
     by_name = {name: aliases.get(name, name) for name in names}
     view = View(stored, by_name, options, _no_statistics)
     order = StreamOrder(
-        job.table.fingerprint, tuple(job.units), options, options.window_rows(view.row_bytes)
+        job.table.fingerprint, job.units, options, options.window_rows(view.row_bytes)
     )
 
     def work(rows: WindowQueue, start: WindowStart, stop: threading.Event) -> None:
@@ -345,7 +347,7 @@ class StreamOrder:
     """
 
     fingerprint: str
-    units: tuple[Unit, ...]
+    units: Sequence[Unit]
     options: BatchOptions
     window: int
 

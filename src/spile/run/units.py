@@ -1,15 +1,23 @@
-"""Choose the next unit: one that no live worker is doing, from one's own share first. No jax."""
+"""Choose the next unit: one that no live worker is doing, from one's own share first. No jax.
+
+A worker looks at one group of units at a time: it lists the records of that group, and reads the
+heartbeats of the workers there. It stays in a group until nothing in it is free, so a thousand
+workers look at a thousand places. Whoever finds a group done creates its segment (`Ledger.seal`),
+and nobody looks there again.
+"""
 
 import logging
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
+from spile.core.system import system
 from spile.corpus.units import Unit
+from spile.dataset.format import KeyLayout
 from spile.dataset.heartbeat import Presence
 from spile.dataset.ledger import Ledger
 from spile.plan.estimate import Budget
@@ -37,17 +45,31 @@ class UnitShare:
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
 
-    def next_of(self, free: Sequence[Unit], units: int) -> Unit | None:
+    def next_of(self, free: Sequence[int], units: int) -> int | None:
         """The next of the free units, which are in order; `units`: how many there are in all."""
-        owned: dict[int, list[Unit]] = {}
+        owned: dict[int, list[int]] = {}
         for unit in free:
-            owned.setdefault(self._owner(unit.id, units), []).append(unit)
+            owned.setdefault(self._owner(unit, units), []).append(unit)
         if self.index in owned:
             return owned[self.index][0]
         if not owned:
             return None
         # Helpers of equally busy shares choose different ones.
         _, _, busiest = min((-len(u), (o - self.index) % self.count, o) for o, u in owned.items())
+        return owned[busiest][-1]
+
+    def groups(self, layout: KeyLayout, units: int) -> range:
+        """The groups in which this share has units."""
+        first, stop = (at * units // self.count for at in (self.index, self.index + 1))
+        return range(layout.group(first), layout.group(stop - 1) + 1) if first < stop else range(0)
+
+    def nearest(self, groups: Sequence[int], layout: KeyLayout, units: int) -> int:
+        """The group to help in, of some outside this share: the last one of the busiest share."""
+        owned: dict[int, list[int]] = {}
+        for group in groups:
+            owner = self._owner(layout.units_of(group, units)[0], units)
+            owned.setdefault(owner, []).append(group)
+        _, _, busiest = min((-len(g), (o - self.index) % self.count, o) for o, g in owned.items())
         return owned[busiest][-1]
 
     def _owner(self, unit: int, units: int) -> int:
@@ -113,33 +135,82 @@ class StorePicker:
     ) -> None:
         self._job, self._ledger, self._presence = job, ledger, presence
         self._budget, self._stop, self._share = budget, stop, share
+        self._layout, self._count = ledger.layout, len(job.units)
         self._mine: set[int] = set()
+        self._open = set(range(self._layout.groups(self._count))) - ledger.sealed_groups()
+        self._group: int | None = None  # where it works
         self._wait = 0.0
 
     def take(self) -> tuple[Unit | None, bool]:
-        done = self._ledger.done_units()
-        left = [u for u in self._job.units if u.id not in done and u.id not in self._mine]
-        held = self._presence.held_by_others() if left else set[int]()
-        unit = self._choose([u for u in left if u.id not in held])
-        if unit and not self._budget.allows(unit.id, done, held | self._mine):
-            if not self._budget.spent:
-                self._rest("waiting to see how much of --max-bytes the units in hand take")
-            return None, not self._budget.spent
-        if unit and self._presence.claim(unit.id):
-            self._mine.add(unit.id)
+        busy: set[int] = set()  # groups whose units are all held
+        waits_for = 0
+        while (group := self._choose_group(busy)) is not None:
+            self._group = group
+            done = self._ledger.done_in(group)
+            units = self._layout.units_of(group, self._count)
+            if done.issuperset(units):
+                self._open.discard(group)
+                if self._layout.grouped:
+                    self._ledger.seal(self._job.table, group)
+                continue
+            left = [unit for unit in units if unit not in done and unit not in self._mine]
+            holders = self._presence.holders(group) if left else {}
+            held = {unit for record in holders.values() for unit in record["units"]}
+            unit = self._choose([unit for unit in left if unit not in held], holders)
+            if unit is None:
+                busy.add(group)
+                waits_for += len(left)
+                continue
+            if not self._affordable(unit):
+                if not self._budget.spent:
+                    self._rest("waiting to see how much of --max-bytes the units in hand take")
+                return None, not self._budget.spent
+            if not self._presence.claim(unit):
+                return None, True
+            self._mine.add(unit)
             self._wait = 0.0
-            return unit, True
-        if left and unit is None:
-            self._rest(f"waiting for {len(left)} units that other workers hold")
-        return None, bool(left)
+            return self._job.units[unit], True
+        if waits_for:
+            self._rest(f"waiting for {waits_for} units that other workers hold")
+        return None, bool(waits_for)
 
     def done(self, unit: int) -> None:
         self._presence.release(unit)
 
-    def _choose(self, free: list[Unit]) -> Unit | None:
+    def _affordable(self, unit: int) -> bool:
+        if not self._budget.limited:
+            return True
+        in_hand = self._presence.held_by_others() | self._mine
+        return self._budget.allows(unit, self._ledger.done_units(), in_hand)
+
+    def _choose(self, free: Sequence[int], holders: Collection[str]) -> int | None:
         if self._share:
-            return self._share.next_of(free, len(self._job.units))
-        return free[0] if free else None
+            return self._share.next_of(free, self._count)
+        if not free:
+            return None
+        # Workers of one group take different units, by the order of their names.
+        return free[min(sum(name < self._presence.name for name in holders), len(free) - 1)]
+
+    def _choose_group(self, busy: Collection[int]) -> int | None:
+        """A group to look at: the present one, its neighbour, or one where few work."""
+        groups = sorted(self._open.difference(busy))
+        if not groups:
+            return None
+        if self._group in groups:
+            return self._group
+        if self._share:
+            own = [g for g in groups if g in self._share.groups(self._layout, self._count)]
+            return own[0] if own else self._share.nearest(groups, self._layout, self._count)
+        if len(groups) == 1:
+            return groups[0]
+        there = self._presence.occupied()
+        if self._group is not None and self._group + 1 in groups and not there[self._group + 1]:
+            return self._group + 1  # files are read in order
+        if not there:
+            return groups[0]
+        fewest = min(there[group] for group in groups)
+        free = [group for group in groups if there[group] == fewest]
+        return free[int(system().uniform(0, len(free))) % len(free)]
 
     def _rest(self, why: str) -> None:
         if not self._wait:

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,9 +60,7 @@ class World(ABC):
         """Return every process's value, in order, to the leader, and None to the others."""
 
     @abstractmethod
-    def units(
-        self, picked: Iterator[Unit], known: Mapping[int, Unit]
-    ) -> Iterator[tuple[Unit, str]]:
+    def units(self, picked: Iterator[Unit], known: Sequence[Unit]) -> Iterator[tuple[Unit, str]]:
         """The units to do, each with its attempt's name; the leader picks them."""
 
     @abstractmethod
@@ -85,9 +83,7 @@ class SingleWorld(World):
     def gather(self, name: str, value: Any) -> list[Any] | None:
         return [value]
 
-    def units(
-        self, picked: Iterator[Unit], known: Mapping[int, Unit]
-    ) -> Iterator[tuple[Unit, str]]:
+    def units(self, picked: Iterator[Unit], known: Sequence[Unit]) -> Iterator[tuple[Unit, str]]:
         return ((unit, system().token(8)) for unit in picked)
 
     def close(self) -> None:
@@ -137,9 +133,7 @@ class JoinedWorld(World):
         self._client.key_value_delete(key)  # a long run has many, and process 0 holds them all
         return found
 
-    def units(
-        self, picked: Iterator[Unit], known: Mapping[int, Unit]
-    ) -> Iterator[tuple[Unit, str]]:
+    def units(self, picked: Iterator[Unit], known: Sequence[Unit]) -> Iterator[tuple[Unit, str]]:
         if not self.leads:
             return self._told_units(known)
         return self._tell_units(picked)
@@ -154,7 +148,7 @@ class JoinedWorld(World):
         if not self._stop.is_set():
             self.share(f"unit/{number}", None)
 
-    def _told_units(self, known: Mapping[int, Unit]) -> Iterator[tuple[Unit, str]]:
+    def _told_units(self, known: Sequence[Unit]) -> Iterator[tuple[Unit, str]]:
         for number in itertools.count():
             told = self.share(f"unit/{number}", None)
             if told is None:

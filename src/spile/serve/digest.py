@@ -165,7 +165,9 @@ class Digest:
 
     def _read(self, block: Block) -> None:
         dataset = self._dataset
-        start = dataset.unit_starts[dataset.units.index(block.unit)] + block.first
+        rows = dataset.rows_of_unit(block.unit)
+        assert rows  # (a unit that was done stays done)
+        start = rows[0] + block.first
         stop = start + block.count
         index = dataset.index(start, stop)
         keys = np.random.default_rng([block.unit, block.first]).random(block.count)

@@ -338,7 +338,7 @@ class Explorer:
     def _hit(
         self, dataset: Dataset, colour: Colour, value: float, unit: int, row: int
     ) -> dict[str, Any] | None:
-        if unit not in dataset.units:
+        if dataset.rows_of_unit(unit) is None:
             return None
         start, entries, at = around(dataset, unit, row)
         rows = np.arange(start, start + len(entries))
@@ -384,10 +384,10 @@ def gaps_between(offsets: np.ndarray) -> list[Gap]:
 
 def around(dataset: Dataset, unit: int, row: int) -> tuple[int, np.ndarray, int]:
     """The rows around a row, within its context: the first, their index, and the row's place."""
-    starts = dataset.unit_starts
-    number = dataset.units.index(unit)
-    row += starts[number]
-    low, high = max(row - _AROUND, starts[number]), min(row + _AROUND + 1, starts[number + 1])
+    rows = dataset.rows_of_unit(unit)
+    assert rows  # (a unit that was done stays done)
+    row += rows[0]
+    low, high = max(row - _AROUND, rows[0]), min(row + _AROUND + 1, rows[1])
     entries = dataset.index(low, high)
     at = row - low
     # The rows of a context are stored together; the first has a flag, unless it was left out.
@@ -421,7 +421,7 @@ def _flags(flags: int) -> Sequence[str]:
 class Finder:
     """Finds documents by number and by text."""
 
-    def __init__(self, explorer: Explorer, documents: Mapping[int, int]) -> None:
+    def __init__(self, explorer: Explorer, documents: np.ndarray) -> None:
         """`documents`: how many each unit has, read or skipped."""
         self._explorer, self._counts = explorer, documents
         self._tokens, self._tables = BoundedCache(_KEPT_BYTES), BoundedCache(_KEPT_BYTES)
@@ -432,16 +432,17 @@ class Finder:
     def listed(self, start: int, count: int) -> dict[str, Any]:
         """Documents in stored order, read or skipped, from `start` on."""
         dataset = self._explorer.dataset
-        counts = {unit: self._counts[unit] for unit in dataset.units}
+        units = np.asarray(dataset.units, np.int64)
+        ends = np.cumsum(self._counts[units])
         found: list[dict[str, Any]] = []
-        before = 0
-        for unit, held in counts.items():
-            low, high = max(start - before, 0), min(start + count - before, held)
-            if low < high:
-                table = self._table(dataset, unit).slice(low, high - low)
-                found += [_shown(row) for row in table.to_pylist()]
-            before += held
-        return {"documents": found, "start": start, "total": sum(counts.values())}
+        for number in range(int(np.searchsorted(ends, start, side="right")), len(units)):
+            before = int(ends[number - 1]) if number else 0
+            if before >= start + count:
+                break
+            table = self._table(dataset, int(units[number]))
+            low, high = max(start - before, 0), start + count - before
+            found += [_shown(row) for row in table.slice(low, high - low).to_pylist()]
+        return {"documents": found, "start": start, "total": int(ends[-1]) if len(ends) else 0}
 
     def find(self, text: str, after: int, count: int) -> dict[str, Any]:
         """Find documents that contain a text.

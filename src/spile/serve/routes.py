@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 
 from spile.core.errors import ConfigError, StoreError
-from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import pair_of
@@ -59,10 +58,7 @@ class Answers:
         dataset = opened()
         self.digest = Digest(dataset, most_bytes)
         self.explorer = Explorer(dataset, PageTexts(dataset.recipe, tokenizer), self.digest)
-        counts = {
-            unit["id"]: sum(count for _, count in fmt.doc_runs(unit))
-            for unit in Ledger(objects).table().units
-        }
+        counts = Ledger(objects).table().units.num_docs
         self._units = len(counts)
         self._finder = Finder(self.explorer, counts)
         self._cache = BackgroundCache()
@@ -264,7 +260,7 @@ class Answers:
             return Ready(dataset.statistics(tap).truncated)
 
         # Each unit's file holds a part: read all once, in the background, when all are there.
-        complete = len(dataset.units) == self._units
+        complete = dataset.num_units == self._units
         cut = self._cache.ask(("truncated", tap), 1, truncated)["value"] if complete else None
         return {
             "tap": tap,

@@ -1,10 +1,10 @@
 """List the files of a dataset, from its records alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from spile.core.errors import ConfigError
-from spile.core.threads import mapped
+from spile.dataset.format import Done
 from spile.dataset.ledger import Ledger
 from spile.objects import Objects
 
@@ -34,17 +34,20 @@ def list_files(
     known = (*table.taps, *_BESIDE)
     if tap is not None and tap not in known:
         raise ConfigError(f"--tap {tap}: not in {objects.url}; it has {', '.join(known)}")
-    units = sorted(ledger.done_units())
+    records: Iterable[Done] = ()
     if unit is not None:
         if not 0 <= unit < len(table.units):
             raise ConfigError(f"--unit {unit}: the units are 0 to {len(table.units) - 1}")
-        if unit not in units:
+        record = ledger.read_done(unit)
+        if record is None:
             raise ConfigError(f"--unit {unit}: is not done yet")
-        units = [unit]
+        records = [record]
+    else:
+        manifest = ledger.read_manifest()
+        records = ledger.catalog(table, manifest) if manifest else ledger.catalog_so_far(table)
 
     def files() -> Iterator[ListedFile]:
-        records = mapped(ledger.read_done, units, objects.parallel)
-        for done in (record for record in records if record is not None):
+        for done in records:
             for file in done.files():
                 info = table.taps.get(file.tap)
                 yield ListedFile(

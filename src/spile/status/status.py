@@ -1,13 +1,11 @@
 """The state of a dataset, from its store alone: the workers themselves are not asked."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spile.core.threads import mapped
-from spile.dataset.format import Done, is_amount
 from spile.dataset.heartbeat import HeartbeatObserver, read_workers
 from spile.dataset.ledger import Ledger, Table, read_prediction
+from spile.dataset.segments import Totals
 from spile.objects import Objects
 from spile.status.workers import ALIVE, describe_workers, rate_of
 
@@ -52,17 +50,18 @@ def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> 
     """
     ledger = Ledger(objects)
     table = ledger.table()
-    records = mapped(ledger.read_done, sorted(ledger.done_units()), objects.parallel)
-    done = [record for record in records if record is not None]
-    skipped: dict[str, int] = {}
-    for record in done:
-        for reason, count in record.skipped.items():
-            skipped[reason] = skipped.get(reason, 0) + count
+    manifest = ledger.read_manifest()
+    done, guessed = Totals(), 0
+    if manifest is not None:
+        done = manifest.totals
+    else:
+        for _, segment in ledger.segments_so_far(table):
+            done.add(segment.totals())
+            guessed += int(table.units.tokens[segment.units].sum())
     workers = describe_workers(read_workers(objects), observer)
     running = any(worker["state"] in ALIVE for worker in workers)
-    rows = sum(record.rows for record in done)
-    complete = len(done) == len(table.units)
-    state = "complete" if rows else "empty"
+    complete = done.units == len(table.units)
+    state = "complete" if done.rows else "empty"
     if not complete:
         state = "running" if running else "unfinished"
     rate, slowest = rate_of(workers)
@@ -73,31 +72,28 @@ def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> 
         fingerprint=table.fingerprint,
         taps={name: list(info.shape) for name, info in table.taps.items()},
         units=len(table.units),
-        units_done=len(done),
-        documents=sum(record.documents for record in done),
-        documents_total=sum(unit["num_docs"] for unit in table.units),
-        rows=rows,
-        tokens=sum(record.tokens for record in done),
-        tokens_estimated=sum(unit["tokens"] for unit in table.units),
-        bytes=sum(file.bytes for record in done for file in record.files()),
-        skipped=skipped,
-        seconds=sum(map(_seconds, done)),
+        units_done=done.units,
+        documents=done.documents,
+        documents_total=int(table.units.num_docs.sum()),
+        rows=done.rows,
+        tokens=done.tokens,
+        tokens_estimated=int(table.units.tokens.sum()),
+        bytes=done.bytes,
+        skipped=done.skipped,
+        seconds=done.seconds,
         prediction=prediction and asdict(prediction),
         rate=rate,
-        eta_seconds=_left(table, done) / rate if rate and not complete else None,
+        eta_seconds=_left(table, guessed, done) / rate if rate and not complete else None,
         slowest=slowest,
         workers=workers,
     )
 
 
-def _seconds(done: Done) -> float:
-    spent: Any = done.made_by.get("seconds")
-    return float(spent) if is_amount(spent) else 0.0
+def _left(table: Table, guessed: int, done: Totals) -> float:
+    """Return the tokens still to read: the estimate, scaled by how it turned out so far.
 
-
-def _left(table: Table, done: Sequence[Done]) -> float:
-    """Return the tokens still to read: the estimate, scaled by how it turned out so far."""
-    guess = {int(unit["id"]): int(unit["tokens"]) for unit in table.units}
-    guessed = sum(guess.get(record.unit, 0) for record in done)
-    ratio = sum(record.tokens for record in done) / guessed if guessed else 1.0
-    return (sum(guess.values()) - guessed) * ratio
+    Args:
+        guessed: the estimate for the units that are done.
+    """
+    ratio = done.tokens / guessed if guessed else 1.0
+    return (int(table.units.tokens.sum()) - guessed) * ratio

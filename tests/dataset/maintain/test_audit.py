@@ -51,7 +51,7 @@ def test_documents_that_cannot_be_are_found(
     dataset: stored.Stored, name: str, row: int, value: Any, reason: str
 ) -> None:
     key = dataset.done(0).documents_table.key
-    records = [*dataset.listed("done/"), "manifest.json"]
+    records = [*dataset.listed("done/", "segments/"), "manifest.json"]
     with stored.changed(dataset, key, *records) as paths:
         edit(paths[key], key, name, row, value, dataset)
         assert verify(dataset.objects).faults == [
@@ -65,7 +65,7 @@ def test_documents_that_cannot_be_are_found(
 
 def test_another_units_table_is_found(dataset: stored.Stored) -> None:
     first, second = (dataset.done(unit).documents_table.key for unit in (0, 1))
-    records = [*dataset.listed("done/"), "manifest.json"]
+    records = [*dataset.listed("done/", "segments/"), "manifest.json"]
     with stored.changed(dataset, first, *records) as paths:
         paths[first].write_bytes((dataset.path / second).read_bytes())
         stored.reseal(dataset, 0)

@@ -88,7 +88,7 @@ def test_a_finished_dataset_is_its_table_and_every_record(made: stored.Stored) -
     table, records = read_finished(made.objects)
     assert table.fingerprint == made.table.fingerprint
     assert [done.unit for done in records] == [0, 1, 2, 3, 4]
-    manifest = made.ledger.read_manifest() or {}
+    manifest = fmt.decode_record("manifest.json", made.objects.get("manifest.json"), "manifest")
     made.objects.delete("manifest.json")
     with pytest.raises(StoreError, match="every unit is done, but there is no manifest.json yet"):
         read_finished(made.objects)
@@ -96,6 +96,6 @@ def test_a_finished_dataset_is_its_table_and_every_record(made: stored.Stored) -
     made.objects.create("manifest.json", forged)
     with pytest.raises(CorruptError, match="manifest.json: does not follow from the done records"):
         read_finished(made.objects)
-    made.objects.delete("done/00000002.json")
+    made.objects.delete("done/000000/00000002.json")
     with pytest.raises(StoreError, match="4 of 5 units are done"):
         read_finished(made.objects)

@@ -27,7 +27,7 @@ class Ending(LocalObjects):
 
     def create(self, key: str, data: bytes) -> bool:
         created = super().create(key, data)
-        if key == fmt.done_key(self._unit):
+        if key == fmt.CURRENT.done_key(self._unit):
             raise self._error
         return created
 
@@ -96,7 +96,7 @@ def test_scratch_that_holds_a_strangers_files_is_left_alone(
     arguments = ["shuffle", source.url, str(dest), "--memory", "6000", "--scratch", str(scratch)]
     assert run(*arguments).code == 0
     assert [path for path in scratch.rglob("*") if path.is_file()] == []
-    for name in ("1/notes.txt", "1/done/00000000.json", "2/attempts/0/a/b.safetensors"):
+    for name in ("1/notes.txt", "1/done/000000/00000000.json", "2/attempts/0/a/b.safetensors"):
         (scratch / name).parent.mkdir(parents=True, exist_ok=True)
         (scratch / name).write_text("mine")
     assert run(*arguments).code == 0

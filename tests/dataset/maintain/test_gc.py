@@ -30,10 +30,10 @@ def leave(dataset: stored.Stored) -> dict[str, set[str]]:
     done = dataset.done(1)
     leavings = {
         "lost": {f.key for f in dataset.attempt(1).files()},
-        "extra": {fmt.attempt_prefix(1, done.attempt) + "embed.00000.safetensors"},
-        "record": {fmt.done_key(1) + ".tmp-0a1b", fmt.UNITS + ".tmp-2c3d"},
+        "extra": {fmt.CURRENT.attempt_prefix(1, done.attempt) + "embed.00000.safetensors"},
+        "record": {fmt.CURRENT.done_key(1) + ".tmp-0a1b", fmt.UNITS + ".tmp-2c3d"},
         "unfinished": {f.key for f in dataset.attempt(2).files()},
-        "unfinished record": {fmt.done_key(2) + ".tmp-4e5f"},
+        "unfinished record": {fmt.CURRENT.done_key(2) + ".tmp-4e5f"},
     }
     for kind in ("extra", "record", "unfinished record"):
         for key in leavings[kind]:
@@ -105,19 +105,19 @@ def test_gc_leaves_a_clean_dataset_and_strangers_files_alone(
 
 
 def test_gc_removes_nothing_of_a_unit_whose_record_is_damaged(dataset: stored.Stored) -> None:
-    (dataset.path / fmt.done_key(1)).write_bytes(b"")
-    before = set(dataset.listed("attempts/00000001/"))
-    with pytest.raises(CorruptError, match=fmt.done_key(1)):
+    (dataset.path / fmt.CURRENT.done_key(1)).write_bytes(b"")
+    before = set(dataset.listed("attempts/000000/00000001/"))
+    with pytest.raises(CorruptError, match=fmt.CURRENT.done_key(1)):
         collect_garbage(dataset.objects, abandoned=True)
-    assert set(dataset.listed("attempts/00000001/")) == before
+    assert set(dataset.listed("attempts/000000/00000001/")) == before
 
 
 def test_gc_wants_a_dataset(tmp_path: Path) -> None:
-    (tmp_path / "attempts/00000000/x").mkdir(parents=True)
-    (tmp_path / "attempts/00000000/x/y").write_bytes(b"")
+    (tmp_path / "attempts/000000/00000000/x").mkdir(parents=True)
+    (tmp_path / "attempts/000000/00000000/x/y").write_bytes(b"")
     with pytest.raises(StoreError, match="no dataset"):
         collect_garbage(stored.LocalObjects(tmp_path), abandoned=True)
-    assert (tmp_path / "attempts/00000000/x/y").exists()
+    assert (tmp_path / "attempts/000000/00000000/x/y").exists()
 
 
 def test_gc_removes_a_torn_heartbeat_and_keeps_a_whole_one(dataset: stored.Stored) -> None:
@@ -134,7 +134,7 @@ def test_gc_keeps_what_a_manifest_names_even_if_its_unit_was_redone(
 ) -> None:
     first = {file.key for file in dataset.done(1).files()}
     again = dataset.attempt(1)
-    (dataset.path / fmt.done_key(1)).write_bytes(fmt.encode_record("done", again.to_json()))
+    (dataset.path / fmt.CURRENT.done_key(1)).write_bytes(fmt.encode_record("done", again.to_json()))
     assert any("delete it" in fault for fault in verify(dataset.objects).faults)
     assert collect_garbage(dataset.objects) == []
     assert first <= set(dataset.listed())
@@ -143,7 +143,7 @@ def test_gc_keeps_what_a_manifest_names_even_if_its_unit_was_redone(
 def test_a_dataset_without_rows_is_discarded_and_strangers_files_stay(tmp_path: Path) -> None:
     dataset = stored.build(tmp_path / "out", ((0, 0), (0, 2)), taps=TAPS, commit=(0,))
     dataset.attempt(1)
-    dataset.objects.create("done/00000001.json.tmp-4e5f", b"half")
+    dataset.objects.create("done/000000/00000001.json.tmp-4e5f", b"half")
     dataset.objects.create("notes/mine.txt", b"mine")
     discard_empty(dataset.objects)
     assert dataset.listed() == ["notes/mine.txt"]
@@ -162,3 +162,17 @@ def test_a_dataset_with_a_row_or_a_worker_is_never_discarded(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=rf"{presence.name} .* is at work on .*; stop it first"):
         discard_empty(begun.objects)
     assert fmt.UNITS in begun.listed()
+
+
+def test_a_discard_that_is_killed_leaves_no_segment_of_units_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = stored.build(tmp_path / "out", ((0, 0),), taps=TAPS)
+    assert dataset.listed(fmt.SEGMENTS) == [fmt.segment_key(0)]
+    removed: list[str] = []
+    monkeypatch.setattr(
+        type(dataset.objects), "delete", lambda self, key: removed.append(key)
+    )  # (nothing is deleted: the order is what matters)
+    discard_empty(dataset.objects)
+    assert removed[0] == fmt.segment_key(0)
+    assert removed[-1] == fmt.UNITS

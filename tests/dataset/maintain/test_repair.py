@@ -68,11 +68,11 @@ def check_whole(dataset: stored.Stored) -> None:
 
 def test_the_old_record_stands_until_the_new_one_is_there(dataset: stored.Stored) -> None:
     damage(dataset)
-    old = dataset.objects.get(fmt.done_key(DAMAGED))
+    old = dataset.objects.get(fmt.CURRENT.done_key(DAMAGED))
     ledger = begin(dataset.objects)
     assert ledger.units == [DAMAGED]
     done = dataset.attempt(DAMAGED, shard_bytes=128, made_by={"spile": "repaired"})
-    assert dataset.objects.get(fmt.done_key(DAMAGED)) == old
+    assert dataset.objects.get(fmt.CURRENT.done_key(DAMAGED)) == old
     assert spile.open(str(dataset.path)).num_tokens == len(dataset.index)  # others are readable
     assert ledger.complete(dataset.table) is False
     assert ledger.commit(done)
@@ -85,15 +85,15 @@ def test_the_old_record_stands_until_the_new_one_is_there(dataset: stored.Stored
 
 
 def test_sound_units_are_left_alone(dataset: stored.Stored) -> None:
-    kept = {unit: dataset.objects.get(fmt.done_key(unit)) for unit in (0, 2, 3)}
+    kept = {unit: dataset.objects.get(fmt.CURRENT.done_key(unit)) for unit in (0, 2, 3)}
     damage(dataset)
     ledger = begin(dataset.objects)
     assert made(dataset, ledger) and ledger.complete(dataset.table)
-    assert {unit: dataset.objects.get(fmt.done_key(unit)) for unit in kept} == kept
+    assert {unit: dataset.objects.get(fmt.CURRENT.done_key(unit)) for unit in kept} == kept
 
 
 def lose_record(dataset: stored.Stored) -> None:
-    (dataset.path / fmt.done_key(DAMAGED)).unlink()
+    (dataset.path / fmt.CURRENT.done_key(DAMAGED)).unlink()
 
 
 def lose_file(dataset: stored.Stored) -> None:
@@ -101,7 +101,7 @@ def lose_file(dataset: stored.Stored) -> None:
 
 
 def spoil_record(dataset: stored.Stored) -> None:
-    flip(dataset.path / fmt.done_key(DAMAGED), 40)
+    flip(dataset.path / fmt.CURRENT.done_key(DAMAGED), 40)
 
 
 def cut_file_short(dataset: stored.Stored) -> None:
@@ -131,7 +131,7 @@ def test_an_interrupted_commit_is_repeated(
 ) -> None:
     damage(dataset)
     old, ledger = dataset.done(DAMAGED), begin(dataset.objects)
-    done_key, create, move = fmt.done_key(DAMAGED), LocalObjects.create, LocalObjects.move
+    done_key, create, move = fmt.CURRENT.done_key(DAMAGED), LocalObjects.create, LocalObjects.move
 
     def interrupted(self: LocalObjects, key: str, data: Any) -> Any:
         if key == done_key:
@@ -157,13 +157,13 @@ def test_an_interrupted_commit_is_repeated(
 
 def test_what_is_made_must_be_that_unit(dataset: stored.Stored, tmp_path: Path) -> None:
     damage(dataset)
-    old = dataset.objects.get(fmt.done_key(DAMAGED))
+    old = dataset.objects.get(fmt.CURRENT.done_key(DAMAGED))
     ledger = begin(dataset.objects)
     other = dataclasses.replace(dataset, read=[part[::-1].copy() for part in dataset.read])
     with pytest.raises(StoreError, match="unit 1, made again, is not the same .index"):
         made(other, ledger)
-    assert dataset.objects.get(fmt.done_key(DAMAGED)) == old
-    (dataset.path / fmt.done_key(DAMAGED)).unlink()  # then the manifest says what it was
+    assert dataset.objects.get(fmt.CURRENT.done_key(DAMAGED)) == old
+    (dataset.path / fmt.CURRENT.done_key(DAMAGED)).unlink()  # then the manifest says what it was
     with pytest.raises(StoreError, match="unit 1, made again, is not the same .index"):
         made(other, begin(dataset.objects))
 
@@ -178,7 +178,7 @@ def test_what_an_interrupted_repair_has_set_aside_says_what_the_unit_was(
     with pytest.raises(StoreError, match="unit 1, made again, is not the same .index"):
         made(other, begin(dataset.objects))
     for unit in (0, 2, 3):
-        (dataset.path / fmt.done_key(unit)).unlink()
+        (dataset.path / fmt.CURRENT.done_key(unit)).unlink()
     assert begin(dataset.objects).made_by() == {"spile": "test"}
 
 
@@ -186,9 +186,9 @@ def test_of_two_repairs_the_first_to_commit_wins(dataset: stored.Stored) -> None
     damage(dataset)
     first, second = begin(dataset.objects), begin(dataset.objects)
     assert made(dataset, first)
-    record = dataset.objects.get(fmt.done_key(DAMAGED))
+    record = dataset.objects.get(fmt.CURRENT.done_key(DAMAGED))
     assert made(dataset, second) is False
-    assert dataset.objects.get(fmt.done_key(DAMAGED)) == record
+    assert dataset.objects.get(fmt.CURRENT.done_key(DAMAGED)) == record
     assert first.complete(dataset.table) and second.complete(dataset.table)
     check_whole(dataset)
 
@@ -201,7 +201,7 @@ def test_a_record_that_came_in_the_moment_between_is_put_back(
     move = LocalObjects.move
 
     def overtaken(self: LocalObjects, key: str, to: str) -> None:
-        if key == fmt.done_key(DAMAGED):
+        if key == fmt.CURRENT.done_key(DAMAGED):
             monkeypatch.undo()
             assert made(dataset, first)
         move(self, key, to)
@@ -255,7 +255,7 @@ def test_a_repair_that_commits_while_gc_looks_keeps_its_files(
 
     def read(self: LocalObjects, key: str) -> bytes:
         data = get(self, key)
-        if moment == "read" and key == fmt.done_key(DAMAGED) and gc.objects is self:
+        if moment == "read" and key == fmt.CURRENT.done_key(DAMAGED) and gc.objects is self:
             commit()
         return data
 
@@ -330,7 +330,7 @@ def test_scales_are_never_measured_again(tmp_path: Path) -> None:
 def test_what_no_row_depends_on_is_set_aside(dataset: stored.Stored) -> None:
     dataset.objects.create(fmt.CHECK, b"no record")
     dataset.objects.create(fmt.PREDICTION, b"no record")
-    dataset.objects.create(fmt.worker_key("me"), b"no record")
+    dataset.objects.create(fmt.CURRENT.worker_key("me", 0), b"no record")
     ledger = begin(dataset.objects)
     ledger.set_aside_beside()
     assert ledger.complete(dataset.table)
@@ -357,7 +357,7 @@ def test_a_record_that_can_be_read_after_all_is_kept(
     get = LocalObjects.get
 
     def failing(self: LocalObjects, key: str) -> bytes:
-        if key == fmt.done_key(DAMAGED):
+        if key == fmt.CURRENT.done_key(DAMAGED):
             raise OSError(5, "Input/output error")
         return get(self, key)
 

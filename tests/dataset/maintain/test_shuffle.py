@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import tracemalloc
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -248,12 +249,9 @@ def test_rows_that_are_exchanged_are_noticed(tmp_path: Path) -> None:
     dest = LocalObjects(tmp_path / "dest")
     shuffle(made.objects, dest)
     (dest.root / fmt.MANIFEST).unlink()
-    units = dest.root / fmt.UNITS
     table = Ledger(dest).table()
     told = {**(table.shuffled or {}), "entries": "0" * 16}
-    body = {**table.to_json(), "shuffled": told}
-    units.unlink()
-    dest.create(fmt.UNITS, fmt.encode_record("units", body))
+    stored.replace_table(dest, replace(table, shuffled=told))
     assert any("not those that were shuffled" in fault for fault in verify(dest).faults)
 
 
@@ -328,7 +326,7 @@ def test_the_command_shuffles_and_other_verbs_work_on_the_result(
     collected = run("gc", dest)
     assert (collected.out, collected.err) == ("0 orphans removed\n", "")
     assert spile.extract(spile.Recipe(), dest).rows == made.rows, "it is complete"
-    for lost in (fmt.MANIFEST, fmt.done_key(0)):
+    for lost in (fmt.MANIFEST, fmt.segment_key(0), fmt.CURRENT.done_key(0)):
         (Path(dest) / lost).unlink()
     with pytest.raises(StoreError, match="rows of a shuffled dataset are missing; shuffle anew"):
         spile.extract(spile.Recipe(), dest)

@@ -1,6 +1,7 @@
 """A signature vouches for every record and file, and tells who did; anybody can verify it."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import safetensors.numpy
 import xxhash
 
 import stored
@@ -15,7 +17,7 @@ from chaos.harness import Result, check_refused, run
 from spile.core.errors import CorruptError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.maintain.audit import audit_unit
-from spile.dataset.maintain.signature import decode_list
+from spile.dataset.maintain.signature import SignedList, decode_list
 from spile.dataset.maintain.verify import Journal, verify
 
 pytestmark = pytest.mark.skipif(
@@ -81,24 +83,32 @@ def test_a_signed_dataset_is_vouched_for(dataset: stored.Stored, keys: Path) -> 
 def test_nothing_of_spile_is_needed_to_verify_it(signed: stored.Stored, keys: Path) -> None:
     """By docs/format.md: the list follows from the records, by sha256sum and sort alone."""
     command = ["ssh-keygen", "-Y", "verify", "-f", keys / "signers", "-I", "me@example.org",
-               "-n", "spile", "-s", "signature-v1.sha256.sig"]  # fmt: skip
-    listed = signed.path / "signature-v1.sha256"
+               "-n", "spile", "-s", "signature-v2.sha256.sig"]  # fmt: skip
+    listed = signed.path / "signature-v2.sha256"
     with listed.open("rb") as file:
         subprocess.run(command, cwd=signed.path, stdin=file, check=True, capture_output=True)
     subprocess.run(
         ["sha256sum", "--check", "--strict", "--quiet", listed.name], cwd=signed.path, check=True
     )
     table = json.loads((signed.path / "units.json").read_bytes())
-    names = ["units.json"]
+    names = ["units.json", table["units"]["key"]]
     names += [
         n for n in ("model.json", "scales.json", "manifest.json") if (signed.path / n).exists()
     ]
-    done = sorted((signed.path / "done").iterdir())
-    for path in done:
+    manifest = json.loads((signed.path / "manifest.json").read_bytes())
+    names += [file["key"] for file in (*manifest["segments"], manifest["columns"])]
+    (digests,) = (signed.path / "digests").iterdir()
+    names.append(f"digests/{digests.name}")
+    columns = safetensors.numpy.load_file(digests)
+    done = sorted((signed.path / "done").glob("*/*"))
+    of_files: list[str] = []
+    for path, unit, digest in zip(done, columns["unit"], columns["record"], strict=True):
         record = json.loads(path.read_bytes())
-        names.append(f"done/{path.name}")
+        assert (record["unit"], sha256(path.read_bytes())) == (unit, digest.tobytes())
         beside = (record[name] for name in ("index", "statistics", "documents_table"))
-        names += [file["key"] for file in (*record["shards"], *beside)]
+        of_files += [file["key"] for file in (*record["shards"], *beside)]
+    for key, digest in zip(of_files, columns["file"], strict=True):
+        assert sha256((signed.path / key).read_bytes()) == digest.tobytes()
     summed = subprocess.run(
         ["sha256sum", *names], cwd=signed.path, check=True, capture_output=True
     ).stdout
@@ -107,10 +117,14 @@ def test_nothing_of_spile_is_needed_to_verify_it(signed: stored.Stored, keys: Pa
         env={**os.environ, "LC_ALL": "C"},
     ).stdout  # fmt: skip
     head = (
-        f"# spile signature 1\n# fingerprint {table['fingerprint']}\n"
-        f"# units {len(done)} of {len(table['units'])}\n"
+        f"# spile signature 2\n# fingerprint {table['fingerprint']}\n"
+        f"# units {len(done)} of {table['units']['count']}\n"
     )
     assert listed.read_bytes() == head.encode() + lines
+
+
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def forged(dataset: stored.Stored, unit: int = 1) -> str:
@@ -120,11 +134,7 @@ def forged(dataset: stored.Stored, unit: int = 1) -> str:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    for record in (dataset.path / fmt.done_key(unit), dataset.path / fmt.MANIFEST):
-        kind = "done" if "done" in str(record) else "manifest"
-        text = json.dumps(fmt.decode_record("x", record.read_bytes(), kind))
-        text = text.replace(done.shards[0].digest, xxhash.xxh3_128_hexdigest(bytes(data)))
-        record.write_bytes(fmt.encode_record(kind, json.loads(text)))
+    stored.reseal(dataset, unit)
     return done.shards[0].key
 
 
@@ -132,7 +142,7 @@ def test_a_forgery_that_no_checksum_tells_is_found(signed: stored.Stored, keys: 
     forged(signed)
     assert run("verify", signed.path).code == 0
     found = faults(signed, keys)
-    assert any("done/00000001.json: is not the record that was signed" in f for f in found)
+    assert any("done/000000/00000001.json: is not the record that was signed" in f for f in found)
     assert any("manifest.json: is not the record that was signed" in f for f in found)
 
 
@@ -140,7 +150,8 @@ def test_another_file_of_the_same_checksum_is_found(signed: stored.Stored) -> No
     """XXH3 is no cryptographic hash: a file can be made that has it."""
     done, table = signed.done(1), signed.table
     shard = done.shards[0]
-    sha256 = decode_list((signed.path / fmt.SIGNED).read_bytes())[1]
+    signature = (signed.path / fmt.signed_key(fmt.CURRENT)).read_bytes()
+    digests = SignedList(signed.objects, fmt.CURRENT, signature).digests_of(done)
     data = bytearray((signed.path / shard.key).read_bytes())
     data[-1] ^= 1
     (signed.path / shard.key).write_bytes(data)
@@ -148,15 +159,15 @@ def test_another_file_of_the_same_checksum_is_found(signed: stored.Stored) -> No
     same = dataclasses.replace(shard, digest=digest)
     done = dataclasses.replace(done, shards=(same, *done.shards[1:]))
     assert audit_unit(signed.objects, table, table.units[1], done).faults == []
-    found = audit_unit(signed.objects, table, table.units[1], done, sha256).faults
+    found = audit_unit(signed.objects, table, table.units[1], done, digests).faults
     assert found == [f"{shard.key}: is not the file that was signed"]
 
 
 def test_a_removed_unit_and_an_added_record_are_found(signed: stored.Stored, keys: Path) -> None:
-    (signed.path / fmt.done_key(2)).unlink()
+    (signed.path / fmt.CURRENT.done_key(2)).unlink()
     (signed.path / fmt.MANIFEST).unlink()
     found = faults(signed, keys, "--partial")
-    assert f"{fmt.done_key(2)}: was signed, and is missing or damaged" in found
+    assert f"{fmt.CURRENT.done_key(2)}: was signed, and is missing or damaged" in found
     (signed.path / fmt.MODEL).write_bytes(fmt.encode_record("model", {"tensors": {}}))
     found = faults(signed, keys, "--partial")
     assert f"{fmt.MODEL}: is not the record that was signed" in found
@@ -190,7 +201,7 @@ def test_a_key_that_nobody_allowed_is_refused(dataset: stored.Stored, keys: Path
     assert checked(dataset, keys, "--signers", keys / "other.pub").code == 0
 
 
-@pytest.mark.parametrize("which", [fmt.SIGNED, fmt.SIGNATURE])
+@pytest.mark.parametrize("which", [fmt.signed_key(fmt.CURRENT), fmt.signature_key(fmt.CURRENT)])
 def test_a_changed_list_or_signature_is_refused(
     signed: stored.Stored, keys: Path, which: str
 ) -> None:
@@ -203,8 +214,8 @@ def test_a_changed_list_or_signature_is_refused(
 
 
 def test_a_signature_for_another_purpose_is_refused(signed: stored.Stored, keys: Path) -> None:
-    path = signed.path / fmt.SIGNED
-    (signed.path / fmt.SIGNATURE).unlink()
+    path = signed.path / fmt.signed_key(fmt.CURRENT)
+    (signed.path / fmt.signature_key(fmt.CURRENT)).unlink()
     command = ["ssh-keygen", "-Y", "sign", "-q", "-f", keys / "mine", "-n", "file", path]
     subprocess.run(command, check=True)
     check_refused(checked(signed, keys), 3, "is not a signature of")
@@ -218,7 +229,7 @@ def test_a_signature_of_another_dataset_is_refused(
     signed: stored.Stored, keys: Path, tmp_path: Path
 ) -> None:
     other = stored.build(tmp_path / "other", UNITS, seed=1, max_docs=9)
-    for name in (fmt.SIGNED, fmt.SIGNATURE):
+    for name in (fmt.signed_key(fmt.CURRENT), fmt.signature_key(fmt.CURRENT)):
         shutil.copy(signed.path / name, other.path / name)
     (fault,) = faults(other, keys)
     assert "is the signature of another dataset" in fault
@@ -251,10 +262,10 @@ def test_who_may_sign_must_be_said(
 
 
 def test_a_key_that_does_not_sign_changes_nothing(signed: stored.Stored, keys: Path) -> None:
-    before = (signed.path / fmt.SIGNATURE).read_bytes()
+    before = (signed.path / fmt.signature_key(fmt.CURRENT)).read_bytes()
     check_refused(run("sign", signed.path, "--key", keys / "signers"), 2, "does not sign with it")
     check_refused(run("sign", signed.path, "--key", keys / "none"), 2, "no such file")
-    assert (signed.path / fmt.SIGNATURE).read_bytes() == before
+    assert (signed.path / fmt.signature_key(fmt.CURRENT)).read_bytes() == before
 
 
 def test_what_is_damaged_is_not_signed(dataset: stored.Stored, keys: Path) -> None:
@@ -281,14 +292,14 @@ def test_an_audit_without_signature_is_not_continued_with_one(
 
 
 def test_a_list_has_one_spelling() -> None:
-    head = b"# spile signature 1\n# fingerprint " + b"0" * 64 + b"\n# units 1 of 1\n"
+    head = b"# spile signature 2\n# fingerprint " + b"0" * 64 + b"\n# units 1 of 1\n"
     line = b"%s  done/1.json\n" % (b"a" * 64)
-    assert decode_list(head + line) == ("0" * 64, {"done/1.json": "a" * 64})
+    assert decode_list(head + line, fmt.CURRENT) == ("0" * 64, {"done/1.json": "a" * 64})
     later = line.replace(b"done/1", b"done/2")
     of_head = [b"", head[:-3], head.replace(b"0", b"g"), head.replace(b"1 of", b"one of")]
     of_lines = [line[:-1], later + line, line + line, b"x\n"]
     for bad in (*of_head, line, *(head + lines for lines in of_lines)):
         with pytest.raises((StoreError, CorruptError)):
-            decode_list(bad)
+            decode_list(bad, fmt.CURRENT)
     with pytest.raises(StoreError, match="not a list that this version of spile knows"):
-        decode_list(head.replace(b"signature 1", b"signature 2") + line)
+        decode_list(head.replace(b"signature 2", b"signature 3") + line, fmt.CURRENT)

@@ -1,5 +1,6 @@
 """Verify finds it: whatever happens to whichever object, the audit says so and names it."""
 
+import dataclasses
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -15,11 +16,15 @@ import stored
 from spile.core.errors import CorruptError
 from spile.core.tensors import DTYPES_BY_NAME, build_header
 from spile.dataset import format as fmt
+from spile.dataset.columns import encode_columns
 from spile.dataset.format import Shard
 from spile.dataset.heartbeat import Presence
+from spile.dataset.ledger import Table
 from spile.dataset.maintain.verify import Journal, Report, verify
+from spile.dataset.segments import columns_of
+from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.quantization import scales_to_json
-from spile.dataset.write.shard import ShardWriter, open_tensor, read_shard_header
+from spile.dataset.write.shard import ShardWriter, open_tensor, read_shard_header, read_tensors
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
 # The first two units have as many rows, so that their files and records are of equal size.
@@ -73,7 +78,14 @@ def every(pytestconfig: pytest.Config) -> int:
 def apart(dataset: stored.Stored) -> list[list[str]]:
     """All objects, in groups of those that are judged apart, and so can be damaged together."""
     records = dataset.listed(fmt.DONE, fmt.WORKERS, fmt.MODEL, fmt.CHECK)
-    return [[fmt.UNITS], records, [fmt.MANIFEST, *dataset.listed(fmt.ATTEMPTS)]]
+    derived = dataset.listed(fmt.MANIFEST_COLUMNS)
+    return [
+        [fmt.UNITS],
+        dataset.listed(fmt.UNIT_COLUMNS),
+        records,
+        [fmt.MANIFEST, *dataset.listed(fmt.ATTEMPTS)],
+        *([key] for key in (*derived, *dataset.listed(fmt.SEGMENTS))),
+    ]
 
 
 def each_found(dataset: stored.Stored, places: dict[str, list[int]]) -> None:
@@ -216,9 +228,11 @@ def test_a_folder_replaced_by_a_file_is_found(dataset: stored.Stored) -> None:
 def test_a_missing_done_record_under_a_manifest_is_found(
     dataset: stored.Stored, partial: bool
 ) -> None:
-    dataset.objects.delete(fmt.done_key(1))
+    dataset.objects.delete(fmt.CURRENT.done_key(1))
     report = verify(dataset.objects, partial=partial)
-    assert any(f.startswith("manifest.json") and fmt.done_key(1) in f for f in report.faults)
+    assert any(
+        f.startswith("manifest.json") and fmt.CURRENT.done_key(1) in f for f in report.faults
+    )
 
 
 def test_units_not_done_are_a_fault_unless_partial(tmp_path: Path) -> None:
@@ -233,48 +247,74 @@ def test_units_not_done_are_a_fault_unless_partial(tmp_path: Path) -> None:
 
 
 def test_another_units_record_is_found(dataset: stored.Stored) -> None:
-    (dataset.path / fmt.done_key(1)).write_bytes(dataset.objects.get(fmt.done_key(0)))
-    assert named(verify(dataset.objects), f"{fmt.done_key(1)}: is the record of unit 0")
+    (dataset.path / fmt.CURRENT.done_key(1)).write_bytes(
+        dataset.objects.get(fmt.CURRENT.done_key(0))
+    )
+    assert named(verify(dataset.objects), f"{fmt.CURRENT.done_key(1)}: is the record of unit 0")
 
 
 def test_a_record_of_a_unit_that_does_not_exist_is_found(dataset: stored.Stored) -> None:
-    dataset.objects.create(fmt.done_key(3), dataset.objects.get(fmt.done_key(0)))
-    assert named(verify(dataset.objects), fmt.done_key(3))
+    dataset.objects.create(fmt.CURRENT.done_key(3), dataset.objects.get(fmt.CURRENT.done_key(0)))
+    assert named(verify(dataset.objects), fmt.CURRENT.done_key(3))
 
 
 def test_a_unit_of_another_recipe_is_found(tmp_path: Path) -> None:
     dataset = build(tmp_path / "out", commit=(0, 1))
     dataset.ledger.commit(dataset.attempt(2, fingerprint="another"))
-    assert named(verify(dataset.objects), f"{fmt.done_key(2)}: belongs to another recipe")
+    assert named(verify(dataset.objects), f"{fmt.CURRENT.done_key(2)}: belongs to another recipe")
 
 
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda body: body["recipe"].update(seq_len=16),
-        lambda body: body["units"].pop(0),
-        lambda body: body["units"].reverse(),
-        lambda body: body["units"][1].update(first_doc=3),
+        lambda table, units: dataclasses.replace(
+            table, recipe=dataclasses.replace(table.recipe, seq_len=16)
+        ),
+        lambda table, units: with_units(table, units[1:]),
+        lambda table, units: with_units(table, units[::-1]),
+        lambda table, units: with_units(
+            table, [units[0], {**units[1], "first_doc": 3}, *units[2:]]
+        ),
     ],
     ids=["recipe", "unit lost", "units reordered", "documents lost"],
 )
 def test_a_table_that_contradicts_itself_is_found(
-    dataset: stored.Stored, edit: Callable[[dict[str, Any]], object]
+    dataset: stored.Stored, edit: Callable[[Table, list[Any]], Table]
 ) -> None:
-    body = dataset.table.to_json()
-    edit(body)
-    (dataset.path / fmt.UNITS).write_bytes(fmt.encode_record("units", body))
+    stored.replace_table(dataset.objects, edit(dataset.table, list(dataset.table.units)))
     assert named(verify(dataset.objects), fmt.UNITS)
 
 
 def test_a_manifest_that_does_not_follow_from_the_records_is_found(dataset: stored.Stored) -> None:
-    body = dataset.ledger.read_manifest() or {}
-    body["units"][0]["contexts"] += 1
-    (dataset.path / fmt.MANIFEST).write_bytes(fmt.encode_record("manifest", body))
+    path = dataset.path / fmt.MANIFEST
+    body = fmt.decode_record(fmt.MANIFEST, path.read_bytes(), "manifest")
+    path.write_bytes(fmt.encode_record("manifest", {**body, "tokens": body["tokens"] + 1}))
     assert named(verify(dataset.objects), fmt.MANIFEST)
 
 
+def test_a_segment_that_does_not_follow_from_the_records_is_found(dataset: stored.Stored) -> None:
+    again = dataset.attempt(1, contexts=99)
+    columns = columns_of([dataset.done(0), again, dataset.done(2)])
+    found = read_tensors(dataset.objects, fmt.segment_key(0))
+    (dataset.path / fmt.segment_key(0)).unlink()
+    dataset.objects.create(fmt.segment_key(0), encode_columns({**found, **columns}))
+    for quick in (False, True):
+        assert named(verify(dataset.objects, quick=quick), fmt.segment_key(0))
+
+
+def test_statistics_of_a_segment_that_are_not_those_of_its_units_are_found(
+    dataset: stored.Stored,
+) -> None:
+    edit(dataset, fmt.segment_key(0), "mlp_out.1/mean", 0, 7.0)
+    assert named(verify(dataset.objects), fmt.segment_key(0))
+
+
 # -- content that is wrong behind checksums that are right -----------------------------------
+
+
+def with_units(table: Table, units: list[Any]) -> Table:
+    numbered = [{**unit, "id": number} for number, unit in enumerate(units)]
+    return dataclasses.replace(table, units=UnitColumns.of(numbered))
 
 
 def edit(dataset: stored.Stored, key: str, name: str, row: int, value: Any) -> None:
@@ -333,7 +373,7 @@ def test_documents_that_do_not_add_up_are_found(
 def test_a_unit_without_one_of_the_taps_is_found(dataset: stored.Stored) -> None:
     shards = tuple(s for s in dataset.done(0).shards if s.tap == "mlp_out.1")
     stored.reseal(dataset, 0, shards=shards)
-    assert named(verify(dataset.objects), fmt.done_key(0))
+    assert named(verify(dataset.objects), fmt.CURRENT.done_key(0))
 
 
 def test_statistics_of_other_rows_are_found(dataset: stored.Stored) -> None:
@@ -665,7 +705,7 @@ def with_frames(data: bytes, frames: list[list[int]]) -> bytes:
 
 def bad_everywhere(dataset: stored.Stored, shard: Shard, content: bytes) -> None:
     """Forged content is blamed on its file by the audit, and by whoever reads it."""
-    keys = [shard.key, fmt.done_key(0), fmt.MANIFEST]
+    keys = [shard.key, fmt.CURRENT.done_key(0), fmt.MANIFEST, fmt.segment_key(0)]
     with stored.changed(dataset, *keys) as paths:
         paths[shard.key].write_bytes(content)
         stored.reseal(dataset, 0)
@@ -765,7 +805,7 @@ def test_damaged_frames_are_found_or_hold_the_same_rows(
     shard = compressed.done(0).shards[0]
     wanted = compressed.rows[shard.tap][: shard.count].tobytes()
     data = compressed.objects.get(shard.key)
-    keys = [shard.key, fmt.done_key(0), fmt.MANIFEST]
+    keys = [shard.key, fmt.CURRENT.done_key(0), fmt.MANIFEST, fmt.segment_key(0)]
     found = 0
     positions = range(0, len(data), every)
     with stored.changed(compressed, *keys) as paths:

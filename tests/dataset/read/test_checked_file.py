@@ -39,7 +39,7 @@ def test_a_damaged_shard_is_refused_when_it_is_first_read(dataset: stored.Stored
     assert len(spile.open(str(dataset.path)).read(tap, start, start + 1)) == 1
 
 
-@pytest.mark.parametrize("part", ["index", "statistics", "documents_table"])
+@pytest.mark.parametrize("part", ["index", "documents_table"])
 def test_what_stands_beside_the_rows_is_checked_too(dataset: stored.Stored, part: str) -> None:
     file = getattr(dataset.done(0), part)
     stored.flip(dataset.path / file.key, file.bytes - 1)
@@ -47,7 +47,6 @@ def test_what_stands_beside_the_rows_is_checked_too(dataset: stored.Stored, part
     with pytest.raises(CorruptError, match=file.key):
         {
             "index": lambda: ds.index(0, 5),
-            "statistics": lambda: ds.statistics(ds.taps[0]),
             "documents_table": ds.documents,
         }[part]()
 

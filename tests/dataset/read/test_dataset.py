@@ -495,8 +495,8 @@ def test_a_damaged_record_is_not_read(tmp_path: Path, key: str) -> None:
     source = stored.copied(tmp_path / "out", dtype="int8")
     path = source.path / key
     data = path.read_bytes()
-    edited = data.replace(b'"rows": 42', b'"rows": 43').replace(b'"ffd"', b'"none"')
-    edited = edited.replace(b'"resid_post.0": "', b'"resid_post.0": "AAAA')
+    edited = data.replace(b'"tokens":', b'"tokens":1').replace(b'"ffd"', b'"none"')
+    edited = edited.replace(b'"resid_post.0":"', b'"resid_post.0":"AAAA')
     assert edited != data
     path.write_bytes(edited)
     with pytest.raises(CorruptError, match=key):
@@ -506,7 +506,7 @@ def test_a_damaged_record_is_not_read(tmp_path: Path, key: str) -> None:
 def test_a_record_of_no_unit_of_the_table_is_not_read(partial: stored.Stored) -> None:
     text = json.dumps(partial.done(1).to_json()).replace("00000001", "00000099")
     body = {**json.loads(text), "unit": 99}
-    partial.objects.create(fmt.done_key(99), fmt.encode_record("done", body))
+    partial.objects.create(fmt.CURRENT.done_key(99), fmt.encode_record("done", body))
     try:
         ds = spile.open(str(partial.path), partial=True)
     except SpileError:
@@ -517,7 +517,7 @@ def test_a_record_of_no_unit_of_the_table_is_not_read(partial: stored.Stored) ->
 
 def test_a_unit_of_another_recipe_is_not_read(partial: stored.Stored) -> None:
     partial.ledger.commit(partial.attempt(0, fingerprint="of another dataset"))
-    with pytest.raises(SpileError, match="done/00000000.json"):
+    with pytest.raises(SpileError, match="done/000000/00000000.json"):
         spile.open(str(partial.path), partial=True)
 
 

@@ -10,7 +10,7 @@ import pytest
 import spile
 import stored
 from spile.core.errors import ConfigError, CorruptError
-from spile.dataset.format import TapInfo, encode_record
+from spile.dataset.format import TapInfo
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read import latents as module
 from spile.dataset.read.dataset import Dataset
@@ -85,7 +85,7 @@ def test_ids_that_cannot_be_are_found_out(tmp_path: Path) -> None:
         **made.table.taps, IDS: TapInfo((4,), "int16", latents=30),
         VALUES: TapInfo((4,), "float32", latents=30),
     })  # fmt: skip
-    made.objects.replace("units.json", encode_record("units", table.to_json()))
+    stored.replace_table(made.objects, table)
     faults = verify(made.objects).faults
     assert faults and all("names latents that are not among 30" in fault for fault in faults)
     with pytest.raises(CorruptError, match="names latents that are not among 30"):

@@ -19,7 +19,7 @@ from spile.dataset.write.shard import ShardWriter
 from spile.objects import MemoryObjects
 from stored import build
 
-KEY = "attempts/00000000/a/documents.safetensors"
+KEY = "attempts/000000/00000000/a/documents.safetensors"
 Tensors = dict[str, np.ndarray]
 
 

@@ -33,7 +33,7 @@ class Running:
 
 
 def done(out: Path) -> set[int]:
-    return {int(path.stem) for path in out.glob("done/*.json")}
+    return {int(path.stem) for path in out.glob("done/*/*.json")}
 
 
 def test_it_does_what_it_is_told_and_answers_when_it_is_committed(

@@ -52,7 +52,7 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
     made = stored.build(tmp_path_factory.mktemp("out") / "out", taps=stored.SCALED, shard_bytes=300)
-    made.objects.create("attempts/00000001/lost/q.1.00000.safetensors", b"an orphan")
+    made.objects.create("attempts/000000/00000001/lost/q.1.00000.safetensors", b"an orphan")
     made.objects.create("workers/w.json", b"a heartbeat")
     return made
 
@@ -116,7 +116,8 @@ def named(made: stored.Stored) -> set[str]:
     """What a dataset is: nothing that no record names."""
     records = [made.done(unit) for unit in range(len(made.table.units))]
     keys = {file.key for done in records for file in done.files()}
-    keys |= {fmt.done_key(done.unit) for done in records}
+    keys |= {fmt.CURRENT.done_key(done.unit) for done in records}
+    keys |= {*made.listed(fmt.UNIT_COLUMNS, fmt.SEGMENTS, fmt.MANIFEST_COLUMNS)}
     return keys | {fmt.UNITS, fmt.MODEL, fmt.SCALES, fmt.MANIFEST}
 
 
@@ -144,8 +145,10 @@ def test_what_is_pushed_downloads_as_the_same_dataset(
     *units, last = hub.repositories[REPO].commits
     assert [title for _, title, _ in units] == [f"units {n} to {n}" for n in range(5)]
     for number, (_, _, paths) in enumerate(units):
-        assert fmt.done_key(number) in paths
-        assert {*paths} == {f.key for f in dataset.done(number).files()} | {fmt.done_key(number)}
+        assert fmt.CURRENT.done_key(number) in paths
+        assert {*paths} == {f.key for f in dataset.done(number).files()} | {
+            fmt.CURRENT.done_key(number)
+        }
     assert {fmt.UNITS, "README.md"} <= {*last[2]}
     fetched = client.download(tmp_path / "fetched")
     assert verify(fetched).ok
@@ -169,7 +172,7 @@ def test_pushing_again_sends_nothing_and_what_is_there_is_overwritten_by_nothing
     compact(dataset.objects, compacted)
     before = files(hub)
     line = client.refused(2, compacted.url, REPO)
-    assert "me/acts holds another dataset (done/00000000.json differs)" in line
+    assert "me/acts holds another dataset (done/000000/00000000.json differs)" in line
     assert files(hub) == before
 
 
@@ -191,7 +194,9 @@ def test_an_interrupted_push_is_continued(hub: Hub, client: Client, dataset: sto
     hub.before_commit = lambda: None
     before = files(hub)
     assert fmt.UNITS not in before, "what is not whole is no dataset yet"
-    assert {key for key in before if key.startswith(fmt.DONE)} == {*map(fmt.done_key, (0, 1))}
+    assert {key for key in before if key.startswith(fmt.DONE)} == {
+        *map(fmt.CURRENT.done_key, (0, 1))
+    }
     made = client.push(dataset.path, REPO)
     check_pushed(hub, dataset)
     assert made["files_there"] == len(before)
@@ -309,7 +314,7 @@ def test_a_damaged_file_is_not_sent(hub: Hub, client: Client, tmp_path: Path) ->
         f"spile: {shard}: checksum does not match (damaged, or another file in its place)"
     )
     assert shard not in files(hub)
-    assert fmt.done_key(1) not in files(hub)
+    assert fmt.CURRENT.done_key(1) not in files(hub)
 
 
 def test_a_dataset_in_a_bucket_is_pushed_through_a_folder_that_goes_away(
@@ -341,7 +346,7 @@ def test_a_signature_goes_along_and_is_verified_on_the_hub_and_from_a_download(
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     assert run("sign", out, "--key", key).code == 0
     client.push(out, REPO)
-    assert {fmt.SIGNED, fmt.SIGNATURE} <= {*files(hub)}
+    assert {fmt.signed_key(fmt.CURRENT), fmt.signature_key(fmt.CURRENT)} <= {*files(hub)}
     asked = ("--signature", "--signers", f"{key}.pub")
     for place in (out, client.download(tmp_path / "fetched").url):
         assert run("verify", place, *asked).code == 0

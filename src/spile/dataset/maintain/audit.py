@@ -19,6 +19,7 @@ from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.ledger import Table
 from spile.dataset.maintain.scatter import entries_sum
+from spile.dataset.segments import statistics_in
 from spile.dataset.write.documents import read_documents, rows_of
 from spile.dataset.write.shard import (
     contains_exactly,
@@ -45,6 +46,7 @@ class Audit:
     # For a unit of a shuffled dataset: the sum of its index entries, and differences that must add
     # up to zero over all units.
     entries: int = 0
+    statistics: Mapping[str, TapStats] | None = None  # of the unit's rows, if they were read
     off: Counter[str] = field(default_factory=Counter[str])
 
 
@@ -114,9 +116,11 @@ def audit_unit(
         if statistics is not None:
             content += _check_statistics(table, done, statistics, nonfinite, audit)
         if done.documents + sum(done.skipped.values()) != unit["num_docs"]:
-            key = fmt.done_key(done.unit)
+            key = table.layout.done_key(done.unit)
             content.append(f"{key}: not every document of the unit is accounted for")
         audit.faults += content
+        if statistics is not None and not audit.faults:
+            audit.statistics = statistics_in(statistics, table.taps)
     return audit
 
 

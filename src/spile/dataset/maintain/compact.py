@@ -18,7 +18,7 @@ from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
-from spile.dataset.ledger import Attempt, Ledger, Table
+from spile.dataset.ledger import Attempt, Ledger, Table, read_statistics
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
     as_stored,
@@ -27,7 +27,6 @@ from spile.dataset.maintain.copy import (
     read_finished,
     read_index,
     read_rows,
-    read_statistics,
     records_digest,
     refuse_if_too_large,
     refuse_missing,
@@ -36,6 +35,7 @@ from spile.dataset.maintain.copy import (
     stored_bytes,
 )
 from spile.dataset.read.checked_file import CheckedFile
+from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.documents import merge_documents, read_documents
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once
@@ -70,6 +70,7 @@ class _Group:
 
     unit: Mapping[str, Any]  # its entry in the new table
     records: tuple[Done, ...]
+    version: int  # of the source
 
     @property
     def rows(self) -> int:
@@ -79,7 +80,7 @@ class _Group:
         """Return what the new unit is made from; it is equal only for the same source and cut."""
         return {
             "units": [self.records[0].unit, self.records[-1].unit],
-            "records": records_digest(self.records),
+            "records": records_digest(self.records, self.version),
         }
 
 
@@ -101,8 +102,8 @@ def compact(
     refuse_nested(source, dest)
     table, records = read_finished(source)
     groups = list(_groups(table, records, unit_bytes))
-    merged = replace(table, units=tuple(group.unit for group in groups))
     ledger = Ledger(dest)
+    merged = _merged(table, groups, ledger)
     made = _resumed(ledger, merged, groups)
     if not compress:
         missing = sum(group.rows for group in groups if group.unit["id"] not in made)
@@ -141,7 +142,7 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
     table, records = read_finished(source)
     stored = ledger.table()
     groups = list(_groups_of(table, records, stored))
-    merged = replace(table, units=tuple(group.unit for group in groups))
+    merged = _merged(table, groups, ledger)
     if as_stored(merged) != as_stored(stored):
         raise _other_source_error(source, ledger)
     for unit in sorted(ledger.done_units()):
@@ -151,6 +152,11 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
     shard_bytes = min(SHARD_BYTES, ledger.objects.most_streamed or SHARD_BYTES)
     for unit in units:
         _write(source, ledger, table, groups[unit], shard_bytes, compress)
+
+
+def _merged(table: Table, groups: Sequence[_Group], ledger: Ledger) -> Table:
+    units = UnitColumns.of([group.unit for group in groups])
+    return replace(table, units=units, version=ledger.layout.version)
 
 
 def _other_source_error(source: Objects, ledger: Ledger) -> ConfigError:
@@ -211,7 +217,7 @@ def _group(unit: int, table: Table, records: Sequence[Done], numbers: Sequence[i
         "spans": spans,
         "skip": [doc for unit in units for doc in unit.get("skip", ())],
     }
-    return _Group(merged, tuple(records[number] for number in numbers))
+    return _Group(merged, tuple(records[number] for number in numbers), table.version)
 
 
 def _read_index(source: Objects, group: _Group) -> np.ndarray:
@@ -268,7 +274,15 @@ def _write(
 ) -> Done:
     """Write one merged unit, a window of rows at a time."""
     number, index = int(group.unit["id"]), _read_index(source, group)
-    writer = UnitWriter(ledger.objects, number, index, table.taps, shard_bytes, compress=compress)
+    writer = UnitWriter(
+        ledger.objects,
+        number,
+        index,
+        table.taps,
+        shard_bytes,
+        layout=ledger.layout,
+        compress=compress,
+    )
     with Attempt(ledger, writer) as attempt:
         for tap, info in table.taps.items():
             for done in group.records:

@@ -13,16 +13,17 @@ import xxhash
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.index import INDEX_DTYPE
+from spile.core.threads import mapped
 from spile.dataset import format as fmt
+from spile.dataset.columns import named_by_content
 from spile.dataset.format import Done, Shard, TapInfo
-from spile.dataset.ledger import Ledger, Table, derive_manifest
+from spile.dataset.ledger import Ledger, Table
 from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
 from spile.dataset.write.shard import (
     contains_exactly,
     index_tensors,
     tap_tensors,
 )
-from spile.dataset.write.statistics import TapStats
 from spile.objects import PROBES, Objects
 
 SHARD_BYTES = 1 << 30
@@ -39,7 +40,7 @@ def read_finished(source: Objects) -> tuple[Table, list[Done]]:
     table = ledger.table()
     if table.fingerprint != table.recipe.fingerprint():
         raise CorruptError(fmt.UNITS, "fingerprint does not match its recipe")
-    done = [ledger.read_done(int(unit["id"])) for unit in table.units]
+    done = mapped(ledger.read_done, range(len(table.units)), source.parallel)
     records = [record for record in done if record is not None]
     if len(records) < len(table.units):
         raise StoreError(
@@ -48,9 +49,10 @@ def read_finished(source: Objects) -> tuple[Table, list[Done]]:
         )
     for record in records:
         if record.fingerprint != table.fingerprint:
-            raise CorruptError(fmt.done_key(record.unit), "belongs to another recipe")
+            raise CorruptError(table.layout.done_key(record.unit), "belongs to another recipe")
         if record.rows and {shard.tap for shard in record.shards} != set(table.taps):
-            raise CorruptError(fmt.done_key(record.unit), "does not hold the recipe's taps")
+            key = table.layout.done_key(record.unit)
+            raise CorruptError(key, "does not hold the recipe's taps")
     manifest = ledger.read_manifest()
     if manifest is None and not any(record.rows for record in records):
         raise StoreError(f"{source.url}: holds no rows; there is nothing to copy")
@@ -59,7 +61,7 @@ def read_finished(source: Objects) -> tuple[Table, list[Done]]:
             f"{source.url}: every unit is done, but there is no {fmt.MANIFEST} yet; finish with "
             "the same `spile extract` first"
         )
-    if manifest != derive_manifest(table, records):
+    if not ledger.follows(table, manifest, records):
         raise CorruptError(
             fmt.MANIFEST, "does not follow from the done records; see `spile verify`"
         )
@@ -101,16 +103,6 @@ def read_rows(
     file.check()
 
 
-def read_statistics(
-    source: Objects, done: Done, taps: Mapping[str, TapInfo]
-) -> dict[str, TapStats]:
-    """Return the statistics of a unit's rows, by tap."""
-    file = CheckedFile(source, done.statistics)
-    tensors = {name: file.rows(name) for name in file.header}
-    file.check()
-    return {tap: TapStats.from_tensors(tap, tensors, info.width) for tap, info in taps.items()}
-
-
 # -- the destination -------------------------------------------------------------------------
 
 
@@ -129,10 +121,10 @@ def _place(objects: Objects) -> str:
 
 def refuse_strangers(objects: Objects, also: Collection[str] = ()) -> None:
     """Refuse a place that holds files of no dataset; `also` gives more prefixes to accept."""
-    ours = (fmt.DONE, fmt.ATTEMPTS, fmt.WORKERS, PROBES, *also)
+    ours = (fmt.DONE, fmt.ATTEMPTS, fmt.WORKERS, PROBES, *fmt.DERIVED, *also)
     for key in objects.list():
         name = objects.leftover_of(key) or key
-        records = (fmt.UNITS, fmt.MANIFEST, fmt.SIGNED, fmt.SIGNATURE, *COPIED)
+        records = (fmt.UNITS, fmt.MANIFEST, *fmt.SIGNATURES, *COPIED)
         if name not in records and not name.startswith(ours):
             raise ConfigError(
                 f"{objects.url} holds {key}, which is not of a dataset; choose an empty place"
@@ -145,7 +137,7 @@ def refuse_missing(ledger: Ledger, done: Done) -> None:
     if missing:
         raise CorruptError(
             missing[0],
-            f"is not what {fmt.done_key(done.unit)} says: missing, or cut short; remove "
+            f"is not what {ledger.layout.done_key(done.unit)} says: missing, or cut short; remove "
             f"{ledger.objects.url} and run the command again",
         )
 
@@ -191,13 +183,18 @@ def stored_bytes(records: Iterable[Done]) -> int:
 
 
 def as_stored(table: Table) -> bytes:
-    """Return the bytes of a table's record."""
-    return fmt.encode_record("units", table.to_json())
+    """Return the bytes of a table's record, whatever version it is stored in."""
+    units, _ = named_by_content(fmt.UNIT_COLUMNS, table.units.columns)
+    return fmt.encode_record("units", table.to_json(units))
 
 
-def records_digest(records: Iterable[Done]) -> str:
-    """Return a digest that is equal only for exactly the same files."""
+def records_digest(records: Iterable[Done], version: int) -> str:
+    """Return a digest that is equal only for exactly the same files.
+
+    Args:
+        version: that of the dataset whose records they are.
+    """
     digest = xxhash.xxh3_128()
     for done in records:
-        digest.update(fmt.encode_record("done", done.to_json()))
+        digest.update(fmt.encode_record("done", done.to_json(), version))
     return digest.hexdigest()

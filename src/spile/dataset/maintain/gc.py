@@ -6,7 +6,7 @@ from spile.core.errors import ConfigError, CorruptError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.heartbeat import warn_unreadable, working
-from spile.dataset.ledger import Ledger
+from spile.dataset.ledger import Ledger, named_files
 from spile.objects import PROBES, Objects, exists
 
 
@@ -23,10 +23,12 @@ def collect_garbage(
     of unfinished units: the user must be sure that nothing runs.
     """
     ledger = Ledger(objects)
-    ledger.table()
-    manifest = ledger.read_manifest() or {"units": []}
+    table = ledger.table()
+    manifest = ledger.read_manifest()
     # Readers open these files, even if a unit has been redone since: `verify` reports that.
-    listed = {file["key"] for unit in manifest["units"] for file in fmt.listed_files(unit)}
+    units = ledger.catalog(table, manifest) if manifest else ()
+    listed = {file.key for done in units for file in done.files()}
+    derived = named_files(table, manifest)
     keys = sorted(objects.list())
     attempts = {key: found[0] for key in keys if (found := fmt.parse_attempt_key(key))}
     # After the listing, since a repair marks the record it will replace before it writes anything;
@@ -53,6 +55,10 @@ def collect_garbage(
             if key in listed or (files is not None and key in files):
                 return False
             return abandoned or (files is not None and attempts[key] not in condemned)
+        if key.startswith((fmt.UNIT_COLUMNS, fmt.TOKENIZER)):
+            return key not in derived  # of a table that came second
+        if key.startswith(fmt.MANIFEST_COLUMNS):
+            return manifest is not None and key not in derived
         if key.startswith(fmt.SCRATCH):
             return True  # `shuffle` creates the table last, and it exists
         if fmt.parse_worker_key(key) is not None:
@@ -61,7 +67,7 @@ def collect_garbage(
 
     def probe(key: str) -> bool:
         # The maker of a dataset probes its store before the table exists.
-        return key.startswith(PROBES) and (abandoned or bool(manifest["units"]))
+        return key.startswith(PROBES) and (abandoned or manifest is not None)
 
     def remove(key: str) -> str:
         objects.delete(key)
@@ -100,8 +106,9 @@ def discard_empty(objects: Objects, besides: str | None = None) -> list[str]:
     if busy:
         raise ConfigError(f"--restart: {busy[0]} is at work on {objects.url}; stop it first")
     keys = [key for key in sorted(objects.list()) if _is_ours(objects, key)]
-    # The table is deleted last: while it exists, the rest can be deleted the same way.
-    for key in (*(key for key in keys if key != fmt.UNITS), fmt.UNITS):
+    # What is derived from records is deleted before them: no segment names a unit that is gone. The
+    # table is deleted last: while it exists, the rest can be deleted the same way.
+    for key in sorted(keys, key=lambda key: (key == fmt.UNITS, not key.startswith(fmt.SEGMENTS))):
         objects.delete(key)
     return keys
 
@@ -109,7 +116,7 @@ def discard_empty(objects: Objects, besides: str | None = None) -> list[str]:
 def _is_ours(objects: Objects, key: str) -> bool:
     """Return whether a key is part of a dataset, or left over from writing one."""
     key = objects.leftover_of(key) or key
-    folders = (fmt.ATTEMPTS, fmt.DONE, fmt.WORKERS, fmt.SCRATCH, fmt.DAMAGED, PROBES)
+    folders = (fmt.ATTEMPTS, fmt.DONE, fmt.WORKERS, fmt.SCRATCH, fmt.DAMAGED, PROBES, *fmt.DERIVED)
     return key.startswith(folders) or key in (
         fmt.UNITS,
         fmt.MODEL,
@@ -117,8 +124,7 @@ def _is_ours(objects: Objects, key: str) -> bool:
         fmt.MANIFEST,
         fmt.CHECK,
         fmt.PREDICTION,
-        fmt.SIGNED,
-        fmt.SIGNATURE,
+        *fmt.SIGNATURES,
     )
 
 

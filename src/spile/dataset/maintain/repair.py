@@ -24,11 +24,13 @@ from typing import Any
 
 from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.dataset import format as fmt
+from spile.dataset.columns import columns_in
 from spile.dataset.format import Done
-from spile.dataset.ledger import Ledger, Table, derive_manifest
+from spile.dataset.ledger import Ledger, Table
 from spile.dataset.maintain.copy import COPIED, copy_records
 from spile.dataset.maintain.verify import Report
-from spile.objects import Objects, exists
+from spile.dataset.segments import Segment
+from spile.objects import Objects
 
 _log = logging.getLogger("spile")
 
@@ -57,7 +59,8 @@ class RepairLedger(Ledger):
         self.condemned = dict(report.damaged)
         self.beside = list(report.beside)
         self.repaired = Repaired()
-        self._expected = self._described(sorted({*report.damaged, *report.missing}))
+        self._unsound = {*report.damaged, *report.missing}
+        self._expected = self._described(sorted(self._unsound))
         self._marks: dict[int, str] = {}  # copies of records that will be replaced
 
     def refuse_impossible(self) -> None:
@@ -70,12 +73,12 @@ class RepairLedger(Ledger):
     def units(self) -> list[int]:
         """The units to make."""
         done = self.done_units()
-        return [int(u["id"]) for u in self.table_found.units if int(u["id"]) not in done]
+        return [unit for unit in range(len(self.table_found.units)) if unit not in done]
 
     def condemn(self) -> None:
         """Mark for `gc` the records to be replaced, before any file of their units is written."""
         for unit in sorted(self.condemned):
-            key = fmt.done_key(unit)
+            key = self.layout.done_key(unit)
             self._marks[unit] = f"{fmt.DAMAGED}{secrets.token_hex(6)}/{key}"
             with contextlib.suppress(OSError):  # `gc` deletes nothing if it cannot read a record
                 self.objects.create(self._marks[unit], self.objects.get(key))
@@ -87,8 +90,12 @@ class RepairLedger(Ledger):
 
     # -- methods that extraction uses ------------------------------------------------------------
 
-    def done_units(self) -> set[int]:
-        return super().done_units() - self.condemned.keys()
+    def sealed_groups(self) -> set[int]:
+        # A segment whose records are missing or damaged does not make their units exist.
+        return super().sealed_groups() - {self.layout.group(unit) for unit in self._unsound}
+
+    def done_in(self, group: int) -> set[int]:
+        return super().done_in(group) - self.condemned.keys()
 
     def check_weights(self, digests: Mapping[str, str]) -> None:
         if fmt.MODEL in self.beside:
@@ -103,7 +110,7 @@ class RepairLedger(Ledger):
         if known is not None:
             self._compare(done, known)
         if not self.missing_files(done):
-            self._set_aside(fmt.MANIFEST)  # before its units change
+            self._set_derived_aside(done.unit)
             if done.unit in self.condemned:
                 self._withdraw(done.unit)
         committed = super().commit(done)
@@ -116,18 +123,23 @@ class RepairLedger(Ledger):
 
     def complete(self, table: Table) -> bool:
         """Create the manifest; first replace one that does not follow from the records."""
-        if fmt.MODEL in self.beside or not self.done_units().issuperset(
-            int(unit["id"]) for unit in table.units
-        ):
+        if fmt.MODEL in self.beside or not self.done_units().issuperset(range(len(table.units))):
             return False
+        self._unsound.clear()
         self._check_manifest(table)
         return super().complete(table)
 
     # -- replacing records -----------------------------------------------------------------------
 
+    def _set_derived_aside(self, unit: int) -> None:
+        """Move aside what was derived from the record of a unit, before the record changes."""
+        self._set_aside(fmt.MANIFEST)
+        if self.layout.grouped:
+            self._set_aside(fmt.segment_key(self.layout.group(unit)))
+
     def _withdraw(self, unit: int) -> None:
         """Move a damaged record aside; do nothing if it has been replaced since."""
-        key, judged = fmt.done_key(unit), self.condemned[unit]
+        key, judged = self.layout.done_key(unit), self.condemned[unit]
         found = self._digest(key)
         if found != judged:
             if judged == "":
@@ -160,9 +172,8 @@ class RepairLedger(Ledger):
 
     def withdraw(self) -> None:
         """Move all damaged records aside, so that the next extraction makes their units again."""
-        if self.condemned:
-            self._set_aside(fmt.MANIFEST)
         for unit in sorted(self.condemned):
+            self._set_derived_aside(unit)
             self._withdraw(unit)
             self.repaired.units.append(unit)
         self.condemned.clear()
@@ -178,18 +189,20 @@ class RepairLedger(Ledger):
             self.beside.remove(key)
 
     def _check_manifest(self, table: Table) -> None:
-        if not exists(self.objects, fmt.MANIFEST):
+        """Set aside a manifest, and segments, that do not follow from the done records."""
+        try:
+            manifest = self.read_manifest()
+            records = [self._must_be_done(table, unit) for unit in range(len(table.units))]
+            follows = manifest is not None and self.follows(table, manifest, records)
+        except SpileError:
             follows = False
-        else:
-            try:
-                records = (self._must_be_done(table, int(u["id"])) for u in table.units)
-                follows = self.read_manifest() == derive_manifest(table, records)
-            except SpileError:
-                follows = False
-            if not follows:
-                self._set_aside(fmt.MANIFEST)
-        if not follows:
+        wrong = [key for key in self.beside if fmt.parse_segment_key(key) is not None]
+        if not follows or wrong:
+            self._set_aside(fmt.MANIFEST)
             self.repaired.records.append(fmt.MANIFEST)
+        for key in wrong:
+            self._set_aside(key)
+            self.beside.remove(key)
 
     def copy_beside(self, source: Objects) -> None:
         """Copy damaged records that a copy shares with its source from that source."""
@@ -211,27 +224,45 @@ class RepairLedger(Ledger):
         """
         found: dict[int, dict[str, Any]] = {}
         if units:
-            # (Done records first: the manifest does not say how a unit was made.)
-            aside = sorted(self.objects.list(fmt.DAMAGED), key=lambda key: fmt.MANIFEST in key)
-            keys = [*map(fmt.done_key, units), fmt.MANIFEST, *aside]
+            # (Done records first: what is derived does not say how a unit was made.)
+            aside = sorted(self.objects.list(fmt.DAMAGED), key=lambda key: fmt.DONE not in key)
+            keys = [
+                *map(self.layout.done_key, units),
+                fmt.MANIFEST,
+                *self._segments_of(units),
+                *aside,
+            ]
             for told in (told for key in keys for told in self._told_by(key)):
                 if told.get("unit") in units:
                     found.setdefault(told["unit"], told)
         return found
+
+    def _segments_of(self, units: list[int]) -> list[str]:
+        grouped = self.layout.grouped
+        groups = {self.layout.group(unit) for unit in units if grouped}
+        return [fmt.segment_key(group) for group in sorted(groups)]
 
     def _told_by(self, key: str) -> list[dict[str, Any]]:
         """Return the units that a record describes; none if it is damaged or of another dataset."""
         original = fmt.parse_damaged_key(key) or key
         kind = "manifest" if original == fmt.MANIFEST else "done"
         try:
+            if fmt.parse_segment_key(original) is not None:
+                columns = columns_in(key, self.objects.get(key))
+                segment = Segment(key, columns, self.layout)
+                # (Of how a unit was made it holds the times alone.)
+                told = [segment.done(at).to_json() for at in range(len(segment))]
+                return [{**each, "made_by": {}} for each in told]
             body = fmt.decode_record(key, self.objects.get(key), kind)
             if body.get("fingerprint") != self.table_found.fingerprint:
                 return []
             told: list[dict[str, Any]] = [body]
+            if kind == "manifest" and self.layout.grouped:
+                return []
             if kind == "manifest":
                 beside: dict[str, Any] = {"fingerprint": body["fingerprint"], "made_by": {}}
                 told = [{**unit, **beside} for unit in body["units"]]
-            return [Done.from_json(original, each).to_json() for each in told]
+            return [Done.from_json(original, each, self.layout).to_json() for each in told]
         except (SpileError, OSError, KeyError, TypeError):
             return []
 

@@ -34,6 +34,7 @@ from spile.dataset.maintain.copy import (
 )
 from spile.dataset.read.checked_file import WINDOW_BYTES
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows
+from spile.dataset.segments import Catalog
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import PROBES, Objects
 from spile.objects.local import settle
@@ -254,10 +255,11 @@ class ScatteredRows:
 
     def __init__(self, objects: Objects, table: Table, records: Sequence[Done]) -> None:
         self._objects, self._taps = objects, table.taps
-        self._stored = StoredRows(objects, table, records, {})
+        units = Catalog.of(objects, Ledger(objects).layout, records)
+        self._stored = StoredRows(objects, table, units, {})
         self._segments: dict[int, list[tuple[int, int]]] = {}  # first row, and the number of rows
         self.sums = RowSums()
-        for done, start in zip(records, self._stored.starts, strict=False):
+        for done, start in zip(records, self._stored.starts.tolist(), strict=False):
             told = done.made_by[SHUFFLED]
             for child, count in enumerate(told["counts"]):
                 self._segments.setdefault(told["children"] + child, []).append((start, count))
@@ -337,7 +339,7 @@ class ScatterPass:
         level = ScatteredRows(objects, self.table, records)
         if isinstance(before, ScatteredRows) and level.sums != before.sums:
             raise lost_rows_error(objects)
-        settle(objects, fmt.done_key(0))
+        settle(objects, *(ledger.layout.done_key(each.unit) for each in records))
         objects.create(WHOLE, fmt.encode_record("runs", {**self.origin, "runs": len(records)}))
         return level
 
@@ -373,7 +375,7 @@ class ScatterPass:
     def _ours(self, ledger: Ledger, run: int) -> Done:
         done = ledger.read_done(run)
         if done is None:
-            raise CorruptError(fmt.done_key(run), f"is missing from {ledger.objects.url}")
+            raise CorruptError(ledger.layout.done_key(run), f"is missing from {ledger.objects.url}")
         if done.made_by.get(SHUFFLED, {}).get("origin") != self.origin:
             raise other_dataset_error(ledger.objects)
         refuse_missing(ledger, done)
@@ -393,7 +395,9 @@ class ScatterPass:
         order = np.argsort(drawn, kind="stable")
         sums = RowSums()
         sums.add_entries(index)
-        writer = UnitWriter(ledger.objects, run, index[order], taps, self.shard_bytes)
+        writer = UnitWriter(
+            ledger.objects, run, index[order], taps, self.shard_bytes, layout=ledger.layout
+        )
         with Attempt(ledger, writer) as attempt:
             for tap, info in taps.items():
                 buffer = TapBuffer(info, count)

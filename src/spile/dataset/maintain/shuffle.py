@@ -25,14 +25,13 @@ from spile.core.config import canonical_json
 from spile.core.errors import ConfigError
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
-from spile.dataset.ledger import Attempt, Ledger, Table
+from spile.dataset.ledger import Attempt, Ledger, Table, read_statistics
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
     as_stored,
     copy_records,
     makers_of,
     read_finished,
-    read_statistics,
     records_digest,
     refuse_if_too_large,
     refuse_missing,
@@ -148,7 +147,7 @@ class _Shuffle:
     def origin(self) -> dict[str, Any]:
         """What the order follows from; equal only for the same source and the same settings."""
         return {
-            "records": records_digest(self.records),
+            "records": records_digest(self.records, self.table.version),
             "seed": self.seed,
             "capacity": self.capacity,
             "fan_out": self.fan_out,
@@ -174,7 +173,8 @@ class _Shuffle:
             self._commit(ledger, level, made)
         else:
             made = list(there.values())
-            settle(self.dest, fmt.done_key(0), fmt.UNITS)  # before their sources are removed
+            keys = (ledger.layout.done_key(done.unit) for done in made)
+            settle(self.dest, *keys, fmt.UNITS)  # before their sources are removed
         for each in passes:
             each.clear(self._store(each.number))
         return Shuffled(
@@ -329,7 +329,7 @@ class _Shuffle:
         if sums != level.sums:
             raise lost_rows_error(self.dest)
         told = {"seed": self.seed, "entries": f"{sums.entries:016x}", "drawn": self._drawn()}
-        table = replace(self.table, shuffled=told)
+        table = replace(self.table, shuffled=told, version=ledger.layout.version)
         ledger.complete(table)
         if as_stored(ledger.create_table(table)) != as_stored(table):
             raise other_dataset_error(self.dest)
@@ -342,7 +342,13 @@ class _Writer:
         self._work, self._source = work, work.records[unit]
         shard_bytes = min(work.shard_bytes, work.dest.most_streamed or work.shard_bytes)
         self._writer = UnitWriter(
-            work.dest, unit, index, work.table.taps, shard_bytes, compress=work.compress
+            work.dest,
+            unit,
+            index,
+            work.table.taps,
+            shard_bytes,
+            layout=ledger.layout,
+            compress=work.compress,
         )
         self.attempt = Attempt(ledger, self._writer)
         self._sums = RowSums()

@@ -1,9 +1,11 @@
 """Signatures: who vouches for a dataset, by a list of SHA-256 digests and ssh-keygen.
 
-Checksums in records detect damage, but an attacker who changes a file can change them, too. One
-list therefore holds the SHA-256 of every record and of every file of every unit, in the format that
-`sha256sum --check` reads, and `ssh-keygen -Y sign` signs that list. docs/format.md specifies its
-contents; anyone can verify both without Spile.
+Checksums in records detect damage, but an attacker who changes a file can change them, too. A file
+for each group of units therefore holds the SHA-256 of its records and of all files that they name.
+One list, in the format that `sha256sum --check` reads, holds the SHA-256 of those files and of
+everything else that counts, and `ssh-keygen -Y sign` signs that list. (The list of version 6 holds
+every file of every unit itself.) docs/format.md specifies both; anyone can verify them without
+Spile.
 """
 
 import hashlib
@@ -14,41 +16,85 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
+
+import numpy as np
 
 from spile.core.errors import ConfigError, CorruptError, StoreError, printable
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
-from spile.dataset.format import Done, Shard
-from spile.dataset.ledger import Ledger, Table, derive_manifest
+from spile.dataset.columns import columns_in, encode_columns, ends_of, ints, run_of
+from spile.dataset.format import Done, KeyLayout, Shard
+from spile.dataset.ledger import Ledger, Manifest, Table, named_files
 from spile.dataset.read.checked_file import CheckedFile
 from spile.objects import Objects, exists
 
 NAMESPACE = "spile"
 SIGNERS = Path("~/.ssh/allowed_signers")
-_HEADER = "# spile signature 1"
+_HEADERS = ("# spile signature 1", "# spile signature 2")  # without groups, and with
 _LINE = re.compile(r"([0-9a-f]{64})  ([!-\[\]-~]+)")  # no space, no backslash: nothing to escape
 _PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-)[A-Za-z0-9@.-]* [A-Za-z0-9+/=]+")
 _KEY_NAME = re.compile(r"SHA256:[A-Za-z0-9+/=]+")
-_BESIDE = {fmt.MODEL: "model", fmt.SCALES: "scales", fmt.MANIFEST: "manifest"}
+_GROUP = re.compile(r"digests/(\d{6})-[0-9a-f]{32}\.safetensors").fullmatch
 
 
-@dataclass(frozen=True)
 class SignedList:
     """The signed list: digests of records and files, by key."""
 
-    data: bytes
-    fingerprint: str
-    digests: Mapping[str, str]
-    signer: str = ""  # the name in the file of allowed signers
-    key: str = ""  # SHA256:..., as ssh displays keys
+    def __init__(
+        self,
+        objects: Objects,
+        layout: KeyLayout,
+        data: bytes,
+        signer: str = "",
+        key: str = "",
+    ) -> None:
+        """Args:
+        signer: the name in the file of allowed signers.
+        key: SHA256:..., as ssh displays keys.
+        """
+        self._objects, self._layout = objects, layout
+        self.digest, self.signer, self.key = _digest(data), signer, key
+        self.fingerprint, self.digests = decode_list(data, layout)
+        self._group = lru_cache(4)(self._read_group)
+        self._of_groups = {int(match[1]): key for key in self.digests if (match := _GROUP(key))}
 
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.data).hexdigest()
+    def units_in(self, group: int) -> set[int]:
+        """Return the units of a group that are signed."""
+        if not self._layout.grouped:
+            found = map(fmt.parse_done_key, self.digests)
+            return {unit for unit in found if unit is not None}
+        return {*self._group(group)}
 
-    def covers(self, unit: int) -> bool:
-        return fmt.done_key(unit) in self.digests
+    def digests_of(self, done: Done) -> dict[str, str]:
+        """Return the SHA-256 of a unit's record and files, by key, as far as they are signed."""
+        keys = [self._layout.done_key(done.unit), *(file.key for file in done.files())]
+        if not self._layout.grouped:
+            return {key: self.digests[key] for key in keys if key in self.digests}
+        signed = self._group(self._layout.group(done.unit)).get(done.unit, ())
+        return dict(zip(keys, signed, strict=False))
+
+    def _read_group(self, group: int) -> dict[int, list[str]]:
+        """Return the digests of a group's units: of the record, then of its files."""
+        key = self._of_groups.get(group)
+        if key is None:
+            return {}
+        try:
+            data = self._objects.get(key)
+        except FileNotFoundError:
+            raise CorruptError(key, "is missing") from None
+        if _digest(data) != self.digests[key]:
+            raise CorruptError(key, "is not the file that was signed")
+        columns = columns_in(key, data)
+        try:
+            units, ends = columns["unit"].tolist(), columns["ends/files"]
+            records = [digest.tobytes().hex() for digest in columns["record"]]
+            files = [digest.tobytes().hex() for digest in columns["file"]]
+            parts = zip(units, records, range(len(units)), strict=True)
+            return {unit: [record, *files[run_of(ends, at)]] for unit, record, at in parts}
+        except (KeyError, ValueError, IndexError) as error:
+            raise CorruptError(key, f"is not a file of digests ({fmt.shown(error)})") from error
 
 
 @dataclass(frozen=True)
@@ -81,40 +127,50 @@ def sign(
         raise ConfigError(f"--key {key}: no such file; `ssh-keygen -t ed25519 -f {key}` makes one")
     ledger = Ledger(objects)
     table = ledger.table()
-    records = _records(ledger, table)
-    digests = {fmt.UNITS: _digest(objects.get(fmt.UNITS))}
-    for name, kind in _BESIDE.items():
-        if exists(objects, name):
-            data = objects.get(name)
-            body = fmt.decode_record(name, data, kind)
-            if name == fmt.MANIFEST and body != derive_manifest(table, records):
-                raise CorruptError(
-                    name, "does not follow from the done records; see `spile verify`"
-                )
-            digests[name] = _digest(data)
-    for done in records:
-        data = objects.get(fmt.done_key(done.unit))
-        digests[fmt.done_key(done.unit)] = _digest(data)
-    files = [file for done in records for file in done.files()]
-    hashed = mapped(lambda file: _hashed(objects, file), files, objects.parallel)
-    for number, (file, digest) in enumerate(zip(files, hashed, strict=True)):
-        digests[file.key] = digest
-        if progress:
-            progress(number + 1, len(files))
-    data = encode_list(table, len(records), digests)
-    signature, name = _signed(program, data, key)
+    layout, count = table.layout, len(table.units)
+    manifest = ledger.read_manifest()
+    if manifest is not None:
+        _refuse_unfounded(ledger, table, manifest)
+    there = ledger.done_units()
+    if not there.intersection(range(count)):
+        raise StoreError(f"{objects.url}: no unit is done yet; there is nothing to sign")
+    digests = {name: _digest(objects.get(name)) for name in _beside(objects, table, manifest)}
+    units = files = size = 0
+    for group in range(layout.groups(count)):
+        wanted = sorted(there.intersection(layout.units_of(group, count)))
+        records = list(mapped(partial(_record, ledger, table), wanted, objects.parallel))
+        every = [file for done in records for file in done.files()]
+        hashed = list[str]()
+        for digest in mapped(partial(_hashed, objects), every, objects.parallel):
+            hashed.append(digest)
+            if progress:
+                progress(units * max(1, len(every)) + len(hashed), count * max(1, len(every)))
+        data = [objects.get(layout.done_key(done.unit)) for done in records]
+        if layout.grouped and records:
+            name, content = _group_file(group, records, [*map(_digest, data)], hashed)
+            objects.create(name, content)
+            digests[name] = _digest(content)
+        elif records:
+            keys = (layout.done_key(done.unit) for done in records)
+            digests |= dict(zip(keys, map(_digest, data), strict=True))
+            digests |= dict(zip((file.key for file in every), hashed, strict=True))
+        units, files = units + len(records), files + len(every) + len(records)
+        size += sum(file.bytes for file in every)
+    data = encode_list(table, units, digests)
+    signature, name = _signed(program, data, key, layout)
     # In between there is no signature, rather than a wrong one.
-    for each in (fmt.SIGNATURE, fmt.SIGNED):
+    keys = fmt.signature_key(layout), fmt.signed_key(layout)
+    for each in keys:
         objects.delete(each)
-    for each, content in ((fmt.SIGNED, data), (fmt.SIGNATURE, signature)):
+    for each, content in zip(reversed(keys), (data, signature), strict=True):
         if not objects.create(each, content):
             raise StoreError(f"{objects.url}/{each}: somebody else is signing, too; sign again")
     return Signed(
         url=objects.url,
-        units=len(records),
-        units_total=len(table.units),
-        files=len(digests),
-        bytes=sum(file.bytes for file in files),
+        units=units,
+        units_total=count,
+        files=files + len([each for each in digests if not _is_of_unit(each)]),
+        bytes=size,
         key=name,
     )
 
@@ -122,7 +178,7 @@ def sign(
 def encode_list(table: Table, units: int, digests: Mapping[str, str]) -> bytes:
     """Return the bytes to sign."""
     head = [
-        _HEADER,
+        _HEADERS[table.layout.grouped],
         f"# fingerprint {table.fingerprint}",
         f"# units {units} of {len(table.units)}",
     ]
@@ -130,17 +186,48 @@ def encode_list(table: Table, units: int, digests: Mapping[str, str]) -> bytes:
     return "".join(f"{line}\n" for line in [*head, *lines]).encode("ascii")
 
 
-def _records(ledger: Ledger, table: Table) -> list[Done]:
-    done = ledger.done_units()
-    units = [int(unit["id"]) for unit in table.units if int(unit["id"]) in done]
-    if not units:
-        raise StoreError(f"{ledger.objects.url}: no unit is done yet; there is nothing to sign")
-    found = mapped(ledger.read_done, units, ledger.objects.parallel)
-    records = [record for record in found if record is not None]
-    for record in records:
-        if record.fingerprint != table.fingerprint:
-            raise CorruptError(fmt.done_key(record.unit), "belongs to another recipe")
-    return records
+def _group_file(
+    group: int, records: Sequence[Done], of_records: Sequence[str], of_files: Sequence[str]
+) -> tuple[str, bytes]:
+    """Return the key and the bytes of the file that holds the digests of a group."""
+    content = encode_columns(
+        {
+            "unit": ints(done.unit for done in records),
+            "ends/files": ends_of(len(done.files()) for done in records),
+            "record": np.frombuffer(bytes.fromhex("".join(of_records)), np.uint8).reshape(-1, 32),
+            "file": np.frombuffer(bytes.fromhex("".join(of_files)), np.uint8).reshape(-1, 32),
+        }
+    )
+    return f"{fmt.DIGESTS}{group:06d}-{_digest(content)[:32]}.safetensors", content
+
+
+def _beside(objects: Objects, table: Table, manifest: Manifest | None) -> list[str]:
+    """Return the keys of everything to sign that belongs to no single unit."""
+    there = [key for key in (fmt.MODEL, fmt.SCALES) if exists(objects, key)]
+    there += [fmt.MANIFEST] if manifest is not None else []
+    return [fmt.UNITS, *there, *sorted(named_files(table, manifest))]
+
+
+def _is_of_unit(key: str) -> bool:
+    return key.startswith((fmt.DONE, fmt.ATTEMPTS))
+
+
+def _refuse_unfounded(ledger: Ledger, table: Table, manifest: Manifest) -> None:
+    records = [_record(ledger, table, unit) for unit in range(len(table.units))]
+    if not ledger.follows(table, manifest, records):
+        raise CorruptError(
+            fmt.MANIFEST, "does not follow from the done records; see `spile verify`"
+        )
+
+
+def _record(ledger: Ledger, table: Table, unit: int) -> Done:
+    record = ledger.read_done(unit)
+    key = table.layout.done_key(unit)
+    if record is None:
+        raise CorruptError(key, "is missing")
+    if record.fingerprint != table.fingerprint:
+        raise CorruptError(key, "belongs to another recipe")
+    return record
 
 
 def _hashed(objects: Objects, file: Shard) -> str:
@@ -167,25 +254,27 @@ def read_signed(objects: Objects, signers: Path | None = None) -> SignedList:
     Raises:
         StoreError: if there is no valid signature of an allowed signer.
     """
+    layout = Ledger(objects).layout
+    signed, signature = fmt.signed_key(layout), fmt.signature_key(layout)
     try:
-        data, signature = objects.get(fmt.SIGNED), objects.get(fmt.SIGNATURE)
+        data, made = objects.get(signed), objects.get(signature)
     except FileNotFoundError:
         raise StoreError(
-            f"{objects.url}: is not signed (no {fmt.SIGNATURE}); `spile sign` does that"
+            f"{objects.url}: is not signed (no {signature}); `spile sign` does that"
         ) from None
-    signer, key = _verified(objects.url, data, signature, signers)
-    fingerprint, digests = decode_list(data)
-    return SignedList(data, fingerprint, digests, signer, key)
+    signer, key = _verified(objects.url, data, made, signers, layout)
+    return SignedList(objects, layout, data, signer, key)
 
 
-def decode_list(data: bytes) -> tuple[str, dict[str, str]]:
+def decode_list(data: bytes, layout: KeyLayout) -> tuple[str, dict[str, str]]:
     """Return the fingerprint and the digests of a list, which must be in canonical form."""
     lines = data.decode("ascii", "replace").split("\n")
     told = re.fullmatch(r"# fingerprint ([0-9a-f]{64})", lines[1] if len(lines) > 1 else "")
-    if lines[0] != _HEADER:
+    name, header = fmt.signed_key(layout), _HEADERS[layout.grouped]
+    if lines[0] != header:
         raise StoreError(
-            f"{fmt.SIGNED}: is not a list that this version of spile knows "
-            f"({fmt.shown(lines[0][:40])!r}, expected {_HEADER!r})"
+            f"{name}: is not a list that this version of spile knows "
+            f"({fmt.shown(lines[0][:40])!r}, expected {header!r})"
         )
     found = [_LINE.fullmatch(line) for line in lines[3:-1]]
     keys = [match[2] for match in found if match]
@@ -196,40 +285,55 @@ def decode_list(data: bytes) -> tuple[str, dict[str, str]]:
         or len(keys) < len(found)
         or keys != sorted(set(keys))
     ):
-        raise CorruptError(fmt.SIGNED, "is not a list of digests in the order of their keys")
+        raise CorruptError(name, "is not a list of digests in the order of their keys")
     return told[1], {match[2]: match[1] for match in found if match}
 
 
-def check_listed(
-    objects: Objects, table: Table, records: Sequence[Done], signed: SignedList
-) -> tuple[list[str], list[int]]:
-    """Compare records with a list; return the faults, and the units that it does not cover.
+def refuse_another(objects: Objects, table: Table, signed: SignedList) -> None:
+    """Refuse the signature of another dataset."""
+    if signed.fingerprint != table.fingerprint or _differs(objects, fmt.UNITS, signed.digests):
+        name = fmt.signed_key(table.layout)
+        raise CorruptError(name, f"is the signature of another dataset ({fmt.UNITS} differs)")
 
-    Files of units are checked by whoever reads them. The manifest follows from the records, so it
-    may be newer than the signature.
+
+def check_beside(objects: Objects, table: Table, signed: SignedList) -> list[str]:
+    """Compare everything but units with a list; return the faults.
+
+    Files that were derived later follow from the records, which `verify` checks.
     """
     digests = signed.digests
-    if signed.fingerprint != table.fingerprint or _differs(objects, fmt.UNITS, digests):
-        return [f"{fmt.SIGNED}: is the signature of another dataset ({fmt.UNITS} differs)"], []
     faults = [
         f"{key}: is not the record that was signed"
-        for key in _BESIDE
-        if key in digests and _differs(objects, key, digests)
+        for key in digests
+        if not _is_of_unit(key) and _differs(objects, key, digests)
     ]
-    faults += [
+    needed = (fmt.MODEL, fmt.SCALES, *sorted(named_files(table, None)))
+    return faults + [
         f"{key}: is not signed; whoever added it is unknown"
-        for key in (fmt.MODEL, fmt.SCALES)
+        for key in needed
         if key not in digests and exists(objects, key)
     ]
-    there = {fmt.done_key(done.unit): done for done in records}
-    for key in digests:
-        if fmt.parse_done_key(key) is not None and key not in there:
-            faults.append(f"{key}: was signed, and is missing or damaged")
+
+
+def check_units(
+    table: Table, group: int, records: Sequence[Done], signed: SignedList
+) -> tuple[list[str], list[int]]:
+    """Compare the records of a group with a list; return the faults, and the units not covered.
+
+    Files of units are checked by whoever reads them.
+    """
+    layout = table.layout
+    there = {done.unit: done for done in records}
+    faults = [
+        f"{layout.done_key(unit)}: was signed, and is missing or damaged"
+        for unit in sorted(signed.units_in(group) - there.keys())
+    ]
     unsigned: list[int] = []
-    for key, done in there.items():
+    for unit, done in there.items():
+        key, digests = layout.done_key(unit), signed.digests_of(done)
         if key not in digests:
-            unsigned.append(done.unit)
-        elif _digest(fmt.encode_record("done", done.to_json())) != digests[key]:
+            unsigned.append(unit)
+        elif _digest(fmt.encode_record("done", done.to_json(), layout.version)) != digests[key]:
             faults.append(f"{key}: is not the record that was signed")
         else:
             faults += [
@@ -277,14 +381,14 @@ def _last_line(said: str) -> str:
     return printable((said.splitlines() or ["it said nothing"])[-1])
 
 
-def _signed(program: str, data: bytes, key: Path) -> tuple[bytes, str]:
+def _signed(program: str, data: bytes, key: Path, layout: KeyLayout) -> tuple[bytes, str]:
     """Return the signature, and the fingerprint of the key."""
     with tempfile.TemporaryDirectory(prefix="spile-sign-") as folder:
-        path = Path(folder, fmt.SIGNED)
+        path = Path(folder, fmt.signed_key(layout))
         path.write_bytes(data)
         # (ssh-keygen asks for a passphrase on the terminal itself.)
         code, said = _run([program, "-Y", "sign", "-q", "-f", str(key), "-n", NAMESPACE, str(path)])
-        made = path.with_name(fmt.SIGNATURE)
+        made = path.with_name(fmt.signature_key(layout))
         if code or not made.is_file():
             raise ConfigError(f"--key {key}: ssh-keygen does not sign with it ({_last_line(said)})")
         _, told = _check(program, data, made)
@@ -299,17 +403,19 @@ def _check(program: str, data: bytes, signature: Path) -> tuple[bool, str]:
     return code == 0, found[0] if found and code == 0 else _last_line(said)
 
 
-def _verified(url: str, data: bytes, signature: bytes, signers: Path | None) -> tuple[str, str]:
+def _verified(
+    url: str, data: bytes, signature: bytes, signers: Path | None, layout: KeyLayout
+) -> tuple[str, str]:
     """Return the signer and the key."""
     program = _ssh_keygen()
     with tempfile.TemporaryDirectory(prefix="spile-verify-") as folder:
-        path = Path(folder, fmt.SIGNATURE)
+        path = Path(folder, fmt.signature_key(layout))
         path.write_bytes(signature)
         sound, key = _check(program, data, path)
         if not sound:
             raise StoreError(
-                f"{url}/{fmt.SIGNATURE}: is not a signature of {fmt.SIGNED} ({key}); one of the "
-                "two was changed"
+                f"{url}/{fmt.signature_key(layout)}: is not a signature of "
+                f"{fmt.signed_key(layout)} ({key}); one of the two was changed"
             )
         allowed = _allowed(signers, Path(folder), key)
         _, found = _run([program, "-Y", "find-principals", "-s", str(path), "-f", str(allowed)])

@@ -12,17 +12,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spile.core.cache_dir import cache_directory
 from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
+from spile.dataset.columns import columns_in, encode_columns
 from spile.dataset.format import Done
 from spile.dataset.heartbeat import warn_unreadable
-from spile.dataset.ledger import Ledger, Prediction, Table, derive_manifest
+from spile.dataset.ledger import (
+    Ledger,
+    Manifest,
+    Prediction,
+    Table,
+    derive_segment,
+    named_files,
+    read_statistics,
+    same_unit,
+)
 from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
-from spile.dataset.maintain.signature import SignedList, check_listed
+from spile.dataset.maintain.signature import (
+    SignedList,
+    check_beside,
+    check_units,
+    refuse_another,
+)
+from spile.dataset.segments import Segment
 from spile.dataset.write.quantization import scales_from_json
-from spile.objects import Objects
+from spile.dataset.write.statistics import TapStats
+from spile.objects import Entry, Objects, exists
 
 _RECORDS = {
     fmt.MODEL: "model",
@@ -119,85 +138,138 @@ def verify(
     ledger = Ledger(objects)
     try:
         table = ledger.table()
+        report.units = len(table.units)
+        _check_table(table, report)
+        if signed:
+            refuse_another(objects, table, signed)
     except SpileError as error:
         report.faults.append(str(error))
         return report
-    report.units = len(table.units)
-    _check_table(table, report)
-    records = list(_read_records(ledger, table, report))
     if signed:
-        _check_signed(objects, table, records, signed, report)
-    units = {int(unit["id"]): unit for unit in table.units}
-    entries = {entry.key: entry for entry in objects.entries()} if quick else {}
-
-    def audit(done: Done) -> Audit:
-        if quick:
-            return audit_listed(entries, done)
-        if journal and journal.knows(done) and not table.shuffled:  # the sums need every unit
-            return Audit(sum(file.bytes for file in done.files()), known=True)
-        return audit_unit(objects, table, units[done.unit], done, signed and signed.digests)
-
-    audits = mapped(audit, records, objects.parallel)
+        report.faults += check_beside(objects, table, signed)
+        report.signed_by = f"{signed.signer} ({signed.key})"
     total = Audit(0)
-    for number, (done, found) in enumerate(zip(records, audits, strict=True)):
-        if progress:
-            progress(number, len(records))
-        report.bytes += found.bytes
-        report.resumed += found.known
-        report.faults += found.faults
-        if found.faults:
-            report.damaged[done.unit] = record_digest(done)
-        total.entries += found.entries
-        total.off.update(found.off)
-        if journal and not (found.faults or found.known):
-            journal.note(done)
-    report.units_done = len(records)
-    report.rows = sum(done.rows for done in records)
+    for group in range(table.layout.groups(report.units)):
+        # One group at a time: memory does not grow with the dataset.
+        records = list(_read_records(ledger, table, group, report))
+        if signed:
+            faults, unsigned = check_units(table, group, records, signed)
+            report.faults += faults
+            report.unsigned += unsigned
+        before, prefix = len(report.faults), table.layout.attempts_prefix(group)
+        entries = {entry.key: entry for entry in objects.entries(prefix)} if quick else {}
+
+        def audit(done: Done, entries: Mapping[str, Entry] = entries) -> Audit:
+            if quick:
+                return audit_listed(entries, done)
+            if journal and journal.knows(done) and not table.shuffled:  # the sums need every unit
+                return Audit(sum(file.bytes for file in done.files()), known=True)
+            digests = signed.digests_of(done) if signed else None
+            return audit_unit(objects, table, table.units[done.unit], done, digests)
+
+        statistics: list[Mapping[str, TapStats] | None] = []
+        audits = mapped(audit, records, objects.parallel)
+        for done, found in zip(records, audits, strict=True):
+            if progress:
+                progress(report.units_done, report.units)
+            report.units_done += 1
+            statistics.append(found.statistics)
+            report.rows += done.rows
+            report.bytes += found.bytes
+            report.resumed += found.known
+            report.faults += found.faults
+            if found.faults:
+                report.damaged[done.unit] = record_digest(done, table.version)
+            total.entries += found.entries
+            total.off.update(found.off)
+            if journal and not (found.faults or found.known):
+                journal.note(done)
+        if len(report.faults) == before:  # else it cannot be derived, or follows from damage
+            _check_segment(ledger, table, group, records, statistics, report)
+        named = {file.key for done in records for file in done.files()}
+        report.orphans += sorted({*(entries or objects.list(prefix))} - named)
+    if report.unsigned:
+        report.faults.append(_unsigned(report, table))
     if report.absent and not partial:
         report.faults.append(f"{report.absent} of {report.units} units are not done")
     elif table.shuffled and not quick and report.ok:
         _check_sums(table, total, report)
-    _check_records(ledger, table, records, report, partial)
-    named = {file.key for done in records for file in done.files()}
-    report.orphans = [key for key in sorted(objects.list()) if not _accounted(key, named, report)]
+    _check_records(ledger, table, report, partial)
     if journal:
         journal.end()
     return report
 
 
-def _check_signed(
-    objects: Objects, table: Table, records: list[Done], signed: SignedList, report: Report
-) -> None:
-    faults, report.unsigned = check_listed(objects, table, records, signed)
-    report.faults += faults
-    report.signed_by = f"{signed.signer} ({signed.key})"
-    if report.unsigned:
-        shown = ", ".join(map(str, report.unsigned[:10]))
-        more = len(report.unsigned) - 10
-        report.faults.append(
-            f"{fmt.SIGNED}: covers {len(records) - len(report.unsigned)} of {len(records)} units; "
-            f"not signed: {shown}{f' and {more} more' if more > 0 else ''}; `spile sign` again"
-        )
+def _unsigned(report: Report, table: Table) -> str:
+    shown = ", ".join(map(str, report.unsigned[:10]))
+    more = len(report.unsigned) - 10
+    return (
+        f"{fmt.signed_key(table.layout)}: covers {report.units_done - len(report.unsigned)} of "
+        f"{report.units_done} units; not signed: {shown}{f' and {more} more' if more > 0 else ''}; "
+        "`spile sign` again"
+    )
 
 
 def _check_table(table: Table, report: Report) -> None:
     if table.fingerprint != table.recipe.fingerprint():
         report.faults.append(f"{fmt.UNITS}: fingerprint does not match its recipe")
-    runs: list[tuple[int, int]] = []
-    for number, unit in enumerate(table.units):
-        mine = fmt.doc_runs(unit)
-        if unit["id"] != number or sum(count for _, count in mine) != unit["num_docs"]:
-            report.faults.append(f"{fmt.UNITS}: unit {number} is not what its place says")
-        runs += mine
+    unit, first, count = table.units.doc_runs
+    sums = np.bincount(unit, count, len(table.units)).astype(np.int64)
+    for number in np.flatnonzero(sums != table.units.num_docs).tolist():
+        report.faults.append(f"{fmt.UNITS}: unit {number} is not what its place says")
     # In a permuted corpus units come from everywhere, and with a limit some are missing.
     recipe = table.recipe
     drawn = recipe.shuffle_docs is not None
     gaps = drawn and (recipe.max_docs, recipe.max_tokens) != (None, None)
-    next_doc = 0
-    for first, count in sorted(runs) if drawn else runs:
-        if first < next_doc or (first > next_doc and not gaps):
-            report.faults.append(f"{fmt.UNITS}: document {first} does not follow the one before it")
-        next_doc = first + count
+    order = np.lexsort((count, first)) if drawn else np.arange(len(first))
+    first, ends = first[order], np.concatenate([[0], (first + count)[order][:-1]])
+    for run in np.flatnonzero((first < ends) | ((first > ends) & (not gaps))).tolist():
+        report.faults.append(
+            f"{fmt.UNITS}: document {first[run]} does not follow the one before it"
+        )
+
+
+def _check_segment(
+    ledger: Ledger,
+    table: Table,
+    group: int,
+    records: list[Done],
+    statistics: list[Mapping[str, TapStats] | None],
+    report: Report,
+) -> None:
+    """Check that the segment of a group, if there is one, follows from its records.
+
+    Args:
+        statistics: those of each unit, as far as they were read.
+    """
+    key = fmt.segment_key(group)
+    if not table.layout.grouped or not exists(ledger.objects, key):
+        return
+    if len(records) < len(table.layout.units_of(group, len(table.units))):
+        fault = f"{key}: says that its units are done, but done records are missing"
+    else:
+        try:
+            if report.quick:  # files are not read
+                segment = Segment(key, columns_in(key, ledger.objects.get(key)), table.layout)
+                follows = all(map(same_unit, map(segment.done, range(len(segment))), records))
+                follows = follows and len(segment) == len(records)
+            else:
+                found = (
+                    known or read_statistics(ledger.objects, done, table.taps)
+                    for done, known in zip(records, statistics, strict=True)
+                )
+                derived = encode_columns(derive_segment(records, found))
+                follows = ledger.objects.get(key) == derived
+        except SpileError:
+            follows = False
+        if follows:
+            return
+        fault = (
+            f"{key}: does not follow from the done records; delete it and {fmt.MANIFEST}, and the "
+            "same `spile extract` makes them anew"
+        )
+    report.faults.append(fault)
+    report.beside.append(key)
 
 
 def _check_sums(table: Table, total: Audit, report: Report) -> None:
@@ -210,63 +282,96 @@ def _check_sums(table: Table, total: Audit, report: Report) -> None:
             report.faults.append(f"{fmt.UNITS}: {what}: {difference:+} where all units are added")
 
 
-def _read_records(ledger: Ledger, table: Table, report: Report) -> Iterator[Done]:
-    """Yield the done records that can be read; the others are faults."""
+def _read_records(ledger: Ledger, table: Table, group: int, report: Report) -> Iterator[Done]:
+    """Yield the done records of a group that can be read; the others are faults."""
 
-    def read(unit: Mapping[str, Any]) -> Done | SpileError | None:
+    def read(unit: int) -> Done | SpileError | None:
         try:
-            return ledger.read_done(int(unit["id"]))
+            return ledger.read_done(unit)
         except SpileError as error:
             return error
 
-    found = mapped(read, table.units, ledger.objects.parallel)
-    for unit, done in zip(table.units, found, strict=True):
+    layout = table.layout
+    units = layout.units_of(group, len(table.units))
+    found = mapped(read, units, ledger.objects.parallel)
+    for unit, done in zip(units, found, strict=True):
+        key = layout.done_key(unit)
         if done is None:
             report.absent += 1
-            report.missing.append(int(unit["id"]))
+            report.missing.append(unit)
         elif isinstance(done, SpileError):
             report.faults.append(str(done))
             # (A server that does not answer is a fault, but not one of the record.)
             if isinstance(done, CorruptError) or isinstance(done.__cause__, OSError):
-                report.damaged[int(unit["id"])] = _digest_of(ledger, fmt.done_key(int(unit["id"])))
+                report.damaged[unit] = _digest_of(ledger, key)
         else:
-            key = fmt.done_key(done.unit)
             before = len(report.faults)
             if done.fingerprint != table.fingerprint:
                 report.faults.append(f"{key}: belongs to another recipe")
             if done.rows and {s.tap for s in done.shards} != set(table.taps):
                 report.faults.append(f"{key}: does not hold exactly the taps of the recipe")
             if len(report.faults) > before:
-                report.damaged[done.unit] = record_digest(done)
+                report.damaged[done.unit] = record_digest(done, table.version)
             yield done
 
 
-def _check_records(
-    ledger: Ledger, table: Table, records: list[Done], report: Report, partial: bool
-) -> None:
-    """Check the records beside the units: weights' hashes, heartbeats, the derived manifest."""
-    for key in sorted(ledger.objects.list()):
-        kind = _RECORDS.get(key)
-        if fmt.parse_worker_key(key):
-            kind = "worker"
+def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) -> None:
+    """Check everything beside the units: weights' hashes, heartbeats, the derived manifest."""
+    present: set[str] = set()
+    manifest: Manifest | None = None
+    for key in sorted(_others(ledger, table, report)):
+        kind = "worker" if fmt.parse_worker_key(key) else _RECORDS.get(key)
         if kind is None:
             continue
+        present.add(key)
         before = len(report.faults)
         body = _read_beside(ledger, key, kind, report)
-        if body is not None:
-            _check_beside(key, kind, body, table, records, report)
+        if body is not None and kind == "manifest":
+            manifest = _check_manifest(ledger, table, report)
+        elif body is not None:
+            _check_beside(kind, body, table, report)
         if len(report.faults) > before:
             report.beside.append(key)
-    present = set(ledger.objects.list())
-    complete = len(records) == len(table.units) and any(done.rows for done in records)
+    complete = report.units_done == report.units and report.rows
     if complete and fmt.MANIFEST not in present and not partial:
         report.faults.append(f"{fmt.MANIFEST}: is missing; the same `spile extract` makes it")
         report.beside.append(fmt.MANIFEST)
     by_channel = any(info.scaled_by == "channel" for info in table.taps.values())
     for key in (fmt.MODEL, *([fmt.SCALES] if by_channel else [])):
-        if records and key not in present:
+        if report.units_done and key not in present:
             report.faults.append(f"{key}: is missing")
             report.beside.append(key)
+    named = named_files(table, manifest)
+    report.orphans = sorted(
+        key
+        for key in report.orphans
+        if key not in named and not (manifest is None and key.startswith(fmt.MANIFEST_COLUMNS))
+    )
+
+
+def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:
+    """Yield the keys beside the units; those that are part of no dataset are orphans."""
+    layout = table.layout
+    for key in ledger.objects.list():
+        unit, attempt = fmt.parse_done_key(key), fmt.parse_attempt_key(key)
+        if unit is not None and layout.done_key(unit) == key:
+            if unit >= report.units:
+                report.faults.append(f"{key}: is the record of a unit that does not exist")
+        elif attempt is not None and attempt[0] < report.units:
+            expected = layout.attempt_prefix(attempt[0], attempt[1])
+            if not key.startswith(expected):
+                report.orphans.append(key)
+        elif key in _RECORDS or fmt.parse_worker_key(key):
+            yield key
+        elif key in (fmt.UNITS, *fmt.SIGNATURES) or _is_segment(key, table):
+            continue
+        elif not key.startswith(fmt.DIGESTS):
+            report.orphans.append(key)
+
+
+def _is_segment(key: str, table: Table) -> bool:
+    group = fmt.parse_segment_key(key)
+    return group is not None and group < table.layout.groups(len(table.units))
 
 
 def _read_beside(ledger: Ledger, key: str, kind: str, report: Report) -> dict[str, Any] | None:
@@ -285,14 +390,7 @@ def _read_beside(ledger: Ledger, key: str, kind: str, report: Report) -> dict[st
     return None
 
 
-def _check_beside(
-    key: str,
-    kind: str,
-    body: dict[str, Any],
-    table: Table,
-    records: list[Done],
-    report: Report,
-) -> None:
+def _check_beside(kind: str, body: dict[str, Any], table: Table, report: Report) -> None:
     try:
         if kind == "scales":
             scales_from_json(body, table.taps)
@@ -300,39 +398,38 @@ def _check_beside(
             Prediction.from_json(body)
     except SpileError as error:
         report.faults.append(str(error))
-    if kind == "manifest":
-        if len(records) < len(table.units):
-            report.faults.append(
-                f"{key}: says the dataset is whole, but done records are missing: "
-                + _missing(table, records)
-            )
-        elif body != derive_manifest(table, records):
-            report.faults.append(
-                f"{key}: does not follow from the done records; delete it, and the same "
-                "`spile extract` makes it anew"
-            )
 
 
-def _missing(table: Table, records: list[Done]) -> str:
-    present = {done.unit for done in records}
-    keys = [fmt.done_key(u["id"]) for u in table.units if u["id"] not in present]
-    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+def _check_manifest(ledger: Ledger, table: Table, report: Report) -> Manifest | None:
+    """Check that the manifest follows from the done records, and from segments that do."""
+    if report.units_done < report.units:
+        keys = [table.layout.done_key(unit) for unit in report.missing]
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        report.faults.append(
+            f"{fmt.MANIFEST}: says the dataset is whole, but done records are missing: "
+            + ", ".join(keys[:5])
+            + more
+        )
+        return None
+    try:
+        manifest = ledger.read_manifest()
+        if manifest is not None:
+            ledger.catalog(table, manifest)
+        follows = ledger.manifest_follows(table)
+    except SpileError as error:
+        report.faults.append(str(error))
+        return None
+    if not follows:
+        report.faults.append(
+            f"{fmt.MANIFEST}: does not follow from the done records; delete it, and the same "
+            "`spile extract` makes it anew"
+        )
+    return manifest
 
 
-def _accounted(key: str, named: set[str], report: Report) -> bool:
-    if key in named or key in (fmt.UNITS, fmt.SIGNED, fmt.SIGNATURE) or key in _RECORDS:
-        return True
-    unit = fmt.parse_done_key(key)
-    if unit is not None:
-        if unit >= report.units:
-            report.faults.append(f"{key}: is the record of a unit that does not exist")
-        return True
-    return fmt.parse_worker_key(key) is not None
-
-
-def record_digest(done: Done) -> str:
-    """Return the SHA-256 of a unit's record."""
-    return hashlib.sha256(fmt.encode_record("done", done.to_json())).hexdigest()
+def record_digest(done: Done, version: int = fmt.FORMAT) -> str:
+    """Return the SHA-256 of a unit's record, in a version of the format."""
+    return hashlib.sha256(fmt.encode_record("done", done.to_json(), version)).hexdigest()
 
 
 def _digest_of(ledger: Ledger, key: str) -> str:

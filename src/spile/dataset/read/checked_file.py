@@ -5,17 +5,17 @@ copies rows must read them through this module.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from spile.core.errors import CorruptError
 from spile.core.tensors import TensorInfo
-from spile.dataset.format import COMPRESSED, Done, Shard
+from spile.dataset.format import COMPRESSED, Shard
 from spile.dataset.write.compression import PlaneReader
 from spile.dataset.write.shard import read_shard_header
 from spile.objects import Objects
@@ -91,18 +91,14 @@ class CheckedFile:
         return data
 
 
-def checked(objects: Objects, units: Iterable[Done]) -> Objects:
-    """Return the same objects, with each file of the units checked when it is first read."""
-    return cast(Objects, CheckedObjects(objects, units))
-
-
 class CheckedObjects:
     """A store whose files are hashed once, before any of their bytes are returned."""
 
-    def __init__(self, objects: Objects, units: Iterable[Done]) -> None:
-        self.objects = objects
-        self._files = {file.key: file for done in units for file in done.files()}
-        self._locks = {key: threading.Lock() for key in self._files}
+    def __init__(self, objects: Objects, find: Callable[[str], Shard | None]) -> None:
+        """`find`: returns the record of a file by its key; None for an object of another kind."""
+        self.objects, self._find = objects, find
+        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock | None] = {}  # by key; None once it is found valid
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.objects, name)
@@ -120,9 +116,13 @@ class CheckedObjects:
         return self.objects.local_path(key)
 
     def _check(self, key: str) -> None:
-        if key not in self._files:  # a record, or a file already found valid
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        if lock is None:
             return
-        with self._locks[key]:
-            if key in self._files:
-                CheckedFile(self.objects, self._files[key]).check()
-                del self._files[key]
+        with lock:
+            if self._locks[key] is not None:
+                file = self._find(key)
+                if file is not None:
+                    CheckedFile(self.objects, file).check()
+                self._locks[key] = None

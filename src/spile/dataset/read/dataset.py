@@ -4,7 +4,7 @@ Row numbers count the dataset's rows in stored order: unit by unit, and within a
 """
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from html import escape
@@ -19,16 +19,17 @@ from spile.core.expressions import DocumentFilter, RowFilter, split_condition
 from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
 from spile.core.options import parse_count
 from spile.core.recipe import ResolvedRecipe
-from spile.core.threads import mapped
 from spile.dataset import format as fmt
+from spile.dataset.columns import ColumnFile, read_columns
 from spile.dataset.format import Done, Shard
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.read.batches import Batches
-from spile.dataset.read.checked_file import checked
+from spile.dataset.read.checked_file import CheckedObjects
 from spile.dataset.read.latents import Latents, read_latents
 from spile.dataset.read.order import BatchOptions, Normalize, Order, RowChoice, Shuffle
 from spile.dataset.read.rows import StoredRows, runs
 from spile.dataset.read.window import View
+from spile.dataset.segments import Catalog, Segment, SegmentFile, Totals
 from spile.dataset.write.documents import joined, read_documents
 from spile.dataset.write.quantization import DECODED, encode
 from spile.dataset.write.shard import read_tensors
@@ -84,21 +85,26 @@ class Dataset:
         self,
         objects: Objects,
         table: Table,
-        units: Sequence[Done],
+        units: Catalog,
         scales: Mapping[str, np.ndarray],
         verify: bool = False,
         tokenizer: str | None = None,
+        merged: ColumnFile | None = None,
     ) -> None:
         """Args:
+        units: those that are done.
         scales: the scale of each channel, for taps that are stored with scales.
         verify: whether to check each file when it is first read.
         tokenizer: the directory or URL of a tokenizer to use instead of the model's.
+        merged: the file that holds the statistics of all rows, if there is one.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._merged = tokenizer, merged
         self._unchecked, self._verify = objects, verify
-        self._objects = checked(objects, units) if verify else objects
+        self._objects = objects
+        if verify:
+            self._objects = cast(Objects, CheckedObjects(objects, self._file_of))
         self._stored = StoredRows(self._objects, table, units, scales)
-        self._table, self._units = table, self._stored.units
+        self._table, self._units = table, units
         self._table_of = lru_cache(_TABLES)(self._read_table)
         self._aliases = {alias: tap for tap, info in table.taps.items() for alias in info.aliases}
 
@@ -106,16 +112,23 @@ class Dataset:
         """Pickle the dataset so that another process opens the same units, not newer ones."""
         kept, scales = self._unchecked, dict(self._stored.scales)
         cache = (kept.folder, kept.most) if isinstance(kept, CachedObjects) else None
-        parts = self._table, self._units, scales, self._verify, self._tokenizer
-        return _again, (self.url, cache, *parts)
+        units = self._units.parts, self._units.rows
+        options = scales, self._verify, self._tokenizer, self._merged
+        return _again, (self.url, cache, self._table, *units, *options)
+
+    def _file_of(self, key: str) -> Shard | None:
+        """Return the record of a unit's file."""
+        attempt = fmt.parse_attempt_key(key)
+        position = None if attempt is None else self._units.find(attempt[0])
+        files = () if position is None else self._units[position].files()
+        return next((file for file in files if file.key == key), None)
 
     def verified(self) -> "Dataset":
         """Return the same dataset, with each of its files checked when it is first read."""
         if self._verify:
             return self
-        return Dataset(
-            self._unchecked, self._table, self._units, self._stored.scales, True, self._tokenizer
-        )
+        options = self._stored.scales, True, self._tokenizer, self._merged
+        return Dataset(self._unchecked, self._table, self._units, *options)
 
     @property
     def taps(self) -> list[str]:
@@ -128,16 +141,30 @@ class Dataset:
 
     @property
     def num_documents(self) -> int:
-        return sum(unit.documents for unit in self._units)
+        return self._totals.documents
+
+    @cached_property
+    def _totals(self) -> Totals:
+        return self._units.totals()
 
     @property
     def units(self) -> list[int]:
-        return [unit.unit for unit in self._units]
+        return self._units.units.tolist()
+
+    @property
+    def num_units(self) -> int:
+        """The number of `units`."""
+        return len(self._units)
 
     @property
     def unit_starts(self) -> list[int]:
         """The first row of each of `units`, then the total number of rows."""
-        return list(self._stored.starts)
+        return self._stored.starts.tolist()
+
+    def rows_of_unit(self, unit: int) -> tuple[int, int] | None:
+        """Return the first row of a unit and the row after its last; None if it is not done."""
+        place = self._units.find(unit)
+        return None if place is None else tuple(self._stored.starts[place : place + 2].tolist())
 
     @property
     def recipe(self) -> ResolvedRecipe:
@@ -306,9 +333,12 @@ class Dataset:
             if name not in self.document_columns:
                 known = ", ".join(self.document_columns)
                 raise ConfigError(f"no column {name!r} of documents; there are {known}")
-        units = [done for done in self._units if unit is None or done.unit == unit]
-        if not units:
-            raise ConfigError(f"{self._objects.url}: unit {unit} does not exist, or is not done")
+        units: Iterable[Done] = self._units
+        if unit is not None:
+            place = self._units.find(unit)
+            if place is None:
+                raise ConfigError(f"{self.url}: unit {unit} does not exist, or is not done")
+            units = [self._units[place]]
         return joined([self._documents(done).select(chosen) for done in units])
 
     @property
@@ -326,7 +356,7 @@ class Dataset:
     @property
     def nbytes(self) -> int:
         """The size of the stored rows in bytes, as files hold them."""
-        return sum(shard.bytes for unit in self._units for shard in unit.shards)
+        return self._units.bytes_of(self._table.taps.__contains__)
 
     def __repr__(self) -> str:
         taps = ", ".join(self.taps[:3]) + (", …" if len(self.taps) > 3 else "")
@@ -367,14 +397,16 @@ class Dataset:
 
     def statistics(self, tap: str) -> TapStats:
         """Return count, mean, variance, norms and extremes of a tap over the whole dataset."""
-        tap = self.name(tap)
+        tap, width = self.name(tap), self.width(tap)
+        if self._merged is not None:
+            return TapStats.from_tensors(tap, read_columns(self._objects, self._merged), width)
 
         def parts() -> Iterator[TapStats]:
             for unit in self._units:
                 tensors = read_tensors(self._objects, unit.statistics.key)
-                yield TapStats.from_tensors(tap, tensors, self.width(tap))
+                yield TapStats.from_tensors(tap, tensors, width)
 
-        return merged(parts(), self.width(tap))
+        return merged(parts(), width)
 
     def batches(
         self,
@@ -473,21 +505,18 @@ class Dataset:
             places = [position for position, _, _ in self._units_with(doc)]
         for position in places:
             docs = self._stored.column(self._units[position].index.key, "doc")
-            yield np.flatnonzero(docs == doc) + self._stored.starts[position]
+            yield np.flatnonzero(docs == doc) + int(self._stored.starts[position])
 
     def _units_with(self, doc: int) -> Iterator[tuple[int, Done, int]]:
         """Yield a document's unit by position and record, and the document's place in the unit."""
-        for position, unit in enumerate(self._units):
-            before = 0
-            for first, count in self._runs[unit.unit]:
-                if 0 <= doc - first < count:
-                    yield position, unit, before + doc - first
-                before += count
-
-    @cached_property
-    def _runs(self) -> dict[int, list[tuple[int, int]]]:
-        """The runs of documents of each unit."""
-        return {unit["id"]: fmt.doc_runs(unit) for unit in self._table.units}
+        unit, first, count = self._table.units.doc_runs
+        for run in np.flatnonzero((first <= doc) & (doc < first + count)).tolist():
+            position = self._units.find(int(unit[run]))
+            if position is not None:
+                # (Of a merged unit, the documents of earlier runs come before.)
+                begin = int(np.searchsorted(unit, int(unit[run])))
+                before = int(count[begin:run].sum())
+                yield position, self._units[position], before + doc - int(first[run])
 
 
 def open_dataset(
@@ -530,24 +559,17 @@ def open_dataset(
     manifest = ledger.read_manifest()
     scales = ledger.read_scales(table)
     if manifest is not None:
-        units = [_done_from_manifest(table, unit) for unit in manifest["units"]]
-        known = [unit["id"] for unit in table.units]
-        if [unit.unit for unit in units] != known or len({*known}) != len(known):
-            raise CorruptError(fmt.MANIFEST, f"names other units than {fmt.UNITS}")
-        return Dataset(objects, table, units, _needed(scales), verify, tokenizer)
-    done = sorted(ledger.done_units() & {int(unit["id"]) for unit in table.units})
-    if not partial and len(done) < len(table.units):
+        units = ledger.catalog(table, manifest)
+        return Dataset(objects, table, units, _needed(scales), verify, tokenizer, manifest.columns)
+    done = 0 if partial else len(ledger.done_units().intersection(range(len(table.units))))
+    if not partial and done < len(table.units):
         raise StoreError(
-            f"{objects.url}: {len(done)} of {len(table.units)} units are done; finish with the "
+            f"{objects.url}: {done} of {len(table.units)} units are done; finish with the "
             "same `spile extract`, or open with partial=True"
         )
-    found = mapped(ledger.read_done, done, objects.parallel)
-    records = [record for record in found if record is not None]
-    for record in records:
-        if record.fingerprint != table.fingerprint:
-            raise CorruptError(fmt.done_key(record.unit), "belongs to another recipe")
-    needed = _needed(scales) if records else {}
-    return Dataset(objects, table, records, needed, verify, tokenizer)
+    units = ledger.catalog_so_far(table)
+    needed = _needed(scales) if len(units) else {}
+    return Dataset(objects, table, units, needed, verify, tokenizer)
 
 
 def _open_objects(url: str, cache: tuple[Path, int] | None) -> Objects:
@@ -555,16 +577,19 @@ def _open_objects(url: str, cache: tuple[Path, int] | None) -> Objects:
     return cached(objects, *cache) if cache else objects
 
 
-def _again(url: str, cache: tuple[Path, int] | None, *parts: Any) -> Dataset:
-    return Dataset(_open_objects(url, cache), *parts)
+def _again(
+    url: str,
+    cache: tuple[Path, int] | None,
+    table: Table,
+    parts: Sequence[SegmentFile | Segment],
+    rows: np.ndarray,
+    *options: Any,
+) -> Dataset:
+    objects = _open_objects(url, cache)
+    return Dataset(objects, table, Catalog(objects, table.layout, parts, rows), *options)
 
 
 def _needed(scales: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
     if scales is None:
         raise CorruptError(fmt.SCALES, "is missing, and without it int8 rows cannot be read")
     return scales
-
-
-def _done_from_manifest(table: Table, unit: Mapping[str, Any]) -> Done:
-    body: dict[str, Any] = {**unit, "made_by": {}, "fingerprint": table.fingerprint}
-    return Done.from_json(fmt.MANIFEST, body)

@@ -22,10 +22,11 @@ import numpy.typing as npt
 
 from spile.core.errors import CorruptError
 from spile.core.index import INDEX_DTYPE
-from spile.core.tensors import TensorInfo
+from spile.core.tensors import TensorInfo, map_tensors
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard
 from spile.dataset.ledger import Table
+from spile.dataset.segments import Catalog
 from spile.dataset.write.quantization import decode
 from spile.dataset.write.shard import (
     TensorSpec,
@@ -37,8 +38,8 @@ from spile.dataset.write.shard import (
 from spile.objects import Objects
 
 _COLUMNS = 4  # columns of indexes to keep whole in memory
-_OPEN_SHARDS = 512  # memory maps kept; each holds a file descriptor's worth of address space
-_HEADERS = 1 << 16  # kept, so that random reads request only rows
+_OPEN_FILES = 512  # kept mapped, or with their headers; of a million, only those in use
+_HEADERS = 1 << 14  # of remote files, kept so that random reads request only rows
 _STRETCH_BYTES = 8 << 20  # of one read: long for a disk or a request, yet several fit in memory
 _GAP_BYTES = 256 << 10  # a smaller gap is fetched and discarded to save a request
 _LONG_RUN = 4  # mean rows in a run from which copying runs beats taking single rows
@@ -85,35 +86,28 @@ class StoredRows:
         self,
         objects: Objects,
         table: Table,
-        units: Sequence[Done],
+        units: Catalog,
         scales: Mapping[str, np.ndarray],
     ) -> None:
-        self.objects, self.table, self.units, self.scales = objects, table, list(units), scales
-        self.starts = [0]
-        for unit in self.units:
-            self.starts.append(self.starts[-1] + unit.rows)
-        self._shards: dict[tuple[int, str], list[Shard]] = {}
-        for position, unit in enumerate(self.units):
-            for shard in unit.shards:
-                self._shards.setdefault((position, shard.tap), []).append(shard)
+        self.objects, self.table, self.units, self.scales = objects, table, units, scales
+        self.starts = units.starts
         # Any key will do: a store keeps either all of its objects in files, or none.
         self.is_local = objects.local_path(fmt.MANIFEST) is not None
         self._header = lru_cache(_HEADERS)(self._read_header)
-        self._tensor = lru_cache(_OPEN_SHARDS)(self._open)
-        self._located = lru_cache(None)(self._locate)
+        self._file = lru_cache(_OPEN_FILES)(self._open)
         self.mapped = lru_cache(None)(self._map)
         self.column = lru_cache(_COLUMNS)(self._read_column)
 
     @property
     def count(self) -> int:
-        return self.starts[-1]
+        return int(self.starts[-1])
 
     # -- ranges ------------------------------------------------------------------------------
 
     def pieces(self, tap: str, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
         """Yield the shards that hold a range of rows, and the range within each."""
         for position, low, high, _ in self._unit_ranges(start, stop):
-            shards = self._shards_of(position, tap)
+            shards = self._shards_of(self.units[position], tap)
             at = bisect_right(shards, low, key=lambda s: s.first) - 1
             while at < len(shards) and shards[at].first < high:
                 shard = shards[at]
@@ -163,10 +157,7 @@ class StoredRows:
 
     def index_jobs(self, rows: Rows, out: np.ndarray) -> Iterator[ReadJob]:
         """Yield jobs that copy the index entries of the rows."""
-        cuts = np.searchsorted(rows, self.starts)
-        for position in np.flatnonzero(np.diff(cuts)).tolist():
-            part, unit = slice(int(cuts[position]), int(cuts[position + 1])), self.units[position]
-            chosen = rows[part] - self.starts[position]
+        for unit, chosen, part in self._units_of(rows):
             if self._is_mapped(unit.index):
                 yield partial(self._copy_entries, unit, chosen, out[part])
                 continue
@@ -175,41 +166,43 @@ class StoredRows:
                 source = _Source(opened, INDEX_DTYPE[name].itemsize, False)
                 yield from _reads(source, chosen, out[name][part])
 
+    def _units_of(self, rows: Rows) -> Iterator[tuple[Done, Rows, slice]]:
+        """Yield each unit, the ascending rows within it, and their place among all."""
+        positions = np.searchsorted(self.starts, rows, side="right") - 1
+        cuts = [0, *(np.flatnonzero(np.diff(positions)) + 1).tolist(), len(rows)]
+        for low, high in zip(cuts, cuts[1:], strict=False):
+            if low < high:
+                position = int(positions[low])
+                chosen = rows[low:high] - self.starts[position]
+                yield self.units[position], chosen, slice(low, high)
+
     def _copy_entries(self, unit: Done, rows: Rows, out: np.ndarray) -> None:
         for name in INDEX_DTYPE.names or ():
             out[name] = np.take(self._entries(unit, name), rows)
 
     def _parts(self, tap: str, rows: Rows) -> Iterator[tuple[Shard, Rows, int]]:
         """Yield each shard, its part of ascending rows, and the number of rows before them."""
-        firsts, shards = self._located(tap)
-        cuts = np.searchsorted(rows, [*firsts, self.count])
-        for number in np.flatnonzero(np.diff(cuts)).tolist():
-            shard = shards[number]
-            chosen = rows[cuts[number] : cuts[number + 1]] - firsts[number]
-            if chosen[-1] >= shard.count:
-                raise CorruptError(shard.key, f"does not hold {int(chosen[-1]) + 1} rows of {tap}")
-            yield shard, chosen, int(cuts[number])
-
-    def _locate(self, tap: str) -> tuple[list[int], list[Shard]]:
-        """Return all shards of a tap, and the first row of each in the dataset."""
-        firsts: list[int] = []
-        shards: list[Shard] = []
-        for position, unit in enumerate(self.units):
-            for shard in self._shards_of(position, tap) if unit.rows else ():
-                firsts.append(self.starts[position] + shard.first)
-                shards.append(shard)
-        return firsts, shards
+        for unit, inside, part in self._units_of(rows):
+            shards = self._shards_of(unit, tap)
+            cuts = np.searchsorted(inside, [*(shard.first for shard in shards), unit.rows])
+            for number in np.flatnonzero(np.diff(cuts)).tolist():
+                shard = shards[number]
+                chosen = inside[cuts[number] : cuts[number + 1]] - shard.first
+                yield shard, chosen, part.start + int(cuts[number])
 
     def _map(self, tap: str) -> "MappedRows | None":
-        """Map all rows of a tap as one array; None if they do not lie in plain files."""
-        firsts, shards = self._located(tap)
+        """Map all rows of a tap as one array; None if they do not lie in few, plain files."""
+        if not self.is_local or np.count_nonzero(self.units.rows) > _MOST_MAPPED_FILES:
+            return None
         parts: list[MappedFile] = []
-        for first, shard in zip(firsts, shards, strict=True):
-            path = self.objects.local_path(shard.key)
-            if path is None or not self._is_mapped(shard):
-                return None
-            self.tensor(shard)  # checks it against the record
-            parts.append((path, self._header(shard.key)[tap], first))
+        for position, unit in enumerate(self.units):
+            for shard in self._shards_of(unit, tap) if unit.rows else ():
+                path = self.objects.local_path(shard.key)
+                if path is None or not self._is_mapped(shard) or len(parts) >= _MOST_MAPPED_FILES:
+                    return None
+                self.tensor(shard)  # checks it against the record
+                first = int(self.starts[position]) + shard.first
+                parts.append((path, self._header(shard.key)[tap], first))
         info = self.table.taps[tap]
         return map_rows(parts, info.width * info.storage.itemsize)
 
@@ -235,42 +228,48 @@ class StoredRows:
     def _checked(self, file: Shard, spec: TensorSpec) -> Any:
         """Open a tensor and check that it matches the record and the table."""
         name, dtype, shape = spec
-        tensor = self._tensor(file.key, name)
+        tensor = self._opened(file.key, name)
         if tensor.dtype != dtype or tensor.shape != shape:
             raise CorruptError(file.key, f"does not hold {file.count} rows of {name}")
         return tensor
 
-    def _open(self, key: str, name: str) -> Any:
-        header = self._header(key)
-        if name not in header:
+    def _opened(self, key: str, name: str) -> Any:
+        tensors = self._file(key)
+        if name not in tensors:
             raise CorruptError(key, f"holds no tensor {name!r}")
-        return open_tensor(self.objects, key, header[name])
+        return tensors[name]
+
+    def _open(self, key: str) -> Mapping[str, Any]:
+        """Open the tensors of a file: through one memory map, if it can be mapped."""
+        header, path = self._header(key), None
+        if not key.endswith(fmt.COMPRESSED):
+            path = self.objects.local_path(key)
+        if path is not None:
+            return map_tensors(path, header)
+        return {name: open_tensor(self.objects, key, info) for name, info in header.items()}
 
     def _read_header(self, key: str) -> Mapping[str, TensorInfo]:
         return read_shard_header(self.objects, key)
 
     def _read_column(self, key: str, name: str) -> np.ndarray:
-        return self._tensor(key, name)[:]
+        return self._opened(key, name)[:]
 
-    def _shards_of(self, position: int, tap: str) -> list[Shard]:
-        shards = self._shards.get((position, tap))
-        if shards is None:
-            unit = self.units[position].unit
-            raise CorruptError(fmt.done_key(unit), f"names no rows of {tap}")
+    def _shards_of(self, unit: Done, tap: str) -> list[Shard]:
+        shards = [shard for shard in unit.shards if shard.tap == tap]
+        if not shards and unit.rows:
+            key = self.table.layout.done_key(unit.unit)
+            raise CorruptError(key, f"names no rows of {tap}")
         return shards
 
     def _unit_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Cover a range by (unit position, first and last row within it, offset from `start`)."""
-        position = bisect_right(self.starts, start) - 1
-        while start < stop and position < len(self.units):
-            base = self.starts[position]
-            high = min(stop - base, self.units[position].rows)
-            low = max(start - base, 0)
+        position = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while position < len(self.units) and self.starts[position] < stop:
+            base, end = self.starts[position : position + 2].tolist()
+            low, high = max(start - base, 0), min(stop, end) - base
             if high > low:
                 yield position, low, high, base + low - start
             position += 1
-            if self.starts[position] >= stop:
-                return
 
 
 def runs(rows: np.ndarray) -> list[int]:

@@ -14,12 +14,12 @@ import numpy as np
 from spile.core.system import system
 from spile.core.tensors import build_header
 from spile.dataset.format import (
+    CURRENT,
     SCALE_DTYPE,
     Done,
+    KeyLayout,
     Shard,
     TapInfo,
-    attempt_prefix,
-    shard_key,
 )
 from spile.dataset.write.shard import (
     ShardWriter,
@@ -47,6 +47,7 @@ class UnitWriter:
         taps: Mapping[str, TapInfo],
         shard_bytes: int,
         *,
+        layout: KeyLayout = CURRENT,
         compress: bool = False,
         attempt: str | None = None,
         part: int = 0,
@@ -60,6 +61,7 @@ class UnitWriter:
         """
         self.unit = unit
         self.attempt = attempt or system().token(8)
+        self._layout, self._prefix = layout, layout.attempt_prefix(unit, self.attempt)
         self.first, self.rows = run or (0, len(index))
         self.stats = {tap: TapStats.empty(info.width) for tap, info in taps.items()}
         self._objects, self._index, self._compress = objects, index, compress
@@ -100,7 +102,7 @@ class UnitWriter:
             parts: the results of `finish_part` in the other processes, in order.
             table: the table of the unit's documents, as `encode_documents` makes it.
         """
-        prefix = attempt_prefix(self.unit, self.attempt)
+        prefix = self._prefix
         columns = {name: self._index[name] for name in self._index.dtype.names or ()}
         whole = 0, len(self._index)
         index = self._write_file("index", prefix + "index.safetensors", columns, whole)
@@ -132,8 +134,8 @@ class UnitWriter:
 
     def _write_statistics(self, name: str, run: tuple[int, int] | None = None) -> Shard:
         tensors = statistics_tensors(self.stats)
-        key = attempt_prefix(self.unit, self.attempt) + name
-        return self._write_file(_STATISTICS, key, tensors, run or (self.first, self.rows))
+        run = run or (self.first, self.rows)
+        return self._write_file(_STATISTICS, self._prefix + name, tensors, run)
 
     def _merge(self, key: str) -> None:
         """Merge the statistics of the rows that follow."""
@@ -146,12 +148,11 @@ class UnitWriter:
         self._closing.shutdown(cancel_futures=True)
         for writer in list(self._open):
             writer.abandon()
-        prefix = attempt_prefix(self.unit, self.attempt)
-        for key in list(self._objects.list(prefix)):
+        for key in list(self._objects.list(self._prefix)):
             self._objects.delete(key)
 
     def start_shard(self, tap: str, number: int, rows: int, info: TapInfo) -> ShardWriter:
-        key = shard_key(
+        key = self._layout.shard_key(
             self.unit, self.attempt, tap, number, part=self._part, compressed=self._compress
         )
         writer = ShardWriter(self._objects, key, tap_tensors(tap, rows, info))

@@ -9,7 +9,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,14 +34,14 @@ class ToldUnits:
     """A picker whose units come from the driver."""
 
     def __init__(self) -> None:
-        self._known: Mapping[int, Unit] = {}
+        self._known: Sequence[Unit] = ()
         self._presence: Presence
         self._told: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._waiting: dict[int, threading.Event] = {}
         self._over = threading.Event()  # set when no more units will be committed
 
     def begin(self, job: "ExtractionJob", presence: Presence) -> "ToldUnits":
-        self._known = {unit.id: unit for unit in job.units}
+        self._known = job.units
         self._presence = presence
         return self
 

@@ -330,7 +330,7 @@ class _Pool:
                     "--engine ray every node must share --out: a bucket, or a common file system"
                 )
             self._done = self._ledger.done_units()
-            self._left.extend(int(u["id"]) for u in table.units if u["id"] not in self._done)
+            self._left.extend(u for u in range(len(table.units)) if u not in self._done)
             self._budget = Budget(table, self._ledger, self._runtime.max_bytes)
             self._looked = 0.0  # now the others may start
         told: dict[str, Any] = {**cost, "warnings": tuple(cost["warnings"])}

@@ -6,24 +6,25 @@ from pathlib import PurePath
 from typing import Any
 
 from spile.dataset.ledger import Table
+from spile.dataset.segments import Totals
 
 _FILES = 8  # files of the corpus that are named
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 
 
-def write_card(repo: str, table: Table, manifest: Mapping[str, Any], download: str) -> str:
+def write_card(repo: str, table: Table, made: Totals, download: str) -> str:
     """Write a README.md: front matter for the Hub, then text for people. The license is theirs."""
     recipe = table.recipe.to_json()
     taps = {tap: table.taps[tap] for tap in table.recipe.stored_taps}
     model, corpus = _named(recipe["model_source"]), _named(recipe["corpus_source"])
-    skipped = ", ".join(f"{n:,} {reason}" for reason, n in sorted(manifest["skipped"].items()))
+    skipped = ", ".join(f"{n:,} {reason}" for reason, n in sorted(made.skipped.items()))
     lines = [
         "---",
         f"pretty_name: {json.dumps(f'Activations of {model} on {corpus}')}",
         "tags:",
         *(f"- {tag}" for tag in ("activations", "interpretability", "spile")),
         "size_categories:",
-        f"- {size_category(int(manifest['rows']))}",
+        f"- {size_category(int(made.rows))}",
         "viewer: false",  # it would show the records, not the rows
         "---",
         "",
@@ -34,8 +35,8 @@ def write_card(repo: str, table: Table, manifest: Mapping[str, Any], download: s
         "",
         "| rows of each tap | tokens read | documents | left out | bytes |",
         "|---|---|---|---|---|",
-        f"| {manifest['rows']:,} | {manifest['tokens']:,} | {manifest['documents']:,} "
-        f"| {_cell(skipped or 'none')} | {manifest['bytes']:,} |",
+        f"| {made.rows:,} | {made.tokens:,} | {made.documents:,} "
+        f"| {_cell(skipped or 'none')} | {made.bytes:,} |",
         "",
         "## Load",
         "",

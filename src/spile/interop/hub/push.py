@@ -22,8 +22,9 @@ from spile.core.errors import ConfigError, SpileError, StoreError
 from spile.core.retry import backoff
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard
-from spile.dataset.ledger import derive_manifest
+from spile.dataset.ledger import Ledger, named_files
 from spile.dataset.maintain.copy import read_finished
+from spile.dataset.maintain.signature import decode_list
 from spile.dataset.read.checked_file import CheckedFile
 from spile.interop.hub.card import write_card
 from spile.objects import Objects, open_objects
@@ -81,7 +82,7 @@ def push(out: str, repo: str, *, private: bool = False, revision: str | None = N
     for batch in _batches(_missing(files, source, repo)):
         with tempfile.TemporaryDirectory(prefix="spile-push-") as folder:
             paths = {file.key: source.checked(file, folder) for d in batch for file in d.files()}
-            paths |= {fmt.done_key(done.unit): _record(done) for done in batch}
+            paths |= {source.key(done): source.record(done) for done in batch}
             there.commit(paths, f"units {batch[0].unit} to {batch[-1].unit}")
         sent += len(paths)
         sent_bytes += sum(file.bytes for done in batch for file in done.files())
@@ -90,7 +91,7 @@ def push(out: str, repo: str, *, private: bool = False, revision: str | None = N
     }
     card_written = CARD not in files
     if card_written:
-        card = write_card(repo, source.table, source.manifest, there.download)
+        card = write_card(repo, source.table, source.manifest.totals, there.download)
         last[CARD] = card.encode()
     if last:
         there.commit(last, f"{len(source.records)} units, whole")
@@ -112,7 +113,15 @@ class _Source:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self.table, self.records = read_finished(objects)
-        self.manifest: Mapping[str, Any] = derive_manifest(self.table, self.records)
+        manifest = Ledger(objects).read_manifest()
+        assert manifest  # (of a finished dataset)
+        self.manifest = manifest
+
+    def key(self, done: Done) -> str:
+        return self.table.layout.done_key(done.unit)
+
+    def record(self, done: Done) -> bytes:
+        return fmt.encode_record("done", done.to_json(), self.table.version)
 
     def rest(self) -> dict[str, bytes]:
         """The records beside the units, and the signature."""
@@ -130,9 +139,15 @@ class _Source:
             except FileNotFoundError:
                 continue  # not every dataset has scales or was checked
             fmt.decode_record(key, found[key], kind)
+        for key in named_files(self.table, self.manifest):
+            found[key] = self._objects.get(key)
+        layout = self.table.layout
         with contextlib.suppress(FileNotFoundError):  # not every dataset is signed
-            signed = {key: self._objects.get(key) for key in (fmt.SIGNED, fmt.SIGNATURE)}
-            found |= signed
+            keys = [fmt.signed_key(layout), fmt.signature_key(layout)]
+            signed = {key: self._objects.get(key) for key in keys}
+            listed = decode_list(signed[keys[0]], layout)[1]
+            digests = [key for key in listed if key.startswith(fmt.DIGESTS)]
+            found |= {**signed, **{key: self._objects.get(key) for key in digests}}
         return found
 
     def checked(self, file: Shard, folder: str) -> Path:
@@ -270,7 +285,7 @@ def _batches(missing: Sequence[Done]) -> Iterator[list[Done]]:
 
 def _missing(files: Mapping[str, Any], source: _Source, repo: str) -> list[Done]:
     """Units that the repository does not have; raises if it holds another dataset's."""
-    wanted = {fmt.done_key(done.unit): _record(done) for done in source.records}
+    wanted = {source.key(done): source.record(done) for done in source.records}
     wanted[fmt.UNITS] = source.rest()[fmt.UNITS]
     for key, entry in files.items():
         ours = key == fmt.UNITS or fmt.parse_done_key(key) is not None
@@ -279,11 +294,7 @@ def _missing(files: Mapping[str, Any], source: _Source, repo: str) -> list[Done]
                 f"{repo} holds another dataset ({key} differs); choose another repository, or a "
                 "--revision of its own"
             )
-    return [done for done in source.records if fmt.done_key(done.unit) not in files]
-
-
-def _record(done: Done) -> bytes:
-    return fmt.encode_record("done", done.to_json())
+    return [done for done in source.records if source.key(done) not in files]
 
 
 def _same(entry: Any, data: bytes) -> bool:
