@@ -1,0 +1,320 @@
+"""How the cost of a dataset grows with its units: `python bench/units.py DIR --units 400000`.
+
+A dataset of real units (tiny rows) is made by the ledger's own code. It is then multiplied: every
+further unit is a hard link to the files of one that was made, with a record, a segment and a table
+of its own, written without fsync. Every figure is that of a fresh process.
+
+    made            CPU milliseconds for each unit: its files, its record, its share of a segment
+    open, status …  seconds, and the largest resident set in MB
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from spile.core.index import FIRST, INDEX_DTYPE, LAST
+from spile.core.recipe import ResolvedRecipe
+from spile.dataset import format as fmt
+from spile.dataset.columns import encode_columns
+from spile.dataset.format import CURRENT, Done, Shard, TapInfo
+from spile.dataset.heartbeat import Presence
+from spile.dataset.ledger import Attempt, Ledger, Table, read_statistics
+from spile.dataset.segments import columns_of
+from spile.dataset.unit_table import UnitColumns
+from spile.dataset.write.documents import encode_documents
+from spile.dataset.write.shard import statistics_tensors
+from spile.dataset.write.statistics import TapStats
+from spile.dataset.write.unit_writer import UnitWriter
+from spile.objects import LocalObjects
+from spile.plan.estimate import Budget
+from spile.plan.job import JobUnits
+from spile.run.units import StorePicker
+
+ROWS, WIDTH, TAP = 256, 8, "resid_post.0"  # one block of rows for each unit
+REAL = 4000
+
+
+def recipe() -> ResolvedRecipe:
+    return ResolvedRecipe(
+        model_source="/models/none", lora_source=None, corpus_source="/corpora/none.jsonl",
+        model={"config": "c0"}, corpus=("12-ab",), taps=(TAP,), where=None, every=None,
+        seq_len=ROWS, pack="ffd", long_docs="split", special_tokens="tokenizer", text_column=None,
+        text_documents="line", max_docs=None, max_tokens=None, unit_tokens=ROWS,
+        compute_dtype="float32", store_dtype="float32",
+    )  # fmt: skip
+
+
+def table_of(units: int) -> Table:
+    """A document, a span and a unit each."""
+    numbers = range(units)
+    entries = [
+        {
+            "id": n, "first_doc": n, "num_docs": 1, "tokens": ROWS, "skip": [],
+            "spans": [{"file": 0, "first": n, "count": 1, "start": n, "stop": n + 1}],
+        }
+        for n in numbers
+    ]  # fmt: skip
+    made = recipe()
+    return Table(
+        recipe=made,
+        fingerprint=made.fingerprint(),
+        taps={TAP: TapInfo((WIDTH,), "float32")},
+        files=({"path": "/corpora/none.jsonl", "identity": "12-ab"},),
+        units=UnitColumns.of(entries),
+        kept=1.0,
+    )
+
+
+def write_unit(ledger: Ledger, table: Table, unit: int) -> Done:
+    """Make one unit as a run does, but for the model."""
+    index = np.zeros(ROWS, INDEX_DTYPE)
+    index["token_id"], index["pos"] = np.arange(ROWS), np.arange(ROWS)
+    index["offset"], index["doc"] = np.arange(ROWS), unit
+    index["flags"][0], index["flags"][-1] = FIRST, LAST
+    rows = np.full((ROWS, WIDTH), unit, np.float32)
+    writer = UnitWriter(ledger.objects, unit, index, table.taps, 1 << 30)
+    with Attempt(ledger, writer) as attempt:
+        writer.write(TAP, rows)
+        writer.stats[TAP].count = ROWS
+        documents = encode_documents(
+            docs=[unit], tokens=[ROWS], skipped=[None], previews=["…"], kept={}, index=index
+        )
+        done = writer.finish(
+            table=documents,
+            fingerprint=table.fingerprint,
+            tokens=ROWS,
+            documents=1,
+            contexts=1,
+            skipped={},
+            text_digest="00",
+            made_by={"finished_at": time.time(), "seconds": 1.0},
+        )
+        attempt.commit(done)
+    return done
+
+
+def picker_of(ledger: Ledger, table: Table) -> StorePicker:
+    """A worker's picker. (Of its job it needs the units alone.)"""
+    job: Any = SimpleNamespace(units=JobUnits(table.units), recipe=table.recipe, table=table)
+    presence = Presence(ledger.objects, 30, ledger.layout)
+    return StorePicker(job, ledger, presence, Budget(table, ledger, None), threading.Event())
+
+
+def make(folder: Path, units: int) -> float:
+    """Make real units as a worker does; return the CPU milliseconds that each took.
+
+    All is there but the text and the step: choosing and claiming the unit, its files, its record,
+    segments and the manifest.
+    """
+    ledger, table = Ledger(LocalObjects(folder)), table_of(units)
+    ledger.create_table(table)
+    ledger.check_weights({"embed": "aa"})
+    before = time.process_time()
+    picker = picker_of(ledger, table)
+    while (unit := picker.take()[0]) is not None:
+        write_unit(ledger, table, unit.id)
+        picker.done(unit.id)
+    ledger.complete(table)
+    return 1000 * (time.process_time() - before) / units
+
+
+def multiply(real: Path, folder: Path, units: int) -> None:
+    """Link the files of real units as those of many."""
+    source, ledger, table = (
+        Ledger(LocalObjects(real)),
+        Ledger(LocalObjects(folder)),
+        table_of(units),
+    )
+    found = [source.read_done(unit) for unit in range(len(source.table().units))]
+    records = [done for done in found if done]
+    statistics = [read_statistics(source.objects, done, table.taps) for done in records]
+    with patch("os.fsync", lambda descriptor: None):
+        ledger.create_table(table)
+        ledger.check_weights({"embed": "aa"})
+        for group in range(CURRENT.groups(units)):
+            numbers = CURRENT.units_of(group, units)
+            linked = [_link(real, folder, records[n % len(records)], n) for n in numbers]
+            merged = TapStats.empty(WIDTH)
+            for number in numbers:
+                merged.merge(statistics[number % len(records)][TAP])
+            segment = {**columns_of(linked), **statistics_tensors({TAP: merged})}
+            ledger.objects.create(fmt.segment_key(group), encode_columns(segment))
+        ledger.complete(table)
+
+
+@contextmanager
+def unfinished(folder: Path) -> Iterator[None]:
+    """Take away the manifest, the last segment and the last records; put them back afterwards."""
+    units = len(Ledger(LocalObjects(folder)).table().units)
+    last = range(units - 10, units)
+    groups = {CURRENT.group(unit) for unit in last}
+    keys = [fmt.MANIFEST, *map(fmt.segment_key, groups), *map(CURRENT.done_key, last)]
+    for key in keys:
+        os.rename(folder / key, folder.parent / key.replace("/", "-"))
+    try:
+        yield
+    finally:
+        for key in keys:
+            os.rename(folder.parent / key.replace("/", "-"), folder / key)
+
+
+def _link(real: Path, folder: Path, done: Done, unit: int) -> Done:
+    def moved(file: Shard) -> Shard:
+        key = CURRENT.attempt_prefix(unit, done.attempt) + file.key.rpartition("/")[2]
+        os.link(real / file.key, folder / key)
+        return replace(file, key=key)
+
+    (folder / CURRENT.attempt_prefix(unit, done.attempt)).mkdir(parents=True)
+    copy = replace(
+        done,
+        unit=unit,
+        shards=tuple(map(moved, done.shards)),
+        index=moved(done.index),
+        statistics=moved(done.statistics),
+        documents_table=moved(done.documents_table),
+    )
+    record = fmt.encode_record("done", copy.to_json())
+    path = folder / CURRENT.done_key(unit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(record)
+    return copy
+
+
+# -- what is measured, each in a process of its own ------------------------------------------------
+
+
+def opened(out: str) -> Any:
+    import spile
+
+    return spile.open(out)
+
+
+def measure_open(out: str) -> None:
+    dataset = opened(out)
+    assert dataset.num_tokens
+
+
+def measure_batch(out: str) -> None:
+    batch = next(iter(opened(out).batches(TAP, 4096, seed=1)))
+    assert len(batch[TAP]) == 4096
+
+
+def measure_read(out: str) -> None:
+    dataset = opened(out)
+    assert len(dataset.read(TAP, dataset.num_tokens // 2, dataset.num_tokens // 2 + 1000)) == 1000
+
+
+def measure_statistics(out: str) -> None:
+    assert opened(out).statistics(TAP).count
+
+
+def measure_document(out: str) -> None:
+    dataset = opened(out)
+    assert dataset.about(17)["tokens"] == ROWS  # (links name the documents of real units)
+
+
+def measure_status(out: str) -> None:
+    from spile.status.status import read_status
+
+    assert read_status(LocalObjects(Path(out))).units_done
+
+
+measure_progress = measure_status
+
+
+def measure_join(out: str) -> None:
+    """What a worker does before its first unit: the table, what is done, a group, a claim."""
+    ledger = Ledger(LocalObjects(Path(out)))
+    table = ledger.table()
+    ledger.done_units()
+    ledger.complete(table)
+    picker = picker_of(ledger, table)
+    unit, _ = picker.take()
+    assert unit is not None
+    for key in [*ledger.objects.list(fmt.WORKERS)]:
+        ledger.objects.delete(key)
+
+
+def measure_verify(out: str) -> None:
+    from spile.dataset.maintain.verify import verify
+
+    report = verify(LocalObjects(Path(out)), quick=True, partial=True)
+    assert report.ok, report.faults[:3]
+
+
+MEASURES: dict[str, Callable[[str], None]] = {
+    name.removeprefix("measure_"): function
+    for name, function in globals().items()
+    if name.startswith("measure_")
+}
+
+
+UNFINISHED = ("join", "progress")  # measured while ten units are left to do
+
+
+def measured(name: str, out: Path) -> dict[str, float]:
+    command = [sys.executable, __file__, str(out), "--measure", name]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return json.loads(said)
+
+
+def run_measure(name: str, out: str) -> None:
+    import spile.dataset.read.dataset  # noqa: F401  (imports are not what is measured)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began, cpu = time.perf_counter(), time.process_time()
+    MEASURES[name](out)
+    told = {
+        "seconds": round(time.perf_counter() - began, 3),
+        "cpu": round(time.process_time() - cpu, 3),
+        "grown_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+    print(json.dumps(told))
+
+
+def sizes(text: str) -> Iterator[int]:
+    return (int(part) for part in text.split(","))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--units", type=int, default=400_000)
+    parser.add_argument("--real", default=f"1000,{REAL}", help="numbers of units made in full")
+    parser.add_argument("--only", default=",".join(MEASURES))
+    parser.add_argument("--measure", choices=MEASURES)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        run_measure(arguments.measure, str(arguments.folder))
+        return
+    for count in sizes(arguments.real):
+        real = arguments.folder / f"real-{count}"
+        if not real.exists():
+            print(f"made {count} units: {make(real, count):.2f} CPU ms each", flush=True)
+    many = arguments.folder / f"many-{arguments.units}"
+    if not many.exists():
+        began = time.perf_counter()
+        multiply(real, many, arguments.units)
+        print(f"multiplied to {arguments.units}: {time.perf_counter() - began:.0f} s", flush=True)
+    for name in arguments.only.split(","):
+        with unfinished(many) if name in UNFINISHED else nullcontext():
+            print(name, measured(name, many), flush=True)
+
+
+if __name__ == "__main__":
+    main()
