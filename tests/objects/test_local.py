@@ -387,3 +387,14 @@ def test_what_others_have_created_beside_a_key_is_made_durable(
     settle(local, "done/1.json", "done/2.json", "units.json", "nowhere/1.json")
     synced = sorted(event[:2] for event in events)
     assert synced == [("sync", str(local.root)), ("sync", str(local.root / "done"))]
+
+
+def test_few_of_many_folders_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spile.objects.local._KNOWN_FOLDERS", 8)
+    local = LocalObjects(tmp_path)
+    for number in range(50):
+        local.create(f"done/{number}/x", b"")
+        assert local.get(f"done/{number}/x") == b""
+        assert max(len(local._inside), len(local._durable)) <= 8 + len(tmp_path.parts) + 2

@@ -17,6 +17,7 @@ from spile.objects.protocol import Entry, Objects, check_held, check_key
 
 _TEMPORARY = ".tmp-"
 _SYNC_BYTES = 64 << 20  # bytes of a file after which they are made durable
+_KNOWN_FOLDERS = 1 << 12  # kept; asking again is cheap
 _SYNCS = 8  # files to sync at once: one for each tap that is being written
 
 
@@ -75,6 +76,7 @@ class LocalObjects:
             if not folder.resolve().is_relative_to(self.root.resolve()):
                 return False
             if folder.is_dir():
+                _forget_many(self._inside)
                 self._inside.add(folder)
         return True
 
@@ -215,6 +217,7 @@ class LocalObjects:
         """Open a file that must not exist, and make its folders, which `gc` may be removing."""
         for attempt in range(100):
             try:
+                _forget_many(self._durable)
                 make_folder(path.parent, self._durable, self.root)
                 return path.open("xb", buffering=0)
             except FileNotFoundError:
@@ -222,6 +225,12 @@ class LocalObjects:
                 if attempt == 99:
                     raise
         raise AssertionError
+
+
+def _forget_many(folders: set[Path]) -> None:
+    """Empty a set of known folders that has grown: a dataset has two for each unit."""
+    if len(folders) >= _KNOWN_FOLDERS:
+        folders.clear()
 
 
 class LocalStream:
