@@ -223,7 +223,7 @@ def test_a_healthy_dataset_computed_in_bfloat16_agrees(rough: Path) -> None:
             assert 1e-4 < tap.floor <= tap.allowed / 2, "the reference has one, in bfloat16"
 
 
-@pytest.mark.parametrize("name", some(("llama-gqa", "gpt2", "qwen3moe-gqa"), "gpt2"))
+@pytest.mark.parametrize("name", some(("llama-gqa", "gpt2", "qwen3moe-gqa", "glm4moe-gqa"), "gpt2"))
 def test_products_in_float8_agree_with_their_emulation_and_say_what_they_cost(
     name: str, texts: Path, tmp_path: Path
 ) -> None:

@@ -352,6 +352,19 @@ def test_matrices_are_of_float8_with_scales_and_the_rest_of_bfloat16(tmp_path: P
         assert 0 < np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted), name
 
 
+def test_of_experts_only_the_shared_one_is_of_float8(tmp_path: Path) -> None:
+    """So is the plain MLP of the first layer. The router's correction keeps all of its digits."""
+    _, checkpoint = saved(VARIANTS["glm4moe-gqa"], tmp_path)
+    schedule = LayerSchedule.of(checkpoint.arch, 4, whole=True)
+    params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype(jnp.float8_e4m3fn))
+    (plain,), (routed,) = params.lead, params.cycle
+    for block, stem in ((plain, "wd_"), (routed, "ws_")):
+        narrow = {name for name, array in block.items() if isinstance(array, Float8Weight)}
+        assert narrow == {"wq", "wk", "wv", "wo", *(stem + n for n in ("gate", "up", "down"))}
+    assert {str(routed[name].dtype) for name in ("w_up", "w_router")} == {"bfloat16"}
+    assert str(routed["correction"].dtype) == "float32"
+
+
 def test_many_files_load_as_one(tmp_path: Path) -> None:
     tensors = tiny.random_tensors(tiny.CONFIG)
     one, many = write(tmp_path / "one", tensors), write(tmp_path / "many", tensors, parts=3)
