@@ -145,6 +145,13 @@ MINIMAX: dict[str, Any] = {
     **SMALL, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3,
     "rope_parameters": partial(0.5),
 }  # fmt: skip
+# Chunks as long as others' windows; every other layer has experts, every third does not rotate.
+LLAMA4: dict[str, Any] = {
+    **SMALL, "head_dim": 16, "num_hidden_layers": 4, "intermediate_size": 32,
+    "intermediate_size_mlp": 56, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": WINDOW,
+    "floor_scale": 10, "attn_scale": 0.4,
+}  # fmt: skip
 # Two value heads for each key head, and other sizes than attention's. What a query reads may be
 # nearly nothing, and its norm makes that one: with the usual epsilon of 1e-6, so it does of errors.
 HYBRID: dict[str, Any] = {
@@ -214,6 +221,7 @@ _qwen35 = _family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", HYBRID)
 _qwen35moe = _family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", HYBRID_MOE)
 _qwen3next = _family("Qwen3NextConfig", "Qwen3NextForCausalLM", HYBRID_MOE)
 _olmohybrid = _family("OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO_HYBRID)
+_llama4 = _family("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4)
 _stablelm = _family("StableLmConfig", "StableLmForCausalLM", STABLELM)
 _qwen2moe = _family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", QWEN2MOE)
 _olmoe = _family("OlmoeConfig", "OlmoeForCausalLM", OLMOE)
@@ -250,6 +258,21 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "llama3-rope": _llama(rope_parameters=LLAMA3),
     "llama-linear-rope": _llama(rope_parameters=LINEAR),
     "llama-dynamic-rope": _llama(rope_parameters=DYNAMIC),
+    "llama4-gqa": _llama4(),
+    "llama4-mha-chosen": _llama4(
+        MHA,
+        num_experts_per_tok=1,
+        moe_layers=[0, 3],
+        no_rope_layers=[0, 1, 1, 1],
+        rope_parameters=LLAMA3,
+    ),
+    "llama4-mqa-plain": _llama4(
+        MQA,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        interleave_moe_layer_step=1,
+        attention_bias=True,
+    ),
     "mistral-gqa": _mistral(head_dim=16),
     "mistral-mha": _mistral(MHA),
     "mistral-mqa": _mistral(MQA),
@@ -442,6 +465,19 @@ def qwen35_multimodal(*, experts: bool = False, **changes: Any) -> Any:
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
+def llama4_multimodal(**changes: Any) -> Any:
+    """Llama 4 as published: the same decoder, beside a vision tower."""
+    vision = {
+        "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 8,
+        "num_attention_heads": 2, "patch_size": 4, "vision_output_dim": 16,
+        "projector_input_dim": 16, "projector_output_dim": 16,
+    }  # fmt: skip
+    config = transformers.Llama4Config(
+        text_config=deepcopy({**LLAMA4, **changes}), vision_config=vision
+    )
+    return transformers.Llama4ForConditionalGeneration(config)
+
+
 def gemma3_multimodal(**changes: Any) -> Any:
     """Gemma 3 as published from 4B up: the same decoder, beside a vision tower."""
     vision = {
@@ -521,6 +557,6 @@ def _distribution(module: Any, name: str, parameter: torch.Tensor) -> tuple[floa
         return 0.0, 1.0
     if parameter.ndim == 1 or name.endswith("bias"):
         return 0.0, 0.3
-    # Conv1D and gpt-oss' experts are stored [in, out], everything else [out, in].
-    inward = kind == "Conv1D" or kind == "GptOssExperts"
+    # Conv1D and some experts are stored [in, out], everything else [out, in].
+    inward = kind in ("Conv1D", "GptOssExperts", "Llama4TextExperts")
     return 0.0, parameter.shape[-2 if inward else -1] ** -0.5

@@ -23,6 +23,7 @@ CHOSEN = {
     "cohere-mha-qknorm": Layout(1, 2, 4), "falcon-gqa": Layout(2, 1, 2),
     "stablelm-mqa-parallel-qknorm": Layout(1, 1, 4), "qwen2moe-gqa": Layout(1, 1, 4),
     "dots1-gqa": Layout(1, 1, 8), "qwen35-gqa": Layout(2, 2, 2), "olmohybrid-gqa": Layout(1, 1, 4),
+    "llama4-gqa": Layout(1, 2, 2),
 }  # fmt: skip
 
 

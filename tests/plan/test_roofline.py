@@ -132,6 +132,15 @@ def test_attention_is_counted_for_the_keys_a_query_sees() -> None:
     assert long - short == pytest.approx(8 * 2048 * pairs * (2048 - seen), rel=1e-6)
 
 
+def test_of_chunks_only_pairs_within_one_are_counted() -> None:
+    arch = arch_of("Llama-4-Maverick-17B-128E-text")
+    chunk, seq = 8192, 20_000
+    seen = sum(i % chunk + 1 for i in range(seq)) / seq
+    pairs = 4 * arch.num_heads * arch.head_dim
+    short, long = (workload(arch, taps, seq_len=seq) for taps in ("z:0", "z:0,attn_pattern:0"))
+    assert (long.flops - short.flops) / short.tokens == pytest.approx(pairs * (seq - seen))
+
+
 def test_the_gated_delta_rule_is_counted_by_chunks_and_states() -> None:
     arch = arch_of("Qwen3.5-27B-text")
     assert arch.delta

@@ -75,7 +75,8 @@ class Reference:
         self._model.eval()
         # Only eager attention returns its weights. (Some families only look there.)
         self._model.set_attn_implementation("eager")
-        self._body: Any = self._model.get_decoder()
+        decoder: Any = self._model.get_decoder()
+        self._body: Any = getattr(decoder, "model", decoder)  # (some give it with its head)
         self._body.config._attn_implementation = "eager"
         # Learned positions are added to the embeddings; rotary ones rotate q and k.
         self._rotary: Any = getattr(self._body, "rotary_emb", None)
@@ -444,12 +445,19 @@ def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
 def _expert_points(mlp: Any, layer: str) -> Iterator[_Point]:
     router = _part(mlp, "router")
 
-    def by_weight(found: Any, item: int) -> Tensor:
-        order = found[1].argsort(dim=-1, descending=True, stable=True)
-        return found[item].gather(-1, order)
+    def routed(found: Any) -> Any:
+        if len(found) == 3:
+            return found
+        weights, logits = found  # of all experts: zero for those that are not chosen
+        return logits, *weights.topk(router.top_k)
 
-    # Routers return three values, without the batch dimension; some do not sort them.
-    yield _Point("router_logits" + layer, router, "out", lambda x: x)
+    def by_weight(found: Any, item: int) -> Tensor:
+        _, weights, _ = values = routed(found)
+        order = weights.argsort(dim=-1, descending=True, stable=True)
+        return values[item].gather(-1, order)
+
+    # Routers return values without the batch dimension; some do not sort them.
+    yield _Point("router_logits" + layer, router, "out", lambda x: routed(x)[0], None)
     yield _Point("expert_weights" + layer, router, "out", partial(by_weight, item=1), None)
     yield _Point("expert_ids" + layer, router, "out", partial(by_weight, item=2), None)
     shared, gate = _shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)

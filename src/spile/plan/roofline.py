@@ -315,6 +315,9 @@ class Workload:
         seq = self.seq_len
         if self._scores_all:
             return seq
+        if layer.chunk is not None and layer.chunk < seq:
+            whole, rest = divmod(seq, layer.chunk)
+            return (whole * layer.chunk * (layer.chunk + 1) + rest * (rest + 1)) / 2 / seq
         window = min(seq, layer.window or seq)
         return (window * (window + 1) / 2 + (seq - window) * window) / seq
 

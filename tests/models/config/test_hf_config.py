@@ -41,6 +41,8 @@ PARAMS = {
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.2-1B": 1_235_814_400,
     "Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Llama-4-Maverick-17B-128E-text": 400_711_848_960,
+    "Llama-4-Scout-17B-16E-Instruct": 107_769_861_120,
     "Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "Mistral-7B-v0.1": 7_241_732_096,
     "Mistral-Nemo-Base-2407": 12_247_782_400,
@@ -129,6 +131,8 @@ PARAMS = {
 # One of each row of `FAMILIES`, the hardest there is.
 OF_FAMILY = {
     "llama": "Llama-3.1-8B",
+    "llama4": "Llama-4-Maverick-17B-128E-text",
+    "llama4-multimodal": "Llama-4-Scout-17B-16E-Instruct",
     "mistral": "Mistral-7B-v0.1",
     "qwen2": "Qwen2.5-7B-Instruct-yarn",
     "qwen3": "Qwen3-8B",
@@ -236,6 +240,7 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
     built_too = 4 if linear in (getattr(config, "layer_types", None) or ()) else 2
     small.num_hidden_layers = built_too
     base = built(small).get_decoder()
+    base = getattr(base, "model", base)
     block = first(base, "layers", "h", "blocks")[-1]
     attention = first(block, "self_attn", "self_attention", "attention", "attn")
     attention = getattr(attention, "attention", attention)
@@ -299,7 +304,9 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
         ),
         "glu_limit": getattr(inner, "limit", None),
         "experts": _experts_of_theirs(mlp) if hasattr(mlp, "experts") else None,
-        "dense": [
+        "dense": [i not in config.moe_layers for i in range(depth)]
+        if hasattr(config, "moe_layers")
+        else [
             not hasattr(first(each, *[n for n in MLPS if hasattr(each, n)], "self"), "experts")
             and hasattr(mlp, "experts")
             for each in (*first(base, "layers", "h", "blocks"), *[block] * (depth - built_too))
@@ -311,8 +318,16 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
         ),
         "sinks": hasattr(attention, "sinks"),
         "qk_norm": any(
-            hasattr(attention, name) for name in ("q_norm", "q_layernorm", "query_layernorm")
+            hasattr(attention, name)
+            for name in ("q_norm", "q_layernorm", "query_layernorm", "qk_norm")
         ),
+        "chunks": [
+            config.attention_chunk_size if kinds and kinds[i] == "chunked_attention" else None
+            for i in range(depth)
+        ],
+        "growth": (attention.attn_scale, attention.floor_scale)
+        if getattr(attention, "attn_temperature_tuning", False)
+        else None,
         "linear": [kinds is not None and kinds[i] == linear for i in range(depth)],
         "delta": _delta_of_theirs(base.layers[0], block) if built_too > 2 else None,
         "attn_gate": hasattr(attention, "q_proj")
@@ -341,7 +356,7 @@ def _rounded(scale: float) -> float:
 
 
 MLP_NORMS = ("ln_2", "ln_mlp", "fc1", "norm_2", "feedforward_layernorm")
-MLPS = ("mlp", "ffn", "block_sparse_moe")
+MLPS = ("mlp", "ffn", "block_sparse_moe", "feed_forward")
 SCALES = ("scaling", "inv_norm_factor", "softmax_scale")
 
 
@@ -353,8 +368,11 @@ def _experts_of_theirs(mlp: Any) -> Experts:
     return Experts(
         router.num_experts,
         router.top_k,
-        getattr(router, "norm_topk_prob", True),
-        scored="sigmoid" if name.startswith(("Glm4Moe", "Dots1", "MiniMax")) else "softmax",
+        getattr(router, "norm_topk_prob", name != "Llama4Router"),
+        scored="sigmoid"
+        if name.startswith(("Glm4Moe", "Dots1", "MiniMax", "Llama4"))
+        else "softmax",
+        weighs_input=name.startswith("Llama4"),
         corrected=corrected,
         groups=getattr(router, "num_group", 1),
         chosen_groups=getattr(router, "topk_group", 1),
@@ -432,6 +450,8 @@ def facts_of_ours(arch: Arch) -> dict[str, Any]:
         "parallel": arch.parallel,
         "sinks": arch.sinks,
         "qk_norm": arch.qk_norm is not None,
+        "chunks": [layer.chunk for layer in arch.layers],
+        "growth": arch.attn_growth,
         "linear": [layer.mixer == GATED_DELTA for layer in arch.layers],
         "delta": arch.delta,
         "attn_gate": arch.attn_gate,
@@ -459,6 +479,25 @@ def test_layers_without_rotary_positions_are_listed_or_counted() -> None:
     for bad in ([1, 0], [2] * 36, "all"):
         with pytest.raises(InputError, match="no_rope_layers must say 0 or 1 for each layer"):
             read({**values, "no_rope_layers": bad})
+
+
+def test_chunks_are_in_the_layers_that_rotate_or_in_those_that_are_listed() -> None:
+    values = published("Llama-4-Maverick-17B-128E-text")
+    listed = read(values)
+    assert [(layer.chunk, layer.rope) for layer in listed.layers] == [
+        *[(8192, 0)] * 3, (None, None),
+    ] * 12  # fmt: skip
+    assert [layer.dense for layer in listed.layers] == [True, False] * 24
+    for key in ("layer_types", "no_rope_layers", "moe_layers"):
+        del values[key]
+    assert read(values) == listed
+    whole = read({**values, "layer_types": ["full_attention"] * 48})
+    assert {layer.chunk for layer in whole.layers} == {None}
+    assert [layer.rope for layer in whole.layers] == [layer.rope for layer in listed.layers]
+    assert "layer_types must say" in refused({**values, "layer_types": ["sliding_attention"] * 48})
+    assert "attention_chunk_size" in refused({**values, "attention_chunk_size": None})
+    for bad in ([48], "all", [[1]]):
+        assert "moe_layers must be a list of layers" in refused({**values, "moe_layers": bad})
 
 
 def test_alpha_stretches_the_base_of_hunyuans_rotary_positions() -> None:

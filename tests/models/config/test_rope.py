@@ -44,6 +44,7 @@ CASES: dict[str, tuple[float, int, int, dict[str, Any]]] = {
     "dynamic": (1e4, 128, 4096, {"rope_type": "dynamic", "factor": 2.0}),
     "llama3.1": (5e5, 128, 131072, LLAMA3),
     "llama3.2": (5e5, 64, 131072, {**LLAMA3, "factor": 32.0}),
+    "llama4": (5e5, 128, 10485760, {**LLAMA3, "factor": 16.0, "high_freq_factor": 1.0}),
     "yarn-qwen2.5": (1e6, 128, 32768, {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
     "yarn-original-absent": (1e4, 64, 2048, {"rope_type": "yarn", "factor": 16.0}),
@@ -235,7 +236,7 @@ def test_settings_differ_where_any_part_of_them_does() -> None:
         ({"rope_type": "llama3", "factor": 8.0}, "high_freq_factor, low_freq_factor, original_max"),
         ({"rope_type": "longrope", "factor": 2.0}, "missing or unknown keys: long_factor, short_"),
         ({"factor": 2.0}, "missing or unknown keys: factor"),
-        ({**LLAMA3, "high_freq_factor": 1.0}, "high_freq_factor must exceed low_freq_factor"),
+        ({**LLAMA3, "high_freq_factor": 0.5}, "high_freq_factor is below low_freq_factor"),
     ],
 )
 def test_settings_that_are_not_understood_are_refused(scaling: dict[str, Any], said: str) -> None:

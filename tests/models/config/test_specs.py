@@ -77,6 +77,7 @@ def test_the_arrays_of_a_llama() -> None:
         ({"head_bias": True}, {"head_bias"}),
         ({"ropes": (), "alibi": (0.5, 0.25, 0.125, 0.0625)}, set()),
         ({"qk_norm": "heads"}, {"q_norm", "k_norm"}),
+        ({"qk_norm": "bare"}, set()),
     ],
 )  # fmt: skip
 def test_a_switch_adds_its_arrays_and_no_others(changes: dict[str, Any], names: set[str]) -> None:

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 import quick
 from marks import some
-from spile.models.forward.attention import Attention, Scoring, blocked, masked, pattern
+from spile.models.forward.attention import (
+    Attention,
+    Scoring,
+    blocked,
+    chunked,
+    masked,
+    pattern,
+)
 
 ROWS, SEQ, DIM = 4, 37, 8  # 37 is divisible by no block size below
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -117,6 +124,20 @@ def run(
     given = [jnp.asarray(a) for a in (*arrays, segments, positions)]
     beside = [None if each is None else jnp.asarray(each) for each in (sinks, slopes)]
     return np.asarray(COMPILED[name](*given, scoring, *beside))
+
+
+@each_implementation
+def test_no_chunk_of_a_document_sees_another(name: str) -> None:
+    """They count from the document's start, whatever was packed before it."""
+    rows = [[20, 9, 5], [37], [1, 36], []]
+    cut = [[6, 6, 6, 2, 6, 3, 5], [6] * 6 + [1], [1] + [6] * 6, []]
+    (whole, wanted), arrays = map(places, (rows, cut)), values(np.random.default_rng(6))
+    segments, positions = (np.asarray(each) for each in chunked(*map(jnp.asarray, whole), 6))
+    found = run(name, arrays, segments, positions)
+    real = segments > 0
+    assert np.array_equal(real, whole[0] > 0)
+    assert np.array_equal(positions[real], wanted[1][real])
+    np.testing.assert_allclose(found[real], one_by_one(arrays, wanted[0])[real], atol=2e-6)
 
 
 @each_implementation

@@ -22,6 +22,7 @@ from families import (
     REFUSED,
     WINDOW,
     gemma3_multimodal,
+    llama4_multimodal,
     qwen35_multimodal,
     randomised,
     save,
@@ -47,6 +48,7 @@ TOLERANCE = 2e-5  # of the tap's largest value
 SUPPORTED: dict[str, Callable[..., Any]] = {
     **{name: make for name, make in FAMILIES.items() if name not in REFUSED},
     "gemma3-multimodal": gemma3_multimodal,
+    "llama4-multimodal": llama4_multimodal,
     "qwen35-multimodal": qwen35_multimodal,
     "qwen35moe-multimodal": partial(qwen35_multimodal, experts=True),
     "gemma3-three-blocks": partial(  # what does not fill a period stands behind the scan
@@ -72,7 +74,7 @@ STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
 # switch is in one of them. Heads are the same for all, and frequencies are compared with HF's in
 # tests/models/config/test_rope.py. All families are tried with --chaos-full.
 KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo2-gqa",
-         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa")  # fmt: skip
+         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "llama4-gqa")  # fmt: skip
 ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-gqa",
          "starcoder2-gqa", "olmo3-gqa", "smollm3-mqa-chosen", "seedoss-gqa",
          "arcee-gqa", "granite-gqa", "glm4-gqa", "olmo-mha-clipped",
@@ -314,8 +316,8 @@ def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
     fewer = {
         **dict.fromkeys(own, {1}), "GPTBigCodeForCausalLM": {4},
         **dict.fromkeys(
-            ("Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
-             "Qwen3_5MoeForConditionalGeneration"), {2},
+            ("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration",
+             "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"), {2},
         ),
     }  # fmt: skip
     known = [name for family in KNOWN for name in family.architectures if name != "MPTForCausalLM"]
@@ -556,6 +558,7 @@ def test_logits_are_never_held_whole_where_they_are_too_large(
 PACKED = [
     ("gptoss-gqa", "resid_post:all"),  # all else would show there
     ("gemma2-gqa", "attn_pattern:0+1,z:1"),
+    pytest.param("llama4-gqa", "resid_post:0+1,attn_out:2,q_rot:2", marks=FULL),
     pytest.param("qwen35-gqa", "resid_post:0+1,conv_out:0+2,delta_state_norm:0", marks=FULL),
     pytest.param("gptoss-gqa", "attn_pattern:all,q_rot:all,expert_ids:all,logits", marks=FULL),
 ]
@@ -608,12 +611,13 @@ COARSE = {
     "gpt_bigcode": "gptbigcode-mqa", "mpt": "mpt", "hunyuan_v1_dense": "hunyuan-mqa",
     "apertus": "apertus-gqa", "ministral3": "ministral3-gqa", "qwen3_next": "qwen3next-gqa",
     "qwen3_5": "qwen35-gqa", "qwen3_5_moe": "qwen35moe-gqa", "olmo_hybrid": "olmohybrid-gqa",
+    "llama4": "llama4-gqa",
 }  # fmt: skip
 # What makes each choose every expert; the first ones choose by the logits alone.
 BY_LOGITS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe", "qwen3_next",
              "qwen3_5_moe")  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys((*BY_LOGITS, "glm4_moe", "minimax_m2"), {"num_experts_per_tok": 6}),
+    **dict.fromkeys((*BY_LOGITS, "glm4_moe", "minimax_m2", "llama4"), {"num_experts_per_tok": 6}),
     "ernie4_5_moe": {"moe_k": 6},
     "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
 }

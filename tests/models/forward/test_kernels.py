@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ import pytest
 
 import tiny
 from marks import some
+from spile.models.config.arch import Layer
 from spile.models.config.hf_config import read_config
 from spile.models.forward import kernels
 from spile.models.forward.attention import Attention, Scoring, blocked, masked
@@ -148,6 +150,17 @@ def test_each_platform_has_its_kernel() -> None:
     assert for_platform("tpu", arch_with(), "bfloat16", **GIVEN) is splash
     assert for_platform("tpu", arch_with(head_dim=64), "bfloat16", **GIVEN) is splash
     assert for_platform("METAL", arch_with(), "bfloat16", **GIVEN) is blocked
+
+
+def test_chunks_are_contexts_for_a_kernel_that_counts_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_gpu(monkeypatch, "9.0")
+    arch = arch_with()
+    cut = replace(arch, layers=(*arch.layers, Layer(chunk=100)))
+    chosen = {"wanted": "cudnn", **GIVEN}
+    found = [for_platform("gpu", each, "bfloat16", **chosen) for each in (arch, cut)]
+    assert [cast(Any, each).keywords for each in found] == [{"contexts": 8}, {"contexts": 10}]
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:

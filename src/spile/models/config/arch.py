@@ -21,6 +21,7 @@ class Layer:
     rope: int | None = 0  # index into the model's rotary settings; None: q and k are not rotated
     dense: bool = False  # a plain MLP, where other blocks have experts
     mixer: str = ATTENTION  # how tokens read from each other
+    chunk: int | None = None  # contexts are cut into this many tokens; none sees another's
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,13 @@ class Arch:
     alibi: tuple[float, ...] = ()  # of each head: how much a score falls with each token between
     attn_scale: float  # of the scores
     attn_softcap: float | None = None
-    # over each head ("head"; "heads" with weights for each), or all heads together ("full")
+    # (share, step): queries that are not rotated grow by share * log(1 + tokens so far // step)
+    attn_growth: tuple[float, int] | None = None
+    # over each head ("head"; "heads" with weights for each, "bare" without weights), or all heads
+    # together ("full")
     qk_norm: str | None = None
     qk_norm_last: bool = False  # after the rotation, not before it
+    qk_norm_rotated: bool = False  # only where there is a rotation
     qkv_limit: float | None = None  # q, k and v are clamped, before anything else
     sinks: bool = False  # each head may attend to nothing: one more score, without a value
     attn_gate: bool = False  # mixed values are multiplied by the sigmoid of one more projection

@@ -338,6 +338,43 @@ _QWEN35_MOE: dict[str, Any] = {
         **named(LAYER + "mlp.experts.", w_down="down_proj"),
     },
 }  # fmt: skip
+_FEED_FORWARD = LAYER + "feed_forward."
+_LLAMA4: dict[str, Any] = {
+    "fixed": {"rope_interleaved": True, "qk_norm_last": True, "qk_norm_rotated": True},
+    "biases": {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+    "switched": {"qk_norm": ("use_qk_norm", "bare")},
+    "keys": {
+        "num_experts": "num_local_experts", "dense_size": "intermediate_size_mlp",
+        "shared_size": "intermediate_size",
+    },
+    "reads": (
+        *_MOE_READS, "num_experts", "shared_size", "moe_layers", "interleave_moe_layer_step",
+        "no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size",
+        "attn_temperature_tuning", "floor_scale", "attn_scale",
+    ),
+    "defaults": {
+        "num_key_value_heads": 8, "head_dim": 128, "num_experts": 16, "num_experts_per_tok": 1,
+        "norm_topk_prob": False, "intermediate_size": 8192, "shared_size": 8192,
+        "dense_size": 16384, "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192, "use_qk_norm": True, "attn_temperature_tuning": True,
+        "floor_scale": 8192, "attn_scale": 0.1, "rope_theta": 5e5, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+    },
+    "ignored": _ROUTER_LOSS,
+    "harmless": {"for_llm_compression": (False,), "cache_implementation": ("hybrid",)},
+    "experts": {"scored": "sigmoid", "weighs_input": True},
+    "weights": {
+        **LLAMA_WEIGHTS,
+        **linears(_FEED_FORWARD, d_gate="gate_proj", d_up="up_proj", d_down="down_proj"),
+        **linears(
+            _FEED_FORWARD + "shared_expert.", s_gate="gate_proj", s_up="up_proj",
+            s_down="down_proj",
+        ),
+        **named(_FEED_FORWARD, w_router="router.weight"),
+        **fused(_FEED_FORWARD + "experts.gate_up_proj", "w_gate", "w_up", transposed=True),
+        "w_down": TensorSource(_FEED_FORWARD + "experts.down_proj", transposed=True),
+    },
+}  # fmt: skip
 
 FAMILIES = (
     Family(
@@ -348,6 +385,17 @@ FAMILIES = (
         },
         defaults={"max_position_embeddings": 2048},
         unused_weights=_OLD_ROTARY,
+    ),
+    Family(name="llama4", architectures=("Llama4ForCausalLM",), **_LLAMA4),
+    Family(
+        name="llama4-multimodal",
+        architectures=("Llama4ForConditionalGeneration",),
+        nested="text_config",
+        beside=("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"),
+        prefixes=("language_model.model.",),
+        head="language_model.lm_head.weight",
+        unused_weights=("vision_model.*", "multi_modal_projector.*"),
+        **_LLAMA4,
     ),
     Family(
         name="mistral",

@@ -51,6 +51,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 _PACKED = ("fp8", "compressed-tensors", "gptq", "awq")  # in any family
 _KINDS = ("full_attention", "sliding_attention")
 _LINEAR = "linear_attention"  # layers that mix tokens by the gated delta rule
+_CHUNKED = "chunked_attention"
 # Larger than in any model: a config is untrusted, and layers are listed one by one.
 _MOST, _MOST_LAYERS = 1 << 31, 4096
 _MOST_EXPERTS = 1 << 18  # over all layers: each has tensors, which are listed by name
@@ -110,7 +111,10 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
         if given[0] in family.architectures and fits:
             return family
     known = list(dict.fromkeys(name for family in FAMILIES for name in family.architectures))
-    nearest = difflib.get_close_matches(given[0], known, n=1, cutoff=0.0)[0]
+    # By the model's name: what it is for ("CausalLM") is much the same in all of them.
+    stems = {name.partition("For")[0]: name for name in reversed(known)}
+    stem = difflib.get_close_matches(given[0].partition("For")[0], stems, n=1, cutoff=0.0)[0]
+    nearest = stems[stem]
     raise InputError(
         f"{where}: architecture {given[0]!r} is not supported; the nearest is {nearest} "
         f"(supported: {', '.join(known)})"
@@ -188,7 +192,16 @@ def _attention(config: _Config, sizes: Mapping[str, Any]) -> dict[str, Any]:
         "alibi": _slopes(sizes["num_heads"]) if config.family.alibi else (),
         "attn_scale": (scalar or sizes["head_dim"]) ** -0.5,
         "attn_softcap": config.amount("attn_logit_softcapping"),
+        "attn_growth": _growth(config),
     }
+
+
+def _growth(config: _Config) -> tuple[float, int] | None:
+    if "attn_temperature_tuning" not in config.family.reads:
+        return None
+    share = positive(config.get("attn_scale"), "attn_scale", config.where)
+    step = config.number("floor_scale")
+    return (share, step) if config.switch("attn_temperature_tuning") else None
 
 
 def _slopes(heads: int) -> tuple[float, ...]:
@@ -311,6 +324,12 @@ def _dense(config: _Config, count: int) -> list[bool]:
         last = config.get("moe_layer_end_index")
         last = count - 1 if last == -1 else config.whole("moe_layer_end_index")
         return [(i + 1) % interval != 0 or not first <= i <= last for i in range(count)]
+    if "moe_layers" in config.family.reads:
+        step, given = config.number("interleave_moe_layer_step"), config.get("moe_layers")
+        listed = list(range(step - 1, count, step)) if given is None else given
+        if not _are_kinds(listed, tuple(range(count))):
+            raise InputError(f"{config.where}: moe_layers must be a list of layers, got {given!r}")
+        return [i not in listed for i in range(count)]
     step, given = config.number("decoder_sparse_step"), config.get("mlp_only_layers")
     if given is not None and not isinstance(given, list):
         raise InputError(f"{config.where}: mlp_only_layers must be a list of layers, got {given!r}")
@@ -391,6 +410,8 @@ def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
         raise InputError(f"{config.where}: num_hidden_layers must be at most {_MOST_LAYERS}")
     if config.family.delta is not None:
         return _hybrid_layers(config, count)
+    if "attention_chunk_size" in config.family.reads:
+        return _chunked_layers(config, count)
     if "use_sliding_window" in config.family.reads and not config.switch("use_sliding_window"):
         window = None
     if window is not None and (type(window) is not int or not 0 < window < _MOST):
@@ -476,12 +497,28 @@ def _hybrid_layers(config: _Config, count: int) -> tuple[Layer, ...]:
     )
 
 
+def _chunked_layers(config: _Config, count: int) -> tuple[Layer, ...]:
+    """Chunks in the layers that are listed, or in those that rotate q and k."""
+    size, rotated = config.number("attention_chunk_size"), _rotated(config, count)
+    by_rotation = [_CHUNKED if turned else _KINDS[0] for turned in rotated]
+    given = config.get("layer_types")
+    kinds: Any = by_rotation if given is None else given
+    if not _are_kinds(kinds, (_KINDS[0], _CHUNKED)) or len(kinds) != count:
+        raise InputError(
+            f"{config.where}: layer_types must say {_KINDS[0]} or {_CHUNKED} for each layer"
+        )
+    return tuple(
+        Layer(rope=0 if turned else None, dense=dense, chunk=size if kind == _CHUNKED else None)
+        for kind, turned, dense in zip(kinds, rotated, _dense(config, count), strict=True)
+    )
+
+
 def _rotated(config: _Config, count: int) -> list[bool]:
     """Which layers rotate q and k: all, but in families that leave some out."""
     if "no_rope_layers" not in config.family.reads:
         return [True] * count
     interval, given = config.number("no_rope_layer_interval"), config.extra("no_rope_layers")
-    if given is None:
+    if given is None or given == []:
         return [(i + 1) % interval != 0 for i in range(count)]
     if not _are_kinds(given, (0, 1)) or len(given) < count:
         raise InputError(f"{config.where}: no_rope_layers must say 0 or 1 for each layer")

@@ -91,8 +91,8 @@ class Rope:
                 + ", ".join(sorted(wrong))
             )
         checked = {k: _checked(v, f"rope scaling {k}", where) for k, v in scaling.items()}
-        if checked.get("high_freq_factor", 2) <= checked.get("low_freq_factor", 1):
-            raise InputError(f"{where}: rope scaling high_freq_factor must exceed low_freq_factor")
+        if checked.get("high_freq_factor", 2) < checked.get("low_freq_factor", 1):
+            raise InputError(f"{where}: rope scaling high_freq_factor is below low_freq_factor")
         fraction = positive(fraction, "partial_rotary_factor", where)
         if positive(theta, "rope_theta", where) <= 1:
             raise InputError(f"{where}: rope_theta must be above 1, got {theta!r}")
@@ -157,10 +157,10 @@ def _checked(value: Any, name: str, where: str) -> Any:
 def _llama3(
     plain: np.ndarray, factor: float, original: float, scaling: Mapping[str, float]
 ) -> np.ndarray:
-    """Stretch long wavelengths, keep short ones, and interpolate between."""
+    """Stretch long wavelengths, keep short ones, and interpolate between, if there is a between."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = original * plain / (2 * math.pi)  # rotations within the original context
-    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    blend = np.clip((turns - low) / ((high - low) or 1e-12), 0.0, 1.0)
     return (1 - blend) * plain / factor + blend * plain
 
 

@@ -59,6 +59,15 @@ Attention = Callable[[Places, Places], Attend]
 _HIDDEN = -1e30  # finite, so that padding, which sees no key, gives no NaN
 
 
+def chunked(segments: Places, positions: Places, size: int | None) -> tuple[Places, Places]:
+    """The places of tokens whose contexts are cut into chunks: each is then a context by itself."""
+    if size is None:
+        return segments, positions
+    most = -(-segments.shape[1] // size)  # of a context
+    apart = segments * most + positions // size
+    return jnp.where(segments > 0, apart, 0), positions % size
+
+
 def masked(segments: Places, positions: Places) -> Attend:
     """The definition: score every pair, and mask the invisible ones."""
 

@@ -29,6 +29,7 @@ from spile.models.forward.attention import (
     Attention,
     Scoring,
     attention_by_heads,
+    chunked,
     mixed,
     pattern,
 )
@@ -69,7 +70,7 @@ class _Run:
     segments: Places
     columns: Columns | None
     angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
-    attend: Attend | None  # None: there is no block
+    attends: dict[int | None, Attend]  # by the chunks of layers; none: there is no block
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
     heads: dict[Kept, list[int]]  # heads to keep in all layers of a mixer; if absent, all
     shards: Shards | None  # None: one device has everything
@@ -241,18 +242,17 @@ def _run_of(
     changes = {computed_as(tap): change for tap, change in splice.items()}
     if len(changes) < len(splice):
         raise ConfigError("splice: resid_pre of a block is resid_post of the one before; name one")
-    if attention is None:
-        attend = None
-    elif shards:
-        attend = attention_by_heads(attention, segments, positions, shards)
-    else:
-        attend = attention(segments, positions)
+    attends: dict[int | None, Attend] = {}
+    if attention is not None:
+        whole = partial(attention_by_heads, attention, shards=shards) if shards else attention
+        sizes = {layer.chunk for layer in arch.layers}
+        attends = {size: whole(*chunked(segments, positions, size)) for size in sizes}
     frequencies = [rope.frequencies(arch.head_dim, arch.rope_positions) for rope in arch.ropes]
     wanted = _layers_by_site(taps)
     return _Run(
         arch, tokens, positions, segments, columns,
         tuple(rotary_angles(positions, *each) for each in frequencies),
-        attend, wanted, _heads_kept(taps, arch), shards, changes, "attn_pattern" in wanted,
+        attends, wanted, _heads_kept(taps, arch), shards, changes, "attn_pattern" in wanted,
     )  # fmt: skip
 
 
@@ -481,18 +481,20 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
         q, k = (rotate(each, *angles, interleaved=arch.rope_interleaved) for each in (q, k))
     if arch.qk_norm_last:
         q, k = normed(q, name="q_norm"), normed(k, name="k_norm")
+    if arch.attn_growth and not rotated:
+        q = _grown(q, run.positions, *arch.attn_growth)
     values |= {"q_rot": q, "k_rot": k}
     scoring = Scoring(arch.attn_scale, layer.window, arch.attn_softcap)
     sinks = block.get("sinks")
     slopes = jnp.asarray(arch.alibi, jnp.float32) if arch.alibi else None
     if run.scores_all:
-        weights = pattern(q, k, run.segments, run.positions, scoring, sinks, slopes)
+        places = chunked(run.segments, run.positions, layer.chunk)
+        weights = pattern(q, k, *places, scoring, sinks, slopes)
         if "attn_pattern" in run.wanted:
             values["attn_pattern"] = _from_context_start(weights, run.positions)
         z = mixed(weights, v)
     else:
-        assert run.attend
-        z = run.attend(q, k, v, scoring, sinks, slopes)
+        z = run.attends[layer.chunk](q, k, v, scoring, sinks, slopes)
     if arch.attn_gate:
         gate = jax.nn.sigmoid(linear(x, block["wg"], block.get("bg")))
         values["attn_gate"] = gate = at("attn_gate", gate.reshape(z.shape))
@@ -501,7 +503,18 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
     return linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo")), values
 
 
+def _grown(q: Heads, positions: Places, share: float, step: int) -> Heads:
+    """Sharpen attention with the number of keys (arXiv:2501.19399), step by step."""
+    steps = jnp.floor((positions + 1).astype(jnp.float32) / step)
+    growth = 1.0 + share * jnp.log1p(steps)
+    return (q.astype(jnp.float32) * growth[:, :, None, None]).astype(q.dtype)
+
+
 def _head_norm(x: Heads, *, block: Block, name: str, arch: Arch, rotated: bool) -> Heads:
+    if arch.qk_norm_rotated and not rotated:
+        return x
+    if arch.qk_norm == "bare":
+        return norm(x, None, None, arch.norm, arch.norm_eps, rotated=rotated)
     normed = partial(_normed, name=name, block=block, arch=arch, rotated=rotated)
     if arch.qk_norm != "full":
         return normed(x)

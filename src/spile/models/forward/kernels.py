@@ -66,7 +66,8 @@ def for_platform(
         case "splash":
             return splash
         case "cudnn":
-            return partial(cudnn, contexts=contexts)
+            cuts = max(seq_len // (layer.chunk or seq_len + 1) for layer in arch.layers)
+            return partial(cudnn, contexts=contexts + cuts)
         case "mosaic" | "triton":
             return partial(flash, kernel=choice.name)
         case _:
