@@ -158,7 +158,7 @@ def arm_fault(given: dict[str, Any]) -> None:
     def patched(self: Ledger, done: Any) -> bool:
         won = commit(self, done)
         if won:
-            faults.note(f"committed {self.objects.url}/done/{done.unit:08d}.json")
+            faults.note(f"committed {self.objects.url}/{self.layout.done_key(done.unit)}")
         return won
 
     Ledger.commit = patched
@@ -210,7 +210,7 @@ def main() -> None:
     if "slow" in spec:
         slow_down(spec["slow"])
     if spec.get("blind"):
-        Presence._holders = lambda self: iter(())
+        Presence._others = lambda self, prefix: iter(())
     if "until" in spec:
         return repeat(arguments, Path(spec["until"]))
     if "fault" in spec:

@@ -47,6 +47,7 @@ from spile.models.forward.sharding import Shards, moved
 
 _THREADS = 8
 _PUTTING = 4  # threads
+_READING = 4  # threads, for each tensor
 _BLOCKS = 4  # are read and copied at a time
 _COPIED = 2 << 20  # bytes of a tensor that each thread holds in memory at a time
 _HASHED = 2 << 20
@@ -228,7 +229,6 @@ class ArrayLoader:
         self.blocks = {spec.name: spec for spec in block_specs(checkpoint.arch)}
         self._digests: dict[str, str] = {}
         self._setters: dict[tuple[str, ...], Any] = {}
-        self._pieces = ThreadPoolExecutor(_THREADS, "weights")
 
     def whole(self, spec: ParamSpec, layer: int | None = None) -> Any:
         def fill(parts: list[ShardBuffer]) -> None:
@@ -499,8 +499,8 @@ class ArrayLoader:
             return got
 
         try:
-            with path.open("rb", buffering=0) as file:
-                for got in self._pieces.map(read, range(0, size, _READ)):
+            with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_READING) as pool:
+                for got in pool.map(read, range(0, size, _READ)):
                     if digest:
                         digest.update(got)
         except OSError as error:
