@@ -138,6 +138,18 @@ DOTS1: dict[str, Any] = {
     **SMALL, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
     "topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
+# Queries and keys of 20 dimensions, of which the last 8 turn, and values of 10; the latents' norms
+# have an epsilon of their own.
+LATENT: dict[str, Any] = {
+    **SMALL, **MHA, "num_hidden_layers": 4, "q_lora_rank": 20, "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 2, "routed_scaling_factor": 1.5, "rms_norm_eps": 1e-3,
+    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+}  # fmt: skip
+DEEPSEEK3: dict[str, Any] = {**LATENT, "first_k_dense_replace": 1}
+DEEPSEEK2: dict[str, Any] = {**DEEPSEEK3, "topk_method": "group_limited_greedy"}
+GREEDY: dict[str, Any] = {"topk_method": "greedy", "n_group": None, "topk_group": None}
 ERNIE45MOE: dict[str, Any] = {
     **SMALL, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32,
 }  # fmt: skip
@@ -228,6 +240,9 @@ _olmoe = _family("OlmoeConfig", "OlmoeForCausalLM", OLMOE)
 _granitemoe = _family("GraniteMoeConfig", "GraniteMoeForCausalLM", GRANITEMOE)
 _glm4moe = _family("Glm4MoeConfig", "Glm4MoeForCausalLM", GLM4MOE)
 _dots1 = _family("Dots1Config", "Dots1ForCausalLM", DOTS1)
+_deepseek3 = _family("DeepseekV3Config", "DeepseekV3ForCausalLM", DEEPSEEK3)
+_deepseek2 = _family("DeepseekV2Config", "DeepseekV2ForCausalLM", DEEPSEEK2)
+_glm4moelite = _family("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", LATENT)
 _ernie45moe = _family("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", ERNIE45MOE)
 _minimaxm2 = _family("MiniMaxM2Config", "MiniMaxM2ForCausalLM", MINIMAX)
 _hunyuan = _family("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", {**SMALL, "head_dim": 16})
@@ -375,6 +390,21 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "dots1-gqa": _dots1(),
     "dots1-mha-window": _dots1(MHA, sliding_window=WINDOW, max_window_layers=1),
     "dots1-mqa-normed": _dots1(MQA, norm_topk_prob=True, attention_bias=True),
+    "deepseek3": _deepseek3(),
+    "deepseek3-own-queries": _deepseek3(q_lora_rank=None, v_head_dim=20, rope_interleave=False),
+    "deepseek3-bias-wide": _deepseek3(
+        TIED, attention_bias=True, v_head_dim=24, n_group=1, topk_group=1
+    ),
+    "deepseek2": _deepseek2(),
+    "deepseek2-greedy-own-queries": _deepseek2(
+        GREEDY, q_lora_rank=None, first_k_dense_replace=0, rope_parameters=YARN
+    ),
+    "deepseek2-bias": _deepseek2(TIED, attention_bias=True, rope_parameters=THETA),
+    "glm4moelite": _glm4moelite(),
+    "glm4moelite-mixed": _glm4moelite(
+        q_lora_rank=None, mlp_layer_types=["sparse", "dense", "sparse", "dense"]
+    ),
+    "glm4moelite-halves": _glm4moelite(rope_interleave=False, attention_bias=True),
     "ernie45moe-gqa": _ernie45moe(),
     "ernie45moe-mha-few": _ernie45moe(
         MHA, num_hidden_layers=4, moe_layer_interval=2, moe_num_shared_experts=0

@@ -25,7 +25,7 @@ from stored import Stored, reseal
 
 CONFIGS = Path(__file__).parent.parent / "fixtures" / "configs"
 # What a model of a certain make does not have.
-RARE = {"shared_expert_out", "attn_gate", "conv_out", "delta_state_norm"}
+RARE = {"shared_expert_out", "attn_gate", "conv_out", "delta_state_norm", "kv_latent"}
 DENSE = {*RARE, "router_logits", "expert_weights", "expert_ids"}
 ABSENT = {
     "Llama-3.2-1B": DENSE,

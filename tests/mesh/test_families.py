@@ -15,6 +15,7 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.layout import Layout
 
 TAPS = "resid_post:all,z:0,final_norm"
+LATENT_TAPS = ",kv_latent:all,k:0,k_rot:1,v:all,z:all"
 DELTA_TAPS = ",conv_out:0,delta_state_norm:all,attn_gate:0,z:all"
 CHOSEN = {
     "gemma2-gqa": Layout(2, 1, 2), "gpt2": Layout(1, 2, 2), "neox": Layout(1, 1, 4),
@@ -24,13 +25,16 @@ CHOSEN = {
     "stablelm-mqa-parallel-qknorm": Layout(1, 1, 4), "qwen2moe-gqa": Layout(1, 1, 4),
     "dots1-gqa": Layout(1, 1, 8), "qwen35-gqa": Layout(2, 2, 2), "olmohybrid-gqa": Layout(1, 1, 4),
     "llama4-gqa": Layout(1, 2, 2),
+    "deepseek3": Layout(2, 2, 2), "deepseek2-greedy-own-queries": Layout(1, 1, 4),
+    "glm4moelite": Layout(1, 1, 8),
 }  # fmt: skip
 
 
 def compare(make: Callable[[], Any], layout: Layout, directory: Path) -> None:
     families.save(families.randomised(make), directory)
     tiny.write_tokenizer(directory)
-    taps = TAPS + (DELTA_TAPS if open_checkpoint(str(directory)).arch.delta else "")
+    arch = open_checkpoint(str(directory)).arch
+    taps = TAPS + (DELTA_TAPS if arch.delta else "") + (LATENT_TAPS if arch.latent else "")
     one, mesh = (make_step(directory, taps, each)(make_batch(8)) for each in (None, layout))
     for tap in one.batches[0].rows:
         wanted = one.rows_of(tap)

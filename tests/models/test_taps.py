@@ -1,6 +1,7 @@
 """The grammar of taps: what each spelling means, in which order, and what is said when it fails."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,9 @@ def _archs() -> dict[str, Arch]:
     found: dict[str, Arch] = {}
     for path in sorted(CONFIGS.glob("*.json")):
         family, arch = read_config(json.loads(path.read_text()), path.name)
-        found[family.name] = replace(
-            arch, layers=arch.layers[1:4] if arch.delta else arch.layers[:3]
-        )
+        # of those that are plain before others have experts, the last
+        start = 1 if arch.delta else max(0, sum(layer.dense for layer in arch.layers) - 1)
+        found[family.name] = replace(arch, layers=arch.layers[start : start + 3])
     return found
 
 
@@ -46,7 +47,12 @@ HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5_moe", "qwen3_5
           "olmo_hybrid")  # fmt: skip
 DELTA_SITES = {"conv_out", "delta_state_norm"}
 ATTENTION_SITES = {"q", "k", "v", "q_rot", "k_rot", "attn_pattern"}
-MIXED_LAYERS = ("glm4_moe", "dots1", "ernie4_5_moe")  # the first is a plain one
+LATENT = ("deepseek_v2", "deepseek_v2-greedy", "deepseek_v3", "glm4_moe_lite")
+MIXED_LAYERS = ("glm4_moe", "dots1", "ernie4_5_moe", *LATENT)  # the first is a plain one
+
+
+# What TransformerLens hooks elsewhere, or not at all, where keys and values come from a latent.
+LENS_OTHERWISE = r"attn\.(hook_q|hook_k|hook_rot_q|hook_rot_k|[qkv]\.hook_out)$"
 
 
 def names(text: str, arch: Arch = ARCH) -> list[str]:
@@ -153,7 +159,22 @@ def test_an_alias_and_the_name_are_the_same_tap(family: str) -> None:
     lens = {name.format(last[site]) for site in sites for name in SITES[site].lens}
     changed = arch.logit_softcap is not None or arch.logit_scale != 1.0
     capped = set(SITES["logits"].lens) if changed else set()
-    assert lens - capped <= set(owners)
+    others = {name for name in lens if re.search(LENS_OTHERWISE, name) and arch.latent}
+    assert not others & set(owners)
+    assert lens - capped - others <= set(owners)
+
+
+def test_latents_have_sizes_and_names_of_their_own() -> None:
+    arch = ARCHS["deepseek_v3"]
+    (tap,) = parse_taps("blocks.1.attn.hook_kv_latent", arch)
+    assert (tap.name, tap.shape(arch, 64), SITES["kv_latent"].shape) == (
+        "kv_latent.1", (512,), ("latent",),
+    )  # fmt: skip
+    shapes = {site: Tap(site, 1).shape(arch, 64) for site in ("q", "k", "k_rot", "v", "z")}
+    assert shapes == {**dict.fromkeys(("q", "k", "k_rot"), (128, 192)), "v": (128, 128),
+                      "z": (128, 128)}  # fmt: skip
+    with pytest.raises(ConfigError, match="attn.hook_q"):  # there, it is after the rotation
+        parse_taps("blocks.1.attn.hook_q", arch)
 
 
 def test_hidden_states_end_with_the_norm_and_aux_hidden_states_do_not() -> None:
@@ -219,6 +240,7 @@ def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
     routed = {*ROUTED_ALL, *SHARED, *MIXED_LAYERS}
     absent |= {"mlp_hidden"} if family in routed else EXPERT_SITES
     absent |= set() if family in (*SHARED, *MIXED_LAYERS) else {"shared_expert_out"}
+    absent |= set() if family in LATENT else {"kv_latent"}
     absent |= set() if family in HYBRID else {*DELTA_SITES, "attn_gate"}
     taps = all_taps(arch)
     mixed = {"mlp_hidden": [0]} if family in MIXED_LAYERS else {}

@@ -162,6 +162,28 @@ def test_the_gated_delta_rule_is_counted_by_chunks_and_states() -> None:
     assert counted == pytest.approx(ours, rel=0.2)  # it counts sums and decays, too
 
 
+def test_latent_attention_is_counted_by_its_latents_and_the_sizes_of_its_heads() -> None:
+    arch = arch_of("DeepSeek-V3")
+
+    def per_token(site: str) -> float:
+        work = workload(arch, f"{site}:0")
+        return work.flops / work.tokens
+
+    latent, shared, heads = 7168 * 512, 7168 * 64, 128
+    queries = 7168 * 1536 + 1536 * heads * 192
+    keys, values = latent + shared + 512 * heads * 128, latent + 512 * heads * 128
+    assert per_token("kv_latent") == 2 * latent
+    assert per_token("q") == 2 * queries
+    assert per_token("k_rot") == 2 * keys
+    assert per_token("v") == 2 * values
+    scored = 2 * heads * (192 + 128) * 2049 / 2
+    wanted = 2 * (queries + keys + 512 * heads * 128) + scored
+    assert per_token("z") == pytest.approx(wanted, rel=1e-9)
+    by_four = workload(arch, "z:0", cut(arch, Layout(1, 1, 4))).flops
+    whole = 2 * (latent + shared + 7168 * 1536)  # the latents are on every device
+    assert by_four / workload(arch, "z:0").tokens == pytest.approx(whole + (wanted - whole) / 4)
+
+
 def test_a_mesh_cuts_the_gated_delta_rule_by_key_heads() -> None:
     arch = arch_of("Qwen3.5-27B-text")
     one = workload(arch, "attn_out:0").flops
@@ -213,7 +235,16 @@ def test_a_mesh_shares_the_work_unless_heads_cannot_be_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen2.5-0.5B", "Qwen3-30B-A3B", "gpt2", "gemma-2-2b", "GLM-4.5-Air", "bloom-560m"]
+    "name",
+    [
+        "Qwen2.5-0.5B",
+        "Qwen3-30B-A3B",
+        "gpt2",
+        "gemma-2-2b",
+        "GLM-4.5-Air",
+        "bloom-560m",
+        "DeepSeek-V2-Lite",
+    ],
 )
 @pytest.mark.parametrize("taps", ["resid_post:0-1", "attn_out:2", "logprob"])
 def test_the_weights_are_those_that_are_loaded(name: str, taps: str) -> None:

@@ -93,6 +93,7 @@ def test_latents_of_two_names_of_one_place_have_their_own_encoders(
             "qwen2moe-mqa-mixed",
             "qwen35-gqa",
             "olmohybrid-gqa",
+            "deepseek3",
         ],
         "glm4moe-gqa",
     ),  # fmt: skip
@@ -104,6 +105,8 @@ def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Pat
     taps = "embed,resid_pre:0,z:0+2,resid_post:all,logprob"
     if kind in ("qwen35-gqa", "olmohybrid-gqa"):
         taps += ",z:1,q:all,conv_out:all,delta_state_norm:0,attn_gate:all,z:4.h1"
+    if kind == "deepseek3":
+        taps += ",kv_latent:all,k:0+1,v:all,z:1.h1"
     check_same(recipe(tmp_path / "model", corpus, taps=taps), tmp_path)
 
 

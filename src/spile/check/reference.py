@@ -32,7 +32,7 @@ _NAMES = {
     "up_projection": ("fc1",),
     "down_projection": ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2"),
     "router": ("router", "gate"),
-    "head_dim": ("head_dim", "head_size", "head_v_dim"),
+    "head_dim": ("head_dim", "head_size", "head_v_dim", "v_head_dim"),
     "gated_norm": ("norm", "o_norm"),
     # `post_attention_layernorm` has two meanings: see `_block_points`.
     "norm_after_attention": (
@@ -418,8 +418,11 @@ def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
 
         yield _Point("attn_gate" + layer, _part(attention, "gated_norm"), "in", gate, item=1)
     else:
-        for site, (projection, take) in _projections(attention, heads, head_dim).items():
-            yield _Point(site + layer, projection, "out", take)
+        if hasattr(attention, "kv_a_layernorm"):
+            yield from _latent_points(attention, layer)
+        else:
+            for site, (projection, take) in _projections(attention, heads, head_dim).items():
+                yield _Point(site + layer, projection, "out", take)
         # [batch, head, query, key], as returned: not every family computes them in one function
         yield _Point("attn_pattern" + layer, attention, "out", lambda x: x[0].transpose(0, 1), 1)
     yield _Point("z" + layer, _part(attention, "out_projection"), "in", _split(head_dim))
@@ -469,6 +472,26 @@ def _expert_points(mlp: Any, layer: str) -> Iterator[_Point]:
         yield _Point("shared_expert_out" + layer, gate, "in", weighed)
     elif shared is not None:
         yield _Point("shared_expert_out" + layer, shared, "out", _rows)
+
+
+def _latent_points(attention: Any, layer: str) -> Iterator[_Point]:
+    """Of attention whose keys and values come from a latent; all heads share a part of the keys."""
+    down, up = attention.kv_a_proj_with_mqa, attention.kv_b_proj
+    own, shared = attention.qk_nope_head_dim, attention.qk_rope_head_dim
+    queries = getattr(attention, "q_b_proj", None) or attention.q_proj
+
+    def split(value: Tensor) -> Tensor:
+        return value.reshape(value.shape[-2], -1, own + attention.v_head_dim)  # batch: one
+
+    def keys(x: Tensor) -> Tensor:
+        latent, last = down(x).split([attention.kv_lora_rank, shared], dim=-1)
+        first = split(up(attention.kv_a_layernorm(latent)))[..., :own]
+        return torch.cat([first, last[0, :, None].expand(-1, first.shape[1], -1)], dim=-1)
+
+    yield _Point("kv_latent" + layer, attention.kv_a_layernorm, "out", _rows)
+    yield _Point("q" + layer, queries, "out", _split(own + shared))
+    yield _Point("k" + layer, attention, "in", keys)
+    yield _Point("v" + layer, up, "out", lambda x: split(x)[..., own:])
 
 
 def _projections(attention: Any, heads: int, head_dim: int) -> dict[str, tuple[Any, Take]]:

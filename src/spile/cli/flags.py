@@ -14,7 +14,7 @@ TAPS_HELP = """\
 taps:   site:layers, comma separated (`spile taps --model M` lists those of a model)
 sites:  resid_pre  resid_mid  resid_post  attn_in  attn_out  mlp_in  mlp_hidden  mlp_out
         q  k  v  q_rot  k_rot  z  attn_pattern  router_logits  expert_weights  expert_ids
-        shared_expert_out  attn_gate  conv_out  delta_state_norm
+        shared_expert_out  attn_gate  conv_out  delta_state_norm  kv_latent
         and, without layers: embed  final_norm  logits  logprob  entropy
 layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
 heads:  z:5.h0   attn_pattern:0-3.h2+h5              (of q, k, v, q_rot, k_rot, z, attn_pattern)

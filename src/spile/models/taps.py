@@ -34,6 +34,7 @@ class Site:
 
 _BLOCK = "blocks.{}."
 _HEADS, _KV_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
+_MIXED_HEADS = ("heads", "value_dim")
 # In the order in which a forward pass computes them.
 SITES = {
     site.name: site
@@ -55,11 +56,16 @@ SITES = {
             lens=(_BLOCK + "attn.hook_q", _BLOCK + "attn.q.hook_out"), mixer=ATTENTION,
         ),
         Site(
+            "kv_latent", "what keys and values of all heads are projected from: after its norm",
+            ("latent",), lens=(_BLOCK + "attn.hook_kv_latent",), requires="latent",
+            mixer=ATTENTION,
+        ),
+        Site(
             "k", "keys as projected: before k-norm and rotary", _KV_HEADS,
             lens=(_BLOCK + "attn.hook_k", _BLOCK + "attn.k.hook_out"), mixer=ATTENTION,
         ),
         Site(
-            "v", "values as projected", _KV_HEADS,
+            "v", "values as projected", ("kv_heads", "value_dim"),
             lens=(_BLOCK + "attn.hook_v", _BLOCK + "attn.v.hook_out"), mixer=ATTENTION,
         ),
         Site(
@@ -84,11 +90,11 @@ SITES = {
         ),
         Site(
             "attn_gate", "what each mixed value is multiplied by: the gate, after its activation",
-            _HEADS, requires="gate",
+            _MIXED_HEADS, requires="gate",
         ),
         Site(
             "z", "values mixed by each head, gated where there is a gate: before the output "
-            "projection", _HEADS, lens=(_BLOCK + "attn.hook_z", _BLOCK + "attn.o.hook_in"),
+            "projection", _MIXED_HEADS, lens=(_BLOCK + "attn.hook_z", _BLOCK + "attn.o.hook_in"),
         ),
         Site(
             "attn_out", "what attention, or another mixer, adds to the residual stream", ("width",),
@@ -145,6 +151,11 @@ SITES = {
         ),
     )
 }  # fmt: skip
+# Where keys and values come from a latent, TransformerLens rotates before it hooks q and k, and its
+# rotated ones are those dimensions alone; nor has it modules for q, k and v.
+_LENS_OF_LATENT = {
+    **dict.fromkeys(("q", "k", "q_rot", "k_rot"), ()), "v": (_BLOCK + "attn.hook_v",)
+}  # fmt: skip
 _BY_HEAD = ("heads", "kv_heads")  # axes
 AFTER_BLOCKS = ("final_norm", "logits", "logprob", "entropy")
 _ORDER = {name: i for i, name in enumerate(SITES)}
@@ -183,6 +194,10 @@ _MISSING: dict[str, tuple[Callable[[Arch, Layer], bool], str]] = {
     "gate": (
         lambda arch, layer: arch.attn_gate or layer.mixer == GATED_DELTA,
         "what it mixes is not gated",
+    ),
+    "latent": (
+        lambda arch, layer: arch.latent is not None,
+        "keys and values are projected from the stream itself",
     ),
 }  # fmt: skip
 _MIXING = {ATTENTION: "attention", GATED_DELTA: "the gated delta rule"}
@@ -245,7 +260,10 @@ class Tap:
         """Other tools' names of the same values; they have none for a subset of heads."""
         if self.heads:
             return ()
-        lens = tuple(name.format(self.layer) for name in SITES[self.site].lens)
+        lens = SITES[self.site].lens
+        if arch.latent:
+            lens = _LENS_OF_LATENT.get(self.site, lens)
+        lens = tuple(name.format(self.layer) for name in lens)
         if self.layer is not None and arch.layers[self.layer].mixer != ATTENTION:
             lens = tuple(name for name in lens if ".attn." not in name)
         if self.site == "logits" and (arch.logit_softcap is not None or arch.logit_scale != 1.0):
@@ -270,6 +288,8 @@ def _sizes(arch: Arch, seq_len: int, layer: Layer) -> dict[str, int]:
         "heads": arch.num_heads,
         "kv_heads": arch.num_kv_heads,
         "head_dim": arch.head_dim,
+        "value_dim": arch.value_dim,
+        "latent": arch.latent.rank if arch.latent else 0,
         "mlp": arch.dense_width or arch.mlp_width,  # (experts' inner values are not tapped)
         "keys": seq_len,
         "vocab": arch.vocab_size,
@@ -277,7 +297,7 @@ def _sizes(arch: Arch, seq_len: int, layer: Layer) -> dict[str, int]:
         "chosen": arch.experts.chosen if arch.experts else 0,
     }
     if layer.mixer == GATED_DELTA and (delta := arch.delta):
-        sizes |= {"heads": delta.value_heads, "head_dim": delta.value_dim}
+        sizes |= {"heads": delta.value_heads, "value_dim": delta.value_dim}
         sizes["channels"] = delta.channels
     return sizes
 

@@ -39,12 +39,14 @@ _UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: about eight cores of a laptop
 _MOST_CPU_TOKENS = 64_000
 
 # The operations that a tap needs in the deepest block, if no later site is tapped there.
-_QKV = ("wq", "wk", "wv", "wdq", "wdk", "wdv")  # in blocks of either mixer
+_Q, _K = ("wq", "wqa", "wqb"), ("wk", "wka", "wkr")
+_QKV = (*_Q, *_K, "wv", "wdq", "wdk", "wdv")  # in blocks of either mixer
 _MIXED = (*_QKV, "wda", "wdb", "scores", "mixing", "rule")
 _ATTENTION = (*_MIXED, "wg", "wdg", "wo", "wdo")
 _REACH: dict[str, tuple[str, ...]] = {
-    "attn_in": (), "q": ("wq",), "q_rot": ("wq",), "k": ("wk",), "k_rot": ("wk",), "v": ("wv",),
-    "attn_pattern": ("wq", "wk", "scores"), "conv_out": _QKV, "attn_gate": ("wg", "wdg"),
+    "attn_in": (), "kv_latent": ("wka",), **dict.fromkeys(("q", "q_rot"), _Q),
+    **dict.fromkeys(("k", "k_rot"), _K), "v": ("wv", "wka"), "attn_pattern": (*_Q, *_K, "scores"),
+    "conv_out": _QKV, "attn_gate": ("wg", "wdg"),
     "delta_state_norm": _MIXED, "z": (*_MIXED, "wg", "wdg"),
     **dict.fromkeys(("attn_out", "resid_mid", "mlp_in"), _ATTENTION),
     **dict.fromkeys(
@@ -230,9 +232,11 @@ class Workload:
             if layer.mixer == GATED_DELTA:
                 total += self._rule * ("rule" in runs)
                 continue
-            each = 2 * self.arch.num_heads * self.arch.head_dim * self._keys(layer)
-            parts = len(runs & {"scores", "mixing"})
-            total += int(parts * each) // self._ways("heads")
+            dims = self.arch.head_dim * ("scores" in runs) + self.arch.value_dim * (
+                "mixing" in runs
+            )
+            each = 2 * self.arch.num_heads * dims * self._keys(layer)
+            total += int(each) // self._ways("heads")
         if any(tap.site in ("logits", "logprob", "entropy") for tap in self.taps):
             total += 2 * self.arch.vocab_size * self.arch.width // self._ways("vocab")
         return total * self._own + self._held(2 * self._encoding)
@@ -258,8 +262,9 @@ class Workload:
                 # The convolution reads and writes its channels; the rule reads and writes once.
                 values += 4 * ("rule" in runs) * arch.delta.channels // self._ways("delta_heads")
             elif "scores" in runs:
-                heads = (arch.num_heads + arch.num_kv_heads) * arch.head_dim
-                values += 2 * heads // self._ways("heads")
+                # Queries and mixed values of each head; keys and values of each that has them.
+                heads = (arch.num_heads + arch.num_kv_heads) * (arch.head_dim + arch.value_dim)
+                values += heads // self._ways("heads")
                 if self._scores_all:
                     scores = 4 * _SCORE * arch.num_heads * self.seq_len
                     values += scores // self._ways("heads") // self.item

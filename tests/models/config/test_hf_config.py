@@ -27,7 +27,7 @@ from transformers.initialization import no_init_weights
 import tiny
 from marks import some
 from spile.core.errors import InputError
-from spile.models.config.arch import GATED_DELTA, Arch, Experts, GatedDelta
+from spile.models.config.arch import GATED_DELTA, Arch, Experts, GatedDelta, Latent
 from spile.models.config.families import FAMILIES
 from spile.models.config.hf_config import ACTIVATIONS, read_config
 from spile.models.files.checkpoint import Checkpoint
@@ -125,6 +125,10 @@ PARAMS = {
     "phi-2": 2_779_683_840,
     "stablelm-2-12b": 12_143_185_920,
     "Apertus-8B-2509": 8_053_338_176,
+    "DeepSeek-V2": 235_741_434_880,
+    "DeepSeek-V2-Lite": 15_706_484_224,
+    "DeepSeek-V3": 671_026_419_200,
+    "GLM-4.7-Flash": 29_943_393_920,
     "Hunyuan-1.8B-Instruct": 1_791_080_448,
     "Ministral-3-8B-Base-2512-text": 8_489_553_920,
 }
@@ -172,6 +176,10 @@ OF_FAMILY = {
     "ernie4_5": "ERNIE-4.5-0.3B-PT",
     "ernie4_5_moe": "ERNIE-4.5-21B-A3B-PT",
     "dots1": "dots.llm1.base",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v2-greedy": "DeepSeek-V2-Lite",
+    "deepseek_v3": "DeepSeek-V3",
+    "glm4_moe_lite": "GLM-4.7-Flash",
     "minimax_m2": "MiniMax-M2",
     "phi": "phi-2",
     "hunyuan_v1_dense": "Hunyuan-1.8B-Instruct",
@@ -237,7 +245,8 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
     """What decides activations beside the weights, out of transformers' config and modules."""
     small, linear = copy.deepcopy(config), "linear_attention"
     # The others are built alike; the first may have no experts, or no attention.
-    built_too = 4 if linear in (getattr(config, "layer_types", None) or ()) else 2
+    hybrid = linear in (getattr(config, "layer_types", None) or ())
+    built_too = 4 if hybrid else max(2, getattr(config, "first_k_dense_replace", 0) + 1)
     small.num_hidden_layers = built_too
     base = built(small).get_decoder()
     base = getattr(base, "model", base)
@@ -245,7 +254,11 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
     attention = first(block, "self_attn", "self_attention", "attention", "attn")
     attention = getattr(attention, "attention", attention)
     mlp = first(block, *[n for n in MLPS if hasattr(block, n)], "self")
-    norms = [module for module in base.modules() if type(module).__name__.endswith("Norm")]
+    norms = [
+        module
+        for name, module in base.named_modules()
+        if type(module).__name__.endswith("Norm") and not name.endswith("_a_layernorm")
+    ]
     # (OLMo's and OPT's have no such setting)
     (eps,) = {getattr(m, "variance_epsilon", getattr(m, "eps", 1e-5)) for m in norms}
     inner = getattr(mlp, "experts", mlp)
@@ -264,7 +277,7 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
             heads,
             getattr(attention, "num_kv_heads", getattr(config, "num_key_value_heads", heads)),
         ),
-        "head_dim": first(attention, "head_dim", "head_size"),
+        "head_dim": first(attention, "head_dim", "head_size", "qk_head_dim"),
         "windows": [
             window if kinds is None or kinds[i] == "sliding_attention" else None
             for i in range(depth)
@@ -329,8 +342,10 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
         if getattr(attention, "attn_temperature_tuning", False)
         else None,
         "linear": [kinds is not None and kinds[i] == linear for i in range(depth)],
-        "delta": _delta_of_theirs(base.layers[0], block) if built_too > 2 else None,
+        "delta": _delta_of_theirs(base.layers[0], block) if hybrid else None,
+        "latent": _latent_of_theirs(attention) if hasattr(attention, "kv_b_proj") else None,
         "attn_gate": hasattr(attention, "q_proj")
+        and not hasattr(attention, "kv_b_proj")
         and attention.q_proj.out_features == 2 * heads * attention.head_dim,
     }
 
@@ -350,6 +365,17 @@ def _delta_of_theirs(block: Any, other: Any) -> GatedDelta:
     )
 
 
+def _latent_of_theirs(attention: Any) -> Latent:
+    return Latent(
+        rank=attention.kv_b_proj.in_features,
+        query_rank=attention.q_lora_rank,
+        rope_dim=attention.qk_rope_head_dim,
+        value_dim=attention.v_head_dim,
+        norm_eps=attention.kv_a_layernorm.variance_epsilon,
+        regrouped=getattr(attention.config, "rope_interleave", False),
+    )
+
+
 def _rounded(scale: float) -> float:
     """A root and a quotient of the same number differ in the last digit."""
     return float(np.float32(scale))
@@ -357,6 +383,7 @@ def _rounded(scale: float) -> float:
 
 MLP_NORMS = ("ln_2", "ln_mlp", "fc1", "norm_2", "feedforward_layernorm")
 MLPS = ("mlp", "ffn", "block_sparse_moe", "feed_forward")
+SIGMOIDS = ("Glm4Moe", "Dots1", "MiniMax", "DeepseekV3", "Llama4")
 SCALES = ("scaling", "inv_norm_factor", "softmax_scale")
 
 
@@ -364,20 +391,20 @@ def _experts_of_theirs(mlp: Any) -> Experts:
     router = next(m for m in mlp.modules() if "Router" in type(m).__name__)
     name = type(router).__name__
     shared = getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))
+    method = getattr(router, "topk_method", None)
     corrected = any("correction" in n for n, _ in (*mlp.named_buffers(), *mlp.named_parameters()))
     return Experts(
         router.num_experts,
         router.top_k,
-        getattr(router, "norm_topk_prob", name != "Llama4Router"),
-        scored="sigmoid"
-        if name.startswith(("Glm4Moe", "Dots1", "MiniMax", "Llama4"))
-        else "softmax",
+        getattr(router, "norm_topk_prob", method is None and name != "Llama4Router"),
+        scored="sigmoid" if name.startswith(SIGMOIDS) else "softmax",
         weighs_input=name.startswith("Llama4"),
         corrected=corrected,
-        groups=getattr(router, "num_group", 1),
-        chosen_groups=getattr(router, "topk_group", 1),
+        groups=1 if method == "greedy" else getattr(router, "num_group", 1),
+        chosen_groups=1 if method == "greedy" else getattr(router, "topk_group", 1),
+        group_best=1 if method == "group_limited_greedy" else 2,
         scale=getattr(router, "routed_scaling_factor", 1.0),
-        wide=name.startswith(("Glm4Moe", "Dots1", "Ernie")),
+        wide=name.startswith(("Glm4Moe", "Dots1", "Ernie", "Deepseek")),
         shared=0 if shared is None else shared.gate_proj.out_features,
         shared_gate=hasattr(mlp, "shared_expert_gate"),
     )
@@ -422,7 +449,7 @@ def _rotary_of_theirs(rotary: Any, config: Any, attention: Any) -> list[Rotary |
 
 
 def facts_of_ours(arch: Arch) -> dict[str, Any]:
-    ropes = [Rotary(*r.frequencies(arch.head_dim, arch.rope_positions)) for r in arch.ropes]
+    ropes = [Rotary(*r.frequencies(arch.rope_dim, arch.rope_positions)) for r in arch.ropes]
     return {
         "vocab": arch.vocab_size,
         "width": arch.width,
@@ -454,6 +481,7 @@ def facts_of_ours(arch: Arch) -> dict[str, Any]:
         "growth": arch.attn_growth,
         "linear": [layer.mixer == GATED_DELTA for layer in arch.layers],
         "delta": arch.delta,
+        "latent": arch.latent,
         "attn_gate": arch.attn_gate,
     }
 
@@ -515,6 +543,56 @@ def test_only_full_layers_of_olmo3_have_scaled_rotary_positions() -> None:
     assert [layer.window for layer in arch.layers] == [4096, 4096, 4096, None] * 8
     full, sliding = arch.ropes
     assert (full.kind, sliding.kind, sliding.theta) == ("yarn", "default", 500_000)
+
+
+def test_kimi_k2_is_read_as_what_it_is() -> None:
+    """Its class is DeepSeek V3's; its `model_type` is unknown to transformers."""
+    changes = {
+        "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64,
+        "n_group": 1, "topk_group": 1, "n_routed_experts": 384, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827, "vocab_size": 163_840, "aux_loss_alpha": 0.001,
+        "seq_aux": True, "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    arch = read({**published("DeepSeek-V3"), **changes})
+    assert tiny.num_params(arch, arch.num_layers, head=True) == 1_026_408_232_448
+    assert arch.experts and (arch.experts.groups, arch.lead, arch.period) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV4ForCausalLM",
+     "KimiLinearForCausalLM"],
+)  # fmt: skip
+def test_a_class_that_is_known_and_not_computed_is_refused_with_the_reason(name: str) -> None:
+    message = refused({**published("DeepSeek-V3"), "architectures": [name]})
+    assert f"{name} is not supported: " in message and "nearest" not in message
+    assert ("indexer" in message) is (name != "KimiLinearForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        (
+            "DeepSeek-V3",
+            {"num_key_value_heads": 64},
+            "num_key_value_heads 64 is not num_attention_heads 128",
+        ),
+        ("DeepSeek-V3", {"kv_lora_rank": 0}, "kv_lora_rank must be a positive number, got 0"),
+        ("DeepSeek-V3", {"q_lora_rank": "x"}, "q_lora_rank must be a positive number, got 'x'"),
+        ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ("DeepSeek-V3", {"index_topk": 2048}, "unknown config key 'index_topk'"),
+        ("DeepSeek-V3", {"qk_rope_head_dim": 1}, "is no whole number of pairs"),
+        ("DeepSeek-V2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
+        ("DeepSeek-V2", {"topk_method": "noaux_tc"}, "is not supported"),
+        ("GLM-4.7-Flash", {"head_dim": 128}, "head_dim = 128 is not supported"),
+        ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"]}, "dense or sparse for each layer"),
+        ("GLM-4.7-Flash", {"mlp_layer_types": ["other"] * 47}, "dense or sparse for each layer"),
+    ],
+)
+def test_latent_attention_that_is_not_understood_is_refused(
+    name: str, changes: dict[str, Any], said: str
+) -> None:
+    assert said in refused({**published(name), **changes})
 
 
 @pytest.mark.parametrize("name", PARAMS)

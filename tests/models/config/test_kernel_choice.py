@@ -8,11 +8,14 @@ import pytest
 import tiny
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
+from spile.models.config.arch import Latent
 from spile.models.config.hf_config import read_config
 from spile.models.config.kernel_choice import BLOCKED, CHOICES, KERNELS, attention_kernel
 
 _, ARCH = read_config(tiny.CONFIG, "test")
 NO_TOKAMAX = {"mosaic": "tokamax cannot be imported", "triton": "tokamax cannot be imported"}
+NARROW = Latent(rank=512, query_rank=None, rope_dim=64, value_dim=128)
+WIDER = "takes values no wider than keys, not 128 beside 96"
 OLD = {"mosaic": "needs Hopper", "cudnn": "only on Hopper"}
 
 
@@ -40,6 +43,10 @@ OLD = {"mosaic": "needs Hopper", "cudnn": "only on Hopper"}
         ("tpu", {"attn_softcap": 5.0, "sinks": True}, "bfloat16", 256, {}, "splash", ""),
         ("tpu", {}, "float32", 256, {}, "blocked", "splash: multiplies in 16 bits"),
         ("tpu", {}, "bfloat16", 100, {}, "blocked", "multiples of 128 tokens, not 100"),
+        ("gpu", {"latent": NARROW, "head_dim": 192}, "bfloat16", 100, {}, "mosaic", ""),
+        ("tpu", {"latent": NARROW, "head_dim": 192}, "bfloat16", 256, {}, "splash", ""),
+        ("gpu", {"latent": NARROW, "head_dim": 96}, "bfloat16", 100, {}, "blocked", WIDER),
+        ("tpu", {"latent": NARROW, "head_dim": 96}, "bfloat16", 256, {}, "blocked", WIDER),
         ("npu", {}, "bfloat16", 128, {}, "blocked", ""),
     ],
 )

@@ -18,6 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 AXES = {
     "width", "heads", "kv_heads", "head_dim", "mlp", "vocab", "seq", "experts", "routes", "one",
     "delta_heads", "kernel",
+    "latent",
 }  # fmt: skip
 _, ARCH = read_config(tiny.CONFIG, "test")
 VARIANTS = [name for name in families.FAMILIES if name not in families.REFUSED]
@@ -138,6 +139,8 @@ def test_every_axis_of_every_array_has_a_name_and_its_length(path: Path) -> None
     for spec in specs:
         if "delta_heads" in spec.axes or spec.name == "delta_norm":
             continue  # see `test_the_arrays_of_the_gated_delta_rule`
+        if arch.latent and {"latent", "heads", "kv_heads"} & set(spec.axes):
+            continue  # see `test_the_arrays_of_latent_attention`
         assert len(spec.axes) == len(spec.shape)
         assert len(set(spec.axes)) == len(spec.axes), "one mesh axis cannot shard two"
         inner = {"d": arch.dense_width, "s": arch.experts.shared if arch.experts else 0}
@@ -147,6 +150,23 @@ def test_every_axis_of_every_array_has_a_name_and_its_length(path: Path) -> None
             if axis == "mlp":
                 length = inner.get(spec.name[1], length)
             assert size == length, (spec.name, axis)
+
+
+def test_the_arrays_of_latent_attention() -> None:
+    """Heads are cut; latents, which all of them read, are not."""
+    specs = {spec.name: spec for spec in block_specs(published("DeepSeek-V3"))}
+    down, up = ("latent", "width"), "latent"
+    wanted = {
+        "wqa": ((1536, 7168), down), "wka": ((512, 7168), down), "wkr": ((64, 7168), down),
+        "wqb": ((128 * 192, 1536), ("heads", up)), "wk": ((128 * 128, 512), ("kv_heads", up)),
+        "wv": ((128 * 128, 512), ("kv_heads", up)), "wo": ((7168, 128 * 128), ("width", "heads")),
+        "kv_latent_norm": ((512,), (up,)), "q_latent_norm": ((1536,), (up,)),
+    }  # fmt: skip
+    found = {name: (spec.shape, spec.axes) for name, spec in specs.items() if name in wanted}
+    assert found == wanted and "wq" not in specs
+    lite = {spec.name: spec for spec in block_specs(published("DeepSeek-V2-Lite"))}
+    assert (lite["wq"].shape, lite["wq"].axes) == ((16 * 192, 2048), ("heads", "width"))
+    assert not {"wqa", "wqb", "q_latent_norm"} & set(lite)
 
 
 def test_the_arrays_of_the_gated_delta_rule() -> None:

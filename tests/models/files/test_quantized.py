@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -290,6 +291,43 @@ def test_rows_of_a_packed_model_are_those_of_its_decoded_self(kind: str, tmp_pat
         found.append(ds.read("resid_post.2", 0, ds.num_tokens))
     assert np.array_equal(found[0], found[1])
     assert np.array_equal(found[0], found[2])
+
+
+def test_deepseek_is_read_as_published_in_squares_and_with_a_layer_too_many(tmp_path: Path) -> None:
+    """Keys and values of all heads lie in one packed tensor, after a latent and keys' last part."""
+    sizes = {
+        "hidden_size": 64, "num_hidden_layers": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "intermediate_size": 32,
+    }  # fmt: skip
+    families.save(
+        families.randomised(lambda: families.FAMILIES["deepseek3"](**sizes)), tmp_path / "plain"
+    )
+    (file,) = (tmp_path / "plain").glob("*.safetensors")
+    tensors = {name: map_tensor(file, info) for name, info in read_header(file).items()}
+    rng, small, decoded = np.random.default_rng(4), dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and "_proj" in name:
+            stored, decoded[name] = fp8(rng, *tensor.shape)
+            del small[name]
+            small |= {f"{name.removesuffix('weight')}{part}": a for part, a in stored.items()}
+    own = {name: array for name, array in small.items() if ".layers.1." in name}
+    small |= {name.replace(".layers.1.", ".layers.61."): array for name, array in own.items()}
+    small["model.layers.61.eh_proj.weight"] = np.zeros((64, 128), np.float32)
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    config["quantization_config"] = FORMATS["fp8"][1]
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed/config.json").write_text(json.dumps(config))
+    file.unlink()
+    write_tensors(file, decoded)
+    write_tensors(tmp_path / "packed/model.safetensors", small)
+    found = []
+    for folder in ("plain", "packed"):
+        tiny.write_tokenizer(tmp_path / folder)
+        checkpoint = open_checkpoint(str(tmp_path / folder))
+        schedule = LayerSchedule.of(checkpoint.arch, 2, whole=True)
+        params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype("float32"))
+        found.append(params)
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, found), strict=True))
 
 
 @pytest.mark.parametrize(

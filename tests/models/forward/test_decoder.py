@@ -74,7 +74,7 @@ STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
 # switch is in one of them. Heads are the same for all, and frequencies are compared with HF's in
 # tests/models/config/test_rope.py. All families are tried with --chaos-full.
 KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo2-gqa",
-         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "llama4-gqa")  # fmt: skip
+         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "llama4-gqa", "deepseek3")  # fmt: skip
 ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-gqa",
          "starcoder2-gqa", "olmo3-gqa", "smollm3-mqa-chosen", "seedoss-gqa",
          "arcee-gqa", "granite-gqa", "glm4-gqa", "olmo-mha-clipped",
@@ -560,6 +560,7 @@ PACKED = [
     ("gemma2-gqa", "attn_pattern:0+1,z:1"),
     pytest.param("llama4-gqa", "resid_post:0+1,attn_out:2,q_rot:2", marks=FULL),
     pytest.param("qwen35-gqa", "resid_post:0+1,conv_out:0+2,delta_state_norm:0", marks=FULL),
+    pytest.param("deepseek3", "resid_post:all,kv_latent:1,k_rot:all,z:2", marks=FULL),
     pytest.param("gptoss-gqa", "attn_pattern:all,q_rot:all,expert_ids:all,logits", marks=FULL),
 ]
 
@@ -610,6 +611,8 @@ COARSE = {
     "falcon-grouped-one-norm": "falcon-mha-one-norm", "gpt_neo": "gptneo",
     "gpt_bigcode": "gptbigcode-mqa", "mpt": "mpt", "hunyuan_v1_dense": "hunyuan-mqa",
     "apertus": "apertus-gqa", "ministral3": "ministral3-gqa", "qwen3_next": "qwen3next-gqa",
+    "deepseek_v2": "deepseek2", "deepseek_v2-greedy": "deepseek2-greedy-own-queries",
+    "deepseek_v3": "deepseek3", "glm4_moe_lite": "glm4moelite",
     "qwen3_5": "qwen35-gqa", "qwen3_5_moe": "qwen35moe-gqa", "olmo_hybrid": "olmohybrid-gqa",
     "llama4": "llama4-gqa",
 }  # fmt: skip
@@ -619,7 +622,10 @@ BY_LOGITS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "olmoe", "granitemo
 EXPERTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys((*BY_LOGITS, "glm4_moe", "minimax_m2", "llama4"), {"num_experts_per_tok": 6}),
     "ernie4_5_moe": {"moe_k": 6},
-    "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    **dict.fromkeys(
+        ("dots1", "deepseek_v2", "deepseek_v2-greedy", "deepseek_v3", "glm4_moe_lite"),
+        {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    ),
 }
 ROUNDED = ("attn_out", "mlp_out", "resid_post", "final_norm")
 

@@ -15,11 +15,11 @@ import pytest
 
 import tiny
 from marks import some
-from spile.models.config.arch import Layer
+from spile.models.config.arch import Latent, Layer
 from spile.models.config.hf_config import read_config
 from spile.models.forward import kernels
 from spile.models.forward.attention import Attention, Scoring, blocked, masked
-from spile.models.forward.kernels import cudnn, flash, for_platform, splash
+from spile.models.forward.kernels import cudnn, flash, for_platform, splash, widened
 
 ON_GPU = jax.default_backend() == "gpu"
 SEQ, HEADS, KV_HEADS = 256, 4, 2
@@ -48,16 +48,25 @@ def places() -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(segments), jnp.asarray(positions)
 
 
-def random_heads(dim: int, dtype: Any = np.float32) -> tuple[jax.Array, ...]:
+def random_heads(
+    dim: int, dtype: Any = np.float32, values: int | None = None
+) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
-    shapes = [(len(ROWS), SEQ, count, dim) for count in (HEADS, KV_HEADS, KV_HEADS)]
+    sizes = ((HEADS, dim), (KV_HEADS, dim), (KV_HEADS, values or dim))
+    shapes = [(len(ROWS), SEQ, *size) for size in sizes]
     return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
 
 
-def worst(attention: Attention, scoring: Scoring, dim: int, dtype: Any = np.float32) -> float:
+def worst(
+    attention: Attention,
+    scoring: Scoring,
+    dim: int,
+    dtype: Any = np.float32,
+    values: int | None = None,
+) -> float:
     """The largest difference from the definition, computed in float32, over real tokens."""
     segments, positions = places()
-    q, k, v = random_heads(dim, dtype)
+    q, k, v = random_heads(dim, dtype, values)
     exact = [x.astype(np.float32) for x in (q, k, v)]
     want = masked(segments, positions)(exact[0], exact[1], exact[2], scoring, None)
     got = attention(segments, positions)(q, k, v, scoring, None)
@@ -137,6 +146,29 @@ def test_packed_cudnn_attention_is_the_definition(name: str, dim: int) -> None:
     assert bool(jnp.isfinite(out).all()), "padding must be written too"
 
 
+NARROW = Latent(rank=32, query_rank=None, rope_dim=64, value_dim=128)
+
+
+@pytest.mark.skipif(ON_GPU, reason="interpreted on CPUs, compiled on TPUs")
+def test_values_narrower_than_keys_are_filled_up_for_a_kernel() -> None:
+    kernel = partial(splash, interpret=True)
+    assert worst(partial(widened, kernel=kernel), SCORINGS["plain"], 192, values=128) < 2e-6
+
+
+@pytest.mark.parametrize("values", [40, 200])
+def test_blocked_attention_has_values_of_any_width(values: int) -> None:
+    assert worst(blocked, SCORINGS["window"], 64, values=values) < 2e-6
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kernel", ["mosaic", "triton", "cudnn"])
+def test_each_kernel_of_a_gpu_takes_narrower_values_filled_up(kernel: str) -> None:
+    one = partial(cudnn, contexts=8) if kernel == "cudnn" else partial(flash, kernel=kernel)
+    floor = worst(masked, SCORINGS["plain"], 192, jnp.bfloat16, values=128)
+    found = worst(partial(widened, kernel=one), SCORINGS["plain"], 192, jnp.bfloat16, values=128)
+    assert found <= 2 * floor
+
+
 def arch_with(**changes: Any) -> Any:
     _, arch = read_config({**tiny.CONFIG, "head_dim": 128, **changes}, "test")
     return arch
@@ -150,6 +182,10 @@ def test_each_platform_has_its_kernel() -> None:
     assert for_platform("tpu", arch_with(), "bfloat16", **GIVEN) is splash
     assert for_platform("tpu", arch_with(head_dim=64), "bfloat16", **GIVEN) is splash
     assert for_platform("METAL", arch_with(), "bfloat16", **GIVEN) is blocked
+    narrow = replace(arch_with(head_dim=192), latent=NARROW)
+    made = cast("partial[Any]", for_platform("tpu", narrow, "bfloat16", **GIVEN))
+    assert (made.func, made.keywords) == (widened, {"kernel": splash})
+    assert for_platform("cpu", narrow, "float32", **GIVEN) is blocked
 
 
 def test_chunks_are_contexts_for_a_kernel_that_counts_them(

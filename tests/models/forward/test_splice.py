@@ -35,7 +35,14 @@ Make = Callable[[torch.Tensor], torch.Tensor]
 
 
 def test_every_site_that_can_be_spliced_is_tested() -> None:
-    assert set(SPLICED) == {*STREAM, *INSIDE, "shared_expert_out", "conv_out", "attn_gate"}
+    assert set(SPLICED) == {
+        *STREAM,
+        *INSIDE,
+        "shared_expert_out",
+        "conv_out",
+        "attn_gate",
+        "kv_latent",
+    }
 
 
 def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -44,6 +44,21 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Sizes of latent attention: keys and values of all heads are projected from one small vector.
+
+    A part of each key is not among them: all heads share it, and it alone is rotated.
+    """
+
+    rank: int  # of the latent
+    query_rank: int | None  # of one more, for queries; None: they are projected as usual
+    rope_dim: int  # the last dimensions of each query and key
+    value_dim: int  # of a head
+    norm_eps: float = 1e-6  # of the latents' norms
+    regrouped: bool = False  # neighbours that were rotated together come out as halves
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture of experts in place of the MLP: each token goes to `chosen` of `count`."""
 
@@ -54,6 +69,7 @@ class Experts:
     corrected: bool = False  # a bias of each expert has a part in the choice, but not in the weight
     groups: int = 1  # experts of some groups alone are chosen from
     chosen_groups: int = 1
+    group_best: int = 2  # a group is as good as so many of its best experts together
     scale: float = 1.0  # of the weights
     wide: bool = False  # the router multiplies in float32
     weighs_input: bool = False  # the weight is applied before the expert, not after it
@@ -106,6 +122,7 @@ class Arch:
     sinks: bool = False  # each head may attend to nothing: one more score, without a value
     attn_gate: bool = False  # mixed values are multiplied by the sigmoid of one more projection
     delta: GatedDelta | None = None  # of the layers whose mixer it is
+    latent: Latent | None = None  # where keys and values come from; None: from the stream itself
     qkv_bias: bool
     out_bias: bool
 
@@ -120,6 +137,16 @@ class Arch:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's values; `head_dim` has those of queries and keys."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head among which some are rotated."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def learned_positions(self) -> bool:

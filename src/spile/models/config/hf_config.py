@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from spile.core.bounded_json import Json
 from spile.core.errors import InputError
-from spile.models.config.arch import GATED_DELTA, Arch, Experts, GatedDelta, Layer
-from spile.models.config.families import FAMILIES, Family
+from spile.models.config.arch import GATED_DELTA, Arch, Experts, GatedDelta, Latent, Layer
+from spile.models.config.families import FAMILIES, REFUSED, Family
 from spile.models.config.rope import Rope, positive
 
 ACTIVATIONS = (
@@ -110,6 +110,8 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
         fits = all(config.get(key) in values for key, values in family.when.items())
         if given[0] in family.architectures and fits:
             return family
+    if given[0] in REFUSED:
+        raise InputError(f"{where}: {given[0]} is not supported: {REFUSED[given[0]]}")
     known = list(dict.fromkeys(name for family in FAMILIES for name in family.architectures))
     # By the model's name: what it is for ("CausalLM") is much the same in all of them.
     stems = {name.partition("For")[0]: name for name in reversed(known)}
@@ -147,8 +149,13 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
             f"{where}: num_attention_heads {arch.num_heads} is not a multiple of "
             f"num_key_value_heads {arch.num_kv_heads}"
         )
+    if arch.latent and arch.num_heads != arch.num_kv_heads:
+        raise InputError(
+            f"{where}: num_key_value_heads {arch.num_kv_heads} is not num_attention_heads "
+            f"{arch.num_heads}: keys and values of all heads come from one latent"
+        )
     for rope in arch.ropes:
-        rope.check(arch.head_dim, arch.rope_positions, where)
+        rope.check(arch.rope_dim, arch.rope_positions, where)
     return family, arch
 
 
@@ -165,13 +172,17 @@ def _unfolded(values: Mapping[str, Any], family: Family, where: str) -> dict[str
 
 def _sizes(config: _Config) -> dict[str, Any]:
     heads, width = config.number("num_attention_heads"), config.number("hidden_size")
+    if config.family.latent is None:
+        head_dim = config.number("head_dim", width // heads)
+    else:
+        head_dim = config.number("qk_nope_head_dim") + config.number("qk_rope_head_dim")
     return {
         "family": config.family.name,
         "vocab_size": config.number("vocab_size"),
         "width": width,
         "num_heads": heads,
         "num_kv_heads": config.number("num_key_value_heads", heads),
-        "head_dim": config.number("head_dim", width // heads),
+        "head_dim": head_dim,
         "mlp_width": config.number("intermediate_size", 4 * width),
     }
 
@@ -183,14 +194,17 @@ def _attention(config: _Config, sizes: Mapping[str, Any]) -> dict[str, Any]:
     for rope in ropes:
         longest = rope.longest(longest)
     scalar = config.amount("query_pre_attn_scalar")
+    latent = _latent(config)
+    scale = (scalar or sizes["head_dim"]) ** -0.5
     return {
         "layers": _layers(config, len(ropes)),
         "delta": _delta(config),
+        "latent": latent,
         "ropes": ropes,
         "max_positions": longest,
         "rope_positions": config.number("max_position_embeddings"),
         "alibi": _slopes(sizes["num_heads"]) if config.family.alibi else (),
-        "attn_scale": (scalar or sizes["head_dim"]) ** -0.5,
+        "attn_scale": scale * ropes[0].score_scale if latent else scale,
         "attn_softcap": config.amount("attn_logit_softcapping"),
         "attn_growth": _growth(config),
     }
@@ -202,6 +216,23 @@ def _growth(config: _Config) -> tuple[float, int] | None:
     share = positive(config.get("attn_scale"), "attn_scale", config.where)
     step = config.number("floor_scale")
     return (share, step) if config.switch("attn_temperature_tuning") else None
+
+
+def _latent(config: _Config) -> Latent | None:
+    """The sizes of latent attention, if the family has it."""
+    constants = config.family.latent
+    if constants is None:
+        return None
+    asked = None if config.get("q_lora_rank") is None else config.number("q_lora_rank")
+    regroups = "rope_interleave" in config.family.reads
+    latent = Latent(
+        rank=config.number("kv_lora_rank"),
+        query_rank=asked,
+        rope_dim=config.number("qk_rope_head_dim"),
+        value_dim=config.number("v_head_dim"),
+        regrouped=regroups and config.switch("rope_interleave"),
+    )
+    return replace(latent, **constants)
 
 
 def _slopes(heads: int) -> tuple[float, ...]:
@@ -307,7 +338,7 @@ def _experts(config: _Config) -> Experts:
             f"{config.where}: {experts.chosen} of {experts.count} experts cannot be chosen from "
             f"topk_group {experts.chosen_groups} of n_group {experts.groups}"
         )
-    if experts.groups > 1 and in_group < 2:
+    if experts.groups > 1 and in_group < experts.group_best:
         raise InputError(f"{config.where}: n_group {experts.groups} leaves one expert in a group")
     return experts
 
@@ -330,6 +361,15 @@ def _dense(config: _Config, count: int) -> list[bool]:
         if not _are_kinds(listed, tuple(range(count))):
             raise InputError(f"{config.where}: moe_layers must be a list of layers, got {given!r}")
         return [i not in listed for i in range(count)]
+    if "mlp_layer_types" in config.family.reads:
+        kinds = config.get("mlp_layer_types")
+        if kinds is None:
+            return [i == 0 for i in range(count)]
+        if not _are_kinds(kinds, ("dense", "sparse")) or len(kinds) != count:
+            raise InputError(
+                f"{config.where}: mlp_layer_types must say dense or sparse for each layer"
+            )
+        return [kind == "dense" for kind in kinds]
     step, given = config.number("decoder_sparse_step"), config.get("mlp_only_layers")
     if given is not None and not isinstance(given, list):
         raise InputError(f"{config.where}: mlp_only_layers must be a list of layers, got {given!r}")

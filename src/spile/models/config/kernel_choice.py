@@ -80,6 +80,8 @@ def _unfit(kernel: str, arch: Arch, dtype: str, seq_len: int) -> str | None:
     """Why a kernel cannot serve a model."""
     if dtype == "float32":
         return "multiplies in 16 bits, float32 was asked for"
+    if arch.value_dim > arch.head_dim:
+        return f"takes values no wider than keys, not {arch.value_dim} beside {arch.head_dim}"
     if arch.alibi:
         return "has no scores that fall with the distance"
     if kernel == "splash":

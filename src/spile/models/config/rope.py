@@ -140,6 +140,13 @@ class Rope:
         # are refused, for the reason given in `longest`.
         return plain.astype(np.float32), amplitude
 
+    @property
+    def score_scale(self) -> float:
+        """The factor on scores where only a part of each head rotates, and YaRN stretches all."""
+        if "mscale_all_dim" not in self.scaling:
+            return 1.0
+        return _amplitude(self.scaling["factor"], self.scaling["mscale_all_dim"]) ** 2
+
     def _original(self, max_positions: int) -> float:
         return self.scaling.get("original_max_position_embeddings", float(max_positions))
 
@@ -184,13 +191,16 @@ def _yarn(
     first, last = max(first, 0), min(last, 2 * half - 1)
     ramp = np.clip((np.arange(half) - first) / ((last - first) or 1e-3), 0.0, 1.0)
 
-    def amplitude(weight: float = 1.0) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    default = amplitude()
+    default = _amplitude(factor)
     if "mscale" in scaling and "mscale_all_dim" in scaling:
-        default = amplitude(scaling["mscale"]) / amplitude(scaling["mscale_all_dim"])
+        whole = _amplitude(factor, scaling["mscale_all_dim"])
+        default = _amplitude(factor, scaling["mscale"]) / whole
     return plain * (1 - ramp) + plain / factor * ramp, scaling.get("attention_factor", default)
+
+
+def _amplitude(factor: float, weight: float = 1.0) -> float:
+    """How much YaRN stretches queries and keys, against the flatter scores of long contexts."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spile.models.config.arch import GATED_DELTA, Arch, GatedDelta, Layer
+from spile.models.config.arch import GATED_DELTA, Arch, GatedDelta, Latent, Layer
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ParamSpec:
 MLP, SHARED, DENSE = "w_", "ws_", "wd_"
 # What `--compute-dtype float8_e4m3` multiplies in 8 bits, unless the MLP's are of experts.
 _FLOAT8 = (
-    "wq", "wk", "wv", "wg", "wo", "wdq", "wdk", "wdv", "wdg", "wdo",
+    "wq", "wk", "wv", "wg", "wo", "wqa", "wqb", "wka", "wkr", "wdq", "wdk", "wdv", "wdg", "wdo",
     *(m + n for m in (MLP, SHARED, DENSE) for n in ("gate", "up", "down")),
 )  # fmt: skip
 
@@ -57,6 +57,8 @@ def _specs_of(arch: Arch, layer: Layer) -> tuple[ParamSpec, ...]:
     if layer.mixer == GATED_DELTA:
         assert arch.delta
         specs = _delta_specs(arch.delta, arch.width)
+    elif arch.latent:
+        specs = _latent_specs(arch, arch.latent)
     else:
         specs = _attention_specs(arch)
     specs += [spec for name in arch.norms_of(layer) for spec in _norm_specs(name, arch)]
@@ -91,6 +93,32 @@ def _attention_specs(arch: Arch) -> list[ParamSpec]:
             ParamSpec("q_norm", (q,), ("heads",)),
             ParamSpec("k_norm", (kv,), ("kv_heads",)),
         ]
+    return specs
+
+
+def _latent_specs(arch: Arch, latent: Latent) -> list[ParamSpec]:
+    """Down to the latents and up from them; a mesh cuts what is by heads, not the latents."""
+    d, heads = arch.width, arch.num_heads
+    down = {"ka": latent.rank, "kr": latent.rope_dim}
+    if latent.query_rank:
+        down["qa"] = latent.query_rank
+    own = arch.head_dim - latent.rope_dim
+    up = {"k": (own, "kv_heads", latent.rank), "v": (latent.value_dim, "kv_heads", latent.rank)}
+    if latent.query_rank:
+        up["qb"] = (arch.head_dim, "heads", latent.query_rank)
+    specs = [ParamSpec(f"w{n}", (size, d), ("latent", "width")) for n, size in down.items()]
+    for name, (dim, axis, rank) in up.items():
+        specs.append(ParamSpec(f"w{name}", (heads * dim, rank), (axis, "latent"), heads))
+    if not latent.query_rank:
+        specs.append(ParamSpec("wq", (heads * arch.head_dim, d), ("heads", "width"), heads))
+    specs.append(ParamSpec("wo", (d, heads * latent.value_dim), ("width", "heads")))
+    specs.append(ParamSpec("kv_latent_norm", (latent.rank,), ("latent",)))
+    if latent.query_rank:
+        specs.append(ParamSpec("q_latent_norm", (latent.query_rank,), ("latent",)))
+    if arch.qkv_bias:
+        specs += [ParamSpec(f"b{n}", (size,), ("latent",)) for n, size in down.items()]
+    if arch.out_bias:
+        specs.append(ParamSpec("bo", (d,), ("width",)))
     return specs
 
 

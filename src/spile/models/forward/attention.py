@@ -23,6 +23,8 @@ from spile.models.layout import ROWS
 
 Queries = Float[Array, "rows seq heads dim"]
 Keys = Float[Array, "rows seq kv_heads dim"]
+Values = Float[Array, "rows seq kv_heads value_dim"]
+Mixed = Float[Array, "rows seq heads value_dim"]
 Places = Int[Array, "rows seq"]
 Weights = Float[Array, "rows heads queries keys"]
 
@@ -46,11 +48,11 @@ class Attend(Protocol):
         self,
         q: Queries,
         k: Keys,
-        v: Keys,
+        v: Values,
         scoring: Scoring,
         sinks: Sinks = None,
         slopes: Slopes = None,
-    ) -> Queries: ...
+    ) -> Mixed: ...
 
 
 # Called once with the places of a batch's tokens; every layer uses the function it returns.
@@ -74,11 +76,11 @@ def masked(segments: Places, positions: Places) -> Attend:
     def attend(
         q: Queries,
         k: Keys,
-        v: Keys,
+        v: Values,
         scoring: Scoring,
         sinks: Sinks = None,
         slopes: Slopes = None,
-    ) -> Queries:
+    ) -> Mixed:
         return mixed(pattern(q, k, segments, positions, scoring, sinks, slopes), v)
 
     return attend
@@ -114,7 +116,7 @@ def pattern(
     return jax.nn.softmax(jnp.concatenate([scores, last], axis=-1))[..., :-1]
 
 
-def mixed(weights: Weights, v: Keys) -> Queries:
+def mixed(weights: Weights, v: Values) -> Mixed:
     """Mix values by the weights."""
     rows, heads, queries, keys = weights.shape
     grouped = weights.astype(v.dtype).reshape(rows, v.shape[2], -1, queries, keys)
@@ -133,11 +135,11 @@ def _blocked(
     block: int,
     q: Queries,
     k: Keys,
-    v: Keys,
+    v: Values,
     scoring: Scoring,
     sinks: Sinks = None,
     slopes: Slopes = None,
-) -> Queries:
+) -> Mixed:
     """Attend over all rows, concatenated. A block of queries looks back only as far as the start of
     its earliest context, or its window; since shapes are fixed, that distance is rounded up to one
     of a few widths, each compiled once.
@@ -204,13 +206,13 @@ def _blocked(
             weights.astype(v.dtype).reshape(kv_heads, group * block, size),
             behind(values, axis=1),
             preferred_element_type=jnp.float32,
-        ).reshape(kv_heads, group, block, dim)
+        ).reshape(kv_heads, group, block, v.shape[-1])
         return (out / (weights.sum(axis=-1, keepdims=True) + beside)).astype(q.dtype)
 
     branches = [partial(attend, width) for width in widths]
     out = jax.lax.map(lambda i: jax.lax.switch(choice[i], branches, i), jnp.arange(count))
-    out = out.transpose(0, 3, 1, 2, 4).reshape(count * block, heads, dim)
-    return out[:total].reshape(rows, seq, heads, dim)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(count * block, heads, -1)
+    return out[:total].reshape(rows, seq, heads, -1)
 
 
 def _widths(most: int) -> list[int]:
@@ -235,11 +237,11 @@ def attention_by_heads(
     def attend(
         q: Queries,
         k: Keys,
-        v: Keys,
+        v: Values,
         scoring: Scoring,
         sinks: Sinks = None,
         slopes: Slopes = None,
-    ) -> Queries:
+    ) -> Mixed:
         if repeat:  # fewer keys than devices: each takes copies of those that its queries need
             group = q.shape[2] // k.shape[2]
             k, v = (jnp.repeat(array, group, axis=2) for array in (k, v))

@@ -34,6 +34,7 @@ from spile.models.forward.attention import (
     pattern,
 )
 from spile.models.forward.mixers.gated_delta import gated_delta
+from spile.models.forward.mixers.latent_heads import latent_heads, rotate_last
 from spile.models.forward.ops import (
     Float8Weight,
     activate,
@@ -247,7 +248,7 @@ def _run_of(
         whole = partial(attention_by_heads, attention, shards=shards) if shards else attention
         sizes = {layer.chunk for layer in arch.layers}
         attends = {size: whole(*chunked(segments, positions, size)) for size in sizes}
-    frequencies = [rope.frequencies(arch.head_dim, arch.rope_positions) for rope in arch.ropes]
+    frequencies = [rope.frequencies(arch.rope_dim, arch.rope_positions) for rope in arch.ropes]
     wanted = _layers_by_site(taps)
     return _Run(
         arch, tokens, positions, segments, columns,
@@ -462,14 +463,8 @@ def _mixed(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hi
 
 def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
     arch = run.arch
-
-    def heads(name: str, count: int) -> Heads:
-        projected = linear(x, block[f"w{name}"], block.get(f"b{name}"))
-        return at(name, projected.reshape(*x.shape[:2], count, arch.head_dim))
-
-    q, k = heads("q", arch.num_heads), heads("k", arch.num_kv_heads)
-    v = heads("v", arch.num_kv_heads)
-    values: Values = {"q": q, "k": k, "v": v}
+    values = (latent_heads if arch.latent else _heads)(x, block, arch, at)
+    q, k, v = (values[site] for site in "qkv")
     if arch.qkv_limit is not None:
         q, k, v = (jnp.clip(each, -arch.qkv_limit, arch.qkv_limit) for each in (q, k, v))
     rotated = bool(run.angles) and layer.rope is not None
@@ -478,7 +473,12 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
         q, k = normed(q, name="q_norm"), normed(k, name="k_norm")
     if rotated:
         angles = run.angles[layer.rope or 0]
-        q, k = (rotate(each, *angles, interleaved=arch.rope_interleaved) for each in (q, k))
+        turn = partial(rotate, interleaved=arch.rope_interleaved)
+        if arch.latent:
+            turn = partial(
+                rotate_last, interleaved=arch.rope_interleaved, regrouped=arch.latent.regrouped
+            )
+        q, k = (turn(each, *angles) for each in (q, k))
     if arch.qk_norm_last:
         q, k = normed(q, name="q_norm"), normed(k, name="k_norm")
     if arch.attn_growth and not rotated:
@@ -508,6 +508,17 @@ def _grown(q: Heads, positions: Places, share: float, step: int) -> Heads:
     steps = jnp.floor((positions + 1).astype(jnp.float32) / step)
     growth = 1.0 + share * jnp.log1p(steps)
     return (q.astype(jnp.float32) * growth[:, :, None, None]).astype(q.dtype)
+
+
+def _heads(x: Hidden, block: Block, arch: Arch, at: At) -> Values:
+    """Queries, keys and values, as projected from the stream."""
+
+    def heads(name: str, count: int) -> Heads:
+        projected = linear(x, block[f"w{name}"], block.get(f"b{name}"))
+        return at(name, projected.reshape(*x.shape[:2], count, arch.head_dim))
+
+    counts = {"q": arch.num_heads, "k": arch.num_kv_heads, "v": arch.num_kv_heads}
+    return {name: heads(name, count) for name, count in counts.items()}
 
 
 def _head_norm(x: Heads, *, block: Block, name: str, arch: Arch, rotated: bool) -> Heads:

@@ -25,11 +25,13 @@ from spile.models.forward.attention import (
     Attend,
     Attention,
     Keys,
+    Mixed,
     Places,
     Queries,
     Scoring,
     Sinks,
     Slopes,
+    Values,
     blocked,
 )
 from spile.models.forward.ops import gpu_capability
@@ -64,14 +66,34 @@ def for_platform(
     _tell(platform, choice)
     match choice.name:
         case "splash":
-            return splash
+            kernel = splash
         case "cudnn":
             cuts = max(seq_len // (layer.chunk or seq_len + 1) for layer in arch.layers)
-            return partial(cudnn, contexts=contexts + cuts)
+            kernel = partial(cudnn, contexts=contexts + cuts)
         case "mosaic" | "triton":
-            return partial(flash, kernel=choice.name)
+            kernel = partial(flash, kernel=choice.name)
         case _:
             return blocked
+    return kernel if arch.value_dim == arch.head_dim else partial(widened, kernel=kernel)
+
+
+def widened(segments: Places, positions: Places, *, kernel: Attention) -> Attend:
+    """A kernel whose values are as wide as keys, for narrower ones: zeros fill them up."""
+    run = kernel(segments, positions)
+
+    def attend(
+        q: Queries,
+        k: Keys,
+        v: Values,
+        scoring: Scoring,
+        sinks: Sinks = None,
+        slopes: Slopes = None,
+    ) -> Mixed:
+        width = v.shape[-1]
+        filled = jnp.pad(v, (*[(0, 0)] * 3, (0, q.shape[-1] - width)))
+        return run(q, k, filled, scoring, sinks, slopes)[..., :width]
+
+    return attend
 
 
 def chosen_kernel(
@@ -136,11 +158,11 @@ def flash(segments: Places, positions: Places, *, kernel: str) -> Attend:
     def attend(
         q: Queries,
         k: Keys,
-        v: Keys,
+        v: Values,
         scoring: Scoring,
         sinks: Sinks = None,
         slopes: Slopes = None,
-    ) -> Queries:
+    ) -> Mixed:
         assert slopes is None  # `kernel_choice` says so
         first = start
         if scoring.window is not None:
@@ -194,11 +216,11 @@ def cudnn(segments: Places, positions: Places, contexts: int) -> Attend:
     def attend(
         q: Queries,
         k: Keys,
-        v: Keys,
+        v: Values,
         scoring: Scoring,
         sinks: Sinks = None,
         slopes: Slopes = None,
-    ) -> Queries:
+    ) -> Mixed:
         assert slopes is None  # `kernel_choice` says so
         del sinks
         return kernel.dot_product_attention(
@@ -230,11 +252,11 @@ def splash(segments: Places, positions: Places, *, interpret: bool = False) -> A
     def attend(
         q: Queries,
         k: Keys,
-        v: Keys,
+        v: Values,
         scoring: Scoring,
         sinks: Sinks = None,
         slopes: Slopes = None,
-    ) -> Queries:
+    ) -> Mixed:
         assert slopes is None  # `kernel_choice` says so
         seq, heads = q.shape[1], q.shape[2]
         if scoring.window is None:

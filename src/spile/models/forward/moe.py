@@ -58,14 +58,14 @@ def _corrected(
     correction: Float[Array, " experts"] | None,
     experts: Experts,
 ) -> tuple[Float[Array, "*tokens chosen"], Int[Array, "*tokens chosen"]]:
-    """Choose by corrected scores, from the groups with the best two; return the plain scores."""
+    """Choose by corrected scores, from the groups with the best ones; return the plain scores."""
     better = scores
     if correction is not None:
         wide = correction.astype(jnp.float32)
         better = scores + jnp.expand_dims(wide, tuple(range(scores.ndim - 1)))
     if experts.groups > 1:
         grouped = better.reshape(*better.shape[:-1], experts.groups, -1)
-        best = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+        best = jax.lax.top_k(grouped, experts.group_best)[0].sum(axis=-1)
         _, allowed = jax.lax.top_k(best, experts.chosen_groups)
         open_ = jax.nn.one_hot(allowed, experts.groups, dtype=bool).any(axis=-2)
         better = jnp.where(open_[..., None], grouped, -jnp.inf).reshape(better.shape)
