@@ -21,6 +21,7 @@ import xxhash
 import tiny
 from spile.core.errors import CorruptError
 from spile.core.expressions import RowFilter
+from spile.core.identity import contents_digest
 from spile.core.index import END, FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
 from spile.core.tensors import DTYPES_BY_NAME
@@ -230,6 +231,13 @@ def kept(table: Table, read: np.ndarray) -> np.ndarray:
     return read[RowFilter(table.recipe.where, table.recipe.every).mask(read)]
 
 
+# A tokenizer's files, and the identity of the model that has it.
+TOKENIZER = {"tokenizer.json": b'{"model": {}}', "tokenizer_config.json": b"{}"}
+WITH_TOKENIZER: dict[str, Any] = {
+    "tokenizer": TOKENIZER,
+    "model": {"config": "c0ffee", "tokenizer": contents_digest(TOKENIZER.values())},
+}
+
 # An encoded tap of forty latents, four of which are kept of each row.
 LATENTS: Taps = {
     "mlp_out_latents.1": TapInfo((4,), "float32", latents=40),
@@ -346,12 +354,13 @@ def build(
     seed: int = 0,
     commit: Collection[int] | None = None,
     compress: bool = False,
+    tokenizer: Mapping[str, bytes] | None = None,
     **changes: Any,
 ) -> Stored:
     """Make a dataset of random rows.
 
-    `commit` names the units to do, all if not given; `changes` go into the recipe. The scales of
-    int8 are stored in any case.
+    `commit` names the units to do, all if not given; `changes` go into the recipe; `tokenizer` are
+    the tokenizer's files. The scales of int8 are stored in any case.
     """
     rng = np.random.default_rng(seed)
     table = make_table(units, taps, dtype, **changes)
@@ -375,7 +384,9 @@ def build(
     starts = np.cumsum([0, *(len(part) for part in indices)]).tolist()
     stored = Stored(path, table, read, index, rows, starts, coded, compress)
     ledger = stored.ledger
-    ledger.create_table(table)
+    named = ledger.create_table(table, tokenizer).tokenizer
+    table = dataclasses.replace(table, tokenizer=named)
+    stored = dataclasses.replace(stored, table=table)
     ledger.check_weights({"embed": "aa", "blocks": "bb"})
     by_channel = {tap: part.scale for tap, part in coded.items() if not part.by_row}
     if by_channel:

@@ -114,6 +114,16 @@ class PageReader:
         assert (8 + length) % 4096 == 0
         return parsed(json.loads(data[8 : 8 + length]), lambda a, b, _: data[8 + length :][a:b])
 
+    def tokenizer(self) -> dict[str, bytes]:
+        files = {}
+        for name, file in self.table["tokenizer"].items():
+            data = (self.path / file["key"]).read_bytes()
+            assert len(data) == file["bytes"]
+            assert xxhash.xxh3_128_hexdigest(data) == file["digest"]
+            assert file["key"] == f"tokenizer/{file['digest']}/{name}"
+            files[name] = data
+        return files
+
     def index(self) -> dict[str, np.ndarray]:
         files = [self.tensors(unit["index"]) for unit in self.units]
         return {name: np.concatenate([file[name][1] for file in files]) for name in files[0]}
@@ -285,6 +295,8 @@ def test_it_reads_what_a_model_gave(model: Path, corpus: Path, tmp_path: Path) -
     for tap in ours.taps:
         wanted = ours.read(tap, 0, ours.num_tokens)
         assert read.rows(tap).tobytes() == wanted.tobytes(), tap
+    names = ("tokenizer.json", "tokenizer_config.json")
+    assert read.tokenizer() == {name: (model / name).read_bytes() for name in names}
 
 
 def test_the_scales_of_a_model_are_where_the_page_says(

@@ -73,6 +73,62 @@ def test_racing_creators_all_get_the_same_table(tmp_path: Path) -> None:
     assert all(table == got[0] for table in got)
 
 
+class Killed(LocalObjects):
+    """A disk on which a process ends just before it creates some key."""
+
+    def __init__(self, root: Path, before: str) -> None:
+        super().__init__(root)
+        self._before = before
+
+    def create(self, key: str, data: bytes) -> bool:
+        if key.endswith(self._before):
+            raise KeyboardInterrupt
+        return super().create(key, data)
+
+
+@pytest.mark.parametrize("before", ["/tokenizer_config.json", ".safetensors", fmt.UNITS])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_kill_before_the_table_leaves_nothing_that_blocks_the_next_try(
+    tmp_path: Path, before: str, other: bool
+) -> None:
+    table = stored.make_table()
+    with pytest.raises(KeyboardInterrupt):
+        Ledger(Killed(tmp_path / "new", before)).create_table(table, stored.TOKENIZER)
+    ledger = empty(tmp_path)
+    assert ledger.read_table() is None
+    files = {**stored.TOKENIZER, "tokenizer.json": b"another"} if other else stored.TOKENIZER
+    made = ledger.create_table(table, files)
+    assert ledger.read_tokenizer(made) == files
+    assert made.tokenizer == ledger.table().tokenizer
+    named = {file.key for file in made.tokenizer.values()}
+    left = {key for key in ledger.objects.list(fmt.TOKENIZER)} - named
+    assert {*collect_garbage(ledger.objects)} == left
+    assert bool(left) == other
+    assert ledger.read_tokenizer(made) == files
+
+
+def test_who_comes_second_takes_the_tokenizer_of_the_first(tmp_path: Path) -> None:
+    ledger = empty(tmp_path)
+    first = ledger.create_table(stored.make_table(), stored.TOKENIZER)
+    second = empty(tmp_path).create_table(stored.make_table(), {"tokenizer.json": b"another"})
+    assert second.tokenizer == first.tokenizer
+    assert ledger.read_tokenizer(second) == stored.TOKENIZER
+    assert ledger.read_tokenizer(stored.make_table()) == {}
+
+
+@pytest.mark.parametrize("change", [{"key": "tokenizer/../units.json"}, {"digest": "0" * 32},
+                                    {"key": "units.json"}, {"bytes": -1}])  # fmt: skip
+def test_a_tokenizer_file_that_is_not_where_its_digest_says_is_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    ledger = empty(tmp_path)
+    body = body_of(ledger.create_table(stored.make_table(), stored.TOKENIZER))
+    body["tokenizer"]["tokenizer.json"] |= change
+    ledger.objects.replace(fmt.UNITS, fmt.encode_record("units", body))
+    with pytest.raises(CorruptError, match=r"units.json: is not a unit table"):
+        ledger.table()
+
+
 def test_no_dataset_is_said_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="nowhere: no dataset there"):
         empty(tmp_path, "nowhere").table()

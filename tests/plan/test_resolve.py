@@ -1,6 +1,7 @@
 """A recipe settled: by today's rules for a new dataset, by its own for one that was begun."""
 
 import dataclasses
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 import tiny
 from spile.core.config import Recipe
-from spile.core.errors import ConfigError, DriftError
+from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.index import BOS, SPECIAL
 from spile.core.recipe import RULES
 from spile.dataset.ledger import Ledger
@@ -109,3 +110,24 @@ def test_that_a_tokenizer_adds_no_bos_is_said_with_what_to_use_instead(
     resolve(recipe, Ledger(MemoryObjects("memory://rows")), "cpu")
     assert "keeps all of the first" in caplog.text
     assert "adds no BOS; to drop each context's first token use `pos >= 1`" in caplog.text
+
+
+def test_the_tokenizers_files_are_stored_with_the_table(model: Path, corpus: Path) -> None:
+    ledger = Ledger(MemoryObjects("memory://tokenizer"))
+    job = store_table(resolve(asked(model, corpus), ledger, "cpu"), ledger)
+    names = ("tokenizer.json", "tokenizer_config.json")
+    wanted = {name: (model / name).read_bytes() for name in names}
+    assert ledger.read_tokenizer(job.table) == wanted
+    assert store_table(resolve(Recipe(), ledger, "cpu"), ledger).table == job.table
+
+
+def test_a_tokenizer_that_changes_before_it_is_stored_is_refused(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "model")
+    ledger = Ledger(MemoryObjects("memory://changed"))
+    job = resolve(asked(copy, corpus), ledger, "cpu")
+    (copy / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InputError, match="the tokenizer's files changed"):
+        store_table(job, ledger)
+    assert [*ledger.objects.list()] == []

@@ -75,3 +75,12 @@ def test_a_tokenizer_that_was_replaced_is_not_used_unless_it_is_given(tmp_path: 
 def test_a_directory_that_was_given_must_hold_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--tokenizer .* no usable"):
         PageTexts(recipe("/nowhere"), str(tmp_path))
+
+
+def test_the_datasets_own_tokenizer_needs_no_model(model: Path) -> None:
+    names = ("tokenizer.json", "tokenizer_config.json")
+    own = {name: (model / name).read_bytes() for name in names}
+    texts, here = PageTexts(recipe("/nowhere"), None, own), PageTexts(recipe(str(model)), None)
+    assert texts.missing is None
+    assert texts.encoded("some text") == here.encoded("some text") != []
+    assert texts.spellings("ab") == here.spellings("ab")

@@ -50,8 +50,12 @@ def sampled_digests(paths: Iterable[ReadablePath]) -> list[str]:
 
 def full_digest(*paths: ReadablePath) -> str:
     """Return one SHA-256 over several small files."""
+    return contents_digest(path.read_bytes() for path in paths)
+
+
+def contents_digest(contents: Iterable[bytes]) -> str:
+    """Return one SHA-256 over the contents of several small files."""
     digest = hashlib.sha256()
-    for path in paths:
-        data = path.read_bytes()
+    for data in contents:
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

@@ -1,8 +1,7 @@
 """Convert text to token ids with the model's own tokenizer (the Rust library, batched)."""
 
 import os
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -10,6 +9,7 @@ from tokenizers import Tokenizer
 
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.index import BOS, EOS, ROLES, SPECIAL
+from spile.core.panics import without_panic
 from spile.corpus.documents import Documents
 from spile.objects.paths import AnyPath, read_json
 
@@ -32,17 +32,6 @@ def use_threads(asked: int | None) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(count)
 
 
-@contextmanager
-def _without_panic(path: AnyPath) -> Generator[None, None, None]:
-    """Refuse a file that the Rust library reads, and then panics over."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # no module exports it
-            raise
-        raise InputError(f"{path}: not a usable tokenizer ({error})") from error
-
-
 class TextTokenizer:
     """A model's tokenizer with one policy for special tokens."""
 
@@ -56,7 +45,7 @@ class TextTokenizer:
         """
         path = self._path = directory / "tokenizer.json"
         try:
-            with _without_panic(path):
+            with without_panic(path):
                 self._tokenizer = Tokenizer.from_buffer(path.read_bytes())
         except SpileError:
             raise
@@ -99,13 +88,13 @@ class TextTokenizer:
 
     def _inserted(self) -> set[int]:
         """Return the tokens that the tokenizer inserts around any text."""
-        with _without_panic(self._path):
+        with without_panic(self._path):
             made = self._tokenizer.encode("")
         return {token for token, new in zip(made.ids, made.special_tokens_mask, strict=True) if new}
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the token ids of each text, as int32."""
-        with _without_panic(self._path):
+        with without_panic(self._path):
             encodings = self._tokenizer.encode_batch_fast(
                 texts, add_special_tokens=self._policy == "tokenizer"
             )
@@ -126,7 +115,7 @@ class TextTokenizer:
         """
         ids: list[np.ndarray] = []
         flags: list[np.ndarray] = []
-        with _without_panic(self._path):
+        with without_panic(self._path):
             encodings = self._tokenizer.encode_batch(
                 texts, add_special_tokens=self._policy == "tokenizer"
             )

@@ -74,6 +74,7 @@ DAMAGED = "damaged/"
 SIGNATURES = tuple(f"signature-v{n}.sha256{end}" for n in (1, 2) for end in ("", ".sig"))
 DERIVED = (UNIT_COLUMNS, SEGMENTS, MANIFEST_COLUMNS, TOKENIZER, DIGESTS)  # prefixes of files
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # as in a recipe's identity
 COMPRESSED = ".zst"
 SCALE_DTYPE = np.dtype(np.float32)
 MADE_WHEN = ("finished_at", "seconds")  # in `made_by`, by the maker's clock, for charts only
@@ -161,6 +162,10 @@ CURRENT = KeyLayout()  # of new datasets
 
 def segment_key(group: int) -> str:
     return f"{SEGMENTS}{group:06d}.safetensors"
+
+
+def tokenizer_key(digest: str, name: str) -> str:
+    return f"{TOKENIZER}{digest}/{name}"
 
 
 def signed_key(layout: KeyLayout) -> str:

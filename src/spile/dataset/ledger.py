@@ -16,8 +16,10 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
+import xxhash
 
 from spile.core.errors import CorruptError, DriftError, NotCreatedError, StoreError
+from spile.core.identity import contents_digest
 from spile.core.recipe import ResolvedRecipe
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
@@ -131,10 +133,7 @@ class Ledger:
                 units=self._units_of(version, body["units"]),
                 kept=float(body["kept"]),
                 shuffled=body.get("shuffled"),
-                tokenizer={
-                    name: ColumnFile.from_json(file, fmt.TOKENIZER)
-                    for name, file in body.get("tokenizer", {}).items()
-                },
+                tokenizer=_tokenizer_of(body.get("tokenizer", {})),
                 version=version,
             )
             _audit_table(table)
@@ -158,13 +157,50 @@ class Ledger:
             raise StoreError(f"{self.objects.url}: no dataset there (no {fmt.UNITS})")
         return table
 
-    def create_table(self, table: Table) -> Table:
-        """Store the table, or return the one that came first."""
+    def create_table(self, table: Table, tokenizer: Mapping[str, bytes] | None = None) -> Table:
+        """Store the table, or return the one that came first.
+
+        The files that it names are created before it. Their names follow from their content, so
+        those of an interrupted try are used by the next one, or are removed by `gc`.
+
+        Args:
+            tokenizer: the tokenizer's files by name; by default, those that the table names, which
+                must exist.
+        """
         if not exists(self.objects, fmt.UNITS):
+            if tokenizer:
+                named = {name: _tokenizer_file(name, data) for name, data in tokenizer.items()}
+                for name, data in tokenizer.items():
+                    self.objects.create(named[name].key, data)
+                table = replace(table, tokenizer=named)
             file, data = named_by_content(fmt.UNIT_COLUMNS, table.units.columns)
             self.objects.create(file.key, data)
             self.objects.create(fmt.UNITS, fmt.encode_record("units", table.to_json(file)))
         return self.table()
+
+    def read_tokenizer(self, table: Table) -> dict[str, bytes]:
+        """Return the tokenizer's files by name; none if the dataset has none of its own.
+
+        Raises:
+            CorruptError: if a file is missing or damaged, or they are not the recipe's.
+        """
+        files = {name: self._tokenizer_data(name, file) for name, file in table.tokenizer.items()}
+        wanted = table.recipe.model.get("tokenizer")
+        known = [files[name] for name in fmt.TOKENIZER_FILES if name in files]
+        if files and wanted is not None and contents_digest(known) != wanted:
+            raise CorruptError(fmt.UNITS, "names another tokenizer than that of its recipe")
+        return files
+
+    def _tokenizer_data(self, name: str, file: ColumnFile) -> bytes:
+        try:
+            data = self.objects.get(file.key)
+        except FileNotFoundError:
+            raise CorruptError(file.key, f"is missing; copy the model's {name} there") from None
+        if column_file(file.key, data) != file:
+            raise CorruptError(
+                file.key, f"checksum does not match (damaged); copy the model's {name} there"
+            )
+        return data
 
     def check_weights(self, digests: Mapping[str, str]) -> None:
         """Record the weights' full hashes, or compare them with those recorded before."""
@@ -520,6 +556,19 @@ class Attempt:
 
     def __exit__(self, *_: object) -> None:
         self.discard()
+
+
+def _tokenizer_file(name: str, data: bytes) -> ColumnFile:
+    digest = xxhash.xxh3_128_hexdigest(data)
+    return ColumnFile(fmt.tokenizer_key(digest, name), len(data), digest)
+
+
+def _tokenizer_of(told: Mapping[str, Any]) -> dict[str, ColumnFile]:
+    files = {name: ColumnFile.from_json(file, fmt.TOKENIZER) for name, file in told.items()}
+    for name, file in files.items():
+        if file.key != fmt.tokenizer_key(file.digest, name):
+            raise ValueError(f"not a file of a tokenizer: {file.key!r}")
+    return files
 
 
 def _audit_table(table: Table) -> None:

@@ -16,7 +16,7 @@ from spile.core.config import MAX_DOC_BYTES, PREVIEW, Recipe, flag_of
 from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.humanize import plural
-from spile.core.identity import sampled_digests
+from spile.core.identity import contents_digest, sampled_digests
 from spile.core.recipe import RULES, ResolvedRecipe
 from spile.corpus.chats.rows import RowReader, read_as
 from spile.corpus.files import CorpusFile, find_files, lasting
@@ -33,11 +33,13 @@ from spile.corpus.units import (
     tokens_per_byte,
     without_duplicates,
 )
+from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.sae import SparseEncoder, identity
 from spile.models.taps import Tap, parse_taps
+from spile.objects import exists
 from spile.objects.hub.names import continued, pinned
 from spile.plan.encoders import each_source, find_encoders, stored_taps
 from spile.plan.job import ExtractionJob, open_reader, select_and_pack
@@ -108,9 +110,22 @@ def resolve(
 
 def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
     """Store the job's unit table; if another process has stored one first, use that one."""
-    table = ledger.create_table(job.table)
+    files = {} if exists(ledger.objects, fmt.UNITS) else _tokenizer_files(job)
+    table = ledger.create_table(job.table, files)
     _refuse_drift(ledger, table, job.recipe, job.files)
     return dataclasses.replace(job, recipe=table.recipe, table=table)
+
+
+def _tokenizer_files(job: ExtractionJob) -> dict[str, bytes]:
+    """Return the files of the model's tokenizer, so that the dataset's texts need no model."""
+    paths = {name: job.checkpoint.directory / name for name in fmt.TOKENIZER_FILES}
+    files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    if contents_digest(files.values()) != job.recipe.model["tokenizer"]:
+        raise InputError(
+            f"{job.checkpoint.directory}: the tokenizer's files changed while the corpus was being "
+            "cut into units; run the same command again"
+        )
+    return files
 
 
 def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:

@@ -42,14 +42,21 @@ _SECONDS = 0.12  # per request
 class PageTexts(Texts):
     """Converts a dataset's tokens to text, and text to tokens."""
 
-    def __init__(self, recipe: ResolvedRecipe, given: str | None) -> None:
-        """`given`: the directory or URL of `--tokenizer`.
+    def __init__(
+        self,
+        recipe: ResolvedRecipe,
+        given: str | None,
+        own: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Args:
+            given: the directory or URL of `--tokenizer`.
+            own: the files that the dataset holds, by name.
 
         Raises:
             ConfigError: if it holds no tokenizer.
         """
         try:
-            super().__init__(recipe, given)
+            super().__init__(recipe, given, own)
         except ConfigError as error:
             raise ConfigError(f"--tokenizer {error}") from error
         if self.missing:

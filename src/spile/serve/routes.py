@@ -57,7 +57,8 @@ class Answers:
         self._opened = opened
         dataset = opened()
         self.digest = Digest(dataset, most_bytes)
-        self.explorer = Explorer(dataset, PageTexts(dataset.recipe, tokenizer), self.digest)
+        own = {} if tokenizer else dataset.tokenizer_files()
+        self.explorer = Explorer(dataset, PageTexts(dataset.recipe, tokenizer, own), self.digest)
         counts = Ledger(objects).table().units.num_docs
         self._units = len(counts)
         self._finder = Finder(self.explorer, counts)

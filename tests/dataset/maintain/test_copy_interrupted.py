@@ -1,5 +1,6 @@
 """Compacting and shuffling that end at the worst moment lose nothing: the same command goes on."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,3 +102,23 @@ def test_scratch_that_holds_a_strangers_files_is_left_alone(
         (scratch / name).write_text("mine")
     assert run(*arguments).code == 0
     assert len([path for path in scratch.rglob("*") if path.is_file()]) == 3
+
+
+@pytest.mark.parametrize("copy", [compacted, shuffled])
+def test_the_tokenizer_is_copied_before_anything_else_and_damage_is_not(
+    copy: Copy, tmp_path: Path
+) -> None:
+    made = stored.build(tmp_path / "source", ((30,), (20, 9)), **stored.WITH_TOKENIZER)
+    dest = LocalObjects(tmp_path / "dest")
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            copy(made.objects, Ending(tmp_path / "dest", 0, KeyboardInterrupt()))
+        shutil.rmtree(tmp_path / "dest" / fmt.DONE)
+    copy(made.objects, dest)
+    ledger = Ledger(dest)
+    assert ledger.read_tokenizer(ledger.table()) == stored.TOKENIZER
+    assert verify(dest).ok
+    stored.flip(made.path / made.table.tokenizer["tokenizer.json"].key, 1, 4)
+    with pytest.raises(CorruptError, match=r"copy the model's tokenizer.json there"):
+        copy(made.objects, LocalObjects(tmp_path / "other"))
+    assert Ledger(LocalObjects(tmp_path / "other")).read_table() is None

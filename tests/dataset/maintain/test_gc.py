@@ -176,3 +176,22 @@ def test_a_discard_that_is_killed_leaves_no_segment_of_units_that_are_gone(
     discard_empty(dataset.objects)
     assert removed[0] == fmt.segment_key(0)
     assert removed[-1] == fmt.UNITS
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_the_tokenizer_stays_and_that_of_a_table_that_came_second_goes(
+    tmp_path: Path, abandoned: bool
+) -> None:
+    dataset = build(tmp_path / "out", **stored.WITH_TOKENIZER)
+    left = [fmt.tokenizer_key("0" * 32, "tokenizer.json"), f"{fmt.TOKENIZER}stray"]
+    for key in left:
+        dataset.objects.create(key, b"another")
+    assert verify(dataset.objects).orphans == sorted(left)
+    assert collect_garbage(dataset.objects, abandoned=abandoned) == sorted(left)
+    assert dataset.ledger.read_tokenizer(dataset.ledger.table()) == stored.TOKENIZER
+
+
+def test_restarting_removes_the_tokenizer_too(tmp_path: Path) -> None:
+    dataset = build(tmp_path / "out", commit=(), **stored.WITH_TOKENIZER)
+    discard_empty(dataset.objects)
+    assert dataset.listed() == []

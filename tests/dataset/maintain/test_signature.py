@@ -303,3 +303,13 @@ def test_a_list_has_one_spelling() -> None:
             decode_list(bad, fmt.CURRENT)
     with pytest.raises(StoreError, match="not a list that this version of spile knows"):
         decode_list(head.replace(b"signature 2", b"signature 3") + line, fmt.CURRENT)
+
+
+def test_the_tokenizer_is_signed(tmp_path: Path, keys: Path) -> None:
+    """Also against a forger, who makes every record fit."""
+    dataset = stored.build(tmp_path / "out", UNITS, tokenizer=stored.TOKENIZER)
+    assert run("sign", dataset.path, "--key", keys / "mine").code == 0
+    assert faults(dataset, keys) == []
+    key = dataset.table.tokenizer["tokenizer.json"].key
+    stored.flip(dataset.path / key, 1, 4)
+    assert f"{key}: is not the record that was signed" in faults(dataset, keys)

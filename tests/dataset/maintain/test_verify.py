@@ -944,3 +944,27 @@ def test_the_journal_lies_in_the_one_cache_folder(
     assert len(list((tmp_path / "cache" / below).iterdir())) == 1
     assert verify(objects, journal=Journal(url, resume=True)).resumed == 1
     assert list((tmp_path / "cache" / below).iterdir()) == []
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", sorted(stored.TOKENIZER))
+def test_a_damaged_or_missing_file_of_the_tokenizer_is_named(
+    tmp_path: Path, name: str, quick: bool
+) -> None:
+    dataset = stored.build(tmp_path / "out", **stored.WITH_TOKENIZER)
+    assert verify(dataset.objects, quick=quick).ok
+    key = dataset.table.tokenizer[name].key
+    stored.flip(dataset.path / key, 1, 4)
+    assert named(verify(dataset.objects, quick=quick), key)
+    (dataset.path / key).unlink()
+    report = verify(dataset.objects, quick=quick)
+    assert report.faults == [f"{key}: is missing; copy the model's {name} there"]
+    dataset.objects.create(key, stored.TOKENIZER[name])
+    report = verify(dataset.objects, quick=quick)
+    assert report.ok and report.orphans == []
+
+
+def test_another_tokenizer_than_the_recipes_is_a_fault(tmp_path: Path) -> None:
+    options = {**stored.WITH_TOKENIZER, "tokenizer": {"tokenizer.json": b"{}"}}
+    report = verify(stored.build(tmp_path / "out", **options).objects)
+    assert report.faults == ["units.json: names another tokenizer than that of its recipe"]

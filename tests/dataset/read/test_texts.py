@@ -1,7 +1,9 @@
 """Stored tokens as text, by the tokenizer of the model that read them."""
 
 import pickle
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +12,11 @@ from tokenizers import Tokenizer
 import spile
 import stored
 import tiny
-from spile.core.errors import ConfigError
+from spile.core.errors import ConfigError, CorruptError
 from spile.core.index import INDEX_DTYPE
+from spile.dataset import format as fmt
 from spile.dataset.read.texts import Texts
+from spile.objects import LocalObjects
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +84,70 @@ def test_models_that_are_not_on_this_machine_are_never_fetched(made: Path) -> No
     recipe = spile.open(made / "out").recipe
     object.__setattr__(recipe, "model_source", "hf://someone/model")
     assert "is not on this machine" in (Texts(recipe).missing or "")
+
+
+def moved(made: Path, tmp_path: Path) -> Path:
+    """The dataset, on a machine where its model is not."""
+    shutil.copytree(made / "out", tmp_path / "out")
+    objects = LocalObjects(tmp_path / "out")
+    body = fmt.decode_record(fmt.UNITS, objects.get(fmt.UNITS), "units")
+    body["recipe"]["model_source"] = "/nowhere/model"
+    objects.replace(fmt.UNITS, fmt.encode_record("units", body))
+    return tmp_path / "out"
+
+
+def test_texts_need_no_model(made: Path, tmp_path: Path) -> None:
+    ds = spile.open(moved(made, tmp_path))
+    here = spile.open(made / "out", tokenizer=str(made / "model"))
+    assert [ds.text(0), ds.tokens(1)] == [here.text(0), here.tokens(1)]
+    assert pickle.loads(pickle.dumps(ds)).text(1) == here.text(1)
+    assert ds.tokenizer_files()["tokenizer.json"] == (made / "model/tokenizer.json").read_bytes()
+    assert here.tokenizer_files() == {}
+
+
+def test_a_dataset_without_its_own_tokenizer_takes_the_models(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "out", tmp_path / "out")
+    objects = LocalObjects(tmp_path / "out")
+    body = fmt.decode_record(fmt.UNITS, objects.get(fmt.UNITS), "units")
+    objects.replace(fmt.UNITS, fmt.encode_record("units", {**body, "tokenizer": {}}))
+    assert spile.open(tmp_path / "out").text(0) == spile.open(made / "out").text(0)
+
+
+def test_a_damaged_tokenizer_is_not_used_unless_another_is_given(
+    made: Path, tmp_path: Path
+) -> None:
+    out = moved(made, tmp_path)
+    (path,) = out.glob("tokenizer/*/tokenizer.json")
+    stored.flip(path, 100, 1)
+    with pytest.raises(CorruptError, match=r"copy the model's tokenizer.json there"):
+        spile.open(out).text(0)
+    assert spile.open(out, tokenizer=str(made / "model")).text(0)
+    path.unlink()
+    with pytest.raises(CorruptError, match=r"tokenizer.json: is missing"):
+        spile.open(out).tokens(0)
+    shutil.copy(made / "model/tokenizer.json", path)
+    assert spile.open(out).text(0)
+
+
+def test_another_tokenizer_than_the_recipes_is_not_used(tmp_path: Path) -> None:
+    options = {**stored.WITH_TOKENIZER, "tokenizer": {"tokenizer.json": b"{}"}}
+    made = stored.build(tmp_path / "out", **options)
+    with pytest.raises(CorruptError, match=r"names another tokenizer than that of its recipe"):
+        _ = spile.open(made.path).tokenizer
+
+
+def test_a_tokenizer_of_a_store_that_makes_the_library_panic_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """As the Rust library raises it: no module exports the name."""
+
+    def panic(data: bytes) -> None:
+        raise PanicException("index out of bounds")
+
+    made = stored.build(tmp_path / "out", **stored.WITH_TOKENIZER)
+    with pytest.raises(ConfigError, match=r"no usable tokenizer.json in the dataset"):
+        _ = spile.open(made.path).tokenizer
+    monkeypatch.setattr("spile.dataset.read.texts.Tokenizer", SimpleNamespace(from_buffer=panic))
+    with pytest.raises(ConfigError, match=r"no usable tokenizer.json in the dataset"):
+        _ = spile.open(made.path).tokenizer

@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,3 +73,13 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
     made = stored.build(tmp_path / "out", taps={"resid_post.3": 4})
     tiny.spile("export", str(made.path), "--to", "legacy", str(tmp_path / "dest"))
     assert (tmp_path / "dest" / "metadata.json").is_file()
+
+
+def test_previews_come_from_the_datasets_own_tokenizer(tmp_path: Path, model: Path) -> None:
+    files = {"tokenizer.json": (model / "tokenizer.json").read_bytes()}
+    options: dict[str, Any] = {"taps": {"resid_post.0": 4}, "preview": 0, "tokenizer": files}
+    made = stored.build(tmp_path / "out", [[300]], **options)
+    export(str(made.path), tmp_path / "dest", to="legacy")
+    with gzip.open(tmp_path / "dest" / "shard_0001.pkl.gz") as file:
+        (sample,) = pickle.load(file)[0]
+    assert 0 < len(sample["text_preview"]) <= 200

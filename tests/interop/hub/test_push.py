@@ -51,7 +51,8 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
-    made = stored.build(tmp_path_factory.mktemp("out") / "out", taps=stored.SCALED, shard_bytes=300)
+    out = tmp_path_factory.mktemp("out") / "out"
+    made = stored.build(out, taps=stored.SCALED, shard_bytes=300, **stored.WITH_TOKENIZER)
     made.objects.create("attempts/000000/00000001/lost/q.1.00000.safetensors", b"an orphan")
     made.objects.create("workers/w.json", b"a heartbeat")
     return made
@@ -117,7 +118,7 @@ def named(made: stored.Stored) -> set[str]:
     records = [made.done(unit) for unit in range(len(made.table.units))]
     keys = {file.key for done in records for file in done.files()}
     keys |= {fmt.CURRENT.done_key(done.unit) for done in records}
-    keys |= {*made.listed(fmt.UNIT_COLUMNS, fmt.SEGMENTS, fmt.MANIFEST_COLUMNS)}
+    keys |= {*made.listed(fmt.UNIT_COLUMNS, fmt.TOKENIZER, fmt.SEGMENTS, fmt.MANIFEST_COLUMNS)}
     return keys | {fmt.UNITS, fmt.MODEL, fmt.SCALES, fmt.MANIFEST}
 
 

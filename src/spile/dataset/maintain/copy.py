@@ -152,7 +152,11 @@ def refuse_if_too_large(dest: Objects, taps: Mapping[str, TapInfo], rows: int) -
 
 
 def copy_records(source: Objects, dest: Objects) -> bool:
-    """Copy the records that also hold for the copy; return False if others exist there."""
+    """Copy the records and the tokenizer, which also hold for the copy.
+
+    Returns:
+        False if other records exist there.
+    """
     for key, kind in COPIED.items():
         try:
             data = source.get(key)
@@ -161,6 +165,10 @@ def copy_records(source: Objects, dest: Objects) -> bool:
         fmt.decode_record(key, data, kind)
         if not dest.create(key, data) and key != fmt.CHECK and dest.get(key) != data:
             return False
+    ledger = Ledger(source)
+    table = ledger.table()
+    for name, data in ledger.read_tokenizer(table).items():
+        dest.create(table.tokenizer[name].key, data)
     return True
 
 

@@ -341,6 +341,10 @@ def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) 
         if report.units_done and key not in present:
             report.faults.append(f"{key}: is missing")
             report.beside.append(key)
+    try:
+        ledger.read_tokenizer(table)
+    except SpileError as error:
+        report.faults.append(str(error))
     named = named_files(table, manifest)
     report.orphans = sorted(
         key

@@ -285,11 +285,22 @@ class Dataset:
         """The tokenizer of the model that read the corpus: `ds.tokenizer.decode(ids)`.
 
         Raises:
-            ConfigError: if it is not on this machine; `spile.open(..., tokenizer=DIR)` names one.
+            ConfigError: if the dataset does not hold it and it is not on this machine;
+                `spile.open(..., tokenizer=DIR)` names one.
+            CorruptError: if the dataset's own is damaged.
         """
         found = self._with_tokenizer.tokenizer
         assert found is not None
         return found
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Return the tokenizer's files that the dataset holds, by name, checked.
+
+        There are none in datasets of format version 6; and none if `tokenizer` was given.
+        """
+        if self._tokenizer:
+            return {}
+        return Ledger(self._unchecked).read_tokenizer(self._table)
 
     def tokens(self, doc: int) -> list[str]:
         """Return the text of each stored token of a document, one per row of `document(doc)`."""
@@ -311,7 +322,7 @@ class Dataset:
     @cached_property
     def _texts(self) -> "Texts":
         texts: Any = importlib.import_module("spile.dataset.read.texts")  # (rarely needed)
-        return texts.Texts(self.recipe, self._tokenizer)
+        return texts.Texts(self.recipe, self._tokenizer, self.tokenizer_files())
 
     def about(self, doc: int) -> dict[str, Any]:
         """Return a document's entry in the documents table; a skipped one has the reason."""
@@ -535,7 +546,7 @@ def open_dataset(
         cache: a local folder that keeps what was read from a bucket.
         cache_bytes: the largest size of that folder.
         tokenizer: the directory or URL of a tokenizer for `tokenizer`, `tokens` and `text`; by
-            default the model's.
+            default the dataset's own, or else the model's.
 
     Raises:
         StoreError: if there is no dataset, or it is unfinished and `partial` is not given.

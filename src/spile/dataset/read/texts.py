@@ -1,6 +1,6 @@
 """The text of stored tokens, by the tokenizer of the model that read them. No jax."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -9,10 +9,12 @@ from tokenizers.decoders import DecodeStream
 from spile.core.cache_dir import demo_directory
 from spile.core.errors import ConfigError, SpileError
 from spile.core.identity import full_digest
+from spile.core.panics import without_panic
 from spile.core.recipe import ResolvedRecipe
-from spile.objects.paths import AnyPath, path_of
+from spile.dataset.format import TOKENIZER_FILES
+from spile.objects.memory import MemoryObjects
+from spile.objects.paths import AnyPath, RemotePath, path_of
 
-_FILES = ("tokenizer.json", "tokenizer_config.json")  # the files in a recipe's tokenizer digest
 _CUT = "\ufffd"  # shown for a character whose last token is missing
 _GAP = "…"  # stands for tokens that were not kept
 
@@ -26,23 +28,38 @@ class Texts:
         note: a remark about the tokenizer in use, if any.
     """
 
-    def __init__(self, recipe: ResolvedRecipe, given: str | None = None) -> None:
-        """Load a tokenizer; `given` is a directory or URL to use instead of the model's.
+    def __init__(
+        self,
+        recipe: ResolvedRecipe,
+        given: str | None = None,
+        own: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Load a tokenizer: that in `given`, the dataset's own, or the model's.
+
+        Args:
+            given: a directory or URL to use instead of the others.
+            own: the files that the dataset holds, by name.
 
         Raises:
-            ConfigError: if that holds no tokenizer.
+            ConfigError: if `given` holds no tokenizer.
         """
         self.tokenizer: Tokenizer | None = None
         self.missing: str | None = None
         self.note: str | None = None
         source = given or recipe.model_source
-        # A store is untrusted: the path it names is read on this machine, and never fetched.
-        if not given and "://" in source:
+        if own and not given:
+            source, folder = "the dataset", _folder_of(own)
+        elif "://" in source and not given:
+            # A store is untrusted: the path it names is read on this machine, and never fetched.
             self.missing = f"the model is not on this machine ({source})"
             return
-        self.folder = folder = demo_directory() if source == "demo" else path_of(source)
+        else:
+            folder = demo_directory() if source == "demo" else path_of(source)
+        self.folder: AnyPath = folder
+        path = folder / TOKENIZER_FILES[0]
         try:
-            tokenizer = Tokenizer.from_buffer((folder / _FILES[0]).read_bytes())
+            with without_panic(path):
+                tokenizer = Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:  # the Rust library raises bare Exception
             if given:
                 raise ConfigError(f"{given}: no usable tokenizer.json there") from error
@@ -88,11 +105,20 @@ class Texts:
             yield self.pieces(run.tolist())
 
 
+def _folder_of(files: Mapping[str, bytes]) -> RemotePath:
+    """Return files as a folder that can be read like a model's."""
+    held = MemoryObjects("tokenizer:/")
+    for name, data in files.items():
+        held.create(name, data)
+    return RemotePath(held, "")
+
+
 def _differs(folder: AnyPath, recipe: ResolvedRecipe) -> bool:
     known = recipe.model.get("tokenizer")
     if known is None:
         return False
+    paths = (folder / name for name in TOKENIZER_FILES)
     try:
-        return full_digest(*(p for p in (folder / name for name in _FILES) if p.is_file())) != known
+        return full_digest(*(path for path in paths if path.is_file())) != known
     except (OSError, SpileError):
         return True

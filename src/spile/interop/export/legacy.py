@@ -15,7 +15,7 @@ import xxhash
 
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
-from spile.interop.export.export_format import ExportFormat, library, write_json
+from spile.interop.export.export_format import ExportFormat, write_json
 from spile.interop.export.export_source import FILE_BYTES, ExportSource, site_and_layer
 
 _PREVIEW = 200  # characters, as in activation-extract
@@ -90,11 +90,11 @@ def _documents(source: ExportSource) -> Iterator[int]:
 
 def _decoder(source: ExportSource) -> Callable[[np.ndarray], str]:
     """Return a function that decodes the beginning of a document without a stored preview; it
-    returns "" if the model's tokenizer is not a local file."""
-    path = Path(source.dataset.recipe.model_source, "tokenizer.json")
-    if not path.is_file():
+    returns "" if there is no tokenizer."""
+    try:
+        tokenizer = source.dataset.tokenizer
+    except ConfigError:
         return lambda tokens: ""
-    tokenizer: Any = library("tokenizers").Tokenizer.from_file(str(path))
 
     def decode(tokens: np.ndarray) -> str:
         # (a token has at least one character, except for pieces of characters)

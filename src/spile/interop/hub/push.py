@@ -139,6 +139,7 @@ class _Source:
             except FileNotFoundError:
                 continue  # not every dataset has scales or was checked
             fmt.decode_record(key, found[key], kind)
+        Ledger(self._objects).read_tokenizer(self.table)  # (refuses damage)
         for key in named_files(self.table, self.manifest):
             found[key] = self._objects.get(key)
         layout = self.table.layout
