@@ -54,3 +54,12 @@ def test_only_an_object_is_an_object() -> None:
         with pytest.raises(JsonError, match="not a JSON object") as caught:
             parse_json_object(data)
         assert caught.value.problem == "type"
+
+
+def test_a_caller_that_checks_every_value_may_leave_out_the_depth() -> None:
+    parsed = parse_json(nested(40), max_depth=None)
+    for _ in range(39):
+        (parsed,) = parsed
+    assert parsed == []
+    with pytest.raises(JsonError, match="not valid JSON"):
+        parse_json(nested(100_000), max_depth=None)

@@ -102,3 +102,21 @@ def test_a_catalog_of_records_finds_units_by_search(grouped: stored.Stored) -> N
     with pytest.raises(IndexError):
         catalog[3]
     assert len(Segment.of([], fmt.CURRENT)) == 0
+
+
+@pytest.mark.parametrize(("column", "summed"), [("file/digest", True), ("rows", False)])
+def test_sums_check_what_they_add_up_and_records_all(
+    grouped: stored.Stored, column: str, summed: bool
+) -> None:
+    records = [grouped.done(unit) for unit in range(3)]
+    columns = segments.columns_of(records)
+    wrong = {**columns, column: ~np.zeros_like(columns[column])}
+    if not summed:
+        with pytest.raises(CorruptError, match="a rows that is not a count"):
+            Segment("segment", wrong, fmt.CURRENT)
+        return
+    segment = Segment("segment", wrong, fmt.CURRENT)
+    assert segment.totals().rows == sum(done.rows for done in records)
+    for _ in range(2):
+        with pytest.raises(CorruptError, match="file/digest holds what is not a text"):
+            segment.done(0)

@@ -43,13 +43,14 @@ def parse_json(
     data: bytes,
     *,
     max_bytes: int = MAX_BYTES,
-    max_depth: int = MAX_DEPTH,
+    max_depth: int | None = MAX_DEPTH,
     unique_keys: bool = False,
 ) -> Any:
     """Parse bytes in UTF-8, UTF-16 or UTF-32, with or without a byte-order mark.
 
     Args:
-        max_depth: how deeply objects and lists may be nested.
+        max_depth: how deeply objects and lists may be nested; None for callers that check the type
+            of every value they take.
         unique_keys: refuse an object that repeats a key, instead of keeping its last value.
 
     Raises:
@@ -64,8 +65,12 @@ def parse_json(
         raise JsonError("depth", f"not valid JSON ({error})") from None
     except ValueError as error:
         raise JsonError("syntax", f"not valid JSON ({error})") from None
+    if max_depth is None:
+        return value
     level = _containers([value])
     for _ in range(max_depth):
+        if not level:
+            break
         level = [part for each in level for part in _containers(each)]
     if level:
         raise JsonError("depth", f"nested too deeply: {max_depth} levels at most")
@@ -73,7 +78,7 @@ def parse_json(
 
 
 def parse_json_object(
-    data: bytes, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH
+    data: bytes, *, max_bytes: int = MAX_BYTES, max_depth: int | None = MAX_DEPTH
 ) -> dict[str, Any]:
     """Parse bytes that must hold an object, as `parse_json` does.
 
@@ -89,7 +94,7 @@ def parse_json_object(
 def _containers(value: dict[str, Any] | list[Any]) -> list[Any]:
     """Return the objects and lists directly inside a value."""
     inside = value.values() if isinstance(value, dict) else value
-    return [part for part in inside if isinstance(part, dict | list)]
+    return [part for part in inside if type(part) in (dict, list)]  # (as `json` makes them)
 
 
 def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

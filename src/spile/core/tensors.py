@@ -100,7 +100,7 @@ def parse_header(where: str, head: bytes, file_size: int) -> dict[str, TensorInf
     if body.count(b"{") + body.count(b"[") > 3 * MAX_TENSORS:
         raise CorruptError(where, f"the safetensors header holds more than {MAX_TENSORS} tensors")
     try:
-        table = parse_json_object(body)
+        table = parse_json_object(body, max_depth=None)
     except JsonError as error:
         reason = "an object" if error.problem == "type" else "JSON"
         raise CorruptError(where, f"the safetensors header is not {reason}") from error
@@ -210,12 +210,13 @@ def _tensor_info(where: str, name: str, entry: Any, data_start: int) -> TensorIn
         start, stop = entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(where, f"tensor {name!r} has an unreadable header entry") from error
-    numbers = (*shape, start, stop)
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers) or len(shape) > 8:
+    possible, size = len(shape) <= 8, dtype.itemsize
+    for number in (*shape, start, stop):
+        possible = possible and type(number) is int and 0 <= number < 1 << 62
+    for number in shape if possible else ():
+        size *= number or 1  # numpy limits the other axes of an empty array in the same way
+    if not possible or size >= 1 << 62:
         raise CorruptError(where, f"tensor {name!r} has an impossible shape or offset")
-    # numpy limits the other axes of an empty array in the same way.
-    if dtype.itemsize * math.prod(n or 1 for n in shape) >= 1 << 62:
-        raise CorruptError(where, f"tensor {name!r} has an impossible shape or offset")
-    if stop - start != dtype.itemsize * math.prod(shape):
+    if stop - start != (0 if 0 in shape else size):
         raise CorruptError(where, f"tensor {name!r} has a size that does not fit its shape")
     return TensorInfo(name, dtype, shape, data_start + start, data_start + stop)

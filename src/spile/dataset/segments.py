@@ -63,21 +63,20 @@ class Totals:
 
 
 class Segment:
-    """The records of some units, as columns."""
+    """The records of some units, as columns.
+
+    What sums need is checked at once, and the rest when a record is asked for: whoever adds up a
+    large dataset reads all of its segments.
+    """
 
     def __init__(self, key: str, columns: Columns, layout: KeyLayout) -> None:
         """Check and take columns; `key` is their name in errors."""
-        self.columns, self._key, self._layout = columns, key, layout
+        self._columns, self._key, self._layout = columns, key, layout
         unit = columns.get("unit")
         count = len(unit) if unit is not None and unit.ndim == 1 else 0
         check_counts(key, columns, _COUNTS, count)
-        for name in ("attempt", "text_digest"):
-            check_texts(key, columns, name, count)
-        check_texts(key, columns, "fingerprint", 1)
         files = check_ends(key, columns, "ends/files", count)
-        check_counts(key, columns, [f"file/{name}" for name in _FILE_COUNTS], files)
-        for name in _FILE_TEXTS:
-            check_texts(key, columns, f"file/{name}", files)
+        check_counts(key, columns, ["file/bytes"], files)
         skips = check_ends(key, columns, "ends/skipped", count)
         check_counts(key, columns, ["skipped/count"], skips)
         check_texts(key, columns, "skipped/reason", skips)
@@ -91,16 +90,28 @@ class Segment:
         """Return records as a segment, without statistics."""
         return cls("records", columns_of(records), layout)
 
+    @cached_property
+    def columns(self) -> Columns:
+        """All columns, checked."""
+        key, columns, files = self._key, self._columns, len(self._columns["file/bytes"])
+        for name in ("attempt", "text_digest"):
+            check_texts(key, columns, name, len(self))
+        check_texts(key, columns, "fingerprint", 1)
+        check_counts(key, columns, [f"file/{name}" for name in _FILE_COUNTS], files)
+        for name in _FILE_TEXTS:
+            check_texts(key, columns, f"file/{name}", files)
+        return columns
+
     def __len__(self) -> int:
-        return len(self.columns["unit"])
+        return len(self._columns["unit"])
 
     @property
     def units(self) -> Ints:
-        return self.columns["unit"]
+        return self._columns["unit"]
 
     @property
     def rows(self) -> Ints:
-        return self.columns["rows"]
+        return self._columns["rows"]
 
     @property
     def fingerprint(self) -> str:
@@ -141,7 +152,7 @@ class Segment:
         ).checked(self._key, self._layout)
 
     def totals(self) -> Totals:
-        columns = self.columns
+        columns = self._columns
         skipped: dict[str, int] = {}
         reasons = texts_at(columns, "skipped/reason", slice(0, len(columns["skipped/count"])))
         for reason, count in zip(reasons, columns["skipped/count"].tolist(), strict=True):
