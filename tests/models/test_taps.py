@@ -41,14 +41,15 @@ UNROTATED = ("gpt2", "opt", "bloom", "gpt_neo", "gpt_bigcode", "mpt", "olmo_hybr
 IN_PARALLEL = ("gpt_neox", "cohere", "cohere2", "phi", "gptj", "stablelm", "falcon",
                "falcon-grouped", "falcon-grouped-one-norm")  # fmt: skip
 ROUTED_ALL = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "minimax_m2")
-SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-multimodal")
+SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-multimodal", "llama4-multimodal")
 # Two layers by the gated delta rule, then one that attends, in most of them with a gate.
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5_moe", "qwen3_5_moe-multimodal",
           "olmo_hybrid")  # fmt: skip
 DELTA_SITES = {"conv_out", "delta_state_norm"}
 ATTENTION_SITES = {"q", "k", "v", "q_rot", "k_rot", "attn_pattern"}
 LATENT = ("deepseek_v2", "deepseek_v2-greedy", "deepseek_v3", "glm4_moe_lite")
-MIXED_LAYERS = ("glm4_moe", "dots1", "ernie4_5_moe", *LATENT)  # the first is a plain one
+# One of three is a plain one.
+MIXED_LAYERS = {**dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", *LATENT), 0), "llama4": 1}
 
 
 # What TransformerLens hooks elsewhere, or not at all, where keys and values come from a latent.
@@ -243,13 +244,16 @@ def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
     absent |= set() if family in LATENT else {"kv_latent"}
     absent |= set() if family in HYBRID else {*DELTA_SITES, "attn_gate"}
     taps = all_taps(arch)
-    mixed = {"mlp_hidden": [0]} if family in MIXED_LAYERS else {}
+    mixed: dict[str, list[int]] = {}
     if family in HYBRID:
         gated = [0, 1] if family == "olmo_hybrid" else [0, 1, 2]
         mixed = {**dict.fromkeys(DELTA_SITES, [0, 1]), "attn_gate": gated}
         mixed |= dict.fromkeys(ATTENTION_SITES - absent, [2])
     if family in MIXED_LAYERS:
-        mixed |= dict.fromkeys((*EXPERT_SITES, "shared_expert_out"), [1, 2])
+        plain = MIXED_LAYERS[family]
+        routed_here = [layer for layer in range(3) if layer != plain]
+        mixed = dict.fromkeys((*EXPERT_SITES, "shared_expert_out"), routed_here)
+        mixed["mlp_hidden"] = [plain]
     assert {tap.site for tap in taps} == set(SITES) - absent | set(mixed)
     assert len(taps) == len(set(taps))
     for site in {tap.site for tap in taps}:

@@ -74,14 +74,15 @@ STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
 # switch is in one of them. Heads are the same for all, and frequencies are compared with HF's in
 # tests/models/config/test_rope.py. All families are tried with --chaos-full.
 KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo2-gqa",
-         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "llama4-gqa", "deepseek3")  # fmt: skip
+         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "deepseek3")  # fmt: skip
 ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-gqa",
          "starcoder2-gqa", "olmo3-gqa", "smollm3-mqa-chosen", "seedoss-gqa",
          "arcee-gqa", "granite-gqa", "glm4-gqa", "olmo-mha-clipped",
          "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "falcon-gqa",
-         "qwen2moe-gqa", "glm4moe-gqa", "hunyuan-gqa", "apertus-gqa", "olmohybrid-gqa")  # fmt: skip
+         "qwen2moe-gqa", "glm4moe-gqa", "hunyuan-gqa", "apertus-gqa", "olmohybrid-gqa",
+         "deepseek2")  # fmt: skip
 # Their last layers are of another kind than the first two.
-DEEPER = ("cohere2-gqa", "gptneo", "dots1-gqa", "ernie45moe-mha-few")
+DEEPER = ("cohere2-gqa", "gptneo", "dots1-gqa", "ernie45moe-mha-few", "llama4-gqa")
 
 
 class Context(NamedTuple):
@@ -312,7 +313,8 @@ def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
         queries_per_key.setdefault(name, set()).add(arch.num_heads // arch.num_kv_heads)
     # those without the choice, and those whose decoder is another's
     own = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM",
-           "BloomForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM")  # fmt: skip
+           "BloomForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM", "DeepseekV2ForCausalLM",
+           "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")  # fmt: skip
     fewer = {
         **dict.fromkeys(own, {1}), "GPTBigCodeForCausalLM": {4},
         **dict.fromkeys(
