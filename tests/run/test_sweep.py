@@ -79,8 +79,8 @@ def test_latents_of_two_names_of_one_place_have_their_own_encoders(
     "kind",
     some(
         ["gpt2", "gemma2-gqa", "gemma3-gqa", "mixtral-gqa", "gptoss-gqa", "neox", "olmo2-gqa",
-         "bloom", "opt", "gptj", "glm4moe-gqa", "qwen2moe-mqa-mixed", "qwen35-gqa", "olmohybrid-gqa",
-         "deepseek3"]
+         "bloom", "opt", "gptj", "glm4moe-gqa", "qwen2moe-mqa-mixed", "qwen35-gqa",
+         "olmohybrid-gqa", "deepseek3"]
     ),
 )  # fmt: skip
 def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Path) -> None:
