@@ -163,7 +163,7 @@ def _found(patches: list[Patch], plan: Plan, seeds: int) -> Iterator[str]:
     [
         pytest.param(
             [(Attempt, "commit", _commit_that_discards)], STOPPED, "which a record names",
-            id="files are discarded while their record is created",
+            id="files are discarded while their record is created", marks=pytest.mark.full,
         ),
         pytest.param(BELIEVING, REFUSED, "units are missing", id="409 is taken for a record"),
         pytest.param(
