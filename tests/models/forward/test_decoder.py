@@ -560,7 +560,9 @@ def test_logits_are_never_held_whole_where_they_are_too_large(
 PACKED = [
     ("gptoss-gqa", "resid_post:all"),  # all else would show there
     ("gemma2-gqa", "attn_pattern:0+1,z:1"),
-    pytest.param("llama4-gqa", "resid_post:0+1,attn_out:2,q_rot:2", marks=FULL),
+    pytest.param("llama4-gqa", "resid_post:all,q_rot:2", marks=FULL),
+    # (Chunks are cut elsewhere in a packed context, so sums round otherwise: at the fifth layer the
+    # difference is 1.5e-6.)
     pytest.param("qwen35-gqa", "resid_post:0+1,conv_out:0+2,delta_state_norm:0", marks=FULL),
     pytest.param("deepseek3", "resid_post:all,kv_latent:1,k_rot:all,z:2", marks=FULL),
     pytest.param("gptoss-gqa", "attn_pattern:all,q_rot:all,expert_ids:all,logits", marks=FULL),

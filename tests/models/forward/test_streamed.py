@@ -1,5 +1,6 @@
 """Blocks come in turn: the next one sets out before the work of the one before it."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,16 @@ def test_the_next_block_sets_out_before_the_work_that_it_hides_behind(reads: boo
         following = (layer + 1) % DEPTH
         assert said.log.index(f"put {following}") < said.log.index(f"work {layer}") or layer == 4
     assert said.log.count("put 0") == 3, "once for each sweep, and for the one that may follow"
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_waiting_for_files_is_counted_while_nothing_computes(
+    copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Said, "_read", lambda self, layer: time.sleep(0.05) or layer)
+    said = Said(list(range(DEPTH)), copied=copied)
+    said.sweep()
+    assert said.blocks.waited >= (DEPTH - 1) * 0.03
 
 
 def test_blocks_that_stay_are_not_brought() -> None:

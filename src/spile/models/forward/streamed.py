@@ -120,7 +120,7 @@ class StreamedBlocks:
         """What is being read; counts how long the device has nothing to do meanwhile."""
         idle_since: float | None = None
         while not wait([reading], _LOOK).done:
-            if idle_since is None and self._working and all(r.is_ready() for _, r in self._working):
+            if idle_since is None and all(result.is_ready() for _, result in self._working):
                 idle_since = time.perf_counter()
         if idle_since is not None:
             self.waited += time.perf_counter() - idle_since

@@ -269,10 +269,11 @@ def _inverse_of_unit_lower(lower: Float[Array, "*lead size size"]) -> Array:
 def _state_norms(
     k: Array, by_key: Array, between: Array, since: Array, wrote: Array, state: Array
 ) -> Float[Array, "rows chunks groups heads chunk"]:
-    """The norm of the state after each token, from products alone: states are too large to hold.
+    """The norm of the state after each token, without the states, which are too large to hold.
 
-    It is a sum of what is left of the chunk's first state and of the outer products of keys and
-    values written since; the square of its norm is made of the scalar products of each with each.
+    A state has two parts: what is left of the state before the chunk, and the products of the keys
+    and values that were written since. The square of its norm is the sum of three terms: the square
+    of each part, and twice the product of both.
     """
     exact = partial(jnp.einsum, precision=_EXACT)
     first = jnp.sum(state * state, axis=(-1, -2))[..., None]
