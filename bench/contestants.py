@@ -167,7 +167,8 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
     seen: list[tuple[float, float, dict[str, float]]] = []
     spans = ("device_busy", "device_idle", "waited_for_text", "waited_for_writing")
     spans = (*spans, "waited_for_weights")
-    names = ("tokens", "computed", "bytes", *spans)
+    stages = ("picking", "reading", "tokenizing", "packing", "compiling")
+    names = ("tokens", "computed", "bytes", *spans, *stages)
 
     warm = WARM_UP * options.step_tokens
     # (A list of places is for gpu.py alone.)
@@ -193,6 +194,13 @@ def spile(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"tok/s": spent["computed"] / (end - start), "shares": shares}
     result["GB/s"] = spent["bytes"] / (end - start) / 1e9
     result["cores"] = round((processor() - used) / (end - start), 2)  # used, on average
+    # What took long, and when it ended: a device that waits once is told from one that always does.
+    for name in ("device_idle", "waited_for_text", *stages):
+        pairs = zip(seen, seen[1:], strict=False)
+        long = [(now[0] - start, now[2][name] - last[2][name]) for last, now in pairs]
+        result.setdefault("long", {})[name] = [
+            f"{took:.1f} s at {at:.1f}" for at, took in long if took >= 0.1
+        ]
     if profile:
         result["profile"] = read_profile(profile, options.profile)
     return result

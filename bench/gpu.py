@@ -85,6 +85,8 @@ class Bench:
         for kind in ("shares", "profile"):
             parts = [f"{name} {value:.3g}" for name, value in result.get(kind, {}).items()]
             print(f"  {kind}: {', '.join(parts)}", flush=True) if parts else None
+        for name, found in result.get("long", {}).items():
+            print(f"  {name}: {', '.join(found)}", flush=True) if found else None
         return rate
 
     def ratio(self, what: str, ours: float | None, other: float | None) -> None:

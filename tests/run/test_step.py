@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.weights import LayerSchedule, Params, load_params
 from spile.models.taps import AFTER_BLOCKS, parse_taps
-from spile.run.step import Step, StepOutput
+from spile.run.step import Step, StepOutput, StepSettings
 
 # A tap of every kind: vectors, heads, heads by keys, single numbers.
 SHAPED = "embed,q:1,attn_pattern:0,z:all,resid_post:0+2,logprob,entropy"
@@ -373,6 +374,22 @@ def test_rows_leave_the_device_without_padding(model: Path, store_dtype: str) ->
         assert [s.count for s in output.stats_of("embed")] == [n for n in counts if n]
         lengths[whole] |= left
     assert lengths[True] == {120} and lengths[False] <= {*range(0, 121, 15)}
+
+
+def test_a_program_with_room_for_more_contexts_serves_fewer(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepSettings, "contexts", lambda _, batch: batch.contexts)  # as for cuDNN
+    step, batch = make_step(model, "embed"), make_batch()
+
+    def program(contexts: int) -> object:
+        return step.compile(replace(batch, contexts=contexts))[0]
+
+    few, many = program(16), program(64)
+    assert few is not many
+    assert [program(n) for n in (16, 32, 64)] == [few, many, many]
+    assert program(256) not in (few, many)
+    assert program(32) is many, "decided once: other processes may have met them at other moments"
 
 
 def test_a_new_shape_is_compiled_once_and_what_is_compiled_ahead_not_again(model: Path) -> None:

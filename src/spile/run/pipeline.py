@@ -265,7 +265,8 @@ class Worker:
             sink.check()  # a failed writer also ends the wait for other workers
             if not self._room.acquire(timeout=_POLL_SECONDS):
                 continue
-            unit, more = self._picker.take()
+            with self._counters.timed("picking"):
+                unit, more = self._picker.take()
             if unit is not None:
                 yield unit
                 continue

@@ -309,6 +309,7 @@ class Step:
         self._run = jax.jit(self.settings.forward, static_argnums=(8, 9))
         self._compact = jax.jit(_on_each(shards, _compact, 2))
         self._programs: dict[Any, Any] = {}
+        self._rooms: dict[tuple[int, ...], dict[int, int]] = {}
         self._compiling = threading.Lock()
 
     def __call__(self, batch: Batch) -> StepOutput:
@@ -400,7 +401,7 @@ class Step:
 
         inputs = _inputs(batch)
         shapes = tuple(None if a is None else a.shape for a in inputs)
-        contexts = self.settings.contexts(batch)
+        contexts = self._contexts(batch)
         run = self._program(
             (shapes, contexts),
             self._run,
@@ -422,6 +423,18 @@ class Step:
             ),
         )
         return run, compact
+
+    def _contexts(self, batch: Batch) -> int:
+        """The number of contexts that a batch's program has room for.
+
+        A program with more room serves, too: to compile another while steps run makes the device
+        wait. This is decided when a batch is first compiled, so all processes decide alike.
+        """
+        wanted = self.settings.contexts(batch)
+        rooms = self._rooms.setdefault(batch.tokens.shape, {})
+        if wanted not in rooms:
+            rooms[wanted] = min((r for r in rooms.values() if r >= wanted), default=wanted)
+        return rooms[wanted]
 
     def _program(self, shapes: Any, function: Any, arguments: Callable[[], Any]) -> Any:
         if shapes not in self._programs:

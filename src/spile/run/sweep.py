@@ -312,7 +312,7 @@ class Sweep(Step):
         else:
             kind, weights = self.settings.arch.layers[stage], shapes.tail[stage]
         ends = kind is not None and stage == depth - 1 and not self._whole
-        contexts = self.settings.contexts(batch)
+        contexts = self._contexts(batch)
         key = (
             kind or stage,  # blocks of a kind share a program
             ends,
