@@ -13,6 +13,7 @@ from spile.models.config.hf_config import read_config
 from spile.models.config.specs import block_specs
 from spile.models.layout import ONE_DEVICE
 from spile.models.taps import parse_taps
+from spile.plan import residency
 from spile.plan.chips import CHIPS
 from spile.plan.residency import (
     Residency,
@@ -120,6 +121,13 @@ def test_the_rate_of_files_is_measured(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(bytes(64 << 20))
     assert disk_rate([tmp_path / "weights"]) > 1e7
     assert disk_rate([]) == disk_rate([tmp_path / "absent"])
+
+
+def test_sweeps_from_files_are_as_long_as_reading_and_copying_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residency, "disk_rate", lambda files: 60e9)  # from the page cache
+    assert chosen(80 * GB, 500 * GB, "disk").link_rate == 7e9
 
 
 def packed_work(rows: int) -> Workload:

@@ -27,6 +27,7 @@ _HOST_SHARE = 0.8  # of the host's free memory, for weights
 # Of a device's memory, for the streams of a sweep; those that hide a disk are long.
 _STREAMS_SHARE, _LONG_STREAMS_SHARE = 0.1, 0.25
 _DISK_RATE = 2e9  # bytes a second, assumed of files elsewhere
+_BLOCK_RATE = 7e9  # bytes a second that a block is read, hashed and copied, however fast the disk
 _SAMPLE, _SAMPLE_SECONDS, _READERS = 16 << 20, 0.3, 8
 _LINK_RATE, _FLOPS, _BANDWIDTH = 12e9, 2e14, 1e12  # of a device that is not in plan/chips.py
 _DECODED_SHARE = 0.05  # of a sweep's time at most, to decode packed blocks, if memory allows
@@ -176,7 +177,8 @@ def choose_residency(
     else:
         on_host = 0 if platform == "cpu" else int(_HOST_SHARE * free // work.packed_block)
         kept = _spread(work, memory or 0, on_host)
-    disk = disk_rate(files) if platform != "cpu" and "disk" in kept else _DISK_RATE
+    from_files = platform != "cpu" and "disk" in kept
+    disk = min(_BLOCK_RATE, disk_rate(files)) if from_files else _DISK_RATE
     return _sized(work, enough, kept, platform, memory, chip, most_rows, disk, free)
 
 

@@ -54,11 +54,12 @@ def test_the_next_block_sets_out_before_the_work_that_it_hides_behind(reads: boo
     assert said.log.count("put 0") == 3, "once for each sweep, and for the one that may follow"
 
 
-@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize(("slow", "copied"), [("_read", True), ("_read", False), ("_put", True)])
 def test_waiting_for_files_is_counted_while_nothing_computes(
-    copied: bool, monkeypatch: pytest.MonkeyPatch
+    slow: str, copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Said, "_read", lambda self, layer: time.sleep(0.05) or layer)
+    quick = getattr(Said, slow)
+    monkeypatch.setattr(Said, slow, lambda *given: time.sleep(0.05) or quick(*given))
     said = Said(list(range(DEPTH)), copied=copied)
     said.sweep()
     assert said.blocks.waited >= (DEPTH - 1) * 0.03

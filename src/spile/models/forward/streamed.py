@@ -58,6 +58,7 @@ class StreamedBlocks:
         self._resident, self._streamed = resident, list(streamed)
         self._put, self._read, self._unpack, self._copied = put, read, unpack, copied
         self._pool = ThreadPoolExecutor(1, "weights")
+        self._copying = ThreadPoolExecutor(1, "weights-copy")
         self._reading: dict[int, Future[Any]] = {}
         self._coming: dict[int, Block] = {}
         self._working: deque[tuple[int, Any]] = deque()  # blocks in use, and their results
@@ -100,7 +101,12 @@ class StreamedBlocks:
     def _arriving(self, layer: int) -> Block:
         """A streamed block, which sets out now if it has not yet."""
         if layer not in self._coming:
-            self._coming[layer] = self._put(layer, self._was_read(layer))
+            found = self._was_read(layer)
+            if found is None:
+                self._coming[layer] = self._put(layer, None)
+            else:  # from ordinary memory, which takes as long as reading it
+                copying = self._copying.submit(self._put, layer, found)
+                self._coming[layer] = self._waited_for(copying)
         return self._coming[layer]
 
     def _was_read(self, layer: int) -> Any:
@@ -116,15 +122,15 @@ class StreamedBlocks:
             self._reading[following] = self._pool.submit(self._read, following)
         return found
 
-    def _waited_for(self, reading: "Future[Any]") -> Any:
-        """What is being read; counts how long the device has nothing to do meanwhile."""
+    def _waited_for(self, coming: "Future[Any]") -> Any:
+        """What is being read or copied; counts how long the device has nothing to do meanwhile."""
         idle_since: float | None = None
-        while not wait([reading], _LOOK).done:
+        while not wait([coming], _LOOK).done:
             if idle_since is None and all(result.is_ready() for _, result in self._working):
                 idle_since = time.perf_counter()
         if idle_since is not None:
             self.waited += time.perf_counter() - idle_since
-        return reading.result()
+        return coming.result()
 
 
 def load_blocks(
