@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         WorldError,
     )
     from spile.core.index import FLAGS
+    from spile.dataset.read.aligned import AlignedDatasets, align
     from spile.dataset.read.dataset import Dataset
     from spile.dataset.read.dataset import open_dataset as open
     from spile.dataset.read.latents import top_rows
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FLAGS",
     "SPLICE_SITES",
+    "AlignedDatasets",
     "ConfigError",
     "CorruptError",
     "DataError",
@@ -63,6 +65,7 @@ __all__ = [
     "WorldError",
     "__version__",
     "added",
+    "align",
     "connect",
     "demo_model",
     "export",
@@ -96,6 +99,7 @@ _HOMES = {
         "WorldError",
     ),
     "spile.core.index": ("FLAGS",),
+    "spile.dataset.read.aligned": ("AlignedDatasets", "align"),
     "spile.dataset.read.dataset": ("Dataset", "open=open_dataset"),
     "spile.dataset.read.latents": ("top_rows",),
     "spile.interop.export": ("export",),

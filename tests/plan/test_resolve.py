@@ -1,6 +1,7 @@
 """A recipe settled: by today's rules for a new dataset, by its own for one that was begun."""
 
 import dataclasses
+import json
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +17,7 @@ from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.index import BOS, SPECIAL
 from spile.core.recipe import RULES
 from spile.dataset.ledger import Ledger
-from spile.objects import MemoryObjects
+from spile.objects import MemoryObjects, open_objects
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.resolve import resolve, store_table
 
@@ -131,3 +132,59 @@ def test_a_tokenizer_that_changes_before_it_is_stored_is_refused(
     with pytest.raises(InputError, match="the tokenizer's files changed"):
         store_table(job, ledger)
     assert [*ledger.objects.list()] == []
+
+
+def likened(model: Path, corpus: Path, out: Path, /, **changes: object) -> ExtractionJob:
+    """A recipe like that of a dataset, whose table is stored at `out`."""
+    ledger = Ledger(open_objects(str(out)))
+    if ledger.read_table() is None:
+        recipe = dataclasses.replace(asked(model, corpus), every=2, seq_len=64, unit_tokens=8)
+        store_table(resolve(recipe, ledger, "cpu"), ledger)
+    recipe = Recipe(like=str(out), **changes)  # type: ignore[arg-type]
+    return resolve(recipe, Ledger(MemoryObjects("memory://new")), "gpu")
+
+
+def test_like_a_dataset_all_options_but_those_of_a_model_are_its(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    other = tiny.write_model(tmp_path / "other", seed=1, num_hidden_layers=1)
+    config = other / "tokenizer_config.json"
+    config.write_text('{"model_max_length": 4}')  # that of a chat model differs so
+    job = likened(model, corpus, tmp_path / "out", model=str(other), taps="resid_post:0")
+    like = Ledger(open_objects(str(tmp_path / "out"))).table()
+    assert job.table.units == like.units and len(like.units) > 1
+    assert (job.recipe.every, job.recipe.seq_len, job.recipe.unit_tokens) == (2, 64, 8)
+    assert (job.recipe.taps, job.recipe.compute_dtype) == (("resid_post.0",), "float32")
+    assert job.recipe.model != like.recipe.model
+
+
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"seq_len": 32}, "--seq-len is 64 there, 32 here"),
+    ({"pack": "none"}, "--pack is ffd there, none here"),
+    ({"where": "pos >= 1"}, "--where is not special there, pos >= 1 here"),
+])  # fmt: skip
+def test_like_a_dataset_other_rows_are_refused(
+    changes: dict[str, object], reason: str, model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        likened(model, corpus, tmp_path / "out", **changes)
+
+
+def test_like_a_dataset_another_tokenizer_is_refused(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    other = tiny.write_model(tmp_path / "other")
+    path = other / "tokenizer.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({**told, "normalizer": {"type": "Lowercase"}}))
+    with pytest.raises(ConfigError, match="another tokenizer: normalizer of tokenizer.json differ"):
+        likened(model, corpus, tmp_path / "out", model=str(other))
+
+
+def test_like_a_dataset_a_changed_corpus_is_refused(
+    model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    likened(model, corpus, tmp_path / "out")
+    pq.write_table(pa.table({"text": ["other"]}), corpus)
+    with pytest.raises(ConfigError, match="the corpus has changed"):
+        likened(model, corpus, tmp_path / "out")

@@ -57,6 +57,11 @@ class Recipe(Options):
         "Hub, OWNER/NAME[:CONFIG[:SPLIT]], or of any kind of files, datasets:OWNER/NAME…; a "
         "program, FILE.py:FUNCTION; ARC tasks, arc:PATH",
     )
+    like: str | None = option(
+        None,
+        "a dataset whose rows to make once more, with another --model, --lora, --taps, --encode or "
+        "dtype; every other option is taken from it",
+    )
     taps: str | None = option(
         None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
     )

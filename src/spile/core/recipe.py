@@ -20,6 +20,10 @@ from spile.core.options import LIMIT, shown
 RULES = 2
 
 
+# The fields that say what is computed and stored of each row. All others say which rows there are.
+OF_EACH_ROW = ("model", "taps", "encode", "latents", "compute_dtype", "store_dtype")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRecipe:
     """A recipe with every option settled: it is stored, fingerprinted and compared on resume.

@@ -117,6 +117,13 @@ class Segment:
     def fingerprint(self) -> str:
         return text_at(self.columns, "fingerprint", 0)
 
+    @property
+    def index_digests(self) -> list[str]:
+        """The digest of each unit's index file: the same bytes are the same rows."""
+        columns = self.columns
+        last = [run_of(columns["ends/files"], at).stop for at in range(len(self))]
+        return [text_at(columns, "file/digest", stop - len(fmt.BESIDE)) for stop in last]
+
     def done(self, at: int) -> Done:
         """Return the record of a unit by its place; of `made_by` it holds the times alone."""
         columns = self.columns

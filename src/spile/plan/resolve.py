@@ -5,6 +5,7 @@ were given must agree with it.
 """
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -17,7 +18,7 @@ from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.expressions import DocumentFilter, RowFilter
 from spile.core.humanize import plural
 from spile.core.identity import contents_digest, sampled_digests
-from spile.core.recipe import RULES, ResolvedRecipe
+from spile.core.recipe import OF_EACH_ROW, RULES, ResolvedRecipe
 from spile.corpus.chats.rows import RowReader, read_as
 from spile.corpus.files import CorpusFile, find_files, lasting
 from spile.corpus.formats.token_ids import TokenIds, read_ids, settle_ids
@@ -39,8 +40,9 @@ from spile.dataset.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.sae import SparseEncoder, identity
 from spile.models.taps import Tap, parse_taps
-from spile.objects import exists
+from spile.objects import exists, open_objects
 from spile.objects.hub.names import continued, pinned
+from spile.objects.paths import AnyPath
 from spile.plan.encoders import each_source, find_encoders, stored_taps
 from spile.plan.job import ExtractionJob, open_reader, select_and_pack
 from spile.plan.roofline import cpu_unit_tokens
@@ -66,8 +68,12 @@ def resolve(
     `cache` is where corpora that are first converted to Parquet are kept.
     """
     stored = ledger.read_table()
+    other = None if stored or recipe.like is None else Ledger(open_objects(recipe.like))
+    like = other.table() if other else None
     if stored:
         recipe = _completed(recipe, stored.recipe)
+    elif like:
+        recipe = _alike(recipe, like.recipe)
     for name in ("model", "corpus", "taps"):
         if getattr(recipe, name) is None:
             raise ConfigError(f"{flag_of(name)} is missing")
@@ -83,7 +89,7 @@ def resolve(
     recipe = settle_ids(recipe, files, checkpoint.arch.vocab_size)
     reading, template = read_as(recipe, checkpoint.directory)
     resolved = _settled(recipe, checkpoint, taps, encoders, files, platform, template, reading)
-    resolved = dataclasses.replace(resolved, rules=_rules(ledger.objects.url, stored))
+    resolved = dataclasses.replace(resolved, rules=_rules(ledger.objects.url, stored or like))
     tokenizer = TextTokenizer(
         checkpoint.directory,
         resolved.special_tokens,
@@ -103,6 +109,8 @@ def resolve(
         resolved, checkpoint, tokenizer, taps, encoders, files, reading, heed,
         named=resolved.keep if recipe.keep else (),
     )  # fmt: skip
+    if other:
+        _refuse_unlike(other, table, checkpoint.directory)
     return ExtractionJob(
         table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, heed
     )
@@ -153,6 +161,55 @@ def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
             kind = _SOURCES[name]
             chosen[name] = continued(getattr(recipe, name), defaults[name], kind)
     return dataclasses.replace(recipe, **chosen)
+
+
+def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
+    """Fill in options that were not given from another dataset, whose rows this one shall have."""
+    given = {name: getattr(recipe, name) for name in _SOURCES if getattr(recipe, name) is not None}
+    if recipe.model is not None and recipe.lora is None:  # an adapter belongs to its model
+        like = dataclasses.replace(like, lora_source=None)
+    if recipe.taps is not None and recipe.encode is None:
+        like = dataclasses.replace(like, encode_source=None, latents=None)
+    return dataclasses.replace(_completed(recipe, like), **given)
+
+
+def _refuse_unlike(other: Ledger, made: Table, directory: AnyPath) -> None:
+    """Raise unless the rows of a table will be those of another dataset."""
+    like, asked = other.table(), f"--like {other.objects.url}"
+    if like.shuffled:
+        raise ConfigError(f"{asked}: it was shuffled; give the dataset that it was made from")
+    old, new = like.recipe.identity(), made.recipe.identity()
+    unlike = [name for name in old if name not in OF_EACH_ROW and old[name] != new.get(name)]
+    if unlike:
+        told = "; ".join(
+            "the corpus has changed"
+            if name == "corpus"
+            else f"{flag_of(name)} is {old[name]} there, {new.get(name)} here"
+            for name in unlike
+        )
+        raise ConfigError(f"{asked}: these would be other rows: {told}")
+    if like.recipe.model["tokenizer"] != made.recipe.model["tokenizer"]:
+        differs = _other_tokenizer(other.read_tokenizer(like), directory)
+        if differs:
+            raise ConfigError(f"{asked}: {directory} has another tokenizer: {differs}")
+    if like.units != made.units:
+        raise ConfigError(f"{asked}: its units are not those of its recipe; was it compacted?")
+
+
+def _other_tokenizer(kept: Mapping[str, bytes], directory: AnyPath) -> str | None:
+    """Say in what a model's tokenizer.json differs from a dataset's; None if it does not.
+
+    (Its configuration may differ, such as the template of chats: that is part of a recipe.)
+    """
+    name = fmt.TOKENIZER_FILES[0]
+    if name not in kept:
+        return "its files differ from those that were read, which the dataset does not hold"
+    old, new = json.loads(kept[name]), json.loads((directory / name).read_bytes())
+    vocab, others = (each.get("model", {}).get("vocab", ()) for each in (old, new))
+    if len(vocab) != len(others):
+        return f"it has {len(others)} tokens, that of the dataset {len(vocab)}"
+    parts = [part for part in {**old, **new} if old.get(part) != new.get(part)]
+    return f"{', '.join(parts)} of {name} differ" if parts else None
 
 
 def _rules(where: str, stored: Table | None) -> int:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from spile.dataset.read.order import BatchOptions, EpochCursor, EpochSchedule, Order, RankShare
-from spile.dataset.read.window import Batch, ReadAhead, View
+from spile.dataset.read.window import Affine, Batch, ReadAhead, View
 
 
 class Batches:
@@ -43,6 +43,14 @@ class Batches:
     def given(self) -> int:
         """The number of rows in the last batch, over all ranks."""
         return self._given
+
+    def scaled_by(self, name: str) -> Literal["row", "channel"] | None:
+        """Return the kind of scale for the encoded values of a tap."""
+        return self.view.scaled_by(name)
+
+    def affine(self, name: str) -> Affine | None:
+        """Return the normalization of a tap; it is not yet applied to an encoded one."""
+        return self.view.affine(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON; it is the same for every rank and any number of ranks."""

@@ -478,10 +478,21 @@ class Dataset:
             drop_last=drop_last,
         )
         names = [taps] if isinstance(taps, str) else list(taps)
-        by_name = {name: self.name(name) for name in names}
-        view = View(self._stored, by_name, options, self.statistics)
-        order = Order(self._stored, options, view.row_bytes, self._choice(where))
-        return Batches(view, order, options)
+        view = self.view({name: self.name(name) for name in names}, options)
+        return Batches(view, self.order(options, view.row_bytes), options)
+
+    def view(self, names: Mapping[str, str], options: BatchOptions) -> View:
+        """Return what batches show: taps by the names that they have there."""
+        return View(self._stored, names, options, self.statistics)
+
+    def order(self, options: BatchOptions, row_bytes: int) -> Order:
+        """Return the order of rows in batches; a window holds `row_bytes` of each."""
+        return Order(self._stored, options, row_bytes, self._choice(options.where))
+
+    def index_digests(self) -> Iterator[str]:
+        """Yield the digest of each unit's index: equal ones stand for the same rows."""
+        for segment in self._units.segments():
+            yield from segment.index_digests
 
     def _choice(self, where: str | None) -> RowChoice | None:
         """Return the chosen rows if `where` names columns of documents; otherwise None."""
