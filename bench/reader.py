@@ -27,6 +27,7 @@ import stored
 from spile.core.index import FIRST, INDEX_DTYPE
 from spile.dataset.format import TapInfo
 from spile.dataset.ledger import Ledger
+from spile.dataset.read.aligned import align
 from spile.dataset.read.dataset import Dataset, open_dataset
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.interop.export import export
@@ -75,9 +76,9 @@ def compare(readers: dict[str, Reader], turns: int) -> None:
         print(f"{name:44} {statistics.median(found) / 1e9:8.3f} {ratio:20.3f}")
 
 
-def made(path: Path, rows: int, shard_bytes: int = 1 << 28) -> Dataset:
+def made(path: Path, rows: int, shard_bytes: int = 1 << 28, width: int = WIDTH) -> Dataset:
     """A dataset of one tap; its contexts are all alike."""
-    taps = {TAP: TapInfo((WIDTH,), "float16", (HOOK,))}
+    taps = {TAP: TapInfo((width,), "float16", (HOOK,))}
     units = [[CONTEXT] * (UNIT_ROWS // CONTEXT)] * (rows // UNIT_ROWS)
     table = stored.make_table(units, taps, "float16", seq_len=CONTEXT)
     objects = LocalObjects(path)
@@ -85,7 +86,7 @@ def made(path: Path, rows: int, shard_bytes: int = 1 << 28) -> Dataset:
     ledger.create_table(table)
     ledger.check_weights({"embed": "aa"})
     rng = np.random.default_rng(0)
-    step = rng.standard_normal((4096, WIDTH), np.float32).astype(np.float16)
+    step = rng.standard_normal((4096, width), np.float32).astype(np.float16)
     for unit in range(len(units)):
         place = np.arange(UNIT_ROWS)
         index = np.zeros(UNIT_ROWS, INDEX_DTYPE)
@@ -141,9 +142,19 @@ def local(dataset: Dataset, folder: Path, window: int, others: bool) -> dict[str
 
         return read
 
+    halves = [made(folder / name, len(whole), width=WIDTH // 2) for name in ("one", "two")]
+    pair = align(*halves)
+
+    def aligned() -> float:
+        began = time.perf_counter()
+        for batch in pair.batches(TAP, BATCH, window=window, epochs=EPOCHS):
+            assert len(batch[f"two/{TAP}"])
+        return EPOCHS * whole.nbytes / (time.perf_counter() - began)
+
     readers: dict[str, Reader] = {
         "bare np.take(out=)": bare,
         "spile, window": ours(),
+        "spile, window, two aligned datasets": aligned,
         "spile, window, no index": ours(index=False),
         "spile, full": ours(shuffle="full"),
         "spile, as stored": ours(shuffle=None),
