@@ -78,10 +78,10 @@ def _put(
             if name == "index":
                 made[name] = values
             elif isinstance(values, Encoded):
-                by_row = batches.scaled_by(name) == "row"
+                by_row = batches.view_of(name).scaled_by(name) == "row"
                 scale = _array(values.scale, batches, sharding) if by_row else values.scale
                 codes = _array(values.codes, batches, sharding)
-                made[name] = _Coded(codes, scale, by_row, batches.affine(name))
+                made[name] = _Coded(codes, scale, by_row, batches.view_of(name).affine(name))
             else:
                 made[name] = _array(values, batches, sharding)
         made["state"] = batches.state_dict()

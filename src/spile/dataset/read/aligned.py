@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +17,8 @@ from spile.core.errors import ConfigError
 from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.dataset import Dataset, open_dataset
-from spile.dataset.read.order import BatchOptions, Normalize, Order, RankShare, Shuffle
-from spile.dataset.read.window import Affine, Batch, View
+from spile.dataset.read.order import BatchOptions, Normalize, Shuffle
+from spile.dataset.read.window import View
 from spile.dataset.write.statistics import TapStats
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -131,7 +130,7 @@ class AlignedDatasets:
         rank: int = 0,
         world: int = 1,
         drop_last: bool = False,
-    ) -> "AlignedBatches":
+    ) -> Batches:
         """Iterate over shuffled batches `{"SIDE/TAP": rows, "index": entries}`.
 
         The options are those of `Dataset.batches`. A tap without a side is taken of every side. A
@@ -166,7 +165,7 @@ class AlignedDatasets:
                 shown = options if not views else replace(options, index=False)
                 views.append(dataset.view(names[side], shown))
         order = self._first.order(options, sum(view.row_bytes for view in views))
-        return AlignedBatches(views, order, options)
+        return Batches(views, order, options)
 
     def _found(self, tap: str) -> tuple[Dataset, str]:
         side, _, own = tap.partition("/")
@@ -175,58 +174,6 @@ class AlignedDatasets:
             raise ConfigError(f"{tap}: name the side, as in {next(iter(self.sides))}/{tap}; "
                               f"there are {known}")  # fmt: skip
         return self.sides[side], own
-
-
-class AlignedBatches(Batches):
-    """Batches of several datasets, in one order."""
-
-    def __init__(
-        self,
-        views: Sequence[View],
-        order: Order,
-        options: BatchOptions,
-        share: RankShare | None = None,
-    ) -> None:
-        super().__init__(views[0], order, options, share)
-        self._others = [Batches(view, order, options, share) for view in views[1:]]
-
-    def scaled_by(self, name: str) -> Literal["row", "channel"] | None:
-        return self._view_of(name).scaled_by(name)
-
-    def affine(self, name: str) -> Affine | None:
-        return self._view_of(name).affine(name)
-
-    def _view_of(self, name: str) -> View:
-        views = [self.view, *(other.view for other in self._others)]
-        return next(view for view in views if name in view.names)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        for other in self._others:
-            other.load_state_dict(state)
-
-    def in_turn(self, worker: int, workers: int) -> "AlignedBatches":
-        share = replace(self.share, worker=worker, workers=workers)
-        views = [self.view, *(other.view for other in self._others)]
-        taken = AlignedBatches(views, self._order, self._options, share)
-        taken.load_state_dict(self.state_dict())
-        return taken
-
-    def skip(self) -> bool:
-        for other in self._others:
-            other.skip()
-        return super().skip()
-
-    def __next__(self) -> Batch:
-        before = self.state_dict()
-        batch = super().__next__()
-        try:
-            for other in self._others:
-                batch.update(next(other))
-        except Exception:
-            self.load_state_dict(before)  # a batch that was not returned does not count
-            raise
-        return batch
 
 
 def _check(first: Dataset, other: Dataset) -> None:

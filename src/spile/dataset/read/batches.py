@@ -1,13 +1,13 @@
 """Minibatches: every row once an epoch, in an order fixed by the seed, resumable anywhere."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from spile.dataset.read.order import BatchOptions, EpochCursor, EpochSchedule, Order, RankShare
-from spile.dataset.read.window import Affine, Batch, ReadAhead, View
+from spile.dataset.read.window import Batch, ReadAhead, View
 
 
 class Batches:
@@ -17,16 +17,23 @@ class Batches:
     """
 
     def __init__(
-        self, view: View, order: Order, options: BatchOptions, share: RankShare | None = None
+        self,
+        views: Sequence[View],
+        order: Order,
+        options: BatchOptions,
+        share: RankShare | None = None,
     ) -> None:
-        """Make the batches of a share of the rows; by default it follows from the options."""
-        self.view, self._order, self._options = view, order, options
+        """Make the batches of a share of the rows; by default it follows from the options.
+
+        Of several views, which show the same rows of aligned datasets, a batch holds all taps.
+        """
+        self.views, self._order, self._options = views, order, options
         self.share = share or RankShare(options.batch_size, options.rank, options.world)
         self._schedule = EpochSchedule(order, self.share, options.epochs, options.drop_last)
         self._cursor = EpochCursor(order.identity, options.epochs, "iteration")
         self._given = 0
         self._number = 0  # number of the next batch, counted from the start of the schedule
-        self._ahead = ReadAhead(view, self._schedule)
+        self._ahead = ReadAhead(views, self._schedule)
 
     def __len__(self) -> int:
         """Return the number of batches in all epochs."""
@@ -44,13 +51,14 @@ class Batches:
         """The number of rows in the last batch, over all ranks."""
         return self._given
 
-    def scaled_by(self, name: str) -> Literal["row", "channel"] | None:
-        """Return the kind of scale for the encoded values of a tap."""
-        return self.view.scaled_by(name)
+    @property
+    def view(self) -> View:
+        """The first of `views`, which shows the index."""
+        return self.views[0]
 
-    def affine(self, name: str) -> Affine | None:
-        """Return the normalization of a tap; it is not yet applied to an encoded one."""
-        return self.view.affine(name)
+    def view_of(self, name: str) -> View:
+        """Return the view that shows a tap."""
+        return next(view for view in self.views if name in view.names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON; it is the same for every rank and any number of ranks."""
@@ -62,12 +70,12 @@ class Batches:
         begin = self._cursor.epoch, self._cursor.position
         self._schedule, self._number = replace(self._schedule, begin=begin), 0
         self._ahead.close()  # it may have read another share of the rows
-        self._ahead = ReadAhead(self.view, self._schedule)
+        self._ahead = ReadAhead(self.views, self._schedule)
 
     def in_turn(self, worker: int, workers: int) -> "Batches":
         """Return the same iteration from here on, for one of several workers that take turns."""
         share = replace(self.share, worker=worker, workers=workers)
-        taken = Batches(self.view, self._order, self._options, share)
+        taken = Batches(self.views, self._order, self._options, share)
         taken.load_state_dict(self.state_dict())
         return taken
 
@@ -86,21 +94,24 @@ class Batches:
         ) and self._number % self.share.workers != self.share.worker:
             self._advance(size)
         if not size:
-            self._ahead = ReadAhead(self.view, self._schedule)  # frees the memory of the windows
+            self._ahead = ReadAhead(self.views, self._schedule)  # frees the memory of the windows
             raise StopIteration
         epoch = self._cursor.epoch
         before = self._schedule.given_before(epoch)
         low, high = self.share.part(self._cursor.position, size, before)
         ends = self._order.ends(epoch)
-        made = self.view.begin(high - low)
+        made = [view.begin(high - low) for view in self.views]
         at = low
         while at < high:
             number = int(np.searchsorted(ends, at, side="right"))
-            window = self._ahead.window((epoch, number))
             stop = min(high, int(ends[number]))
-            made.take(window, window.begins[at], stop - at)
+            windows = self._ahead.windows((epoch, number))
+            for part, window in zip(made, windows, strict=True):
+                part.take(window, window.begins[at], stop - at)
             at = stop
-        batch = made.finish()
+        batch: Batch = {}
+        for part in made:
+            batch |= part.finish()
         self._advance(size)  # last: rows not yet returned are not counted
         return batch
 

@@ -479,7 +479,7 @@ class Dataset:
         )
         names = [taps] if isinstance(taps, str) else list(taps)
         view = self.view({name: self.name(name) for name in names}, options)
-        return Batches(view, self.order(options, view.row_bytes), options)
+        return Batches([view], self.order(options, view.row_bytes), options)
 
     def view(self, names: Mapping[str, str], options: BatchOptions) -> View:
         """Return what batches show: taps by the names that they have there."""

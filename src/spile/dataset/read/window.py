@@ -9,7 +9,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -238,24 +238,27 @@ class BatchBuilder:
 
 
 class ReadAhead:
-    """Windows in turn, with memory for two: the current one and the next."""
+    """Windows in turn, with memory for two: the current one and the next.
 
-    def __init__(self, view: View, schedule: EpochSchedule) -> None:
-        self._view, self._stored = view, view.stored
-        self._order, self._schedule = schedule.order, schedule
+    Several views may show the same rows, of aligned datasets: each has a window of its own.
+    """
+
+    def __init__(self, views: Sequence[View], schedule: EpochSchedule) -> None:
+        self._views, self._order, self._schedule = views, schedule.order, schedule
         self._loading = ThreadPoolExecutor(1, "spile-window")
-        threads = view.stored.objects.parallel
-        self._reading = None if view.is_mapped else ThreadPoolExecutor(threads, "spile-read")
+        copied = [view for view in views if not view.is_mapped]
+        threads = max((view.stored.objects.parallel for view in copied), default=0)
+        self._reading = ThreadPoolExecutor(threads, "spile-read") if copied else None
         self._cold, self._faults = False, resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-        self._free: list[WindowBuffer] = []
-        self._current: Window | None = None
-        self._next: tuple[Place, Future[Window]] | None = None
+        self._free: list[list[WindowBuffer]] = []
+        self._current: list[Window] | None = None
+        self._next: tuple[Place, Future[list[Window]]] | None = None
 
-    def window(self, place: Place) -> Window:
-        """Return a window; its memory is reused when another one is requested."""
-        if self._current is None or self._current.place != place:
+    def windows(self, place: Place) -> list[Window]:
+        """Return the windows of all views; their memory is reused when others are requested."""
+        if self._current is None or self._current[0].place != place:
             if self._current is not None:
-                self._free.append(self._current.buffer)
+                self._free.append([window.buffer for window in self._current])
                 self._current = None
             if self._next is None or self._next[0] != place:
                 self.close()
@@ -270,13 +273,13 @@ class ReadAhead:
         return self._current
 
     def close(self) -> None:
-        """Wait for the window being read, and drop it."""
+        """Wait for the windows being read, and drop them."""
         if self._next is not None:
             future, self._next = self._next[1], None
             if future.exception() is None:
-                self._free.append(future.result().buffer)
+                self._free.append([window.buffer for window in future.result()])
 
-    def _load(self, place: Place) -> Window:
+    def _load(self, place: Place) -> list[Window]:
         rows, places = self._order.window(place)
         ends = self._order.ends(place[0])
         begin = int(ends[place[1]]) - len(rows)
@@ -291,16 +294,28 @@ class ReadAhead:
             places = np.concatenate(mine)
             used = np.unique(places)
             rows, places = rows[used], np.searchsorted(used, places)
-        buffer = self._free.pop() if self._free else self._view.buffer(self._order.capacity)
-        tables = {tap: (held, places) for tap, held in buffer.taps.items()}
-        for tap in self._view.taps.keys() - buffer.taps.keys() if len(rows) else ():
-            tables[tap] = self._mapped(tap, rows, places)
-        self._run(self._jobs(rows, buffer))
-        return Window.of(place, buffer, tables, places, begins)
+        capacity = self._order.capacity
+        buffers = self._free.pop() if self._free else [v.buffer(capacity) for v in self._views]
+        both = [*zip(self._views, buffers, strict=True)]
+        tables = [self._tables(view, buffer, rows, places) for view, buffer in both]
+        self._run(job for view, buffer in both for job in _jobs(view, rows, buffer))
+        return [
+            Window.of(place, buffer, found, places, begins)
+            for buffer, found in zip(buffers, tables, strict=True)
+        ]
 
-    def _mapped(self, tap: str, rows: Rows, places: Rows) -> tuple[Bytes, Rows]:
+    def _tables(
+        self, view: View, buffer: WindowBuffer, rows: Rows, places: Rows
+    ) -> dict[str, tuple[Bytes, Rows]]:
+        """Return the table that holds each tap's rows, and their numbers in it."""
+        tables = {tap: (held, places) for tap, held in buffer.taps.items()}
+        for tap in view.taps.keys() - buffer.taps.keys() if len(rows) else ():
+            tables[tap] = self._mapped(view.stored, tap, rows, places)
+        return tables
+
+    def _mapped(self, stored: StoredRows, tap: str, rows: Rows, places: Rows) -> tuple[Bytes, Rows]:
         """Return the table of mapped rows, and the row numbers in it; read ahead if cold."""
-        mapped = self._stored.mapped(tap)
+        mapped = stored.mapped(tap)
         assert mapped is not None
         numbers = mapped.numbers(rows)
         if self._is_cold():
@@ -315,18 +330,6 @@ class ReadAhead:
         self._cold |= faults > self._faults + _MAJOR_FAULTS
         return self._cold
 
-    def _jobs(self, rows: Rows, buffer: WindowBuffer) -> Iterable[ReadJob]:
-        if not len(rows):
-            return
-        for tap in self._view.taps:
-            held, scales = buffer.taps.get(tap), buffer.scales.get(tap)
-            if held is not None:
-                yield from self._stored.jobs(tap, rows, held[: len(rows)])
-            if scales is not None:
-                yield from self._stored.scale_jobs(tap, rows, scales[: len(rows)])
-        if buffer.index is not None:
-            yield from self._stored.index_jobs(rows, buffer.index[: len(rows)])
-
     def _run(self, jobs: Iterable[ReadJob]) -> None:
         """Run all jobs; raise the error of one after all have ended."""
         if self._reading is None:  # the jobs are short: threads would only take turns
@@ -337,6 +340,19 @@ class ReadAhead:
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
+
+
+def _jobs(view: View, rows: Rows, buffer: WindowBuffer) -> Iterable[ReadJob]:
+    if not len(rows):
+        return
+    for tap in view.taps:
+        held, scales = buffer.taps.get(tap), buffer.scales.get(tap)
+        if held is not None:
+            yield from view.stored.jobs(tap, rows, held[: len(rows)])
+        if scales is not None:
+            yield from view.stored.scale_jobs(tap, rows, scales[: len(rows)])
+    if buffer.index is not None:
+        yield from view.stored.index_jobs(rows, buffer.index[: len(rows)])
 
 
 # -- memory and threads ---------------------------------------------------------------------------
