@@ -39,6 +39,7 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_slices_started_here_share_the_work_and_are_looked_at_and_stopped(
     home: Path, program: Path, model: Path, corpus: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

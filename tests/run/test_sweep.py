@@ -23,7 +23,10 @@ from spile.run import sweep
 from stored import unit_files
 
 # A tap of every kind, at every stage: before the blocks, inside them, between them, behind them.
-TAPS = "embed,resid_pre:0+2,attn_in:0,q:1.h1,z:all,resid_post:0+1,mlp_hidden:2,final_norm,logprob"
+TAPS = (
+    "embed,resid_pre:0+2,attn_in:0,q:1.h1,attn_pattern:1,z:all,resid_post:0+1,mlp_hidden:2,"
+    "final_norm,logprob"
+)
 
 
 def recipe(model: Path, corpus: Path, **more: Any) -> Recipe:
@@ -52,7 +55,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", some(CHANGES, "attention weights"))
+@pytest.mark.parametrize("kind", some(CHANGES))
 def test_a_swept_model_gives_the_same_bytes(
     kind: str, model: Path, corpus: Path, tmp_path: Path
 ) -> None:
