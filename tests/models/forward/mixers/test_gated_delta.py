@@ -16,7 +16,7 @@ from marks import some
 from spile.models.config.arch import GATED_DELTA, Arch, GatedDelta, Layer
 from spile.models.config.specs import block_specs
 from spile.models.forward.mixers import gated_delta as mixer
-from spile.models.forward.mixers.gated_delta import Read, chunked, convolution, recurrent
+from spile.models.forward.mixers.gated_delta import Read, chunked, recurrent
 from spile.models.forward.splice import in_block
 
 KEYS, HEADS, KEY_DIM, DIM = 2, 4, 6, 5
@@ -149,14 +149,6 @@ def test_a_document_is_the_same_alone_wherever_it_begins_in_a_chunk() -> None:
     for name in ("conv_out", "delta_state_norm", "z", "out"):
         first = whole[name][1, 1 : 1 + length]
         assert error(first, alone[name][0]) > 1e-3, "the control must fail"
-
-
-def test_the_convolution_sees_the_last_tokens_of_its_document() -> None:
-    x = jnp.asarray(np.arange(1.0, 8.0)[None, :, None], jnp.float32)
-    kernel = jnp.asarray([[[1000.0, 100.0, 10.0, 1.0]]])
-    segments = jnp.asarray([[1, 1, 1, 1, 1, 2, 2]])
-    found = convolution(x, kernel, segments, "relu")
-    assert found[0, :, 0].tolist() == [1, 12, 123, 1234, 2345, 6, 67]
 
 
 @pytest.mark.parametrize("changed", ["most_written", "norm_eps"])

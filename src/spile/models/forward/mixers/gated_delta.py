@@ -23,7 +23,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spile.models.config.arch import Arch, GatedDelta
-from spile.models.forward.ops import activate, linear, norm
+from spile.models.forward.mixers.recurrence import (
+    convolution,
+    decays,
+    in_chunks,
+    out_of_chunks,
+    shifted,
+)
+from spile.models.forward.ops import linear, norm
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.splice import At
 from spile.models.forward.weights import Block
@@ -32,7 +39,6 @@ from spile.models.layout import ROWS
 CHUNK = 64  # tokens
 _NORM_EPS = 1e-6  # of queries and keys
 _EXACT = jax.lax.Precision.HIGHEST
-_STEP = 2.0**-6  # a chunk's sum of multiples has no rounding error up to 2^18
 
 Hidden = Float[Array, "rows seq width"]
 Places = Int[Array, "rows seq"]
@@ -66,7 +72,9 @@ def gated_delta(
     delta = arch.delta
     assert delta
     convolved = [
-        convolution(linear(x, block[f"wd{name}"]), block[f"conv_{name}"], segments, arch.activation)
+        convolution(
+            linear(x, block[f"wd{name}"]), block[f"conv_{name}"], None, segments, arch.activation
+        )
         for name in "qkv"
     ]
     conv_out = at("conv_out", jnp.concatenate(convolved, axis=-1))
@@ -82,26 +90,6 @@ def gated_delta(
     if read.state_norms is not None:
         inside["delta_state_norm"] = read.state_norms
     return out, inside
-
-
-def convolution(
-    x: Channels, kernel: Float[Array, "channels 1 width"], segments: Places, activation: str
-) -> Channels:
-    """Weigh each channel's last tokens, of the same document; then the activation."""
-    weights = kernel[:, 0].astype(jnp.float32)
-    width = weights.shape[1]
-    total = jnp.zeros(x.shape, jnp.float32)
-    for ago in range(width):
-        earlier = _shifted(x, ago).astype(jnp.float32)
-        same = (_shifted(segments, ago, fill=-1) == segments)[..., None]
-        total = total + jnp.where(same, earlier, 0.0) * weights[None, None, :, width - 1 - ago]
-    return activate(total.astype(x.dtype), None, activation, None)
-
-
-def _shifted(x: Array, by: int, fill: int = 0) -> Array:
-    """The value `by` tokens ago."""
-    pads = ((0, 0), (by, 0), *[(0, 0)] * (x.ndim - 2))
-    return jnp.pad(x, pads, constant_values=fill)[:, : x.shape[1]]
 
 
 def _split(convolved: Channels, delta: GatedDelta) -> tuple[Keys, Keys, Values]:
@@ -145,7 +133,7 @@ def recurrent(
     """
     rows, _, heads, dim = v.shape
     q, k = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (q, k))
-    begins = _shifted(segments, 1, fill=-1) != segments
+    begins = shifted(segments, 1, fill=-1) != segments
     exact = partial(jnp.einsum, precision=_EXACT)
 
     def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Read]:
@@ -179,11 +167,7 @@ def chunked(
     """
     seq, groups = q.shape[1], q.shape[2]
 
-    def cut(a: Array, fill: int = 0) -> Array:
-        """[rows, seq, ...] -> [rows, chunks, CHUNK, ...]."""
-        pads = ((0, 0), (0, -seq % CHUNK), *[(0, 0)] * (a.ndim - 2))
-        padded = jnp.pad(a, pads, constant_values=fill)
-        return padded.reshape(a.shape[0], -1, CHUNK, *a.shape[2:])
+    cut = partial(in_chunks, size=CHUNK)
 
     def grouped(a: Array) -> Array:
         """[..., value heads, ...] -> [rows, chunks, CHUNK, key heads, value heads of each, ...]."""
@@ -194,20 +178,7 @@ def chunked(
     q, k = cut(q), cut(k)
     v, written, kept = grouped(v), grouped(written), grouped(kept)
 
-    # Decay between two tokens of a chunk, zero across a border; and since the chunk's start, zero
-    # behind its first border. Both are differences of sums, which may be large where the result is
-    # not: so the sums are in two parts, of multiples of a step, which are exact, and of the rest.
-    seen = jnp.tril(places[..., :, None] == places[..., None, :])
-    steps = jnp.round(kept / _STEP) * _STEP
-    coarse, fine = (
-        jnp.einsum("rntj,rnjgh->rnght", seen.astype(jnp.float32), part, precision=_EXACT)
-        for part in (steps, kept - steps)
-    )
-    apart = coarse[..., :, None] - coarse[..., None, :] + (fine[..., :, None] - fine[..., None, :])
-    between = jnp.exp(jnp.where(seen[:, :, None, None], apart, -jnp.inf))  # [r, n, g, h, t, j]
-    before = jnp.pad(places[:, :-1, -1], ((0, 0), (1, 0)), constant_values=-1)
-    continues = (places == before[..., None])[:, :, None, None]
-    since = jnp.where(continues, jnp.exp(coarse + fine), 0.0)  # [r, n, g, h, t]
+    between, since = decays(kept, places)
 
     by_key = jnp.einsum("rntgk,rnjgk->rngtj", k, k)[:, :, :, None]
     by_query = jnp.einsum("rntgk,rnjgk->rngtj", q, k)[:, :, :, None] * between
@@ -234,11 +205,7 @@ def chunked(
     _, found = jax.lax.scan(step, begin, tuple(jnp.moveaxis(a, 1, 0) for a in by_chunk))
     read, *rest = (jnp.moveaxis(a, 0, 1) for a in found)
 
-    def whole(a: Array) -> Array:
-        """[r, n, g, h, t, ...] -> [rows, seq, value heads, ...]."""
-        a = jnp.moveaxis(a, 4, 2)
-        return a.reshape(a.shape[0], -1, a.shape[3] * a.shape[4], *a.shape[5:])[:, :seq]
-
+    whole = partial(out_of_chunks, seq=seq)
     norms = _state_norms(k, by_key, between, since, *rest) if state_norms else None
     return Read(whole(read), None if norms is None else whole(norms))
 
