@@ -181,6 +181,42 @@ OLMO_HYBRID: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }
 del OLMO_HYBRID["head_dim"]
+# Three heads for each of two groups; states of other sizes than heads, and a norm that matters.
+SPACE: dict[str, Any] = {
+    "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8,
+    "mamba_chunk_size": 16, "rms_norm_eps": 1e-4,
+}  # fmt: skip
+MAMBA2: dict[str, Any] = {
+    "vocab_size": tiny.VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_heads": 6,
+    "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16, "layer_norm_epsilon": 1e-4,
+    "bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS, "pad_token_id": None,
+}  # fmt: skip
+BAMBA: dict[str, Any] = {
+    **SMALL, **SPACE, "num_hidden_layers": 5, "attn_layer_indices": [1, 3],
+}  # fmt: skip
+GRANITE_HYBRID: dict[str, Any] = {
+    **GRANITEMOE, **SPACE, "num_hidden_layers": 5, "shared_intermediate_size": 40,
+    "layer_types": ["mamba", "attention", "mamba", "attention", "mamba"],
+}  # fmt: skip
+# Every kind of block twice, so that a layer further on can be compared.
+NEMOTRON_H: dict[str, Any] = {
+    **{k: v for k, v in SMALL.items() if k != "num_hidden_layers"}, "head_dim": 16,
+    "layers_block_type": ["mamba", "moe", "attention", "mlp"] * 2, "mamba_num_heads": 6,
+    "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
+    "layer_norm_epsilon": 1e-4, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5, "time_step_min": 0.6, "time_step_max": 0.9,
+}  # fmt: skip
+FALCON_H1: dict[str, Any] = {
+    **SMALL, **SPACE, "mamba_d_ssm": 96, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4,
+    "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.6, "attention_out_multiplier": 0.8,
+    "attention_in_multiplier": 1.2, "ssm_multipliers": [0.5, 0.8, 1.4, 0.9, 1.1],
+    "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.7,
+}  # fmt: skip
+LFM2: dict[str, Any] = {
+    **SMALL, "num_hidden_layers": 5, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3,
+    "layer_types": ["conv", "full_attention"] * 2 + ["conv"],
+}  # fmt: skip
 GPTOSS: dict[str, Any] = {
     **SMALL, "num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 40,
     "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": WINDOW,
@@ -234,6 +270,12 @@ _qwen35moe = _family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", HYBRID_MOE
 _qwen3next = _family("Qwen3NextConfig", "Qwen3NextForCausalLM", HYBRID_MOE)
 _olmohybrid = _family("OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO_HYBRID)
 _llama4 = _family("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4)
+_mamba2 = _family("Mamba2Config", "Mamba2ForCausalLM", MAMBA2)
+_bamba = _family("BambaConfig", "BambaForCausalLM", BAMBA)
+_granitehybrid = _family("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", GRANITE_HYBRID)
+_nemotronh = _family("NemotronHConfig", "NemotronHForCausalLM", NEMOTRON_H)
+_falconh1 = _family("FalconH1Config", "FalconH1ForCausalLM", FALCON_H1)
+_lfm2 = _family("Lfm2Config", "Lfm2ForCausalLM", LFM2)
 _stablelm = _family("StableLmConfig", "StableLmForCausalLM", STABLELM)
 _qwen2moe = _family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", QWEN2MOE)
 _olmoe = _family("OlmoeConfig", "OlmoeForCausalLM", OLMOE)
@@ -371,6 +413,39 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "olmohybrid-gqa": _olmohybrid(),
     "olmohybrid-mha-rotary": _olmohybrid(MHA, rope_parameters=THETA, attention_bias=True),
     "olmohybrid-mqa": _olmohybrid(MQA, linear_allow_neg_eigval=False),
+    "mamba2": _mamba2(),
+    "mamba2-plain": _mamba2(
+        TIED, n_groups=1, use_conv_bias=False, use_bias=True, residual_in_fp32=False, conv_kernel=3
+    ),
+    "bamba-gqa": _bamba(),
+    "bamba-mha-bias": _bamba(
+        MHA, TIED, mamba_n_groups=1, mamba_proj_bias=True, attention_bias=True, mlp_bias=True
+    ),
+    "bamba-mqa-limited": _bamba(MQA, time_step_limit=(0.3, 0.9), mamba_conv_bias=False),
+    "granitehybrid-gqa": _granitehybrid(),
+    "granitehybrid-mha-rotary": _granitehybrid(MHA, TIED, position_embedding_type="rope"),
+    "granitehybrid-mqa-dense": _granitehybrid(MQA, num_local_experts=0, attention_bias=True),
+    "nemotronh-gqa": _nemotronh(),
+    "nemotronh-mha-dense": _nemotronh(
+        MHA,
+        layers_block_type=["mamba", "mlp", "attention", "mlp"] * 2,
+        mlp_bias=True,
+        use_bias=True,
+    ),
+    "nemotronh-mqa": _nemotronh(MQA, n_groups=1, norm_topk_prob=False, n_group=1, topk_group=1),
+    "falconh1-gqa": _falconh1(),
+    "falconh1-mha-normed": _falconh1(MHA, mamba_rms_norm=True, attention_bias=True, mlp_bias=True),
+    "falconh1-mqa-gated-first": _falconh1(
+        MQA,
+        TIED,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+    ),
+    "lfm2-gqa": _lfm2(),
+    "lfm2-mha-bias": _lfm2(MHA, UNTIED, conv_bias=True, block_auto_adjust_ff_dim=False),
+    "lfm2-mqa-wide": _lfm2(MQA, conv_L_cache=4),
     "stablelm-gqa": _stablelm(),
     "stablelm-mha-bias": _stablelm(MHA, use_qkv_bias=True),
     "stablelm-mqa-parallel-qknorm": _stablelm(MQA, use_parallel_residual=True, qk_layernorm=True),

@@ -25,7 +25,10 @@ from stored import Stored, reseal
 
 CONFIGS = Path(__file__).parent.parent / "fixtures" / "configs"
 # What a model of a certain make does not have.
-RARE = {"shared_expert_out", "attn_gate", "conv_out", "delta_state_norm", "kv_latent"}
+RARE = {
+    "shared_expert_out", "attn_gate", "conv_in", "conv_out", "conv_gate", "delta_state_norm",
+    "kv_latent", "ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out",
+}  # fmt: skip
 DENSE = {*RARE, "router_logits", "expert_weights", "expert_ids"}
 ABSENT = {
     "Llama-3.2-1B": DENSE,

@@ -14,8 +14,10 @@ from meshes import make_batch, make_step
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.layout import Layout
 
-TAPS = "resid_post:all,z:0,final_norm"
+TAPS = "resid_post:all,final_norm"
 LATENT_TAPS = ",kv_latent:all,k:0,k_rot:1,v:all,z:all"
+SPACE_TAPS = ",conv_out:0,ssm_read:all,ssm_gate:0,ssm_z:all,ssm_out:all"
+CONVOLUTION_TAPS = ",conv_in:0,conv_out:all,conv_gate:0,attn_out:all"
 DELTA_TAPS = ",conv_out:0,delta_state_norm:all,attn_gate:0,z:all"
 CHOSEN = {
     "gemma2-gqa": Layout(2, 1, 2), "gpt2": Layout(1, 2, 2), "neox": Layout(1, 1, 4),
@@ -26,7 +28,10 @@ CHOSEN = {
     "dots1-gqa": Layout(1, 1, 8), "qwen35-gqa": Layout(2, 2, 2), "olmohybrid-gqa": Layout(1, 1, 4),
     "llama4-gqa": Layout(1, 2, 2),
     "deepseek3": Layout(2, 2, 2), "deepseek2-greedy-own-queries": Layout(1, 1, 4),
-    "glm4moelite": Layout(1, 1, 8),
+    "glm4moelite": Layout(1, 1, 8), "mamba2": Layout(1, 2, 2), "mamba2-plain": Layout(1, 1, 6),
+    "bamba-gqa": Layout(2, 2, 2), "granitehybrid-gqa": Layout(1, 1, 2),
+    "bamba-mha-bias": Layout(1, 2, 3), "nemotronh-gqa": Layout(2, 2, 2),
+    "falconh1-mha-normed": Layout(1, 2, 2), "lfm2-gqa": Layout(1, 2, 4),
 }  # fmt: skip
 
 
@@ -35,6 +40,8 @@ def compare(make: Callable[[], Any], layout: Layout, directory: Path) -> None:
     tiny.write_tokenizer(directory)
     arch = open_checkpoint(str(directory)).arch
     taps = TAPS + (DELTA_TAPS if arch.delta else "") + (LATENT_TAPS if arch.latent else "")
+    taps += (SPACE_TAPS if arch.state_space else "") + (CONVOLUTION_TAPS * bool(arch.convolution))
+    taps += ",z:all" if any(layer.attends for layer in arch.layers) else ""
     one, mesh = (make_step(directory, taps, each)(make_batch(8)) for each in (None, layout))
     for tap in one.batches[0].rows:
         wanted = one.rows_of(tap)

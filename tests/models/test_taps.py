@@ -26,7 +26,10 @@ def _archs() -> dict[str, Arch]:
     for path in sorted(CONFIGS.glob("*.json")):
         family, arch = read_config(json.loads(path.read_text()), path.name)
         # of those that are plain before others have experts, the last
-        start = 1 if arch.delta else max(0, sum(layer.dense for layer in arch.layers) - 1)
+        start = max(0, sum(layer.dense for layer in arch.layers) - 1)
+        attend = [i for i, layer in enumerate(arch.layers) if layer.attends]
+        if len(attend) < arch.num_layers:
+            start = max(0, attend[0] - 2) if attend else 0
         found[family.name] = replace(arch, layers=arch.layers[start : start + 3])
     return found
 
@@ -47,6 +50,26 @@ HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5_moe", "qwen3_5
           "olmo_hybrid")  # fmt: skip
 DELTA_SITES = {"conv_out", "delta_state_norm"}
 ATTENTION_SITES = {"q", "k", "v", "q_rot", "k_rot", "attn_pattern"}
+SPACE_SITES = {"ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out"}
+CONVOLUTION_SITES = {"conv_in", "conv_gate"}
+# Of families with state spaces or short convolutions: what each of three blocks is made of.
+BLOCKS = {
+    "mamba2": ("space",) * 3,
+    "bamba": ("space mlp", "space mlp", "attention rotary mlp"),
+    "granitemoehybrid": ("space experts", "space experts", "attention experts"),
+    "granitemoehybrid-dense": ("space mlp", "space mlp", "attention mlp"),
+    "nemotron_h": ("mlp", "space", "attention"),
+    "falcon_h1": ("attention rotary space mlp",) * 3,
+    "lfm2": ("convolution mlp", "convolution mlp", "attention rotary mlp"),
+}
+SITES_OF = {
+    "space": {*SPACE_SITES, "conv_out"},
+    "attention": {"attn_in", "q", "k", "v", "attn_pattern", "z", "attn_out"},
+    "rotary": {"q_rot", "k_rot"},
+    "convolution": {*CONVOLUTION_SITES, "attn_in", "conv_out", "attn_out"},
+    "mlp": {"mlp_in", "mlp_hidden", "mlp_out"},
+    "experts": {"mlp_in", *EXPERT_SITES, "shared_expert_out", "mlp_out"},
+}
 LATENT = ("deepseek_v2", "deepseek_v2-greedy", "deepseek_v3", "glm4_moe_lite")
 # One of three is a plain one.
 MIXED_LAYERS = {**dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", *LATENT), 0), "llama4": 1}
@@ -230,10 +253,24 @@ def test_streams_beyond_the_last_are_refused(name: str) -> None:
         parse_taps(name, ARCH)
 
 
-@pytest.mark.parametrize("family", ARCHS)
+@pytest.mark.parametrize("family", BLOCKS)
+def test_a_block_has_the_taps_of_its_parts(family: str) -> None:
+    arch = ARCHS[family]
+    for layer, made in enumerate(BLOCKS[family]):
+        parts = made.split()
+        wanted = {"resid_pre", "resid_post"}.union(*(SITES_OF[part] for part in parts))
+        if len({"mlp", "experts"} & {*parts}) and len(parts) > 1:
+            wanted.add("resid_mid")
+        assert {tap.site for tap in all_taps(arch) if tap.layer == layer} == wanted
+        for site in set(SITES) - wanted - {tap.site for tap in all_taps(arch)}:
+            with pytest.raises(ConfigError, match=f"a {family} model has no {site}: "):
+                parse_taps(f"{site}:{layer}", arch)
+
+
+@pytest.mark.parametrize("family", [family for family in ARCHS if family not in BLOCKS])
 def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
     arch = ARCHS[family]
-    absent = set[str]()
+    absent = {*SPACE_SITES, *CONVOLUTION_SITES}
     if family in UNROTATED:
         absent |= {"q_rot", "k_rot"}
     if family in IN_PARALLEL:
@@ -285,6 +322,10 @@ def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
         (HYBRIDS, "q:2+0", "a qwen3_5 model has no q in layer 0: it mixes tokens by the gated "
          "delta rule; write q:all, or choose from 2"),
         (HYBRIDS, "delta_state_norm:2", "in layer 2: it mixes tokens by attention; write delta_"),
+        (ARCHS["mamba2"], "mlp_out:0", "a mamba2 model has no mlp_out: the block has no MLP"),
+        (ARCHS["mamba2"], "attn_in:1", "a mamba2 model has no attn_in: it mixes tokens by a state"),
+        (ARCHS["nemotron_h"], "attn_out:0", "no attn_out in layer 0: the block is an MLP alone"),
+        (ARCHS["lfm2"], "z:0", "in layer 0: it mixes tokens by a short convolution; write z:all"),
         (DENSE, "conv_out:0", "a llama model has no conv_out: it mixes tokens by attention"),
         (DENSE, "attn_gate:0", "a llama model has no attn_gate: what it mixes is not gated"),
         (HYBRIDS, "blocks.0.attn.hook_z", "the qwen3_5 model differs there; see `spile taps`"),
@@ -309,6 +350,20 @@ def test_shapes_are_those_of_the_layer() -> None:
     assert names("z:0.h47,z:2.h23", HYBRIDS) == ["z.0.h47", "z.2.h23"]
     with pytest.raises(ConfigError, match="head h24 does not exist; z has 24 heads"):
         parse_taps("z:2.h24", HYBRIDS)
+
+
+def test_heads_of_a_state_space_are_those_of_its_own_beside_attention() -> None:
+    """Attention has 8 heads of 64; the state space 24 heads of 64, and states of 128."""
+    arch = ARCHS["falcon_h1"]
+    shapes = {tap.name: tap.shape(arch, 9) for tap in all_taps(arch)}
+    assert shapes["z.0"] == shapes["q.0"] == (8, 64)
+    assert shapes["ssm_read.0"] == shapes["ssm_gate.0"] == shapes["ssm_z.0"] == (24, 64)
+    assert (shapes["ssm_out.0"], shapes["conv_out.0"]) == ((1024,), (24 * 64 + 2 * 128,))
+    assert names("ssm_z:0.h23,z:0.h7", arch) == ["z.0.h7", "ssm_z.0.h23"]
+    mixer = "blocks.2.mixer.hook_ssm_out,blocks.1.mixer.hook_in,backbone.layers.0.mixer.out_proj"
+    assert names(mixer, ARCHS["mamba2"]) == ["ssm_out.0", "ssm_in.1", "ssm_out.2"]
+    with pytest.raises(ConfigError, match="the model scales it afterwards"):
+        parse_taps("model.layers.0.mamba.out_proj", arch)
 
 
 def test_layers_of_a_kind_are_told_as_taps_takes_them() -> None:

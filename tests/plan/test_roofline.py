@@ -19,6 +19,7 @@ from spile.models.config.arch import Arch
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import axis_sizes, block_specs, outer_specs
 from spile.models.forward.decoder import needs_whole_block
+from spile.models.forward.mixers import state_space
 from spile.models.forward.mixers.gated_delta import chunked
 from spile.models.forward.weights import LayerSchedule, Params
 from spile.models.layout import ONE_DEVICE, Cuts, Layout
@@ -182,6 +183,37 @@ def test_latent_attention_is_counted_by_its_latents_and_the_sizes_of_its_heads()
     by_four = workload(arch, "z:0", cut(arch, Layout(1, 1, 4))).flops
     whole = 2 * (latent + shared + 7168 * 1536)  # the latents are on every device
     assert by_four / workload(arch, "z:0").tokens == pytest.approx(whole + (wanted - whole) / 4)
+
+
+def test_a_state_space_is_counted_by_chunks_and_states() -> None:
+    arch = arch_of("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
+    heads, dim, groups, state, chunk = 64, 64, 8, 128, 64
+    by_group = 2 * chunk * state
+    near, far = 2 * chunk * dim, 4 * state * dim
+    matrices = 2688 * (3 * heads * dim + 2 * groups * state + heads)
+    whole, read = (workload(arch, taps) for taps in ("ssm_out:0", "ssm_in:0"))
+    wanted = 2 * matrices + groups * by_group + heads * (near + far)
+    assert (whole.flops - read.flops) / whole.tokens == pytest.approx(wanted, rel=1e-9)
+    assert workload(arch, "conv_out:0").flops < workload(arch, "ssm_read:0").flops
+    cut_in_8 = workload(arch, "ssm_out:0", cut(arch, Layout(1, 1, 8))).flops
+    assert cut_in_8 == pytest.approx(whole.flops / 8)
+    seq = 2 * chunk  # of the loop over them, the compiler counts one
+    shapes = ((groups, state), (groups, state), (heads, dim), (heads,))
+    given = [jax.ShapeDtypeStruct((1, seq, *shape), "float32") for shape in shapes]
+    segments = jax.ShapeDtypeStruct((1, seq), "int32")
+    counted = jax.jit(state_space.chunked).lower(*given, segments).compile().cost_analysis()
+    ours = seq * (groups * by_group + heads * near) + chunk * heads * far
+    assert counted["flops"] == pytest.approx(ours, rel=0.35)  # it counts sums and decays, too
+
+
+def test_keys_of_a_single_group_are_counted_whole_on_every_device() -> None:
+    arch = arch_of("granite-4.0-h-tiny")
+    one, cut_in_8 = (
+        workload(arch, "ssm_read:0", cut(arch, Layout(1, 1, ways))).flops for ways in (1, 8)
+    )
+    keys = 2 * 2 * 128 * 1536 + 2 * 64 * 128
+    tokens = workload(arch, "ssm_read:0").tokens
+    assert cut_in_8 == pytest.approx((one - tokens * keys) / 8 + tokens * keys)
 
 
 def test_a_mesh_cuts_the_gated_delta_rule_by_key_heads() -> None:

@@ -83,16 +83,21 @@ def test_latents_of_two_names_of_one_place_have_their_own_encoders(
     some(
         ["gpt2", "gemma2-gqa", "gemma3-gqa", "mixtral-gqa", "gptoss-gqa", "neox", "olmo2-gqa",
          "bloom", "opt", "gptj", "glm4moe-gqa", "qwen2moe-mqa-mixed", "qwen35-gqa",
-         "olmohybrid-gqa", "deepseek3"]
+         "olmohybrid-gqa", "deepseek3", "mamba2", "nemotronh-gqa", "falconh1-gqa", "lfm2-gqa"]
     ),
 )  # fmt: skip
 def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Path) -> None:
     model = families.randomised(families.FAMILIES[kind])
     families.save(model, tmp_path / "model")
     tiny.write_tokenizer(tmp_path / "model")
-    taps = "embed,resid_pre:0,z:0+2,resid_post:all,logprob"
+    taps = "embed,resid_pre:0,resid_post:all,logprob"
+    taps += "" if kind == "mamba2" else ",z:all"
+    if kind in ("mamba2", "nemotronh-gqa", "falconh1-gqa"):
+        taps += ",conv_out:all,ssm_read:0,ssm_z:0.h1,ssm_out:all"
+    if kind == "lfm2-gqa":
+        taps += ",conv_in:0,conv_out:all,conv_gate:all"
     if kind in ("qwen35-gqa", "olmohybrid-gqa"):
-        taps += ",z:1,q:all,conv_out:all,delta_state_norm:0,attn_gate:all,z:4.h1"
+        taps += ",q:all,conv_out:all,delta_state_norm:0,attn_gate:all,z:4.h1"
     if kind == "deepseek3":
         taps += ",kv_latent:all,k:0+1,v:all,z:1.h1"
     check_same(recipe(tmp_path / "model", corpus, taps=taps), tmp_path)

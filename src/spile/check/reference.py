@@ -25,12 +25,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Names of each part; the first that the module has is used.
 _NAMES = {
     "blocks": ("layers", "h", "blocks"),
-    "final_norm": ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f"),
-    "attention": ("self_attn", "attn", "attention", "self_attention", "linear_attn"),
+    "final_norm": (
+        "norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f", "embedding_norm"
+    ),
+    # Some families call any mixer, or an MLP, by the last name: see `_attention`, `_space`, `_mlp`.
+    "attention": (
+        "self_attn", "attn", "attention", "self_attention", "linear_attn", "conv", "mixer"
+    ),
+    "space": ("mamba", "mixer"),
     "out_projection": ("o_proj", "c_proj", "dense", "out_proj"),
-    "mlp": ("mlp", "ffn", "block_sparse_moe", "feed_forward"),
+    "mlp": ("mlp", "ffn", "block_sparse_moe", "feed_forward", "shared_mlp", "mixer"),
     "up_projection": ("fc1",),
-    "down_projection": ("down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2"),
+    "down_projection": (
+        "down_proj", "c_proj", "dense_4h_to_h", "fc_out", "fc2", "w2", "output_linear"
+    ),
     "router": ("router", "gate"),
     "head_dim": ("head_dim", "head_size", "head_v_dim", "v_head_dim"),
     "gated_norm": ("norm", "o_norm"),
@@ -41,14 +49,17 @@ _NAMES = {
         "final_layer_norm",
         "norm_2",
         "feedforward_layernorm",
-    ),  # fmt: skip
-}
+        "pre_ff_layernorm",
+        "ffn_norm",
+    ),
+}  # fmt: skip
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _READ_FROM_LOGITS = ("logits", "logprob", "entropy")
 _ROWS_AT_ONCE = 256  # of logits in float64: a whole context with a large vocabulary takes gigabytes
 
-# Functions of a file of transformers that has linear layers.
+# Functions of a file of transformers that has layers with a convolution, or a recurrent rule.
 _CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+_SPACE_RULE = "mamba2_chunk_scan"
 # Projections of a linear layer to a number or two for each head.
 _NARROW = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj")
 
@@ -83,20 +94,26 @@ class Reference:
         blocks = _part(self._body, "blocks")
         attentions = [_attention(block) for block in blocks]
         self._attentions = {id(attention): i for i, attention in enumerate(attentions)}
-        self._linear = [i for i, block in enumerate(blocks) if hasattr(block, "linear_attn")]
+        convolved = [_space(block) or _attention(block) for block in blocks]
+        self._convolved = [
+            i for i, mixer in enumerate(convolved) if hasattr(mixer, "conv1d") or _convolves(mixer)
+        ]
         self._modules: list[Any] = attentions
-        self._modeling: Any = sys.modules[type(attentions[0]).__module__]
-        heads = self._body.config.num_attention_heads
+        self._modeling: Any = sys.modules[type(blocks[0]).__module__]
+        heads = getattr(self._body.config, "num_attention_heads", 0)
         self._points = [
             # A model that scales its embeddings may do so inside that module or after it.
             _Point("embed", blocks[0], "in", _rows)
-            if self._rotary is not None
+            if hasattr(self._body, "rotary_emb")
             else _Point("embed", self._model.get_input_embeddings(), "out", _rows),
             _Point("final_norm", _part(self._body, "final_norm"), "out", _rows),
         ]
         for i, block in enumerate(blocks):
             self._points += _block_points(block, f".{i}", heads)
         self._products = [module for block in blocks for module in _products(block)]
+        # Of projections, the last rows that are not multiplied in 8 bits: steps of a state space.
+        spaces = filter(None, map(_space, blocks))
+        self._exact = {id(space.in_proj): space.num_heads for space in spaces}
         self._float8 = False
         self._experts = getattr(self._model.config, "_experts_implementation", None)
         if self._model.dtype == torch.float64:
@@ -158,7 +175,7 @@ class Reference:
         _forget_longer_contexts(self._rotary)
         with ExitStack() as hooks, torch.no_grad(), self._arithmetic():
             for module in self._products if self._float8 else ():
-                module.forward = partial(_float8_product, module)
+                module.forward = partial(_float8_product, module, self._exact.get(id(module), 0))
                 hooks.callback(delattr, module, "forward")
             for point in self._points:
                 if wanted(point.name):
@@ -168,7 +185,7 @@ class Reference:
             if self._rotary is not None or hasattr(self._modules[0], "rotary_dim"):
                 hooks.enter_context(self._watched_attention(wanted, found))
             if hasattr(self._modeling, _CONVOLUTION):
-                hooks.enter_context(self._watched_delta_rule(wanted, found))
+                hooks.enter_context(self._watched_functions(wanted, found))
             if any(map(wanted, _READ_FROM_LOGITS)):
                 logits = self._model(input_ids=ids[None], use_cache=False).logits[0]
                 read = {"logits": logits}
@@ -281,39 +298,48 @@ class Reference:
             yield
 
     @contextmanager
-    def _watched_delta_rule(
+    def _watched_functions(
         self, wanted: Callable[[str], bool], found: dict[str, np.ndarray]
     ) -> Iterator[None]:
-        """Record what linear layers convolve, and the norms of their states.
+        """Record what layers convolve, what they read from states, and the norms of states.
 
-        Both come from functions that these layers look up in the globals of their own file, one
+        All come from functions that these layers look up in the globals of their own file, one
         layer after another. States are those that the same function returns for one token after
         another, each with the state that the one before it left.
         """
         modeling = self._modeling
-        convolve, apply_rule = getattr(modeling, _CONVOLUTION), getattr(modeling, _DELTA_RULE)
-        layers = {_CONVOLUTION: iter(self._linear), _DELTA_RULE: iter(self._linear)}
 
-        def convolved(*given: Any, **options: Any) -> Any:
-            out = convolve(*given, **options)
-            name = f"conv_out.{next(layers[_CONVOLUTION])}"
-            if wanted(name):
-                found[name] = _array(out[0].T)
+        def convolved(layer: int, function: Any, *given: Any, **options: Any) -> Any:
+            out = function(*given, **options)
+            if _convolves(self._modules[layer]):
+                keep(f"conv_in.{layer}", lambda: given[0][0].T)
+            keep(f"conv_out.{layer}", lambda: out[0].T)
             return out
 
-        def ruled(*given: Any, **options: Any) -> Any:
-            name = f"delta_state_norm.{next(layers[_DELTA_RULE])}"
-            if wanted(name):
-                found[name] = _array(_state_norms(apply_rule, given, options))
-            return apply_rule(*given, **options)
+        def ruled(layer: int, function: Any, *given: Any, **options: Any) -> Any:
+            keep(f"delta_state_norm.{layer}", lambda: _state_norms(function, given, options))
+            return function(*given, **options)
 
-        setattr(modeling, _CONVOLUTION, convolved)
-        setattr(modeling, _DELTA_RULE, ruled)
-        try:
+        def read(layer: int, function: Any, *given: Any, **options: Any) -> Any:
+            out = function(*given, **options)
+            keep(f"ssm_read.{layer}", lambda: out[0])
+            return out
+
+        def keep(name: str, value: Callable[[], Tensor]) -> None:
+            if wanted(name):
+                found[name] = _array(value())
+
+        def watched(function: Any, watch: Any) -> Any:
+            layers = iter(self._convolved)
+            return lambda *given, **options: watch(next(layers), function, *given, **options)
+
+        watches = {_CONVOLUTION: convolved, _DELTA_RULE: ruled, _SPACE_RULE: read}
+        with ExitStack() as changes:
+            for name, watch in watches.items():
+                if (function := getattr(modeling, name, None)) is not None:
+                    setattr(modeling, name, watched(function, watch))
+                    changes.callback(setattr, modeling, name, function)
             yield
-        finally:
-            setattr(modeling, _CONVOLUTION, convolve)
-            setattr(modeling, _DELTA_RULE, apply_rule)
 
 
 def _state_norms(rule: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
@@ -351,24 +377,52 @@ def _part(module: Any, role: str) -> Any:
 
 
 def _attention(block: Any) -> Any:
-    """The module that has the projections; some families have it inside another one."""
-    attention = _part(block, "attention")
-    return getattr(attention, "attention", attention)
+    """The module that has the projections; some families have it inside another one.
+
+    None if the block has no mixer that attends, applies the delta rule or only convolves.
+    """
+    named = (getattr(block, name, None) for name in _NAMES["attention"])
+    attention = next(filter(None, named), None)
+    attention = getattr(attention, "attention", attention)
+    mixes = any(hasattr(attention, name) for name in _NAMES["out_projection"])
+    return attention if mixes and not _is_space(attention) else None
+
+
+def _space(block: Any) -> Any:
+    """The module of the state space, if the block has one."""
+    named = (getattr(block, name, None) for name in _NAMES["space"])
+    return next(filter(_is_space, named), None)
+
+
+def _is_space(mixer: Any) -> bool:
+    return hasattr(mixer, "A_log") and hasattr(mixer, "D")
+
+
+def _convolves(mixer: Any) -> bool:
+    """Whether a mixer is a convolution alone."""
+    return hasattr(mixer, "conv") and hasattr(mixer, "in_proj")
 
 
 def _mlp(block: Any) -> Any:
-    """The module of the MLP, or the block itself if it has its projections."""
-    return next((getattr(block, n) for n in _NAMES["mlp"] if hasattr(block, n)), block)
+    """The module of the MLP, or the block itself if it has its projections; None: it has none."""
+    named = (getattr(block, name, None) for name in _NAMES["mlp"])
+    mlp = next(filter(None, named), block)
+    parts = ("experts", *_NAMES["down_projection"])
+    return mlp if any(hasattr(mlp, part) for part in parts) else None
 
 
-def _shared_expert(mlp: Any) -> Any:
-    return getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))
+def _shared_expert(block: Any) -> Any:
+    """The expert that every token goes to: inside the mixture, or beside it."""
+    mlp, beside = _mlp(block), getattr(block, "shared_mlp", None)
+    inside = getattr(mlp, "shared_expert", getattr(mlp, "shared_experts", None))
+    return beside if inside is None and beside is not mlp else inside
 
 
 def _products(block: Any) -> list[Any]:
     """The modules of a block that multiply by a matrix, without experts and their router."""
     mlp = _mlp(block)
-    parts = [_attention(block), _shared_expert(mlp) if hasattr(mlp, "experts") else mlp]
+    parts = [_attention(block), _space(block)]
+    parts.append(_shared_expert(block) if hasattr(mlp, "experts") else mlp)
     narrow = {getattr(parts[0], name, None) for name in _NARROW}
     found: dict[int, Any] = {}
     for module in (module for part in parts if part is not None for module in part.modules()):
@@ -378,11 +432,17 @@ def _products(block: Any) -> list[Any]:
     return list(found.values())
 
 
-def _float8_product(module: Any, x: Tensor) -> Tensor:
-    """The output of a module whose factors are rounded to float8, by token and by channel."""
+def _float8_product(module: Any, exact: int, x: Tensor) -> Tensor:
+    """The output of a module whose factors are rounded to float8, by token and by channel.
+
+    Args:
+        exact: number of the last channels that are not rounded.
+    """
     weight = module.weight if isinstance(module, torch.nn.Linear) else module.weight.T  # Conv1D
     (values, by_token), (w, by_channel) = _scaled_to_float8(x), _scaled_to_float8(weight)
     y = (values @ w.T * by_token * by_channel.squeeze(-1)).to(x.dtype)
+    if exact:
+        y[..., -exact:] = x @ weight[-exact:].T
     return y if module.bias is None else y + module.bias
 
 
@@ -395,21 +455,33 @@ def _scaled_to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
-    attention, mlp = _attention(block), _mlp(block)
-    head_dim, experts = _part(attention, "head_dim"), hasattr(mlp, "experts")
-    down = mlp if experts else _part(mlp, "down_projection")
+    attention, space, mlp = _attention(block), _space(block), _mlp(block)
+    yield _Point("resid_pre" + layer, block, "in", _rows)
+    if attention is not None:
+        yield from _attention_points(block, attention, layer, heads)
+    if space is not None:
+        yield from _space_points(block, space, layer)
+    if mlp is not None:
+        yield from _mlp_points(block, mlp, layer, mixes=bool(attention or space))
+    yield _Point("resid_post" + layer, block, "out", _rows)
+
+
+def _attention_points(block: Any, attention: Any, layer: str, heads: int) -> Iterator[_Point]:
+    # Beside a state space, attention may read what it reads, but scaled.
+    yield _Point("attn_in" + layer, _space(block) or attention, "in", _rows)
+    projection = added = _part(attention, "out_projection")
     # If the MLP's result is normalised, so is attention's, by the norm "post attention"; otherwise
     # that name means the norm between the stream and the MLP.
-    sandwich = hasattr(block, "post_feedforward_layernorm")
-    added_by_attention, added_by_mlp = _part(attention, "out_projection"), down
-    if sandwich:
-        added_by_attention = block.post_attention_layernorm
-        added_by_mlp = block.post_feedforward_layernorm
+    if hasattr(block, "post_feedforward_layernorm"):
+        added = block.post_attention_layernorm
     elif hasattr(block, "post_mlp_layernorm"):
-        added_by_attention, added_by_mlp = block.post_self_attn_layernorm, block.post_mlp_layernorm
-    scale = getattr(block, "residual_multiplier", 1.0)
-    yield _Point("resid_pre" + layer, block, "in", _rows)
-    yield _Point("attn_in" + layer, attention, "in", _rows)
+        added = block.post_self_attn_layernorm
+    scale = getattr(block, "residual_multiplier", 1.0) * getattr(block, "attn_out_multiplier", 1.0)
+    yield _Point("attn_out" + layer, added, "out", lambda x: _rows(x) * scale)
+    if _convolves(attention):
+        yield _Point("conv_gate" + layer, attention.in_proj, "out", lambda x: x[0].chunk(3, -1)[1])
+        return
+    head_dim = _part(attention, "head_dim")
     if hasattr(block, "linear_attn"):
         shape = (-1, attention.num_v_heads, attention.head_v_dim)
 
@@ -421,13 +493,36 @@ def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
         if hasattr(attention, "kv_a_layernorm"):
             yield from _latent_points(attention, layer)
         else:
-            for site, (projection, take) in _projections(attention, heads, head_dim).items():
-                yield _Point(site + layer, projection, "out", take)
+            for site, (projected, take) in _projections(attention, heads, head_dim).items():
+                yield _Point(site + layer, projected, "out", take)
         # [batch, head, query, key], as returned: not every family computes them in one function
         yield _Point("attn_pattern" + layer, attention, "out", lambda x: x[0].transpose(0, 1), 1)
-    yield _Point("z" + layer, _part(attention, "out_projection"), "in", _split(head_dim))
-    yield _Point("attn_out" + layer, added_by_attention, "out", lambda x: _rows(x) * scale)
-    if not getattr(block, "use_parallel_residual", False):
+    yield _Point("z" + layer, projection, "in", _split(head_dim))
+
+
+def _space_points(block: Any, space: Any, layer: str) -> Iterator[_Point]:
+    factors = getattr(space, "mup_vector", None)
+    scale = getattr(block, "residual_multiplier", 1.0) * getattr(block, "ssm_out_multiplier", 1.0)
+
+    def gate(value: Tensor) -> Tensor:
+        value = value if factors is None else value * factors
+        wide = value[0, :, : space.intermediate_size].to(torch.float32)
+        return torch.nn.functional.silu(wide).unflatten(-1, (-1, space.head_dim))
+
+    yield _Point("ssm_in" + layer, space, "in", _rows)
+    yield _Point("ssm_gate" + layer, space.in_proj, "out", gate)
+    yield _Point("ssm_z" + layer, space.out_proj, "in", _split(space.head_dim))
+    yield _Point("ssm_out" + layer, space.out_proj, "out", lambda x: _rows(x) * scale)
+
+
+def _mlp_points(block: Any, mlp: Any, layer: str, *, mixes: bool) -> Iterator[_Point]:
+    experts, shared = hasattr(mlp, "experts"), _shared_expert(block)
+    down = mlp if experts else _part(mlp, "down_projection")
+    sandwich = hasattr(block, "post_feedforward_layernorm")
+    added = block.post_feedforward_layernorm if sandwich else down
+    added = getattr(block, "post_mlp_layernorm", added)
+    scale = getattr(block, "residual_multiplier", 1.0) * getattr(mlp, "down_multiplier", 1.0)
+    if mixes and not getattr(block, "use_parallel_residual", False):
         if sandwich:
             reader = getattr(block, "pre_feedforward_layernorm", mlp)
         else:
@@ -438,14 +533,18 @@ def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
     reads = _part(block, "up_projection") if mlp is block else mlp
     yield _Point("mlp_in" + layer, reads, "in", _rows)
     if experts:
-        yield from _expert_points(mlp, layer)
+        yield from _expert_points(mlp, shared, layer)
     else:
         yield _Point("mlp_hidden" + layer, down, "in", _rows)
-    yield _Point("mlp_out" + layer, added_by_mlp, "out", lambda x: _rows(x) * scale)
-    yield _Point("resid_post" + layer, block, "out", _rows)
+    if experts and shared is getattr(block, "shared_mlp", block):  # beside the others
+        yield _Point(
+            "mlp_out" + layer, mlp, "in", lambda x: _rows((mlp.forward(x) + shared(x)) * scale)
+        )
+    else:
+        yield _Point("mlp_out" + layer, added, "out", lambda x: _rows(x) * scale)
 
 
-def _expert_points(mlp: Any, layer: str) -> Iterator[_Point]:
+def _expert_points(mlp: Any, shared: Any, layer: str) -> Iterator[_Point]:
     router = _part(mlp, "router")
 
     def routed(found: Any) -> Any:
@@ -463,7 +562,7 @@ def _expert_points(mlp: Any, layer: str) -> Iterator[_Point]:
     yield _Point("router_logits" + layer, router, "out", lambda x: routed(x)[0], None)
     yield _Point("expert_weights" + layer, router, "out", partial(by_weight, item=1), None)
     yield _Point("expert_ids" + layer, router, "out", partial(by_weight, item=2), None)
-    shared, gate = _shared_expert(mlp), getattr(mlp, "shared_expert_gate", None)
+    gate = getattr(mlp, "shared_expert_gate", None)
     if gate is not None:
 
         def weighed(x: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ TAPS_HELP = """\
 taps:   site:layers, comma separated (`spile taps --model M` lists those of a model)
 sites:  resid_pre  resid_mid  resid_post  attn_in  attn_out  mlp_in  mlp_hidden  mlp_out
         q  k  v  q_rot  k_rot  z  attn_pattern  router_logits  expert_weights  expert_ids
-        shared_expert_out  attn_gate  conv_out  delta_state_norm  kv_latent
+        shared_expert_out  attn_gate  conv_in  conv_out  conv_gate  delta_state_norm
+        kv_latent  ssm_in  ssm_read  ssm_gate  ssm_z  ssm_out
         and, without layers: embed  final_norm  logits  logprob  entropy
 layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
-heads:  z:5.h0   attn_pattern:0-3.h2+h5              (of q, k, v, q_rot, k_rot, z, attn_pattern)
+heads:  z:5.h0   attn_pattern:0-3.h2+h5    (of q, k, v, q_rot, k_rot, z, attn_pattern, ssm_z)
         TransformerLens, HF and vLLM names work too: blocks.20.hook_resid_post,
         model.layers.20, hidden_states[21], aux_hidden_states[21]
 

@@ -25,11 +25,16 @@ _RULES = {
     "heads": "model",
     "kv_heads": "model",
     "delta_heads": "model",
+    "ssm_heads": "model",
+    "ssm_groups": "model",
+    "channels": "model",
     "experts": "model",
     "mlp": "model",
     "vocab": "model",
     "width": "fsdp",
 }
+# Of these, at least one is cut if the model is.
+_MODEL = {"heads", "delta_heads", "ssm_heads", "channels", "mlp", "experts"}
 
 
 @dataclass(frozen=True)
@@ -84,11 +89,13 @@ class Cuts:
             elif not quiet:
                 _log.info("mesh %s: %d %s cannot be cut %d ways and are whole on every device",
                           layout, size, axis.replace("_", " "), ways)  # fmt: skip
-        if layout.model > 1 and not cut.keys() & {"heads", "delta_heads", "mlp", "experts"}:
+        if layout.model > 1 and not cut.keys() & _MODEL:
+            heads = next(sizes[axis] for axis in ("heads", "ssm_heads") if axis in sizes)
+            inner = f" nor its inner width of {sizes['mlp']}" if "mlp" in sizes else ""
             raise ConfigError(
-                f"--mesh {layout}: neither the model's {sizes['heads']} heads nor its inner width "
-                f"of {sizes['mlp']} can be cut {layout.model} ways; choose model from "
-                f"{_divisors(sizes['heads'], 2 * layout.model)}"
+                f"--mesh {layout}: {'neither ' * bool(inner)}the model's {heads} heads{inner} "
+                f"can{'not' * (not inner)} be cut {layout.model} ways; choose model from "
+                f"{_divisors(heads, 2 * layout.model)}"
             )
         return cls(layout, cut)
 

@@ -15,7 +15,16 @@ from typing import Any
 
 from spile.core.errors import ConfigError
 from spile.core.tensors import DTYPES_BY_NAME
-from spile.models.config.arch import ATTENTION, GATED_DELTA, Arch, Layer
+from spile.models.config.arch import (
+    ATTENTION,
+    GATED_DELTA,
+    NO_MIXER,
+    SHORT_CONVOLUTION,
+    SIDE_BY_SIDE,
+    STATE_SPACE,
+    Arch,
+    Layer,
+)
 
 
 @dataclass(frozen=True)
@@ -28,13 +37,18 @@ class Site:
     layered: bool = True
     lens: tuple[str, ...] = ()  # TransformerLens names of the same values; `{}`: the layer
     dtype: str | None = None  # if it is not the recipe's
-    requires: str | None = None  # a feature the model must have: a key of `_MISSING`
-    mixer: str | None = None  # of the layers that have it; None: all
+    requires: tuple[str, ...] = ()  # features the model must have: keys of `_MISSING`
+    mixers: tuple[str, ...] = ()  # of the layers that have it; none: all
 
 
 _BLOCK = "blocks.{}."
 _HEADS, _KV_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
 _MIXED_HEADS = ("heads", "value_dim")
+_SSM_HEADS = ("ssm_heads", "ssm_dim")
+# Mixers that attend; that have a state space; that read `attn_in`; and that have a convolution.
+_ATTEND, _SPACE = (ATTENTION, SIDE_BY_SIDE), (STATE_SPACE, SIDE_BY_SIDE)
+_ATTN = (*_ATTEND, GATED_DELTA, SHORT_CONVOLUTION)
+_CONVOLVE = (*_SPACE, GATED_DELTA, SHORT_CONVOLUTION)
 # In the order in which a forward pass computes them.
 SITES = {
     site.name: site
@@ -49,88 +63,127 @@ SITES = {
         ),
         Site(
             "attn_in", "what attention, or another mixer, reads: after the norm before it",
-            ("width",), lens=(_BLOCK + "attn.hook_in",),
+            ("width",), lens=(_BLOCK + "attn.hook_in",), mixers=_ATTN,
         ),
         Site(
             "q", "queries as projected: before q-norm and rotary", _HEADS,
-            lens=(_BLOCK + "attn.hook_q", _BLOCK + "attn.q.hook_out"), mixer=ATTENTION,
+            lens=(_BLOCK + "attn.hook_q", _BLOCK + "attn.q.hook_out"), mixers=_ATTEND,
         ),
         Site(
             "kv_latent", "what keys and values of all heads are projected from: after its norm",
-            ("latent",), lens=(_BLOCK + "attn.hook_kv_latent",), requires="latent",
-            mixer=ATTENTION,
+            ("latent",), lens=(_BLOCK + "attn.hook_kv_latent",), requires=("latent",),
+            mixers=_ATTEND,
         ),
         Site(
             "k", "keys as projected: before k-norm and rotary", _KV_HEADS,
-            lens=(_BLOCK + "attn.hook_k", _BLOCK + "attn.k.hook_out"), mixer=ATTENTION,
+            lens=(_BLOCK + "attn.hook_k", _BLOCK + "attn.k.hook_out"), mixers=_ATTEND,
         ),
         Site(
             "v", "values as projected", ("kv_heads", "value_dim"),
-            lens=(_BLOCK + "attn.hook_v", _BLOCK + "attn.v.hook_out"), mixer=ATTENTION,
+            lens=(_BLOCK + "attn.hook_v", _BLOCK + "attn.v.hook_out"), mixers=_ATTEND,
         ),
         Site(
             "q_rot", "queries as they meet the keys: after q-norm and rotary", _HEADS,
-            lens=(_BLOCK + "attn.hook_rot_q",), requires="rotary", mixer=ATTENTION,
+            lens=(_BLOCK + "attn.hook_rot_q",), requires=("rotary",), mixers=_ATTEND,
         ),
         Site(
             "k_rot", "keys as they meet the queries: after k-norm and rotary", _KV_HEADS,
-            lens=(_BLOCK + "attn.hook_rot_k",), requires="rotary", mixer=ATTENTION,
+            lens=(_BLOCK + "attn.hook_rot_k",), requires=("rotary",), mixers=_ATTEND,
         ),
         Site(
             "attn_pattern", "attention weights of each head; keys count from the context's start",
-            ("heads", "keys"), lens=(_BLOCK + "attn.hook_pattern",), mixer=ATTENTION,
+            ("heads", "keys"), lens=(_BLOCK + "attn.hook_pattern",), mixers=_ATTEND,
         ),
         Site(
-            "conv_out", "queries, keys and values after the short convolution", ("channels",),
-            mixer=GATED_DELTA,
+            "ssm_in", "what a state space reads: after the norm before it", ("width",),
+            lens=(
+                _BLOCK + "mixer.hook_in", _BLOCK + "hook_mixer_in", _BLOCK + "mamba.hook_in",
+            ),
+            mixers=_SPACE,
+        ),
+        Site(
+            "conv_in", "what the short convolution reads: opened by one of its gates",
+            ("channels",), mixers=(SHORT_CONVOLUTION,),
+        ),
+        Site(
+            "conv_out", "queries, keys and values after the short convolution; of a state space: "
+            "values, keys and queries (x, B, C)", ("channels",), mixers=_CONVOLVE,
+        ),
+        Site(
+            "conv_gate", "what the convolution's output is multiplied by", ("channels",),
+            mixers=(SHORT_CONVOLUTION,),
         ),
         Site(
             "delta_state_norm", "Frobenius norm of each head's state, after the token", ("heads",),
-            mixer=GATED_DELTA,
+            mixers=(GATED_DELTA,),
         ),
         Site(
             "attn_gate", "what each mixed value is multiplied by: the gate, after its activation",
-            _MIXED_HEADS, requires="gate",
+            _MIXED_HEADS, requires=("gate",), mixers=(*_ATTEND, GATED_DELTA),
         ),
         Site(
             "z", "values mixed by each head, gated where there is a gate: before the output "
             "projection", _MIXED_HEADS, lens=(_BLOCK + "attn.hook_z", _BLOCK + "attn.o.hook_in"),
+            mixers=(*_ATTEND, GATED_DELTA),
         ),
         Site(
             "attn_out", "what attention, or another mixer, adds to the residual stream", ("width",),
-            lens=(_BLOCK + "hook_attn_out",),
+            lens=(_BLOCK + "hook_attn_out",), mixers=_ATTN,
         ),
         Site(
-            "resid_mid", "residual stream between attention and MLP", ("width",),
-            lens=(_BLOCK + "hook_resid_mid",), requires="sequential",
+            "ssm_read", "what each head of a state space reads from its state, and past it: "
+            "before its gate and norm", _SSM_HEADS, mixers=_SPACE,
+        ),
+        Site(
+            "ssm_gate", "what each value that it read is multiplied by: the gate, after its "
+            "activation", _SSM_HEADS, mixers=_SPACE,
+        ),
+        Site(
+            "ssm_z", "the same values, gated and normalised: before the output projection",
+            _SSM_HEADS, mixers=_SPACE,
+        ),
+        Site(
+            "ssm_out", "what a state space adds to the residual stream", ("width",),
+            lens=(
+                _BLOCK + "mixer.hook_out", _BLOCK + "mixer.hook_ssm_out",
+                _BLOCK + "hook_mixer_out", _BLOCK + "mamba.hook_out",
+                _BLOCK + "mamba.hook_ssm_out",
+            ),
+            mixers=_SPACE,
+        ),
+        Site(
+            "resid_mid", "residual stream between attention, or another mixer, and MLP",
+            ("width",), lens=(_BLOCK + "hook_resid_mid",), requires=("sequential", "mlp"),
+            mixers=(*_ATTN, STATE_SPACE),
         ),
         Site(
             "mlp_in", "what the MLP reads: after the norm before it", ("width",),
-            lens=(_BLOCK + "mlp.hook_in",),
+            lens=(_BLOCK + "mlp.hook_in",), requires=("mlp",),
         ),
         Site(
             "router_logits", "scores of all experts", ("experts",),
-            lens=(_BLOCK + "mlp.gate.hook_out",), requires="experts",
+            lens=(_BLOCK + "mlp.gate.hook_out",), requires=("mlp", "experts"),
         ),
         Site(
             "expert_weights", "weights of the chosen experts, largest first", ("chosen",),
-            requires="experts",
+            requires=("mlp", "experts"),
         ),
         Site(
             "expert_ids", "which experts were chosen, largest weight first", ("chosen",),
-            lens=(_BLOCK + "mlp.hook_expert_indices",), dtype="int16", requires="experts",
+            lens=(_BLOCK + "mlp.hook_expert_indices",), dtype="int16", requires=("mlp", "experts"),
         ),
         Site(
             "mlp_hidden", "inside the MLP, after the gate: what the down projection reads",
-            ("mlp",), lens=(_BLOCK + "mlp.hook_post", _BLOCK + "mlp.out.hook_in"), requires="dense",
+            ("mlp",), lens=(_BLOCK + "mlp.hook_post", _BLOCK + "mlp.out.hook_in"),
+            requires=("mlp", "dense"),
         ),
         Site(
             "shared_expert_out", "what the expert that every token goes to adds to the others'",
-            ("width",), requires="shared",
+            ("width",), requires=("mlp", "shared"),
         ),
         Site(
             "mlp_out", "what the MLP adds to the residual stream", ("width",),
-            lens=(_BLOCK + "hook_mlp_out",),
+            lens=(_BLOCK + "hook_mlp_out",), requires=("mlp",),
         ),
         Site(
             "resid_post", "residual stream leaving the block", ("width",),
@@ -156,7 +209,7 @@ SITES = {
 _LENS_OF_LATENT = {
     **dict.fromkeys(("q", "k", "q_rot", "k_rot"), ()), "v": (_BLOCK + "attn.hook_v",)
 }  # fmt: skip
-_BY_HEAD = ("heads", "kv_heads")  # axes
+_BY_HEAD = ("heads", "kv_heads", "ssm_heads")  # axes
 AFTER_BLOCKS = ("final_norm", "logits", "logprob", "entropy")
 _ORDER = {name: i for i, name in enumerate(SITES)}
 _LENS = {name: site.name for site in SITES.values() for name in site.lens}
@@ -185,12 +238,13 @@ _MISSING: dict[str, tuple[Callable[[Arch, Layer], bool], str]] = {
     "sequential": (
         lambda arch, layer: not arch.parallel, "attention and MLP run in parallel there"
     ),
-    "experts": (lambda arch, layer: _routed(arch, layer), "it has no experts"),
+    "mlp": (lambda arch, layer: layer.mlp, "the block has no MLP"),
+    "experts": (lambda arch, layer: arch.routed(layer), "it has no experts"),
     "shared": (
-        lambda arch, layer: _routed(arch, layer) and arch.experts is not None
+        lambda arch, layer: arch.routed(layer) and arch.experts is not None
         and arch.experts.shared > 0, "it has no shared expert",
     ),
-    "dense": (lambda arch, layer: not _routed(arch, layer), "its MLP is a mixture of experts"),
+    "dense": (lambda arch, layer: not arch.routed(layer), "its MLP is a mixture of experts"),
     "gate": (
         lambda arch, layer: arch.attn_gate or layer.mixer == GATED_DELTA,
         "what it mixes is not gated",
@@ -200,11 +254,10 @@ _MISSING: dict[str, tuple[Callable[[Arch, Layer], bool], str]] = {
         "keys and values are projected from the stream itself",
     ),
 }  # fmt: skip
-_MIXING = {ATTENTION: "attention", GATED_DELTA: "the gated delta rule"}
-
-
-def _routed(arch: Arch, layer: Layer) -> bool:
-    return arch.experts is not None and not layer.dense
+_MIXING = {
+    ATTENTION: "attention", GATED_DELTA: "the gated delta rule", STATE_SPACE: "a state space",
+    SIDE_BY_SIDE: "attention beside a state space", SHORT_CONVOLUTION: "a short convolution",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -236,10 +289,12 @@ class Tap:
     def why_not(self, arch: Arch) -> str | None:
         """Why the model does not have this tap; None if it has."""
         site, layer = SITES[self.site], arch.layers[self.layer or 0]
-        if site.mixer not in (None, layer.mixer):
+        if site.mixers and layer.mixer == NO_MIXER:
+            return "the block is an MLP alone"
+        if site.mixers and layer.mixer not in site.mixers:
             return f"it mixes tokens by {_MIXING[layer.mixer]}"
-        exists, reason = _MISSING.get(site.requires or "", (None, ""))
-        return None if exists is None or exists(arch, layer) else reason
+        missing = (_MISSING[feature] for feature in site.requires)
+        return next((reason for exists, reason in missing if not exists(arch, layer)), None)
 
     def width(self, arch: Arch, seq_len: int) -> int:
         """Values per token."""
@@ -264,7 +319,7 @@ class Tap:
         if arch.latent:
             lens = _LENS_OF_LATENT.get(self.site, lens)
         lens = tuple(name.format(self.layer) for name in lens)
-        if self.layer is not None and arch.layers[self.layer].mixer != ATTENTION:
+        if self.layer is not None and not arch.layers[self.layer].attends:
             lens = tuple(name for name in lens if ".attn." not in name)
         if self.site == "logits" and (arch.logit_softcap is not None or arch.logit_scale != 1.0):
             lens = ()  # TransformerLens hooks them before the cap and the scale
@@ -299,6 +354,10 @@ def _sizes(arch: Arch, seq_len: int, layer: Layer) -> dict[str, int]:
     if layer.mixer == GATED_DELTA and (delta := arch.delta):
         sizes |= {"heads": delta.value_heads, "value_dim": delta.value_dim}
         sizes["channels"] = delta.channels
+    if layer.has_state_space and (space := arch.state_space):
+        sizes |= {"ssm_heads": space.heads, "ssm_dim": space.head_dim, "channels": space.channels}
+    if layer.mixer == SHORT_CONVOLUTION:
+        sizes["channels"] = arch.width
     return sizes
 
 
@@ -511,7 +570,7 @@ def _from_alias(item: str, arch: Arch) -> str:
 
 
 # Modules of HF's models whose output is a site's values; `{}`: the layer.
-_BLOCKS_OF_HF = r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d{1,9})"
+_BLOCKS_OF_HF = r"(?:(?:model|backbone|gpt_neox)\.layers|transformer\.h)\.(\d{1,9})"
 _MODULES: dict[str, str] = {
     "": "resid_post",
     ".self_attn": "attn_out",
@@ -519,6 +578,11 @@ _MODULES: dict[str, str] = {
     ".linear_attn": "attn_out",
     ".linear_attn.out_proj": "attn_out",
     ".linear_attn.o_proj": "attn_out",
+    ".mamba": "ssm_out",
+    ".mamba.out_proj": "ssm_out",
+    ".mixer.out_proj": "ssm_out",
+    ".conv": "attn_out",
+    ".conv.out_proj": "attn_out",
     ".attn": "attn_out",
     ".attn.c_proj": "attn_out",
     ".attention": "attn_out",
@@ -552,14 +616,16 @@ def _from_module(item: str, arch: Arch) -> str | None:
     normed = "mlp_post_norm" in arch.norms_of(arch.layers[min(layer, arch.num_layers - 1)])
     changed = (normed and "normalises") or (arch.residual_scale != 1.0 and "scales")
     added = changed and f"the model {changed} it before adding it to the stream"
+    space = arch.state_space
     # (The root of the width is applied inside the module.)
     scaled = "the model scales it afterwards"
     differs = {
         "embed": arch.embed_scale not in (1.0, arch.width**0.5) and scaled,
         "logits": (arch.logit_softcap is not None and "the model caps it afterwards")
         or (arch.logit_scale != 1.0 and scaled),
-        "attn_out": added,
-        "mlp_out": added,
+        "attn_out": added or (arch.attn_out_scale != 1.0 and scaled),
+        "ssm_out": added or (space is not None and space.out_scale != 1.0 and scaled),
+        "mlp_out": added or (arch.mlp_scales[1] != 1.0 and scaled),
     }.get(site)
     ours = f"{site}:{match[1]}" if match else site
     if differs:

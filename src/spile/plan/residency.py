@@ -121,7 +121,7 @@ def streamed_bytes(
     held = min(work.depth, resident + SLOTS) * work.packed_block
     if work.packed:
         held += _DECODED * work.block_weights
-    streams = sweep_tokens * work.arch.width * work.item
+    streams = sweep_tokens * work.arch.width * work.stream_item
     by_layer: dict[int | None, int] = {}
     for tap in work.taps:
         by_layer[tap.layer] = by_layer.get(tap.layer, 0) + work.tap_bytes(tap)
@@ -226,7 +226,7 @@ def _sized(
     enough = _MARGIN * needed
     if work.packed:
         enough = max(enough, decoding / _DECODED_SHARE / per_row)
-    each = work.seq_len * work.arch.width * work.item
+    each = work.seq_len * work.arch.width * work.stream_item
     most = max(rows, min(most_rows, _MOST_SWEPT // work.seq_len))
     wanted = max(rows, min(most // rows, math.ceil(enough / rows)) * rows)
     swept, spilled = wanted, 0

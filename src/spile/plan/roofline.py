@@ -12,7 +12,7 @@ from functools import cached_property
 from spile.core.config import activation_dtype
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.write.quantization import QUANTIZED
-from spile.models.config.arch import GATED_DELTA, Arch, Layer
+from spile.models.config.arch import GATED_DELTA, SHORT_CONVOLUTION, Arch, Layer
 from spile.models.config.specs import (
     ParamSpec,
     block_specs,
@@ -33,7 +33,7 @@ _STEP_TOKENS = {"gpu": {512: 131072, 1023: 65536, 2047: 32768}, "tpu": {2047: 32
 # An expert's products are as small as its share of the tokens.
 _EXPERT_TOKENS, _MOST_FOR_EXPERTS = 2048, 65536
 _SCORE = 4  # bytes: scores are float32
-_CHUNK = 64  # tokens that the gated delta rule takes at once
+_CHUNK = 64  # tokens that the gated delta rule, or a state space, takes at once
 _SCALE = 4  # bytes per row, in eight bits
 _UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: about eight cores of a laptop
 _MOST_CPU_TOKENS = 64_000
@@ -42,18 +42,22 @@ _MOST_CPU_TOKENS = 64_000
 _Q, _K = ("wq", "wqa", "wqb"), ("wk", "wka", "wkr")
 _QKV = (*_Q, *_K, "wv", "wdq", "wdk", "wdv")  # in blocks of either mixer
 _MIXED = (*_QKV, "wda", "wdb", "scores", "mixing", "rule")
-_ATTENTION = (*_MIXED, "wg", "wdg", "wo", "wdo")
+_CONVOLVED, _SPACED = ("wcb", "wcx"), ("wmx", "wmb", "wmc")
+_READ = (*_SPACED, "wmt", "space")  # of a state space
+_ATTENTION = (*_MIXED, "wg", "wdg", "wo", "wdo", *_CONVOLVED, "wcc", "wco")
+_MIXERS = (*_ATTENTION, *_READ, "wmz", "wmo")
 _REACH: dict[str, tuple[str, ...]] = {
     "attn_in": (), "kv_latent": ("wka",), **dict.fromkeys(("q", "q_rot"), _Q),
     **dict.fromkeys(("k", "k_rot"), _K), "v": ("wv", "wka"), "attn_pattern": (*_Q, *_K, "scores"),
-    "conv_out": _QKV, "attn_gate": ("wg", "wdg"),
-    "delta_state_norm": _MIXED, "z": (*_MIXED, "wg", "wdg"),
-    **dict.fromkeys(("attn_out", "resid_mid", "mlp_in"), _ATTENTION),
-    **dict.fromkeys(
-        ("router_logits", "expert_weights", "expert_ids"), (*_ATTENTION, "w_router")
-    ),
-    "mlp_hidden": (*_ATTENTION, "w_gate", "w_up", "wd_gate", "wd_up"),
-    "shared_expert_out": (*_ATTENTION, "ws_gate", "ws_up", "ws_down", "ws_router"),
+    "conv_in": _CONVOLVED, "conv_gate": ("wcc",),
+    "conv_out": ("wdq", "wdk", "wdv", *_CONVOLVED, *_SPACED), "attn_gate": ("wg", "wdg"),
+    "delta_state_norm": _MIXED, "z": (*_MIXED, "wg", "wdg"), "attn_out": _ATTENTION,
+    "ssm_in": (), "ssm_read": _READ, "ssm_gate": ("wmz",), "ssm_z": (*_READ, "wmz"),
+    "ssm_out": (*_READ, "wmz", "wmo"),
+    **dict.fromkeys(("resid_mid", "mlp_in"), _MIXERS),
+    **dict.fromkeys(("router_logits", "expert_weights", "expert_ids"), (*_MIXERS, "w_router")),
+    "mlp_hidden": (*_MIXERS, "w_gate", "w_up", "wd_gate", "wd_up"),
+    "shared_expert_out": (*_MIXERS, "ws_gate", "ws_up", "ws_down", "ws_router"),
 }  # fmt: skip
 
 
@@ -129,6 +133,11 @@ class Workload:
         """Bytes of a computed value."""
         return DTYPES_BY_NAME[activation_dtype(self.compute_dtype)].itemsize
 
+    @property
+    def stream_item(self) -> int:
+        """Bytes of a value of the residual stream."""
+        return 4 if self.arch.wide_stream else self.item
+
     @cached_property
     def weights(self) -> int:
         """Bytes of the model's arrays, as stored on a device."""
@@ -203,6 +212,11 @@ class Workload:
             rows = delta.value_heads * (3 * _CHUNK + 2 * (delta.key_dim + delta.value_dim))
             rule = 2 * delta.channels + rows * _SCORE // self.item
             values += rule // self._ways("delta_heads")
+        if space := arch.state_space:
+            # In float32: a token's row of two matrices of a chunk, its value, key and query twice.
+            rows = space.heads * 2 * (_CHUNK + space.head_dim) + 4 * space.groups * space.state
+            rule = 2 * space.channels + rows * _SCORE // self.item
+            values += rule // self._ways("ssm_heads")
         scores = 2 * _SCORE * self.seq_len * arch.num_heads // self._ways("heads")
         held = self._own * (values * self.item + scores * self._scores_all)
         latents = max((each.sae.latents for each in self.encoders.values()), default=0)
@@ -231,6 +245,9 @@ class Workload:
             )
             if layer.mixer == GATED_DELTA:
                 total += self._rule * ("rule" in runs)
+            if layer.has_state_space:
+                total += self._space * ("space" in runs)
+            if not layer.attends:
                 continue
             dims = self.arch.head_dim * ("scores" in runs) + self.arch.value_dim * (
                 "mixing" in runs
@@ -261,7 +278,13 @@ class Workload:
                 assert arch.delta
                 # The convolution reads and writes its channels; the rule reads and writes once.
                 values += 4 * ("rule" in runs) * arch.delta.channels // self._ways("delta_heads")
-            elif "scores" in runs:
+            if layer.has_state_space:
+                assert arch.state_space
+                channels = arch.state_space.channels // self._ways("ssm_heads")
+                values += 4 * ("space" in runs) * channels
+            if layer.mixer == SHORT_CONVOLUTION:
+                values += 4 * ("wcx" in runs) * arch.width // self._ways("channels")
+            if layer.attends and "scores" in runs:
                 # Queries and mixed values of each head; keys and values of each that has them.
                 heads = (arch.num_heads + arch.num_kv_heads) * (arch.head_dim + arch.value_dim)
                 values += heads // self._ways("heads")
@@ -274,7 +297,7 @@ class Workload:
     def _blocks(self) -> Iterator[tuple[Layer, frozenset[str]]]:
         """Each block that runs, and the names of its operations that run."""
         names = (spec.name for spec in block_specs(self.arch))
-        everything = frozenset((*_ATTENTION, *names))
+        everything = frozenset((*_MIXERS, *names))
         for number, layer in enumerate(self.arch.layers[: self.depth]):
             if number < self.depth - 1 or self.whole:
                 yield layer, everything
@@ -294,6 +317,15 @@ class Workload:
         in_chunk = 2 * _CHUNK * (delta.key_dim + 2 * delta.value_dim)
         of_state = 6 * delta.key_dim * delta.value_dim
         return (pairs + delta.value_heads * (in_chunk + of_state)) // self._ways("delta_heads")
+
+    @property
+    def _space(self) -> int:
+        """The same of a state space; keys and queries of a single group are not cut."""
+        space = self.arch.state_space
+        assert space
+        pairs = 2 * _CHUNK * space.state * space.groups // self._ways("ssm_groups")
+        of_head = 2 * _CHUNK * space.head_dim + 4 * space.state * space.head_dim
+        return pairs + space.heads * of_head // self._ways("ssm_heads")
 
     def _chosen(self, spec: ParamSpec) -> int:
         """How many of its matrices a token uses."""

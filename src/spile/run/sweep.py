@@ -300,9 +300,9 @@ class Sweep(Step):
 
         kinds = slots.renamed(self.settings.encoders)
         arrays = _arrays_of(batch)
-        stream = like(
-            (*batch.tokens.shape, self.settings.arch.width), self.settings.computed, by_rows
-        )
+        arch = self.settings.arch
+        dtype = "float32" if arch.wide_stream and stage >= 0 else self.settings.computed
+        stream = like((*batch.tokens.shape, arch.width), dtype, by_rows)
         shapes: Any = self._shapes
         if stage == -1:
             kind, weights = None, self._first(shapes.outer)
@@ -310,7 +310,7 @@ class Sweep(Step):
         elif stage == depth:
             kind, weights = None, self._last(shapes.outer)
         else:
-            kind, weights = self.settings.arch.layers[stage], shapes.tail[stage]
+            kind, weights = arch.layers[stage], shapes.tail[stage]
         ends = kind is not None and stage == depth - 1 and not self._whole
         contexts = self._contexts(batch)
         key = (

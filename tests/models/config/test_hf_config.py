@@ -24,6 +24,7 @@ from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 from transformers.initialization import no_init_weights
 
+import hybrid_facts
 import tiny
 from marks import some
 from spile.core.errors import InputError
@@ -130,6 +131,14 @@ PARAMS = {
     "DeepSeek-V3": 671_026_419_200,
     "GLM-4.7-Flash": 29_943_393_920,
     "Hunyuan-1.8B-Instruct": 1_791_080_448,
+    "Mamba-Codestral-7B-v0.1": 7_285_403_648,
+    "Bamba-9B": 9_780_235_392,
+    "granite-4.0-h-tiny": 6_939_037_248,
+    "granite-4.0-h-1b": 1_461_538_368,
+    "Nemotron-H-8B-Base-8K": 8_100_852_736,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
+    "Falcon-H1-0.5B-Base": 521_411_104,
+    "LFM2-1.2B": 1_170_340_608,
     "Ministral-3-8B-Base-2512-text": 8_489_553_920,
 }
 # One of each row of `FAMILIES`, the hardest there is.
@@ -155,6 +164,13 @@ OF_FAMILY = {
     "qwen3_5-multimodal": "Qwen3.5-27B",
     "qwen3_5_moe": "Qwen3.5-35B-A3B-text",
     "qwen3_5_moe-multimodal": "Qwen3.5-35B-A3B",
+    "mamba2": "Mamba-Codestral-7B-v0.1",
+    "bamba": "Bamba-9B",
+    "granitemoehybrid": "granite-4.0-h-tiny",
+    "granitemoehybrid-dense": "granite-4.0-h-1b",
+    "nemotron_h": "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    "falcon_h1": "Falcon-H1-0.5B-Base",
+    "lfm2": "LFM2-1.2B",
     "smollm3": "SmolLM3-3B",
     "seed_oss": "Seed-OSS-36B-Base",
     "arcee": "AFM-4.5B",
@@ -243,6 +259,8 @@ def first(of: Any, *names: str) -> Any:
 
 def facts_of_theirs(config: Any) -> dict[str, Any]:
     """What decides activations beside the weights, out of transformers' config and modules."""
+    if config.model_type in hybrid_facts.FAMILIES:
+        return hybrid_facts.of_theirs(config, built)
     small, linear = copy.deepcopy(config), "linear_attention"
     # The others are built alike; the first may have no experts, or no attention.
     hybrid = linear in (getattr(config, "layer_types", None) or ())
@@ -449,6 +467,8 @@ def _rotary_of_theirs(rotary: Any, config: Any, attention: Any) -> list[Rotary |
 
 
 def facts_of_ours(arch: Arch) -> dict[str, Any]:
+    if arch.state_space or arch.convolution:
+        return hybrid_facts.of_ours(arch)
     ropes = [Rotary(*r.frequencies(arch.rope_dim, arch.rope_positions)) for r in arch.ropes]
     return {
         "vocab": arch.vocab_size,
@@ -561,12 +581,12 @@ def test_kimi_k2_is_read_as_what_it_is() -> None:
 @pytest.mark.parametrize(
     "name",
     ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV4ForCausalLM",
-     "KimiLinearForCausalLM"],
+     "KimiLinearForCausalLM", "Zamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"],
 )  # fmt: skip
 def test_a_class_that_is_known_and_not_computed_is_refused_with_the_reason(name: str) -> None:
     message = refused({**published("DeepSeek-V3"), "architectures": [name]})
     assert f"{name} is not supported: " in message and "nearest" not in message
-    assert ("indexer" in message) is (name != "KimiLinearForCausalLM")
+    assert ("indexer" in message) is name.startswith(("Deepseek", "Glm"))
 
 
 @pytest.mark.parametrize(
@@ -590,6 +610,36 @@ def test_a_class_that_is_known_and_not_computed_is_refused_with_the_reason(name:
     ],
 )
 def test_latent_attention_that_is_not_understood_is_refused(
+    name: str, changes: dict[str, Any], said: str
+) -> None:
+    assert said in refused({**published(name), **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("Bamba-9B", {"mamba_d_head": 32}, "128 heads of 32 channels, in 1 groups, are not the"),
+        ("Bamba-9B", {"mamba_n_groups": 3}, "in 3 groups"),
+        ("Bamba-9B", {"mamba_d_conv": 65}, "ssm_kernel must be at most 64, got 65"),
+        ("Bamba-9B", {"time_step_limit": [1.0, 0.5]}, "time_step_limit must be two ascending"),
+        ("Bamba-9B", {"time_step_limit": [0.0, math.nan]}, "time_step_limit must be two"),
+        ("Bamba-9B", {"time_step_limit": 3}, "time_step_limit must be two ascending numbers"),
+        ("Bamba-9B", {"attn_layer_indices": [32]}, "[32] is no list of the layers that attend"),
+        ("Bamba-9B", {"attn_layer_indices": {}}, "{} is no list of the layers that attend"),
+        ("granite-4.0-h-tiny", {"layer_types": ["mamba"]}, "full_attention or linear_attention"),
+        ("granite-4.0-h-tiny", {"layer_types": [{}] * 40}, "layer_types must say"),
+        ("Nemotron-H-8B-Base-8K", {"hybrid_override_pattern": "X" * 52}, "layer_types must say"),
+        ("Nemotron-H-8B-Base-8K", {"hybrid_override_pattern": None}, "a letter for each layer"),
+        ("Nemotron-H-8B-Base-8K", {"moe_latent_size": 64}, "moe_latent_size = 64 is not supported"),
+        ("Nemotron-H-8B-Base-8K", {"mamba_hidden_act": "xielu"}, "ssm_activation 'xielu' is not"),
+        ("Falcon-H1-0.5B-Base", {"ssm_multipliers": [1.0]}, "must be a list of 5 numbers"),
+        ("Falcon-H1-0.5B-Base", {"mlp_multipliers": "x"}, "must be a list of 2 numbers"),
+        ("Falcon-H1-0.5B-Base", {"projectors_bias": True}, "projectors_bias = True is not"),
+        ("LFM2-1.2B", {"block_dim": 1024}, "block_dim = 1024 is not supported"),
+        ("LFM2-1.2B", {"layer_types": ["linear_attention"] * 16}, "full_attention or conv"),
+    ],
+)
+def test_state_spaces_and_convolutions_that_are_not_understood_are_refused(
     name: str, changes: dict[str, Any], said: str
 ) -> None:
     assert said in refused({**published(name), **changes})
@@ -624,7 +674,8 @@ def test_every_tensor_of_the_model_is_expected_and_no_other(name: str) -> None:
 
 
 def _moe(tensor: str) -> bool:
-    return ".mlp." in tensor or ".block_sparse_moe." in tensor
+    parts = (".mlp.", ".block_sparse_moe.", ".mixer.experts", ".mixer.shared_experts", ".gate.")
+    return any(part in tensor for part in parts)
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -653,6 +704,7 @@ NOT_DROPPED = {
     "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "transformers_version", "use_cache",
     "initializer_range", "attention_dropout", "_name_or_path", "auto_map", "embd_pdrop",
     "resid_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout", "task_specific_params",
+    "num_local_experts",
 }  # fmt: skip
 
 
@@ -668,7 +720,7 @@ def test_a_key_that_is_missing_means_what_transformers_assumes(family: str) -> N
             arch = read(values)
         except InputError as error:
             if key not in str(error):  # it is missed by another one's name
-                with pytest.raises((StrictDataclassError, TypeError), match="short_f|unsupported"):
+                with pytest.raises((StrictDataclassError, TypeError), match="short_f|unsupp|amba"):
                     theirs(values)
         else:
             assert facts_of_ours(arch) == facts_of_theirs(theirs(values)), key
@@ -891,6 +943,7 @@ def test_a_number_that_is_none_is_refused_by_name(family: str) -> None:
         "num_key_value_heads", "intermediate_size", "max_position_embeddings",
     }  # fmt: skip
     counts |= set(row.reads) & {
+        "ssm_expand", "conv_L_cache",
         "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
         "linear_value_head_dim", "linear_conv_kernel_dim", "full_attention_interval",
         "num_experts", "num_experts_per_tok", "sliding_window", "rotary_dim", "n_group",
@@ -903,10 +956,15 @@ def test_a_number_that_is_none_is_refused_by_name(family: str) -> None:
         "routed_scaling_factor",
     }  # fmt: skip
     amounts |= set(row.amounts.values())
-    if "rope_parameters" in published(OF_FAMILY[family]):
-        amounts -= {"rope_theta"}  # it is given there
+    if row.state_space is not None:
+        counts |= {"ssm_heads", "ssm_head_dim", "ssm_groups", "ssm_state", "ssm_kernel"}
+    if "rope_parameters" in published(OF_FAMILY[family]) or row.unrotated:
+        amounts -= {"rope_theta"}  # it is given there, or not needed
     for key in counts | amounts:
         for odd in ODD:
+            rows = [each.when for each in FAMILIES if each.architectures == row.architectures]
+            if any(odd in when.get(_own(family, key), ()) for when in rows):
+                continue  # it is of another row
             if key in amounts and odd == 2.5:
                 continue
             values = published(OF_FAMILY[family])

@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 AXES = {
     "width", "heads", "kv_heads", "head_dim", "mlp", "vocab", "seq", "experts", "routes", "one",
     "delta_heads", "kernel",
-    "latent",
+    "latent", "ssm_heads", "ssm_groups", "channels",
 }  # fmt: skip
 _, ARCH = read_config(tiny.CONFIG, "test")
 VARIANTS = [name for name in families.FAMILIES if name not in families.REFUSED]
@@ -139,6 +139,8 @@ def test_every_axis_of_every_array_has_a_name_and_its_length(path: Path) -> None
     for spec in specs:
         if "delta_heads" in spec.axes or spec.name == "delta_norm":
             continue  # see `test_the_arrays_of_the_gated_delta_rule`
+        if {"ssm_heads", "ssm_groups", "channels"} & set(spec.axes):
+            continue  # see `test_the_arrays_of_a_state_space`
         if arch.latent and {"latent", "heads", "kv_heads"} & set(spec.axes):
             continue  # see `test_the_arrays_of_latent_attention`
         assert len(spec.axes) == len(spec.shape)
@@ -188,6 +190,53 @@ def test_the_arrays_of_the_gated_delta_rule() -> None:
                    "decay_bias"}  # fmt: skip
     assert axis_sizes(arch)["delta_heads"] == 16
     assert all(own[n].shape[own[n].axes.index("delta_heads")] % 16 == 0 for n in cut)
+
+
+def test_the_arrays_of_a_state_space() -> None:
+    """Cut by groups; of a single group, by heads, and its keys and queries not at all."""
+    arch = published("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
+    own = {spec.name: spec for spec in block_specs(arch, arch.layers[0])}
+    assert {name: spec.shape for name, spec in own.items()} == {
+        "wmz": (4096, 2688), "wmx": (4096, 2688), "wmb": (1024, 2688), "wmc": (1024, 2688),
+        "wmt": (64, 2688), "conv_x": (4096, 1, 4), "conv_b": (1024, 1, 4), "conv_c": (1024, 1, 4),
+        "conv_bias_x": (4096,), "conv_bias_b": (1024,), "conv_bias_c": (1024,), "decay": (64,),
+        "step_bias": (64,), "skip": (64,), "ssm_norm": (4096,), "wmo": (2688, 4096),
+        "attn_norm": (2688,),
+    }  # fmt: skip
+    sizes = axis_sizes(arch)
+    assert (sizes["ssm_heads"], sizes["ssm_groups"], sizes["experts"]) == (8, 8, 128)
+    keys = {name for name, spec in own.items() if "ssm_groups" in spec.axes}
+    assert keys == {f"{stem}{n}" for stem in ("wm", "conv_", "conv_bias_") for n in "bc"}
+    assert {name for name, spec in own.items() if "ssm_heads" in spec.axes} == (
+        {*own} - keys - {"attn_norm"}
+    )
+    single = axis_sizes(published("granite-4.0-h-tiny"))
+    assert single["ssm_heads"] == 48 and "ssm_groups" not in single
+
+
+def test_blocks_without_a_mixer_or_an_mlp_have_no_arrays_of_it() -> None:
+    arch = published("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
+    names = [{spec.name for spec in block_specs(arch, arch.layers[i])} for i in (1, 5)]
+    assert names == [
+        {"mlp_norm", "w_up", "w_down", "w_router", "correction", "ws_up", "ws_down"},
+        {"attn_norm", "wq", "wk", "wv", "wo"},
+    ]
+    alone = published("Mamba-Codestral-7B-v0.1")
+    assert not {"heads", "kv_heads", "mlp"} & set(axis_sizes(alone))
+    plain = published("Nemotron-H-8B-Base-8K")
+    assert plain.experts is None and axis_sizes(plain)["mlp"] == 21504
+    assert {spec.name for spec in block_specs(plain, plain.layers[1])} == {
+        "mlp_norm", "wd_up", "wd_down",
+    }  # fmt: skip
+
+
+def test_the_arrays_of_a_short_convolution() -> None:
+    arch = published("LFM2-1.2B")
+    own = {spec.name: spec for spec in block_specs(arch, arch.layers[0])}
+    square = {f"wc{n}": (2048, 2048) for n in "bcxo"}
+    assert {n: s.shape for n, s in own.items() if n[:2] == "wc"} == square
+    assert (own["conv"].shape, own["conv"].axes[0]) == ((2048, 1, 3), "channels")
+    assert axis_sizes(arch)["channels"] == 2048
 
 
 def test_the_head_is_what_comes_after_the_blocks() -> None:

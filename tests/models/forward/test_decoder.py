@@ -40,7 +40,7 @@ from spile.models.forward import decoder
 from spile.models.forward.attention import Attention, blocked, masked
 from spile.models.forward.decoder import forward, needs_whole_block
 from spile.models.forward.kernels import for_platform
-from spile.models.forward.mixers import gated_delta
+from spile.models.forward.mixers import gated_delta, state_space
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, parse_taps
 
@@ -74,13 +74,13 @@ STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
 # switch is in one of them. Heads are the same for all, and frequencies are compared with HF's in
 # tests/models/config/test_rope.py. All families are tried with --chaos-full.
 KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo2-gqa",
-         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "deepseek3")  # fmt: skip
+         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "deepseek3", "nemotronh-gqa")  # fmt: skip
 ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-gqa",
          "starcoder2-gqa", "olmo3-gqa", "smollm3-mqa-chosen", "seedoss-gqa",
          "arcee-gqa", "granite-gqa", "glm4-gqa", "olmo-mha-clipped",
          "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "falcon-gqa",
          "qwen2moe-gqa", "glm4moe-gqa", "hunyuan-gqa", "apertus-gqa", "olmohybrid-gqa",
-         "deepseek2")  # fmt: skip
+         "deepseek2", "mamba2", "falconh1-gqa", "lfm2-gqa")  # fmt: skip
 # Their last layers are of another kind than the first two.
 DEEPER = ("cohere2-gqa", "gptneo", "dots1-gqa", "ernie45moe-mha-few", "llama4-gqa")
 
@@ -116,8 +116,9 @@ CONTEXTS, BATCH = batch(LENGTHS)
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts are longer than a chunk of the gated delta rule."""
+    """Contexts are longer than a chunk of the gated delta rule, or of a state space."""
     monkeypatch.setattr(gated_delta, "CHUNK", 16)
+    monkeypatch.setattr(state_space, "CHUNK", 16)
 
 
 def saved(make: Callable[..., Any], directory: Path, **changes: Any) -> tuple[Any, Checkpoint]:
@@ -237,7 +238,7 @@ def assert_agrees(found: dict[str, np.ndarray], truth: list[dict[str, np.ndarray
     last = {kinds[tap]: layer for tap, layer in sorted(layered.items(), key=lambda each: each[1])}
     assert set(others) == {t for t in found if t in layered and layered[t] < last[kinds[t]]}
     assert not too_near(others), "the control must fail"
-    heads = {tap: value for tap, value in found.items() if tap.startswith(("q.", "z."))}
+    heads = {tap: value for tap, value in found.items() if tap.startswith(("q.", "z.", "ssm_z."))}
     assert heads
     assert not too_near(errors(heads, truth, heads=1)), "the control must fail"
 
@@ -314,7 +315,7 @@ def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
     # those without the choice, and those whose decoder is another's
     own = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM",
            "BloomForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM", "DeepseekV2ForCausalLM",
-           "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")  # fmt: skip
+           "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mamba2ForCausalLM")  # fmt: skip
     fewer = {
         **dict.fromkeys(own, {1}), "GPTBigCodeForCausalLM": {4},
         **dict.fromkeys(
@@ -565,6 +566,8 @@ PACKED = [
     # difference is 1.5e-6.)
     pytest.param("qwen35-gqa", "resid_post:0+1,conv_out:0+2,delta_state_norm:0", marks=FULL),
     pytest.param("deepseek3", "resid_post:all,kv_latent:1,k_rot:all,z:2", marks=FULL),
+    pytest.param("mamba2", "resid_post:0,conv_out:all,ssm_read:0,ssm_z:0", marks=FULL),
+    pytest.param("lfm2-gqa", "resid_post:all,conv_out:all,z:all", marks=FULL),
     pytest.param("gptoss-gqa", "attn_pattern:all,q_rot:all,expert_ids:all,logits", marks=FULL),
 ]
 
@@ -618,20 +621,29 @@ COARSE = {
     "deepseek_v2": "deepseek2", "deepseek_v2-greedy": "deepseek2-greedy-own-queries",
     "deepseek_v3": "deepseek3", "glm4_moe_lite": "glm4moelite",
     "qwen3_5": "qwen35-gqa", "qwen3_5_moe": "qwen35moe-gqa", "olmo_hybrid": "olmohybrid-gqa",
-    "llama4": "llama4-gqa",
+    "llama4": "llama4-gqa", "mamba2": "mamba2", "bamba": "bamba-gqa",
+    "granitemoehybrid": "granitehybrid-gqa", "granitemoehybrid-dense": "granitehybrid-mqa-dense",
+    "nemotron_h": "nemotronh-gqa", "falcon_h1": "falconh1-gqa", "lfm2": "lfm2-gqa",
 }  # fmt: skip
 # What makes each choose every expert; the first ones choose by the logits alone.
 BY_LOGITS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe", "qwen3_next",
-             "qwen3_5_moe")  # fmt: skip
+             "qwen3_5_moe", "granitemoehybrid")  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys((*BY_LOGITS, "glm4_moe", "minimax_m2", "llama4"), {"num_experts_per_tok": 6}),
     "ernie4_5_moe": {"moe_k": 6},
     **dict.fromkeys(
-        ("dots1", "deepseek_v2", "deepseek_v2-greedy", "deepseek_v3", "glm4_moe_lite"),
+        (
+            "dots1",
+            "deepseek_v2",
+            "deepseek_v2-greedy",
+            "deepseek_v3",
+            "glm4_moe_lite",
+            "nemotron_h",
+        ),
         {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     ),
 }
-ROUNDED = ("attn_out", "mlp_out", "resid_post", "final_norm")
+ROUNDED = ("attn_out", "ssm_out", "mlp_out", "resid_post", "final_norm")
 
 
 @pytest.mark.full

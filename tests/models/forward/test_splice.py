@@ -15,6 +15,7 @@ import torch
 import quick
 import tiny
 from families import FAMILIES, randomised
+from marks import some
 from spile.core.errors import ConfigError
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.attention import masked
@@ -31,6 +32,12 @@ SEQ = 32
 STREAM = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 INSIDE = ("attn_in", "q", "k", "v", "z", "mlp_in", "mlp_hidden")
 
+# Where nothing passes, nothing comes out of the mixer.
+SHUT = {
+    "falconh1-gqa": ("conv_out", "ssm_read", "ssm_gate", "ssm_z"),
+    "lfm2-gqa": ("conv_in", "conv_out", "conv_gate"),
+}
+
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -39,9 +46,11 @@ def test_every_site_that_can_be_spliced_is_tested() -> None:
         *STREAM,
         *INSIDE,
         "shared_expert_out",
-        "conv_out",
         "attn_gate",
         "kv_latent",
+        "ssm_in",
+        "ssm_out",
+        *(site for sites in SHUT.values() for site in sites),
     }
 
 
@@ -122,24 +131,27 @@ def changed(model: Any, tap: Tap, make: Make) -> Iterator[None]:
     body = model.get_decoder()
     blocks = getattr(body, "layers", None) or body.h
     block = blocks[tap.layer or 0]
-    names = ("self_attn", "attn", "attention", "linear_attn")
+    names = ("self_attn", "attn", "attention", "linear_attn", "mamba")
     attention = next(getattr(block, n) for n in names if hasattr(block, n))
+    mlp = getattr(block, "mlp", None) or block.feed_forward
     sandwich = hasattr(block, "post_feedforward_layernorm")
     rotary = hasattr(body, "rotary_emb")
     side, module = {
         "embed": ("in", blocks[0]) if rotary else ("out", model.get_input_embeddings()),
         "resid_pre": ("in", block),
         "attn_in": ("in", attention),
+        "ssm_in": ("in", attention),
+        "ssm_out": ("out", attention),
         "attn_out": ("out", block.post_attention_layernorm if sandwich else attention),
         # To add to the stream behind attention is to add to what attention adds.
         "resid_mid": ("out", block.post_attention_layernorm if sandwich else attention),
-        "mlp_in": ("in", block.mlp),
-        "mlp_out": ("out", block.post_feedforward_layernorm if sandwich else block.mlp),
+        "mlp_in": ("in", mlp),
+        "mlp_out": ("out", block.post_feedforward_layernorm if sandwich else mlp),
         "resid_post": ("out", block),
         **{n: ("out", getattr(attention, f"{n}_proj", None)) for n in "qkv"},
         "z": ("in", getattr(attention, "o_proj", getattr(attention, "out_proj", None))),
-        "mlp_hidden": ("in", getattr(block.mlp, "down_proj", None)),
-        "shared_expert_out": ("out", getattr(block.mlp, "shared_experts", None)),
+        "mlp_hidden": ("in", getattr(mlp, "down_proj", None)),
+        "shared_expert_out": ("out", getattr(mlp, "shared_experts", None)),
     }[tap.site]
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -179,6 +191,22 @@ def test_a_gate_that_is_shut_lets_nothing_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "site"),
+    some([(name, site) for name, sites in SHUT.items() for site in sites],
+         ("falconh1-gqa", "ssm_gate")),
+)  # fmt: skip
+def test_what_is_shut_inside_another_mixer_lets_nothing_pass(
+    name: str, site: str, tmp_path: Path
+) -> None:
+    ours = Ours(partial(FAMILIES[name], num_hidden_layers=2), tmp_path)
+    out = "ssm_out" if name == "falconh1-gqa" else "attn_out"
+    found = ours.run(f"{site}:0,{out}:0", {Tap(site, 0): replaced(jnp.zeros(()))})
+    assert not found[f"{site}.0"].any()
+    assert not found[f"{out}.0"].any()
+    assert ours.run(f"{out}:0")[f"{out}.0"].any()
+
+
+@pytest.mark.parametrize(
     ("name", "sites"),
     [
         ("llama-gqa", (*STREAM, *INSIDE)),
@@ -202,6 +230,11 @@ def test_a_gate_that_is_shut_lets_nothing_pass(tmp_path: Path) -> None:
             )
         ),
         pytest.param("qwen35-gqa", ("attn_in", "z", "mlp_hidden"), marks=pytest.mark.full),
+        pytest.param(
+            "bamba-gqa",
+            ("embed", "resid_pre", "ssm_in", "ssm_out", "resid_mid", "mlp_in", "mlp_out"),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=lambda given: given if isinstance(given, str) else str(len(given)),
 )

@@ -10,7 +10,9 @@ from functools import cache
 
 from spile.models.config.rope import Rope
 
-ATTENTION, GATED_DELTA = "attention", "gated_delta"  # mixers
+# Mixers. The third is attention beside a state space: both read the same, and both are added.
+ATTENTION, STATE_SPACE, SIDE_BY_SIDE = "attention", "state_space", "attention_and_state_space"
+GATED_DELTA, SHORT_CONVOLUTION, NO_MIXER = "gated_delta", "short_convolution", "none"
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,17 @@ class Layer:
     rope: int | None = 0  # index into the model's rotary settings; None: q and k are not rotated
     dense: bool = False  # a plain MLP, where other blocks have experts
     mixer: str = ATTENTION  # how tokens read from each other
+    mlp: bool = True  # an MLP, or experts, follow the mixer
     chunk: int | None = None  # contexts are cut into this many tokens; none sees another's
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has softmax attention, alone or beside a state space."""
+        return self.mixer in (ATTENTION, SIDE_BY_SIDE)
+
+    @property
+    def has_state_space(self) -> bool:
+        return self.mixer in (STATE_SPACE, SIDE_BY_SIDE)
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,51 @@ class GatedDelta:
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Sizes of the state space of Mamba-2, in the layers that have one (`mixers/state_space`)."""
+
+    heads: int
+    head_dim: int
+    groups: int  # heads of a group write under the same keys, and read by the same queries
+    state: int  # dimensions of those
+    kernel: int  # tokens that the convolution before it sees, the current one included
+    norm_eps: float  # of the norm behind it
+    norm: str | None = "gated"  # after the gate; or before it, "ungated"; None: there is none
+    norm_by_group: bool = False  # the channels of each group are normalised by themselves
+    least_step: float = 0.0  # steps are clamped
+    most_step: float | None = None
+    bias: bool = False  # of the projections
+    conv_bias: bool = True
+    activation: str = "silu"  # after the convolution
+    in_scale: float = 1.0  # of what is projected
+    scales: tuple[float, ...] = (1.0,) * 5  # of the projected gate, values, keys, queries, steps
+    out_scale: float = 1.0  # of what is added to the stream
+
+    @property
+    def inner(self) -> int:
+        """Channels of the values that heads write and read."""
+        return self.heads * self.head_dim
+
+    @property
+    def norm_groups(self) -> int:
+        """Parts in which channels are normalised."""
+        return self.groups if self.norm_by_group else 1
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: values, keys and queries."""
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """The gated convolution of the layers that mix tokens by it alone."""
+
+    kernel: int  # tokens that it sees, the current one included
+    bias: bool = False  # of the convolution, and of the projections
 
 
 @dataclass(frozen=True)
@@ -96,6 +153,7 @@ class Arch:
     embed_norm: bool = False  # embeddings are normalised before the first block
     position_offset: int = 0  # learned positions count from here
     residual_scale: float = 1.0  # of what attention and MLP add to the stream
+    wide_stream: bool = False  # the stream is in float32, whatever else is computed in
     head_bias: bool = False
     logit_scale: float = 1.0
 
@@ -110,6 +168,9 @@ class Arch:
     rope_interleaved: bool = False  # neighbours are rotated together, not the halves of a head
     alibi: tuple[float, ...] = ()  # of each head: how much a score falls with each token between
     attn_scale: float  # of the scores
+    attn_in_scale: float = 1.0  # of what queries, keys and values are projected from
+    attn_out_scale: float = 1.0  # of what attention adds to the stream
+    key_scale: float = 1.0
     attn_softcap: float | None = None
     # (share, step): queries that are not rotated grow by share * log(1 + tokens so far // step)
     attn_growth: tuple[float, int] | None = None
@@ -122,6 +183,8 @@ class Arch:
     sinks: bool = False  # each head may attend to nothing: one more score, without a value
     attn_gate: bool = False  # mixed values are multiplied by the sigmoid of one more projection
     delta: GatedDelta | None = None  # of the layers whose mixer it is
+    state_space: StateSpace | None = None  # the same
+    convolution: ShortConvolution | None = None  # the same
     latent: Latent | None = None  # where keys and values come from; None: from the stream itself
     qkv_bias: bool
     out_bias: bool
@@ -129,6 +192,7 @@ class Arch:
     activation: str
     gated: bool = True
     glu_limit: float | None = None  # gate and up are clamped, and one is added to up
+    mlp_scales: tuple[float, float] = (1.0, 1.0)  # of the gate before its activation; of the output
     mlp_bias: bool
     experts: Experts | None = None
     dense_width: int = 0  # of the MLP in blocks without experts, where others have them
@@ -151,7 +215,7 @@ class Arch:
     @property
     def learned_positions(self) -> bool:
         """Positions are added to the embeddings, where nothing else tells the tokens' order."""
-        return not self.ropes and not self.alibi and self.delta is None
+        return not (self.ropes or self.alibi or self.delta or self.state_space)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -164,7 +228,12 @@ class Arch:
         """The same of a block of this kind."""
         if layer.mixer == GATED_DELTA and self.delta and self.delta.pre_norm_only:
             return ("attn_norm", "mlp_norm")
-        return self.norms
+        absent = ["attn"] * (layer.mixer == NO_MIXER) + ["mlp"] * (not layer.mlp)
+        return tuple(name for name in self.norms if not name.startswith(tuple(absent)))
+
+    def routed(self, layer: Layer) -> bool:
+        """Whether a block has experts."""
+        return self.experts is not None and layer.mlp and not layer.dense
 
     @property
     def lead(self) -> int:

@@ -6,13 +6,22 @@ activations.
 """
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 from spile.core.bounded_json import Json
 from spile.core.errors import InputError
-from spile.models.config.arch import GATED_DELTA, Arch, Experts, GatedDelta, Latent, Layer
+from spile.models.config.arch import (
+    Arch,
+    Experts,
+    GatedDelta,
+    Latent,
+    Layer,
+    ShortConvolution,
+    StateSpace,
+)
 from spile.models.config.families import FAMILIES, REFUSED, Family
 from spile.models.config.rope import Rope, positive
 
@@ -50,7 +59,11 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 _PACKED = ("fp8", "compressed-tensors", "gptq", "awq")  # in any family
 _KINDS = ("full_attention", "sliding_attention")
-_LINEAR = "linear_attention"  # layers that mix tokens by the gated delta rule
+_LINEAR = "linear_attention"  # layers that mix tokens by the gated delta rule, or a state space
+# Other spellings of kinds of layers, in lists and in patterns.
+_SPELLED = {
+    "attention": _KINDS[0], "*": _KINDS[0], "mamba": _LINEAR, "M": _LINEAR, "-": "mlp", "E": "moe",
+}  # fmt: skip
 _CHUNKED = "chunked_attention"
 # Larger than in any model: a config is untrusted, and layers are listed one by one.
 _MOST, _MOST_LAYERS = 1 << 31, 4096
@@ -139,6 +152,10 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
     arch = Arch(**{**sizes, **_attention(config, sizes), **_rest(config), **fixed})
     if not any(layer.dense for layer in arch.layers):
         arch = replace(arch, dense_width=0)
+    if not any(map(arch.routed, arch.layers)):
+        arch = replace(arch, experts=None)
+    if not any(layer.mlp and not layer.dense for layer in arch.layers):
+        arch = replace(arch, mlp_width=0)
     _refuse_unknown(config)
     if arch.experts and arch.experts.count * arch.num_layers > _MOST_EXPERTS:
         raise InputError(
@@ -183,8 +200,22 @@ def _sizes(config: _Config) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": config.number("num_key_value_heads", heads),
         "head_dim": head_dim,
-        "mlp_width": config.number("intermediate_size", 4 * width),
+        "mlp_width": _mlp_width(config, width),
     }
+
+
+def _mlp_width(config: _Config, width: int) -> int:
+    inner = config.number("intermediate_size", 4 * width)
+    if "block_auto_adjust_ff_dim" not in config.family.reads:
+        return inner
+    factor, multiple = config.get("block_ffn_dim_multiplier"), config.number("block_multiple_of")
+    if not config.switch("block_auto_adjust_ff_dim"):
+        return inner
+    inner = 2 * inner // 3
+    if factor is None:
+        return inner
+    inner = int(positive(factor, "block_ffn_dim_multiplier", config.where) * inner)
+    return -(-inner // multiple) * multiple
 
 
 def _attention(config: _Config, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,6 +230,8 @@ def _attention(config: _Config, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "layers": _layers(config, len(ropes)),
         "delta": _delta(config),
+        "state_space": _state_space(config),
+        "convolution": _convolution(config),
         "latent": latent,
         "ropes": ropes,
         "max_positions": longest,
@@ -255,14 +288,12 @@ def _delta(config: _Config) -> GatedDelta | None:
     keys = config.number("linear_num_key_heads", heads)
     values = config.number("linear_num_value_heads", heads)
     dim = config.number("linear_key_head_dim", 3 * width // (4 * keys) or 1)
-    kernel = config.number("linear_conv_kernel_dim")
+    kernel = _kernel(config, "linear_conv_kernel_dim")
     if values % keys:
         raise InputError(
             f"{where}: linear_num_value_heads {values} is not a multiple of "
             f"linear_num_key_heads {keys}"
         )
-    if kernel > _MOST_KERNEL:
-        raise InputError(f"{where}: linear_conv_kernel_dim must be at most {_MOST_KERNEL}")
     turns = "linear_allow_neg_eigval" in config.family.reads
     delta = GatedDelta(
         key_heads=keys,
@@ -276,6 +307,105 @@ def _delta(config: _Config) -> GatedDelta | None:
     return replace(delta, **constants)
 
 
+def _state_space(config: _Config) -> StateSpace | None:
+    """The sizes of the state space, if the family has such layers."""
+    constants, reads, where = config.family.state_space, config.family.reads, config.where
+    if constants is None:
+        return None
+    heads, groups = config.number("ssm_heads"), config.number("ssm_groups")
+    inner, named = None, config.get("ssm_head_dim") != "auto"
+    if "ssm_expand" in reads:
+        inner = config.number("ssm_expand") * config.number("hidden_size")
+    if "ssm_inner" in reads and config.get("ssm_inner") is not None:
+        inner = config.number("ssm_inner")
+    dim = config.number("ssm_head_dim") if named or inner is None else inner // heads
+    if heads % groups or (inner is not None and heads * dim != inner):
+        raise InputError(
+            f"{where}: {heads} heads of {dim} channels, in {groups} groups, are not the {inner} "
+            "channels of the state space"
+        )
+    space = StateSpace(
+        heads=heads,
+        head_dim=dim,
+        groups=groups,
+        state=config.number("ssm_state"),
+        kernel=_kernel(config, "ssm_kernel"),
+        norm_eps=_norm_eps(config),
+        bias=config.switch("ssm_bias"),
+        conv_bias=config.switch("ssm_conv_bias"),
+        activation=_activation(config, "ssm_activation"),
+        **_step_limits(config),
+        **_space_scales(config),
+    )
+    if "mamba_rms_norm" in reads:
+        kind = "ungated" if config.switch("mamba_norm_before_gate") else "gated"
+        space = replace(space, norm=kind if config.switch("mamba_rms_norm") else None)
+    return replace(space, **constants)
+
+
+def _kernel(config: _Config, key: str) -> int:
+    kernel = config.number(key)
+    if kernel > _MOST_KERNEL:
+        raise InputError(f"{config.where}: {key} must be at most {_MOST_KERNEL}, got {kernel}")
+    return kernel
+
+
+def _step_limits(config: _Config) -> dict[str, float | None]:
+    """The least and the most that a step may be; transformers writes infinity as an object."""
+    if "time_step_min" in config.family.reads:
+        return {"least_step": config.amount("time_step_min") or 0.0}
+    given: Json = config.get("time_step_limit")
+    if given is None:
+        return {}
+    limits = given if isinstance(given, list) else []
+    written = {"__float__": "Infinity"}
+    limits = [math.inf if limit == written else limit for limit in limits]
+    numbers = all(isinstance(limit, int | float) and limit >= 0 for limit in limits)
+    if len(limits) != 2 or not numbers or limits[0] > limits[1]:
+        raise InputError(
+            f"{config.where}: time_step_limit must be two ascending numbers, got {given!r}"
+        )
+    least, most = map(float, limits)
+    return {"least_step": least, "most_step": most if math.isfinite(most) else None}
+
+
+def _space_scales(config: _Config) -> dict[str, Any]:
+    if "ssm_multipliers" not in config.family.reads:
+        return {}
+    return {
+        "in_scale": config.amount("ssm_in_multiplier") or 1.0,
+        "out_scale": config.amount("ssm_out_multiplier") or 1.0,
+        "scales": _amounts(config, "ssm_multipliers", 5),
+    }
+
+
+def _amounts(config: _Config, key: str, count: int) -> tuple[float, ...]:
+    """A list of so many positive numbers; if it is missing, each is one."""
+    given: Json = config.get(key)
+    if given is None:
+        return (1.0,) * count
+    if not isinstance(given, list) or len(given) != count:
+        raise InputError(f"{config.where}: {key} must be a list of {count} numbers, got {given!r}")
+    return tuple(positive(each, key, config.where) for each in given)
+
+
+def _convolution(config: _Config) -> ShortConvolution | None:
+    """The gated convolution, if the family has layers of it."""
+    if "conv_L_cache" not in config.family.reads:
+        return None
+    return ShortConvolution(_kernel(config, "conv_L_cache"), config.switch("conv_bias"))
+
+
+def _activation(config: _Config, key: str) -> str:
+    family = config.family
+    name = config.get(key, "silu")
+    if name not in (*ACTIVATIONS, *family.activations):
+        raise InputError(
+            f"{config.where}: {key} {name!r} is not supported (known: {', '.join(ACTIVATIONS)})"
+        )
+    return name
+
+
 def _norm_eps(config: _Config) -> float:
     eps = config.get("rms_norm_eps")
     return positive(1e-6 if eps is None else eps, "rms_norm_eps", config.where)
@@ -283,11 +413,7 @@ def _norm_eps(config: _Config) -> float:
 
 def _rest(config: _Config) -> dict[str, Any]:
     family, where = config.family, config.where
-    activation = family.fixed.get("activation") or config.get("hidden_act", "silu")
-    if activation not in (*ACTIVATIONS, *family.activations):
-        raise InputError(
-            f"{where}: hidden_act {activation!r} is not supported (known: {', '.join(ACTIVATIONS)})"
-        )
+    activation = family.fixed.get("activation") or _activation(config, "hidden_act")
     experts = _experts(config) if "num_experts" in family.reads else None
     switches = {field: config.switch(key) for field, key in family.biases.items()}
     amounts = {field: config.get(key) for field, key in family.amounts.items()}
@@ -300,6 +426,7 @@ def _rest(config: _Config) -> dict[str, Any]:
         "logit_softcap": config.amount("final_logit_softcapping"),
         "logit_scale": 1.0 if divisor is None else 1.0 / divisor,
         "glu_limit": config.amount("glu_limit"),
+        "mlp_scales": _amounts(config, "mlp_multipliers", 2),
         "experts": experts,
         "dense_width": config.number("dense_size") if "dense_size" in family.reads else 0,
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), False),
@@ -390,6 +517,8 @@ def _ropes(config: _Config, head_dim: int) -> tuple[Rope, ...]:
         theta = given.get("rope_theta", theta)
     if theta is None and family.unrotated_without_theta:
         return ()
+    if any(config.get(key) in values for key, values in family.unrotated.items()):
+        return ()
     fraction = config.extra("partial_rotary_factor")
     if "rotary_dim" in family.reads:
         fraction = config.number("rotary_dim", head_dim) / head_dim
@@ -444,11 +573,14 @@ def _with_alpha(given: Any, theta: Any, head_dim: int, where: str) -> Any:
 
 def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
     """The kind of every block: full attention, or a sliding window."""
-    rule, count = config.family.windows, config.number("num_hidden_layers")
+    rule = config.family.windows
+    listed = config.extra("layer_types") or config.extra("hybrid_override_pattern")
+    written = len(cast("list[Any]", listed)) if isinstance(listed, list | str) else None
+    count = config.number("num_hidden_layers", written)
     window = None if rule == "never" else config.extra("sliding_window")
     if count > _MOST_LAYERS:
         raise InputError(f"{config.where}: num_hidden_layers must be at most {_MOST_LAYERS}")
-    if config.family.delta is not None:
+    if config.family.kinds:
         return _hybrid_layers(config, count)
     if "attention_chunk_size" in config.family.reads:
         return _chunked_layers(config, count)
@@ -519,18 +651,41 @@ def _listed(config: _Config, count: int) -> list[bool]:
 
 
 def _hybrid_layers(config: _Config, count: int) -> tuple[Layer, ...]:
-    """Full attention in the layers that are listed, or in every so many; linear in the others."""
-    kinds: Any = config.get("layer_types")
-    if "full_attention_interval" in config.family.reads:
+    """Layers of the kinds that are listed, or spelled by a letter each, or counted."""
+    family, reads = config.family, config.family.reads
+    names = list(family.kinds)
+    kinds: Any = config.extra("layer_types")
+    if "hybrid_override_pattern" in reads:
+        pattern = config.get("hybrid_override_pattern")
+        if kinds is None and not isinstance(pattern, str):
+            raise InputError(
+                f"{config.where}: hybrid_override_pattern must have a letter for each layer, got "
+                f"{pattern!r}"
+            )
+        kinds = list(pattern) if kinds is None else kinds
+    attend: list[int] | None = None
+    if "full_attention_interval" in reads:
         interval = config.number("full_attention_interval")
-        by_interval = [_KINDS[0] if (i + 1) % interval == 0 else _LINEAR for i in range(count)]
-        kinds = by_interval if kinds is None else kinds
-    if not _are_kinds(kinds, (_KINDS[0], _LINEAR)) or len(kinds) != count:
+        attend = list(range(interval - 1, count, interval))
+    if "attention_layers" in reads and (given := config.get("attention_layers")) is not None:
+        if not _are_kinds(given, tuple(range(count))):
+            raise InputError(f"{config.where}: {given!r} is no list of the layers that attend")
+        attend = given
+    if kinds is None and attend is not None:
+        (other,) = set(names) - {_KINDS[0]}
+        kinds = [_KINDS[0] if i in attend else other for i in range(count)]
+    if kinds is None and family.unlisted:
+        kinds = [family.unlisted] * count
+    if isinstance(kinds, list):
+        written = cast("list[Any]", kinds)
+        kinds = [_SPELLED.get(kind, kind) if isinstance(kind, str) else kind for kind in written]
+    if not _are_kinds(kinds, tuple(names)) or len(cast("list[Any]", kinds)) != count:
         raise InputError(
-            f"{config.where}: layer_types must say {_KINDS[0]} or {_LINEAR} for each layer"
+            f"{config.where}: layer_types must say {' or '.join(names)} for each layer"
         )
-    linear = Layer(rope=None, mixer=GATED_DELTA)
-    layers = [linear if kind == _LINEAR else Layer() for kind in kinds]
+    layers = [family.kinds[kind] for kind in cast("list[str]", kinds)]
+    if any(kind.dense for kind in family.kinds.values()):
+        return tuple(layers)
     return tuple(
         replace(layer, dense=dense)
         for layer, dense in zip(layers, _dense(config, count), strict=True)

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spile.models.config.arch import GATED_DELTA, Arch, GatedDelta, Latent, Layer
+from spile.models.config.arch import (
+    GATED_DELTA,
+    SHORT_CONVOLUTION,
+    Arch,
+    GatedDelta,
+    Latent,
+    Layer,
+    ShortConvolution,
+    StateSpace,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,7 @@ MLP, SHARED, DENSE = "w_", "ws_", "wd_"
 # What `--compute-dtype float8_e4m3` multiplies in 8 bits, unless the MLP's are of experts.
 _FLOAT8 = (
     "wq", "wk", "wv", "wg", "wo", "wqa", "wqb", "wka", "wkr", "wdq", "wdk", "wdv", "wdg", "wdo",
+    "wmz", "wmx", "wmb", "wmc", "wmo", "wcb", "wcc", "wcx", "wco",
     *(m + n for m in (MLP, SHARED, DENSE) for n in ("gate", "up", "down")),
 )  # fmt: skip
 
@@ -54,13 +64,18 @@ def block_specs(arch: Arch, layer: Layer | None = None) -> tuple[ParamSpec, ...]
 
 
 def _specs_of(arch: Arch, layer: Layer) -> tuple[ParamSpec, ...]:
+    specs: list[ParamSpec] = []
+    if layer.attends:
+        specs += _latent_specs(arch, arch.latent) if arch.latent else _attention_specs(arch)
     if layer.mixer == GATED_DELTA:
         assert arch.delta
-        specs = _delta_specs(arch.delta, arch.width)
-    elif arch.latent:
-        specs = _latent_specs(arch, arch.latent)
-    else:
-        specs = _attention_specs(arch)
+        specs += _delta_specs(arch.delta, arch.width)
+    if layer.has_state_space:
+        assert arch.state_space
+        specs += _state_space_specs(arch.state_space, arch.width)
+    if layer.mixer == SHORT_CONVOLUTION:
+        assert arch.convolution
+        specs += _convolution_specs(arch.convolution, arch.width)
     specs += [spec for name in arch.norms_of(layer) for spec in _norm_specs(name, arch)]
     return (*specs, *_mlp_specs(arch, layer))
 
@@ -146,6 +161,48 @@ def _delta_specs(delta: GatedDelta, d: int) -> list[ParamSpec]:
     return [*specs, ParamSpec("wdo", (d, v), ("width", axis))]
 
 
+def _state_space_specs(space: StateSpace, d: int) -> list[ParamSpec]:
+    """The gate, values, keys, queries and steps; then three numbers for each head.
+
+    A mesh cuts them by groups, so that heads stay with their keys; the heads of a single group are
+    cut themselves, and its keys and queries are whole on every device.
+    """
+    keys = space.groups * space.state
+    convolved = {
+        "x": (space.inner, "ssm_heads"), "b": (keys, "ssm_groups"), "c": (keys, "ssm_groups")
+    }  # fmt: skip
+    projected = {
+        "z": (space.inner, "ssm_heads"), **convolved, "t": (space.heads, "ssm_heads")
+    }  # fmt: skip
+    specs = [
+        ParamSpec(f"wm{n}", (size, d), (axis, "width")) for n, (size, axis) in projected.items()
+    ]
+    if space.bias:
+        specs += [ParamSpec(f"bm{n}", (size,), (axis,)) for n, (size, axis) in projected.items()]
+        specs.append(ParamSpec("bmo", (d,), ("width",)))
+    for name, (size, axis) in convolved.items():
+        specs.append(ParamSpec(f"conv_{name}", (size, 1, space.kernel), (axis, "one", "kernel")))
+        if space.conv_bias:
+            specs.append(ParamSpec(f"conv_bias_{name}", (size,), (axis,)))
+    numbers = ("decay", "step_bias", "skip")
+    specs += [ParamSpec(name, (space.heads,), ("ssm_heads",)) for name in numbers]
+    if space.norm:
+        specs.append(ParamSpec("ssm_norm", (space.inner,), ("ssm_heads",)))
+    return [*specs, ParamSpec("wmo", (d, space.inner), ("width", "ssm_heads"))]
+
+
+def _convolution_specs(convolution: ShortConvolution, d: int) -> list[ParamSpec]:
+    """What opens the values before the convolution, what opens them after it, and the values."""
+    specs = [ParamSpec(f"wc{name}", (d, d), ("channels", "width")) for name in "bcx"]
+    specs.append(ParamSpec("wco", (d, d), ("width", "channels")))
+    specs.append(ParamSpec("conv", (d, 1, convolution.kernel), ("channels", "one", "kernel")))
+    if convolution.bias:
+        specs += [ParamSpec(f"bc{name}", (d,), ("channels",)) for name in "bcx"]
+        specs.append(ParamSpec("conv_bias", (d,), ("channels",)))
+        specs.append(ParamSpec("bco", (d,), ("width",)))
+    return specs
+
+
 def _norm_specs(name: str, arch: Arch) -> list[ParamSpec]:
     learned = {"layer": (name, f"{name}_bias"), "layer_bare": ()}.get(arch.norm, (name,))
     return [ParamSpec(each, (arch.width,), ("width",)) for each in learned]
@@ -153,12 +210,14 @@ def _norm_specs(name: str, arch: Arch) -> list[ParamSpec]:
 
 def _mlp_specs(arch: Arch, layer: Layer) -> list[ParamSpec]:
     experts = arch.experts
+    if not layer.mlp:
+        return []
+    if layer.dense:
+        return _one_mlp(arch, DENSE, arch.dense_width)
     if experts is None:
         learned = ("xielu_up", "xielu_down") if arch.activation == "xielu" else ()
         shapes = [ParamSpec(name, (1,), ("one",)) for name in learned]
         return [*_one_mlp(arch, MLP, arch.mlp_width), *shapes]
-    if layer.dense:
-        return _one_mlp(arch, DENSE, arch.dense_width)
     specs = _one_mlp(arch, MLP, arch.mlp_width, (experts.count,), ("experts",))
     # Not an "experts" axis: every device needs the whole router.
     specs.append(ParamSpec("w_router", (experts.count, arch.width), ("routes", "width")))
@@ -213,15 +272,24 @@ def head_specs(arch: Arch) -> tuple[ParamSpec, ...]:
 
 def axis_sizes(arch: Arch) -> dict[str, int]:
     """Lengths of the logical axes that a mesh may cut, counting whole items such as heads."""
-    sizes = {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}
-    inner = [arch.mlp_width, arch.dense_width]
+    sizes: dict[str, int] = {}
+    if any(layer.attends for layer in arch.layers):
+        sizes = {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}
     if arch.delta:
         sizes["delta_heads"] = arch.delta.key_heads
+    if space := arch.state_space:
+        sizes["ssm_heads"] = space.heads if space.groups == 1 else space.groups
+        if space.groups > 1:
+            sizes["ssm_groups"] = space.groups
+    if arch.convolution:
+        sizes["channels"] = arch.width
+    inner = [arch.mlp_width, arch.dense_width]
     if arch.experts:
         sizes["experts"] = arch.experts.count
         inner.append(arch.experts.shared)
-    # MLPs of several widths are cut alike, or none is.
-    return sizes | {"mlp": math.gcd(*inner), "vocab": arch.vocab_size, "width": arch.width}
+    if any(inner):
+        sizes["mlp"] = math.gcd(*inner)  # MLPs of several widths are cut alike, or none is
+    return sizes | {"vocab": arch.vocab_size, "width": arch.width}
 
 
 def array_axes(arch: Arch) -> dict[str, tuple[str, ...]]:
@@ -309,3 +377,15 @@ def linears(stem: str, **names: str) -> dict[str, TensorSource]:
 def norms(stem: str, **names: str) -> dict[str, TensorSource]:
     both = {ours: f"{theirs}.weight" for ours, theirs in names.items()}
     return named(stem, **both, **{f"{n}_bias": f"{theirs}.bias" for n, theirs in names.items()})
+
+
+def state_space(stem: str) -> dict[str, TensorSource]:
+    """Sources of a state space, as Mamba-2 names its tensors."""
+    return {
+        **fused(stem + "in_proj.weight", "wmz", "wmx", "wmb", "wmc", "wmt"),
+        **fused(stem + "in_proj.bias", "bmz", "bmx", "bmb", "bmc", "bmt"),
+        **fused(stem + "conv1d.weight", "conv_x", "conv_b", "conv_c"),
+        **fused(stem + "conv1d.bias", "conv_bias_x", "conv_bias_b", "conv_bias_c"),
+        **named(stem, decay="A_log", step_bias="dt_bias", skip="D", ssm_norm="norm.weight"),
+        **linears(stem, mo="out_proj"),
+    }

@@ -11,7 +11,7 @@ On a mesh, a device holds some rows of the batch, and one run of all tokens of t
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +21,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from spile.core.errors import ConfigError
-from spile.models.config.arch import GATED_DELTA, Arch, Layer
+from spile.models.config.arch import (
+    ATTENTION,
+    GATED_DELTA,
+    NO_MIXER,
+    SHORT_CONVOLUTION,
+    SIDE_BY_SIDE,
+    STATE_SPACE,
+    Arch,
+    Layer,
+)
 from spile.models.config.specs import DENSE, MLP, SHARED
 from spile.models.forward import moe
 from spile.models.forward.attention import (
@@ -35,6 +44,8 @@ from spile.models.forward.attention import (
 )
 from spile.models.forward.mixers.gated_delta import gated_delta
 from spile.models.forward.mixers.latent_heads import latent_heads, rotate_last
+from spile.models.forward.mixers.short_convolution import short_convolution
+from spile.models.forward.mixers.state_space import state_space
 from spile.models.forward.ops import (
     Float8Weight,
     activate,
@@ -42,6 +53,7 @@ from spile.models.forward.ops import (
     norm,
     rotary_angles,
     rotate,
+    scaled,
     softcap,
     xielu,
 )
@@ -265,12 +277,13 @@ def _embed(outer: Arrays, run: _Run, embedded: Hidden | None = None) -> tuple[Hi
     arch = run.arch
     found = outer["embed"][run.tokens] if embedded is None else embedded
     found = run.by_rows(found)
-    if arch.embed_scale != 1.0:
-        found = found * jnp.asarray(arch.embed_scale, found.dtype)
+    found = scaled(found, arch.embed_scale)
     x = found = in_block(run.changes)("embed", found)
     x = _normed(x, "embed_norm", block=outer, arch=arch)
     if "positions" in outer:
         x = x + outer["positions"][run.positions + arch.position_offset]
+    if arch.wide_stream:
+        x = x.astype(jnp.float32)
     x = in_block(run.changes, 0)("resid_pre", x)
     return x, {"embed": found, "resid_pre": x}
 
@@ -410,28 +423,38 @@ def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hi
     arch, block = run.arch, run.used(block)
     normed = partial(_normed, block=block, arch=arch)
 
+    def entering(stream: Hidden, name: str) -> Hidden:
+        return normed(stream.astype(block[name].dtype) if arch.wide_stream else stream, name)
+
     def added(site: str, out: Hidden) -> Hidden:
         out = normed(out, site.replace("_out", "_post_norm"))
-        return at(site, out * arch.residual_scale if arch.residual_scale != 1.0 else out)
+        return at(site, scaled(out, arch.residual_scale))
 
-    entering = normed(x, "attn_norm")
-    attn_in = at("attn_in", entering)
-    attended, values = _mixed(attn_in, block, layer, run, at)
-    attn_out = added("attn_out", attended)
     # Without the barriers, XLA computes the norms after attention and MLP again in each kernel that
     # reads the stream, which then runs at half of the memory's rate.
     normed_after = "mlp_post_norm" in arch.norms_of(layer)
     materialized = jax.lax.optimization_barrier if normed_after else lambda stream: stream
-    mid = materialized(at("resid_mid", x + attn_out))
-    if not arch.shared_norm:
-        entering = normed(x if arch.parallel else mid, "mlp_norm")
-    mlp_in = at("mlp_in", entering)
-    mlp, inside = _mlp(mlp_in, block, run, at)
-    mlp_out = added("mlp_out", mlp)
-    post = materialized(run.by_rows(at("resid_post", mid + mlp_out)))
-    values |= inside
-    values |= {"attn_in": attn_in, "attn_out": attn_out, "resid_mid": mid}
-    values |= {"mlp_in": mlp_in, "mlp_out": mlp_out, "resid_post": post}
+    values: Values = {}
+    post = reads = x
+    if mixers := _MIXERS[layer.mixer]:
+        reads = entering(x, "attn_norm")
+        for name, mix in mixers.items():
+            given = at(f"{name}_in", reads)
+            result, inside = mix(given, block, layer, run, at)
+            out = added(f"{name}_out", result)
+            post = post + out.astype(x.dtype)
+            values |= {**inside, f"{name}_in": given, f"{name}_out": out}
+        if layer.mlp:
+            values["resid_mid"] = post = materialized(at("resid_mid", post))
+    if layer.mlp:
+        if not arch.shared_norm:
+            reads = entering(x if arch.parallel else post, "mlp_norm")
+        mlp_in = at("mlp_in", reads)
+        mlp, inside = _mlp(mlp_in, block, run, at)
+        mlp_out = added("mlp_out", mlp)
+        post = post + mlp_out.astype(x.dtype)
+        values |= {**inside, "mlp_in": mlp_in, "mlp_out": mlp_out}
+    values["resid_post"] = post = materialized(run.by_rows(at("resid_post", post)))
     return post, values
 
 
@@ -451,20 +474,12 @@ def _normed(
     return norm(x, weight, bias, arch.norm, arch.norm_eps, rotated=rotated)
 
 
-def _mixed(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
-    """What tokens read from each other."""
-    if layer.mixer == GATED_DELTA:
-        norms = "delta_state_norm" in run.wanted
-        return gated_delta(
-            x, block, run.segments, run.arch, at, shards=run.shards, state_norms=norms
-        )
-    return _attend(x, block, layer, run, at)
-
-
 def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
     arch = run.arch
+    x = scaled(x, arch.attn_in_scale)
     values = (latent_heads if arch.latent else _heads)(x, block, arch, at)
     q, k, v = (values[site] for site in "qkv")
+    k = scaled(k, arch.key_scale)
     if arch.qkv_limit is not None:
         q, k, v = (jnp.clip(each, -arch.qkv_limit, arch.qkv_limit) for each in (q, k, v))
     rotated = bool(run.angles) and layer.rope is not None
@@ -500,7 +515,33 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
         values["attn_gate"] = gate = at("attn_gate", gate.reshape(z.shape))
         z = z * gate
     values["z"] = z = at("z", z)
-    return linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo")), values
+    out = linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo"))
+    return scaled(out, arch.attn_out_scale), values
+
+
+def _gated_delta(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
+    norms = "delta_state_norm" in run.wanted
+    return gated_delta(x, block, run.segments, run.arch, at, shards=run.shards, state_norms=norms)
+
+
+def _state_space(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
+    return state_space(x, block, run.segments, run.arch, at, shards=run.shards)
+
+
+def _convolve(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
+    return short_convolution(x, block, run.segments, at)
+
+
+# What tokens read from each other: the mixers of a block, by the sites before and after each. All
+# of a block's read the same, and their outputs are added.
+_MIXERS: dict[str, dict[str, Callable[..., tuple[Hidden, Values]]]] = {
+    ATTENTION: {"attn": _attend},
+    GATED_DELTA: {"attn": _gated_delta},
+    SHORT_CONVOLUTION: {"attn": _convolve},
+    STATE_SPACE: {"ssm": _state_space},
+    SIDE_BY_SIDE: {"attn": _attend, "ssm": _state_space},
+    NO_MIXER: {},
+}
 
 
 def _grown(q: Heads, positions: Places, share: float, step: int) -> Heads:
@@ -547,7 +588,7 @@ def _from_context_start(
 def _mlp(x: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
     arch = run.arch
     if "w_router" not in block:
-        out, hidden = _dense_mlp(x, block, MLP if arch.experts is None else DENSE, arch, at)
+        out, hidden = _dense_mlp(x, block, DENSE if "wd_up" in block else MLP, arch, at)
         return out, {"mlp_hidden": hidden}
     assert arch.experts
     logits, weights, ids = moe.route(x, block, arch.experts)
@@ -570,7 +611,10 @@ def _dense_mlp(
 ) -> tuple[Hidden, Float[Array, "rows seq mlp"]]:
     """The MLP whose arrays' names begin with `stem`: its output, and what its last layer reads."""
     bias = stem.replace("w", "b")
-    gate = linear(x, block[f"{stem}gate"], block.get(f"{bias}gate")) if arch.gated else None
+    of_gate, of_output = arch.mlp_scales
+    gate = None
+    if arch.gated:
+        gate = scaled(linear(x, block[f"{stem}gate"], block.get(f"{bias}gate")), of_gate)
     up = linear(x, block[f"{stem}up"], block.get(f"{bias}up"))
     if arch.activation == "xielu":
         inner = xielu(up, block["xielu_up"], block["xielu_down"])
@@ -580,7 +624,8 @@ def _dense_mlp(
     if isinstance(block[f"{stem}down"], Float8Weight):
         # Or XLA computes it twice: for the largest value of each token, and to scale by that.
         hidden = jax.lax.optimization_barrier(hidden)
-    return linear(hidden, block[f"{stem}down"], block.get(f"{bias}down")), hidden
+    out = linear(hidden, block[f"{stem}down"], block.get(f"{bias}down"))
+    return scaled(out, of_output), hidden
 
 
 def _after_blocks(outer: Arrays, x: Hidden, run: _Run) -> Values:
@@ -597,9 +642,8 @@ def _after_blocks(outer: Arrays, x: Hidden, run: _Run) -> Values:
 
     def predict(part: tuple[Hidden, Places, Array]) -> Values:
         hidden, targets, known = part
-        logits = linear(hidden, head, outer.get("head_bias"))
-        if arch.logit_scale != 1.0:
-            logits = logits * jnp.asarray(arch.logit_scale, logits.dtype)
+        logits = linear(hidden.astype(head.dtype), head, outer.get("head_bias"))
+        logits = scaled(logits, arch.logit_scale)
         logits = softcap(logits, arch.logit_softcap)
         wide = logits.astype(jnp.float32)
         shifted = wide - wide.max(axis=-1, keepdims=True)

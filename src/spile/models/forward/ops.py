@@ -214,6 +214,10 @@ def xielu(
     return jnp.where(x > 0, up * x * x, below * (half + down)) + half * x
 
 
+def scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
+    return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+
+
 def softcap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
     """Squash smoothly into (-cap, cap)."""
     if cap is None:

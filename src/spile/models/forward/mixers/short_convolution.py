@@ -1,0 +1,28 @@
+"""The gated short convolution: tokens read from the few before them, in the same document.
+
+One projection opens what is convolved, channel by channel; another what comes out of it.
+"""
+
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
+from jaxtyping import Array, Float, Int
+
+from spile.models.forward.mixers.recurrence import convolution
+from spile.models.forward.ops import linear
+from spile.models.forward.splice import At
+from spile.models.forward.weights import Block
+
+Hidden = Float[Array, "rows seq width"]
+
+
+def short_convolution(
+    x: Hidden, block: Block, segments: Int[Array, "rows seq"], at: At
+) -> tuple[Hidden, dict[str, Array]]:
+    """Mix tokens; return the mixer's output, and the values that can be tapped inside."""
+    opened, gate, values = (linear(x, block[f"wc{name}"], block.get(f"bc{name}")) for name in "bcx")
+    conv_in = at("conv_in", opened * values)
+    convolved = convolution(conv_in, block["conv"], block.get("conv_bias"), segments, None)
+    conv_out, gate = at("conv_out", convolved), at("conv_gate", gate)
+    out = linear(conv_out * gate, block["wco"], block.get("bco"))
+    return out, {"conv_in": conv_in, "conv_out": conv_out, "conv_gate": gate}

@@ -1,0 +1,169 @@
+"""The state space of Mamba-2: each head keeps a matrix that maps keys to values, and forgets.
+
+At every token a head's state decays, and the token's value is added to it under the token's key,
+both by the length of a step that the token chooses; the token's query reads from the result. Heads
+of a group share keys and queries. (The field calls the values x, the keys B, the queries C, the
+steps dt.) Values, keys and queries come from a short convolution. State and convolution begin anew
+with every document.
+
+`recurrent` is that definition, token by token. `chunked` is what runs: it gives the same values by
+matrix products over chunks of tokens, and only the chunks one after another. Both compute in
+float32.
+"""
+
+# jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
+# pyright: standard
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spile.models.config.arch import Arch, StateSpace
+from spile.models.forward.mixers.recurrence import (
+    convolution,
+    decays,
+    in_chunks,
+    out_of_chunks,
+    shifted,
+)
+from spile.models.forward.ops import linear, norm, scaled
+from spile.models.forward.sharding import P, Shards
+from spile.models.forward.splice import At
+from spile.models.forward.weights import Block
+from spile.models.layout import ROWS
+
+CHUNK = 64  # tokens
+_EXACT = jax.lax.Precision.HIGHEST
+
+Hidden = Float[Array, "rows seq width"]
+Places = Int[Array, "rows seq"]
+Keys = Float[Array, "rows seq groups state"]
+Values = Float[Array, "rows seq heads dim"]
+Scalars = Float[Array, "rows seq heads"]
+
+
+def state_space(
+    x: Hidden, block: Block, segments: Places, arch: Arch, at: At, *, shards: Shards | None
+) -> tuple[Hidden, dict[str, Array]]:
+    """Mix tokens; return the mixer's output, and the values that can be tapped inside."""
+    space = arch.state_space
+    assert space
+    lead = x.shape[:2]
+    scales = dict(zip("zxbct", space.scales, strict=True))
+
+    def projected(name: str) -> Array:
+        given = scaled(x, space.in_scale)
+        return scaled(linear(given, block[f"wm{name}"], block.get(f"bm{name}")), scales[name])
+
+    convolved = [
+        convolution(
+            projected(name), block[f"conv_{name}"], block.get(f"conv_bias_{name}"), segments,
+            space.activation,
+        )
+        for name in "xbc"
+    ]  # fmt: skip
+    conv_out = at("conv_out", jnp.concatenate(convolved, axis=-1))
+    values, keys, queries = _split(conv_out, space)
+    steps = projected("t").astype(jnp.float32) + _per_head(block["step_bias"])
+    steps = jnp.clip(jax.nn.softplus(steps), space.least_step, space.most_step)
+    kept = -jnp.exp(_per_head(block["decay"])) * steps
+    read = _by_heads(shards)(queries, keys, values * steps[..., None], kept, segments)
+    read = at("ssm_read", read + values * _per_head(block["skip"])[..., None])
+    gate = at("ssm_gate", jax.nn.silu(projected("z").astype(jnp.float32)).reshape(read.shape))
+    z = at("ssm_z", _gated(read, gate, block, space, x.dtype))
+    out = linear(z.reshape(*lead, -1), block["wmo"], block.get("bmo"))
+    inside = {"conv_out": conv_out, "ssm_read": read, "ssm_gate": gate, "ssm_z": z}
+    return scaled(out, space.out_scale), inside
+
+
+def _per_head(values: Float[Array, " heads"]) -> Float[Array, "1 1 heads"]:
+    return values.astype(jnp.float32)[None, None]
+
+
+def _split(
+    convolved: Float[Array, "rows seq channels"], space: StateSpace
+) -> tuple[Values, Keys, Keys]:
+    """Values, by head, and keys and queries, by group, in float32."""
+    ends = (space.inner, space.inner + space.groups * space.state)
+    x, b, c = jnp.split(convolved.astype(jnp.float32), ends, axis=-1)
+    lead = convolved.shape[:2]
+    b, c = (each.reshape(*lead, space.groups, space.state) for each in (b, c))
+    return x.reshape(*lead, space.heads, space.head_dim), b, c
+
+
+def _gated(read: Values, gate: Values, block: Block, space: StateSpace, dtype: jnp.dtype) -> Values:
+    """What was read, multiplied by its gate and normalised, in either order."""
+    if space.norm is None:
+        return (read * gate).astype(dtype)
+    wide = read * gate if space.norm == "gated" else read
+    parts = wide.reshape(*read.shape[:2], space.norm_groups, -1)
+    weight = block["ssm_norm"].reshape(space.norm_groups, -1)
+    normed = norm(parts, weight, None, "rms_float32", space.norm_eps).reshape(read.shape)
+    return (normed if space.norm == "gated" else normed * gate).astype(dtype)
+
+
+def _by_heads(shards: Shards | None) -> Callable[..., Values]:
+    """The rule; on a mesh, each device applies it to its rows and its heads."""
+    if shards is None:
+        return chunked
+    heads, groups = (P(ROWS, None, shards.model_axis(axis)) for axis in ("ssm_heads", "ssm_groups"))
+    return shards.each(chunked, (groups, groups, heads, heads, P(ROWS)), heads)
+
+
+def recurrent(q: Keys, k: Keys, v: Values, kept: Scalars, segments: Places) -> Values:
+    """The definition: one token after another.
+
+    Args:
+        v: what each token adds to the state under its key.
+        kept: the logarithm of the factor by which a state decays.
+    """
+    rows, _, heads, dim = v.shape
+    q, k = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (q, k))
+    begins = shifted(segments, 1, fill=-1) != segments
+    exact = partial(jnp.einsum, precision=_EXACT)
+
+    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, kept, begins = token
+        state = jnp.where(begins[:, None, None, None], 0.0, jnp.exp(kept)[..., None, None] * state)
+        state = state + exact("rhk,rhv->rhkv", k, v)
+        return state, exact("rhk,rhkv->rhv", q, state)
+
+    tokens = tuple(jnp.moveaxis(a, 1, 0) for a in (q, k, v, kept, begins))
+    begin = jnp.zeros((rows, heads, q.shape[-1], dim), jnp.float32)
+    _, read = jax.lax.scan(step, begin, tokens)
+    return jnp.moveaxis(read, 0, 1)
+
+
+def chunked(q: Keys, k: Keys, v: Values, kept: Scalars, segments: Places) -> Values:
+    """The same by chunks of tokens; the arguments are those of `recurrent`.
+
+    In the einsums: r rows, n chunks, g groups, h heads of each, t and j tokens of a chunk, k and v
+    the dimensions of keys and values.
+    """
+    seq, groups = q.shape[1], q.shape[2]
+    cut = partial(in_chunks, size=CHUNK)
+
+    def grouped(a: Array) -> Array:
+        """[rows, seq, heads, ...] -> [rows, chunks, CHUNK, groups, heads of each, ...]."""
+        a = cut(a)
+        return a.reshape(*a.shape[:3], groups, -1, *a.shape[4:])
+
+    q, k, v = cut(q), cut(k), grouped(v)
+    between, since = decays(grouped(kept), cut(segments, fill=-1))
+    scores = jnp.einsum("rntgk,rnjgk->rngtj", q, k)[:, :, :, None] * between
+    near = jnp.einsum("rnghtj,rnjghv->rnghtv", scores, v)
+    ends = between[..., -1, :]  # decay of what a token wrote until the chunk's end
+
+    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, since, ends = chunk
+        far = since[..., None] * jnp.einsum("rtgk,rghkv->rghtv", q, state)
+        after = state * since[..., -1, None, None]
+        return after + jnp.einsum("rtgk,rght,rtghv->rghkv", k, ends, v), far
+
+    by_chunk = tuple(jnp.moveaxis(a, 1, 0) for a in (q, k, v, since, ends))
+    begin = jnp.zeros((*v.shape[:1], *v.shape[3:5], k.shape[-1], v.shape[-1]), jnp.float32)
+    _, far = jax.lax.scan(step, begin, by_chunk)
+    return out_of_chunks(near + jnp.moveaxis(far, 0, 1), seq=seq)
