@@ -121,8 +121,8 @@ def mixed(x: jax.Array, segments: jax.Array, arch: Arch = ARCH) -> dict[str, jax
 
 def test_a_document_is_the_same_alone_wherever_it_begins_in_a_chunk() -> None:
     """With its convolutions and its states; a row for every place of the border."""
-    length, seq = CHUNK + 9, 2 * CHUNK + 16
-    starts = np.arange(CHUNK)
+    length, seq = CHUNK + 9, 3 * CHUNK + 9
+    starts = CHUNK + np.arange(CHUNK)  # a chunk of another document comes before
     rng = np.random.default_rng(1)
     document = rng.standard_normal((length, WIDTH))
     x = rng.standard_normal((CHUNK, seq, WIDTH))
@@ -136,7 +136,7 @@ def test_a_document_is_the_same_alone_wherever_it_begins_in_a_chunk() -> None:
             assert error(values[row, at : at + length], alone[name][0]) <= 3e-6, (name, at)
     whole = mixed(jnp.asarray(x, jnp.float32), jnp.ones_like(jnp.asarray(segments)))
     for name in ("conv_out", "ssm_read", "ssm_z", "ssm_out", "short_conv_out", "short_out"):
-        first = whole[name][1, 1 : 1 + length]
+        first = whole[name][1, CHUNK + 1 : CHUNK + 1 + length]
         assert error(first, alone[name][0]) > 1e-3, "the control must fail"
 
 
