@@ -42,10 +42,10 @@ FEW = ("llama-mqa-bias", "mistral-window", "qwen2-window", "qwen3-mqa", "gemma-g
 OTHERS = (
     "apertus", "bloom", "cohere", "dots1", "ernie45", "exaone4", "falcon", "glm", "gptbigcode",
     "gptj", "gptneo", "granite", "hunyuan", "minimaxm2", "ministral3", "mpt", "olmo-", "olmoe",
-    "opt", "phi-", "qwen2moe",
+    "opt", "phi-", "qwen2moe", "mamba2", "bamba", "nemotronh", "lfm2",
 )  # fmt: skip
 FOLLOWED = [name for name in FAMILIES if not name.startswith(OTHERS)]
-IN_PARALLEL = ("cohere", "falcon", "gptj", "phi-")
+IN_PARALLEL = ("cohere", "falcon-", "gptj", "phi-")
 each_family = pytest.mark.parametrize("name", some(FOLLOWED, *FEW), scope="module")
 COMPUTED = [name for name in FAMILIES if name in FOLLOWED or name not in REFUSED]
 any_family = pytest.mark.parametrize("name", some(COMPUTED, *FEW), scope="module")
@@ -119,9 +119,15 @@ def close(a: Tensor | np.ndarray, b: Tensor | np.ndarray, tolerance: float = TOL
 def test_the_stream_is_the_sum_of_what_is_added(name: str) -> None:
     c = case(name)
     for i in c.layers:
-        mid = c.get("resid_pre", i) + c.get("attn_out", i)
-        assert close(mid + c.get("mlp_out", i), c.get("resid_post", i))
-        if c.parallel:
+        mid = c.get("resid_pre", i)
+        mixers = [site for site in ("attn_out", "ssm_out") if f"{site}.{i}" in c.taps]
+        for site in mixers:
+            mid = mid + c.get(site, i)
+        both = bool(mixers) and f"mlp_out.{i}" in c.taps
+        assert both or c.name.startswith(("mamba2", "nemotronh"))
+        post = mid + c.get("mlp_out", i) if f"mlp_out.{i}" in c.taps else mid
+        assert close(post, c.get("resid_post", i))
+        if c.parallel or not both:
             assert f"resid_mid.{i}" not in c.taps
         else:
             assert close(mid, c.get("resid_mid", i))
@@ -136,12 +142,15 @@ def test_what_hf_itself_returns_is_the_same(name: str) -> None:
         out = c.model(
             torch.tensor(c.ids[None].astype(np.int64)),
             output_hidden_states=True,
-            output_attentions=True,
+            **({} if c.name.startswith("mamba2") else {"output_attentions": True}),
         )
-    streams = [c.taps[f"resid_pre.{i}"] for i in c.layers] + [c.taps["final_norm"]]
+    site = "resid_post" if c.name.startswith("mamba2") else "resid_pre"
+    streams = [c.taps[f"{site}.{i}"] for i in c.layers] + [c.taps["final_norm"]]
     for ours, theirs in zip(streams, out.hidden_states, strict=True):
         assert close(ours, theirs[0])
-    for i, theirs in enumerate(out.attentions):
+    attend = [i for i in c.layers if f"attn_pattern.{i}" in c.taps]
+    returned = [each for each in getattr(out, "attentions", None) or () if each is not None]
+    for i, theirs in zip(attend, returned, strict=True):
         assert close(c.get("attn_pattern", i), theirs[0].transpose(0, 1))
     assert close(c.taps["logits"], out.logits[0])
 

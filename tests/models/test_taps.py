@@ -211,6 +211,18 @@ def test_hidden_states_end_with_the_norm_and_aux_hidden_states_do_not() -> None:
     assert "hidden_states[0]" not in Tap("embed").aliases(ARCH), "learned positions are in it"
 
 
+def test_hidden_states_of_mamba_2_begin_behind_the_first_block() -> None:
+    """As transformers returns them; those of vLLM do not."""
+    arch = ARCHS["mamba2"]
+    listed = "hidden_states[0],hidden_states[2],hidden_states[3]"
+    assert names(listed, arch) == ["resid_post.0", "resid_post.2", "final_norm"]
+    assert names("aux_hidden_states[0],aux_hidden_states[3]", arch) == [
+        "resid_pre.0",
+        "resid_post.2",
+    ]
+    assert "hidden_states[2]" in Tap("resid_post", 2).aliases(arch)
+
+
 def test_capped_logits_have_no_name_in_transformer_lens() -> None:
     """It hooks them before the cap."""
     assert Tap("logits").aliases(ARCH) == ("unembed.hook_out",)

@@ -333,7 +333,8 @@ class Tap:
             return lens
         # HF's last entry is not this stream but its norm.
         blocks = streams[self.name]
-        hf = (f"hidden_states[{blocks}]",) if blocks < arch.num_layers else ()
+        number = blocks - arch.first_hidden
+        hf = (f"hidden_states[{number}]",) if 0 <= number < arch.num_layers else ()
         return (*lens, *hf, f"aux_hidden_states[{blocks}]")
 
 
@@ -558,15 +559,14 @@ def _from_alias(item: str, arch: Arch) -> str:
     match = re.fullmatch(r"(aux_)?hidden_states\[(\d{1,9})\]", item)
     if not match:
         return item
-    blocks = int(match[2])
-    if blocks > arch.num_layers:
+    number = int(match[2])
+    if number > arch.num_layers:
         raise ConfigError(f"--taps {item!r}: the last one is [{arch.num_layers}]")
-    if not blocks:
-        return "resid_pre:0"
     # HF returns its last entry after the final norm; vLLM counts the bare streams.
-    return (
-        "final_norm" if blocks == arch.num_layers and not match[1] else f"resid_post:{blocks - 1}"
-    )
+    if number == arch.num_layers and not match[1]:
+        return "final_norm"
+    blocks = number if match[1] else number + arch.first_hidden
+    return f"resid_post:{blocks - 1}" if blocks else "resid_pre:0"
 
 
 # Modules of HF's models whose output is a site's values; `{}`: the layer.

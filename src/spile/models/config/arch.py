@@ -154,6 +154,7 @@ class Arch:
     position_offset: int = 0  # learned positions count from here
     residual_scale: float = 1.0  # of what attention and MLP add to the stream
     wide_stream: bool = False  # the stream is in float32, whatever else is computed in
+    first_hidden: int = 0  # blocks before the first stream that transformers returns
     head_bias: bool = False
     logit_scale: float = 1.0
 

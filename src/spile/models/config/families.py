@@ -819,7 +819,7 @@ FAMILIES = (
     Family(
         name="mamba2",
         architectures=("Mamba2ForCausalLM",),
-        fixed={"norm": "rms_float32", "ropes": ()},
+        fixed={"norm": "rms_float32", "ropes": (), "first_hidden": 1},
         biases={"wide_stream": "residual_in_fp32"},
         keys={
             **_MAMBA2_SIZES, "rms_norm_eps": "layer_norm_epsilon", "ssm_heads": "num_heads",
