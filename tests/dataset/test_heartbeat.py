@@ -4,11 +4,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 import stored
 from spile.dataset import format as fmt
@@ -21,7 +22,7 @@ from spile.dataset.heartbeat import (
 )
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
-from spile.objects import LocalObjects
+from spile.objects import Entry, LocalObjects, MemoryObjects
 from spile.status.status import read_status
 
 
@@ -164,6 +165,53 @@ def test_a_started_worker_beats(objects: LocalObjects) -> None:
     finally:
         worker.close("done")
     assert read_workers(objects)[worker.name]["state"] == "done"
+
+
+def test_a_worker_beats_more_rarely_where_each_write_is_paid_for() -> None:
+    memory, bucket = MemoryObjects(), MemoryObjects("s3://bucket/prefix")
+    for objects, stale_after, beat in ((memory, 30, 2), (bucket, 30, 10), (bucket, 3, 2)):
+        worker = Presence(objects, stale_after)
+        worker.hold(3)
+        assert read_workers(objects)[worker.name]["beat"] == beat
+
+
+def test_a_worker_that_beats_rarely_is_given_the_time(
+    objects: LocalObjects, clock: Callable[[float], None]
+) -> None:
+    observer = Presence(objects, 30)
+    say(objects, units=[3], beat=20.0)
+    assert observer.held_by_others() == {3}
+    clock(59)
+    assert observer.held_by_others() == {3}
+    clock(2)
+    assert observer.held_by_others() == set()
+
+
+class _Etags(MemoryObjects):
+    """A store whose listings show whether an object has changed, as those of buckets do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+
+    def get(self, key: str) -> bytes:
+        self.read.append(key)
+        return super().get(key)
+
+    def entries(self, prefix: str = "") -> Iterator[Entry]:
+        for key in self.list(prefix):
+            yield Entry(key, len(self._values[key]), xxhash.xxh3_128_hexdigest(self._values[key]))
+
+
+def test_a_heartbeat_that_has_not_changed_is_not_read_again() -> None:
+    objects = _Etags()
+    worker, observer = Presence(objects, 30), Presence(objects, 30)
+    worker.hold(3)
+    assert observer.held_by_others() == observer.held_by_others() == {3}
+    assert len(objects.read) == 1
+    worker.hold(4)
+    assert observer.held_by_others() == {3, 4}
+    assert len(objects.read) == 2
 
 
 def test_a_claim_is_stale_when_its_counter_stands_still(

@@ -183,12 +183,27 @@ def test_a_worker_alone_takes_the_units_in_order_and_seals_what_is_done(
     picker = picker_of(grouped, "a")
     for wanted in range(9):
         assert took(picker) == wanted
-        grouped.ledger.commit(grouped.attempt(wanted))
+        picker._ledger.commit(grouped.attempt(wanted))
         picker.done(wanted)
         sealed = grouped.listed(fmt.SEGMENTS)
         assert sealed == [fmt.segment_key(group) for group in range(wanted // 3)]
     assert picker.take() == (None, False)
     assert len(grouped.listed(fmt.SEGMENTS)) == 3
+
+
+def test_a_group_is_sealed_by_the_worker_that_commits_its_last_unit(
+    grouped: stored.Stored,
+) -> None:
+    """A thousand workers that find it done would otherwise all read its records."""
+    first, second = picker_of(grouped, "a"), picker_of(grouped, "b", UnitShare(0, 1))
+    assert [took(first) for _ in range(4)] == [0, 1, 2, 3]  # it has left the first group
+    for unit in (0, 1, 2):
+        first._ledger.commit(grouped.attempt(unit))
+        first.done(unit)
+    assert took(second) == 4
+    assert grouped.listed(fmt.SEGMENTS) == []
+    assert took(first) == 5
+    assert grouped.listed(fmt.SEGMENTS) == [fmt.segment_key(0)]
 
 
 def test_workers_go_where_nobody_is(grouped: stored.Stored) -> None:

@@ -80,6 +80,7 @@ SCALE_DTYPE = np.dtype(np.float32)
 MADE_WHEN = ("finished_at", "seconds")  # in `made_by`, by the maker's clock, for charts only
 BESIDE = ("index", "statistics", "documents_table")  # the files of a unit that are not shards
 
+DONE_NAME = re.compile(r"\d{8}\.json")  # of a done record in its folder
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 _MOST = 1 << 56  # rows, documents or bytes
 _MOST_AMOUNT = 1e18  # seconds, tokens a second, sums

@@ -1,6 +1,7 @@
 """Heartbeats: which worker holds which unit. They save work; correctness does not need them.
 
-A worker replaces its record every few seconds, with an increasing counter. An observer that has not
+A worker replaces its record every few seconds (in a bucket, where a write costs money, three times
+in the time after which it is considered dead), with an increasing counter. An observer that has not
 seen the counter move for a while *by its own clock* considers the worker dead; the clocks of
 different machines are never compared. A worker on the same machine is known to be dead as soon as
 its process has ended.
@@ -16,6 +17,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +26,11 @@ from spile.core.system import system
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.format import CURRENT, KeyLayout
-from spile.objects import Objects
+from spile.objects import Entry, Objects, is_bucket
 
-_BEAT_SECONDS = 2.0
-_SETTLING_SECONDS = 0.2
-_WATCHED_BEATS = 3
+_BEAT_SECONDS, _LONGEST_BEAT = 2.0, 30.0
+_SETTLING_SECONDS, _SETTLED_SECONDS = 0.2, 4.0
+_MISSED_BEATS = 3  # a worker that has missed so many is considered dead
 _LAST_WORDS = ("done", "failed", "stopped")
 
 _log = logging.getLogger("spile")
@@ -53,9 +55,13 @@ class HeartbeatObserver:
         known = self._moved.get(name)
         return None if known is None else system().monotonic() - known[1]
 
-    def is_stale(self, name: str) -> bool:
-        """Return whether a worker has been silent for so long that it is considered dead."""
-        return (self.silence(name) or 0.0) >= self._stale_after
+    def is_stale(self, name: str, beat: float = 0.0) -> bool:
+        """Return whether a worker has been silent for so long that it is considered dead.
+
+        Args:
+            beat: the seconds between its heartbeats, if it says so.
+        """
+        return (self.silence(name) or 0.0) >= max(self._stale_after, _MISSED_BEATS * beat)
 
 
 class Presence:
@@ -68,6 +74,11 @@ class Presence:
         self.name = f"{socket.gethostname()}-{os.getpid()}-{system().token(2)}"
         self.objects, self._observer = objects, HeartbeatObserver(stale_after)
         self.layout = layout or CURRENT
+        self._beat_seconds = _BEAT_SECONDS
+        if is_bucket(objects.url):
+            longest = min(_LONGEST_BEAT, stale_after / _MISSED_BEATS)
+            self._beat_seconds = max(_BEAT_SECONDS, longest)
+        self._known: dict[str, tuple[str, dict[str, Any]]] = {}  # key -> etag, record
         self._keys: list[str] = []  # where the last heartbeat lies
         self._left: set[str] = set()  # workers that have written their final record
         self._lock = system().lock()
@@ -103,22 +114,24 @@ class Presence:
         self.tell(wants=unit)
         self.hold(unit)
         kept = self._prevails(unit)
-        self.tell(wants=None)  # written with the next beat, which a later claimant waits for
+        self.tell(wants=None)  # written with the next beat
         if not kept:
             self.release(unit)
             self._try_write()
         return kept
 
     def _prevails(self, unit: int) -> bool:
-        limit = system().monotonic() + 2 * _BEAT_SECONDS
+        limit = system().monotonic() + _SETTLED_SECONDS
         while True:
             there = self.holders(self.layout.group(unit)).items()
             rivals = {n: r.get("wants") == unit for n, r in there if unit in r["units"]}
             if any(not only_wants or name < self.name for name, only_wants in rivals.items()):
                 return False
-            # A rival claimant either looked before us and keeps the unit, or will give way.
-            if not rivals or system().monotonic() > limit or self._stop.wait(_SETTLING_SECONDS):
+            if not rivals:
                 return True
+            # A rival claimant either looked before us and keeps the unit, or gives way at once.
+            if system().monotonic() > limit or self._stop.wait(_SETTLING_SECONDS):
+                return False
 
     def release(self, unit: int) -> None:
         with self._lock:
@@ -143,14 +156,19 @@ class Presence:
         return {name: record for name, record in self._others(prefix) if record["units"]}
 
     def occupied(self) -> Counter[int | None]:
-        """Return the number of other live workers by group; None: those that hold no unit."""
-        others = [record["units"] for _, record in self._others(fmt.WORKERS)]
-        groups = [{self.layout.group(unit) for unit in units} or {None} for units in others]
-        return Counter(group for each in groups for group in each)
+        """Return the number of other workers by group; None: those that hold no unit.
+
+        This is from a listing alone, so workers that have died without a word are counted: groups
+        are filled evenly with it, and nothing more.
+        """
+        found = map(fmt.parse_worker_key, self.objects.list(fmt.WORKERS))
+        there = [worker for worker in found if worker and worker[0] not in self._left]
+        return Counter(group for name, group in there if name != self.name)
 
     def _others(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the other workers that seem alive."""
-        for name, record in read_workers(self.objects, prefix, without=self._left).items():
+        found = read_workers(self.objects, prefix, without=self._left, known=self._known)
+        for name, record in found.items():
             if record.get("state") in _LAST_WORDS:
                 self._left.add(name)
             elif name != self.name and self._alive(name, record):
@@ -160,10 +178,10 @@ class Presence:
         if process_ended(record):
             return False
         self._observer.note(name, record["counter"])
-        return not self._observer.is_stale(name)
+        return not self._observer.is_stale(name, _beat_of(record))
 
     def _beat(self) -> None:
-        while not self._stop.wait(_BEAT_SECONDS):
+        while not self._stop.wait(self._beat_seconds):
             self._try_write()
 
     def _try_write(self) -> None:
@@ -175,6 +193,7 @@ class Presence:
         with self._lock:
             self._counter += 1
             body = {**self._state, "counter": self._counter, **_process()}
+            body["beat"] = self._beat_seconds
             if progress := self._progress():
                 body["progress"] = dict(progress)
             data = fmt.encode_record("worker", body, self.layout.version)
@@ -189,14 +208,26 @@ class Presence:
 
 
 def read_workers(
-    objects: Objects, prefix: str = fmt.WORKERS, *, without: Collection[str] = ()
+    objects: Objects,
+    prefix: str = fmt.WORKERS,
+    *,
+    without: Collection[str] = (),
+    known: dict[str, tuple[str, dict[str, Any]]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return every worker's last heartbeat; one that is being replaced may be missing.
 
     If a heartbeat cannot be read (perhaps another user's), its state is "unknown".
+
+    Args:
+        without: workers to leave out.
+        known: heartbeats by key, with their etags: those that have not changed are not read again,
+            and those that are read are added.
     """
 
-    def read(key: str) -> dict[str, Any] | None:
+    def read(entry: Entry) -> dict[str, Any] | None:
+        key, remembered = entry.key, known.get(entry.key) if known is not None else None
+        if remembered and remembered[0] == entry.etag:
+            return remembered[1]
         try:
             record = fmt.decode_record(key, objects.get(key), "worker")
         except (FileNotFoundError, CorruptError):
@@ -204,11 +235,15 @@ def read_workers(
         except OSError as error:
             warn_unreadable(objects, key, error)
             return {"state": "unknown", "units": [], "counter": 0, "pid": 0}
-        return record if _sound(record) else None
+        if not _sound(record):
+            return None
+        if known is not None and entry.etag:
+            known[key] = entry.etag, record
+        return record
 
-    found = ((fmt.parse_worker_key(key), key) for key in objects.list(prefix))
-    named = [(worker[0], key) for worker, key in found if worker and worker[0] not in without]
-    records = mapped(read, [key for _, key in named], objects.parallel)
+    found = ((fmt.parse_worker_key(entry.key), entry) for entry in objects.entries(prefix))
+    named = [(worker[0], entry) for worker, entry in found if worker and worker[0] not in without]
+    records = mapped(read, [entry for _, entry in named], objects.parallel)
     last: dict[str, dict[str, Any]] = {}
     for (name, _), record in zip(named, records, strict=True):
         # A worker that moves to another group may be found in both.
@@ -251,7 +286,7 @@ def working(objects: Objects, besides: str | None = None) -> list[str]:
     before = now = unfinished()
     here = socket.gethostname()
     if any(record.get("host") != here for record in before.values()):
-        system().sleep(_WATCHED_BEATS * _BEAT_SECONDS)
+        system().sleep(_MISSED_BEATS * max(map(_beat_of, before.values())))
         now = unfinished()
     return [
         f"{name} ({record.get('host')}, process {record['pid']})"
@@ -264,6 +299,12 @@ def _coordinator(record: Mapping[str, Any]) -> str | None:
     """Return the coordinator of a worker's world."""
     world: dict[str, Any] = record.get("world") or {}
     return world.get("coordinator")
+
+
+def _beat_of(record: Mapping[str, Any]) -> float:
+    """Return the seconds between a worker's heartbeats."""
+    beat: Any = record.get("beat")
+    return min(beat, _LONGEST_BEAT) if fmt.is_amount(beat) else _BEAT_SECONDS
 
 
 def _sound(record: Mapping[str, Any]) -> bool:
@@ -292,13 +333,18 @@ def rebooted(record: Mapping[str, Any]) -> bool:
 
 
 def _process() -> dict[str, Any]:
+    return {**_fixed(os.getpid()), "parent": os.getppid()}
+
+
+@cache
+def _fixed(pid: int) -> dict[str, Any]:
+    """Return what never changes about this process; `pid` tells it from one that it forks."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return {
         "host": socket.gethostname(),
         "boot": boot.read_text().strip() if boot.exists() else "",
-        "pid": os.getpid(),
-        "parent": os.getppid(),
-        "started": _start_time(os.getpid()),
+        "pid": pid,
+        "started": _start_time(pid),
     }
 
 

@@ -3,9 +3,10 @@
 A unit exists when its done record does. Records are created exclusively. A worker that is told that
 a record already exists reads it back, because a lost answer to its own request looks the same.
 
-What follows from the done records is created by whoever finds it possible: the segment of a group
-when all its units are done (so that nobody lists or reads their records again), and the manifest
-when every group has its segment.
+What follows from the done records may be created by anyone: the segment of a group when all its
+units are done (so that nobody lists or reads their records again), and the manifest when every
+group has its segment. The worker that commits the last unit does it. Others, of which there may be
+a thousand, do it only if it has not been done after a while.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import xxhash
 from spile.core.errors import CorruptError, DriftError, NotCreatedError, StoreError
 from spile.core.identity import contents_digest
 from spile.core.recipe import ResolvedRecipe
+from spile.core.system import system
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.columns import (
@@ -33,7 +35,6 @@ from spile.dataset.columns import (
     read_columns,
 )
 from spile.dataset.format import CURRENT, Done, KeyLayout, TapInfo
-from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.segments import (
     Catalog,
     Segment,
@@ -49,6 +50,9 @@ from spile.dataset.write.statistics import TapStats
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, exists
 from spile.objects.local import settle
+
+# How long to leave a manifest to the worker that committed the last unit, in seconds.
+_PATIENCE, _SEALED_PER_SECOND, _LONGEST_PAUSE = 5.0, 100, 3.0
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Ledger:
         self.objects = objects
         self._layout: KeyLayout | None = None
         self._units = 0  # in the table
+        self._committed: set[int] = set()  # groups not looked at since a commit there
 
     @property
     def layout(self) -> KeyLayout:
@@ -245,9 +250,9 @@ class Ledger:
 
     def done_in(self, group: int) -> set[int]:
         """Return the units of a group that exist, from a listing alone."""
-        keys = self.objects.list(self.layout.done_prefix(group))
-        found = (fmt.parse_done_key(key) for key in keys)
-        return {unit for unit in found if unit is not None}
+        prefix = self.layout.done_prefix(group)  # stripped: a worker does this for every unit
+        names = (key[len(prefix) :] for key in self.objects.list(prefix))
+        return {int(name[:8]) for name in names if fmt.DONE_NAME.fullmatch(name)}
 
     def done_units(self) -> set[int]:
         """Return the units that exist, from listings alone."""
@@ -307,11 +312,15 @@ class Ledger:
                 "run the same command again"
             )
         if self.objects.create(key, self._encode("done", done.to_json())):
+            self._committed.add(self.layout.group(done.unit))
             return True
         stored = self.read_done(done.unit)
         if stored is None:
             raise self._unreadable(key)
-        return stored.attempt == done.attempt
+        if stored.attempt != done.attempt:
+            return False
+        self._committed.add(self.layout.group(done.unit))
+        return True
 
     def missing_files(self, done: Done) -> list[str]:
         """Return the files that a record names but that are missing or of another size."""
@@ -321,12 +330,27 @@ class Ledger:
 
     # -- what follows from the done records ---------------------------------------------------
 
+    @property
+    def committed_groups(self) -> set[int]:
+        """The groups that have not been looked at since a unit was committed there."""
+        return self._committed.copy()
+
+    def looks_after_commit(self, group: int) -> bool:
+        """Return whether a unit of a group was committed here since the last call.
+
+        Who looks at a group after each of its commits finds it done if the last one was its own,
+        and is the one to seal it.
+        """
+        found = group in self._committed
+        self._committed.discard(group)
+        return found
+
     def seal(self, table: Table, group: int) -> bool:
         """Create the segment of a group if all its units are done; return whether it exists."""
         key, units = fmt.segment_key(group), self.layout.units_of(group, len(table.units))
         if exists(self.objects, key):
             return True
-        if not self.done_in(group).issuperset(units):
+        if not self._is_done(table, group):
             return False
         settle(self.objects, self.layout.done_key(units[0]))  # makes others' records durable, too
         must_be_done = partial(self._must_be_done, table)
@@ -336,24 +360,52 @@ class Ledger:
         self.objects.create(key, encode_columns(derive_segment(records, statistics)))
         return True
 
-    def complete(self, table: Table) -> bool:
+    def complete(self, table: Table, *, patient: bool = False) -> bool:
         """Create the manifest if every unit is done; return whether they are.
 
         A dataset without any row gets no manifest: it is useless to readers, and another recipe may
         replace it.
+
+        Args:
+            patient: if the last unit was committed by another worker, leave the manifest to that
+                one for a while: a fleet that ends would otherwise read all segments at once.
         """
         if not self.layout.grouped:
             return self._complete_ungrouped(table)
         if exists(self.objects, fmt.MANIFEST):
             return True
-        groups, there = self.layout.groups(len(table.units)), self.sealed_groups()
-        if not all(group in there or self.seal(table, group) for group in range(groups)):
+        own = [g for g in self.committed_groups if self.looks_after_commit(g)]
+        is_last = any([self.seal(table, group) for group in own])
+        there, groups = self.sealed_groups(), range(self.layout.groups(len(table.units)))
+        if patient and not is_last:
+            if not all(group in there or self._is_done(table, group) for group in groups):
+                return False
+            if self._appears(fmt.MANIFEST, _PATIENCE + len(groups) / _SEALED_PER_SECOND):
+                return True
+            there = self.sealed_groups()
+        if not all(group in there or self.seal(table, group) for group in groups):
             return False
         settle(self.objects, fmt.segment_key(0), fmt.MANIFEST)
         body, file, columns = self._derived(table)
         if body["rows"]:
             self.objects.create(file.key, columns)
             self.objects.create(fmt.MANIFEST, self._encode("manifest", body))
+        return True
+
+    def _is_done(self, table: Table, group: int) -> bool:
+        return self.done_in(group).issuperset(self.layout.units_of(group, len(table.units)))
+
+    def _appears(self, key: str, seconds: float) -> bool:
+        """Wait for an object that another worker may create: up to four times so many seconds.
+
+        The limit is drawn, so that not all of those that wait do it themselves.
+        """
+        limit, pause = system().monotonic() + system().uniform(seconds, 4 * seconds), 0.1
+        while not exists(self.objects, key):
+            if system().monotonic() > limit:
+                return False
+            system().sleep(pause)
+            pause = min(_LONGEST_PAUSE, 1.5 * pause)
         return True
 
     def _derived(self, table: Table) -> tuple[dict[str, Any], ColumnFile, bytes]:
@@ -630,10 +682,18 @@ def read_statistics(
     objects: Objects, done: Done, taps: Mapping[str, TapInfo]
 ) -> dict[str, TapStats]:
     """Return the statistics of a unit's rows, by tap; compare the file with its record."""
-    file = CheckedFile(objects, done.statistics)
-    tensors = {name: file.rows(name) for name in file.header}
-    file.check()
-    return statistics_in(tensors, taps)
+    file = done.statistics
+    try:
+        data = objects.get(file.key)
+    except FileNotFoundError:
+        raise CorruptError(file.key, "is missing") from None
+    if len(data) != file.bytes:
+        raise CorruptError(file.key, f"has {len(data)} bytes, {file.bytes} were written")
+    if xxhash.xxh3_128_hexdigest(data) != file.digest:
+        raise CorruptError(
+            file.key, "checksum does not match (damaged, or another file in its place)"
+        )
+    return statistics_in(columns_in(file.key, data), taps)
 
 
 def derive_segment(

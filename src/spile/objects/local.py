@@ -171,9 +171,9 @@ class LocalObjects:
     def list(self, prefix: str = "") -> Iterator[str]:
         start = self._path(prefix.removesuffix("/")) if prefix else self.root
         for folder, _, names in os.walk(start):
-            base = Path(folder).relative_to(self.root)
-            for name in names:
-                yield (base / name).as_posix()
+            base = Path(folder).relative_to(self.root).as_posix()
+            prefix = "" if base == "." else f"{base}/"
+            yield from (prefix + name for name in names)
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         for key in self.list(prefix):

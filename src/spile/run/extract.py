@@ -213,7 +213,7 @@ class Extraction(RunContext):
                 )
             self.work(job, cost, cuts, device)
             if world.leads:
-                ledger.complete(job.table)
+                ledger.complete(job.table, patient=True)
             world.share("committed", True)
         return outcome_of(ledger, job.table, cost, self.runtime)
 

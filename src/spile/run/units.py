@@ -2,8 +2,8 @@
 
 A worker looks at one group of units at a time: it lists the records of that group, and reads the
 heartbeats of the workers there. It stays in a group until nothing in it is free, so a thousand
-workers look at a thousand places. Whoever finds a group done creates its segment (`Ledger.seal`),
-and nobody looks there again.
+workers look at a thousand places. After a commit it looks at that group once more, and if the group
+is done, creates its segment (`Ledger.seal`).
 """
 
 import logging
@@ -25,8 +25,9 @@ from spile.plan.job import ExtractionJob
 
 _log = logging.getLogger("spile")
 # Seconds between looks for a unit that others hold. A fleet that waits for its last unit looks less
-# and less often: each look reads the heartbeat of every worker.
-_WAIT, _WAIT_MOST = 0.5, 5.0
+# and less often, and each time into one group only: others look into the rest.
+_WAIT, _WAIT_MOST = 0.5, 10.0
+_LOOKS = 3  # groups to look into before the first wait; afterwards one each time
 _MACHINE, _MACHINES = "MACHINE_ID", "TOTAL_MACHINES"
 
 
@@ -142,15 +143,18 @@ class StorePicker:
         self._wait = 0.0
 
     def take(self) -> tuple[Unit | None, bool]:
+        self._seal_behind()
         busy: set[int] = set()  # groups whose units are all held
         waits_for = 0
-        while (group := self._choose_group(busy)) is not None:
+        looks = 1 if self._wait else _LOOKS
+        while len(busy) < looks and (group := self._choose_group(busy)) is not None:
             self._group = group
+            last = self._ledger.looks_after_commit(group)
             done = self._ledger.done_in(group)
             units = self._layout.units_of(group, self._count)
             if done.issuperset(units):
                 self._open.discard(group)
-                if self._layout.grouped:
+                if last and self._layout.grouped:
                     self._ledger.seal(self._job.table, group)
                 continue
             left = [unit for unit in units if unit not in done and unit not in self._mine]
@@ -170,12 +174,21 @@ class StorePicker:
             self._mine.add(unit)
             self._wait = 0.0
             return self._job.units[unit], True
-        if waits_for:
-            self._rest(f"waiting for {waits_for} units that other workers hold")
-        return None, bool(waits_for)
+        if not waits_for and busy.issuperset(self._open):
+            return None, False
+        self._rest("waiting for units that other workers hold")
+        self._open -= self._ledger.sealed_groups()
+        return None, True
 
     def done(self, unit: int) -> None:
         self._presence.release(unit)
+
+    def _seal_behind(self) -> None:
+        """Look at the groups that were left while units of them were still in hand."""
+        for group in self._ledger.committed_groups - {self._group}:
+            self._ledger.looks_after_commit(group)
+            if self._layout.grouped and self._ledger.seal(self._job.table, group):
+                self._open.discard(group)
 
     def _affordable(self, unit: int) -> bool:
         if not self._budget.limited:
@@ -196,13 +209,15 @@ class StorePicker:
         groups = sorted(self._open.difference(busy))
         if not groups:
             return None
-        if self._group in groups:
+        if self._group in groups and not self._wait:
             return self._group
         if self._share:
             own = [g for g in groups if g in self._share.groups(self._layout, self._count)]
             return own[0] if own else self._share.nearest(groups, self._layout, self._count)
         if len(groups) == 1:
             return groups[0]
+        if self._wait:  # the workers there may be dead
+            return groups[int(system().uniform(0, len(groups))) % len(groups)]
         there = self._presence.occupied()
         if self._group is not None and self._group + 1 in groups and not there[self._group + 1]:
             return self._group + 1  # files are read in order

@@ -121,13 +121,13 @@ class RepairLedger(Ledger):
                 self.repaired.identical.append(done.unit)
         return committed
 
-    def complete(self, table: Table) -> bool:
+    def complete(self, table: Table, *, patient: bool = False) -> bool:
         """Create the manifest; first replace one that does not follow from the records."""
         if fmt.MODEL in self.beside or not self.done_units().issuperset(range(len(table.units))):
             return False
         self._unsound.clear()
         self._check_manifest(table)
-        return super().complete(table)
+        return super().complete(table, patient=patient)
 
     # -- replacing records -----------------------------------------------------------------------
 
