@@ -377,7 +377,7 @@ class Simulation:
                 context = RunContext(ledger, runtime, SingleWorld(), presence, Counters(), stop)
                 presence.start()
                 Worker(context, job, cast(Any, model), model.batches, picker).run()  # type: ignore[arg-type]
-                ledger.complete(table)
+                ledger.complete(table, patient=True)
             outcome = extraction.outcome_of(ledger, table, cast(Any, None), runtime)
         except BaseException as error:
             state = "stopped" if isinstance(error, Interrupted) else "failed"

@@ -4,13 +4,13 @@
 reading back. What a request does happens in the bucket, whatever has become of whoever asked.
 """
 
-import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from obstore import exceptions
+from sortedcontainers import SortedList
 
 from simulator.scheduler import Process, Scheduler
 
@@ -45,21 +45,23 @@ class Bucket:
         self,
         created: Callable[[str, bytes], None] = lambda key, data: None,
         deleted: Callable[[str], None] = lambda key: None,
+        page: int = PAGE,
     ) -> None:
         """Args:
         created: told of every object that is created or replaced.
         deleted: told of every object that is removed.
+        page: keys of one request of a listing.
         """
         self.objects: dict[str, tuple[bytes, str]] = {}
-        self._keys: list[str] = []  # in order
-        self._created, self._deleted = created, deleted
+        self._keys: Any = SortedList()
+        self._created, self._deleted, self.page_size = created, deleted, page
         self._versions = 0
 
     def put(self, key: str, data: bytes, *, create: bool) -> dict[str, Any]:
         if create and key in self.objects:
             raise exceptions.AlreadyExistsError(f"{key}: 412 Precondition Failed")
         if key not in self.objects:
-            bisect.insort(self._keys, key)
+            self._keys.add(key)
         self._versions += 1
         self.objects[key] = data, f'"{self._versions:08x}"'
         self._created(key, data)
@@ -74,19 +76,28 @@ class Bucket:
     def delete(self, key: str) -> None:
         if key in self.objects:
             del self.objects[key]
-            self._keys.pop(bisect.bisect_left(self._keys, key))
+            self._keys.remove(key)
             self._deleted(key)
 
     def page(self, prefix: str, after: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        place = max(bisect.bisect_left(self._keys, prefix), bisect.bisect_right(self._keys, after))
-        while place < len(self._keys) and len(found) < PAGE:
-            key = self._keys[place]
-            if not key.startswith(prefix):
+        for key in self._keys.irange(max(prefix, after), inclusive=(prefix > after, False)):
+            if not key.startswith(prefix) or len(found) == self.page_size:
                 break
             data, etag = self.objects[key]
             found.append({"path": key, "size": len(data), "e_tag": etag})
-            place += 1
+        return found
+
+    def folders(self, prefix: str) -> list[str]:
+        found: list[str] = []
+        after = prefix
+        while (key := next(self._keys.irange(after, inclusive=(False, False)), "")).startswith(
+            prefix
+        ):
+            name, slash, _ = key[len(prefix) :].partition("/")
+            if slash:
+                found.append(prefix + name)
+            after = f"{prefix}{name}0" if slash else key  # "0" follows "/"
         return found
 
 
@@ -134,16 +145,12 @@ class Store:
         while True:
             page = self._ask("list", folder, lambda after=after: self._bucket.page(folder, after))
             yield page
-            if len(page) < PAGE:
+            if len(page) < self._bucket.page_size:
                 return
             after = page[-1]["path"]
 
     def list_with_delimiter(self, prefix: str) -> dict[str, Any]:
-        def folders() -> Any:
-            rest = (key[len(prefix) :] for key in self._bucket.objects if key.startswith(prefix))
-            return sorted({prefix + key.partition("/")[0] for key in rest if "/" in key})
-
-        return {"common_prefixes": self._ask("list", prefix, folders)}
+        return {"common_prefixes": self._ask("list", prefix, lambda: self._bucket.folders(prefix))}
 
     def delete(self, key: str) -> None:
         self._ask("delete", key, lambda: self._bucket.delete(key))
@@ -161,7 +168,7 @@ class Store:
 
         def answered(value: Any, error: Exception | None) -> None:
             answer.append((value, error))
-            scheduler.wake(task)
+            task.resume(task.ticket, True)
 
         def arrive() -> None:
             value, error = None, None
