@@ -14,7 +14,8 @@ SHARE of the requests fail, in each of these ways equally often:
 requests are answered, each once and in this order; where DONE, the server has done what it was
 asked to all the same. `GET /-/plan` gives what has not come yet.
 
-`GET /-/counts` says how many requests came, and how many failed in which way.
+`GET /-/counts` says how many requests came, and how many failed in which way; `GET /-/kinds` how
+many were of which kind, as S3 prices them: create, list, read, delete.
 """
 
 import asyncio
@@ -36,6 +37,7 @@ class Proxy:
     def __init__(self, upstream: int, share: float, seed: int) -> None:
         self._upstream, self._share, self._random = upstream, share, random.Random(seed)
         self._counts: Counter[str] = Counter()
+        self._kinds: Counter[str] = Counter()
         self._plan: list[tuple[str, str, str, str, bool]] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -54,12 +56,16 @@ class Proxy:
         if path == b"/-/counts":
             await _answer(writer, b"200 OK", json.dumps(self._counts).encode())
             return True
+        if path == b"/-/kinds":
+            await _answer(writer, b"200 OK", json.dumps(self._kinds).encode())
+            return True
         if path == b"/-/plan":
             if method == b"PUT":
                 self._plan += json.loads(await reader.readexactly(int(headers[b"content-length"])))
             await _answer(writer, b"200 OK", json.dumps(self._plan).encode())
             return True
         self._counts["requests"] += 1
+        self._kinds[_kind(method, path)] += 1
         planned = next((p for p in self._plan if _is_of(p, method, path)), None)
         if planned:
             self._plan.remove(planned)
@@ -113,6 +119,12 @@ class Proxy:
         }
         answered.setdefault(b"content-length", b"%d" % len(answer))
         return status, answered, answer
+
+
+def _kind(method: bytes, path: bytes) -> str:
+    if method == b"GET" and b"list-type=2" in path:
+        return "list"
+    return {b"PUT": "create", b"POST": "create", b"DELETE": "delete"}.get(method, "read")
 
 
 def _is_of(planned: tuple[str, str, str, str, bool], method: bytes, path: bytes) -> bool:

@@ -102,6 +102,12 @@ def counts(proxy: str) -> dict[str, int]:
         return json.load(answer)
 
 
+def kinds(proxy: str) -> dict[str, int]:
+    """Requests that came to a proxy, by what S3 prices them as."""
+    with urllib.request.urlopen(f"{proxy}/-/kinds") as answer:
+        return json.load(answer)
+
+
 def plan(proxy: str, *answers: tuple[str, str, str, str, bool]) -> None:
     """What a proxy answers to the next requests of a kind (see flaky_proxy.py)."""
     data = json.dumps(answers).encode()

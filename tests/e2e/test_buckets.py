@@ -233,12 +233,19 @@ def test_a_plan_prices_what_a_bucket_keeps(extracted: Any) -> None:
         cost = plan.json
         assert cost["monthly_dollars"] == pytest.approx(price * cost["total_bytes"] / 2**30)
         assert "http" in cost["priced_as"]
+        asked = cost["requests"]
+        assert asked["lists"] == 4 * cost["units"] and asked["reads"] == 2 * cost["units"]
+        writes = asked["creates"] + asked["lists"]
+        dollars = (0.005 * writes + 0.0004 * asked["reads"]) / 1000
+        assert cost["request_dollars"] == pytest.approx(dollars)
         assert cost["host_bytes"] > 16 * (64 << 20), "what waits to be uploaded"
         assert list(open_objects(out).list()) == [], "nothing is left there"
     spool = ["--out", out, "--spool", "/nowhere", "--json"]
     spooled = run("plan", "--calibrate", "off", *flags, *spool)
     assert spooled.json["host_bytes"] < 16 * (64 << 20)
-    assert "a month" in run("plan", "--calibrate", "off", *flags, "--out", out).out
+    told = run("plan", "--calibrate", "off", *flags, "--out", out, "--prices", "1,2,3").out
+    assert "a month" in told and "--prices (1,2,3)" in told
+    assert "to write it" in told and "$0.7200 an hour for each worker's heartbeats" in told
     elsewhere = run("plan", "--calibrate", "off", *flags, "--out", "memory://x", "--json")
     assert elsewhere.json["monthly_dollars"] is None
 

@@ -154,7 +154,7 @@ class _CountingStore(Store):
         return super()._error(kind, fate)
 
 
-class _Files:
+class MadeFiles:
     """The files of an attempt: those of a unit that was made once, under other keys."""
 
     def __init__(self, objects: BucketObjects, unit: int, attempt: str) -> None:
@@ -236,7 +236,7 @@ class _Simulation:
 
     def _create(self) -> None:
         ledger = Ledger(self._open())
-        ledger.create_table(_table(self._fleet.units))
+        ledger.create_table(table_of(self._fleet.units))
         ledger.check_weights({"embed": "aa"})
 
     def _open(self) -> BucketObjects:
@@ -275,7 +275,7 @@ class _Simulation:
         presence.start()
         table = ledger.table()
         if not ledger.complete(table):
-            job: Any = SimpleNamespace(units=_Units(len(table.units)), table=table)
+            job: Any = SimpleNamespace(units=UnitIds(len(table.units)), table=table)
             budget = Budget(table, ledger, None)
             picker = StorePicker(job, ledger, presence, budget, stop, share)
             room = system().semaphore(_HELD)
@@ -304,7 +304,7 @@ class _Simulation:
     def _sink(self, ledger: Ledger, picker: StorePicker, written: Any) -> None:
         """Write and commit what was computed, while the next unit computes."""
         while (unit := written.get()) is not None:
-            files = _Files(cast(BucketObjects, ledger.objects), unit, system().token(8))
+            files = MadeFiles(cast(BucketObjects, ledger.objects), unit, system().token(8))
             with Attempt(ledger, cast(UnitWriter, files)) as attempt:
                 if not attempt.commit(files.finish()):
                     self._duplicated += self._seconds[unit]
@@ -354,7 +354,7 @@ class _Simulation:
         self._scheduler.run()
 
 
-class _Units:
+class UnitIds:
     """The units of a job; the picker needs their ids alone."""
 
     def __init__(self, count: int) -> None:
@@ -383,7 +383,7 @@ def _feed(picker: StorePicker, room: Any, ready: Any) -> None:
 @cache
 def _made() -> tuple[Done, dict[str, bytes]]:
     """Return one unit, made as a run makes it, and the contents of its files."""
-    objects, table = MemoryObjects(), _table(1)
+    objects, table = MemoryObjects(), table_of(1)
     index = np.zeros(ROWS, INDEX_DTYPE)
     index["pos"] = index["offset"] = np.arange(ROWS)
     index["flags"][0], index["flags"][-1] = FIRST, LAST
@@ -401,7 +401,7 @@ def _made() -> tuple[Done, dict[str, bytes]]:
 
 
 @cache
-def _table(units: int) -> Table:
+def table_of(units: int) -> Table:
     """Return a table of units with one document each."""
     recipe = ResolvedRecipe(
         model_source="/models/none", lora_source=None, corpus_source="/corpora/none.jsonl",

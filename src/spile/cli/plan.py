@@ -66,6 +66,12 @@ def add_plan(verbs: Verbs) -> None:
         metavar="X",
         help="time and cost on other chips, e.g. v5e-64, h200-8, as `spile compile` estimates them",
     )
+    sub.add_argument(
+        "--prices",
+        metavar="S,W,R",
+        help="dollars of the bucket: for 1 GiB a month, for 1,000 writes or listings, for 1,000 "
+        "reads [public list prices, e.g. 0.023,0.005,0.0004]",
+    )
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -75,6 +81,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from spile.objects import check_creates_once, is_bucket, open_objects
     from spile.plan.chips import chip_of
     from spile.plan.estimate import estimate, planned_cuts, refuse_if_too_large
+    from spile.plan.prices import price_of
     from spile.plan.resolve import resolve
     from spile.plan.survey import survey
     from spile.plan.throughput import measure_throughput
@@ -82,6 +89,7 @@ def plan(arguments: argparse.Namespace) -> int:
     options = given(arguments)
     recipe, runtime = build(options)
     seconds = _seconds(arguments.calibrate)
+    price = price_of(options.get("out", "."), arguments.prices)
     ledger = Ledger(open_objects(options.get("out", ".")))
     target = _target(arguments.topology)
     platform, present, kind = _platform(target)
@@ -109,6 +117,7 @@ def plan(arguments: argparse.Namespace) -> int:
         out=objects,
         found=found,
         chip=chip_of(kind),
+        price=price,
     )
     kernel = _kernel(job, runtime, platform, here=target is None)
     if not arguments.json:
@@ -348,10 +357,19 @@ def _priced(cost: "Estimate") -> list[tuple[str, str]]:
     if cost.monthly_dollars is not None:
         return [
             ("to keep it", f"${cost.monthly_dollars:,.2f} a month"),
+            *_requested(cost),
             ("  as", str(cost.priced_as)),
         ]
     free = "unknown" if cost.free_bytes is None else size(cost.free_bytes)
     return [("free there", free)]
+
+
+def _requested(cost: "Estimate") -> list[tuple[str, str]]:
+    if cost.requests is None:
+        return []
+    asked, beats = cost.requests, f"${cost.hourly_dollars:.4f} an hour for each worker's heartbeats"
+    told = f"{asked.creates:,} objects, {asked.lists:,} listings and {asked.reads:,} reads"
+    return [("to write it", f"${cost.request_dollars:,.2f} for {told}, and {beats}")]
 
 
 def _compressed(cost: "Estimate", dtype: str) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ from spile.objects import Objects
 from spile.plan.chips import Chip
 from spile.plan.encoders import stored_taps
 from spile.plan.job import ExtractionJob
+from spile.plan.prices import BEATS_AN_HOUR, Price, Requests, requests_of
 from spile.plan.residency import Residency, choose_residency, may_stream, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
 from spile.plan.survey import Counted, Survey, row_bytes
@@ -58,6 +59,9 @@ class Estimate:
     bytes_by_dtype: dict[str, int]  # of the whole dataset, in every stored form
     monthly_dollars: float | None = None  # to keep the whole dataset, if it goes to a cloud
     priced_as: str | None = None
+    requests: Requests | None = None  # that write what is left, if it goes to a bucket
+    request_dollars: float | None = None  # for those
+    hourly_dollars: float | None = None  # for the heartbeats of one worker
     warnings: tuple[str, ...] = ()
     kept_bytes: int = 0  # part of the overhead: the columns that --keep names
     remaining_tokens: int = 0
@@ -184,14 +188,16 @@ def estimate(
     out: Objects | None = None,
     found: Survey | None = None,
     chip: Chip | None = None,
+    price: Price | None = None,
 ) -> Estimate:
     """Estimate the cost of a job.
 
     Args:
         memory: of each device, if known.
-        out: where the dataset goes; sets its price, and the bytes that wait in memory to go there.
+        out: where the dataset goes; sets the size of shards, and how many wait in memory.
         found: counts of the corpus; without them the unit table's estimates are used.
         chip: the kind of device, if known.
+        price: that of the bucket where the dataset goes.
     """
     recipe, table = job.recipe, job.table.taps
     per_row = sum(info.row_bytes for info in table.values())
@@ -212,10 +218,12 @@ def estimate(
     each = row_bytes(job.table)
     unwritten = int(left.rows * each + left.beside)
     whole = kept_rows * each + overhead
-    price = price_of(out.url) if out else None
+    most = out.most_streamed if out else None
+    shard = min(runtime.shard_bytes, most or runtime.shard_bytes)
+    asked_for = requests_of(_rows_left(job, done, left), table, shard) if price else None
     waiting = 0
     if out and out.most_streamed and not runtime.spool:
-        waiting = min(out.most_streamed, runtime.shard_bytes) * (len(table) + out.most_closing)
+        waiting = shard * (len(table) + out.most_closing)
     in_flight = 2 * runtime.queue_depth + 1
     work = step_of(job, residency.batch_rows, platform, cuts)
     held, needed = work.weights, work.device_bytes
@@ -252,7 +260,10 @@ def estimate(
             for dtype in STORE_DTYPES
         },
         monthly_dollars=price and price.monthly(min(whole, runtime.max_bytes or whole)),
-        priced_as=price and f"{price.where} ({price.source})",
+        priced_as=price and str(price),
+        requests=asked_for,
+        request_dollars=price and asked_for and price.requests(asked_for),
+        hourly_dollars=price and price.writes * BEATS_AN_HOUR / 1000,
         warnings=tuple(_warnings(job, platform)),
         remaining_tokens=round(left.tokens),
         tokens_error=found.tokens_error if found else None,
@@ -260,6 +271,12 @@ def estimate(
         flops=tokens / recipe.seq_len * step_of(job, 1, platform, ONE_DEVICE).flops,
         exact=found is not None and found.exact and not runtime.compress,
     )
+
+
+def _rows_left(job: ExtractionJob, done: set[int], left: Counted) -> Ints:
+    """The rows of each unit that is not done: a share of what is left, by the table's tokens."""
+    tokens = np.delete(job.table.units.tokens, [unit for unit in done if unit < len(job.units)])
+    return np.ceil(tokens * (left.rows / max(1, tokens.sum()))).astype(np.int64)
 
 
 def _by_table(job: ExtractionJob, done: set[int]) -> tuple[Counted, Counted]:
@@ -321,29 +338,6 @@ def refuse_if_too_large(cost: Estimate, where: str) -> None:
             f"{cost.free_bytes / 1e9:.2f} GB are free; choose fewer taps or documents, or "
             "--ignore-space"
         )
-
-
-@dataclass(frozen=True)
-class Price:
-    """The price of keeping bytes in a bucket."""
-
-    dollars: float  # per month and 2**30 bytes
-    where: str
-    source: str
-
-    def monthly(self, size: int) -> float:
-        return self.dollars * size / (1 << 30)
-
-
-# Without requests and traffic out of the cloud.
-PRICES = {
-    "gs": Price(0.020, "Standard storage, us-central1", "https://cloud.google.com/storage/pricing"),
-    "s3": Price(0.023, "S3 Standard, us-east-1, to 50 TB", "https://aws.amazon.com/s3/pricing"),
-}
-
-
-def price_of(url: str) -> Price | None:
-    return PRICES.get(url.partition("://")[0])
 
 
 def unit_overheads(table: Table) -> Ints:
