@@ -1,5 +1,8 @@
 """How the cost of a dataset grows with its units: `python bench/units.py DIR --units 400000`.
 
+`--flat 1000,10000,100000` measures what one more unit costs in datasets of so many: all but the
+last 512 units are there, and a worker does those as a run does, but for the text and the step.
+
 A dataset of real units (tiny rows) is made by the ledger's own code. It is then multiplied: every
 further unit is a hard link to the files of one that was made, with a record, a segment and a table
 of its own, written without fsync. Every figure is that of a fresh process.
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -39,13 +43,14 @@ from spile.dataset.write.documents import encode_documents
 from spile.dataset.write.shard import statistics_tensors
 from spile.dataset.write.statistics import TapStats
 from spile.dataset.write.unit_writer import UnitWriter
-from spile.objects import LocalObjects
+from spile.objects import LocalObjects, LocalStream
 from spile.plan.estimate import Budget
 from spile.plan.job import JobUnits
 from spile.run.units import StorePicker
 
 ROWS, WIDTH, TAP = 256, 8, "resid_post.0"  # one block of rows for each unit
 REAL = 4000
+LAST_UNITS = 512
 
 
 def recipe() -> ResolvedRecipe:
@@ -132,8 +137,65 @@ def make(folder: Path, units: int) -> float:
     return 1000 * (time.process_time() - before) / units
 
 
-def multiply(real: Path, folder: Path, units: int) -> None:
-    """Link the files of real units as those of many."""
+class CountedObjects(LocalObjects):
+    """A disk whose requests are counted as those of a bucket: a listing for each 1,000 keys.
+
+    Sizes are not: a disk asks for them where a bucket does not.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.requests: Counter[str] = Counter()
+
+    def get(self, key: str) -> bytes:
+        self.requests["get"] += 1
+        return super().get(key)
+
+    def create(self, key: str, data: bytes) -> bool:
+        self.requests["create"] += 1
+        return super().create(key, data)
+
+    def replace(self, key: str, data: bytes) -> None:
+        self.requests["replace"] += 1
+        super().replace(key, data)
+
+    def stream(self, key: str) -> LocalStream:
+        self.requests["create"] += 1
+        return super().stream(key)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        keys = [*super().list(prefix)]
+        self.requests["list"] += 1 + len(keys) // 1000
+        return iter(keys)
+
+
+def flat(real: Path, folder: Path, units: int) -> str:
+    """Do the last units of a dataset that has all others; return what each of them cost."""
+    rest = range(max(0, (units - LAST_UNITS) // fmt.GROUP_UNITS * fmt.GROUP_UNITS), units)
+    multiply(real, folder, units, rest.start)
+    ledger = Ledger(CountedObjects(folder))
+    table = ledger.table()
+    began = time.process_time()
+    picker = picker_of(ledger, table)
+    joined, at_first = time.process_time() - began, sum(ledger.objects.requests.values())
+    while (unit := picker.take()[0]) is not None:
+        write_unit(ledger, table, unit.id)
+        picker.done(unit.id)
+    each = 1000 * (time.process_time() - began - joined) / len(rest)
+    told = {k: f"{n / len(rest):.2f}" for k, n in sorted(ledger.objects.requests.items())}
+    asked = (sum(ledger.objects.requests.values()) - at_first) / len(rest)
+    began = time.process_time()
+    ledger.complete(table)
+    complete = 1000 * (time.process_time() - began) / units
+    return (
+        f"{units} units: {each:.2f} CPU ms and {asked:.2f} requests for each of the last "
+        f"{len(rest)} {told}; join {1000 * joined:.0f} CPU ms; "
+        f"manifest {complete:.3f} CPU ms a unit"
+    )
+
+
+def multiply(real: Path, folder: Path, units: int, stop: int | None = None) -> None:
+    """Link the files of real units as those of many, or of the first ones, up to a group."""
     source, ledger, table = (
         Ledger(LocalObjects(real)),
         Ledger(LocalObjects(folder)),
@@ -145,7 +207,7 @@ def multiply(real: Path, folder: Path, units: int) -> None:
     with patch("os.fsync", lambda descriptor: None):
         ledger.create_table(table)
         ledger.check_weights({"embed": "aa"})
-        for group in range(CURRENT.groups(units)):
+        for group in range(CURRENT.groups(units if stop is None else stop)):
             numbers = CURRENT.units_of(group, units)
             linked = [_link(real, folder, records[n % len(records)], n) for n in numbers]
             merged = TapStats.empty(WIDTH)
@@ -153,7 +215,8 @@ def multiply(real: Path, folder: Path, units: int) -> None:
                 merged.merge(statistics[number % len(records)][TAP])
             segment = {**columns_of(linked), **statistics_tensors({TAP: merged})}
             ledger.objects.create(fmt.segment_key(group), encode_columns(segment))
-        ledger.complete(table)
+        if stop is None:
+            ledger.complete(table)
 
 
 @contextmanager
@@ -297,6 +360,7 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=400_000)
     parser.add_argument("--real", default=f"1000,{REAL}", help="numbers of units made in full")
     parser.add_argument("--only", default=",".join(MEASURES))
+    parser.add_argument("--flat", help="numbers of units between which to compare one more unit")
     parser.add_argument("--measure", choices=MEASURES)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -306,6 +370,10 @@ def main() -> None:
         real = arguments.folder / f"real-{count}"
         if not real.exists():
             print(f"made {count} units: {make(real, count):.2f} CPU ms each", flush=True)
+    if arguments.flat:
+        for count in sizes(arguments.flat):
+            print(flat(real, arguments.folder / f"flat-{count}", count), flush=True)
+        return
     many = arguments.folder / f"many-{arguments.units}"
     if not many.exists():
         began = time.perf_counter()

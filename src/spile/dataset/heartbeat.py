@@ -167,11 +167,12 @@ class Presence:
 
     def _others(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the other workers that seem alive."""
-        found = read_workers(self.objects, prefix, without=self._left, known=self._known)
+        without = {self.name, *self._left}
+        found = read_workers(self.objects, prefix, without=without, known=self._known)
         for name, record in found.items():
             if record.get("state") in _LAST_WORDS:
                 self._left.add(name)
-            elif name != self.name and self._alive(name, record):
+            elif self._alive(name, record):
                 yield name, record
 
     def _alive(self, name: str, record: Mapping[str, Any]) -> bool:
