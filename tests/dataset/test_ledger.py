@@ -27,8 +27,9 @@ from spile.dataset.format import Done, TapInfo
 from spile.dataset.ledger import Attempt, Ledger, Table
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
+from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.unit_writer import UnitWriter
-from spile.objects import LocalObjects
+from spile.objects import LocalObjects, MemoryObjects
 from spile.status.status import read_status
 
 UNITS = ((5, 3), (9,), (0, 4))
@@ -553,3 +554,25 @@ def test_files_of_a_failed_commit_go_only_if_there_is_certainly_no_record(
     ):
         attempt.commit(done)
     assert bool(unfinished.listed("attempts/")) is kept
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted", "tokens", "limit"),
+    [
+        (None, 1 << 30, 10**15, 1 << 30),  # a disk
+        (256 << 20, 1 << 30, 10**6, 64 << 20),
+        (256 << 20, 1 << 30, 10**11, 126 * 10**11 // 100_000),
+        (256 << 20, 1 << 30, 10**15, 256 << 20),
+        (256 << 20, 1 << 20, 10**15, 1 << 20),
+    ],
+)
+def test_shards_in_buckets_grow_with_the_dataset(
+    most: int | None, wanted: int, tokens: int, limit: int
+) -> None:
+    objects = MemoryObjects()
+    objects.most_streamed = most
+    unit = {"id": 0, "first_doc": 0, "num_docs": 1, "tokens": tokens, "spans": []}
+    taps, units = {"resid_post.0": TapInfo((26,), "float32")}, UnitColumns.of([unit])
+    large = dataclasses.replace(stored.make_table([[1]]), taps=taps, kept=1.0, units=units)
+    assert large.row_bytes == 26 * 4 + 22  # with the index
+    assert large.shard_limit(objects, wanted) == limit

@@ -21,6 +21,7 @@ import xxhash
 
 from spile.core.errors import CorruptError, DriftError, NotCreatedError, StoreError
 from spile.core.identity import contents_digest
+from spile.core.index import INDEX_DTYPE
 from spile.core.recipe import ResolvedRecipe
 from spile.core.system import system
 from spile.core.threads import mapped
@@ -51,6 +52,7 @@ from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, exists
 from spile.objects.local import settle
 
+_SMALL_SHARD, _FEW_SHARDS = 64 << 20, 100_000
 # How long to leave a manifest to the worker that committed the last unit, in seconds.
 _PATIENCE, _SEALED_PER_SECOND, _LONGEST_PAUSE = 5.0, 100, 3.0
 
@@ -87,6 +89,22 @@ class Table:
             "tokenizer": {name: file.to_json() for name, file in self.tokenizer.items()},
         }
         return {**body, "shuffled": dict(self.shuffled)} if self.shuffled else body
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row: every tap and the index together."""
+        return sum(info.row_bytes for info in self.taps.values()) + INDEX_DTYPE.itemsize
+
+    def shard_limit(self, objects: Objects, wanted: int) -> int:
+        """Return the largest size of a shard in a store.
+
+        A bucket's client holds a shard until it is put whole. So shards are small there, and larger
+        only where a dataset would otherwise have more than a hundred thousand of them.
+        """
+        if objects.most_streamed is None:
+            return wanted
+        expected = int(self.units.tokens.sum() * self.kept) * self.row_bytes
+        return min(wanted, objects.most_streamed, max(_SMALL_SHARD, expected // _FEW_SHARDS))
 
     @property
     def order(self) -> str:

@@ -1,8 +1,10 @@
 """Objects in a bucket: gs:// and s3:// (and compatible servers), through obstore.
 
 Every object is uploaded by a single put, which is atomic: a killed process leaves neither a partial
-object nor the unlisted parts of one, which would still cost money. A stream is therefore held until
-it is closed, in memory or in a spool, and shards in buckets are small.
+object nor the unlisted parts of one, which would still cost money. (obstore can upload in parts,
+but neither list nor remove the parts that a killed process left.) A stream is therefore held until
+it is closed, in memory or in a spool, and shards in buckets are small, or of middling size in very
+large datasets (`Table.shard_limit`).
 
 A create whose answer is lost may have succeeded. It is retried, and if the object then "exists
 already", it is read back: the same bytes mean that it is our own.
@@ -36,9 +38,10 @@ _HOPELESS = (
     exceptions.InvalidPathError,
     exceptions.UnknownConfigurationKeyError,
 )
-_STREAMED = 64 << 20
-_ROOM = _STREAMED + (1 << 20)  # with a header
-_TIMEOUT = timedelta(seconds=60)  # for one request, and for a connection without data
+_STREAMED = 256 << 20
+_LARGE = 65 << 20  # of most shards, with a header; a larger put is given more time
+_ROOM = _LARGE
+_TIMEOUT, _LARGE_TIMEOUT = timedelta(seconds=60), timedelta(seconds=240)  # for one request
 
 
 def open_bucket(url: str, spool: Spool | None = None) -> "BucketObjects":
@@ -47,19 +50,22 @@ def open_bucket(url: str, spool: Spool | None = None) -> "BucketObjects":
     bucket, _, prefix = rest.partition("/")
     if not bucket:
         raise ConfigError(f"{url}: names no bucket; a store is e.g. {scheme}://BUCKET/PREFIX")
-    settings: dict[str, Any] = {
-        "prefix": prefix.strip("/") or None,
-        "client_options": {"timeout": _TIMEOUT, "allow_http": True},
-        # Requests are retried here, where the meaning of a lost answer is known.
-        "retry_config": {"max_retries": 0, "retry_timeout": _TIMEOUT},
-    }
-    try:
+
+    def store(timeout: timedelta) -> Any:
+        settings: dict[str, Any] = {
+            "prefix": prefix.strip("/") or None,
+            "client_options": {"timeout": timeout, "allow_http": True},
+            # Requests are retried here, where the meaning of a lost answer is known.
+            "retry_config": {"max_retries": 0, "retry_timeout": timeout},
+        }
         if scheme == "gs":
-            return BucketObjects(url, GCSStore(bucket, **settings), spool)
+            return GCSStore(bucket, **settings)
         # TLS already protects the body, so it need not be hashed and signed.
         unsigned = not os.environ.get("AWS_ENDPOINT_URL", "https:").startswith("http:")
-        store = S3Store(bucket, conditional_put="etag", unsigned_payload=unsigned, **settings)
-        return BucketObjects(url, store, spool)
+        return S3Store(bucket, conditional_put="etag", unsigned_payload=unsigned, **settings)
+
+    try:
+        return BucketObjects(url, store(_TIMEOUT), spool, store(_LARGE_TIMEOUT))
     except Exception as error:
         raise ConfigError(f"{url}: {_line(error)}") from None
 
@@ -70,8 +76,12 @@ class BucketObjects:
     most_streamed: int | None = _STREAMED
     parallel = 16  # a single connection is far slower than the network
 
-    def __init__(self, url: str, store: Any, spool: Spool | None = None) -> None:
+    def __init__(
+        self, url: str, store: Any, spool: Spool | None = None, patient: Any = None
+    ) -> None:
+        """`patient`: the same store, with a longer time for one request."""
         self.url, self._store, self._spool = url.rstrip("/"), store, spool
+        self._patient = patient or store
         self.most_closing = 1 << 20 if spool else self.parallel
         self._answered = False  # whether any request has succeeded
         self._etags_are_md5 = True  # until one is not: under some encryptions etags are no digests
@@ -199,9 +209,10 @@ class BucketObjects:
         """
         check_key(self.url, key)
         trying = self._trying("creating", key)
+        store = self._patient if len(data) > _LARGE else self._store
         while True:
             try:
-                put = self._store.put(key, data, mode="create", use_multipart=False)
+                put = store.put(key, data, mode="create", use_multipart=False)
                 self._answered = True
                 return _plain(put["e_tag"])
             except exceptions.AlreadyExistsError as error:
@@ -290,7 +301,7 @@ class _Held:
     """The bytes of an object in memory until they are put."""
 
     def __init__(self) -> None:
-        # Untouched space takes no memory; growing in steps would copy.
+        # Untouched space takes no memory, and growing copies: only large shards do.
         self._buffer, self._filled = np.empty(_ROOM, np.uint8), 0
 
     def write(self, data: bytes | memoryview) -> None:

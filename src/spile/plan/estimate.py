@@ -25,7 +25,7 @@ from spile.plan.job import ExtractionJob
 from spile.plan.prices import BEATS_AN_HOUR, Price, Requests, requests_of
 from spile.plan.residency import Residency, choose_residency, may_stream, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
-from spile.plan.survey import Counted, Survey, row_bytes
+from spile.plan.survey import Counted, Survey
 
 _log = logging.getLogger("spile")
 # Bytes, roughly: of a token's text; of a document's entry in the table, and of each kept column.
@@ -215,11 +215,10 @@ def estimate(
             f"{quantum // cuts.layout.groups * recipe.seq_len}"
         )
     taps = together * recipe.seq_len * per_row // processes
-    each = row_bytes(job.table)
+    each = job.table.row_bytes
     unwritten = int(left.rows * each + left.beside)
     whole = kept_rows * each + overhead
-    most = out.most_streamed if out else None
-    shard = min(runtime.shard_bytes, most or runtime.shard_bytes)
+    shard = job.table.shard_limit(out, runtime.shard_bytes) if out else runtime.shard_bytes
     asked_for = requests_of(_rows_left(job, done, left), table, shard) if price else None
     waiting = 0
     if out and out.most_streamed and not runtime.spool:
@@ -358,7 +357,7 @@ class Budget:
     def __init__(self, table: Table, ledger: Ledger, limit: int | None) -> None:
         self._ledger, self._limit = ledger, limit
         rows = (table.units.tokens * table.kept).astype(np.int64)
-        self._estimated: list[int] = (rows * row_bytes(table) + unit_overheads(table)).tolist()
+        self._estimated: list[int] = (rows * table.row_bytes + unit_overheads(table)).tolist()
         self._stored: dict[int, int] = {}  # by unit, for done units
         self.spent = False  # whether a unit was refused beside the done units alone
 

@@ -16,10 +16,9 @@ from typing import Any
 import xxhash
 
 from spile.core.config import Runtime
-from spile.core.index import INDEX_DTYPE
 from spile.core.threads import mapped
 from spile.corpus.units import Unit, is_forward
-from spile.dataset.ledger import Ledger, Table
+from spile.dataset.ledger import Ledger
 from spile.dataset.write.documents import kept_bytes
 from spile.dataset.write.unit_writer import unit_bytes
 from spile.objects import Objects
@@ -76,11 +75,6 @@ def survey(
     return _concluded(left, done, counted)
 
 
-def row_bytes(table: Table) -> int:
-    """Bytes of a row: every tap and the index together."""
-    return sum(info.row_bytes for info in table.taps.values()) + INDEX_DTYPE.itemsize
-
-
 def _drawn(job: ExtractionJob, units: Sequence[Unit]) -> list[Unit]:
     """Permute units so that the first few are a sample of all, unless files are read in order."""
     forward = any(is_forward(file) or file.program for file in job.files)
@@ -89,7 +83,7 @@ def _drawn(job: ExtractionJob, units: Sequence[Unit]) -> list[Unit]:
 
 
 def _done(job: ExtractionJob, ledger: Ledger) -> dict[int, Counted]:
-    each = row_bytes(job.table)
+    each = job.table.row_bytes
     records = mapped(ledger.read_done, sorted(ledger.done_units()), ledger.objects.parallel)
     return {
         done.unit: Counted(
@@ -105,9 +99,9 @@ def _count(
 ) -> Counted:
     packed, table = prepared.packed, prepared.documents_table
     parts = [packed.run_of(part, processes)[1] for part in range(processes)]
-    shard = min(runtime.shard_bytes, objects.most_streamed or runtime.shard_bytes)
+    shard = job.table.shard_limit(objects, runtime.shard_bytes)
     taps, rows = job.table.taps, packed.num_rows
-    size = unit_bytes(taps, parts, table, shard) - rows * row_bytes(job.table)
+    size = unit_bytes(taps, parts, table, shard) - rows * job.table.row_bytes
     return Counted(packed.num_tokens, rows, size, packed.tokens.size, kept_bytes(table))
 
 

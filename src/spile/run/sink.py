@@ -135,7 +135,7 @@ class Sink:
             prepared.unit.id,
             prepared.packed.index,
             self._job.table.taps,
-            min(self._runtime.shard_bytes, objects.most_streamed or self._runtime.shard_bytes),
+            self._job.table.shard_limit(objects, self._runtime.shard_bytes),
             layout=self._ledger.layout,
             compress=self._runtime.compress,
             attempt=prepared.attempt,

@@ -112,7 +112,7 @@ def compact(
         check_creates_once(dest)
     if not copy_records(source, dest):
         raise _other_dataset_error(dest)
-    shard_bytes = min(shard_bytes, dest.most_streamed or shard_bytes)
+    shard_bytes = table.shard_limit(dest, shard_bytes)
     for number, group in enumerate(groups):
         if number not in made:
             made[number] = _write(source, ledger, table, group, shard_bytes, compress)
@@ -149,7 +149,7 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
         done = ledger.read_done(unit)
         if done is None or done.made_by.get(COMPACTED) != groups[unit].origin():
             raise _other_source_error(source, ledger)
-    shard_bytes = min(SHARD_BYTES, ledger.objects.most_streamed or SHARD_BYTES)
+    shard_bytes = table.shard_limit(ledger.objects, SHARD_BYTES)
     for unit in units:
         _write(source, ledger, table, groups[unit], shard_bytes, compress)
 

@@ -234,7 +234,7 @@ class _Shuffle:
                     self.table,
                     bounds,
                     [*children, len(firsts)],
-                    self._shard_bytes(self._store(number)),
+                    self.table.shard_limit(self._store(number), self.shard_bytes),
                 )
             )
             above = width
@@ -242,9 +242,6 @@ class _Shuffle:
 
     def _store(self, number: int) -> Objects:
         return open_objects(f"{self.scratch}/{number}")
-
-    def _shard_bytes(self, objects: Objects) -> int:
-        return min(self.shard_bytes, objects.most_streamed or self.shard_bytes)
 
     def _scattered(self, passes: Sequence[ScatterPass]) -> ScatteredRows:
         """Return the output of the last pass; earlier outputs are removed."""
@@ -340,7 +337,7 @@ class _Writer:
 
     def __init__(self, work: _Shuffle, ledger: Ledger, unit: int, index: np.ndarray) -> None:
         self._work, self._source = work, work.records[unit]
-        shard_bytes = min(work.shard_bytes, work.dest.most_streamed or work.shard_bytes)
+        shard_bytes = work.table.shard_limit(work.dest, work.shard_bytes)
         self._writer = UnitWriter(
             work.dest,
             unit,
