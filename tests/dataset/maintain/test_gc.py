@@ -9,7 +9,7 @@ import stored
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.heartbeat import Presence
-from spile.dataset.maintain.gc import collect_garbage, discard_empty
+from spile.dataset.maintain.gc import by_group, collect_garbage, discard_empty
 from spile.dataset.maintain.verify import verify
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
@@ -195,3 +195,19 @@ def test_restarting_removes_the_tokenizer_too(tmp_path: Path) -> None:
     dataset = build(tmp_path / "out", commit=(), **stored.WITH_TOKENIZER)
     discard_empty(dataset.objects)
     assert dataset.listed() == []
+
+
+def test_gc_holds_the_keys_of_one_group_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fmt, "GROUP_UNITS", 2)
+    dataset = stored.build(tmp_path / "out", ((2,),) * 7, taps={"resid_post.0": 4})
+    lost = {file.key for unit in (1, 6) for file in dataset.attempt(unit).files()}
+    portions = [*by_group(dataset.objects.list())]
+    groups = [{fmt.parse_attempt_key(key)[0] // 2 for key in keys if key.startswith("attempts/")}
+              for keys in portions]  # type: ignore[index]  # fmt: skip
+    assert sorted(number for group in groups for number in group) == [0, 1, 2, 3]
+    assert max(map(len, groups)) == 1
+    assert sorted(key for keys in portions for key in keys) == sorted(dataset.listed())
+    assert {*collect_garbage(dataset.objects)} == lost
+    assert verify(dataset.objects).ok

@@ -1,6 +1,7 @@
 """Deletion of files that no record names or can still name, and of a dataset without rows."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.threads import mapped
@@ -21,24 +22,34 @@ def collect_garbage(
     This is safe beside live writers: it deletes only losing attempts of units that are done and not
     being repaired, and leftovers of records that exist. With `abandoned`, it also deletes attempts
     of unfinished units: the user must be sure that nothing runs.
+
+    The keys of one group are held at a time.
     """
     ledger = Ledger(objects)
     table = ledger.table()
     manifest = ledger.read_manifest()
-    # Readers open these files, even if a unit has been redone since: `verify` reports that.
-    units = ledger.catalog(table, manifest) if manifest else ()
-    listed = {file.key for done in units for file in done.files()}
+    catalog = ledger.catalog(table, manifest) if manifest else None
     derived = named_files(table, manifest)
-    keys = sorted(objects.list())
-    attempts = {key: found[0] for key in keys if (found := fmt.parse_attempt_key(key))}
-    # After the listing, since a repair marks the record it will replace before it writes anything;
-    # and before records are read, since the record may be the new one by then.
-    condemned = _condemned(objects)
-    units = sorted({*attempts.values()})
-    records = mapped(ledger.read_done, units, objects.parallel)
-    winners = {
-        done.unit: {file.key for file in done.files()} for done in records if done is not None
-    }
+    attempts: dict[str, int] = {}  # of the keys in hand: the unit of each
+    listed, winners = set[str](), dict[int, set[str]]()
+    condemned = set[int]()
+
+    def look_at(keys: list[str]) -> None:
+        nonlocal attempts, listed, winners, condemned
+        attempts = {key: found[0] for key in keys if (found := fmt.parse_attempt_key(key))}
+        if not attempts:
+            return
+        # After the listing, since a repair marks the record it will replace before it writes
+        # anything; and before records are read, since the record may be the new one by then.
+        condemned = _condemned(objects)
+        units = sorted({*attempts.values()})
+        records = mapped(ledger.read_done, units, objects.parallel)
+        winners = {
+            done.unit: {file.key for file in done.files()} for done in records if done is not None
+        }
+        # Readers open these files, even if a unit has been redone since: `verify` reports that.
+        places = [at for unit in units if catalog and (at := catalog.find(unit)) is not None]
+        listed = {file.key for at in places if catalog for file in catalog[at].files()}
 
     def doomed(key: str) -> bool:
         target = objects.leftover_of(key)
@@ -74,12 +85,31 @@ def collect_garbage(
         return key
 
     removed: list[str] = []
-    chosen = [key for key in keys if doomed(key)]
-    for key in mapped(remove, chosen, objects.parallel):
-        removed.append(key)
-        if progress:
-            progress(len(removed), len(chosen))
-    return removed
+    for keys in by_group(objects.list()):
+        look_at(keys)
+        chosen = [key for key in keys if doomed(key)]
+        found = len(removed) + len(chosen)
+        for key in mapped(remove, chosen, objects.parallel):
+            removed.append(key)
+            if progress:
+                progress(len(removed), found)
+    return sorted(removed)
+
+
+def by_group(keys: Iterable[str]) -> Iterator[list[str]]:
+    """Yield keys in portions, each sorted: those of a group of attempts or records together.
+
+    Listings give the keys of a folder one after the other. The keys of a portion may be deleted
+    before the next one is asked for.
+    """
+
+    def portion(key: str) -> str:
+        first, _, rest = key.partition("/")
+        group, slash, _ = rest.partition("/")
+        return f"{first}/{group}" if slash else first
+
+    for _, together in itertools.groupby(keys, portion):
+        yield sorted(together)
 
 
 def discard_empty(objects: Objects, besides: str | None = None) -> list[str]:
