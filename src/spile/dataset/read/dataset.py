@@ -339,11 +339,7 @@ class Dataset:
         Args:
             columns: some of `document_columns`; all by default.
         """
-        chosen = self.document_columns if columns is None else list(columns)
-        for name in chosen:
-            if name not in self.document_columns:
-                known = ", ".join(self.document_columns)
-                raise ConfigError(f"no column {name!r} of documents; there are {known}")
+        chosen = self._known_columns(self.document_columns if columns is None else columns)
         units: Iterable[Done] = self._units
         if unit is not None:
             place = self._units.find(unit)
@@ -357,12 +353,26 @@ class Dataset:
         return [*DOCUMENT_COLUMNS, *self.recipe.keep]
 
     def find(self, **columns: Any) -> list[int]:
-        """Return the ordinals of documents with these values: `ds.find(id="doc-17")`."""
-        table = self.documents([*dict.fromkeys(["doc", *columns])])
-        found = np.ones(table.num_rows, bool)
-        for name, wanted in columns.items():
-            found &= np.array([value == wanted for value in table[name].to_pylist()], bool)
-        return [int(doc) for doc in table["doc"].to_numpy()[found]]
+        """Return the ordinals of documents with these values: `ds.find(id="doc-17")`.
+
+        The documents of one unit are held at a time.
+        """
+        self._known_columns(columns)
+        ordinals: list[int] = []
+        for done in self._units:
+            table = self._documents(done)
+            found = np.ones(table.num_rows, bool)
+            for name, wanted in columns.items():
+                found &= np.array([value == wanted for value in table[name].to_pylist()], bool)
+            ordinals += (int(doc) for doc in table["doc"].to_numpy()[found])
+        return ordinals
+
+    def _known_columns(self, names: Iterable[str]) -> list[str]:
+        for name in names:
+            if name not in self.document_columns:
+                known = ", ".join(self.document_columns)
+                raise ConfigError(f"no column {name!r} of documents; there are {known}")
+        return list(names)
 
     @property
     def nbytes(self) -> int:
