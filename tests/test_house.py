@@ -20,6 +20,7 @@ EXEMPT = {
     "corpus/files.py": "corpus/test_units.py",
     "dataset/read/window.py": "dataset/read/test_batches.py",
     "fleet/ray/driver.py": "chaos/test_ray.py",
+    "models/forward/mixers/short_convolution.py": "models/forward/mixers/test_state_space.py",
     "models/forward/sharding.py": "mesh/test_sharding.py",
     "objects/hub/datasets_library.py": "corpus/formats/test_datasets_library.py",
     "objects/memory.py": "contracts/test_objects.py",

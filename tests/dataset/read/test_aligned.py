@@ -84,7 +84,8 @@ def test_the_iteration_continues_from_its_state(pair: Any) -> None:
 def test_torch_reads_both_sides(workers: int, pair: Any) -> None:
     torch = pytest.importorskip("torch")
     want = [*pair.batches("resid_post.0", 50, window=64)]
-    loader = spile.TorchLoader(pair, "resid_post.0", 50, window=64, num_workers=workers)
+    how = {"multiprocessing_context": "spawn"} if workers else {}
+    loader = spile.TorchLoader(pair, "resid_post.0", 50, window=64, num_workers=workers, loader=how)
     for batch, tensors in zip(want, loader, strict=True):
         assert tensors["chat/resid_post.0"].dtype == torch.bfloat16
         np.testing.assert_array_equal(batch["base/resid_post.0"], tensors["base/resid_post.0"])
