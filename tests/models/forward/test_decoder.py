@@ -80,7 +80,7 @@ ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-
          "arcee-gqa", "granite-gqa", "glm4-gqa", "olmo-mha-clipped",
          "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "falcon-gqa",
          "qwen2moe-gqa", "glm4moe-gqa", "hunyuan-gqa", "apertus-gqa", "olmohybrid-gqa",
-         "deepseek2", "mamba2", "falconh1-gqa", "lfm2-gqa")  # fmt: skip
+         "deepseek2-bias", "mamba2", "falconh1-gqa", "lfm2-gqa")  # fmt: skip
 # Their last layers are of another kind than the first two.
 DEEPER = ("cohere2-gqa", "gptneo", "dots1-gqa", "ernie45moe-mha-few", "llama4-gqa")
 

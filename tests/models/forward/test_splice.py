@@ -152,6 +152,7 @@ def changed(model: Any, tap: Tap, make: Make) -> Iterator[None]:
         "z": ("in", getattr(attention, "o_proj", getattr(attention, "out_proj", None))),
         "mlp_hidden": ("in", getattr(mlp, "down_proj", None)),
         "shared_expert_out": ("out", getattr(mlp, "shared_experts", None)),
+        "kv_latent": ("out", getattr(attention, "kv_a_layernorm", None)),
     }[tap.site]
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -235,6 +236,7 @@ def test_what_is_shut_inside_another_mixer_lets_nothing_pass(
             ("embed", "resid_pre", "ssm_in", "ssm_out", "resid_mid", "mlp_in", "mlp_out"),
             marks=pytest.mark.full,
         ),
+        pytest.param("deepseek3", ("kv_latent", "attn_in", "z"), marks=pytest.mark.full),
     ],
     ids=lambda given: given if isinstance(given, str) else str(len(given)),
 )
