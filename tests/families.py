@@ -76,6 +76,26 @@ GEMMA3: dict[str, Any] = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     },
 }  # fmt: skip
+# Full layers have heads of their own size and number, and keys for values. The last three layers
+# borrow keys and values, and have wider MLPs.
+GEMMA4: dict[str, Any] = {
+    **GEMMA, "num_hidden_layers": 7, "sliding_window": WINDOW, "global_head_dim": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2
+    + ["sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": tiny.VOCAB,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5
+        },
+    },
+}  # fmt: skip
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 32,
+    "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 # The last layer is full, and has other frequencies.
 OLMO3: dict[str, Any] = {
     **SMALL, "num_hidden_layers": 4, "sliding_window": WINDOW,
@@ -253,6 +273,7 @@ _qwen3 = _family("Qwen3Config", "Qwen3ForCausalLM", QWEN3)
 _gemma = _family("GemmaConfig", "GemmaForCausalLM", GEMMA)
 _gemma2 = _family("Gemma2Config", "Gemma2ForCausalLM", GEMMA2)
 _gemma3 = _family("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA3)
+_gemma4 = _family("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4)
 _gpt2 = _family("GPT2Config", "GPT2LMHeadModel", GPT2)
 _neox = _family("GPTNeoXConfig", "GPTNeoXForCausalLM", NEOX)
 _phi3 = _family("Phi3Config", "Phi3ForCausalLM", SMALL)
@@ -352,6 +373,15 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gemma3-gqa": _gemma3(),
     "gemma3-mha": _gemma3(MHA),
     "gemma3-mqa": _gemma3(MQA),
+    "gemma4-gqa": _gemma4(),
+    "gemma4-mha-plain": _gemma4(
+        MHA, hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=False
+    ),
+    "gemma4-mqa-bias": _gemma4(MQA, UNTIED, attention_bias=True, num_kv_shared_layers=1),
+    "gemma4-experts": _gemma4(GEMMA4_EXPERTS),
+    "gemma4-experts-all": _gemma4(
+        GEMMA4_EXPERTS, hidden_size_per_layer_input=12, num_kv_shared_layers=3
+    ),
     "gpt2": _gpt2(),
     "gpt2-inner-untied": _gpt2(UNTIED, n_inner=80, activation_function="relu"),
     "gpt2-layer-scaled": _gpt2(scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True),
@@ -595,6 +625,18 @@ def gemma3_multimodal(**changes: Any) -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def gemma4_multimodal(*, experts: bool = False, **changes: Any) -> Any:
+    """Gemma 4 as published: the same decoder, beside towers for images and sound."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**small, "intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2}
+    audio = {**small, "output_proj_dims": 16, "subsampling_conv_channels": [8, 4]}
+    text = {**GEMMA4, **(GEMMA4_EXPERTS if experts else {}), "pad_token_id": 0, **changes}
+    config = transformers.Gemma4Config(
+        text_config=deepcopy(text), vision_config=vision, audio_config=audio
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
 def save(model: Any, directory: Path) -> None:
     """Write a model as it would be published.
 
@@ -632,6 +674,7 @@ def randomised(make: Callable[[], Any], seed: int = 0) -> Any:
     torch.manual_seed(seed)
     model = make()
     done: set[int] = set()
+    scaled: list[Any] = []
     with torch.no_grad():
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -642,6 +685,12 @@ def randomised(make: Callable[[], Any], seed: int = 0) -> Any:
             for name, buffer in module.named_buffers(recurse=False):
                 if name == "e_score_correction_bias":  # decides about experts
                     buffer.copy_(0.3 * torch.randn_like(buffer))
+                if name == "layer_scalar":
+                    buffer.copy_(1.0 + 0.3 * torch.randn_like(buffer))
+            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+                scaled.append(module)
+        for module in scaled:  # where norms alone keep scores of order one
+            module.q_norm.weight.mul_(module.head_dim**-0.5)
     return model.eval()
 
 
@@ -651,13 +700,16 @@ def _distribution(module: Any, name: str, parameter: torch.Tensor) -> tuple[floa
         return 1.0, 0.3
     if kind.endswith("NormGated"):
         return 1.0, 0.3
+    if kind == "Gemma4TextRouter" and parameter.ndim == 1:  # what is divided by the width's root
+        return (parameter.shape[0] ** 0.5 if name == "scale" else 1.0), 0.3
     if kind == "Conv1d":  # what is read of small values is small beside the norm's epsilon
         return 0.0, 0.15
     if name == "A_log":
         return -2.0, 2.0  # states of which little, or nearly all, is left after a token
     if kind.endswith("Norm") and name == "weight":
         # Some norms add the one.
-        return (0.0 if kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) else 1.0), 0.3
+        adds = kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) and kind != "Gemma4RMSNorm"
+        return (0.0 if adds else 1.0), 0.3
     if name == "sinks":
         return 0.0, 1.0
     if parameter.ndim == 1 or name.endswith("bias"):

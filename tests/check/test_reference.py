@@ -42,7 +42,7 @@ FEW = ("llama-mqa-bias", "mistral-window", "qwen2-window", "qwen3-mqa", "gemma-g
 OTHERS = (
     "apertus", "bloom", "cohere", "dots1", "ernie45", "exaone4", "falcon", "glm", "gptbigcode",
     "gptj", "gptneo", "granite", "hunyuan", "minimaxm2", "ministral3", "mpt", "olmo-", "olmoe",
-    "opt", "phi-", "qwen2moe", "mamba2", "bamba", "nemotronh", "lfm2",
+    "opt", "phi-", "qwen2moe", "mamba2", "bamba", "nemotronh", "lfm2", "gemma4",
 )  # fmt: skip
 FOLLOWED = [name for name in FAMILIES if not name.startswith(OTHERS)]
 IN_PARALLEL = ("cohere", "falcon-", "gptj", "phi-")
@@ -126,6 +126,9 @@ def test_the_stream_is_the_sum_of_what_is_added(name: str) -> None:
         both = bool(mixers) and f"mlp_out.{i}" in c.taps
         assert both or c.name.startswith(("mamba2", "nemotronh"))
         post = mid + c.get("mlp_out", i) if f"mlp_out.{i}" in c.taps else mid
+        if f"layer_embed_out.{i}" in c.taps:
+            post = post + c.get("layer_embed_out", i)
+        post = post * c.weights.get(c.key(i, "layer_scalar"), 1.0)
         assert close(post, c.get("resid_post", i))
         if c.parallel or not both:
             assert f"resid_mid.{i}" not in c.taps

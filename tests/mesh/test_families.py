@@ -26,7 +26,8 @@ CHOSEN = {
     "cohere-mha-qknorm": Layout(1, 2, 4), "falcon-gqa": Layout(2, 1, 2),
     "stablelm-mqa-parallel-qknorm": Layout(1, 1, 4), "qwen2moe-gqa": Layout(1, 1, 4),
     "dots1-gqa": Layout(1, 1, 8), "qwen35-gqa": Layout(2, 2, 2), "olmohybrid-gqa": Layout(1, 1, 4),
-    "llama4-gqa": Layout(1, 2, 2),
+    "llama4-gqa": Layout(1, 2, 2), "gemma4-gqa": Layout(2, 2, 2), "gemma4-mha-plain":
+    Layout(1, 1, 4), "gemma4-experts-all": Layout(1, 2, 2),
     "deepseek3": Layout(2, 2, 2), "deepseek2-greedy-own-queries": Layout(1, 1, 4),
     "glm4moelite": Layout(1, 1, 8), "mamba2": Layout(1, 2, 2), "mamba2-plain": Layout(1, 1, 6),
     "bamba-gqa": Layout(2, 2, 2), "granitehybrid-gqa": Layout(1, 1, 2),
@@ -42,6 +43,7 @@ def compare(make: Callable[[], Any], layout: Layout, directory: Path) -> None:
     taps = TAPS + (DELTA_TAPS if arch.delta else "") + (LATENT_TAPS if arch.latent else "")
     taps += (SPACE_TAPS if arch.state_space else "") + (CONVOLUTION_TAPS * bool(arch.convolution))
     taps += ",z:all" if any(layer.attends for layer in arch.layers) else ""
+    taps += ",layer_embed:1,layer_embed_out:all,k_rot:all" if arch.layer_embed else ""
     one, mesh = (make_step(directory, taps, each)(make_batch(8)) for each in (None, layout))
     for tap in one.batches[0].rows:
         wanted = one.rows_of(tap)

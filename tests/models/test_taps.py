@@ -70,6 +70,8 @@ SITES_OF = {
     "mlp": {"mlp_in", "mlp_hidden", "mlp_out"},
     "experts": {"mlp_in", *EXPERT_SITES, "shared_expert_out", "mlp_out"},
 }
+OWN_EMBEDDINGS = ("gemma4", "gemma4-multimodal")
+APART = ("gemma4-experts", "gemma4-experts-multimodal")  # experts beside a plain MLP
 LATENT = ("deepseek_v2", "deepseek_v2-greedy", "deepseek_v3", "glm4_moe_lite")
 # One of three is a plain one.
 MIXED_LAYERS = {**dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", *LATENT), 0), "llama4": 1}
@@ -288,8 +290,9 @@ def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
     if family in IN_PARALLEL:
         absent |= {"resid_mid"}
     routed = {*ROUTED_ALL, *SHARED, *MIXED_LAYERS}
-    absent |= {"mlp_hidden"} if family in routed else EXPERT_SITES
-    absent |= set() if family in (*SHARED, *MIXED_LAYERS) else {"shared_expert_out"}
+    absent |= {"mlp_hidden"} if family in routed else set() if family in APART else EXPERT_SITES
+    absent |= set() if family in (*SHARED, *MIXED_LAYERS, *APART) else {"shared_expert_out"}
+    absent |= set() if family in OWN_EMBEDDINGS else {"layer_embed", "layer_embed_out"}
     absent |= set() if family in LATENT else {"kv_latent"}
     absent |= set() if family in HYBRID else {*DELTA_SITES, "attn_gate"}
     taps = all_taps(arch)

@@ -83,7 +83,8 @@ def test_latents_of_two_names_of_one_place_have_their_own_encoders(
     some(
         ["gpt2", "gemma2-gqa", "gemma3-gqa", "mixtral-gqa", "gptoss-gqa", "neox", "olmo2-gqa",
          "bloom", "opt", "gptj", "glm4moe-gqa", "qwen2moe-mqa-mixed", "qwen35-gqa",
-         "olmohybrid-gqa", "deepseek3", "mamba2", "nemotronh-gqa", "falconh1-gqa", "lfm2-gqa"]
+         "olmohybrid-gqa", "deepseek3", "mamba2", "nemotronh-gqa", "falconh1-gqa", "lfm2-gqa",
+         "gemma4-gqa", "gemma4-experts-all"]
     ),
 )  # fmt: skip
 def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Path) -> None:
@@ -100,6 +101,8 @@ def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Pat
         taps += ",q:all,conv_out:all,delta_state_norm:0,attn_gate:all,z:4.h1"
     if kind == "deepseek3":
         taps += ",kv_latent:all,k:0+1,v:all,z:1.h1"
+    if kind.startswith("gemma4"):
+        taps += ",k_rot:all,v:all,layer_embed:all,layer_embed_out:0+6"
     check_same(recipe(tmp_path / "model", corpus, taps=taps), tmp_path)
 
 

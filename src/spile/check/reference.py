@@ -232,7 +232,8 @@ class Reference:
 
         def watch(module: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
             layer = self._attentions.get(id(module))  # None: a module of another model
-            for site, value in (("q_rot", query), ("k_rot", key)):
+            borrowed = getattr(module, "is_kv_shared_layer", False)  # they are an earlier layer's
+            for site, value in (("q_rot", query), ("k_rot", key))[: 1 if borrowed else 2]:
                 if layer is not None and wanted(f"{site}.{layer}"):
                     found[f"{site}.{layer}"] = _array(value[0].transpose(0, 1))
             return original(module, query, key, *rest, **options)
@@ -463,6 +464,9 @@ def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
         yield from _space_points(block, space, layer)
     if mlp is not None:
         yield from _mlp_points(block, mlp, layer, mixes=bool(attention or space))
+    if (embedded := getattr(block, "post_per_layer_input_norm", None)) is not None:
+        yield _Point("layer_embed" + layer, block, "in", _rows, item=1)
+        yield _Point("layer_embed_out" + layer, embedded, "out", _rows)
     yield _Point("resid_post" + layer, block, "out", _rows)
 
 
@@ -517,6 +521,8 @@ def _space_points(block: Any, space: Any, layer: str) -> Iterator[_Point]:
 
 def _mlp_points(block: Any, mlp: Any, layer: str, *, mixes: bool) -> Iterator[_Point]:
     experts, shared = hasattr(mlp, "experts"), _shared_expert(block)
+    if apart := mlp is not block and hasattr(block, "experts"):  # experts beside a plain MLP
+        shared = block.post_feedforward_layernorm_1
     down = mlp if experts else _part(mlp, "down_projection")
     sandwich = hasattr(block, "post_feedforward_layernorm")
     added = block.post_feedforward_layernorm if sandwich else down
@@ -532,9 +538,9 @@ def _mlp_points(block: Any, mlp: Any, layer: str, *, mixes: bool) -> Iterator[_P
             yield _Point("resid_mid" + layer, reader, "in", _rows)
     reads = _part(block, "up_projection") if mlp is block else mlp
     yield _Point("mlp_in" + layer, reads, "in", _rows)
-    if experts:
-        yield from _expert_points(mlp, shared, layer)
-    else:
+    if experts or apart:
+        yield from _expert_points(block if apart else mlp, shared, layer)
+    if not experts:
         yield _Point("mlp_hidden" + layer, down, "in", _rows)
     if experts and shared is getattr(block, "shared_mlp", block):  # beside the others
         yield _Point(
@@ -558,8 +564,12 @@ def _expert_points(mlp: Any, shared: Any, layer: str) -> Iterator[_Point]:
         order = weights.argsort(dim=-1, descending=True, stable=True)
         return values[item].gather(-1, order)
 
-    # Routers return values without the batch dimension; some do not sort them.
-    yield _Point("router_logits" + layer, router, "out", lambda x: routed(x)[0], None)
+    # Routers return values without the batch dimension; some do not sort them, and some return
+    # probabilities in place of their projection's output.
+    if (projection := getattr(router, "proj", None)) is not None:
+        yield _Point("router_logits" + layer, projection, "out", _rows)
+    else:
+        yield _Point("router_logits" + layer, router, "out", lambda x: routed(x)[0], None)
     yield _Point("expert_weights" + layer, router, "out", partial(by_weight, item=1), None)
     yield _Point("expert_ids" + layer, router, "out", partial(by_weight, item=2), None)
     gate = getattr(mlp, "shared_expert_gate", None)
@@ -604,7 +614,10 @@ def _projections(attention: Any, heads: int, head_dim: int) -> dict[str, tuple[A
             "v": (attention.v_proj, _split(head_dim)),
         }
     if queries is not None:
-        return {site: (getattr(attention, f"{site}_proj"), _split(head_dim)) for site in "qkv"}
+        keys = getattr(attention, "k_proj", None)  # None: those of an earlier layer
+        values = getattr(attention, "v_proj", None) or keys
+        found = {"q": queries, "k": keys, "v": values}
+        return {site: (part, _split(head_dim)) for site, part in found.items() if part is not None}
     if (fused := getattr(attention, "query_key_value", None)) is not None:
         keys = getattr(attention, "num_kv_heads", heads)  # for each, its queries, itself, its value
 

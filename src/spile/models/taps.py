@@ -76,11 +76,13 @@ SITES = {
         ),
         Site(
             "k", "keys as projected: before k-norm and rotary", _KV_HEADS,
-            lens=(_BLOCK + "attn.hook_k", _BLOCK + "attn.k.hook_out"), mixers=_ATTEND,
+            lens=(_BLOCK + "attn.hook_k", _BLOCK + "attn.k.hook_out"), requires=("own_keys",),
+            mixers=_ATTEND,
         ),
         Site(
             "v", "values as projected", ("kv_heads", "value_dim"),
-            lens=(_BLOCK + "attn.hook_v", _BLOCK + "attn.v.hook_out"), mixers=_ATTEND,
+            lens=(_BLOCK + "attn.hook_v", _BLOCK + "attn.v.hook_out"), requires=("own_keys",),
+            mixers=_ATTEND,
         ),
         Site(
             "q_rot", "queries as they meet the keys: after q-norm and rotary", _HEADS,
@@ -88,7 +90,7 @@ SITES = {
         ),
         Site(
             "k_rot", "keys as they meet the queries: after k-norm and rotary", _KV_HEADS,
-            lens=(_BLOCK + "attn.hook_rot_k",), requires=("rotary",), mixers=_ATTEND,
+            lens=(_BLOCK + "attn.hook_rot_k",), requires=("rotary", "own_keys"), mixers=_ATTEND,
         ),
         Site(
             "attn_pattern", "attention weights of each head; keys count from the context's start",
@@ -186,6 +188,14 @@ SITES = {
             lens=(_BLOCK + "hook_mlp_out",), requires=("mlp",),
         ),
         Site(
+            "layer_embed", "the block's own embedding of the token", ("layer_embed",),
+            requires=("layer_embed",),
+        ),
+        Site(
+            "layer_embed_out", "what the block's own embedding adds to the residual stream",
+            ("width",), requires=("layer_embed",),
+        ),
+        Site(
             "resid_post", "residual stream leaving the block", ("width",),
             lens=(_BLOCK + "hook_resid_post", _BLOCK + "hook_out"),
         ),
@@ -244,7 +254,17 @@ _MISSING: dict[str, tuple[Callable[[Arch, Layer], bool], str]] = {
         lambda arch, layer: arch.routed(layer) and arch.experts is not None
         and arch.experts.shared > 0, "it has no shared expert",
     ),
-    "dense": (lambda arch, layer: not arch.routed(layer), "its MLP is a mixture of experts"),
+    "dense": (
+        lambda arch, layer: not arch.routed(layer)
+        or (arch.experts is not None and arch.experts.apart),
+        "its MLP is a mixture of experts",
+    ),
+    "own_keys": (
+        lambda arch, layer: not layer.borrows, "it reads the keys and values of an earlier layer"
+    ),
+    "layer_embed": (
+        lambda arch, layer: arch.layer_embed > 0, "blocks have no embeddings of their own"
+    ),
     "gate": (
         lambda arch, layer: arch.attn_gate or layer.mixer == GATED_DELTA,
         "what it mixes is not gated",
@@ -339,6 +359,8 @@ class Tap:
 
 
 def _sizes(arch: Arch, seq_len: int, layer: Layer) -> dict[str, int]:
+    arch, experts = arch.of(layer), arch.experts
+    beside = experts.shared if experts and experts.apart else 0
     sizes = {
         "width": arch.width,
         "heads": arch.num_heads,
@@ -346,11 +368,13 @@ def _sizes(arch: Arch, seq_len: int, layer: Layer) -> dict[str, int]:
         "head_dim": arch.head_dim,
         "value_dim": arch.value_dim,
         "latent": arch.latent.rank if arch.latent else 0,
-        "mlp": arch.dense_width or arch.mlp_width,  # (experts' inner values are not tapped)
+        # (Experts' inner values are not tapped.)
+        "mlp": beside or arch.dense_width or arch.mlp_width,
+        "layer_embed": arch.layer_embed,
         "keys": seq_len,
         "vocab": arch.vocab_size,
-        "experts": arch.experts.count if arch.experts else 0,
-        "chosen": arch.experts.chosen if arch.experts else 0,
+        "experts": experts.count if experts else 0,
+        "chosen": experts.chosen if experts else 0,
     }
     if layer.mixer == GATED_DELTA and (delta := arch.delta):
         sizes |= {"heads": delta.value_heads, "value_dim": delta.value_dim}

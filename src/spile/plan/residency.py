@@ -121,7 +121,7 @@ def streamed_bytes(
     held = min(work.depth, resident + SLOTS) * work.packed_block
     if work.packed:
         held += _DECODED * work.block_weights
-    streams = sweep_tokens * work.arch.width * work.stream_item
+    streams = sweep_tokens * work.passing
     by_layer: dict[int | None, int] = {}
     for tap in work.taps:
         by_layer[tap.layer] = by_layer.get(tap.layer, 0) + work.tap_bytes(tap)
@@ -226,7 +226,7 @@ def _sized(
     enough = _MARGIN * needed
     if work.packed:
         enough = max(enough, decoding / _DECODED_SHARE / per_row)
-    each = work.seq_len * work.arch.width * work.stream_item
+    each = work.seq_len * work.passing
     most = max(rows, min(most_rows, _MOST_SWEPT // work.seq_len))
     wanted = max(rows, min(most // rows, math.ceil(enough / rows)) * rows)
     swept, spilled = wanted, 0
@@ -235,7 +235,8 @@ def _sized(
         swept = max(rows, min(wanted, left // each // rows * rows))
         on_host = int(_HOST_SHARE * host_memory) - kept.count("host") * work.packed_block
         longer = min(wanted, on_host // each // rows * rows)
-        if longer > swept and _FETCHED * rows * each <= left:
+        # (What passes beside the streams would stay on the device.)
+        if not work.beside and longer > swept and _FETCHED * rows * each <= left:
             swept, spilled = longer, longer * each
     slowest = min((link if where == "host" else disk for where in streamed), default=link)
     hidden = min(1.0, swept / max(needed, 1e-9))

@@ -56,8 +56,9 @@ _REACH: dict[str, tuple[str, ...]] = {
     "ssm_out": (*_READ, "wmz", "wmo"),
     **dict.fromkeys(("resid_mid", "mlp_in"), _MIXERS),
     **dict.fromkeys(("router_logits", "expert_weights", "expert_ids"), (*_MIXERS, "w_router")),
-    "mlp_hidden": (*_MIXERS, "w_gate", "w_up", "wd_gate", "wd_up"),
+    "mlp_hidden": (*_MIXERS, "w_gate", "w_up", "wd_gate", "wd_up", "ws_gate", "ws_up"),
     "shared_expert_out": (*_MIXERS, "ws_gate", "ws_up", "ws_down", "ws_router"),
+    "layer_embed": (),
 }  # fmt: skip
 
 
@@ -133,11 +134,6 @@ class Workload:
         """Bytes of a computed value."""
         return DTYPES_BY_NAME[activation_dtype(self.compute_dtype)].itemsize
 
-    @property
-    def stream_item(self) -> int:
-        """Bytes of a value of the residual stream."""
-        return 4 if self.arch.wide_stream else self.item
-
     @cached_property
     def weights(self) -> int:
         """Bytes of the model's arrays, as stored on a device."""
@@ -198,14 +194,33 @@ class Workload:
         return self._held(self._row_bytes(tap, self.store_dtype))
 
     @cached_property
+    def beside(self) -> int:
+        """Values of a token that pass from block to block beside the stream.
+
+        The embeddings that blocks have of their own, and keys and values that later ones borrow.
+        """
+        lenders = {layer.window: self.arch.of(layer) for layer in self.arch.layers if layer.borrows}
+        lent = sum(2 * own.num_kv_heads * own.head_dim for own in lenders.values())
+        return self.arch.num_layers * self.arch.layer_embed + lent
+
+    @property
+    def passing(self) -> int:
+        """Bytes of a token that pass from block to block: of the stream, and beside it."""
+        stream = self.arch.width * (4 if self.arch.wide_stream else self.item)
+        return stream + self.beside * self.item
+
+    @cached_property
     def temporaries(self) -> int:
         """Approximate bytes that live at once inside a block, in a fused program."""
         arch = self.arch
-        inner = max(arch.mlp_width, arch.dense_width)
+        kinds = [arch.of(layer) for layer in dict.fromkeys(arch.layers)]
+        inner = max(arch.dense_width, *(kind.mlp_width for kind in kinds))
         if arch.experts:
             routed = arch.mlp_width * arch.experts.chosen + arch.experts.shared
             inner = max(arch.dense_width, routed)
-        values = 4 * arch.width + 2 * arch.num_heads * arch.head_dim // self._ways("heads")
+        head_dim = max(kind.head_dim for kind in kinds)
+        values = 4 * arch.width + 2 * arch.num_heads * head_dim // self._ways("heads")
+        values += self.beside
         values += 3 * inner // max(self._ways("mlp"), self._ways("experts"))
         if delta := arch.delta:
             # In float32: a token's row of three matrices of a chunk, its key and value twice.
@@ -249,13 +264,14 @@ class Workload:
                 total += self._space * ("space" in runs)
             if not layer.attends:
                 continue
-            dims = self.arch.head_dim * ("scores" in runs) + self.arch.value_dim * (
-                "mixing" in runs
-            )
+            own = self.arch.of(layer)
+            dims = own.head_dim * ("scores" in runs) + own.value_dim * ("mixing" in runs)
             each = 2 * self.arch.num_heads * dims * self._keys(layer)
             total += int(each) // self._ways("heads")
         if any(tap.site in ("logits", "logprob", "entropy") for tap in self.taps):
             total += 2 * self.arch.vocab_size * self.arch.width // self._ways("vocab")
+        if self.arch.layer_embed and self.depth:
+            total += 2 * self.arch.num_layers * self.arch.layer_embed * self.arch.width
         return total * self._own + self._held(2 * self._encoding)
 
     @cached_property
@@ -286,7 +302,8 @@ class Workload:
                 values += 4 * ("wcx" in runs) * arch.width // self._ways("channels")
             if layer.attends and "scores" in runs:
                 # Queries and mixed values of each head; keys and values of each that has them.
-                heads = (arch.num_heads + arch.num_kv_heads) * (arch.head_dim + arch.value_dim)
+                own = arch.of(layer)
+                heads = (own.num_heads + own.num_kv_heads) * (own.head_dim + own.value_dim)
                 values += heads // self._ways("heads")
                 if self._scores_all:
                     scores = 4 * _SCORE * arch.num_heads * self.seq_len

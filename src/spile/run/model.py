@@ -277,35 +277,44 @@ class Model:
             raise ConfigError(
                 "splice: resid_pre of a block is resid_post of the one before; name one"
             )
-        own: dict[int, list[Tap]] = {stage: [] for stage in range(-1, depth + 1)}
+        tapped: dict[int, list[Tap]] = {stage: [] for stage in range(-1, depth + 1)}
         for tap in taps:
-            own[stage_of(tap, depth)].append(tap)
-        deepest = max(stage for stage, some in own.items() if some)
+            tapped[stage_of(tap, depth)].append(tap)
+        deepest = max(stage for stage, some in tapped.items() if some)
         values: dict[str, jax.Array] = {}
         stream: Any = None
+        own: tuple[Any, ...] = ()
+        lent: dict[int | None, Any] = {}
         for stage in range(-1, deepest + 1):
             inside = 0 <= stage < depth
+            kind = self.arch.layers[stage] if inside else None
+            borrowed = lent[kind.window] if kind and kind.borrows else None
             spliced = {tap: c for tap, c in changes.items() if stage_of(tap, depth) == stage}
-            stream, found = self._stage(
+            stream, onward, found = self._stage(
                 blocks.take(stage) if inside else self._params.outer,
                 stream,
+                (own[stage] if kind and own else None, borrowed),
                 ids,
                 segments,
                 tuple(spliced.values()),
-                kind=self.arch.layers[stage] if inside else stage == depth,
-                taps=tuple(dict.fromkeys(map(of_any_block, own[stage]))),
+                kind=kind or stage == depth,
+                taps=tuple(dict.fromkeys(map(of_any_block, tapped[stage]))),
                 spliced=tuple(map(of_any_block, spliced)),
                 scores_all=any(tap.site == "attn_pattern" for tap in taps),
             )
-            if inside:
+            if kind:
                 blocks.used(stage, stream)
-            values |= {tap.name: found[of_any_block(tap).name] for tap in own[stage]}
+                lent |= {} if onward is None else {kind.window: onward}
+            elif stage < 0:
+                own = onward
+            values |= {tap.name: found[of_any_block(tap).name] for tap in tapped[stage]}
         return values
 
     def _one_stage(
         self,
         weights: Any,
         stream: Any,
+        beside: Any,
         ids: jax.Array,
         segments: jax.Array,
         changes: tuple[Partial, ...],
@@ -314,8 +323,12 @@ class Model:
         taps: tuple[Tap, ...],
         spliced: tuple[Tap, ...],
         scores_all: bool,
-    ) -> tuple[Any, dict[str, jax.Array]]:
-        """A block of a kind; or what is before the blocks (False), or after them (True)."""
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """A block of a kind; or what is before the blocks (False), or after them (True).
+
+        `beside` is what a block reads besides the stream, and returned is what goes on with that:
+        see `run/sweep.py`.
+        """
         computed, seq = activation_dtype(self._dtype), ids.shape[1]
         positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), ids.shape)
         inputs = (ids, positions, segments, None)
@@ -324,7 +337,7 @@ class Model:
         splice = dict(zip(spliced, changes, strict=True))
         with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
             if kind is True:
-                return stream, after_blocks(weights, stream, inputs, **given)
+                return stream, None, after_blocks(weights, stream, inputs, **given)
             if kind is False:
                 return before_blocks(weights, None, inputs, splice=splice, **given)
             attention = for_platform(
@@ -335,6 +348,8 @@ class Model:
                 stream,
                 inputs,
                 layer=kind,
+                own=beside[0],
+                lent=beside[1],
                 attention=attention,
                 scores_all=scores_all,
                 splice=splice,

@@ -14,7 +14,7 @@ is compiled otherwise than a block of a scan, and rounds otherwise.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -98,6 +98,8 @@ class _Passing:
     stream: Any
     rows: dict[str, Array]
     reduced: dict[str, Reduced]
+    own: dict[int, Any] = field(default_factory=dict[int, Any])  # embeddings of blocks to come
+    lent: dict[int | None, Any] = field(default_factory=dict["int | None", Any])  # by window
     done: Any = None  # ready when all that was handed to the device is done
 
 
@@ -231,9 +233,9 @@ class Sweep(Step):
         kept, inputs = self._put(runs.places, (*_arrays_of(part), embedded))
         passing = _Passing(part, runs, kept, inputs[:-1], inputs[-1], {}, {})
         run, compact = self._stage_program(-1, part, runs)
-        found = run(self._first(self._ready.outer), *self._arguments(-1), passing.stream,
+        found = run(self._first(self._ready.outer), *self._arguments(-1), passing.stream, None,
                     *passing.inputs)  # fmt: skip
-        self._keep(-1, passing, compact, *found)
+        passing.own = dict(enumerate(self._keep(-1, passing, compact, *found)))
         return passing
 
     def _first(self, outer: Arrays) -> Arrays:
@@ -250,17 +252,22 @@ class Sweep(Step):
 
     def _through(self, layer: int, passing: _Passing, block: Any) -> None:
         run, compact = self._stage_program(layer, passing.batch, passing.runs)
-        found = run(block, *self._arguments(layer), passing.stream, *passing.inputs)
-        self._keep(layer, passing, compact, *found)
+        kind = self.settings.arch.layers[layer]
+        beside = passing.own.pop(layer, None), passing.lent[kind.window] if kind.borrows else None
+        found = run(block, *self._arguments(layer), passing.stream, beside, *passing.inputs)
+        lends = self._keep(layer, passing, compact, *found)
+        if lends is not None:
+            passing.lent[kind.window] = lends
 
     def _ended(self, passing: _Passing) -> None:
         depth = self.settings.schedule.depth
         if self._stages[depth].taps:
             run, compact = self._stage_program(depth, passing.batch, passing.runs)
             late = self._last(self._ready.outer)
-            found = run(late, *self._arguments(depth), passing.stream, *passing.inputs)
+            found = run(late, *self._arguments(depth), passing.stream, None, *passing.inputs)
             self._keep(depth, passing, compact, *found)
         passing.stream = None
+        passing.lent.clear()
 
     def _keep(
         self,
@@ -268,19 +275,21 @@ class Sweep(Step):
         passing: _Passing,
         compact: Any,
         stream: Any,
+        beside: Any,
         rows: Any,
         reduced: Any,
         done: Any,
-    ) -> None:
-        """Take a stage's results; what is stored leaves the device."""
+    ) -> Any:
+        """Take a stage's results; what is stored leaves the device. Return what goes with it."""
         passing.stream, passing.done = stream, done
         if not rows:
-            return
+            return beside
         found = compact(rows, passing.kept), reduced
         if self._host is not None:
             found = jax.device_put(found, self._host)
         passing.rows |= self._stages[stage].renamed(found[0], back=True)
         passing.reduced |= self._stages[stage].renamed(found[1], back=True)
+        return beside
 
     # -- its programs ------------------------------------------------------------------------------
 
@@ -304,6 +313,7 @@ class Sweep(Step):
         dtype = "float32" if arch.wide_stream and stage >= 0 else self.settings.computed
         stream = like((*batch.tokens.shape, arch.width), dtype, by_rows)
         shapes: Any = self._shapes
+        beside: Any = None
         if stage == -1:
             kind, weights = None, self._first(shapes.outer)
             stream = stream if self._looks_up else None
@@ -311,6 +321,11 @@ class Sweep(Step):
             kind, weights = None, self._last(shapes.outer)
         else:
             kind, weights = arch.layers[stage], shapes.tail[stage]
+            sized, dtype = arch.of(kind), self.settings.computed
+            own = like((*batch.tokens.shape, sized.layer_embed), dtype, by_rows)
+            heads = (*batch.tokens.shape, sized.num_kv_heads, sized.head_dim)
+            heads = like(heads, dtype, by_rows)
+            beside = own if sized.layer_embed else None, (heads, heads) if kind.borrows else None
         ends = kind is not None and stage == depth - 1 and not self._whole
         contexts = self._contexts(batch)
         key = (
@@ -342,6 +357,7 @@ class Sweep(Step):
                 weights,
                 *self._arguments(stage),
                 stream,
+                beside,
                 *[None if a is None else like(a.shape, a.dtype, by_rows) for a in arrays],
             ),
         )
@@ -351,7 +367,7 @@ class Sweep(Step):
             (key, runs.places.shape),
             self._compact,
             lambda: (
-                {n: like(a.shape, a.dtype, by_runs) for n, a in run.out_info[1].items()},
+                {n: like(a.shape, a.dtype, by_runs) for n, a in run.out_info[2].items()},
                 like(runs.places.shape, runs.places.dtype, by_runs),
             ),
         )
@@ -374,6 +390,7 @@ def _stage(
     scales: Mapping[str, Array],
     arrays: Mapping[str, Arrays],
     stream: Any,
+    beside: Any,
     tokens: Array,
     positions: Array,
     segments: Array,
@@ -387,11 +404,13 @@ def _stage(
     kinds: Mapping[str, Any],
     contexts: int,
     part: int,
-) -> tuple[Array | None, dict[str, Array], dict[str, Reduced], Array]:
-    """Run one stage: return the stream, the stored rows, their statistics, and a small array.
+) -> tuple[Array | None, Any, dict[str, Array], dict[str, Reduced], Array]:
+    """Run one stage: return the stream, what goes with it, the stored rows, their statistics, and a
+    small array.
 
-    The small array is ready when the others are. A stream cannot be waited for once the next stage
-    has taken its memory.
+    With the stream go the embeddings that blocks have of their own, and keys and values that later
+    blocks borrow: `beside` has those of this block. The small array is ready when the others are. A
+    stream cannot be waited for once the next stage has taken its memory.
     """
     inputs, local = (tokens, positions, segments, columns), tuple(dict.fromkeys(taps.values()))
     shared: dict[str, Any] = {"arch": settings.arch, "taps": local, "shards": settings.shards}
@@ -399,19 +418,21 @@ def _stage(
     with jax.default_matmul_precision(settings.precision):
         if kind is not None:
             attend = settings.attend(tokens.shape[1], contexts)
-            stream, found = one_block(
+            stream, onward, found = one_block(
                 weights,
                 stream,
                 inputs,
                 layer=kind,
+                own=beside[0],
+                lent=beside[1],
                 attention=attend,
                 scores_all=any(tap.site == "attn_pattern" for tap in settings.taps),
                 **shared,
             )
         elif last:
-            found = after_blocks(weights, stream, inputs, **shared)
+            onward, found = None, after_blocks(weights, stream, inputs, **shared)
         else:
-            stream, found = before_blocks(weights, stream, inputs, **shared)
+            stream, onward, found = before_blocks(weights, stream, inputs, **shared)
         rows, reduced = stored_values(
             {slot: found[tap.name] for slot, tap in taps.items()},
             scales,
@@ -424,7 +445,7 @@ def _stage(
             store_dtype=settings.store_dtype,
             shards=settings.shards,
         )
-    return None if last or ends else stream, rows, reduced, counts + 0
+    return None if last or ends else stream, onward, rows, reduced, counts + 0
 
 
 def _arrays_of(batch: Batch) -> tuple[np.ndarray | None, ...]:

@@ -89,6 +89,8 @@ def test_every_family_has_a_published_config_and_a_variant_that_is_computed() ->
     # made by functions of their own
     assert names - computed == {
         "gemma3-multimodal",
+        "gemma4-multimodal",
+        "gemma4-experts-multimodal",
         "llama4-multimodal",
         "qwen3_5-multimodal",
         "qwen3_5_moe-multimodal",

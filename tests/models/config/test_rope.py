@@ -63,6 +63,8 @@ CASES: dict[str, tuple[float, int, int, dict[str, Any]]] = {
     # so long an original that the ramp ends before it begins
     "yarn-endless": (1e4, 16, 10**12, {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10**12}),
+    "proportional": (1e6, 64, 131072, {
+        "rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0}),
     "longrope": (1e4, 96, 131072, longrope(48)),
     "longrope-original-absent": (1e4, 96, 4096, {
         k: v for k, v in longrope(48).items() if not k.startswith("original")}),
@@ -108,6 +110,9 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
     found, amplitude = ours(*CASES[name])
     _, head_dim, _, scaling = CASES[name]
     assert found.dtype == np.float32
+    if scaling["rope_type"] == "proportional":  # as many numbers as if all dimensions turned
+        assert np.count_nonzero(found) == head_dim // 8
+        scaling = {}
     rotated = int(head_dim * scaling.get("partial_rotary_factor", 1.0))
     assert found.shape == (math.ceil(rotated / 2),)
     np.testing.assert_allclose(found, wanted, rtol=2e-6)  # theirs is computed in float32

@@ -18,8 +18,9 @@ CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 AXES = {
     "width", "heads", "kv_heads", "head_dim", "mlp", "vocab", "seq", "experts", "routes", "one",
     "delta_heads", "kernel",
-    "latent", "ssm_heads", "ssm_groups", "channels",
+    "latent", "ssm_heads", "ssm_groups", "channels", "layer_embed",
 }  # fmt: skip
+ROUTES = ("w_router", "b_router", "correction", "expert_scale")
 _, ARCH = read_config(tiny.CONFIG, "test")
 VARIANTS = [name for name in families.FAMILIES if name not in families.REFUSED]
 
@@ -125,6 +126,33 @@ def test_blocks_have_the_arrays_of_their_kind() -> None:
     assert axis_sizes(arch)["mlp"] == 8, "what divides every width"
 
 
+def test_heads_and_mlps_may_differ_between_blocks() -> None:
+    plain, wide = Layer(), Layer(head_dim=24, kv_heads=1, keys_as_values=True)
+    borrows = Layer(borrows=True, mlp_width=80)
+    arch = replace(ARCH, layers=(plain, wide, borrows), num_heads=4, num_kv_heads=2, head_dim=8,
+                   qk_norm="head")  # fmt: skip
+    found = [{s.name: s.shape for s in block_specs(arch, layer)} for layer in arch.layers]
+    assert [block["wq"] for block in found] == [(32, 32), (96, 32), (32, 32)]
+    assert [block.get("wk") for block in found] == [(16, 32), (24, 32), None]
+    assert [block.get("wv") for block in found] == [(16, 32), None, None]
+    assert [block["q_norm"] for block in found] == [(8,), (24,), (8,)]
+    assert [block.get("k_norm") for block in found] == [(8,), (24,), None]
+    assert [block["w_up"][0] for block in found] == [48, 48, 80]
+    every = {spec.name: spec.shape for spec in block_specs(arch)}
+    assert every == found[0], "of the first that has it"
+    sizes = axis_sizes(arch)
+    assert (sizes["kv_heads"], sizes["mlp"]) == (1, 16), "what divides every number"
+
+
+def test_blocks_may_have_embeddings_of_their_own() -> None:
+    arch = replace(ARCH, layers=(Layer(),) * 3, layer_embed=5, block_scale=True)
+    outer = {spec.name: spec.shape for spec in outer_specs(arch)}
+    assert outer["layer_embeds"] == (arch.vocab_size, 15)
+    assert outer["layer_embeds_from"] == (15, 32) and outer["layer_embeds_norm"] == (5,)
+    block = {spec.name: spec.shape for spec in block_specs(arch)}
+    assert (block["wlg"], block["wlo"], block["block_scale"]) == ((5, 32), (32, 5), (1,))
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_axis_of_every_array_has_a_name_and_its_length(path: Path) -> None:
     _, arch = read_config(json.loads(path.read_text()), path.name)
@@ -137,6 +165,8 @@ def test_every_axis_of_every_array_has_a_name_and_its_length(path: Path) -> None
     specs = (*outer_specs(arch), *block_specs(arch))
     assert len({spec.name for spec in specs}) == len(specs)
     for spec in specs:
+        if "layer_embed" in spec.axes:
+            continue  # see `test_blocks_may_have_embeddings_of_their_own`
         if "delta_heads" in spec.axes or spec.name == "delta_norm":
             continue  # see `test_the_arrays_of_the_gated_delta_rule`
         if {"ssm_heads", "ssm_groups", "channels"} & set(spec.axes):
@@ -268,8 +298,9 @@ def test_a_model_of_every_variant_has_as_many_parameters_as_are_declared(name: s
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     _, arch = read_config(config, name)
     declared = tiny.num_params(arch, arch.num_layers, head=True)
-    corrections = [b for n, b in model.named_buffers() if n.endswith("correction_bias")]
-    assert declared == sum(tensor.numel() for tensor in (*model.parameters(), *corrections))
+    learned = ("correction_bias", "layer_scalar")
+    buffers = [b for n, b in model.named_buffers() if n.endswith(learned)]
+    assert declared == sum(tensor.numel() for tensor in (*model.parameters(), *buffers))
 
 
 def test_axes_are_the_ones_a_mesh_knows() -> None:
@@ -281,4 +312,4 @@ def test_axes_are_the_ones_a_mesh_knows() -> None:
         for spec in specs:
             # experts may be apart, but each device needs the whole router
             assert (spec.axes[0] == "experts") is (spec.name in inside)
-            assert ("routes" in spec.axes) is (spec.name in ("w_router", "b_router", "correction"))
+            assert ("routes" in spec.axes) is (spec.name in ROUTES)

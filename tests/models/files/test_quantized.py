@@ -87,7 +87,7 @@ def test_a_packed_checkpoint_loads_as_its_decoded_self(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(packed))
     assert sum(checkpoint.packed_bytes().values()) == sum(stored.values())
     loader = ArrayLoader(checkpoint, schedule, jnp.dtype(jnp.float32), None)
-    block = loader.put_block(loader.host_block(1))
+    block = loader.put_block(1, loader.host_block(1))
     assert {n: block[n].nbytes for n in stored} == stored, "gate and up are one tensor: copied once"
 
     config["quantization_config"] = {"quant_method": "hqq"}

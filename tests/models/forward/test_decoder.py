@@ -22,6 +22,7 @@ from families import (
     REFUSED,
     WINDOW,
     gemma3_multimodal,
+    gemma4_multimodal,
     llama4_multimodal,
     qwen35_multimodal,
     randomised,
@@ -48,6 +49,8 @@ TOLERANCE = 2e-5  # of the tap's largest value
 SUPPORTED: dict[str, Callable[..., Any]] = {
     **{name: make for name, make in FAMILIES.items() if name not in REFUSED},
     "gemma3-multimodal": gemma3_multimodal,
+    "gemma4-multimodal": gemma4_multimodal,
+    "gemma4-experts-multimodal": partial(gemma4_multimodal, experts=True),
     "llama4-multimodal": llama4_multimodal,
     "qwen35-multimodal": qwen35_multimodal,
     "qwen35moe-multimodal": partial(qwen35_multimodal, experts=True),
@@ -74,7 +77,8 @@ STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
 # switch is in one of them. Heads are the same for all, and frequencies are compared with HF's in
 # tests/models/config/test_rope.py. All families are tried with --chaos-full.
 KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo2-gqa",
-         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "deepseek3", "nemotronh-gqa")  # fmt: skip
+         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "deepseek3", "nemotronh-gqa",
+         "gemma4-gqa")  # fmt: skip
 ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-gqa",
          "starcoder2-gqa", "olmo3-gqa", "smollm3-mqa-chosen", "seedoss-gqa",
          "arcee-gqa", "granite-gqa", "glm4-gqa", "olmo-mha-clipped",
@@ -82,7 +86,8 @@ ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-
          "qwen2moe-gqa", "glm4moe-gqa", "hunyuan-gqa", "apertus-gqa", "olmohybrid-gqa",
          "deepseek2-bias", "mamba2", "falconh1-gqa", "lfm2-gqa")  # fmt: skip
 # Their last layers are of another kind than the first two.
-DEEPER = ("cohere2-gqa", "gptneo", "dots1-gqa", "ernie45moe-mha-few", "llama4-gqa")
+DEEPER = ("cohere2-gqa", "gptneo", "dots1-gqa", "ernie45moe-mha-few", "llama4-gqa",
+          "gemma4-experts")  # fmt: skip
 
 
 class Context(NamedTuple):
@@ -319,8 +324,9 @@ def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
     fewer = {
         **dict.fromkeys(own, {1}), "GPTBigCodeForCausalLM": {4},
         **dict.fromkeys(
-            ("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration",
-             "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"), {2},
+            ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration",
+             "Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+             "Qwen3_5MoeForConditionalGeneration"), {2},
         ),
     }  # fmt: skip
     known = [name for family in KNOWN for name in family.architectures if name != "MPTForCausalLM"]
@@ -568,6 +574,7 @@ PACKED = [
     pytest.param("deepseek3", "resid_post:all,kv_latent:1,k_rot:all,z:2", marks=FULL),
     pytest.param("mamba2", "resid_post:0,conv_out:all,ssm_read:0,ssm_z:0", marks=FULL),
     pytest.param("lfm2-gqa", "resid_post:all,conv_out:all,z:all", marks=FULL),
+    pytest.param("gemma4-gqa", "resid_post:0-4,layer_embed:all,k_rot:all,z:4", marks=FULL),
     pytest.param("gptoss-gqa", "attn_pattern:all,q_rot:all,expert_ids:all,logits", marks=FULL),
 ]
 
@@ -624,6 +631,7 @@ COARSE = {
     "llama4": "llama4-gqa", "mamba2": "mamba2", "bamba": "bamba-gqa",
     "granitemoehybrid": "granitehybrid-gqa", "granitemoehybrid-dense": "granitehybrid-mqa-dense",
     "nemotron_h": "nemotronh-gqa", "falcon_h1": "falconh1-gqa", "lfm2": "lfm2-gqa",
+    "gemma4": "gemma4-gqa", "gemma4-experts": "gemma4-experts",
 }  # fmt: skip
 # What makes each choose every expert; the first ones choose by the logits alone.
 BY_LOGITS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe", "qwen3_next",
@@ -631,6 +639,7 @@ BY_LOGITS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "olmoe", "granitemo
 EXPERTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys((*BY_LOGITS, "glm4_moe", "minimax_m2", "llama4"), {"num_experts_per_tok": 6}),
     "ernie4_5_moe": {"moe_k": 6},
+    "gemma4-experts": {"top_k_experts": 6},
     **dict.fromkeys(
         (
             "dots1",

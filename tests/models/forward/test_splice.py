@@ -30,6 +30,7 @@ LENGTHS = (17, 11)
 STARTS = (0, 17)
 SEQ = 32
 STREAM = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+OWN_EMBEDDINGS = ("layer_embed", "layer_embed_out")
 INSIDE = ("attn_in", "q", "k", "v", "z", "mlp_in", "mlp_hidden")
 
 # Where nothing passes, nothing comes out of the mixer.
@@ -51,6 +52,7 @@ def test_every_site_that_can_be_spliced_is_tested() -> None:
         "ssm_in",
         "ssm_out",
         *(site for sites in SHUT.values() for site in sites),
+        *OWN_EMBEDDINGS,
     }
 
 
@@ -135,9 +137,10 @@ def changed(model: Any, tap: Tap, make: Make) -> Iterator[None]:
     attention = next(getattr(block, n) for n in names if hasattr(block, n))
     mlp = getattr(block, "mlp", None) or block.feed_forward
     sandwich = hasattr(block, "post_feedforward_layernorm")
-    rotary = hasattr(body, "rotary_emb")
+    # Embeddings enter the first block as they are; where blocks have some of their own, not alone.
+    alone = hasattr(body, "rotary_emb") and not hasattr(body, "embed_tokens_per_layer")
     side, module = {
-        "embed": ("in", blocks[0]) if rotary else ("out", model.get_input_embeddings()),
+        "embed": ("in", blocks[0]) if alone else ("out", model.get_input_embeddings()),
         "resid_pre": ("in", block),
         "attn_in": ("in", attention),
         "ssm_in": ("in", attention),
@@ -153,11 +156,14 @@ def changed(model: Any, tap: Tap, make: Make) -> Iterator[None]:
         "mlp_hidden": ("in", getattr(mlp, "down_proj", None)),
         "shared_expert_out": ("out", getattr(mlp, "shared_experts", None)),
         "kv_latent": ("out", getattr(attention, "kv_a_layernorm", None)),
+        "layer_embed": ("in", block),
+        "layer_embed_out": ("out", getattr(block, "post_per_layer_input_norm", None)),
     }[tap.site]
 
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if args:
-            return (make(args[0]), *args[1:]), named
+            place = int(tap.site == "layer_embed")  # it is given to the block after the stream
+            return (*args[:place], make(args[place]), *args[place + 1 :]), named
         return args, {**named, "hidden_states": make(named["hidden_states"])}
 
     def after(module: Any, args: Any, output: Any) -> Any:
@@ -236,6 +242,8 @@ def test_what_is_shut_inside_another_mixer_lets_nothing_pass(
             ("embed", "resid_pre", "ssm_in", "ssm_out", "resid_mid", "mlp_in", "mlp_out"),
             marks=pytest.mark.full,
         ),
+        pytest.param("gemma4-gqa", (*STREAM, *OWN_EMBEDDINGS), marks=pytest.mark.full),
+        pytest.param("gemma4-gqa", ("q", "k", "z", "mlp_hidden"), marks=pytest.mark.full),
         pytest.param("deepseek3", ("kv_latent", "attn_in", "z"), marks=pytest.mark.full),
     ],
     ids=lambda given: given if isinstance(given, str) else str(len(given)),

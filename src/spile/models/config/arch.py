@@ -5,7 +5,7 @@
 that models do or do not do, never a family.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from spile.models.config.rope import Rope
@@ -25,6 +25,17 @@ class Layer:
     mixer: str = ATTENTION  # how tokens read from each other
     mlp: bool = True  # an MLP, or experts, follow the mixer
     chunk: int | None = None  # contexts are cut into this many tokens; none sees another's
+    # Sizes that are not the model's.
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    mlp_width: int | None = None
+    keys_as_values: bool = False  # values are the keys, as projected
+    borrows: bool = False  # keys and values are those of the last block with some and its window
+
+    @property
+    def shapes(self) -> str:
+        """A name for the sizes of its values: blocks with the same one can share a buffer."""
+        return f"{self.mixer} {self.head_dim} {self.kv_heads} {self.mlp_width}"
 
     @property
     def attends(self) -> bool:
@@ -132,6 +143,10 @@ class Experts:
     weighs_input: bool = False  # the weight is applied before the expert, not after it
     shared: int = 0  # width of an expert that every token goes to, beside the chosen
     shared_gate: bool = False  # its output is weighed, too
+    # Router and chosen experts read the stream through norms of their own, and not what the shared
+    # expert reads; both results are normalised before they are added.
+    apart: bool = False
+    scaled: bool = False  # each expert's weight has a learned factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +166,7 @@ class Arch:
     tied_head: bool
     embed_scale: float = 1.0
     embed_norm: bool = False  # embeddings are normalised before the first block
+    layer_embed: int = 0  # width of one more embedding of the token, for each block; 0: none
     position_offset: int = 0  # learned positions count from here
     residual_scale: float = 1.0  # of what attention and MLP add to the stream
     wide_stream: bool = False  # the stream is in float32, whatever else is computed in
@@ -164,6 +180,7 @@ class Arch:
     post_norm: bool = False  # after them, before their output is added to the stream
     parallel: bool = False  # attention and MLP both read the stream that enters the block
     shared_norm: bool = False  # in parallel, they read it through one norm
+    block_scale: bool = False  # the stream that leaves a block is multiplied by a learned number
 
     ropes: tuple[Rope, ...]  # none: nothing is rotated; see `learned_positions`
     rope_interleaved: bool = False  # neighbours are rotated together, not the halves of a head
@@ -180,6 +197,7 @@ class Arch:
     qk_norm: str | None = None
     qk_norm_last: bool = False  # after the rotation, not before it
     qk_norm_rotated: bool = False  # only where there is a rotation
+    v_norm: bool = False  # each head's values are normalised, without weights
     qkv_limit: float | None = None  # q, k and v are clamped, before anything else
     sinks: bool = False  # each head may attend to nothing: one more score, without a value
     attn_gate: bool = False  # mixed values are multiplied by the sigmoid of one more projection
@@ -214,6 +232,24 @@ class Arch:
         return self.latent.rope_dim if self.latent else self.head_dim
 
     @property
+    def rope_dims(self) -> tuple[int, ...]:
+        """The same in the blocks that have each of the rotary settings."""
+        own = {layer.rope: self.of(layer).rope_dim for layer in self.layers}
+        return tuple(own.get(number, self.rope_dim) for number in range(len(self.ropes)))
+
+    def of(self, layer: Layer) -> "Arch":
+        """The same model with the sizes of a block of this kind."""
+        given = {"head_dim": layer.head_dim, "num_kv_heads": layer.kv_heads}
+        given["mlp_width"] = layer.mlp_width
+        own = {name: size for name, size in given.items() if size is not None}
+        return replace(self, **own) if own else self
+
+    @property
+    def lends(self) -> bool:
+        """Whether some blocks read the keys and values of earlier ones."""
+        return any(layer.borrows for layer in self.layers)
+
+    @property
     def learned_positions(self) -> bool:
         """Positions are added to the embeddings, where nothing else tells the tokens' order."""
         return not (self.ropes or self.alibi or self.delta or self.state_space)
@@ -223,7 +259,14 @@ class Arch:
         """The norms of a block that are over the whole width."""
         before = ("attn_norm",) if self.shared_norm else ("attn_norm", "mlp_norm")
         after = ("attn_post_norm", "mlp_post_norm")
-        return before * self.pre_norm + after * self.post_norm
+        apart = ("experts_norm", "experts_post_norm", "shared_post_norm")
+        beside = ("layer_embed_post_norm",)
+        return (
+            before * self.pre_norm
+            + after * self.post_norm
+            + apart * (self.experts is not None and self.experts.apart)
+            + beside * (self.layer_embed > 0)
+        )
 
     def norms_of(self, layer: Layer) -> tuple[str, ...]:
         """The same of a block of this kind."""
@@ -238,13 +281,18 @@ class Arch:
 
     @property
     def lead(self) -> int:
-        """Number of blocks before those whose kinds repeat."""
-        return _repetition(self.layers)[0]
+        """Number of blocks before those whose kinds repeat; those that lend are among them."""
+        return self._lenders + _repetition(self.layers[self._lenders :])[0]
 
     @property
     def period(self) -> int:
         """Number of blocks after which their kinds repeat; the forward pass scans over it."""
-        return _repetition(self.layers)[1]
+        return _repetition(self.layers[self._lenders :])[1]
+
+    @property
+    def _lenders(self) -> int:
+        """Number of blocks before the first that borrows keys and values."""
+        return next((n for n, layer in enumerate(self.layers) if layer.borrows), 0)
 
 
 @cache

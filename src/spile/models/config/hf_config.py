@@ -120,7 +120,9 @@ def find_family(config: Mapping[str, Any], where: str) -> Family:
     if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
         raise InputError(f"{where}: 'architectures' must name one model class, got {given!r}")
     for family in FAMILIES:
-        fits = all(config.get(key) in values for key, values in family.when.items())
+        inner: Any = config.get(family.nested) if family.nested else config
+        keys = cast("Mapping[str, Any]", inner if isinstance(inner, Mapping) else {})
+        fits = all(keys.get(key) in values for key, values in family.when.items())
         if given[0] in family.architectures and fits:
             return family
     if given[0] in REFUSED:
@@ -161,18 +163,19 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Family, Arch]:
         raise InputError(
             f"{where}: {arch.experts.count} experts in {arch.num_layers} layers are too many"
         )
-    if arch.num_heads % arch.num_kv_heads:
-        raise InputError(
-            f"{where}: num_attention_heads {arch.num_heads} is not a multiple of "
-            f"num_key_value_heads {arch.num_kv_heads}"
-        )
+    for own in (arch.of(layer) for layer in dict.fromkeys(arch.layers)):
+        if own.num_heads % own.num_kv_heads:
+            raise InputError(
+                f"{where}: num_attention_heads {own.num_heads} is not a multiple of "
+                f"num_key_value_heads {own.num_kv_heads}"
+            )
     if arch.latent and arch.num_heads != arch.num_kv_heads:
         raise InputError(
             f"{where}: num_key_value_heads {arch.num_kv_heads} is not num_attention_heads "
             f"{arch.num_heads}: keys and values of all heads come from one latent"
         )
-    for rope in arch.ropes:
-        rope.check(arch.rope_dim, arch.rope_positions, where)
+    for rope, dim in zip(arch.ropes, arch.rope_dims, strict=True):
+        rope.check(dim, arch.rope_positions, where)
     return family, arch
 
 
@@ -228,7 +231,7 @@ def _attention(config: _Config, sizes: Mapping[str, Any]) -> dict[str, Any]:
     latent = _latent(config)
     scale = (scalar or sizes["head_dim"]) ** -0.5
     return {
-        "layers": _layers(config, len(ropes)),
+        "layers": _with_own_sizes(config, _layers(config, len(ropes))),
         "delta": _delta(config),
         "state_space": _state_space(config),
         "convolution": _convolution(config),
@@ -423,6 +426,7 @@ def _rest(config: _Config) -> dict[str, Any]:
         "norm_eps": _norm_eps(config),
         "tied_head": config.switch("tie_word_embeddings"),
         "embed_scale": config.number("hidden_size") ** 0.5 if family.scaled_embeddings else 1.0,
+        "layer_embed": config.whole("layer_embed") if "layer_embed" in family.reads else 0,
         "logit_softcap": config.amount("final_logit_softcapping"),
         "logit_scale": 1.0 if divisor is None else 1.0 / divisor,
         "glu_limit": config.amount("glu_limit"),
@@ -508,6 +512,7 @@ def _ropes(config: _Config, head_dim: int) -> tuple[Rope, ...]:
     """The model's rotary settings; a second one if sliding layers have their own."""
     where, family = config.where, config.family
     parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
+    parameters = parameters or family.defaults.get("rope_parameters")
     if parameters and scaling and parameters != scaling:
         raise InputError(f"{where}: rope_parameters and rope_scaling are both given")
     theta = config.get("rope_theta", 10000.0)
@@ -547,7 +552,7 @@ def _ropes(config: _Config, head_dim: int) -> tuple[Rope, ...]:
         ]
     ropes = tuple(Rope.from_config(each, where, default_theta=10000.0) for each in every)
     partial = {"partial_rotary_factor", "rotary_dim"} & set(family.reads)
-    if not partial and any(rope.fraction != 1 for rope in ropes):
+    if not partial and any(r.fraction != 1 and r.kind != "proportional" for r in ropes):
         raise InputError(f"{where}: partial_rotary_factor is not supported for {family.name}")
     return ropes
 
@@ -626,6 +631,67 @@ def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
         replace(layer, rope=layer.rope if turned else None, dense=dense)
         for layer, turned, dense in zip(layers, rotated, _dense(config, count), strict=True)
     )
+
+
+def _with_own_sizes(config: _Config, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """Layers with heads and MLPs of their own sizes, and those that borrow keys and values."""
+    if "per_layer_config" not in config.family.reads:
+        return layers
+    where, last = config.where, layers[-1]
+    if last.window is not None:
+        raise InputError(f"{where}: layer_types must end in {_KINDS[0]}")
+    borrowing, alike = config.whole("num_kv_shared_layers"), config.switch("attention_k_eq_v")
+    first = len(layers) - borrowing
+    if not {layer.window for layer in layers} <= {layer.window for layer in layers[:first]}:
+        raise InputError(
+            f"{where}: num_kv_shared_layers {borrowing} leaves no layer of each kind whose keys "
+            "and values the others share"
+        )
+    sizes = _sizes_by_layer(config, layers, alike)
+    doubled = "use_double_wide_mlp" in config.family.reads and config.switch("use_double_wide_mlp")
+    wide = 2 * config.number("intermediate_size") if doubled else None
+    return tuple(
+        replace(
+            layer,
+            **sizes.get(number, {}),
+            keys_as_values=alike and layer.window is None and number < first,
+            borrows=number >= first,
+            mlp_width=wide if number >= first else None,
+        )
+        for number, layer in enumerate(layers)
+    )
+
+
+def _sizes_by_layer(
+    config: _Config, layers: tuple[Layer, ...], alike: bool
+) -> dict[int, dict[str, int]]:
+    """Head sizes and numbers of keys that differ from the others', by layer.
+
+    Full layers have them, by two keys or layer by layer, as transformers writes it.
+    """
+    names, where = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}, config.where
+    wide = {"head_dim": config.number("global_head_dim")}
+    if config.get("num_global_key_value_heads") is not None and alike:
+        wide["num_key_value_heads"] = config.number("num_global_key_value_heads")
+    full = [number for number, layer in enumerate(layers) if layer.window is None]
+    given: Json = config.get("per_layer_config")
+    written: dict[int, Any] = dict.fromkeys(full, wide)
+    if given is not None:
+        keys = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {"": None}
+        written = {int(key) if key.isdecimal() else -1: keys[key] for key in keys}
+    every = list(written.values())
+    found: Any = every[0] if every else {}
+    sizes = cast("Mapping[str, Any]", found if isinstance(found, Mapping) else {"": found})
+    known = set(sizes) <= set(names) and all(
+        type(size) is int and 0 < size < _MOST for size in sizes.values()
+    )
+    if not known or set(written) not in ({*full}, set()) or every[1:] != every[:-1]:
+        raise InputError(
+            f"{where}: per_layer_config must give the same head_dim and num_key_value_heads for "
+            f"each {_KINDS[0]} layer, and nothing for others"
+        )
+    own = {names[name]: size for name, size in sizes.items()}
+    return dict.fromkeys(full, own)
 
 
 def _listed(config: _Config, count: int) -> list[bool]:

@@ -77,7 +77,12 @@ def attention_kernel(
 
 
 def _unfit(kernel: str, arch: Arch, dtype: str, seq_len: int) -> str | None:
-    """Why a kernel cannot serve a model."""
+    """Why a kernel cannot serve a model, all of its blocks."""
+    kinds = map(arch.of, dict.fromkeys(arch.layers))
+    return next(filter(None, (_unfit_kind(kernel, own, dtype, seq_len) for own in kinds)), None)
+
+
+def _unfit_kind(kernel: str, arch: Arch, dtype: str, seq_len: int) -> str | None:
     if dtype == "float32":
         return "multiplies in 16 bits, float32 was asked for"
     if arch.value_dim > arch.head_dim:

@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
             }
         ),
     ),
+    "proportional": (frozenset(), frozenset({"factor"})),
     "longrope": (
         frozenset({"short_factor", "long_factor"}),
         frozenset({"factor", "attention_factor", "original_max_position_embeddings"}),
@@ -57,7 +58,9 @@ class Rope:
     theta: float
     kind: str = "default"
     scaling: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
-    fraction: float = 1.0  # of each head's dimensions that rotate, from the first
+    # Of each head's dimensions that rotate: the first ones, or if it is proportional the first of
+    # each half, by the frequencies that they would have if all did.
+    fraction: float = 1.0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str, *, default_theta: float) -> "Rope":
@@ -101,6 +104,8 @@ class Rope:
     def check(self, head_dim: int, max_positions: int, where: str) -> None:
         """Refuse settings that do not fit the model."""
         pairs = -(-int(head_dim * self.fraction) // 2)
+        if self.kind == "proportional":
+            pairs = 0 if head_dim % 2 else int(head_dim * self.fraction // 2)
         if not 0 < 2 * pairs <= head_dim:
             raise InputError(
                 f"{where}: partial_rotary_factor {self.fraction} of {head_dim} dimensions per head "
@@ -123,12 +128,13 @@ class Rope:
 
     def frequencies(self, head_dim: int, max_positions: int) -> tuple[np.ndarray, float]:
         """Inverse frequencies of each rotated pair, in float32, and the factor on cos and sin."""
-        dim = int(head_dim * self.fraction)
+        proportional = self.kind == "proportional"
+        dim = head_dim if proportional else int(head_dim * self.fraction)
         plain = self.theta ** -(np.arange(0, dim, 2) / dim)
         factor = self.scaling.get("factor", 1.0)
         original = self._original(max_positions)
         amplitude = 1.0
-        if self.kind == "linear":
+        if self.kind == "linear" or proportional:
             plain = plain / factor
         elif self.kind == "llama3":
             plain = _llama3(plain, factor, original, self.scaling)
@@ -136,6 +142,8 @@ class Rope:
             plain, amplitude = _yarn(plain, factor, original, self.theta, self.scaling)
         elif self.kind == "longrope":
             plain, amplitude = _longrope(plain, max_positions / original, original, self.scaling)
+        if proportional:
+            plain[int(head_dim * self.fraction // 2) :] = 0.0
         # "dynamic" changes frequencies only for sequences beyond the model's maximum, and those
         # are refused, for the reason given in `longest`.
         return plain.astype(np.float32), amplitude

@@ -55,18 +55,22 @@ def in_float32(name: str) -> bool:
 
 
 def block_specs(arch: Arch, layer: Layer | None = None) -> tuple[ParamSpec, ...]:
-    """The arrays of a block; of every kind of block, if none is given. A name has one shape."""
+    """The arrays of a block; of every kind of block, if none is given.
+
+    Where the shape of one differs between kinds, that of the first is given then.
+    """
     if layer is not None:
-        return _specs_of(arch, layer)
-    every = {spec.name: spec for kind in set(arch.layers) for spec in _specs_of(arch, kind)}
-    first = [spec.name for spec in _specs_of(arch, arch.layers[0])]
+        return _specs_of(arch.of(layer), layer)
+    kinds = reversed(dict.fromkeys(arch.layers))
+    every = {spec.name: spec for kind in kinds for spec in block_specs(arch, kind)}
+    first = [spec.name for spec in block_specs(arch, arch.layers[0])]
     return tuple(every[name] for name in dict.fromkeys((*first, *sorted(every))))
 
 
 def _specs_of(arch: Arch, layer: Layer) -> tuple[ParamSpec, ...]:
     specs: list[ParamSpec] = []
     if layer.attends:
-        specs += _latent_specs(arch, arch.latent) if arch.latent else _attention_specs(arch)
+        specs += _latent_specs(arch, arch.latent) if arch.latent else _attention_specs(arch, layer)
     if layer.mixer == GATED_DELTA:
         assert arch.delta
         specs += _delta_specs(arch.delta, arch.width)
@@ -76,14 +80,22 @@ def _specs_of(arch: Arch, layer: Layer) -> tuple[ParamSpec, ...]:
     if layer.mixer == SHORT_CONVOLUTION:
         assert arch.convolution
         specs += _convolution_specs(arch.convolution, arch.width)
+    if arch.layer_embed:
+        inner, d = arch.layer_embed, arch.width
+        specs.append(ParamSpec("wlg", (inner, d), ("layer_embed", "width")))
+        specs.append(ParamSpec("wlo", (d, inner), ("width", "layer_embed")))
+    if arch.block_scale:
+        specs.append(ParamSpec("block_scale", (1,), ("one",)))
     specs += [spec for name in arch.norms_of(layer) for spec in _norm_specs(name, arch)]
     return (*specs, *_mlp_specs(arch, layer))
 
 
-def _attention_specs(arch: Arch) -> list[ParamSpec]:
+def _attention_specs(arch: Arch, layer: Layer) -> list[ParamSpec]:
     d, h = arch.width, arch.head_dim
     q, kv = arch.num_heads * h, arch.num_kv_heads * h
-    projected = [("q", q, "heads"), ("k", kv, "kv_heads"), ("v", kv, "kv_heads")]
+    projected = [("q", q, "heads")]
+    if not layer.borrows:
+        projected += [(n, kv, "kv_heads") for n in ("k" if layer.keys_as_values else "kv")]
     if arch.attn_gate:
         projected.append(("g", q, "heads"))
     specs = [
@@ -97,7 +109,8 @@ def _attention_specs(arch: Arch) -> list[ParamSpec]:
     if arch.sinks:
         specs.append(ParamSpec("sinks", (arch.num_heads,), ("heads",)))
     if arch.qk_norm == "head":
-        specs += [ParamSpec(name, (h,), ("head_dim",)) for name in ("q_norm", "k_norm")]
+        named = ("q_norm",) if layer.borrows else ("q_norm", "k_norm")
+        specs += [ParamSpec(name, (h,), ("head_dim",)) for name in named]
     elif arch.qk_norm == "heads":
         specs += [
             ParamSpec("q_norm", (arch.num_heads, h), ("heads", "head_dim")),
@@ -223,6 +236,10 @@ def _mlp_specs(arch: Arch, layer: Layer) -> list[ParamSpec]:
     specs.append(ParamSpec("w_router", (experts.count, arch.width), ("routes", "width")))
     if arch.mlp_bias:
         specs.append(ParamSpec("b_router", (experts.count,), ("routes",)))
+    if experts.apart:
+        specs.append(ParamSpec("router_scale", (arch.width,), ("width",)))
+    if experts.scaled:
+        specs.append(ParamSpec("expert_scale", (experts.count,), ("routes",)))
     if experts.corrected:
         specs.append(ParamSpec("correction", (experts.count,), ("routes",)))
     if experts.shared:
@@ -257,6 +274,13 @@ def outer_specs(arch: Arch) -> tuple[ParamSpec, ...]:
     if arch.learned_positions:
         rows = arch.max_positions + arch.position_offset
         specs.append(ParamSpec("positions", (rows, arch.width), ("seq", "width")))
+    if arch.layer_embed:
+        every = arch.num_layers * arch.layer_embed
+        specs += [
+            ParamSpec("layer_embeds", (arch.vocab_size, every), ("vocab", "layer_embed")),
+            ParamSpec("layer_embeds_from", (every, arch.width), ("layer_embed", "width")),
+            ParamSpec("layer_embeds_norm", (arch.layer_embed,), ("layer_embed",)),
+        ]
     return (*specs, *head_specs(arch))
 
 
@@ -272,9 +296,12 @@ def head_specs(arch: Arch) -> tuple[ParamSpec, ...]:
 
 def axis_sizes(arch: Arch) -> dict[str, int]:
     """Lengths of the logical axes that a mesh may cut, counting whole items such as heads."""
+    # Heads and MLPs of several sizes are cut alike, or none is.
+    kinds = [arch.of(layer) for layer in dict.fromkeys(arch.layers)]
     sizes: dict[str, int] = {}
     if any(layer.attends for layer in arch.layers):
-        sizes = {"heads": arch.num_heads, "kv_heads": arch.num_kv_heads}
+        kv_heads = math.gcd(*(kind.num_kv_heads for kind in kinds))
+        sizes = {"heads": arch.num_heads, "kv_heads": kv_heads}
     if arch.delta:
         sizes["delta_heads"] = arch.delta.key_heads
     if space := arch.state_space:
@@ -283,12 +310,12 @@ def axis_sizes(arch: Arch) -> dict[str, int]:
             sizes["ssm_groups"] = space.groups
     if arch.convolution:
         sizes["channels"] = arch.width
-    inner = [arch.mlp_width, arch.dense_width]
+    inner = [arch.dense_width, *(kind.mlp_width for kind in kinds)]
     if arch.experts:
         sizes["experts"] = arch.experts.count
         inner.append(arch.experts.shared)
     if any(inner):
-        sizes["mlp"] = math.gcd(*inner)  # MLPs of several widths are cut alike, or none is
+        sizes["mlp"] = math.gcd(*inner)
     return sizes | {"vocab": arch.vocab_size, "width": arch.width}
 
 

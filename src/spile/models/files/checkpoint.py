@@ -105,13 +105,13 @@ class Checkpoint:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The expected shapes of the tensors, by name."""
-        blocks = {spec.name: spec for spec in block_specs(self.arch)}
         shapes: dict[str, tuple[int, ...]] = {}
         for spec in outer_specs(self.arch):
             shapes |= dict.fromkeys(self.names(spec), spec.shape)
         for number, layer in enumerate(self.arch.layers):
-            for spec in block_specs(self.arch, layer):
-                shape = self.source(spec.name).shape(spec, blocks)
+            block = {spec.name: spec for spec in block_specs(self.arch, layer)}
+            for spec in block.values():
+                shape = self.source(spec.name).shape(spec, block)
                 shapes |= dict.fromkeys(self.names(spec, number), shape)
         return shapes
 
@@ -235,6 +235,11 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
     unused = [stem + name for name in family.unused_weights for stem in {prefix, ""}]
     if checkpoint.arch.tied_head:
         unused.append(family.head)
+    # Some files hold keys and values of blocks that borrow others'.
+    borrowing = [n for n, layer in enumerate(checkpoint.arch.layers) if layer.borrows]
+    for name in ("wk", "wv", "bk", "bv", "k_norm"):
+        source = family.weights[name].name if borrowing else ""
+        unused += [prefix + source.format(layer=number) for number in borrowing]
     extra = [
         name
         for name in sorted(set(found) - set(expected))

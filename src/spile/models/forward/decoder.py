@@ -1,9 +1,9 @@
 """The one decoder: embeds, runs the blocks in a scan, and returns the tapped values.
 
-Tapped values live in the scan's carry, one buffer per site and mixer, already in the stored dtype
-and without the rows that nobody asked for. A block that is not tapped at a site writes to the slot
-of the site's next tapped block of its mixer, which overwrites it later; only a site that ends above
-the deepest scanned block needs a slot to throw away.
+Tapped values live in the scan's carry, one buffer per site and kind of shapes, already in the
+stored dtype and without the rows that nobody asked for. A block that is not tapped at a site writes
+to the slot of the site's next tapped block of its kind, which overwrites it later; only a site that
+ends above the deepest scanned block needs a slot to throw away.
 
 On a mesh, a device holds some rows of the batch, and one run of all tokens of the tapped values.
 """
@@ -67,8 +67,11 @@ Heads = Float[Array, "rows seq heads dim"]
 Places = Int[Array, "rows seq"]
 Columns = Int[Array, "rows kept"]
 Values = dict[str, Array]  # by site
-Kept = tuple[str, str]  # a site and a mixer: blocks with the same mixer have values of one shape
+Kept = tuple[str, str]  # a site and `Layer.shapes`: such blocks have values of one shape
 Buffers = dict[Kept, Array]
+# Rotated keys, and values, which later blocks may read, too.
+Lent = tuple[Heads, Float[Array, "rows seq heads value_dim"]]
+Window = int | None  # blocks borrow from those with the same one
 
 _HEAD_VALUES = 1 << 28  # logits held at once, in float32: 1 GiB
 
@@ -85,7 +88,7 @@ class _Run:
     angles: tuple[tuple[Array, Array], ...]  # cos and sin, for each rotary setting
     attends: dict[int | None, Attend]  # by the chunks of layers; none: there is no block
     wanted: dict[str, list[int]]  # site -> layers to keep, ascending
-    heads: dict[Kept, list[int]]  # heads to keep in all layers of a mixer; if absent, all
+    heads: dict[Kept, list[int]]  # heads to keep in all layers of a kind; if absent, all
     shards: Shards | None  # None: one device has everything
     changes: Changes
     scores_all: bool  # attention weights are tapped, so they are computed for every pair
@@ -145,7 +148,7 @@ def forward(
     run = _run_of(
         (tokens, positions, segments, columns), arch, taps, attention, shards, splice or {}
     )
-    x, outer = _embed(params.outer, run)
+    x, by_layer, outer = _embed(params.outer, run)
     dtypes = {tap.site: jnp.dtype(tap.dtype(store_dtype)) for tap in taps}
     dtypes["resid_post"] = jnp.dtype(store_dtype)  # `resid_pre` is read there
     out = {
@@ -153,7 +156,7 @@ def forward(
         for tap in map(computed_as, taps)
         if tap.site in outer
     }
-    x, buffers = _run_blocks(params, x, run, schedule, dtypes)
+    x, buffers = _run_blocks(params, x, by_layer, run, schedule, dtypes)
     if run.wanted.keys() & set(AFTER_BLOCKS):
         outer = _after_blocks(params.outer, x, run)
         out |= {site: run.flat(outer[site]).astype(dtypes[site]) for site in outer}
@@ -180,14 +183,16 @@ def before_blocks(
     store_dtype: str,
     shards: Shards | None = None,
     splice: Changes | None = None,
-) -> tuple[Hidden, Values]:
-    """The stream that enters the first block.
+) -> tuple[Hidden, tuple[Array, ...], Values]:
+    """The stream that enters the first block; and each block's own embeddings, if there are any.
 
     `embedded`: the tokens' rows of the embedding, if they were looked up elsewhere.
     """
     run = _run_of(inputs, arch, taps, None, shards, splice or {})
-    x, values = _embed(outer, run, embedded)
-    return x, _as_stored({tap.name: values[tap.site] for tap in taps}, taps, run, store_dtype)
+    x, by_layer, values = _embed(outer, run, embedded)
+    own = () if by_layer is None else tuple(by_layer[:, :, n] for n in range(arch.num_layers))
+    named = {tap.name: values[tap.site] for tap in taps}
+    return x, own, _as_stored(named, taps, run, store_dtype)
 
 
 def one_block(
@@ -201,18 +206,26 @@ def one_block(
     attention: Attention,
     scores_all: bool,
     store_dtype: str,
+    own: Array | None = None,
+    lent: Lent | None = None,
     shards: Shards | None = None,
     splice: Changes | None = None,
-) -> tuple[Hidden, Values]:
-    """One block, and the values of its own taps. All taps, spliced ones too, are as of block 0.
+) -> tuple[Hidden, Lent | None, Values]:
+    """One block, what it lends to later ones, and the values of its own taps.
 
-    `scores_all`: attention weights of some block are tapped.
+    All taps, spliced ones too, are as of block 0.
+
+    Args:
+        scores_all: attention weights of some block are tapped.
+        own: the block's own embeddings of the tokens, if it has some.
+        lent: what it borrows, if it does.
     """
     run = _run_of(inputs, arch, taps, attention, shards, splice or {})
-    x, values = _block(
-        x, block, layer, replace(run, scores_all=scores_all), in_block(run.changes, 0)
-    )
-    return x, _as_stored({tap.name: values[tap.site] for tap in taps}, taps, run, store_dtype)
+    at = in_block(run.changes, 0)
+    x, lends, values = _block(x, block, layer, replace(run, scores_all=scores_all), at, own, lent)
+    named = {tap.name: values[tap.site] for tap in taps}
+    lends = lends if arch.lends and not layer.borrows else None
+    return x, lends, _as_stored(named, taps, run, store_dtype)
 
 
 def after_blocks(
@@ -260,7 +273,10 @@ def _run_of(
         whole = partial(attention_by_heads, attention, shards=shards) if shards else attention
         sizes = {layer.chunk for layer in arch.layers}
         attends = {size: whole(*chunked(segments, positions, size)) for size in sizes}
-    frequencies = [rope.frequencies(arch.rope_dim, arch.rope_positions) for rope in arch.ropes]
+    frequencies = [
+        rope.frequencies(dim, arch.rope_positions)
+        for rope, dim in zip(arch.ropes, arch.rope_dims, strict=True)
+    ]
     wanted = _layers_by_site(taps)
     return _Run(
         arch, tokens, positions, segments, columns,
@@ -269,8 +285,11 @@ def _run_of(
     )  # fmt: skip
 
 
-def _embed(outer: Arrays, run: _Run, embedded: Hidden | None = None) -> tuple[Hidden, Values]:
-    """The stream that enters the first block, and the values that can be tapped before it.
+def _embed(
+    outer: Arrays, run: _Run, embedded: Hidden | None = None
+) -> tuple[Hidden, Float[Array, "rows seq layers inner"] | None, Values]:
+    """The stream that enters the first block, the embeddings of all blocks' own, if they have some,
+    and the values that can be tapped before the blocks.
 
     `embedded`: the tokens' rows of the embedding, if they were looked up elsewhere.
     """
@@ -279,13 +298,27 @@ def _embed(outer: Arrays, run: _Run, embedded: Hidden | None = None) -> tuple[Hi
     found = run.by_rows(found)
     found = scaled(found, arch.embed_scale)
     x = found = in_block(run.changes)("embed", found)
+    by_layer = _layer_embeds(outer, found, run) if arch.layer_embed else None
     x = _normed(x, "embed_norm", block=outer, arch=arch)
     if "positions" in outer:
         x = x + outer["positions"][run.positions + arch.position_offset]
     if arch.wide_stream:
         x = x.astype(jnp.float32)
     x = in_block(run.changes, 0)("resid_pre", x)
-    return x, {"embed": found, "resid_pre": x}
+    return x, by_layer, {"embed": found, "resid_pre": x}
+
+
+def _layer_embeds(outer: Arrays, embedded: Hidden, run: _Run) -> Array:
+    """Each block's own embedding of the tokens: its row of a table, and a part of the usual one."""
+    arch = run.arch
+
+    def split(values: Array) -> Float[Array, "rows seq layers inner"]:
+        return values.reshape(*embedded.shape[:2], arch.num_layers, arch.layer_embed)
+
+    found = run.by_rows(scaled(outer["layer_embeds"][run.tokens], arch.layer_embed**0.5))
+    part = split(scaled(linear(embedded, outer["layer_embeds_from"]), arch.width**-0.5))
+    part = _normed(part, "layer_embeds_norm", block=outer, arch=arch)
+    return run.by_rows(scaled(part + split(found), 2.0**-0.5))
 
 
 def stage_of(tap: Tap, depth: int) -> int:
@@ -305,7 +338,7 @@ def of_any_block(tap: Tap) -> Tap:
 def needs_whole_block(taps: tuple[Tap, ...], depth: int) -> bool:
     """Whether the deepest block must run to its end."""
     deepest = {tap.site for tap in map(computed_as, taps) if tap.layer == depth - 1}
-    ends = {"mlp_out", "resid_post"}
+    ends = {"mlp_out", "layer_embed_out", "resid_post"}
     return bool(deepest & ends) or any(tap.site in AFTER_BLOCKS for tap in taps)
 
 
@@ -325,15 +358,15 @@ def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
 
 
 def _kept_as(tap: Tap, arch: Arch) -> Kept:
-    return tap.site, arch.layers[tap.layer or 0].mixer
+    return tap.site, arch.layers[tap.layer or 0].shapes
 
 
 def _layers_kept(run: _Run) -> dict[Kept, list[int]]:
-    """The layers to keep for each site that has some, by their mixer, ascending."""
+    """The layers to keep for each site that has some, by their shapes, ascending."""
     found: dict[Kept, list[int]] = {}
     for site, layers in run.wanted.items():
         for layer in layers:
-            found.setdefault((site, run.arch.layers[layer].mixer), []).append(layer)
+            found.setdefault((site, run.arch.layers[layer].shapes), []).append(layer)
     return found
 
 
@@ -347,15 +380,22 @@ def _heads_kept(taps: tuple[Tap, ...], arch: Arch) -> dict[Kept, list[int]]:
 
 
 def _run_blocks(
-    params: Params, x: Hidden, run: _Run, schedule: LayerSchedule, dtypes: dict[str, jnp.dtype]
+    params: Params,
+    x: Hidden,
+    by_layer: Array | None,
+    run: _Run,
+    schedule: LayerSchedule,
+    dtypes: dict[str, jnp.dtype],
 ) -> tuple[Hidden, Buffers]:
     sites = _layers_kept(run)
+    # Only blocks before the scan lend: see `Arch.lead`.
+    lent: dict[Window, Lent | None] = {}
     # slots[kept][layer]: where that block's value goes (see the module docstring)
     slots = {s: np.searchsorted(layers, np.arange(schedule.scanned)) for s, layers in sites.items()}
 
     def tapped(values: Values, layer: Layer) -> Buffers:
         """Of the sites that this block has."""
-        own = [kept for kept in sites if kept[1] == layer.mixer and kept[0] in values]
+        own = [kept for kept in sites if kept[1] == layer.shapes and kept[0] in values]
         chosen = {kept: run.of_heads(kept, run.kept(values[kept[0]])) for kept in own}
         return {kept: run.flat(a).astype(dtypes[kept[0]]) for kept, a in chosen.items()}
 
@@ -370,7 +410,10 @@ def _run_blocks(
     ) -> tuple[Hidden, Buffers]:
         for layer, block in enumerate(blocks, first):
             at, kind = in_block(run.changes, layer), run.arch.layers[layer]
-            stream, values = _block(stream, block, kind, run, at)
+            stream, lends, values = _block(
+                stream, block, kind, run, at, own_of(layer), lent.get(kind.window)
+            )
+            lent[kind.window] = lends or lent.get(kind.window)
             for kept, value in tapped(values, kind).items():
                 if layer in sites[kept]:
                     buffers[kept] = buffers[kept].at[sites[kept].index(layer)].set(value)
@@ -384,16 +427,27 @@ def _run_blocks(
         blocks, slot, number = layers
         for place, block in enumerate(blocks):
             at, kind = in_scan(run.changes, place, schedule, number), repeated[place]
-            stream, values = _block(stream, block, kind, run, at)
+            layer = None if number is None else schedule.lead + place + schedule.period * number
+            stream, _, values = _block(
+                stream, block, kind, run, at, own_of(layer), lent.get(kind.window)
+            )
             own = {kept: each[place] for kept, each in slot.items()}
             buffers = put(buffers, tapped(values, kind), own)
         return (stream, buffers), None
 
+    def own_of(layer: Array | int | None) -> Array | None:
+        if by_layer is None:
+            return None
+        return jax.lax.dynamic_index_in_dim(by_layer, layer, axis=2, keepdims=False)
+
     repeated = run.arch.layers[schedule.lead :]
     shapes: dict[Kept, jax.ShapeDtypeStruct] = {}
     for kind, block in _of_each_kind(params, run.arch, schedule):
-        made = partial(_block, x, block, kind, run, in_block({}))
-        shapes |= jax.eval_shape(lambda made=made, kind=kind: tapped(made()[1], kind))
+        made = partial(_block, x, block, kind, run, in_block({}), own_of(0))
+        like = partial(_lent_like, x, run.arch.of(kind))
+        shapes |= jax.eval_shape(
+            lambda made=made, kind=kind, like=like: tapped(made(like())[2], kind)
+        )
     most = {s: max(len(sites[s]), int(slots[s].max(initial=0)) + 1) for s in shapes}
     buffers = {s: jnp.zeros((most[s], *shape.shape), shape.dtype) for s, shape in shapes.items()}
     if run.shards:
@@ -402,7 +456,8 @@ def _run_blocks(
     if schedule.cycles:
         later = {s: v[schedule.lead :] for s, v in slots.items()}
         by_cycle = {s: jnp.asarray(v.reshape(-1, schedule.period)) for s, v in later.items()}
-        numbers = jnp.arange(schedule.cycles) if run.changes else None
+        counted = run.changes or by_layer is not None
+        numbers = jnp.arange(schedule.cycles) if counted else None
         (x, buffers), _ = jax.lax.scan(cycle, (x, buffers), (params.cycle, by_cycle, numbers))
     return apart(x, buffers, params.tail, schedule.scanned)
 
@@ -418,8 +473,32 @@ def _of_each_kind(
     yield from kinds.items()
 
 
-def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
-    """Run one block; return the stream that leaves it, and the values that can be tapped inside."""
+def _lent_like(x: Hidden, arch: Arch) -> Lent:
+    """Keys and values of the shape that a block of such a model borrows."""
+    heads = (*x.shape[:2], arch.num_kv_heads)
+    return jnp.zeros((*heads, arch.head_dim), x.dtype), jnp.zeros((*heads, arch.value_dim), x.dtype)
+
+
+def _block(
+    x: Hidden,
+    block: Block,
+    layer: Layer,
+    run: _Run,
+    at: At,
+    own: Array | None = None,
+    lent: Lent | None = None,
+) -> tuple[Hidden, Lent | None, Values]:
+    """Run one block.
+
+    Args:
+        own: its own embeddings of the tokens, if it has some.
+        lent: the keys and values that it borrows, if it does.
+
+    Returns:
+        The stream that leaves it, the keys and values that later blocks can borrow, and the values
+        that can be tapped inside.
+    """
+    run = replace(run, arch=run.arch.of(layer))
     arch, block = run.arch, run.used(block)
     normed = partial(_normed, block=block, arch=arch)
 
@@ -435,27 +514,37 @@ def _block(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hi
     normed_after = "mlp_post_norm" in arch.norms_of(layer)
     materialized = jax.lax.optimization_barrier if normed_after else lambda stream: stream
     values: Values = {}
+    lends: Lent | None = None
     post = reads = x
     if mixers := _MIXERS[layer.mixer]:
         reads = entering(x, "attn_norm")
         for name, mix in mixers.items():
             given = at(f"{name}_in", reads)
-            result, inside = mix(given, block, layer, run, at)
+            result, kept, inside = mix(given, block, layer, run, at, lent)
+            lends = kept or lends
             out = added(f"{name}_out", result)
             post = post + out.astype(x.dtype)
             values |= {**inside, f"{name}_in": given, f"{name}_out": out}
         if layer.mlp:
             values["resid_mid"] = post = materialized(at("resid_mid", post))
     if layer.mlp:
+        stream = x if arch.parallel else post
         if not arch.shared_norm:
-            reads = entering(x if arch.parallel else post, "mlp_norm")
+            reads = entering(stream, "mlp_norm")
         mlp_in = at("mlp_in", reads)
-        mlp, inside = _mlp(mlp_in, block, run, at)
+        mlp, inside = _mlp(mlp_in, stream, block, run, at)
         mlp_out = added("mlp_out", mlp)
         post = post + mlp_out.astype(x.dtype)
         values |= {**inside, "mlp_in": mlp_in, "mlp_out": mlp_out}
+    if own is not None:
+        values["layer_embed"] = own = at("layer_embed", own)
+        gated = activate(own, linear(post, block["wlg"]), arch.activation, None)
+        values["layer_embed_out"] = more = added("layer_embed_out", linear(gated, block["wlo"]))
+        post = post + more.astype(x.dtype)
+    if arch.block_scale:
+        post = post * block["block_scale"].reshape(1, 1, 1)
     values["resid_post"] = post = materialized(run.by_rows(at("resid_post", post)))
-    return post, values
+    return post, lends, values
 
 
 def _normed(
@@ -474,28 +563,21 @@ def _normed(
     return norm(x, weight, bias, arch.norm, arch.norm_eps, rotated=rotated)
 
 
-def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
+def _attend(
+    x: Hidden, block: Block, layer: Layer, run: _Run, at: At, lent: Lent | None
+) -> tuple[Hidden, Lent, Values]:
     arch = run.arch
     x = scaled(x, arch.attn_in_scale)
     values = (latent_heads if arch.latent else _heads)(x, block, arch, at)
-    q, k, v = (values[site] for site in "qkv")
-    k = scaled(k, arch.key_scale)
-    if arch.qkv_limit is not None:
-        q, k, v = (jnp.clip(each, -arch.qkv_limit, arch.qkv_limit) for each in (q, k, v))
-    rotated = bool(run.angles) and layer.rope is not None
-    normed = partial(_head_norm, block=block, arch=arch, rotated=rotated)
-    if not arch.qk_norm_last:
-        q, k = normed(q, name="q_norm"), normed(k, name="k_norm")
-    if rotated:
-        angles = run.angles[layer.rope or 0]
-        turn = partial(rotate, interleaved=arch.rope_interleaved)
-        if arch.latent:
-            turn = partial(
-                rotate_last, interleaved=arch.rope_interleaved, regrouped=arch.latent.regrouped
-            )
-        q, k = (turn(each, *angles) for each in (q, k))
-    if arch.qk_norm_last:
-        q, k = normed(q, name="q_norm"), normed(k, name="k_norm")
+    q = _met(values["q"], "q_norm", block, layer, run)
+    if layer.borrows:
+        assert lent is not None
+        k, v = lent
+    else:
+        k = _met(scaled(values["k"], arch.key_scale), "k_norm", block, layer, run)
+        v = _limited(values["v"], arch)
+        v = norm(v, None, None, arch.norm, arch.norm_eps) if arch.v_norm else v
+    rotated = _rotates(layer, run)
     if arch.attn_growth and not rotated:
         q = _grown(q, run.positions, *arch.attn_growth)
     values |= {"q_rot": q, "k_rot": k}
@@ -516,25 +598,62 @@ def _attend(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[H
         z = z * gate
     values["z"] = z = at("z", z)
     out = linear(z.reshape(*x.shape[:2], -1), block["wo"], block.get("bo"))
-    return scaled(out, arch.attn_out_scale), values
+    return scaled(out, arch.attn_out_scale), (k, v), values
 
 
-def _gated_delta(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
+def _rotates(layer: Layer, run: _Run) -> bool:
+    return bool(run.angles) and layer.rope is not None
+
+
+def _limited(x: Heads, arch: Arch) -> Heads:
+    return x if arch.qkv_limit is None else jnp.clip(x, -arch.qkv_limit, arch.qkv_limit)
+
+
+def _met(x: Heads, name: str, block: Block, layer: Layer, run: _Run) -> Heads:
+    """Queries or keys as they meet: normalised and rotated, where the model does so."""
+    arch, rotated = run.arch, _rotates(layer, run)
+    normed = partial(_head_norm, block=block, name=name, arch=arch, rotated=rotated)
+    x = _limited(x, arch)
+    if not arch.qk_norm_last:
+        x = normed(x)
+    if rotated:
+        turn = partial(rotate, interleaved=arch.rope_interleaved)
+        if arch.latent:
+            turn = partial(
+                rotate_last, interleaved=arch.rope_interleaved, regrouped=arch.latent.regrouped
+            )
+        x = turn(x, *run.angles[layer.rope or 0])
+    return normed(x) if arch.qk_norm_last else x
+
+
+def _gated_delta(
+    x: Hidden, block: Block, layer: Layer, run: _Run, at: At, lent: Lent | None
+) -> tuple[Hidden, None, Values]:
     norms = "delta_state_norm" in run.wanted
-    return gated_delta(x, block, run.segments, run.arch, at, shards=run.shards, state_norms=norms)
+    out, values = gated_delta(
+        x, block, run.segments, run.arch, at, shards=run.shards, state_norms=norms
+    )
+    return out, None, values
 
 
-def _state_space(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
-    return state_space(x, block, run.segments, run.arch, at, shards=run.shards)
+def _state_space(
+    x: Hidden, block: Block, layer: Layer, run: _Run, at: At, lent: Lent | None
+) -> tuple[Hidden, None, Values]:
+    out, values = state_space(x, block, run.segments, run.arch, at, shards=run.shards)
+    return out, None, values
 
 
-def _convolve(x: Hidden, block: Block, layer: Layer, run: _Run, at: At) -> tuple[Hidden, Values]:
-    return short_convolution(x, block, run.segments, at)
+def _convolve(
+    x: Hidden, block: Block, layer: Layer, run: _Run, at: At, lent: Lent | None
+) -> tuple[Hidden, None, Values]:
+    out, values = short_convolution(x, block, run.segments, at)
+    return out, None, values
 
 
 # What tokens read from each other: the mixers of a block, by the sites before and after each. All
-# of a block's read the same, and their outputs are added.
-_MIXERS: dict[str, dict[str, Callable[..., tuple[Hidden, Values]]]] = {
+# of a block's read the same, and their outputs are added. Attention reads the keys and values of an
+# earlier block, if it borrows, and returns those that later ones can borrow.
+_MIXERS: dict[str, dict[str, Callable[..., tuple[Hidden, Lent | None, Values]]]] = {
     ATTENTION: {"attn": _attend},
     GATED_DELTA: {"attn": _gated_delta},
     SHORT_CONVOLUTION: {"attn": _convolve},
@@ -552,14 +671,16 @@ def _grown(q: Heads, positions: Places, share: float, step: int) -> Heads:
 
 
 def _heads(x: Hidden, block: Block, arch: Arch, at: At) -> Values:
-    """Queries, keys and values, as projected from the stream."""
+    """Queries, keys and values, as projected from the stream; of a block that borrows, queries."""
 
-    def heads(name: str, count: int) -> Heads:
+    def heads(name: str) -> Heads:
         projected = linear(x, block[f"w{name}"], block.get(f"b{name}"))
-        return at(name, projected.reshape(*x.shape[:2], count, arch.head_dim))
+        return projected.reshape(*x.shape[:2], -1, arch.head_dim)
 
-    counts = {"q": arch.num_heads, "k": arch.num_kv_heads, "v": arch.num_kv_heads}
-    return {name: heads(name, count) for name, count in counts.items()}
+    found = {name: heads(name) for name in "qkv" if f"w{name}" in block}
+    if "k" in found:
+        found.setdefault("v", found["k"])
+    return {name: at(name, values) for name, values in found.items()}
 
 
 def _head_norm(x: Heads, *, block: Block, name: str, arch: Arch, rotated: bool) -> Heads:
@@ -585,21 +706,32 @@ def _from_context_start(
     return jnp.where(visible, moved, 0.0).swapaxes(1, 2)
 
 
-def _mlp(x: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
-    arch = run.arch
+def _mlp(x: Hidden, stream: Hidden, block: Block, run: _Run, at: At) -> tuple[Hidden, Values]:
+    """The MLP, or experts in its place. `stream`: what `x` is the norm of."""
+    arch, experts = run.arch, run.arch.experts
     if "w_router" not in block:
         out, hidden = _dense_mlp(x, block, DENSE if "wd_up" in block else MLP, arch, at)
         return out, {"mlp_hidden": hidden}
-    assert arch.experts
-    logits, weights, ids = moe.route(x, block, arch.experts)
+    assert experts
+    normed = partial(_normed, block=block, arch=arch)
+    asked = given = x
+    if experts.apart:
+        asked = norm(stream, None, None, arch.norm, arch.norm_eps)
+        asked = scaled(asked * block["router_scale"].reshape(1, 1, -1), arch.width**-0.5)
+        given = normed(stream, "experts_norm")
+    logits, weights, ids = moe.route(asked, block, experts)
     values = {"router_logits": logits, "expert_weights": weights, "expert_ids": ids}
     if run.shards:
-        out = moe.mixed_experts(x, weights, ids, block, arch, run.shards)
+        out = moe.mixed_experts(given, weights, ids, block, arch, run.shards)
     else:
-        out = moe.mix(x, weights, ids, block, arch)
-    if arch.experts.shared:
-        shared, _ = _dense_mlp(x, block, SHARED, arch, in_block({}))
-        if arch.experts.shared_gate:
+        out = moe.mix(given, weights, ids, block, arch)
+    out = normed(out, "experts_post_norm")
+    if experts.shared:
+        within = at if experts.apart else in_block({})
+        shared, hidden = _dense_mlp(x, block, SHARED, arch, within)
+        values |= {"mlp_hidden": hidden} if experts.apart else {}
+        shared = normed(shared, "shared_post_norm")
+        if experts.shared_gate:
             shared = shared * jax.nn.sigmoid(linear(x, block["ws_router"]))
         values["shared_expert_out"] = shared = at("shared_expert_out", shared)
         out = out + shared

@@ -41,15 +41,19 @@ def route(
     wide = logits.astype(jnp.float32)
     if experts.scored == "softmax" and experts.normalised and not experts.corrected:
         top, ids = jax.lax.top_k(wide, experts.chosen)
-        return logits, (experts.scale * jax.nn.softmax(top)).astype(x.dtype), ids
-    scores = jax.nn.softmax(wide) if experts.scored == "softmax" else jax.nn.sigmoid(wide)
-    if experts.corrected or experts.groups > 1:
-        weights, ids = _corrected(scores, block.get("correction"), experts)
+        weights = jax.nn.softmax(top)
     else:
-        weights, ids = jax.lax.top_k(scores, experts.chosen)
-    if experts.normalised:
-        # (Sigmoids of very low logits may all be zero.)
-        weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-20)
+        scores = jax.nn.softmax(wide) if experts.scored == "softmax" else jax.nn.sigmoid(wide)
+        if experts.corrected or experts.groups > 1:
+            weights, ids = _corrected(scores, block.get("correction"), experts)
+        else:
+            weights, ids = jax.lax.top_k(scores, experts.chosen)
+        if experts.normalised:
+            # (Sigmoids of very low logits may all be zero.)
+            weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-20)
+    if experts.scaled:
+        scale = block["expert_scale"].astype(jnp.float32)
+        weights, ids = _largest_first(weights * scale[ids], ids)
     return logits, (experts.scale * weights).astype(x.dtype), ids
 
 
@@ -70,7 +74,13 @@ def _corrected(
         open_ = jax.nn.one_hot(allowed, experts.groups, dtype=bool).any(axis=-2)
         better = jnp.where(open_[..., None], grouped, -jnp.inf).reshape(better.shape)
     _, ids = jax.lax.top_k(better, experts.chosen)
-    weights, order = jax.lax.top_k(jnp.take_along_axis(scores, ids, axis=-1), experts.chosen)
+    return _largest_first(jnp.take_along_axis(scores, ids, axis=-1), ids)
+
+
+def _largest_first(
+    weights: Float[Array, "*tokens chosen"], ids: Int[Array, "*tokens chosen"]
+) -> tuple[Float[Array, "*tokens chosen"], Int[Array, "*tokens chosen"]]:
+    weights, order = jax.lax.top_k(weights, weights.shape[-1])
     return weights, jnp.take_along_axis(ids, order, axis=-1)
 
 

@@ -24,7 +24,8 @@ At = Callable[[str, Array], Array]  # a site and its values -> the values to con
 SPLICED = (
     "embed", "resid_pre", "attn_in", "q", "kv_latent", "k", "v", "conv_in", "conv_out", "conv_gate",
     "attn_gate", "z", "attn_out", "ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out", "resid_mid",
-    "mlp_in", "mlp_hidden", "shared_expert_out", "mlp_out", "resid_post",
+    "mlp_in", "mlp_hidden", "shared_expert_out", "mlp_out", "layer_embed", "layer_embed_out",
+    "resid_post",
 )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def load_blocks(
         return None if layer in hosted else loader.host_block(layer)
 
     def put(layer: int, found: Any) -> Block:
-        return jax.device_put(*hosted[layer]) if layer in hosted else loader.put_block(found)
+        return jax.device_put(*hosted[layer]) if layer in hosted else loader.put_block(layer, found)
 
     from_files = len(hosted) < len(streamed)
     copied = device.platform != "cpu"

@@ -240,6 +240,10 @@ class ArrayLoader:
         arch = self._checkpoint.arch
         return block_specs(arch, arch.layers[layer])
 
+    def _by_name(self, layer: int | None) -> dict[str, ParamSpec]:
+        """The arrays of a block; none of those outside the blocks is fused with another."""
+        return {} if layer is None else {spec.name: spec for spec in self._specs(layer)}
+
     def params(self, *, head: bool) -> Params:
         """All arrays of the scheduled blocks; those after the blocks only if `head`."""
         schedule = self._schedule
@@ -286,7 +290,7 @@ class ArrayLoader:
         """
 
         def copied(layer: int) -> Block:
-            return jax.block_until_ready(self.put_block(self.host_block(layer)))
+            return jax.block_until_ready(self.put_block(layer, self.host_block(layer)))
 
         wanted = iter(layers)
         with ThreadPoolExecutor(_BLOCKS) as pool:
@@ -342,14 +346,15 @@ class ArrayLoader:
         with ThreadPoolExecutor(_THREADS) as pool:
             return dict(zip(reads, pool.map(lambda read: read(), reads.values()), strict=True))
 
-    def put_block(self, found: HostBlock) -> Block:
+    def put_block(self, layer: int, found: HostBlock) -> Block:
         """Copy a block to the device; packed tensors stay so until `unpacked`."""
+        specs = self._by_name(layer)
 
         def put(name: str) -> Any:
             parts = found[name]
             if isinstance(parts, np.ndarray):
                 return jax.device_put(parts)
-            spec = self.blocks[name]
+            spec = specs[name]
             return self._narrowed(spec, self._put(parts, spec.shape, name, stacked=False))
 
         # The runtime copies each array in the thread that puts it, and one does not fill the link.
@@ -379,8 +384,11 @@ class ArrayLoader:
     def _decode(self) -> Callable[[Arrays], Arrays]:
         """Decodes the stored tensors of a block, which have the names of its kind's first one's."""
 
+        kinds = dict.fromkeys(self._checkpoint.arch.layers)
+        every = dict.fromkeys(s for k in kinds for s in block_specs(self._checkpoint.arch, k))
+
         def decode(stored: Arrays) -> Arrays:
-            packed = filter(self._packs, self.blocks.values())
+            packed = filter(self._packs, every)
             first = {s: self._stored(s, self._checkpoint.layer_with(s))[0][0] for s in packed}
             return {s.name: self._decoded(s, stored) for s, name in first.items() if name in stored}
 
@@ -393,7 +401,7 @@ class ArrayLoader:
         names = zip(checkpoint.names(spec, layer), self._stored(spec, layer), strict=True)
         for name, parts in names:
             tensor: Any = checkpoint.packed[name].decode(jnp, *[stored[part] for part in parts])
-            taken = source.take(tensor, spec, self.blocks)
+            taken = source.take(tensor, spec, self._by_name(layer))
             arrays.append(jnp.asarray(taken).astype(self.dtype))
         array = jnp.stack(arrays) if source.one_by_one else arrays[0]
         return Float8Weight.of(array) if self._float8 and in_float8(spec) else array
@@ -451,12 +459,12 @@ class ArrayLoader:
     def _fill(self, parts: list[ShardBuffer], spec: ParamSpec, layer: int | None) -> None:
         """Fill parts of one of our arrays; each tensor is read once for all of them."""
         checkpoint = self._checkpoint
-        source = checkpoint.source(spec.name)
+        source, specs = checkpoint.source(spec.name), self._by_name(layer)
         for number, name in enumerate(checkpoint.names(spec, layer)):
             wanted = _of_expert(parts, number, spec.shape[0]) if source.one_by_one else parts
 
             def take(tensor: np.ndarray, wanted: list[ShardBuffer] = wanted) -> list[np.ndarray]:
-                taken = source.take(tensor, spec, self.blocks)
+                taken = source.take(tensor, spec, specs)
                 return [taken[part.index] for part in wanted]
 
             if self._plain(name, source, wanted):
