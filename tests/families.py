@@ -625,6 +625,20 @@ def gemma3_multimodal(**changes: Any) -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def mistral3_multimodal(*, text: str = "mistral", **changes: Any) -> Any:
+    """Mistral Small 3.1 and Ministral 3 as published: such a decoder, beside a vision tower."""
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28,
+        "num_attention_heads": 2, "head_dim": 8, "patch_size": 14,
+    }  # fmt: skip
+    scaled = {"rope_parameters": MSCALED} if text == "ministral3" else {}
+    own = {**SMALL, "head_dim": 16, "model_type": text, "sliding_window": WINDOW, **scaled}
+    config = transformers.Mistral3Config(
+        text_config=deepcopy({**own, **changes}), vision_config=vision, tie_word_embeddings=False
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
 def gemma4_multimodal(*, experts: bool = False, **changes: Any) -> Any:
     """Gemma 4 as published: the same decoder, beside towers for images and sound."""
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -90,6 +90,8 @@ def test_every_family_has_a_published_config_and_a_variant_that_is_computed() ->
     assert names - computed == {
         "gemma3-multimodal",
         "gemma4-multimodal",
+        "mistral3",
+        "mistral3-ministral3",
         "gemma4-experts-multimodal",
         "llama4-multimodal",
         "qwen3_5-multimodal",

@@ -145,6 +145,8 @@ PARAMS = {
     "Falcon-H1-0.5B-Base": 521_411_104,
     "LFM2-1.2B": 1_170_340_608,
     "Ministral-3-8B-Base-2512-text": 8_489_553_920,
+    "Ministral-3-8B-Base-2512": 8_489_553_920,
+    "Mistral-Small-3.1-24B-Base-2503": 23_572_403_200,
 }
 LEARNED = ("correction_bias", "layer_scalar")  # buffers
 # One of each row of `FAMILIES`, the hardest there is.
@@ -153,6 +155,8 @@ OF_FAMILY = {
     "llama4": "Llama-4-Maverick-17B-128E-text",
     "llama4-multimodal": "Llama-4-Scout-17B-16E-Instruct",
     "mistral": "Mistral-7B-v0.1",
+    "mistral3": "Mistral-Small-3.1-24B-Base-2503",
+    "mistral3-ministral3": "Ministral-3-8B-Base-2512",
     "qwen2": "Qwen2.5-7B-Instruct-yarn",
     "qwen3": "Qwen3-8B",
     "gemma": "gemma-2b",

@@ -24,6 +24,7 @@ from families import (
     gemma3_multimodal,
     gemma4_multimodal,
     llama4_multimodal,
+    mistral3_multimodal,
     qwen35_multimodal,
     randomised,
     save,
@@ -52,6 +53,8 @@ SUPPORTED: dict[str, Callable[..., Any]] = {
     "gemma4-multimodal": gemma4_multimodal,
     "gemma4-experts-multimodal": partial(gemma4_multimodal, experts=True),
     "llama4-multimodal": llama4_multimodal,
+    "mistral3": mistral3_multimodal,
+    "mistral3-ministral3": partial(mistral3_multimodal, text="ministral3"),
     "qwen35-multimodal": qwen35_multimodal,
     "qwen35moe-multimodal": partial(qwen35_multimodal, experts=True),
     "gemma3-three-blocks": partial(  # what does not fill a period stands behind the scan
@@ -325,7 +328,8 @@ def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
         **dict.fromkeys(own, {1}), "GPTBigCodeForCausalLM": {4},
         **dict.fromkeys(
             ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration",
-             "Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+             "Llama4ForConditionalGeneration", "Mistral3ForConditionalGeneration",
+             "Qwen3_5ForConditionalGeneration",
              "Qwen3_5MoeForConditionalGeneration"), {2},
         ),
     }  # fmt: skip

@@ -86,6 +86,35 @@ class Family:
 # Saved by old versions of transformers; the frequencies are computed here.
 _OLD_ROTARY = ("layers.*.self_attn.rotary_emb.inv_freq",)
 _SWITCHED = {"use_sliding_window": False}
+_MISTRAL: dict[str, Any] = {
+    "reads": ("sliding_window",),
+    "defaults": {"sliding_window": 4096, "max_position_embeddings": 131_072},
+    "windows": "always",
+}
+_MINISTRAL3: dict[str, Any] = {
+    "reads": ("sliding_window",),
+    "defaults": {
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "max_position_embeddings": 262_144,
+    },
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "windows": "always",
+}  # fmt: skip
+_MISTRAL3_TOWER: dict[str, Any] = {
+    "architectures": ("Mistral3ForConditionalGeneration",),
+    "nested": "text_config",
+    "beside": (
+        "vision_config", "image_token_index", "image_token_id", "projector_hidden_act",
+        "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
+    ),
+    "prefixes": ("language_model.model.", "model.language_model."),
+    "head": "language_model.lm_head.weight",
+    "unused_weights": ("vision_tower.*", "multi_modal_projector.*"),
+}  # fmt: skip
 _GEMMA = {"norm": "rms_plus_one"}
 _GEMMA_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256}
 _GEMMA_NORMS = {
@@ -634,10 +663,16 @@ FAMILIES = (
     Family(
         name="mistral",
         architectures=("MistralForCausalLM",),
-        reads=("sliding_window",),
-        defaults={"sliding_window": 4096, "max_position_embeddings": 131_072},
-        windows="always",
         unused_weights=_OLD_ROTARY,
+        **_MISTRAL,
+    ),
+    Family(
+        name="mistral3", when={"model_type": ("mistral",)}, **{**_MISTRAL, **_MISTRAL3_TOWER}
+    ),
+    Family(
+        name="mistral3-ministral3",
+        when={"model_type": ("ministral3",)},
+        **{**_MINISTRAL3, **_MISTRAL3_TOWER},
     ),
     Family(
         name="qwen2",
@@ -1289,17 +1324,7 @@ FAMILIES = (
     Family(
         name="ministral3",
         architectures=("Ministral3ForCausalLM",),
-        reads=("sliding_window",),
-        defaults={
-            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
-            "max_position_embeddings": 262_144,
-        },
-        rope_scaling={
-            "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384,
-            "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-        windows="always",
+        **_MINISTRAL3,
     ),
     Family(
         name="ernie4_5",
