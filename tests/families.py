@@ -278,6 +278,7 @@ _gpt2 = _family("GPT2Config", "GPT2LMHeadModel", GPT2)
 _neox = _family("GPTNeoXConfig", "GPTNeoXForCausalLM", NEOX)
 _phi3 = _family("Phi3Config", "Phi3ForCausalLM", SMALL)
 _olmo2 = _family("Olmo2Config", "Olmo2ForCausalLM", SMALL)
+_phimoe = _family("PhimoeConfig", "PhimoeForCausalLM", {**MIXTRAL, "router_jitter_noise": 0.3})
 _mixtral = _family("MixtralConfig", "MixtralForCausalLM", MIXTRAL)
 _qwen3moe = _family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3MOE)
 _gptoss = _family("GptOssConfig", "GptOssForCausalLM", GPTOSS)
@@ -418,6 +419,11 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "arcee-mha-bias": _arcee(MHA, attention_bias=True, mlp_bias=True),
     "arcee-mqa": _arcee(MQA),
     "mixtral-gqa": _mixtral(),
+    "phimoe-gqa": _phimoe(
+        rope_parameters={**longrope(6), "short_mscale": 1.2, "long_mscale": 1.3}, **UNTIED
+    ),
+    "phimoe-mha-bias": _phimoe(MHA, attention_bias=True, lm_head_bias=True),
+    "phimoe-mqa-window": _phimoe(MQA, sliding_window=WINDOW),
     "mixtral-mha": _mixtral(MHA),
     "mixtral-mqa-window": _mixtral(MQA, sliding_window=WINDOW),
     "qwen3moe-gqa": _qwen3moe(),

@@ -43,7 +43,7 @@ EXPERT_SITES = {"router_logits", "expert_weights", "expert_ids"}
 UNROTATED = ("gpt2", "opt", "bloom", "gpt_neo", "gpt_bigcode", "mpt", "olmo_hybrid")
 IN_PARALLEL = ("gpt_neox", "cohere", "cohere2", "phi", "gptj", "stablelm", "falcon",
                "falcon-grouped", "falcon-grouped-one-norm")  # fmt: skip
-ROUTED_ALL = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "minimax_m2")
+ROUTED_ALL = ("mixtral", "phimoe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "minimax_m2")
 SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-multimodal", "llama4-multimodal")
 # Two layers by the gated delta rule, then one that attends, in most of them with a gate.
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5_moe", "qwen3_5_moe-multimodal",

@@ -145,6 +145,7 @@ PARAMS = {
     "Falcon-H1-0.5B-Base": 521_411_104,
     "LFM2-1.2B": 1_170_340_608,
     "Ministral-3-8B-Base-2512-text": 8_489_553_920,
+    "Phi-3.5-MoE-instruct": 41_873_153_344,
     "Ministral-3-8B-Base-2512": 8_489_553_920,
     "Mistral-Small-3.1-24B-Base-2503": 23_572_403_200,
 }
@@ -189,6 +190,7 @@ OF_FAMILY = {
     "seed_oss": "Seed-OSS-36B-Base",
     "arcee": "AFM-4.5B",
     "mixtral": "Mixtral-8x7B-v0.1",
+    "phimoe": "Phi-3.5-MoE-instruct",
     "qwen3_moe": "Qwen3-30B-A3B",
     "gpt_oss": "gpt-oss-20b",
     "starcoder2": "starcoder2-3b",
@@ -460,7 +462,11 @@ def _experts_of_theirs(mlp: Any) -> Experts:
     return Experts(
         router.config.num_experts if apart else router.num_experts,
         router.config.top_k_experts if apart else router.top_k,
-        getattr(router, "norm_topk_prob", method is None and name != "Llama4Router"),
+        getattr(
+            router,
+            "norm_topk_prob",
+            method is None and name not in ("Llama4Router", "PhimoeTopKRouter"),
+        ),
         scored="sigmoid" if name.startswith(SIGMOIDS) else "softmax",
         weighs_input=name.startswith("Llama4"),
         corrected=corrected,
@@ -473,6 +479,7 @@ def _experts_of_theirs(mlp: Any) -> Experts:
         shared_gate=hasattr(mlp, "shared_expert_gate"),
         apart=apart,
         scaled=hasattr(router, "per_expert_scale"),
+        margin=router.router_jitter_noise if name.startswith("Phimoe") else None,
     )
 
 
@@ -501,7 +508,9 @@ def _rotary_of_theirs(rotary: Any, config: Any, attention: Any) -> list[Rotary |
     stems = [f"{kind}_" for kind in config.layer_types] if hasattr(module, "layer_types") else [""]
     by_stem = {
         stem: Rotary(
-            getattr(module, f"{stem}inv_freq").numpy(), getattr(module, f"{stem}attention_scaling")
+            getattr(module, f"{stem}inv_freq").numpy(),
+            # Phi-3.5-MoE looks this one up as it rotates.
+            config.rope_parameters.get("short_mscale", getattr(module, f"{stem}attention_scaling")),
         )
         for stem in set(stems)
     }

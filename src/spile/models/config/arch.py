@@ -147,6 +147,8 @@ class Experts:
     # expert reads; both results are normalised before they are added.
     apart: bool = False
     scaled: bool = False  # each expert's weight has a learned factor
+    # An expert is weighed against those that are left and have nearly its score: within this share.
+    margin: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

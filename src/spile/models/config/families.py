@@ -1626,6 +1626,36 @@ FAMILIES = (
         },
     ),
     Family(
+        name="phimoe",
+        architectures=("PhimoeForCausalLM", "PhiMoEForCausalLM"),
+        fixed={"norm": "layer"},
+        biases={
+            "qkv_bias": "attention_bias", "out_bias": "attention_bias", "head_bias": "lm_head_bias"
+        },
+        keys={"num_experts": "num_local_experts", "margin": "router_jitter_noise"},
+        reads=(
+            "sliding_window", "num_experts", "margin", "original_max_position_embeddings", *_ROUTED
+        ),
+        defaults={
+            "num_key_value_heads": 8, "num_experts": 16, "num_experts_per_tok": 2,
+            "norm_topk_prob": False, "margin": 0.01, "intermediate_size": 6400,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131_072,
+        },
+        ignored=(
+            "output_router_logits", "router_aux_loss_coef", "input_jitter_noise", "auto_map",
+            "hidden_dropout",
+        ),
+        windows="always",
+        weights={
+            **LLAMA_WEIGHTS,
+            **named(
+                LAYER + "block_sparse_moe.", w_router="gate.weight",
+                w_gate="experts.{expert}.w1.weight", w_up="experts.{expert}.w3.weight",
+                w_down="experts.{expert}.w2.weight",
+            ),
+        },
+    ),
+    Family(
         name="qwen3_moe",
         architectures=("Qwen3MoeForCausalLM",),
         fixed={"qk_norm": "head"},

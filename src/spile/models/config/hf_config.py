@@ -457,8 +457,14 @@ def _experts(config: _Config) -> Experts:
         chosen_groups=config.number("topk_group") if grouped else 1,
         scale=config.amount("routed_scaling_factor") or 1.0,
         shared=shared,
+        margin=config.amount("margin"),
         **config.family.experts,
     )
+    if experts.margin is not None and experts.chosen != 2:
+        raise InputError(
+            f"{config.where}: num_experts_per_tok must be 2 for {config.family.name}, got "
+            f"{experts.chosen}"
+        )
     if experts.chosen > experts.count:
         raise InputError(
             f"{config.where}: num_experts_per_tok {experts.chosen} of {experts.count} experts"

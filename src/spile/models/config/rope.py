@@ -38,7 +38,12 @@ KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "proportional": (frozenset(), frozenset({"factor"})),
     "longrope": (
         frozenset({"short_factor", "long_factor"}),
-        frozenset({"factor", "attention_factor", "original_max_position_embeddings"}),
+        frozenset(
+            {
+                "factor", "attention_factor", "original_max_position_embeddings", "short_mscale",
+                "long_mscale",
+            }
+        ),
     ),
 }  # fmt: skip
 _RENAMED = {"su": "longrope"}  # as the first Phi-3 configs spell it
@@ -218,4 +223,5 @@ def _longrope(
     short = np.asarray(scaling["short_factor"])
     factor = scaling.get("factor", stretch)
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return plain / short, scaling.get("attention_factor", default)
+    given = scaling.get("attention_factor", default)
+    return plain / short, scaling.get("short_mscale", given)

@@ -39,7 +39,9 @@ def route(
         given, router = x.astype(jnp.float32), router.astype(jnp.float32)
     logits = linear(given, router, block.get("b_router"))
     wide = logits.astype(jnp.float32)
-    if experts.scored == "softmax" and experts.normalised and not experts.corrected:
+    if experts.margin is not None:
+        weights, ids = _largest_first(*_by_margin(wide, experts.margin, experts.chosen))
+    elif experts.scored == "softmax" and experts.normalised and not experts.corrected:
         top, ids = jax.lax.top_k(wide, experts.chosen)
         weights = jax.nn.softmax(top)
     else:
@@ -75,6 +77,25 @@ def _corrected(
         better = jnp.where(open_[..., None], grouped, -jnp.inf).reshape(better.shape)
     _, ids = jax.lax.top_k(better, experts.chosen)
     return _largest_first(jnp.take_along_axis(scores, ids, axis=-1), ids)
+
+
+def _by_margin(
+    scores: Float[Array, "*tokens experts"], margin: float, chosen: int
+) -> tuple[Float[Array, "*tokens chosen"], Int[Array, "*tokens chosen"]]:
+    """Choose the best expert, again and again (arXiv:2409.12136).
+
+    The weight is that of a softmax over those that are left and whose scores are near the best.
+    """
+    left, weights, ids = scores, list[Array](), list[Array]()
+    for _ in range(chosen):
+        best = left.max(axis=-1, keepdims=True)
+        far = (best - scores) / jnp.maximum(jnp.abs(scores), best) > 2 * margin
+        shares = jax.nn.softmax(jnp.where(far, -jnp.inf, left))
+        ids.append(jnp.argmax(left, axis=-1))
+        weights.append(jnp.take_along_axis(shares, ids[-1][..., None], axis=-1)[..., 0])
+        taken = jax.nn.one_hot(ids[-1], scores.shape[-1], dtype=bool)
+        left = jnp.where(taken, -jnp.inf, left)
+    return jnp.stack(weights, axis=-1), jnp.stack(ids, axis=-1)
 
 
 def _largest_first(
