@@ -486,18 +486,19 @@ class ArrayLoader:
             and isinstance(checkpoint.tensors[name][0], Path)
         )
 
-    def _read_into(self, name: str, out: np.ndarray) -> None:
+    def _read_into(self, name: str, out: np.ndarray, used: slice | None = None) -> None:
         """Read a tensor, its pieces in parallel, and hash it on the way the first time.
 
-        It is not mapped: an error of the disk would then end the process.
+        It is not mapped: an error of the disk would then end the process. `used`: the bytes to
+        read, of a tensor that was hashed before.
         """
         self._heed()
         path, info = self._checkpoint.tensors[name]
         digest = None if name in self._digests else xxhash.xxh3_128()
-        flat, size = out.reshape(-1), info.stop - info.start
+        flat, used = out.reshape(-1), used or slice(0, info.stop - info.start)
 
         def read(start: int) -> memoryview:
-            stop = min(start + _READ, size)
+            stop = min(start + _READ, used.stop)
             target = flat[start // info.dtype.itemsize : stop // info.dtype.itemsize]
             piece = target if out.dtype == info.dtype else np.empty(target.shape, info.dtype)
             got = as_bytes(piece)
@@ -508,7 +509,7 @@ class ArrayLoader:
 
         try:
             with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_READING) as pool:
-                for got in pool.map(read, range(0, size, _READ)):
+                for got in pool.map(read, range(used.start, used.stop, _READ)):
                     if digest:
                         digest.update(got)
         except OSError as error:
@@ -526,13 +527,16 @@ class ArrayLoader:
         parts: list[np.ndarray] = []
         for each in stored:
             file, info = checkpoint.tensors[each]
-            remote = not isinstance(file, Path)
-            used = _used(info, take) if remote and as_stored else slice(0, info.stop - info.start)
+            remote, whole = not isinstance(file, Path), slice(0, info.stop - info.start)
+            if not remote and self._shards is None:
+                # Of a tensor that holds several arrays all is read, and hashed, for the first one.
+                known = as_stored and each in self._digests
+                parts.append(_buffer(info.shape, info.dtype))
+                self._read_into(each, parts[-1], _used(info, take) if known else whole)
+                continue
+            used = _used(info, take) if remote and as_stored else whole
             parts.append(read_tensor(file, info, used))
-            # Hash a tensor that is fetched whole on arrival, and a mapped one if this process works
-            # alone and reads all of it anyway; once, though it may hold several arrays.
-            whole = used == slice(0, info.stop - info.start) if remote else self._shards is None
-            if whole and each not in self._digests:
+            if remote and used == whole and each not in self._digests:
                 self._digests[each] = xxhash.xxh3_128_hexdigest(as_bytes(parts[-1]))
         packed = checkpoint.packed.get(name)
         tensor = packed.decode(np, *parts) if packed else parts[0]
