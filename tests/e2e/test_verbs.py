@@ -27,7 +27,8 @@ CONFIGS = Path(__file__).parent.parent / "fixtures" / "configs"
 # What a model of a certain make does not have.
 RARE = {
     "shared_expert_out", "attn_gate", "conv_in", "conv_out", "conv_gate", "delta_state_norm",
-    "kv_latent", "ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out",
+    "kv_latent", "ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out", "layer_embed",
+    "layer_embed_out",
 }  # fmt: skip
 DENSE = {*RARE, "router_logits", "expert_weights", "expert_ids"}
 ABSENT = {

@@ -15,7 +15,7 @@ taps:   site:layers, comma separated (`spile taps --model M` lists those of a mo
 sites:  resid_pre  resid_mid  resid_post  attn_in  attn_out  mlp_in  mlp_hidden  mlp_out
         q  k  v  q_rot  k_rot  z  attn_pattern  router_logits  expert_weights  expert_ids
         shared_expert_out  attn_gate  conv_in  conv_out  conv_gate  delta_state_norm
-        kv_latent  ssm_in  ssm_read  ssm_gate  ssm_z  ssm_out
+        kv_latent  ssm_in  ssm_read  ssm_gate  ssm_z  ssm_out  layer_embed  layer_embed_out
         and, without layers: embed  final_norm  logits  logprob  entropy
 layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
 heads:  z:5.h0   attn_pattern:0-3.h2+h5    (of q, k, v, q_rot, k_rot, z, attn_pattern, ssm_z)
