@@ -16,6 +16,7 @@ import numpy as np
 from spile._moved import renamed
 from spile.core.errors import ConfigError
 from spile.core.tensors import DTYPES_BY_NAME
+from spile.dataset.read.aligned import AlignedDatasets
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.window import Encoded
@@ -35,7 +36,7 @@ class TorchLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | AlignedDatasets,
         taps: str | Sequence[str],
         batch_size: int,
         *,
@@ -74,7 +75,9 @@ class TorchLoader:
             yield batch
 
 
-def torch_dataset(dataset: Dataset, options: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
+def torch_dataset(
+    dataset: Dataset | AlignedDatasets, options: Mapping[str, Any], state: Mapping[str, Any]
+) -> Any:
     """A torch `IterableDataset`, for use with a DataLoader of your own.
 
     It yields whole batches: use batch_size=None.
@@ -91,7 +94,10 @@ def _reduced(rows: "_Rows") -> Any:
 
 class _Rows:
     def __init__(
-        self, dataset: Dataset, options: Mapping[str, Any], state: Mapping[str, Any]
+        self,
+        dataset: Dataset | AlignedDatasets,
+        options: Mapping[str, Any],
+        state: Mapping[str, Any],
     ) -> None:
         self.dataset, self.options, self.state = dataset, dict(options), dict(state)
 

@@ -273,7 +273,7 @@ def estimate(
 
 
 def _rows_left(job: ExtractionJob, done: set[int], left: Counted) -> Ints:
-    """The rows of each unit that is not done: a share of what is left, by the table's tokens."""
+    """Estimate the rows of each unfinished unit: it gets a share by its tokens in the table."""
     tokens = np.delete(job.table.units.tokens, [unit for unit in done if unit < len(job.units)])
     return np.ceil(tokens * (left.rows / max(1, tokens.sum()))).astype(np.int64)
 

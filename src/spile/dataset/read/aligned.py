@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from spile.core.errors import ConfigError
 from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.dataset import Dataset, open_dataset
-from spile.dataset.read.order import BatchOptions, Normalize, Shuffle
+from spile.dataset.read.order import BatchOptions
 from spile.dataset.read.window import View
 from spile.dataset.write.statistics import TapStats
 
@@ -112,60 +112,27 @@ class AlignedDatasets:
             found["kl"] = (np.exp(of_base) * (of_base - of_other)).sum(axis=1)
         return {name: values.astype(np.float32) for name, values in found.items()}
 
-    def batches(
-        self,
-        taps: str | Sequence[str],
-        batch_size: int,
-        *,
-        index: bool = True,
-        seed: int = 0,
-        shuffle: Shuffle = "window",
-        window: int | str = 1 << 16,
-        block: int | None = None,
-        epochs: int | None = 1,
-        where: str | None = None,
-        normalize: Normalize = None,
-        dtype: npt.DTypeLike | None = None,
-        encoded: bool = False,
-        rank: int = 0,
-        world: int = 1,
-        drop_last: bool = False,
-    ) -> Batches:
+    def batches(self, taps: str | Sequence[str], batch_size: int, **options: Any) -> Batches:
         """Iterate over shuffled batches `{"SIDE/TAP": rows, "index": entries}`.
 
         The options are those of `Dataset.batches`. A tap without a side is taken of every side. A
         window holds the rows of all sides, and `normalize` uses each side's own statistics.
         """
-        options = BatchOptions(
-            batch_size,
-            index=index,
-            seed=seed,
-            shuffle=shuffle,
-            window=window,
-            block=block,
-            epochs=epochs,
-            where=where,
-            normalize=normalize,
-            dtype=dtype,
-            encoded=encoded,
-            rank=rank,
-            world=world,
-            drop_last=drop_last,
-        )
+        chosen = BatchOptions(batch_size, **options)
         names: dict[str, dict[str, str]] = {side: {} for side in self.sides}
         for tap in [taps] if isinstance(taps, str) else taps:
             named, _, own = tap.partition("/")
-            chosen = {named: own} if named in self.sides else dict.fromkeys(self.sides, tap)
-            for side, own in chosen.items():
+            meant = {named: own} if named in self.sides else dict.fromkeys(self.sides, tap)
+            for side, own in meant.items():
                 names[side][f"{side}/{own}"] = self.sides[side].name(own)
         views: list[View] = []
         for side, dataset in self.sides.items():
             # (The first side shows the index, which is that of all.)
             if names[side] or not views:
-                shown = options if not views else replace(options, index=False)
+                shown = chosen if not views else replace(chosen, index=False)
                 views.append(dataset.view(names[side], shown))
-        order = self._first.order(options, sum(view.row_bytes for view in views))
-        return Batches(views, order, options)
+        order = self._first.order(chosen, sum(view.row_bytes for view in views))
+        return Batches(views, order, chosen)
 
     def _found(self, tap: str) -> tuple[Dataset, str]:
         side, _, own = tap.partition("/")

@@ -83,9 +83,9 @@ class StateSpace:
     bias: bool = False  # of the projections
     conv_bias: bool = True
     activation: str = "silu"  # after the convolution
-    in_scale: float = 1.0  # of what is projected
+    in_scale: float = 1.0  # multiplies the input
     scales: tuple[float, ...] = (1.0,) * 5  # of the projected gate, values, keys, queries, steps
-    out_scale: float = 1.0  # of what is added to the stream
+    out_scale: float = 1.0  # multiplies the output
 
     @property
     def inner(self) -> int:
