@@ -59,6 +59,7 @@ def hub(
     hub_server.use(server.url, tmp_path / "home", monkeypatch, HF_TOKEN="writer")
     tables = {**write_tables(tmp_path / "published", 2, 5), "README.md": CARD}
     server.publish("models/Qwen/Qwen2.5-7B", files(deep))
+    server.publish("models/Qwen/Qwen2.5-7B-Instruct", files(deep))
     for name in ("HuggingFaceFW/fineweb-edu", "OWNER/NAME"):
         server.publish(name, tables)
     yield server
