@@ -121,6 +121,10 @@ def test_keys_are_spelled_so() -> None:
         == PREFIX + "resid_post.20.00007.safetensors"
     )
     assert fmt.CURRENT.worker_key("host-1", 0) == "workers/000000/host-1.json"
+    held = fmt.CURRENT.worker_key("host-1", 0, [3, 5])
+    assert held == "workers/000000/host-1@00000003@00000005.json"
+    assert fmt.parse_worker_key(held) == ("host-1", 0, (3, 5))
+    assert fmt.CURRENT.worker_key("host-1", 0, range(100)) == "workers/000000/host-1.json"
     assert fmt.idle_worker_key("host-1") == "workers/host-1.json"
     assert (
         fmt.CURRENT.shard_key(3, "a1b2", "resid_post.20", 7, compressed=True)

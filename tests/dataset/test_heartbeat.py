@@ -190,8 +190,8 @@ def test_a_worker_that_beats_rarely_is_given_the_time(
 class _Etags(MemoryObjects):
     """A store whose listings show whether an object has changed, as those of buckets do."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, url: str = "memory://") -> None:
+        super().__init__(url)
         self.read: list[str] = []
 
     def get(self, key: str) -> bytes:
@@ -212,6 +212,48 @@ def test_a_heartbeat_that_has_not_changed_is_not_read_again() -> None:
     worker.hold(4)
     assert observer.held_by_others() == {3, 4}
     assert len(objects.read) == 2
+
+
+def test_in_a_bucket_a_listing_shows_who_holds_which_unit(clock: Callable[[float], None]) -> None:
+    """An idle worker of a large fleet would otherwise read a hundred heartbeats at each look."""
+    objects = _Etags("s3://bucket/prefix")
+    worker, observer = Presence(objects, 30), Presence(objects, 30)
+    worker.name = "far-1"
+    for unit in (5, 3, 300):
+        worker.hold(unit)
+    assert list(objects.list(fmt.WORKERS)) == [
+        "workers/000000/far-1@00000003@00000005.json",
+        "workers/000001/far-1@00000300.json",
+    ]
+    assert observer.holders(0) == {"far-1": {3, 5}}
+    assert observer.held_by_others() == {3, 5, 300}
+    assert read_workers(objects)["far-1"]["units"] == [5, 3, 300]
+    objects.read.clear()
+    worker.release(3)
+    for _ in range(3):
+        clock(29)
+        worker.tell(tokens=1)
+        worker._write()
+        assert observer.holders(0) == {"far-1": {5}}
+    clock(29)
+    assert observer.holders(0) == {"far-1": {5}}
+    assert not objects.read, "a changed etag is a sign of life"
+    clock(2)
+    assert observer.holders(0) == {}
+    assert observer.holders(0) == {}
+    assert len(objects.read) == 1, "its record says how often it beats"
+
+
+def test_in_a_bucket_only_rivals_are_read_for_a_claim() -> None:
+    objects = _Etags("s3://bucket/prefix")
+    mine, rival, other = (Presence(objects, 30) for _ in range(3))
+    mine.name, rival.name, other.name = "b", "a", "c"
+    rival.tell(wants=3)
+    rival.hold(3)
+    other.hold(4)
+    assert not mine.claim(3)
+    assert objects.read == ["workers/000000/a@00000003.json"]
+    assert mine.claim(5)
 
 
 def test_a_claim_is_stale_when_its_counter_stands_still(

@@ -53,6 +53,7 @@ class Bucket:
         page: keys of one request of a listing.
         """
         self.objects: dict[str, tuple[bytes, str]] = {}
+        self._entries: dict[str, dict[str, Any]] = {}  # in a listing, of those that were listed
         self._keys: Any = SortedList()
         self._created, self._deleted, self.page_size = created, deleted, page
         self._versions = 0
@@ -63,6 +64,7 @@ class Bucket:
         if key not in self.objects:
             self._keys.add(key)
         self._versions += 1
+        self._entries.pop(key, None)
         self.objects[key] = data, f'"{self._versions:08x}"'
         self._created(key, data)
         return {"e_tag": self.objects[key][1]}
@@ -76,17 +78,20 @@ class Bucket:
     def delete(self, key: str) -> None:
         if key in self.objects:
             del self.objects[key]
+            self._entries.pop(key, None)
             self._keys.remove(key)
             self._deleted(key)
 
     def page(self, prefix: str, after: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for key in self._keys.irange(max(prefix, after), inclusive=(prefix > after, False)):
-            if not key.startswith(prefix) or len(found) == self.page_size:
-                break
-            data, etag = self.objects[key]
-            found.append({"path": key, "size": len(data), "e_tag": etag})
-        return found
+        first = self._keys.bisect_right(max(prefix, after))  # no key is that of a folder
+        stop = self._keys.bisect_left(prefix[:-1] + "0") if prefix else len(self._keys)
+        keys = self._keys.islice(first, min(stop, first + self.page_size))
+        return [self._entries.get(key) or self._entry(key) for key in keys]
+
+    def _entry(self, key: str) -> dict[str, Any]:
+        data, etag = self.objects[key]
+        self._entries[key] = {"path": key, "size": len(data), "e_tag": etag}
+        return self._entries[key]
 
     def folders(self, prefix: str) -> list[str]:
         found: list[str] = []

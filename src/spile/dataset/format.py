@@ -22,7 +22,8 @@
     signature-v2.sha256.sig  the signature of that list, by `spile sign`
     digests/GROUP-DIGEST.safetensors
                              SHA-256 of the records and files of a group, for the signature
-    workers/GROUP/NAME.json  heartbeats; correctness does not need them
+    workers/GROUP/NAME.json  heartbeats; correctness does not need them. In a bucket the name shows
+                             the units that the worker holds: NAME@UNIT@UNIT.json
     scratch/                 rows between two passes of `spile shuffle`, until it ends
     damaged/TOKEN/KEY        a record that `spile verify --repair` moved aside, until `gc`
 
@@ -39,9 +40,9 @@ store, numbers must be within what could be stored, and nesting is limited.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import xxhash
@@ -82,6 +83,8 @@ BESIDE = ("index", "statistics", "documents_table")  # the files of a unit that 
 
 DONE_NAME = re.compile(r"\d{8}\.json")  # of a done record in its folder
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
+_WORKER_KEY = re.compile(rf"workers/(?:(\d{{6}})/)?({_NAME.pattern})((?:@\d{{8}})*)\.json")
+_MOST_SHOWN = 32  # units in the key of a heartbeat
 _MOST = 1 << 56  # rows, documents or bytes
 _MOST_AMOUNT = 1e18  # seconds, tokens a second, sums
 _MAX_AXES = 8
@@ -145,8 +148,11 @@ class KeyLayout:
         name = f"{self.attempt_prefix(unit, attempt)}{tap}.{label}.safetensors"
         return name + COMPRESSED if compressed else name
 
-    def worker_key(self, name: str, group: int) -> str:
-        return f"{self.workers_prefix(group)}{name}.json"
+    def worker_key(self, name: str, group: int, units: Collection[int] = ()) -> str:
+        """Return the key of a heartbeat; `units`: those that a listing is to show, if few."""
+        shown = units if self.grouped and len(units) <= _MOST_SHOWN else ()
+        held = "".join(f"@{unit:08d}" for unit in shown)
+        return f"{self.workers_prefix(group)}{name}{held}.json"
 
     def workers_prefix(self, group: int) -> str:
         return f"{WORKERS}{self._folder(group)}"
@@ -188,10 +194,20 @@ def idle_worker_key(name: str) -> str:
     return f"{WORKERS}{name}.json"
 
 
-def parse_worker_key(key: str) -> tuple[str, int | None] | None:
-    """Return the name of the worker that wrote a heartbeat, and the group where it works."""
-    match = re.fullmatch(rf"workers/(?:(\d{{6}})/)?({_NAME.pattern})\.json", key)
-    return (match[2], int(match[1]) if match[1] else None) if match else None
+class WorkerKey(NamedTuple):
+    """What the key of a heartbeat says."""
+
+    name: str  # of the worker
+    group: int | None  # in which it holds units; None: it holds none, or there are no groups
+    units: tuple[int, ...]  # that it holds there; empty: only the record says
+
+
+def parse_worker_key(key: str) -> WorkerKey | None:
+    match = _WORKER_KEY.fullmatch(key)
+    if match is None:
+        return None
+    units = tuple(map(int, match[3].split("@")[1:]))
+    return WorkerKey(match[2], int(match[1]) if match[1] else None, units)
 
 
 def is_count(value: object) -> bool:

@@ -7,7 +7,9 @@ different machines are never compared. A worker on the same machine is known to 
 its process has ended.
 
 The record lies under the groups whose units the worker holds, so that whoever looks for a unit
-reads only the few workers of that group; a worker that holds none lies beside all groups.
+sees only the few workers of that group; a worker that holds none lies beside all groups. In a
+bucket the key names the units, too, and a listing shows by the etag whether a worker still beats:
+so a look reads no heartbeat, except those of workers that seem dead or that want the same unit.
 """
 
 import contextlib
@@ -17,7 +19,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,10 +44,11 @@ class HeartbeatObserver:
 
     def __init__(self, stale_after: float = math.inf) -> None:
         self._stale_after = stale_after
-        self._moved: dict[str, tuple[int, float]] = {}  # worker -> counter, when it last moved
+        # worker -> counter, when it last moved
+        self._moved: dict[str, tuple[int | str, float]] = {}
 
-    def note(self, name: str, counter: int) -> None:
-        """Record the counter of a worker's current heartbeat."""
+    def note(self, name: str, counter: int | str) -> None:
+        """Record the counter of a worker's current heartbeat, or an etag that changes with it."""
         known = self._moved.get(name)
         if known is None or known[0] != counter:
             self._moved[name] = (counter, system().monotonic())
@@ -75,6 +78,7 @@ class Presence:
         self.objects, self._observer = objects, HeartbeatObserver(stale_after)
         self.layout = layout or CURRENT
         self._beat_seconds = _BEAT_SECONDS
+        self._shows_units = is_bucket(objects.url)  # where each read costs a round trip
         if is_bucket(objects.url):
             longest = min(_LONGEST_BEAT, stale_after / _MISSED_BEATS)
             self._beat_seconds = max(_BEAT_SECONDS, longest)
@@ -123,8 +127,7 @@ class Presence:
     def _prevails(self, unit: int) -> bool:
         limit = system().monotonic() + _SETTLED_SECONDS
         while True:
-            there = self.holders(self.layout.group(unit)).items()
-            rivals = {n: r.get("wants") == unit for n, r in there if unit in r["units"]}
+            rivals = self._rivals(unit)
             if any(not only_wants or name < self.name for name, only_wants in rivals.items()):
                 return False
             if not rivals:
@@ -132,6 +135,15 @@ class Presence:
             # A rival claimant either looked before us and keeps the unit, or gives way at once.
             if system().monotonic() > limit or self._stop.wait(_SETTLING_SECONDS):
                 return False
+
+    def _rivals(self, unit: int) -> dict[str, bool]:
+        """Return the other workers that hold a unit, and whether they only want it."""
+        found: dict[str, bool] = {}
+        for name, units, entry in self._others(self.layout.workers_prefix(self.layout.group(unit))):
+            if unit in units:
+                record = _read_worker(self.objects, entry, self._known)
+                found[name] = record is not None and record.get("wants") == unit
+        return found
 
     def release(self, unit: int) -> None:
         with self._lock:
@@ -148,12 +160,16 @@ class Presence:
 
     def held_by_others(self) -> set[int]:
         """Return the units held by workers that seem alive, in all groups."""
-        return {unit for record in self.holders().values() for unit in record["units"]}
+        return {unit for units in self.holders().values() for unit in units}
 
-    def holders(self, group: int | None = None) -> dict[str, Mapping[str, Any]]:
-        """Return the other workers that seem alive and hold units, of one group or of all."""
+    def holders(self, group: int | None = None) -> dict[str, set[int]]:
+        """Return the units of other workers that seem alive, in one group or in all."""
+        found: dict[str, set[int]] = {}
         prefix = fmt.WORKERS if group is None else self.layout.workers_prefix(group)
-        return {name: record for name, record in self._others(prefix) if record["units"]}
+        for name, units, _ in self._others(prefix):
+            if units:
+                found.setdefault(name, set()).update(units)
+        return found
 
     def occupied(self) -> Counter[int | None]:
         """Return the number of other workers by group; None: those that hold no unit.
@@ -162,24 +178,41 @@ class Presence:
         are filled evenly with it, and nothing more.
         """
         found = map(fmt.parse_worker_key, self.objects.list(fmt.WORKERS))
-        there = [worker for worker in found if worker and worker[0] not in self._left]
-        return Counter(group for name, group in there if name != self.name)
-
-    def _others(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield the other workers that seem alive."""
         without = {self.name, *self._left}
-        found = read_workers(self.objects, prefix, without=without, known=self._known)
-        for name, record in found.items():
-            if record.get("state") in _LAST_WORDS:
-                self._left.add(name)
-            elif self._alive(name, record):
-                yield name, record
+        return Counter(worker.group for worker in found if worker and worker.name not in without)
 
-    def _alive(self, name: str, record: Mapping[str, Any]) -> bool:
-        if process_ended(record):
-            return False
-        self._observer.note(name, record["counter"])
-        return not self._observer.is_stale(name, _beat_of(record))
+    def _others(self, prefix: str) -> Iterator[tuple[str, Collection[int], Entry]]:
+        """Yield the other workers that seem alive: name, units, and where their heartbeat lies.
+
+        A worker that moves to other units may be found twice.
+        """
+        without = {self.name, *self._left}
+        found = ((fmt.parse_worker_key(entry.key), entry) for entry in self.objects.entries(prefix))
+        others = [(key, entry) for key, entry in found if key and key.name not in without]
+        unknown = list[tuple[fmt.WorkerKey, Entry]]()
+        for key, entry in others:
+            if self._beats(key, entry):
+                yield key.name, key.units, entry
+            else:
+                unknown.append((key, entry))
+        read = partial(_read_worker, self.objects, known=self._known)
+        records = mapped(read, [entry for _, entry in unknown], self.objects.parallel)
+        for (key, entry), record in zip(unknown, records, strict=True):
+            if record is None or process_ended(record):
+                continue
+            if record.get("state") in _LAST_WORDS:
+                self._left.add(key.name)
+                continue
+            self._observer.note(entry.key, entry.etag or record["counter"])
+            if not self._observer.is_stale(entry.key, _beat_of(record)):
+                yield key.name, record["units"], entry
+
+    def _beats(self, key: fmt.WorkerKey, entry: Entry) -> bool:
+        """Return whether a listing alone shows that a worker is alive, and its units."""
+        if not key.units or not entry.etag or key.name.startswith(f"{_process()['host']}-"):
+            return False  # on this machine a process is known to have ended before it is silent
+        self._observer.note(entry.key, entry.etag)
+        return not self._observer.is_stale(entry.key)
 
     def _beat(self) -> None:
         while not self._stop.wait(self._beat_seconds):
@@ -198,52 +231,32 @@ class Presence:
             if progress := self._progress():
                 body["progress"] = dict(progress)
             data = fmt.encode_record("worker", body, self.layout.version)
-            groups = sorted({self.layout.group(unit) for unit in self._state["units"]})
-            keys = [self.layout.worker_key(self.name, group) for group in groups]
-            before, self._keys = self._keys, keys or [fmt.idle_worker_key(self.name)]
+            before, self._keys = self._keys, self._keys_now() or [fmt.idle_worker_key(self.name)]
             for key in self._keys:
                 self.objects.replace(key, data)
             for key in before:  # after the new ones exist: it is never seen nowhere
                 if key not in self._keys:
                     self.objects.delete(key)
 
+    def _keys_now(self) -> list[str]:
+        """Return the keys of the next heartbeat: one for each group in which it holds units."""
+        units: dict[int, list[int]] = {}
+        for unit in sorted(self._state["units"]):
+            units.setdefault(self.layout.group(unit), []).append(unit)
+        return [
+            self.layout.worker_key(self.name, group, held if self._shows_units else ())
+            for group, held in units.items()
+        ]
 
-def read_workers(
-    objects: Objects,
-    prefix: str = fmt.WORKERS,
-    *,
-    without: Collection[str] = (),
-    known: dict[str, tuple[str, dict[str, Any]]] | None = None,
-) -> dict[str, dict[str, Any]]:
+
+def read_workers(objects: Objects) -> dict[str, dict[str, Any]]:
     """Return every worker's last heartbeat; one that is being replaced may be missing.
 
     If a heartbeat cannot be read (perhaps another user's), its state is "unknown".
-
-    Args:
-        without: workers to leave out.
-        known: heartbeats by key, with their etags: those that have not changed are not read again,
-            and those that are read are added.
     """
-
-    def read(entry: Entry) -> dict[str, Any] | None:
-        key, remembered = entry.key, known.get(entry.key) if known is not None else None
-        if remembered and remembered[0] == entry.etag:
-            return remembered[1]
-        try:
-            record = fmt.decode_record(key, objects.get(key), "worker")
-        except (FileNotFoundError, CorruptError):
-            return None
-        except OSError as error:
-            warn_unreadable(objects, key, error)
-            return {"state": "unknown", "units": [], "counter": 0, "pid": 0}
-        if not _sound(record):
-            return None
-        if known is not None and entry.etag:
-            known[key] = entry.etag, record
-        return record
-
-    found = ((fmt.parse_worker_key(entry.key), entry) for entry in objects.entries(prefix))
-    named = [(worker[0], entry) for worker, entry in found if worker and worker[0] not in without]
+    found = ((fmt.parse_worker_key(entry.key), entry) for entry in objects.entries(fmt.WORKERS))
+    named = [(worker.name, entry) for worker, entry in found if worker]
+    read = partial(_read_worker, objects, known={})
     records = mapped(read, [entry for _, entry in named], objects.parallel)
     last: dict[str, dict[str, Any]] = {}
     for (name, _), record in zip(named, records, strict=True):
@@ -251,6 +264,32 @@ def read_workers(
         if record and record["counter"] >= last.get(name, {"counter": 0})["counter"]:
             last[name] = record
     return dict(sorted(last.items()))
+
+
+def _read_worker(
+    objects: Objects, entry: Entry, known: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, Any] | None:
+    """Return a heartbeat; None if it has gone or is damaged.
+
+    Args:
+        known: heartbeats by key, with their etags: those that have not changed are not read again,
+            and those that are read are added.
+    """
+    etag, record = known.get(entry.key, ("", {}))
+    if etag and etag == entry.etag:
+        return record
+    try:
+        record = fmt.decode_record(entry.key, objects.get(entry.key), "worker")
+    except (FileNotFoundError, CorruptError):
+        return None
+    except OSError as error:
+        warn_unreadable(objects, entry.key, error)
+        return {"state": "unknown", "units": [], "counter": 0, "pid": 0}
+    if not _sound(record):
+        return None
+    if entry.etag:
+        known[entry.key] = entry.etag, record
+    return record
 
 
 def warn_unreadable(objects: Objects, key: str, error: OSError) -> None:

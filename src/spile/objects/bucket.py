@@ -128,9 +128,13 @@ class BucketObjects:
         return BucketStream(self, key, self._spool.file() if self._spool else _Held())
 
     def list(self, prefix: str = "") -> Iterator[str]:
-        return (entry.key for entry in self.entries(prefix))
+        return (found["path"] for found in self._listed(prefix))
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
+        for found in self._listed(prefix):
+            yield Entry(found["path"], found["size"], _plain(found["e_tag"]))
+
+    def _listed(self, prefix: str) -> Iterator[Any]:
         """Yield entries in order; after a failure, resume there: long listings take many pages."""
         if prefix:
             check_key(self.url, prefix.removesuffix("/"))
@@ -144,7 +148,7 @@ class BucketObjects:
                     for found in page:
                         if found["path"] > last:
                             last = found["path"]
-                            yield Entry(last, found["size"], _plain(found["e_tag"]))
+                            yield found
                     trying = self._trying("listing", prefix)
                 self._answered = True
                 return

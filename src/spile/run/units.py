@@ -1,6 +1,6 @@
 """Choose the next unit: one that no live worker is doing, from one's own share first. No jax.
 
-A worker looks at one group of units at a time: it lists the records of that group, and reads the
+A worker looks at one group of units at a time: it lists the records of that group, and the
 heartbeats of the workers there. It stays in a group until nothing in it is free, so a thousand
 workers look at a thousand places. After a commit it looks at that group once more, and if the group
 is done, creates its segment (`Ledger.seal`).
@@ -159,7 +159,7 @@ class StorePicker:
                 continue
             left = [unit for unit in units if unit not in done and unit not in self._mine]
             holders = self._presence.holders(group) if left else {}
-            held = {unit for record in holders.values() for unit in record["units"]}
+            held = {unit for units in holders.values() for unit in units}
             unit = self._choose([unit for unit in left if unit not in held], holders)
             if unit is None:
                 busy.add(group)
