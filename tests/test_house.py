@@ -20,6 +20,19 @@ EXEMPT = {
     "corpus/files.py": "corpus/test_units.py",
     "dataset/read/window.py": "dataset/read/test_batches.py",
     "fleet/ray/driver.py": "chaos/test_ray.py",
+    "models/config/family.py": "models/config/test_families.py",
+    **{
+        f"models/config/rows/{name}.py": "models/config/test_families.py"
+        for name in (
+            "delta_nets",
+            "gemma",
+            "gpt_like",
+            "latent_attention",
+            "llama_like",
+            "mixtures",
+            "state_spaces",
+        )
+    },
     "models/forward/mixers/short_convolution.py": "models/forward/mixers/test_state_space.py",
     "models/forward/sharding.py": "mesh/test_sharding.py",
     "objects/hub/datasets_library.py": "corpus/formats/test_datasets_library.py",

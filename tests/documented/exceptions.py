@@ -205,7 +205,7 @@ NO_COMMANDS = {
     ("docs/architecture.md", "cli"): "the order of dependencies",
     ("docs/architecture.md", "spile extract --model M"): "the verbs, a line each",
     ("docs/deploy.md", "spile launch TARGET"): "the shape of all that follow",
-    ("docs/models.md", "    Family("): "a row of models/config/families.py: test_commands.py",
+    ("docs/models.md", "    Family("): "a row of models/config/rows: test_commands.py",
 }
 
 # Statements of Python blocks that are not run: page, how they begin, and why not.

@@ -88,8 +88,8 @@ def _flags(parser: argparse.ArgumentParser) -> set[str]:
 def test_the_example_of_a_family_is_the_one_in_the_source() -> None:
     (block,) = (b for b in pages.shell_blocks("docs/models.md") if "Family(" in b.first)
     shown = ast.parse(block.text.strip().rstrip(","), mode="eval").body
-    source = ast.parse((pages.ROOT / "src/spile/models/config/families.py").read_text())
-    rows = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
+    source = (pages.ROOT / "src/spile/models/config/rows/llama_like.py").read_text()
+    rows = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     assert ast.dump(shown) in {ast.dump(row) for row in rows}
 
 

@@ -34,7 +34,7 @@ from spile.check.reference import Reference
 from spile.core.errors import InputError
 from spile.models.config.arch import Arch
 from spile.models.config.families import FAMILIES as KNOWN
-from spile.models.config.families import Family
+from spile.models.config.family import Family
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.demo import demo_model

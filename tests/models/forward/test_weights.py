@@ -21,7 +21,7 @@ from marks import some
 from remote import Counting
 from spile.core.tensors import TensorInfo, as_bytes, write_tensors
 from spile.models.config.arch import Arch
-from spile.models.config.families import Family
+from spile.models.config.family import Family
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.safetensors import read_tensor
 from spile.models.forward.ops import Float8Weight

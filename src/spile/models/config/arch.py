@@ -1,6 +1,6 @@
 """The architecture of a decoder, as plain numbers and switches; no jax, no weights, no file names.
 
-`families.py` defines how a published `config.json` becomes an `Arch`; everything downstream
+`hf_config.py` defines how a published `config.json` becomes an `Arch`; everything downstream
 (parameters, forward pass, tap shapes, memory estimates) reads only this. A switch names a thing
 that models do or do not do, never a family.
 """

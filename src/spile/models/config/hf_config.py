@@ -22,7 +22,8 @@ from spile.models.config.arch import (
     ShortConvolution,
     StateSpace,
 )
-from spile.models.config.families import FAMILIES, REFUSED, Family
+from spile.models.config.families import FAMILIES, REFUSED
+from spile.models.config.family import Family
 from spile.models.config.rope import Rope, positive
 
 ACTIVATIONS = (
@@ -811,7 +812,7 @@ def _refuse_unknown(config: _Config) -> None:
         else:
             raise InputError(
                 f"{where}: unknown config key {key!r}; it may change the model's activations, "
-                f"so it must be listed in models/config/families.py as read or ignored first"
+                f"so it must be listed in models/config/rows as read or ignored first"
             )
 
 
@@ -838,7 +839,7 @@ def _refuse_outer(
         if key not in _HARMLESS and key != "tie_word_embeddings":
             raise InputError(
                 f"{where}: unknown config key {key!r}; it may change the model's activations, "
-                f"so it must be listed in models/config/families.py as read or ignored first"
+                f"so it must be listed in models/config/rows as read or ignored first"
             )
         agrees = _HARMLESS.get(key, (tied, None) if type(tied) is bool else (value,))
         if value not in agrees and not _decoded(key, value, family):

@@ -20,7 +20,7 @@ from spile.core.errors import InputError
 from spile.core.identity import full_digest, sampled_digests
 from spile.core.tensors import TensorInfo
 from spile.models.config.arch import Arch
-from spile.models.config.families import Family
+from spile.models.config.family import Family
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import ParamSpec, TensorSource, block_specs, outer_specs
 from spile.models.files.demo import demo_model
