@@ -187,6 +187,8 @@ COMMANDS = (
     Instead("docs/verify.md", "echo ", "another program", runs_in_a_shell),
     Instead("docs/verify.md", "env --chdir ", "another program", runs_in_a_shell),
     Instead("docs/web.md", "openssl req", "another program", makes_a_certificate_that_serves),
+    Instead("docs/larger-models.md", "spile extract --model meta-llama/Llama-3.3-70B-Instruct",
+            "140 GB of weights: tests/run/test_sweep.py streams a small model", parses),
     Instead("docs/worlds.md", "spile extract", "sixteen hosts: tests/e2e/test_world.py has three",
             parses),
     Instead("docs/fleets.md", "spile extract … --out gs://B/acts --engine ray",

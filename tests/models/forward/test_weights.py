@@ -1,7 +1,7 @@
 """Weights on the device are those of the reference's own modules, array by array, exactly."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from remote import Counting
 from spile.core.tensors import TensorInfo, as_bytes, write_tensors
 from spile.models.config.arch import Arch
 from spile.models.config.family import Family
+from spile.models.config.specs import block_specs
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.safetensors import read_tensor
 from spile.models.forward.ops import Float8Weight
@@ -34,8 +35,6 @@ from spile.models.forward.weights import (
 )
 from spile.objects.paths import AnyPath, RemotePath
 
-# tests/models/forward/test_decoder.py says why the others are refused
-REFUSED = ("gpt2-layer-scaled", "qwen3moe-mqa-mixed", "stablelm")
 # Three blocks of two kinds in turn: one period, and what does not fill another.
 THREE: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -43,14 +42,24 @@ THREE: dict[str, Any] = {
 }
 # their weights are those of another variant
 SAME = ("rope", "yarn", "window", "partial-rotary", "nocap", "unnormed", "sequential")
-VARIANTS: dict[str, Callable[..., Any]] = {
+EVERY: dict[str, Callable[..., Any]] = {
     **{
         name: make
         for name, make in families.FAMILIES.items()
-        if not name.startswith(REFUSED) and not name.endswith(SAME)
+        if name not in families.REFUSED and not name.endswith(SAME)
     },
     "gemma3-multimodal": partial(families.gemma3_multimodal, **THREE),
 }
+# The modules of these are looked up by name; of every family, numbers are counted.
+LOOKED_UP = ("llama-", "mistral", "qwen2-", "qwen3-", "gemma-", "gemma2", "gemma3", "gpt2", "neox",
+             "phi3", "olmo2", "mixtral", "qwen3moe", "gptoss", "starcoder2")  # fmt: skip
+VARIANTS = {
+    name: make
+    for name, make in EVERY.items()
+    if f"{name}-".startswith(LOOKED_UP) and name != "qwen3moe-mqa-mixed"
+}
+# One of each way in which blocks are held: before the scan, in it, after it; numbers by block.
+FEW_COUNTED = ("gemma4-gqa",)
 # those whose tensors differ in names or number
 FEW = ("llama-mha-tied", "llama-mqa-bias", "qwen2", "qwen3-gqa", "gemma-gqa", "gemma2-gqa",
        "gemma3-multimodal", "gpt2", "gpt2-inner-untied", "neox", "neox-tied-unbiased", "phi3-gqa",
@@ -63,7 +72,7 @@ FEW_FUSED = ("neox", "phi3-mqa", "gptoss-gqa")
 def saved(make: Callable[[], Any], directory: Path) -> tuple[Any, Checkpoint]:
     """A random model of transformers, and what is found of it on disk."""
     model = families.randomised(make)
-    model.save_pretrained(directory)
+    families.save(model, directory)
     tiny.write_tokenizer(directory)
     return model, open_checkpoint(str(directory))
 
@@ -85,7 +94,11 @@ def blocks_of(params: Params, arch: Arch) -> list[dict[str, np.ndarray]]:
         for place in params.cycle
     ]
     assert len(params.cycle) in (0, arch.period)
-    return scanned + [{n: np.asarray(array) for n, array in b.items()} for b in params.tail]
+    lead, tail = (
+        [{n: np.asarray(array) for n, array in block.items()} for block in blocks]
+        for blocks in (params.lead, params.tail)
+    )
+    return lead + scanned + tail
 
 
 def _linear(module: Any, name: str) -> dict[str, torch.Tensor]:
@@ -232,6 +245,44 @@ def test_arrays_are_those_of_the_references_modules(name: str, tmp_path: Path) -
     for ours, block in zip(blocks, theirs, strict=True):
         assert_same(ours, expected_block(block, arch), checkpoint.family)
     assert set(digests) == set(checkpoint.shapes())
+
+
+def numbers(arrays: Iterable[Any]) -> np.ndarray:
+    """All of them, in order of size: of random tensors, no two are alike."""
+    flat = [np.asarray(array, np.float32).ravel() for array in arrays]
+    return np.sort(np.concatenate(flat))
+
+
+def learned(module: Any) -> dict[int, np.ndarray]:
+    """The parameters of a module, each once, and the buffers that are stored beside them."""
+    kept = module.state_dict(keep_vars=True)
+    # (xIELU's constants, which are stored, too)
+    named = {n: tensor for n, tensor in kept.items() if not n.endswith(("act_fn.beta", "fn.eps"))}
+    return {id(tensor): tensor.detach().numpy() for tensor in named.values()}
+
+
+@pytest.mark.parametrize("name", some(EVERY, *FEW_COUNTED))
+def test_every_number_of_the_reference_is_in_one_array_of_its_block(
+    name: str, tmp_path: Path
+) -> None:
+    """Whether it is the right one, tests/models/forward/test_decoder.py says tap by tap."""
+    model, checkpoint = saved(EVERY[name], tmp_path)
+    arch = checkpoint.arch
+    params, _ = load(checkpoint)
+    base = model.model if model.base_model is model else model.base_model
+    base = getattr(base, "language_model", base)
+    base = getattr(base, "decoder", base)
+    theirs = next(getattr(base, n) for n in ("layers", "h", "blocks") if hasattr(base, n))
+    blocks = blocks_of(params, arch)
+    assert len(blocks) == len(theirs) == arch.num_layers
+    for layer, (ours, block) in enumerate(zip(blocks, theirs, strict=True)):
+        specs = {spec.name: spec.shape for spec in block_specs(arch, arch.layers[layer])}
+        assert {name: array.shape for name, array in ours.items()} == specs
+        assert np.array_equal(numbers(ours.values()), numbers(learned(block).values())), layer
+    outside = {**learned(base), **learned(model.get_output_embeddings())}
+    for number in learned(theirs):
+        del outside[number]
+    assert np.array_equal(numbers(params.outer.values()), numbers(outside.values()))
 
 
 @pytest.mark.parametrize("name", some(FUSED, *FEW_FUSED))
