@@ -29,6 +29,7 @@ from spile.dataset import format as fmt
 from spile.dataset.columns import columns_in, encode_columns, named_by_content
 from spile.dataset.format import Done, Shard, TapInfo
 from spile.dataset.ledger import Ledger, Table
+from spile.dataset.passes import PassLedger, pass_name
 from spile.dataset.segments import columns_of
 from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.documents import encode_documents
@@ -299,7 +300,7 @@ def describe_documents(table: Table, unit: int, read: np.ndarray) -> dict[str, n
 
 
 def write_unit(
-    objects: LocalObjects,
+    objects: Objects,
     table: Table,
     unit: int,
     read: np.ndarray,
@@ -507,3 +508,51 @@ def unit_files(out: Path) -> dict[tuple[int, str], bytes]:
         assert attempt
         found[attempt[0], key.rpartition("/")[2]] = objects.get(key)
     return found
+
+
+def add_pass(
+    made: Stored,
+    taps: Taps,
+    *,
+    dtype: str = "float32",
+    commit: Collection[int] | None = None,
+    seed: int = 1,
+    number: int = 0,
+    **changes: Any,
+) -> tuple[PassLedger, dict[str, np.ndarray]]:
+    """Add taps of random rows to a dataset; return the records of the pass, and its rows as read.
+
+    `commit` names the units to do, all if not given; `changes` go into the recipe of the pass.
+    """
+    rng = np.random.default_rng(seed)
+    like = make_table(taps=taps, dtype=dtype)
+    of_taps = {name: getattr(like.recipe, name) for name in ("taps", "store_dtype")}
+    recipe = dataclasses.replace(made.table.recipe, encode={}, **{**of_taps, **changes})
+    fingerprint = recipe.fingerprint()
+    table = dataclasses.replace(
+        made.table, recipe=recipe, fingerprint=fingerprint, taps=like.taps, tokenizer={}
+    )
+    ledger = PassLedger(made.ledger, pass_name(fingerprint, number), table)
+    ledger.create_table(table)
+    ledger.check_weights({"embed": "aa", "blocks": "bb"})
+    rows, coded = dict[str, np.ndarray](), dict[str, Coded]()
+    for tap, info in table.taps.items():
+        if info.dtype in SCALED_NAMES:
+            wide = random_rows(rng, len(made.index), TapInfo(info.shape, "float32"))
+            coded[tap] = code(wide * outliers(info), info)
+            rows[tap] = coded[tap].decoded
+        else:
+            rows[tap] = random_rows(rng, len(made.index), info)
+    by_channel = {tap: part.scale for tap, part in coded.items() if not part.by_row}
+    if by_channel:
+        ledger.create_scales(table, by_channel)
+    for unit in range(len(table.units)) if commit is None else commit:
+        part = slice(made.starts[unit], made.starts[unit + 1])
+        done, _ = write_unit(
+            ledger.objects, table, unit, made.read[unit],
+            {tap: values[part] for tap, values in rows.items()}, 60,
+            coded={tap: each.part(part) for tap, each in coded.items()},
+        )  # fmt: skip
+        assert ledger.commit(done)
+    ledger.complete(table)
+    return ledger, rows

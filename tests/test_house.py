@@ -37,6 +37,7 @@ EXEMPT = {
     "models/forward/sharding.py": "mesh/test_sharding.py",
     "objects/hub/datasets_library.py": "corpus/formats/test_datasets_library.py",
     "objects/memory.py": "contracts/test_objects.py",
+    "objects/rooted.py": "contracts/test_objects.py",
     "plan/fetch.py": "e2e/test_hub.py",
 }
 

@@ -10,10 +10,12 @@ import pytest
 import servers
 from spile.core.errors import StoreError
 from spile.objects import LocalObjects, MemoryObjects, Objects, bucket, local, open_objects
+from spile.objects.rooted import RootedObjects
 
 BACKENDS: dict[str, Callable[[Path], Objects]] = {
     "local": lambda folder: LocalObjects(folder / "store"),
     "memory": lambda folder: MemoryObjects(),
+    "rooted": lambda folder: RootedObjects(LocalObjects(folder / "store"), "passes/one/"),
     "s3": lambda folder: open_objects(servers.new_s3_store()),
     "gs": lambda folder: open_objects(servers.new_gcs_store()),
 }

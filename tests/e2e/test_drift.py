@@ -110,7 +110,8 @@ def test_every_field_of_the_recipe_is_tried() -> None:
              "system", "template", "generation_prompt"}  # fmt: skip
     ids = {"tokens_column", "tokens_dtype", "doc_separator"}  # of no text: test_token_ids.py
     encoders = {"encode", "latents"}  # test_encode.py
-    elsewhere = {*chats, *ids, *encoders, "part", "like"}  # the last: plan/test_resolve.py
+    # (The last two: plan/test_resolve.py, plan/test_passes.py.)
+    elsewhere = {*chats, *ids, *encoders, "part", "like", "add_taps"}
     assert {*OTHER, *elsewhere, "model", "lora", "corpus"} == set(Recipe.names())
 
 

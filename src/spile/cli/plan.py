@@ -81,6 +81,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from spile.objects import check_creates_once, is_bucket, open_objects
     from spile.plan.chips import chip_of
     from spile.plan.estimate import estimate, planned_cuts, refuse_if_too_large
+    from spile.plan.passes import opened_for
     from spile.plan.prices import price_of
     from spile.plan.resolve import resolve
     from spile.plan.survey import survey
@@ -90,7 +91,7 @@ def plan(arguments: argparse.Namespace) -> int:
     recipe, runtime = build(options)
     seconds = _seconds(arguments.calibrate)
     price = price_of(options.get("out", "."), arguments.prices)
-    ledger = Ledger(open_objects(options.get("out", ".")))
+    recipe, ledger = opened_for(recipe, Ledger(open_objects(options.get("out", "."))))
     target = _target(arguments.topology)
     platform, present, kind = _platform(target)
     use_threads(runtime.threads)

@@ -65,6 +65,11 @@ class Recipe(Options):
     taps: str | None = option(
         None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
     )
+    add_taps: str | None = option(
+        None,
+        "more taps of the rows that --out has, spelled as in --taps; --encode, --store-dtype and "
+        "--compute-dtype are then those of the new taps, every other option is the dataset's",
+    )
     encode: str | None = option(
         None,
         "store sparse latents in place of a tap's rows: directory or URL of a sparse autoencoder "

@@ -22,6 +22,8 @@ RULES = 2
 
 # The fields that say what is computed and stored of each row. All others say which rows there are.
 OF_EACH_ROW = ("model", "taps", "encode", "latents", "compute_dtype", "store_dtype")
+# Of these, the fields that a pass, which adds taps to the rows of a dataset, has of its own.
+OF_A_PASS = ("taps", "encode", "latents", "compute_dtype", "store_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)

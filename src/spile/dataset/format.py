@@ -24,7 +24,9 @@
                              SHA-256 of the records and files of a group, for the signature
     workers/GROUP/NAME.json  heartbeats; correctness does not need them. In a bucket the name shows
                              the units that the worker holds: NAME@UNIT@UNIT.json
-    scratch/                 rows between two passes of `spile shuffle`, until it ends
+    passes/NAME/             more taps of the same rows (`passes.py`): pass.json, and done/,
+                             attempts/, segments/ … as in a dataset; dropped.json once dropped
+    scratch/                 rows between two sweeps of `spile shuffle`, until it ends
     damaged/TOKEN/KEY        a record that `spile verify --repair` moved aside, until `gc`
 
 A group is 256 consecutive units, so that a worker lists the records of its own group only. Version
@@ -71,6 +73,9 @@ DIGESTS = "digests/"
 WORKERS = "workers/"
 SCRATCH = "scratch/"
 DAMAGED = "damaged/"
+PASSES = "passes/"
+PASS = "pass.json"  # in the folder of a pass
+DROPPED = "dropped.json"
 
 SIGNATURES = tuple(f"signature-v{n}.sha256{end}" for n in (1, 2) for end in ("", ".sig"))
 DERIVED = (UNIT_COLUMNS, SEGMENTS, MANIFEST_COLUMNS, TOKENIZER, DIGESTS)  # prefixes of files
@@ -169,6 +174,17 @@ CURRENT = KeyLayout()  # of new datasets
 
 def segment_key(group: int) -> str:
     return f"{SEGMENTS}{group:06d}.safetensors"
+
+
+def pass_prefix(name: str) -> str:
+    """Return the folder of a pass."""
+    return f"{PASSES}{name}/"
+
+
+def split_pass_key(key: str) -> tuple[str, str]:
+    """Return the folder of the pass that holds an object, or "", and the key within it."""
+    match = re.match(rf"{PASSES}{_NAME.pattern}/", key)
+    return (match[0], key[match.end() :]) if match else ("", key)
 
 
 def tokenizer_key(digest: str, name: str) -> str:

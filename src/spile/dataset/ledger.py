@@ -135,6 +135,16 @@ class Ledger:
         self._committed: set[int] = set()  # groups not looked at since a commit there
 
     @property
+    def url(self) -> str:
+        """The place of the dataset, as `spile.open` takes it."""
+        return self.objects.url
+
+    @property
+    def planned(self) -> Table | None:
+        """The table to begin with, if it is known before a corpus is read: that of a pass."""
+        return None
+
+    @property
     def layout(self) -> KeyLayout:
         """Where the records of units lie: as the table says, or as a new one would."""
         if self._layout is None:
@@ -230,21 +240,32 @@ class Ledger:
         body = {"tensors": dict(sorted(digests.items()))}
         if self.objects.create(fmt.MODEL, self._encode("model", body)):
             return
+        stored = self.read_weights()
+        if stored is None:
+            raise self._unreadable(fmt.MODEL)
+        self._refuse_other_weights(stored, digests, {*stored, *digests})
+
+    def read_weights(self) -> dict[str, Any] | None:
+        """Return the weights' full hashes by tensor; None if none are recorded yet."""
         found = self._read(fmt.MODEL, "model")
         if found is None:
-            raise self._unreadable(fmt.MODEL)
+            return None
         record: Any = found.get("tensors", {})
         if not isinstance(record, dict):
             raise CorruptError(fmt.MODEL, "holds no hashes")
-        stored = cast(dict[str, Any], record)
+        return cast(dict[str, Any], record)
+
+    def _refuse_other_weights(
+        self, stored: Mapping[str, Any], digests: Mapping[str, str], names: Iterable[str]
+    ) -> None:
         changed = {
             f"weights of {name}": (stored.get(name), digests.get(name))
-            for name in sorted({*stored, *digests})
+            for name in sorted(names)
             if stored.get(name) != digests.get(name)
         }
         if changed:
             differences = dict(list(changed.items())[:3])
-            raise DriftError(self.objects.url, differences, holds_rows=self.holds_rows())
+            raise DriftError(self.url, differences, holds_rows=self.holds_rows())
 
     def read_scales(self, table: Table) -> dict[str, np.ndarray] | None:
         """Return the scale of each channel, for taps that have them; None if not measured yet."""

@@ -39,7 +39,7 @@ _COUNTS = ("unit", "rows", "tokens", "documents", "contexts")
 _FILE_COUNTS = ("first", "count", "bytes")
 _FILE_TEXTS = ("tap", "name", "digest", "etag")
 _OPEN_SEGMENTS = 64  # each a memory map, or half a megabyte
-_KEPT_UNITS = 1 << 12
+KEPT_UNITS = 1 << 12  # records of units, once made
 _TOGETHER = fmt.GROUP_UNITS  # records in memory are cut like groups
 
 
@@ -244,7 +244,7 @@ class Catalog(Sequence[Done]):
         """
         self.objects, self.layout, self.parts = objects, layout, list(parts)
         self._segment = lru_cache(_OPEN_SEGMENTS)(self._load)
-        self._done = lru_cache(_KEPT_UNITS)(self._read)
+        self._done = lru_cache(KEPT_UNITS)(self._read)
         counts = (part.units if isinstance(part, SegmentFile) else len(part) for part in parts)
         self._ends = ends_of(counts)
         if rows is None:
@@ -282,6 +282,13 @@ class Catalog(Sequence[Done]):
         """Return the place of a unit; None if it is not done."""
         at = int(np.searchsorted(self.units, unit))
         return at if at < len(self) and self.units[at] == unit else None
+
+    def only(self, wanted: Ints) -> "Catalog":
+        """Return some of the units, by their ids, which ascend and are done."""
+        if np.array_equal(wanted, self.units):
+            return self
+        places = np.searchsorted(self.units, wanted).tolist()
+        return Catalog.of(self.objects, self.layout, map(self.__getitem__, places))
 
     def totals(self) -> Totals:
         total = Totals()

@@ -67,17 +67,17 @@ def resolve(
     `heed` is called now and then while the corpus is indexed, and may raise to stop that.
     `cache` is where corpora that are first converted to Parquet are kept.
     """
-    stored = ledger.read_table()
+    stored = ledger.read_table() or ledger.planned
     other = None if stored or recipe.like is None else Ledger(open_objects(recipe.like))
     like = other.table() if other else None
     if stored:
-        recipe = _completed(recipe, stored.recipe)
+        recipe = completed_recipe(recipe, stored.recipe)
     elif like:
         recipe = _alike(recipe, like.recipe)
     for name in ("model", "corpus", "taps"):
         if getattr(recipe, name) is None:
             raise ConfigError(f"{flag_of(name)} is missing")
-    recipe = _pinned(recipe)
+    recipe = pinned_recipe(recipe)
     assert recipe.model and recipe.corpus and recipe.taps
 
     checkpoint = open_checkpoint(recipe.model, recipe.lora)
@@ -136,7 +136,7 @@ def _tokenizer_files(job: ExtractionJob) -> dict[str, bytes]:
     return files
 
 
-def _completed(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
+def completed_recipe(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
     """Fill in options that were not given, and commits of those that were, from the store."""
     defaults: dict[str, Any] = {
         **{name: getattr(stored, name, None) for name in Recipe.names()},
@@ -170,7 +170,7 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
         like = dataclasses.replace(like, lora_source=None)
     if recipe.taps is not None and recipe.encode is None:
         like = dataclasses.replace(like, encode_source=None, latents=None)
-    return dataclasses.replace(_completed(recipe, like), **given)
+    return dataclasses.replace(completed_recipe(recipe, like), **given)
 
 
 def _refuse_unlike(other: Ledger, made: Table, directory: AnyPath) -> None:
@@ -224,7 +224,7 @@ def _rules(where: str, stored: Table | None) -> int:
     return stored.recipe.rules
 
 
-def _pinned(recipe: Recipe) -> Recipe:
+def pinned_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe with commits for sources on the Hub: a branch may move during a run."""
     given = {name: getattr(recipe, name) for name in _SOURCES}
     named = {n: pinned(v, _SOURCES[n]) for n, v in given.items() if v not in (None, "demo")}
@@ -441,4 +441,4 @@ def _refuse_drift(
         else:
             differences[name] = (old[name], new[name])
     if differences:
-        raise DriftError(ledger.objects.url, differences, holds_rows=ledger.holds_rows())
+        raise DriftError(ledger.url, differences, holds_rows=ledger.holds_rows())

@@ -61,6 +61,7 @@ from spile.plan.estimate import (
     step_of,
 )
 from spile.plan.job import ExtractionJob
+from spile.plan.passes import opened_for
 from spile.plan.residency import Residency
 from spile.plan.resolve import resolve, store_table
 from spile.run.calibrate import channel_scales
@@ -141,7 +142,7 @@ def extract(
         stop_on_signal(stop or threading.Event(), at_second_signal) as stop,
         closing(Spool(Path(runtime.spool))) if runtime.spool else nullcontext() as spool,
     ):
-        ledger = ledger or Ledger(open_objects(str(out), spool))
+        recipe, ledger = opened_for(recipe, ledger or Ledger(open_objects(str(out), spool)))
         presence = Presence(ledger.objects, runtime.stale_after, ledger.layout)
         presence.tell(**{"share": str(share)} if share else {})
         world = SingleWorld()
@@ -492,7 +493,7 @@ def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -
             f"the corpus holds no usable document ({reasons}); run another recipe with --restart"
         )
     return Outcome(
-        out=ledger.objects.url,
+        out=ledger.url,
         rows=total.rows,
         tokens=total.tokens,
         documents=total.documents,

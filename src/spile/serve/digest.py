@@ -60,7 +60,7 @@ class Digest:
     def __init__(self, dataset: Dataset, most_bytes: int) -> None:
         self.lock = threading.Lock()  # held while reading `moments`
         positions = min(dataset.recipe.seq_len, _MOST_POSITIONS)
-        found = (pair_of(dataset.recipe, tap) for tap in dataset.taps)
+        found = (pair_of(dataset, tap) for tap in dataset.taps)
         self._ids_of = dict(pair for pair in found if pair)  # the ids' tap, by the values' tap
         taps = [tap for tap in dataset.taps if tap not in self._ids_of.values()]
         self._widths = {tap: dataset.width(tap) for tap in taps}

@@ -225,7 +225,7 @@ class Explorer:
 
     def _values(self, dataset: Dataset, rows: np.ndarray, colour: Colour) -> np.ndarray:
         """The colouring number of each row."""
-        pair = pair_of(dataset.recipe, colour.tap)
+        pair = pair_of(dataset, colour.tap)
         if pair is None:
             return self.numbers(_read(dataset, colour.tap, rows), colour)
         values = _read(dataset, pair[0], rows)

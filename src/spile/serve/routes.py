@@ -328,7 +328,7 @@ class Answers:
         """The requested tap, or the first; for an encoded tap, the tap of its values."""
         dataset = self.explorer.dataset
         tap = asked.get("tap") or dataset.taps[0]
-        pair = pair_of(dataset.recipe, tap)
+        pair = pair_of(dataset, tap)
         return pair[0] if pair else dataset.name(tap)
 
     def _dense_tap(self, asked: Parameters) -> str:

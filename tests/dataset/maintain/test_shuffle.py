@@ -27,7 +27,7 @@ from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.shuffle import Shuffled, shuffle
 from spile.dataset.maintain.verify import verify
-from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.dataset.read.dataset import Dataset, TapGroup, open_dataset
 from spile.objects import LocalObjects, MemoryObjects, Objects, open_objects
 
 TOLD = ("doc", "tokens", "rows", "skipped", "preview")
@@ -127,7 +127,9 @@ def test_rows_are_uniform_in_their_places_and_their_neighbours(tmp_path: Path) -
         assert len(work._passes(_parts(work))) == 2 < len(_parts(work))
         work.run()
         ledger = Ledger(dest)
-        found = places(Dataset(dest, ledger.table(), _records(ledger), {}), source)
+        shuffled = ledger.table()
+        part = TapGroup(shuffled, ledger.catalog_so_far(shuffled), {})
+        found = places(Dataset(dest, [part]), source)
         at[np.arange(count), found] += 1
         follows[found[:-1], found[1:]] += 1
     expected = seeds / count
@@ -142,10 +144,6 @@ def test_rows_are_uniform_in_their_places_and_their_neighbours(tmp_path: Path) -
 
 def _parts(work: Any) -> Any:
     return module.SourceRows(work.source, work.table, work.records).parts(work.capacity)
-
-
-def _records(ledger: Ledger) -> list[Any]:
-    return [ledger.read_done(unit) for unit in sorted(ledger.done_units())]
 
 
 _KILLED = """

@@ -5,8 +5,8 @@ Row numbers count the dataset's rows in stored order: unit by unit, and within a
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, reduce
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,24 +18,26 @@ from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.expressions import DocumentFilter, RowFilter, split_condition
 from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
 from spile.core.options import parse_count
-from spile.core.recipe import ResolvedRecipe
+from spile.core.recipe import ResolvedRecipe, latent_names
 from spile.dataset import format as fmt
 from spile.dataset.columns import ColumnFile, read_columns
 from spile.dataset.format import Done, Shard
 from spile.dataset.ledger import Ledger, Table
+from spile.dataset.passes import JoinedUnits, live_passes, named
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.checked_file import CheckedObjects
 from spile.dataset.read.latents import Latents, read_latents
 from spile.dataset.read.order import BatchOptions, Normalize, Order, RowChoice, Shuffle
 from spile.dataset.read.rows import StoredRows, runs
 from spile.dataset.read.window import View
-from spile.dataset.segments import Catalog, Segment, SegmentFile, Totals
+from spile.dataset.segments import Catalog, Totals
 from spile.dataset.write.documents import joined, read_documents
 from spile.dataset.write.quantization import DECODED, encode
 from spile.dataset.write.shard import read_tensors
 from spile.dataset.write.statistics import TapStats, merged
 from spile.objects import Objects, open_objects
 from spile.objects.cache import CachedObjects, cached
+from spile.objects.rooted import RootedObjects
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,61 +80,106 @@ class Document:
         return f"<spile document {doc}: {len(self):,} rows of {self._dataset.url}>"
 
 
+@dataclass(frozen=True)
+class TapGroup:
+    """The taps that a dataset was made with, or those of a pass.
+
+    Attributes:
+        prefix: the folder of the pass; empty for the dataset itself.
+        units: those that are done.
+        scales: the scale of each channel, for taps that are stored with scales.
+        merged: the file that holds the statistics of all rows, if there is one.
+    """
+
+    table: Table
+    units: Catalog
+    scales: Mapping[str, np.ndarray]
+    merged: ColumnFile | None = None
+    prefix: str = ""
+
+    def pickled(self) -> tuple[Any, ...]:
+        scales = dict(self.scales)
+        return self.table, self.units.parts, self.units.rows, scales, self.merged, self.prefix
+
+    @classmethod
+    def unpickled(cls, objects: Objects, *told: Any) -> "TapGroup":
+        table, parts, rows, scales, merged, prefix = told
+        units = Catalog(_rooted(objects, prefix), table.layout, parts, rows)
+        return cls(table, units, scales, merged, prefix)
+
+
 class Dataset:
     """A stored dataset, open for reading."""
 
     def __init__(
         self,
         objects: Objects,
-        table: Table,
-        units: Catalog,
-        scales: Mapping[str, np.ndarray],
+        parts: Sequence[TapGroup],
         verify: bool = False,
         tokenizer: str | None = None,
-        merged: ColumnFile | None = None,
+        only: Sequence[str] | None = None,
     ) -> None:
         """Args:
-        units: those that are done.
-        scales: the scale of each channel, for taps that are stored with scales.
+        parts: the dataset itself, then its passes, all with the same units.
         verify: whether to check each file when it is first read.
         tokenizer: the directory or URL of a tokenizer to use instead of the model's.
-        merged: the file that holds the statistics of all rows, if there is one.
+        only: the taps to show; by default all.
         """
-        self._tokenizer, self._merged = tokenizer, merged
+        self._parts, self._tokenizer, self._only = tuple(parts), tokenizer, only
         self._unchecked, self._verify = objects, verify
         self._objects = objects
         if verify:
             self._objects = cast(Objects, CheckedObjects(objects, self._file_of))
-        self._stored = StoredRows(self._objects, table, units, scales)
-        self._table, self._units = table, units
+        first, *passes = parts
+        self._part_of = _taps_of(parts, only)
+        taps = {tap: part.table.taps[tap] for tap, part in self._part_of.items()}
+        self._table = replace(first.table, taps=taps)
+        self._units = first.units
+        if passes:
+            self._units = JoinedUnits(first.units, {part.prefix: part.units for part in passes})
+        scales = {tap: scale for part in parts for tap, scale in part.scales.items()}
+        self._stored = StoredRows(self._objects, self._table, self._units, scales)
         self._table_of = lru_cache(_TABLES)(self._read_table)
-        self._aliases = {alias: tap for tap, info in table.taps.items() for alias in info.aliases}
+        self._aliases = {alias: tap for tap, info in taps.items() for alias in info.aliases}
 
     def __reduce__(self) -> Any:
         """Pickle the dataset so that another process opens the same units, not newer ones."""
-        kept, scales = self._unchecked, dict(self._stored.scales)
+        kept = self._unchecked
         cache = (kept.folder, kept.most) if isinstance(kept, CachedObjects) else None
-        units = self._units.parts, self._units.rows
-        options = scales, self._verify, self._tokenizer, self._merged
-        return _again, (self.url, cache, self._table, *units, *options)
+        parts = [part.pickled() for part in self._parts]
+        return _again, (self.url, cache, parts, self._verify, self._tokenizer, self._only)
 
     def _file_of(self, key: str) -> Shard | None:
         """Return the record of a unit's file."""
-        attempt = fmt.parse_attempt_key(key)
-        position = None if attempt is None else self._units.find(attempt[0])
-        files = () if position is None else self._units[position].files()
-        return next((file for file in files if file.key == key), None)
+        prefix, inside = fmt.split_pass_key(key)
+        attempt = fmt.parse_attempt_key(inside)
+        units = next((part.units for part in self._parts if part.prefix == prefix), None)
+        position = None if attempt is None or units is None else units.find(attempt[0])
+        files = () if position is None or units is None else units[position].files()
+        found = next((file for file in files if file.key == inside), None)
+        return None if found is None else replace(found, key=key)
 
     def verified(self) -> "Dataset":
         """Return the same dataset, with each of its files checked when it is first read."""
         if self._verify:
             return self
-        options = self._stored.scales, True, self._tokenizer, self._merged
-        return Dataset(self._unchecked, self._table, self._units, *options)
+        return Dataset(self._unchecked, self._parts, True, self._tokenizer, self._only)
 
     @property
     def taps(self) -> list[str]:
-        return list(self.recipe.stored_taps)
+        """The taps that rows have: those that the dataset was made with, then those of passes."""
+        return list(self._table.taps)
+
+    def recipe_of(self, tap: str) -> ResolvedRecipe:
+        """Return the recipe that a tap was made by: the dataset's, or that of its pass."""
+        return self._part_of[self.name(tap)].table.recipe
+
+    @property
+    def encoded(self) -> list[str]:
+        """The taps that are stored as sparse latents (`--encode`)."""
+        recipes = [part.table.recipe for part in self._parts]
+        found = dict.fromkeys(tap for recipe in recipes for tap in recipe.encode)
+        return [tap for tap in found if all(name in self._table.taps for name in latent_names(tap))]
 
     @property
     def num_tokens(self) -> int:
@@ -168,6 +215,7 @@ class Dataset:
 
     @property
     def recipe(self) -> ResolvedRecipe:
+        """The recipe that the dataset was made by; taps of passes have their own (`recipe_of`)."""
         return self._table.recipe
 
     @property
@@ -419,12 +467,14 @@ class Dataset:
     def statistics(self, tap: str) -> TapStats:
         """Return count, mean, variance, norms and extremes of a tap over the whole dataset."""
         tap, width = self.name(tap), self.width(tap)
-        if self._merged is not None:
-            return TapStats.from_tensors(tap, read_columns(self._objects, self._merged), width)
+        part = self._part_of[tap]
+        objects = _rooted(self._objects, part.prefix)
+        if part.merged is not None:
+            return TapStats.from_tensors(tap, read_columns(objects, part.merged), width)
 
         def parts() -> Iterator[TapStats]:
-            for unit in self._units:
-                tensors = read_tensors(self._objects, unit.statistics.key)
+            for unit in part.units:
+                tensors = read_tensors(objects, unit.statistics.key)
                 yield TapStats.from_tensors(tap, tensors, width)
 
         return merged(parts(), width)
@@ -555,6 +605,7 @@ def open_dataset(
     url: str | Path,
     *,
     partial: bool = False,
+    taps: Sequence[str] | None = None,
     cache: str | Path | None = None,
     cache_bytes: int | str = "10GiB",
     verify: bool = False,
@@ -562,7 +613,11 @@ def open_dataset(
 ) -> Dataset:
     """Open a finished dataset; with `partial`, the units that are done so far.
 
+    Taps that are being added (`--add-taps`) are there once they are complete. With `partial` they
+    are there before that, and units are those in which all taps are done.
+
     Args:
+        taps: the taps to open, by their names in the dataset; by default all.
         verify: compare each file with its checksum when it is first read; this reads all of it.
         cache: a local folder that keeps what was read from a bucket.
         cache_bytes: the largest size of that folder.
@@ -571,6 +626,7 @@ def open_dataset(
 
     Raises:
         StoreError: if there is no dataset, or it is unfinished and `partial` is not given.
+        ConfigError: if a tap of `taps` is not there.
     """
     given = cast(object, url)
     if not isinstance(given, str | Path):
@@ -587,21 +643,81 @@ def open_dataset(
         kept = Path(cache), most
     objects = _open_objects(str(url), kept)
     ledger = Ledger(objects)
+    own = _own_part(ledger, partial)
+    parts = [own, *_passes_of(ledger, own.table, partial, taps)]
+    return Dataset(objects, _common(parts), verify, tokenizer, taps)
+
+
+def finished_taps(objects: Objects) -> list[str]:
+    """Return the taps of a dataset without those that are still being added."""
+    ledger = Ledger(objects)
     table = ledger.table()
-    manifest = ledger.read_manifest()
+    passes = [found for each in live_passes(ledger) if (found := each.finished(table))]
+    return [tap for found in (table, *passes) for tap in found.recipe.stored_taps]
+
+
+def _own_part(ledger: Ledger, partial: bool) -> TapGroup:
+    table, manifest = ledger.table(), ledger.read_manifest()
     scales = ledger.read_scales(table)
     if manifest is not None:
-        units = ledger.catalog(table, manifest)
-        return Dataset(objects, table, units, _needed(scales), verify, tokenizer, manifest.columns)
+        return TapGroup(table, ledger.catalog(table, manifest), _needed(scales), manifest.columns)
     done = 0 if partial else len(ledger.done_units().intersection(range(len(table.units))))
     if not partial and done < len(table.units):
         raise StoreError(
-            f"{objects.url}: {done} of {len(table.units)} units are done; finish with the "
+            f"{ledger.url}: {done} of {len(table.units)} units are done; finish with the "
             "same `spile extract`, or open with partial=True"
         )
     units = ledger.catalog_so_far(table)
-    needed = _needed(scales) if len(units) else {}
-    return Dataset(objects, table, units, needed, verify, tokenizer)
+    return TapGroup(table, units, _needed(scales) if len(units) else {})
+
+
+def _passes_of(
+    ledger: Ledger, base: Table, partial: bool, taps: Sequence[str] | None
+) -> Iterator[TapGroup]:
+    """Yield the passes that can be read, of those that have one of the taps."""
+    for each in live_passes(ledger):
+        with named(each.name):
+            table = each.table_over(base)
+            if table is None or (taps is not None and table.taps.keys().isdisjoint(taps)):
+                continue
+            manifest = each.manifest_over(table)
+            scales = each.read_scales(table)
+            prefix = fmt.pass_prefix(each.name)
+            if manifest is not None:
+                units = each.catalog(table, manifest)
+                yield TapGroup(table, units, _needed(scales), manifest.columns, prefix)
+            elif partial:
+                units = each.catalog_so_far(table)
+                yield TapGroup(table, units, _needed(scales) if len(units) else {}, None, prefix)
+
+
+def _common(parts: Sequence[TapGroup]) -> list[TapGroup]:
+    """Return the parts with the units that all of them have."""
+    units = reduce(np.intersect1d, (part.units.units for part in parts))
+    return [
+        part
+        if np.array_equal(units, part.units.units)
+        else replace(part, units=part.units.only(units), merged=None)
+        for part in parts
+    ]
+
+
+def _taps_of(parts: Sequence[TapGroup], only: Sequence[str] | None) -> dict[str, TapGroup]:
+    """Return the part of each tap, in order. (A tap that two passes have is that of the first.)"""
+    found: dict[str, TapGroup] = {}
+    for part in parts:
+        for tap in part.table.recipe.stored_taps:
+            found.setdefault(tap, part)
+    if only is None:
+        return found
+    for tap in only:
+        if tap not in found:
+            raise ConfigError(f"no tap {tap!r}; there are {', '.join(found)}")
+    return {tap: found[tap] for tap in only}
+
+
+def _rooted(objects: Objects, prefix: str) -> Objects:
+    return RootedObjects(objects, prefix) if prefix else objects
 
 
 def _open_objects(url: str, cache: tuple[Path, int] | None) -> Objects:
@@ -610,15 +726,10 @@ def _open_objects(url: str, cache: tuple[Path, int] | None) -> Objects:
 
 
 def _again(
-    url: str,
-    cache: tuple[Path, int] | None,
-    table: Table,
-    parts: Sequence[SegmentFile | Segment],
-    rows: np.ndarray,
-    *options: Any,
+    url: str, cache: tuple[Path, int] | None, parts: Sequence[tuple[Any, ...]], *options: Any
 ) -> Dataset:
     objects = _open_objects(url, cache)
-    return Dataset(objects, table, Catalog(objects, table.layout, parts, rows), *options)
+    return Dataset(objects, [TapGroup.unpickled(objects, *part) for part in parts], *options)
 
 
 def _needed(scales: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spile.core.errors import ConfigError, CorruptError
-from spile.core.recipe import ResolvedRecipe, latent_names
+from spile.core.recipe import latent_names
 
 _WINDOW_BYTES = 32 << 20  # read at a time
 
@@ -21,7 +21,7 @@ class ReadableDataset(Protocol):
     """The part of `Dataset` that this module needs."""
 
     @property
-    def recipe(self) -> ResolvedRecipe: ...
+    def encoded(self) -> list[str]: ...
     @property
     def num_tokens(self) -> int: ...
     def name(self, tap: str) -> str: ...
@@ -69,9 +69,9 @@ class TopRows:
     index: np.ndarray  # entries of those rows: token_id, doc, offset, pos, flags
 
 
-def pair_of(recipe: ResolvedRecipe, tap: str) -> tuple[str, str] | None:
+def pair_of(dataset: ReadableDataset, tap: str) -> tuple[str, str] | None:
     """Return the taps that hold the latents and the ids of an encoded tap, by any of its names."""
-    pairs = ((encoded, latent_names(encoded)) for encoded in recipe.encode)
+    pairs = ((encoded, latent_names(encoded)) for encoded in dataset.encoded)
     return next((pair for encoded, pair in pairs if tap in (encoded, *pair)), None)
 
 
@@ -81,9 +81,9 @@ def read_latents(dataset: ReadableDataset, tap: str, start: int, stop: int) -> L
     Args:
         tap: its name in the model (`resid_post.12`), or that of either of its two taps.
     """
-    pair = pair_of(dataset.recipe, tap)
+    pair = pair_of(dataset, tap)
     if pair is None:
-        encoded = ", ".join(dataset.recipe.encode) or "none"
+        encoded = ", ".join(dataset.encoded) or "none"
         raise ConfigError(f"no latents of {tap!r} here; taps that were encoded: {encoded}")
     values, ids = (np.asarray(dataset.read(name, start, stop)) for name in pair)
     active = values != 0
@@ -104,7 +104,7 @@ def top_rows(dataset: ReadableDataset, tap: str, channel: int, count: int) -> To
         channel: the channel of a row, counted along all axes. In an encoded tap, the latent; then
             only rows in which it is active and was kept are returned.
     """
-    pair = pair_of(dataset.recipe, tap)
+    pair = pair_of(dataset, tap)
     tap = pair[0] if pair else dataset.name(tap)
     most = dataset.num_latents(tap) if pair else dataset.width(tap)
     if not 0 <= channel < most or count < 1:

@@ -25,6 +25,7 @@ from spile.fleet.ray.placement import Placement, Placements, connect, lost
 from spile.metrics import Counters
 from spile.objects import open_objects
 from spile.plan.estimate import Budget, Estimate
+from spile.plan.passes import opened_for
 from spile.run.extract import Outcome, outcome_of, stop_on_signal
 from spile.run.rank import ABORTED
 
@@ -110,7 +111,7 @@ class _Pool:
     ) -> None:
         self._ray, self._recipe, self._out, self._runtime = ray, recipe, out, runtime
         self._counters, self._stop = counters, stop
-        self._ledger = Ledger(open_objects(out))
+        _, self._ledger = opened_for(recipe, Ledger(open_objects(out)))
         self._placements = Placements(ray, options)
         self._host = ray.remote(RayHost)
         self._most = options.ray_slices

@@ -131,18 +131,17 @@ def _config(source: ExportSource, splits: int) -> dict[str, object]:
 
 def _pairs(source: ExportSource) -> dict[str, tuple[str, str]]:
     """The chosen encoded taps, by their names in the model."""
-    recipe = source.dataset.recipe
-    pairs = {tap: latent_names(tap) for tap in recipe.encode}
+    pairs = {tap: latent_names(tap) for tap in source.dataset.encoded}
     return {tap: pair for tap, pair in pairs.items() if pair[0] in source.taps}
 
 
 def _check(source: ExportSource) -> None:
-    recipe = source.dataset.recipe
-    if not recipe.encode:
+    encoded = source.dataset.encoded
+    if not encoded:
         raise ConfigError(f"{source.dataset.url} holds no latents: it was made without --encode")
     known = {name for pair in _pairs(source).values() for name in pair}
     if not {*source.taps} <= known:
-        wanted = ",".join(latent_names(tap)[0] for tap in recipe.encode)
+        wanted = ",".join(latent_names(tap)[0] for tap in encoded)
         raise ConfigError(f"delphi holds latents and nothing else; choose them: --taps {wanted}")
 
 

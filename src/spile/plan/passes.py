@@ -1,0 +1,128 @@
+"""`--add-taps`: settle the pass that adds taps to a dataset. No corpus is read, and no jax."""
+
+import dataclasses
+from itertools import count
+
+from spile.core.config import Recipe, flag_of
+from spile.core.errors import ConfigError
+from spile.core.recipe import OF_A_PASS, ResolvedRecipe
+from spile.corpus.files import lasting
+from spile.dataset import format as fmt
+from spile.dataset.ledger import Ledger, Table
+from spile.dataset.passes import PassLedger, live_passes, pass_name, recipe_of_pass
+from spile.models.files.checkpoint import open_checkpoint
+from spile.models.files.sae import identity
+from spile.models.taps import parse_taps
+from spile.plan.encoders import each_source, find_encoders, stored_taps
+from spile.plan.resolve import completed_recipe, pinned_recipe
+
+
+def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
+    """Return the recipe to run, and the ledger of what it makes: the dataset, or one of its passes.
+
+    Nothing is written. A pass may not exist yet; its ledger has the table to begin it with.
+
+    Raises:
+        ConfigError: if taps are to be added to something that is not a finished dataset, or that
+            has one of them.
+    """
+    if recipe.add_taps is None:
+        return recipe, dataset
+    table = _finished(dataset)
+    if recipe.like is not None:
+        raise ConfigError("--like makes another dataset, --add-taps adds to one: give one of them")
+    # What is not given is the dataset's, but encoders belong to taps.
+    stored = dataclasses.replace(table.recipe, encode={}, encode_source=None, latents=None)
+    added = dataclasses.replace(recipe, taps=recipe.add_taps, add_taps=None)
+    asked = pinned_recipe(completed_recipe(added, stored))
+    assert asked.model and asked.taps
+    checkpoint = open_checkpoint(asked.model, asked.lora)
+    if recipe.taps is not None:
+        own = tuple(tap.name for tap in parse_taps(recipe.taps, checkpoint.arch))
+        if own != table.recipe.taps:
+            raise ConfigError(
+                f"--taps {recipe.taps}: {dataset.url} was made with {','.join(table.recipe.taps)}; "
+                "give --add-taps alone"
+            )
+    taps = parse_taps(asked.taps, checkpoint.arch)
+    encoders = find_encoders(asked, taps, checkpoint.arch)
+    settled = dataclasses.replace(
+        table.recipe,
+        model_source=lasting(asked.model),
+        lora_source=lasting(asked.lora) if asked.lora else None,
+        encode_source=each_source(asked.encode, lasting) if asked.encode else None,
+        taps=tuple(tap.name for tap in taps),
+        encode={tap: identity(encoder.sae) for tap, encoder in encoders.items()},
+        latents=asked.latents,
+        compute_dtype=asked.compute_dtype or table.recipe.compute_dtype,
+        store_dtype=asked.store_dtype or table.recipe.store_dtype,
+    )
+    planned = dataclasses.replace(
+        table,
+        recipe=settled,
+        fingerprint=settled.fingerprint(),
+        taps=stored_taps(taps, encoders, checkpoint.arch, settled.seq_len, settled.store_dtype),
+        tokenizer={},
+    )
+    ledger = _pass_of(dataset, planned)
+    _refuse_present(dataset, table, planned, ledger.name)
+    return added, ledger
+
+
+def _finished(dataset: Ledger) -> Table:
+    table = dataset.read_table()
+    if table is None:
+        shuffling = next(iter(dataset.objects.list(fmt.SCRATCH)), None) is not None
+        why = "it is being shuffled; add them to the dataset that it is made from"
+        raise ConfigError(
+            f"--add-taps: {why if shuffling else f'there is no dataset in {dataset.url} yet'}"
+        )
+    if table.shuffled:
+        raise ConfigError(
+            f"--add-taps: {dataset.url} was shuffled; add taps to the dataset that it was made "
+            "from, and shuffle that"
+        )
+    if dataset.read_manifest() is None:
+        raise ConfigError(
+            f"--add-taps: {dataset.url} is not finished; run the same `spile extract` without "
+            "--add-taps first"
+        )
+    return table
+
+
+def _pass_of(dataset: Ledger, planned: Table) -> PassLedger:
+    """Return the pass of a fingerprint; the next one if it was dropped before."""
+    for number in count():
+        ledger = PassLedger(dataset, pass_name(planned.fingerprint, number), planned)
+        if not ledger.is_dropped:
+            return ledger
+    raise AssertionError
+
+
+def _refuse_present(dataset: Ledger, table: Table, planned: Table, name: str) -> None:
+    """Raise if a tap is there already, in the dataset or in another pass."""
+    there = {tap: table.recipe for tap in table.taps}
+    for other in live_passes(dataset):
+        if other.name != name:
+            found = other.table()
+            there |= {tap: found.recipe for tap in found.taps}
+    both = [tap for tap in planned.taps if tap in there]
+    if not both:
+        return
+    differs = _difference(there[both[0]], planned.recipe)
+    advice = "leave it out of --add-taps"
+    if both[0] not in table.taps:
+        advice += f", or `spile drop {dataset.url} --taps {both[0]}` first"
+    raise ConfigError(f"--add-taps: {dataset.url} has {', '.join(both)}{differs}; {advice}")
+
+
+def _difference(there: ResolvedRecipe, asked: ResolvedRecipe) -> str:
+    """Say in which options, other than the taps, a pass differs from the one that has a tap."""
+    same = recipe_of_pass(there, asked)
+    unlike = [name for name in OF_A_PASS if getattr(there, name) != getattr(same, name)]
+    told = [
+        f"{flag_of(name)} {getattr(there, name)}"
+        for name in unlike
+        if name in ("compute_dtype", "store_dtype")
+    ]
+    return f" (with {', '.join(told)})" if told else ""
