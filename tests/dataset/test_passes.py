@@ -12,7 +12,10 @@ from spile.core.errors import ConfigError, CorruptError, DriftError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.format import TapInfo
 from spile.dataset.ledger import Ledger
-from spile.dataset.passes import PassLedger, live_passes
+from spile.dataset.maintain.gc import collect_garbage
+from spile.dataset.maintain.repair import PassRepairLedger
+from spile.dataset.maintain.verify import verify
+from spile.dataset.passes import PassLedger, drop_taps, live_passes
 from spile.dataset.read.dataset import finished_taps
 
 MORE: stored.Taps = {"q.0": TapInfo((2, 3), "int8"), "logprob": 1}
@@ -158,3 +161,105 @@ def test_damage_in_a_pass_is_named_by_its_place_in_the_dataset(tmp_path: Path) -
     with pytest.raises(CorruptError, match=f"^{key}: "):
         spile.open(made.path)
     assert isinstance(Ledger(made.objects).table().recipe.seq_len, int)
+
+
+def test_drop_takes_whole_passes_and_leaves_the_datasets_own_taps(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "acts")
+    first, _ = stored.add_pass(made, {"z.0": 4, "z.1": 4})
+    stored.add_pass(made, {"q.0": TapInfo((2, 3), "float32", ("blocks.0.attn.hook_q",))})
+    for asked, message in {
+        ("mlp_out.1",): "was made with mlp_out.1; only taps that --add-taps has added",
+        ("z.7",): "no tap 'z.7' was added to .*; there are ",
+        ("z.0", "q.0"): "z.0, z.1 were added together, .*: --taps z.0,z.1$",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            drop_taps(made.ledger, asked)
+    assert len(live_passes(made.ledger)) == 2
+    gone = drop_taps(made.ledger, ["z:0", "z.1"])
+    assert {*gone} == {"z.0", "z.1"} and all(gone.values())
+    assert made.listed(fmt.pass_prefix(first.name) + fmt.DROPPED)
+    assert [*drop_taps(made.ledger, ["blocks.0.attn.hook_q"])] == ["q.0"]
+    assert {*spile.open(made.path).taps} == {*made.rows}
+
+
+def test_gc_removes_a_dropped_pass_and_keeps_the_others(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "acts")
+    before = made.listed()
+    dropped, _ = stored.add_pass(made, {"z.0": 4})
+    kept, rows = stored.add_pass(made, {"q.0": 4})
+    there = made.listed()
+    assert collect_garbage(made.objects) == []
+    dropped.drop()
+    prefix = fmt.pass_prefix(dropped.name)
+    assert collect_garbage(made.objects) == [key for key in there if key.startswith(prefix)]
+    assert made.listed(prefix) == [prefix + fmt.DROPPED]
+    assert {*made.listed()} - {prefix + fmt.DROPPED} == {
+        *before,
+        *(key for key in there if key.startswith(fmt.pass_prefix(kept.name))),
+    }
+    np.testing.assert_array_equal(all_rows(spile.open(made.path))["q.0"], rows["q.0"])
+    assert collect_garbage(made.objects) == []
+
+
+def test_gc_removes_losing_attempts_of_a_pass_and_never_those_in_hand(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "acts")
+    ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=[0])
+    for unit in (0, 1):
+        part = slice(made.starts[unit], made.starts[unit + 1])
+        values = {"z.0": rows["z.0"][part]}
+        stored.write_unit(ledger.objects, ledger.table(), unit, made.read[unit], values, 60)
+    removed = collect_garbage(made.objects)
+    units = {fmt.parse_attempt_key(fmt.split_pass_key(key)[1])[0] for key in removed}  # type: ignore[index]
+    assert units == {0}
+    removed = collect_garbage(made.objects, abandoned=True)
+    units = {fmt.parse_attempt_key(fmt.split_pass_key(key)[1])[0] for key in removed}  # type: ignore[index]
+    assert units == {1}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_verify_audits_passes(tmp_path: Path, quick: bool) -> None:
+    made = stored.copied(tmp_path / "acts")
+    ledger, _ = stored.add_pass(made, MORE)
+    unfinished, _ = stored.add_pass(made, {"z.0": 4}, commit=[0])
+    report = verify(made.objects, quick=quick)
+    assert report.ok and not report.orphans, (report.faults, report.orphans)
+    assert report.passes[ledger.name].units_done == len(made.table.units)
+    assert report.passes[unfinished.name].units_done == 1
+    done = ledger.read_done(3)
+    assert done
+    key = fmt.pass_prefix(ledger.name) + done.shards[0].key
+    data = made.objects.get(key)
+    (made.path / key).write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if not quick else data[:-1])
+    report = verify(made.objects, quick=quick)
+    assert [fault.partition(": ")[0] for fault in report.faults] == [key]
+    assert not report.damaged and [*report.passes[ledger.name].damaged] == [3]
+    ledger.drop()
+    report = verify(made.objects, quick=quick)
+    assert report.ok and key in report.orphans
+
+
+def test_verify_compares_the_rows_of_a_pass_with_the_datasets(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "acts")
+    ledger, _ = stored.add_pass(made, {"z.0": 4})
+    done = ledger.read_done(0)
+    assert done
+    key = ledger.layout.done_key(0)
+    ledger.objects.delete(key)
+    body = {**done.to_json(), "text_digest": "other"}
+    assert ledger.objects.create(key, fmt.encode_record("done", body))
+    faults = verify(made.objects).faults
+    assert f"passes/{ledger.name}/{key}: has other rows than the dataset (text_digest)" in faults
+
+
+def test_the_damaged_record_of_a_pass_is_set_aside_in_its_folder(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "acts")
+    ledger, _ = stored.add_pass(made, {"z.0": 4})
+    prefix = fmt.pass_prefix(ledger.name)
+    (made.path / prefix / ledger.layout.done_key(0)).write_bytes(b"torn")
+    report = verify(made.objects)
+    repairing = PassRepairLedger(report.passes[ledger.name], made.ledger, ledger.name)
+    assert repairing.units == [0]
+    repairing.withdraw()
+    assert made.listed(f"{prefix}damaged/") and not made.listed("damaged/")
+    assert spile.open(made.path).num_tokens == len(made.index)  # the dataset reads as before
+    assert "z.0" not in spile.open(made.path).taps

@@ -12,9 +12,10 @@ import pytest
 import quick
 import stored
 import tiny
-from chaos.harness import Result, Work, check_refused, check_same, content, launch, run
+from chaos.harness import Result, Work, check_refused, check_same, content, files, launch, run
 from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
+from spile.dataset.passes import live_passes
 from spile.objects import LocalObjects
 from spile.run.sink import Sink
 
@@ -210,3 +211,27 @@ def test_a_shuffled_dataset_is_shuffled_anew(source: Path, tmp_path: Path) -> No
     flip(out, 0)
     check_refused(repaired(out), 2, "`spile shuffle SOURCE DEST --seed 5` makes all of it")
     assert json.loads((out / fmt.CURRENT.done_key(0)).read_text())["unit"] == 0
+
+
+def test_damaged_units_of_a_pass_are_made_again_in_its_folder(out: Path, begun: list[int]) -> None:
+    said = run("extract", "--out", out, "--add-taps", "mlp_out:0", "--batch-tokens", 128)
+    assert said.code == 0, said.out
+    ((name, ledger),) = [(each.name, each) for each in live_passes(Ledger(LocalObjects(out)))]
+    before, rows = files(out), stored.unit_files(out / fmt.pass_prefix(name))
+    begun.clear()
+    damage_two(out / fmt.pass_prefix(name))
+    found = repaired(out)
+    assert (found.code, begun) == (0, [1, 3]), found.out
+    assert found.json["repaired"]["units"] == []
+    assert found.json["repaired"]["passes"][name]["identical"] == [1, 3]
+    assert run("gc", out).code == 0
+    assert stored.unit_files(out / fmt.pass_prefix(name)) == rows
+    own = {key: data for key, data in before.items() if not str(key).startswith(fmt.PASSES)}
+    assert own == {k: d for k, d in files(out).items() if not str(k).startswith(fmt.PASSES)}
+    assert ledger.read_manifest() is not None
+    # The verb drops, and `gc` removes what is left.
+    said = run("drop", out, "--taps", "mlp_out.0")
+    assert said.code == 0 and "dropped mlp_out.0; `spile gc" in said.out
+    assert len(run("gc", out, "--json").json["removed"]) > 8
+    assert own.keys() == {k for k in files(out) if not str(k).startswith(fmt.PASSES)}
+    check_refused(run("drop", out, "--taps", "embed"), 2, "was made with embed")

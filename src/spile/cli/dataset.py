@@ -1,4 +1,4 @@
-"""Verbs for an existing dataset: verify, sign, gc, export, compact, push."""
+"""Verbs for an existing dataset: verify, sign, drop, gc, export, compact, push."""
 
 import argparse
 import dataclasses
@@ -139,6 +139,14 @@ def _repair(arguments: argparse.Namespace, objects: "Objects", report: "Report")
 
 def repair_text(repaired: "Repaired", *, partial: bool) -> str:
     """A summary of the units made again."""
+    if repaired.passes:
+        own = dataclasses.replace(repaired, passes={})
+        lines = [repair_text(own, partial=partial)] if own.units or own.records else []
+        lines += [
+            f"pass {name}: {repair_text(found, partial=partial)}"
+            for name, found in repaired.passes.items()
+        ]
+        return "\n".join(lines)
     if not (repaired.units or repaired.records):
         return "nothing was repaired"
     units = f"unit{'s' * (len(repaired.units) != 1)} {', '.join(map(str, repaired.units))}"
@@ -169,6 +177,12 @@ def verify_text(out: str, report: "Report") -> str:
     if report.signed_by:
         covered = report.units_done - len(report.unsigned)
         lines.append(f"signed by {report.signed_by}: {covered} of {report.units_done} units")
+    for name, found in report.passes.items():
+        part = "" if found.units_done == found.units else ", still being added"
+        lines.append(
+            f"pass {name}: {'sound' if found.ok else plural(len(found.faults), 'fault')} "
+            f"({found.units_done} of {found.units} units, {size(found.bytes)}{part})"
+        )
     lines.append(
         f"{out}: {verdict} ({report.units_done} of {report.units} units, {report.rows:,} rows, "
         f"{size(report.bytes)} {how})"
@@ -213,6 +227,37 @@ def sign_text(made: "Signed") -> str:
         f"records, {size(made.bytes)}, with {made.key}\n"
         f"  verify  spile verify {shlex.quote(made.url)} --signature --signers FILE"
     )
+
+
+def add_drop(verbs: Verbs) -> None:
+    sub = verbs.add(
+        "drop",
+        drop,
+        "drop taps that were added to a dataset; gc then removes their files",
+        epilog="  spile drop acts/demo --taps mlp_out.20\n  spile gc acts/demo",
+    )
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument(
+        "--taps",
+        metavar="T",
+        required=True,
+        help="comma separated; taps that one --add-taps has added are dropped together",
+    )
+
+
+def drop(arguments: argparse.Namespace) -> int:
+    from spile.dataset.ledger import Ledger
+    from spile.dataset.passes import drop_taps
+    from spile.objects import open_objects
+
+    asked = [name for name in map(str.strip, arguments.taps.split(",")) if name]
+    gone = drop_taps(Ledger(open_objects(arguments.out)), asked)
+    if arguments.json:
+        print(json.dumps({"dropped": gone}))
+    else:
+        freed = f"`spile gc {shlex.quote(arguments.out)}` frees {size(sum(gone.values()))}"
+        print(f"dropped {', '.join(gone)}; {freed}")
+    return 0
 
 
 def add_gc(verbs: Verbs) -> None:

@@ -36,6 +36,7 @@ _VERBS = (  # in the order of `spile --help`
     serve.add_serve,
     dataset.add_verify,
     dataset.add_sign,
+    dataset.add_drop,
     dataset.add_gc,
     launch.add_launch,
     doctor.add_doctor,

@@ -139,6 +139,13 @@ class Ledger:
         """The place of the dataset, as `spile.open` takes it."""
         return self.objects.url
 
+    def other_rows(self, done: Done) -> str | None:
+        """Return in what the rows of a unit differ from those it must have; None if in nothing.
+
+        Only a pass knows what they must be: those of the dataset.
+        """
+        return None
+
     @property
     def planned(self) -> Table | None:
         """The table to begin with, if it is known before a corpus is read: that of a pass."""

@@ -11,14 +11,15 @@ added again, get the next number.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
-from spile.core.recipe import OF_A_PASS, ResolvedRecipe
+from spile.core.recipe import OF_A_PASS, ResolvedRecipe, latent_names
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, KeyLayout, TapInfo
 from spile.dataset.ledger import Ledger, Manifest, Table
@@ -82,7 +83,8 @@ class PassLedger(Ledger):
             raise CorruptError(key, f"is not a pass ({fmt.shown(error)})") from error
         if not sound or set(table.recipe.stored_taps) != set(taps):
             raise CorruptError(key, "is not a pass (a name is invalid)")
-        if body["rows"] != base.fingerprint or recipe.fingerprint() != table.fingerprint:
+        agrees = recipe.fingerprint() == table.recipe.fingerprint() == table.fingerprint
+        if body["rows"] != base.fingerprint or not agrees:
             raise CorruptError(key, "belongs to another dataset, or to another recipe")
         self._units = len(base.units)
         return table
@@ -142,14 +144,20 @@ class PassLedger(Ledger):
         """Create the done record of a unit whose rows are those of the dataset."""
         if self.is_dropped:
             raise StoreError(f"{self.url}: the taps that were being added are dropped")
-        base = self.dataset.read_done(done.unit)
-        differs = "which has no record of it" if base is None else other_rows(done, base)
+        differs = self.other_rows(done)
         if differs:
             raise StoreError(
                 f"{self.url}: unit {done.unit} has other rows than in the dataset ({differs}); "
                 "`spile verify` tells whether the dataset is damaged"
             )
         return super().commit(done)
+
+    def other_rows(self, done: Done) -> str | None:
+        base = self.dataset.read_done(done.unit)
+        if base is None:
+            return "it has no such unit"
+        made, wanted = _identity(done), _identity(base)
+        return next((name for name in made if made[name] != wanted[name]), None)
 
     def drop(self) -> None:
         """Record that the pass is dropped: nobody reads it from now on, and `gc` removes it."""
@@ -162,12 +170,9 @@ def recipe_of_pass(base: ResolvedRecipe, own: ResolvedRecipe) -> ResolvedRecipe:
     return replace(base, **{name: getattr(own, name) for name in (*OF_A_PASS, *sources)})
 
 
-def other_rows(done: Done, base: Done) -> str | None:
-    """Return in what the rows of two records of a unit differ; None if they are the same."""
-    for name in _SAME:
-        if getattr(done, name) != getattr(base, name):
-            return name
-    return None if done.index.digest == base.index.digest else "index"
+def _identity(done: Done) -> dict[str, Any]:
+    """What is the same in two records of a unit if they have the same rows."""
+    return {**{name: getattr(done, name) for name in _SAME}, "index": done.index.digest}
 
 
 def pass_name(fingerprint: str, number: int) -> str:
@@ -244,3 +249,55 @@ def named(name: str) -> Generator[None, None, None]:
             raise
         why = str(error).removeprefix(f"{error.key}: ")
         raise CorruptError(prefix + error.key, why) from error
+
+
+def drop_taps(dataset: Ledger, asked: Sequence[str]) -> dict[str, int]:
+    """Drop the passes that hold these taps; return the taps that are gone, and the bytes of each.
+
+    The record is all that is written. `gc` removes the files.
+
+    Args:
+        asked: names of taps, as the dataset or another tool has them.
+
+    Raises:
+        ConfigError: if a tap is not that of a pass, or a pass has others, too.
+    """
+    base = dataset.table()
+    passes = {each: each.table() for each in live_passes(dataset)}
+    chosen: dict[PassLedger, set[str]] = {}
+    for name in asked:
+        found = next(((p, tap) for p, t in passes.items() if (tap := _tap_named(t, name))), None)
+        if found is not None:
+            chosen.setdefault(found[0], set()).add(found[1])
+        elif _tap_named(base, name):
+            raise ConfigError(
+                f"{dataset.url} was made with {name}; only taps that --add-taps has added can be "
+                "dropped"
+            )
+        else:
+            added = ",".join(tap for table in passes.values() for tap in table.recipe.taps)
+            raise ConfigError(f"no tap {name!r} was added to {dataset.url}; there are {added or 0}")
+    for each, taps in chosen.items():
+        together = passes[each].recipe.taps
+        if len(taps) < len(together):
+            raise ConfigError(
+                f"{', '.join(together)} were added together, and can be dropped together alone: "
+                f"--taps {','.join(together)}"
+            )
+    gone: dict[str, int] = {}
+    for each in chosen:
+        units = each.catalog_so_far(passes[each])
+        gone |= {tap: units.bytes_of(tap.__eq__) for tap in passes[each].taps}
+        each.drop()
+    return gone
+
+
+def _tap_named(table: Table, name: str) -> str | None:
+    """Return the tap of a recipe by any of its names: its own, a stored one, another tool's."""
+    name = name.replace(":", ".", 1)
+    for tap in table.recipe.taps:
+        stored = latent_names(tap) if tap in table.recipe.encode else (tap,)
+        aliases = (alias for each in stored for alias in table.taps[each].aliases)
+        if name in (tap, *stored, *aliases):
+            return tap
+    return None

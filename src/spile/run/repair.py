@@ -14,8 +14,9 @@ from typing import Any
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.dataset import format as fmt
+from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.compact import COMPACTED, recopy
-from spile.dataset.maintain.repair import Repaired, RepairLedger
+from spile.dataset.maintain.repair import PassRepairLedger, Repaired, RepairLedger
 from spile.dataset.maintain.verify import Report
 from spile.metrics import Counters
 from spile.objects import Objects
@@ -37,14 +38,37 @@ def repair(
     on_start: Callable[..., None] | None = None,
     stop: threading.Event | None = None,
 ) -> Repaired:
-    """Make units again that an audit found damaged or missing.
+    """Make units again that an audit found damaged or missing, of the dataset and of its passes.
+
+    A pass without a fault is left as it is, even if it is not finished.
 
     Args:
         recipe: where model and corpus are now, if they have moved.
         source: for a compacted dataset, the dataset it was compacted from.
         partial: only set damaged records aside, for the next `extract` to make their units.
     """
-    ledger = RepairLedger(objects, report)
+    given: dict[str, Any] = {"recipe": recipe, "runtime": runtime, "source": source}
+    given |= {"counters": counters, "on_start": on_start, "stop": stop}
+    repaired = _repair(RepairLedger(report, objects), partial=partial, **given)
+    for name, found in report.passes.items():
+        if not found.ok:
+            ledger = PassRepairLedger(found, Ledger(objects), name)
+            repaired.passes[name] = _repair(ledger, partial=partial, **given)
+    return repaired
+
+
+def _repair(
+    ledger: RepairLedger,
+    *,
+    recipe: Recipe | None,
+    runtime: Runtime | None,
+    source: Objects | None,
+    partial: bool,
+    counters: Counters | None,
+    on_start: Callable[..., None] | None,
+    stop: threading.Event | None,
+) -> Repaired:
+    objects = ledger.objects
     table, made_by = ledger.table_found, ledger.made_by()
     needed = ledger.units or not {fmt.MODEL, fmt.SCALES}.isdisjoint(ledger.beside)
     if partial:

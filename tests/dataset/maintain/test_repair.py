@@ -39,7 +39,7 @@ def damage(dataset: stored.Stored, unit: int = DAMAGED) -> None:
 
 
 def begin(objects: Objects) -> RepairLedger:
-    ledger = RepairLedger(objects, verify(objects))
+    ledger = RepairLedger(verify(objects), objects)
     ledger.condemn()
     return ledger
 
@@ -398,7 +398,7 @@ def test_a_store_without_renaming_is_repaired_too(dataset: stored.Stored, store:
 def test_what_was_found_sound_is_not_read_again(dataset: stored.Stored, tmp_path: Path) -> None:
     damage(dataset)
     journal = Journal(dataset.objects.url, tmp_path / "journal", resume=False)
-    ledger = RepairLedger(dataset.objects, verify(dataset.objects, journal=journal))
+    ledger = RepairLedger(verify(dataset.objects, journal=journal), dataset.objects)
     assert made(dataset, ledger) and ledger.complete(dataset.table)
     report = verify(dataset.objects, journal=journal)
     assert report.ok and report.resumed == len(UNITS) - 1

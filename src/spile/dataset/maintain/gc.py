@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.heartbeat import warn_unreadable, working
 from spile.dataset.ledger import Ledger, named_files
+from spile.dataset.passes import PassLedger, pass_names
 from spile.objects import PROBES, Objects, exists
 
 
@@ -23,9 +25,49 @@ def collect_garbage(
     being repaired, and leftovers of records that exist. With `abandoned`, it also deletes attempts
     of unfinished units: the user must be sure that nothing runs.
 
+    Of a dropped pass, all but the record that it is dropped is deleted.
+
     The keys of one group are held at a time.
     """
-    ledger = Ledger(objects)
+    ledger, removed = Ledger(objects), list[str]()
+
+    def note(found: Iterable[str], expected: int) -> None:
+        before = len(removed)
+        for key in found:
+            removed.append(key)
+            if progress:
+                progress(len(removed), before + expected)
+
+    keys = (key for key in objects.list() if not key.startswith(fmt.PASSES))
+    _collect(ledger, keys, abandoned, note)
+    for name in pass_names(objects):
+        prefix, each = fmt.pass_prefix(name), PassLedger(ledger, name)
+
+        def inside(found: Iterable[str], expected: int, prefix: str = prefix) -> None:
+            note((prefix + key for key in found), expected)
+
+        if each.is_dropped:
+            for keys in by_group(each.objects.list()):
+                gone = [key for key in keys if key != fmt.DROPPED]
+                inside(mapped(partial(_delete, each.objects), gone, objects.parallel), len(gone))
+        elif exists(each.objects, fmt.PASS):
+            _collect(each, each.objects.list(), abandoned, inside)
+    return sorted(removed)
+
+
+def _delete(objects: Objects, key: str) -> str:
+    objects.delete(key)
+    return key
+
+
+def _collect(
+    ledger: Ledger,
+    keys: Iterable[str],
+    abandoned: bool,
+    note: Callable[[Iterable[str], int], None],
+) -> None:
+    """Delete what a dataset, or a pass, does not need; `note` the keys while they are deleted."""
+    objects = ledger.objects
     table = ledger.table()
     manifest = ledger.read_manifest()
     catalog = ledger.catalog(table, manifest) if manifest else None
@@ -80,20 +122,10 @@ def collect_garbage(
         # The maker of a dataset probes its store before the table exists.
         return key.startswith(PROBES) and (abandoned or manifest is not None)
 
-    def remove(key: str) -> str:
-        objects.delete(key)
-        return key
-
-    removed: list[str] = []
-    for keys in by_group(objects.list()):
-        look_at(keys)
-        chosen = [key for key in keys if doomed(key)]
-        found = len(removed) + len(chosen)
-        for key in mapped(remove, chosen, objects.parallel):
-            removed.append(key)
-            if progress:
-                progress(len(removed), found)
-    return sorted(removed)
+    for together in by_group(keys):
+        look_at(together)
+        chosen = [key for key in together if doomed(key)]
+        note(mapped(partial(_delete, objects), chosen, objects.parallel), len(chosen))
 
 
 def by_group(keys: Iterable[str]) -> Iterator[list[str]]:

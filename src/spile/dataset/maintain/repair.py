@@ -29,6 +29,7 @@ from spile.dataset.format import Done
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.maintain.copy import COPIED, copy_records
 from spile.dataset.maintain.verify import Report
+from spile.dataset.passes import PassLedger
 from spile.dataset.segments import Segment
 from spile.objects import Objects
 
@@ -48,13 +49,17 @@ class Repaired:
     units: list[int] = field(default_factory=list[int])
     identical: list[int] = field(default_factory=list[int])  # with the very same rows
     records: list[str] = field(default_factory=list[str])  # beside the units
+    passes: "dict[str, Repaired]" = field(default_factory=dict[str, "Repaired"])  # by name
 
 
 class RepairLedger(Ledger):
     """The records of a dataset in which some will be replaced; their units count as not done."""
 
-    def __init__(self, objects: Objects, report: Report) -> None:
-        super().__init__(objects)
+    def __init__(self, report: Report, *place: Any) -> None:
+        """Args:
+        place: what the ledger itself takes: the objects; for a pass, the dataset and its name.
+        """
+        super().__init__(*place)
         self.table_found = self.table()
         self.condemned = dict(report.damaged)
         self.beside = list(report.beside)
@@ -300,6 +305,10 @@ class RepairLedger(Ledger):
             if keys:
                 return keys[0].endswith(fmt.COMPRESSED)
         return False
+
+
+class PassRepairLedger(RepairLedger, PassLedger):
+    """The records of a pass in which some will be replaced."""
 
 
 def _rows(unit: Done | Mapping[str, Any]) -> dict[tuple[str, int, int], str]:

@@ -38,6 +38,7 @@ from spile.dataset.maintain.signature import (
     check_units,
     refuse_another,
 )
+from spile.dataset.passes import live_passes
 from spile.dataset.segments import Segment
 from spile.dataset.write.quantization import scales_from_json
 from spile.dataset.write.statistics import TapStats
@@ -110,6 +111,8 @@ class Report:
     unsigned: list[int] = field(
         default_factory=list[int]
     )  # units that the signature does not cover
+    # The audits of passes, by name. Their faults, orphans and bytes are among those above, too.
+    passes: "dict[str, Report]" = field(default_factory=dict[str, "Report"])
 
     @property
     def ok(self) -> bool:
@@ -125,7 +128,9 @@ def verify(
     progress: Progress | None = None,
     signed: SignedList | None = None,
 ) -> Report:
-    """Audit a dataset, several units at once.
+    """Audit a dataset and its passes, several units at once.
+
+    A pass that is still being made is no fault: the dataset reads as before.
 
     Args:
         partial: whether unfinished units are allowed.
@@ -134,8 +139,30 @@ def verify(
         progress: called with the number of units checked so far, and the total.
         signed: the signed list; everything there must be in it and match.
     """
-    report = Report(quick=quick)
     ledger = Ledger(objects)
+    report = _audit_ledger(ledger, partial, quick, journal, progress, signed)
+    for each in live_passes(ledger) if report.units else ():
+        prefix = fmt.pass_prefix(each.name)
+        found = _audit_ledger(each, True, quick, journal, progress, None)
+        report.passes[each.name] = found
+        report.faults += [f"{prefix}{fault.removeprefix(prefix)}" for fault in found.faults]
+        report.orphans += [prefix + key for key in found.orphans]
+        report.bytes += found.bytes
+    if journal:
+        journal.end()
+    return report
+
+
+def _audit_ledger(
+    ledger: Ledger,
+    partial: bool,
+    quick: bool,
+    journal: Journal | None,
+    progress: Progress | None,
+    signed: SignedList | None,
+) -> Report:
+    """Audit a dataset without its passes, or one pass."""
+    report, objects = Report(quick=quick), ledger.objects
     try:
         table = ledger.table()
         report.units = len(table.units)
@@ -195,8 +222,6 @@ def verify(
     elif table.shuffled and not quick and report.ok:
         _check_sums(table, total, report)
     _check_records(ledger, table, report, partial)
-    if journal:
-        journal.end()
     return report
 
 
@@ -310,6 +335,8 @@ def _read_records(ledger: Ledger, table: Table, group: int, report: Report) -> I
                 report.faults.append(f"{key}: belongs to another recipe")
             if done.rows and {s.tap for s in done.shards} != set(table.taps):
                 report.faults.append(f"{key}: does not hold exactly the taps of the recipe")
+            if differs := ledger.other_rows(done):
+                report.faults.append(f"{key}: has other rows than the dataset ({differs})")
             if len(report.faults) > before:
                 report.damaged[done.unit] = record_digest(done, table.version)
             yield done
@@ -356,7 +383,10 @@ def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) 
 def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:
     """Yield the keys beside the units; those that are part of no dataset are orphans."""
     layout = table.layout
+    passes = {fmt.pass_prefix(each.name) for each in live_passes(ledger)}
     for key in ledger.objects.list():
+        if fmt.split_pass_key(key)[0] in passes or key.endswith(f"/{fmt.DROPPED}"):
+            continue
         unit, attempt = fmt.parse_done_key(key), fmt.parse_attempt_key(key)
         if unit is not None and layout.done_key(unit) == key:
             if unit >= report.units:
@@ -367,7 +397,7 @@ def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:
                 report.orphans.append(key)
         elif key in _RECORDS or fmt.parse_worker_key(key):
             yield key
-        elif key in (fmt.UNITS, *fmt.SIGNATURES) or _is_segment(key, table):
+        elif key in (fmt.UNITS, fmt.PASS, *fmt.SIGNATURES) or _is_segment(key, table):
             continue
         elif not key.startswith(fmt.DIGESTS):
             report.orphans.append(key)
