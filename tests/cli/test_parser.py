@@ -31,6 +31,7 @@ VERBS = [
     "serve",
     "verify",
     "sign",
+    "drop",
     "gc",
     "launch",
     "doctor",
