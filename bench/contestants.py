@@ -225,7 +225,7 @@ def traced(options: argparse.Namespace) -> Generator[Path | None]:
 
 
 KINDS = {
-    "gemm": ("gemm", "nvjet", "cutlass", "body_mosaic"),  # the last: experts
+    "gemm": ("gemm", "nvjet", "cutlass", "grouped_product"),  # the last: experts
     "attention": ("cudnn", "flash", "fmha", "sdpa", "attention"),
 }
 

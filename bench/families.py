@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,19 @@ MODELS = (
     "starcoder2-7b", "gemma-7b", "gemma-2-2b", "gemma-2-9b", "gemma-3-4b-it", "Mistral-7B-v0.1",
     "Mixtral-8x7B-v0.1", "Qwen3-30B-A3B", "gpt-oss-20b", "Qwen3-0.6B", "gpt2", "pythia-70m",
 )  # fmt: skip
-WHOLE = ("gemma-2-2b", "gemma-3-4b-it", "Qwen3-0.6B", "gpt2", "pythia-70m")  # not cut to --layers
+# With other mixers than softmax attention, or insides that those above do not have.
+MIXERS = (
+    "DeepSeek-V2-Lite", "GLM-4.7-Flash", "Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-27B-text",
+    "Olmo-Hybrid-7B", "Mamba-Codestral-7B-v0.1", "Bamba-9B", "Nemotron-H-8B-Base-8K",
+    "granite-4.0-h-tiny", "Falcon-H1-0.5B-Base", "LFM2-1.2B", "gemma-4-E2B-it-text",
+    "gemma-4-26B-A4B-it-text", "OLMoE-1B-7B-0924", "Llama-4-Scout-17B-16E-Instruct",
+)  # fmt: skip
+# Not cut to --layers: these are small, or their first layers are not like the others.
+WHOLE = (
+    "gemma-2-2b", "gemma-3-4b-it", "Qwen3-0.6B", "gpt2", "pythia-70m", "Falcon-H1-0.5B-Base",
+    "LFM2-1.2B", "gemma-4-E2B-it-text",
+)  # fmt: skip
+LAYERS = {"Bamba-9B": 10, "Nemotron-H-8B-Base-8K": 10}  # the first attention is the 10th and 8th
 VOCAB = 4096
 PEAK = 653e12  # FLOP/s that large products reach on an H200
 
@@ -43,10 +56,15 @@ def cut_config(name: str, layers: int | None) -> tuple[dict[str, Any], int]:
     depth = "n_layer" if "n_layer" in text else "num_hidden_layers"
     layers = text[depth] if layers is None else layers
     text[depth] = layers
-    for key in ("layer_types",):
-        if isinstance(text.get(key), list):
+    for key in ("layer_types", "hybrid_override_pattern", "no_rope_layers"):
+        if text.get(key) is not None:
             text[key] = text[key][:layers]
-    text["vocab_size"] = VOCAB
+    for key in ("attn_layer_indices", "moe_layers"):
+        if text.get(key) is not None:
+            text[key] = [n for n in text[key] if n < layers]
+    for key in ("vocab_size", "vocab_size_per_layer_input"):
+        if key in text:
+            text[key] = VOCAB
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(text.get(key), int):
             text[key] = 0
@@ -158,38 +176,35 @@ def timed(call: Callable[[], Any], seconds: float) -> float:
 
 
 def products(arch: Any, depth: int, tokens: int) -> tuple[Callable[[], Any], float]:
-    """The matrix products of the blocks, chained in a scan; and their FLOPs."""
+    """The matrix products of the blocks, one after the other; and their FLOPs.
+
+    Each adds to the values that the next product of that width takes, so none can be left out.
+    """
     import jax
-    import jax.numpy as jnp
 
-    d, q = arch.width, arch.num_heads * arch.head_dim
-    kv, f = arch.num_kv_heads * arch.head_dim, arch.mlp_width
-    chosen = arch.experts.chosen if arch.experts else 1
-    shapes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "up": (f, d), "down": (d, f)}
-    if arch.gated:
-        shapes["gate"] = (f, d)
-    key = jax.random.key(1)
-    weights = {
-        name: jax.random.normal(jax.random.fold_in(key, n), (depth, *shape), jnp.bfloat16)
-        * jnp.bfloat16(shape[-1] ** -0.5)
-        for n, (name, shape) in enumerate(shapes.items())
-    }
+    from spile.models.config.specs import block_specs
 
-    def block(x: Any, w: Any) -> Any:
-        used = 0 * ((x @ w["k"].T)[:, :1] + (x @ w["v"].T)[:, :1])  # nothing may be left out
-        x = x + (x @ w["q"].T) @ w["o"].T + used
-        wide = jnp.tile(x, (chosen, 1)) if chosen > 1 else x
-        hidden = wide @ w["up"].T
-        if arch.gated:
-            hidden = (hidden + wide @ w["gate"].T) * jnp.bfloat16(0.5)
-        out = hidden @ w["down"].T
-        return (x + out[: len(x)]) * jnp.bfloat16(0.6), None
+    shapes: list[tuple[int, int, int]] = []  # columns, terms, times that a token is multiplied
+    for layer in arch.layers[:depth]:
+        for spec in block_specs(arch, layer):
+            if spec.name.startswith("w"):
+                times = arch.experts.chosen if arch.experts and "experts" in spec.axes else 1
+                columns, terms = spec.shape[-2:]
+                shapes.append((columns, terms, times))
+    keys = iter(jax.random.split(jax.random.key(1), 4096))
+    weights = [normal(shape[:2])(next(keys)) for shape in shapes]
+    widths = {(n, width) for columns, terms, n in shapes for width in (columns, terms)}
+    values = {(n, width): normal((tokens * n, width))(next(keys)) for n, width in sorted(widths)}
 
-    run = jax.jit(lambda x, w: jax.lax.scan(block, x, w)[0])
-    x = jax.random.normal(key, (tokens, d), jnp.bfloat16)
-    mlp = sum(f * d for name in shapes if name in ("up", "down", "gate")) * chosen
-    flops = 2 * tokens * depth * (2 * q * d + 2 * kv * d + mlp)
-    return (lambda: run(x, weights)), flops
+    @jax.jit
+    def run(values: Any, weights: Any) -> Any:
+        for (columns, terms, times), w in zip(shapes, weights, strict=True):
+            out = values[times, terms] @ w.T
+            values = {**values, (times, columns): values[times, columns] + out}
+        return values
+
+    flops = 2 * tokens * sum(columns * terms * times for columns, terms, times in shapes)
+    return (lambda: run(values, weights)), flops
 
 
 def hf_seconds(config: dict[str, Any], rows: int, seq: int, seconds: float) -> tuple[float, str]:
@@ -244,7 +259,7 @@ def parity(name: str, options: argparse.Namespace) -> None:
     from spile.models.taps import parse_taps
     from spile.run.step import Step
 
-    config, layers = cut_config(name, options.layers)
+    config, layers = cut_config(name, LAYERS.get(name, options.layers))
     kind = getattr(transformers, config["architectures"][0])
     settings = transformers.AutoConfig.for_model(**config)
     torch.manual_seed(0)
@@ -306,7 +321,7 @@ def parity(name: str, options: argparse.Namespace) -> None:
         starts = np.cumsum([0, *batch.lengths[:-1]])
         rows = [values[starts[row] + places] for row, places in documents]
         told.append(f"{wanted} {distance(rows):.4f}")
-    print(f"{name:<19} {', '.join(told)}", flush=True)
+    print(f"{name:<30} {', '.join(told)}", flush=True)
 
 
 def profile(call: Callable[[], Any], names: int, steps: int = 5) -> None:
@@ -338,7 +353,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     from spile.models.taps import parse_taps
     from spile.run.step import Step
 
-    config, layers = cut_config(name, None if name in WHOLE else options.layers)
+    config, layers = cut_config(name, None if name in WHOLE else LAYERS.get(name, options.layers))
     _, arch = read_config(config, "bench")
     seq = min(options.seq_len, arch.max_positions)
     rows = max(1, options.tokens // seq)
@@ -349,7 +364,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     del run
     share = flops * useful / (rows * seq) / bare / PEAK
     rate = useful / bare
-    print(f"{name:<19} products {rate:>9,.0f} tok/s ({share:.0%} of 653 TFLOP/s)", flush=True)
+    print(f"{name:<30} products {rate:>9,.0f} tok/s ({share:.0%} of 653 TFLOP/s)", flush=True)
     taps = parse_taps(f"resid_post:{layers - 1}", arch)
     params, schedule = random_params(arch, layers)
     ours = 0.0
@@ -379,7 +394,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(MODELS + MIXERS))
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compute-dtypes", default="bfloat16")
     parser.add_argument("--layers", type=int, default=4)
@@ -392,6 +407,12 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if options.hf:
+        import transformers
+
+        there = {name: bool(find_spec(name)) for name in ("fla", "causal_conv1d", "mamba_ssm")}
+        told = (f"{'with' if found else 'without'} {name}" for name, found in there.items())
+        print(f"HF: transformers {transformers.__version__}, {', '.join(told)}", flush=True)
     for name in options.models.split(","):
         try:
             (parity if options.parity else measure)(name, options)

@@ -246,32 +246,6 @@ def test_rows_gathered_in_pairs_are_those_rows() -> None:
     np.testing.assert_array_equal(np.asarray(found), np.asarray(x)[np.asarray(places)])
 
 
-@pytest.mark.skipif(not moe._has_mosaic(), reason="needs a Hopper GPU")
-@pytest.mark.parametrize(
-    ("sizes", "inner", "outer"),
-    [
-        ((300, 0, 1, 211), 128, 256),
-        ((0, 0, 0, 512), 192, 192),
-        ((7, 9, 100, 90), 2880, 576),
-        ((9000, 3288), 256, 768),  # enough tokens for the larger tiles
-    ],
-)
-def test_the_mosaic_product_is_the_tiled_one(
-    sizes: tuple[int, ...], inner: int, outer: int
-) -> None:
-    """Rows beyond the last expert's are nobody's, and are left out by `mix`."""
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((max(512, sum(sizes)), inner)), jnp.bfloat16)
-    w = jnp.asarray(rng.standard_normal((len(sizes), outer, inner)) / inner**0.5, jnp.bfloat16)
-    assert moe._mosaic_serves(x, w)
-    counts, known = jnp.asarray(sizes), sum(sizes)
-    found, wanted = (
-        np.asarray(jax.jit(way)(x, w, counts)[:known], np.float32)
-        for way in (moe._mosaic, moe._tiled)
-    )
-    assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)
-
-
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(("groups", "chosen_groups"), [(1, 1), (4, 2), (2, 1)])
 def test_corrected_scores_choose_and_plain_ones_weigh_as_in_hf(

@@ -7,10 +7,8 @@ cost work, and no token is dropped for lack of room.
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
-import importlib
-import importlib.util
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,14 +16,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.config.arch import Arch, Experts
-from spile.models.forward.ops import activate, gpu_capability, linear, product
+from spile.models.forward.grouped import (
+    EIGHT,
+    Grouped,
+    Groups,
+    mosaic,
+    mosaic_serves,
+    ragged,
+    tiled,
+)
+from spile.models.forward.ops import activate, linear
 from spile.models.forward.sharding import P, Shards
 from spile.models.forward.weights import Block
 from spile.models.layout import ROWS
-
-_GATHERED = 1 << 28  # bytes of expert weights laid side by side at once
-_MOSAIC = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
-_MOSAIC_K = 64  # terms that a tile adds up at once
 
 
 def route(
@@ -129,29 +132,34 @@ def mix(
     order = jnp.argsort(chosen)  # stable: ties keep the tokens' order
     expert = jnp.minimum(chosen[order], held - 1)
     sizes = jnp.bincount(chosen, length=held)
-    tokens = _rows(flat, order // arch.experts.chosen)
-    if arch.experts.weighs_input:
-        tokens = tokens * weights.reshape(-1)[order][:, None]
-        weights = jnp.ones_like(weights)
+    shares = jnp.ones_like(weights) if arch.experts.weighs_input else weights
 
-    def each(inputs: Array, name: str) -> Array:
-        # TPUs have an instruction for this; elsewhere it would be done densely, for all experts.
-        ways = {"tpu": _ragged}
-        if _mosaic_serves(inputs, block[f"w_{name}"]):
-            ways["cuda"] = _mosaic
-        out = jax.lax.platform_dependent(inputs, block[f"w_{name}"], sizes, **ways, default=_tiled)
-        bias = block.get(f"b_{name}")
-        if bias is None:
-            return out
-        return out + (bias[expert] if name != "down" else jnp.where(adds, bias[expert], 0))
+    def outputs(runs: Groups, way: Callable[[Groups], Grouped]) -> Array:
+        """What the chosen experts say of each token."""
+        grouped, of = way(runs), runs.lay(expert, expert)
+        tokens = _rows(flat, runs.lay(order // ids.shape[-1], expert))
+        if arch.experts and arch.experts.weighs_input:
+            tokens = tokens * weights.reshape(-1)[runs.lay(order, expert)][:, None]
 
-    gate = each(tokens, "gate") if arch.gated else None
-    hidden = activate(each(tokens, "up"), gate, arch.activation, arch.glu_limit)
-    out = each(hidden, "down")
-    # Each token gathers its experts' outputs, so that they are read once and never written again.
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype))
-    back = jnp.where(here[:, None], out[place], 0).reshape(*ids.shape, x.shape[-1])
-    return jnp.einsum("rscd,rsc->rsd", back, weights)
+        def each(inputs: Array, name: str) -> Array:
+            out, bias = grouped(inputs, block[f"w_{name}"]), block.get(f"b_{name}")
+            if bias is None:
+                return out
+            return out + (bias[of] if name != "down" else jnp.where(adds, bias[of], 0))
+
+        gate = each(tokens, "gate") if arch.gated else None
+        out = each(activate(each(tokens, "up"), gate, arch.activation, arch.glu_limit), "down")
+        # Each token gathers its experts' outputs: they are read once and never written again.
+        place = jnp.zeros_like(order).at[order].set(runs.places(expert))
+        return jnp.where(here[:, None], out[place], 0).reshape(*ids.shape, x.shape[-1])
+
+    plain = Groups(sizes, len(order))
+    ways = {"tpu": partial(outputs, plain, ragged)}
+    matrices = [block[name] for name in ("w_up", "w_gate", "w_down") if name in block]
+    if mosaic_serves(flat, *matrices):
+        ways["cuda"] = partial(outputs, Groups(sizes, len(order), EIGHT), mosaic)
+    out = jax.lax.platform_dependent(**ways, default=partial(outputs, plain, tiled))
+    return jnp.einsum("rscd,rsc->rsd", out, shares)
 
 
 def _rows(x: Float[Array, "rows width"], places: Int[Array, " wanted"]) -> Array:
@@ -189,78 +197,3 @@ def mixed_experts(
     rows = P(ROWS)
     arrays = [block[name] for name in names]
     return shards.each(local, (rows, rows, rows, *specs), rows)(x, weights, ids, *arrays)
-
-
-def _ragged(
-    x: Float[Array, "tokens in"], w: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
-) -> Float[Array, "tokens out"]:
-    return jax.lax.ragged_dot(x, w.swapaxes(1, 2), sizes)
-
-
-def _mosaic_serves(x: Array, w: Array) -> bool:
-    """Whether jax's Mosaic kernel can multiply these on this machine's GPU."""
-    halves = x.dtype == w.dtype and x.dtype in (jnp.bfloat16, jnp.float16)
-    return halves and x.shape[1] % _MOSAIC_K == 0 and w.shape[1] % 8 == 0 and _has_mosaic()
-
-
-@cache
-def _has_mosaic() -> bool:
-    """Whether this process has a Hopper GPU: the kernel is written in its instructions."""
-    return 9 <= gpu_capability() < 10 and importlib.util.find_spec(_MOSAIC) is not None
-
-
-def _mosaic(
-    x: Float[Array, "tokens in"], w: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
-) -> Float[Array, "tokens out"]:
-    """jax's grouped product for Hopper, with the tiles that measured best (docs/benchmarks.md).
-
-    Other tiles cost up to five times as much.
-    """
-    kernel: Any = importlib.import_module(_MOSAIC)
-    many = len(x) >= 4096 * len(w)  # tokens of an expert, in the mean
-    return kernel.ragged_dot(
-        x,
-        w,
-        group_sizes=sizes.astype(jnp.int32),
-        block_m=192 if many else 128,
-        block_n=128 if many else 192,
-        block_k=_MOSAIC_K,
-        max_concurrent_steps=4,
-        grid_block_n=8 if many or w.shape[1] > 2048 else 4,
-        transpose_rhs=True,
-    )
-
-
-def _tiled(
-    x: Float[Array, "tokens in"], w: Float[Array, "experts out in"], sizes: Int[Array, " experts"]
-) -> Float[Array, "tokens out"]:
-    """Cut each expert's run of tokens into tiles, and multiply them in batched products.
-
-    A tile holds tokens of one expert only, so the last tile of a run is padded. The number of tiles
-    does not depend on the routing: it is the number that the tokens fill, plus one for each expert.
-    A tile is at most a quarter of a mean run (except for very few tokens), so this adds at most a
-    quarter.
-    """
-    count, experts = len(x), len(w)
-    tile = min(1024, max(8, 1 << (max(1, count // (4 * experts)).bit_length() - 1)))
-    chunk = max(1, _GATHERED // (w[0].size * w.dtype.itemsize))
-    tiles = -(-count // tile) + experts
-    chunk = min(chunk, tiles)
-    tiles = -(-tiles // chunk) * chunk
-
-    ends = jnp.cumsum(-(-sizes // tile))  # cumulative number of tiles, by expert
-    owner = jnp.minimum(jnp.searchsorted(ends, jnp.arange(tiles), side="right"), experts - 1)
-    within = jnp.arange(tiles) - (ends - -(-sizes // tile))[owner]
-    first = (jnp.cumsum(sizes) - sizes)[owner] + within * tile
-    places = first[:, None] + jnp.arange(tile)[None, :]
-    limit = jnp.where(jnp.arange(tiles) < ends[-1], jnp.cumsum(sizes)[owner], 0)
-    places = jnp.where(places < limit[:, None], places, count)  # `count`: padding
-
-    def multiply(part: tuple[Array, Array]) -> Array:
-        places, owner = part
-        gathered = x.at[places].get(mode="fill", fill_value=0)
-        return product("tni,toi->tno", gathered, w[owner])
-
-    parts = (places.reshape(-1, chunk, tile), owner.reshape(-1, chunk))
-    out = jax.lax.map(multiply, parts).reshape(tiles * tile, -1)
-    return jnp.zeros((count, out.shape[-1]), out.dtype).at[places.reshape(-1)].set(out, mode="drop")

@@ -1,0 +1,271 @@
+"""Grouped products: each expert's matrix multiplies its own run of rows.
+
+TPUs have an instruction for it, Hopper GPUs a kernel written here, and all others multiply tiles in
+batched products.
+"""
+
+# pallas is typed as little as the rest of jax's experimental modules.
+# pyright: standard
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product as pairs
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spile.models.forward.ops import gpu_capability, product
+
+_GATHERED = 1 << 28  # bytes of expert weights laid side by side at once
+_MOSAIC = "jax.experimental.pallas.mosaic_gpu"
+# One tile of the Hopper kernel, of the shapes that measured best (docs/benchmarks.md): its rows,
+# its columns, and the terms that it adds up at once.
+_ROWS, _COLUMNS, _TERMS = 128, 256, 64
+_CORES = 132  # multiprocessors of an H100 or H200, should the device not tell its own
+_STORED = 64  # rows and columns that are stored at once
+EIGHT = 8  # rows that the GPU's copies cannot cut
+
+Grouped: TypeAlias = Callable[[Float[Array, "rows in"], Float[Array, "experts out in"]], Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Where the rows of each expert lie, one run after the other; `sizes` are their numbers."""
+
+    sizes: Int[Array, " experts"]
+    count: int  # rows of all runs, and of those that belong to no expert
+    aligned: int = 1  # each run begins at a multiple of this; for the Hopper kernel, `EIGHT`
+
+    @property
+    def rows(self) -> int:
+        """Rows to lay out: those of the runs, and those between them."""
+        if self.aligned == 1:
+            return self.count
+        filled = -(-self.count // self.aligned) + len(self.sizes)
+        return max(_ROWS, filled * self.aligned)
+
+    def starts(self) -> Int[Array, " experts"]:
+        room = -(-self.sizes // self.aligned) * self.aligned
+        return jnp.cumsum(room) - room
+
+    def places(self, expert: Int[Array, " rows"]) -> Int[Array, " rows"]:
+        """The places of rows that are sorted by their `expert`."""
+        shift = self.starts() - (jnp.cumsum(self.sizes) - self.sizes)
+        return jnp.arange(self.count) + shift[expert]
+
+    def lay(self, values: Int[Array, " rows"], expert: Int[Array, " rows"]) -> Array:
+        """Lay sorted values out. Between the runs are zeros."""
+        if self.aligned == 1:
+            return values
+        return jnp.zeros(self.rows, values.dtype).at[self.places(expert)].set(values)
+
+
+def ragged(runs: Groups) -> Grouped:
+    """TPU's instruction. (Elsewhere it would be done densely, for all experts.)"""
+    return lambda x, w: jax.lax.ragged_dot(x, w.swapaxes(1, 2), runs.sizes)
+
+
+def tiled(runs: Groups) -> Grouped:
+    """Cut each expert's run of rows into tiles, and multiply them in batched products.
+
+    A tile holds rows of one expert only, so the last tile of a run is padded. The number of tiles
+    does not depend on the routing: it is the number that the rows fill, plus one for each expert.
+    A tile is at most a quarter of a mean run (except for very few rows), so this adds at most a
+    quarter.
+    """
+    sizes, count, experts = runs.sizes, runs.count, len(runs.sizes)
+    tile = min(1024, max(8, 1 << (max(1, count // (4 * experts)).bit_length() - 1)))
+
+    def multiply_all(x: Array, w: Array) -> Array:
+        chunk = max(1, _GATHERED // (w[0].size * w.dtype.itemsize))
+        tiles = -(-count // tile) + experts
+        chunk = min(chunk, tiles)
+        owner, within, used = _tiles(sizes, tile, -(-tiles // chunk) * chunk)
+        first = (jnp.cumsum(sizes) - sizes)[owner] + within * tile
+        places = first[:, None] + jnp.arange(tile)[None, :]
+        limit = jnp.where(jnp.arange(len(owner)) < used, jnp.cumsum(sizes)[owner], 0)
+        places = jnp.where(places < limit[:, None], places, count)  # `count`: padding
+
+        def multiply(part: tuple[Array, Array]) -> Array:
+            places, owner = part
+            gathered = x.at[places].get(mode="fill", fill_value=0)
+            return product("tni,toi->tno", gathered, w[owner])
+
+        parts = (places.reshape(-1, chunk, tile), owner.reshape(-1, chunk))
+        out = jax.lax.map(multiply, parts).reshape(len(owner) * tile, -1)
+        whole = jnp.zeros((count, out.shape[-1]), out.dtype)
+        return whole.at[places.reshape(-1)].set(out, mode="drop")
+
+    return multiply_all
+
+
+def _tiles(
+    sizes: Int[Array, " experts"], tile: int, tiles: int
+) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"], Int[Array, ""]]:
+    """Of each tile: its expert, and which tile of its run it is. And how many tiles there are."""
+    each = -(-sizes // tile)
+    ends = jnp.cumsum(each)
+    number = jnp.arange(tiles)
+    owner = jnp.minimum(jnp.searchsorted(ends, number, side="right"), len(sizes) - 1)
+    return owner, number - (ends - each)[owner], ends[-1]
+
+
+def mosaic_serves(x: jax.Array, *weights: Array) -> bool:
+    """Whether the Hopper kernel can multiply rows like `x` by these on this machine's GPU."""
+    halves = x.dtype in (jnp.bfloat16, jnp.float16) and all(w.dtype == x.dtype for w in weights)
+    wide = all(
+        w.shape[1] >= _COLUMNS and w.shape[1] % _STORED == 0 and w.shape[2] % _TERMS == 0
+        for w in weights
+    )
+    return halves and wide and has_mosaic()
+
+
+@cache
+def has_mosaic() -> bool:
+    """Whether this process has a Hopper GPU: the kernel is written in its instructions."""
+    return 9 <= gpu_capability() < 10 and importlib.util.find_spec(_MOSAIC) is not None
+
+
+def mosaic(runs: Groups) -> Grouped:
+    """A kernel for Hopper GPUs that looks a tile's expert up in a table.
+
+    jax's own (`ragged_dot_mgpu`) searches all experts in every tile, so with 512 of them it is 6 to
+    15 times as slow. Rows that belong to no expert are left unset.
+    """
+    table = _table(runs)
+    return lambda x, w: _hopper(x.shape[1], w.shape[1], x.dtype, runs.rows)(*table, x, w)
+
+
+def _table(runs: Groups) -> list[Int[Array, " tiles"]]:
+    """Of each tile: its expert, its first row and its number of rows, both in eights.
+
+    The last of the list is the number of tiles that have rows.
+    """
+    eights = -(-runs.sizes // EIGHT)
+    tiles = -(-runs.rows // _ROWS) + len(runs.sizes)
+    owner, within, used = _tiles(eights * EIGHT, _ROWS, tiles)
+    step = _ROWS // EIGHT
+    first = runs.starts()[owner] // EIGHT + within * step
+    left = jnp.clip(eights[owner] - within * step, 0, step)
+    return [values.astype(jnp.int32) for values in (owner, first, left, used[None])]
+
+
+@cache
+def _hopper(terms: int, columns: int, dtype: Any, rows: int) -> Callable[..., Array]:
+    """The kernel: persistent, with one warpgroup that loads and two that multiply.
+
+    It takes the table that `_table` makes, in eights because the GPU copies such pieces whole.
+    """
+    pl: Any = importlib.import_module("jax.experimental.pallas")
+    gpu: Any = importlib.import_module(_MOSAIC)
+    steps = terms // _TERMS
+    # If tiles have a multiple of the stages' steps, the next tile is loaded while one is stored.
+    stages = next((n for n in (4, 3) if steps % n == 0), 4)
+    follows = steps % stages == 0
+    half = _COLUMNS // 2
+    across = -(-columns // _COLUMNS)
+    swizzled = (gpu.TilingTransform((8, 64)), gpu.SwizzleTransform(128))  # 64 values of 16 bits
+
+    def pipeline(body: Any, context: Any, state: Any = None) -> Any:
+        specs = [
+            gpu.BlockSpec((size, _TERMS), lambda k: (0, k), transforms=swizzled)
+            for size in (_ROWS, _COLUMNS)
+        ]
+        return gpu.emit_pipeline_warp_specialized(
+            body, grid=(steps,), memory_registers=40, in_specs=specs, wg_axis="group",
+            num_compute_wgs=2, max_concurrent_steps=stages, compute_context=context,
+            pipeline_state=state,
+        )  # fmt: skip
+
+    def grouped_product(
+        owners: Any, firsts: Any, lefts: Any, used: Any, x: Any, w: Any, out: Any
+    ) -> None:
+        def nothing(*_: Any) -> None:
+            return None
+
+        @partial(
+            pl.run_scoped,
+            buffers=pipeline(nothing, nothing).get_allocations(x, w.at[0]),
+            stored=gpu.SMEM((2, 2, _STORED, _STORED), dtype, transforms=swizzled),
+            collective_axes="group",
+        )
+        def scope(buffers: Any, stored: Any) -> None:
+            group = jax.lax.axis_index("group")
+            tiles = used[0]
+
+            @gpu.nd_loop((tiles * across,), collective_axes="sm")
+            def loop(info: Any) -> None:
+                tile, column = gpu.planar_snake(info.index[0], (tiles, across), 0, 4)
+                first, left = firsts[tile] * EIGHT, lefts[tile] * EIGHT
+                mine = pl.ds(group * half, half)
+
+                def multiply(_: Any, rows: Any, weights: Any, total: Any) -> Any:
+                    gpu.wgmma(total, rows, weights.at[mine].transpose(1, 0))
+                    gpu.wgmma_wait(0)
+                    return total
+
+                def finish(run: Any) -> None:
+                    @partial(pl.run_scoped, total=gpu.ACC((_ROWS, half), jnp.float32))
+                    def sums(total: Any) -> None:
+                        run(total)
+                        store(total[...].astype(dtype))
+
+                def store(values: Any) -> None:
+                    places = pairs(range(0, _ROWS, _STORED), range(0, half, _STORED))
+                    for number, (row, at) in enumerate(places):
+                        piece = stored.at[group, number % 2]
+                        gpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        piece[...] = values[row : row + _STORED, at : at + _STORED]
+                        gpu.commit_smem()
+                        start = column * _COLUMNS + group * half + at
+                        to = out.at[:, pl.ds(start, _STORED)]
+                        _store_some(pl, gpu, piece, to, first + row, left - row)
+                        gpu.commit_smem_to_gmem_group()
+
+                state = None
+                if follows:
+                    last = info.local_index == info.num_local_steps - 1
+                    kinds = gpu.PipelinePipeline
+                    state = jnp.where(last, int(kinds.STOP), int(kinds.STEADY))
+                    state = jnp.where(info.local_index == 0, int(kinds.START), state)
+                weights = w.at[owners[tile], pl.ds(column * _COLUMNS, _COLUMNS), :]
+                run = pipeline(multiply, finish, state)
+                run(x.at[pl.ds(first, _ROWS), :], weights, allocations=buffers)
+
+        gpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return gpu.kernel(
+        grouped_product,
+        out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
+        grid=(getattr(jax.local_devices()[0], "core_count", None) or _CORES,),
+        grid_names=("sm",),
+        num_threads=3,
+        thread_name="group",
+        compiler_params=gpu.CompilerParams(
+            lowering_semantics=gpu.LoweringSemantics.Warpgroup,
+        ),
+    )
+
+
+def _store_some(pl: Any, gpu: Any, piece: Any, out: Any, first: Any, left: Any) -> None:
+    """Store the rows of a piece that are left: all, or 32, 16 and 8 of them."""
+
+    @pl.when(left >= _STORED)
+    def whole() -> None:
+        gpu.copy_smem_to_gmem(piece, out.at[pl.ds(first, _STORED)], commit_group=False)
+
+    size = _STORED // 2
+    while size >= EIGHT:
+        done = left // (2 * size) * (2 * size)
+
+        @pl.when((left > 0) & (left < _STORED) & (left // size % 2 == 1))
+        def part(size: int = size, done: Any = done) -> None:
+            given, to = piece.at[pl.ds(done, size)], out.at[pl.ds(first + done, size)]
+            gpu.copy_smem_to_gmem(given, to, commit_group=False)
+
+        size //= 2

@@ -1,0 +1,87 @@
+"""Grouped products: where rows lie, and the Hopper kernel against the tiles."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spile.models.forward import grouped
+from spile.models.forward.grouped import EIGHT, Groups
+
+SIZES = (300, 0, 1, 211, 128, 0)
+
+
+def test_runs_begin_at_multiples_and_hold_their_rows_in_order() -> None:
+    expert = np.repeat(np.arange(len(SIZES)), SIZES)
+    runs = Groups(jnp.asarray(SIZES), len(expert), EIGHT)
+    places = np.asarray(runs.places(jnp.asarray(expert)))
+    for number, size in enumerate(SIZES):
+        own = places[expert == number]
+        np.testing.assert_array_equal(own, int(runs.starts()[number]) + np.arange(size))
+    assert not np.any(np.asarray(runs.starts()) % EIGHT)
+    assert places.max() < runs.rows
+    laid = np.asarray(runs.lay(jnp.arange(1, len(expert) + 1), jnp.asarray(expert)))
+    np.testing.assert_array_equal(laid[places], np.arange(1, len(expert) + 1))
+    assert np.count_nonzero(laid) == len(expert)
+
+
+def test_tiles_of_the_table_cover_each_run_once() -> None:
+    runs = Groups(jnp.asarray(SIZES), sum(SIZES) + 50, EIGHT)  # 50 rows belong to nobody
+    owner, first, left, used = map(np.asarray, grouped._table(runs))
+    covered = np.full(runs.rows, -1)
+    for tile in range(used[0]):
+        rows = slice(EIGHT * first[tile], EIGHT * (first[tile] + left[tile]))
+        assert left[tile] > 0 and np.all(covered[rows] == -1)
+        covered[rows] = owner[tile]
+    wanted = np.full(runs.rows, -1)
+    for number, (start, size) in enumerate(zip(np.asarray(runs.starts()), SIZES, strict=True)):
+        wanted[start : start + -(-size // EIGHT) * EIGHT] = number
+    np.testing.assert_array_equal(covered, wanted)
+
+
+@pytest.mark.parametrize("terms", [512, 1408])  # the second: no number of stages divides it
+def test_the_hopper_kernel_is_lowered_by_this_jax(terms: int) -> None:
+    def run(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return grouped.mosaic(Groups(sizes, 500, EIGHT))(x, w)
+
+    rows = Groups(jnp.asarray(SIZES), 500, EIGHT).rows
+    shapes = [
+        jax.ShapeDtypeStruct((rows, terms), jnp.bfloat16),
+        jax.ShapeDtypeStruct((len(SIZES), 832, terms), jnp.bfloat16),
+        jax.ShapeDtypeStruct((len(SIZES),), jnp.int32),
+    ]
+    lowered = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.skipif(not grouped.has_mosaic(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("sizes", "inner", "outer"),
+    [
+        (SIZES, 128, 256),
+        ((0, 0, 0, 512), 192, 768),
+        ((7, 9, 100, 90), 2880, 2880),
+        ((9000, 3288), 256, 832),
+        (tuple(range(512)), 1408, 512),
+    ],
+)
+def test_the_hopper_kernel_multiplies_as_the_tiles_do(
+    sizes: tuple[int, ...], inner: int, outer: int
+) -> None:
+    rng = np.random.default_rng(0)
+    count = sum(sizes) + 100  # the last 100 belong to no expert
+    x = jnp.asarray(rng.standard_normal((count, inner)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((len(sizes), outer, inner)) / inner**0.5, jnp.bfloat16)
+    assert grouped.mosaic_serves(x, w)
+    expert = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes).tolist() + [len(sizes) - 1] * 100)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(aligned: int, x: jax.Array, w: jax.Array) -> jax.Array:
+        runs = Groups(jnp.asarray(sizes), count, aligned)
+        way = grouped.tiled if aligned == 1 else grouped.mosaic
+        return way(runs)(x[runs.lay(jnp.arange(count), expert)], w)[runs.places(expert)]
+
+    found, wanted = (np.asarray(run(n, x, w), np.float32)[: sum(sizes)] for n in (EIGHT, 1))
+    assert np.linalg.norm(found - wanted) <= 4e-3 * np.linalg.norm(wanted)
