@@ -54,14 +54,14 @@ def cut_config(name: str, layers: int | None) -> tuple[dict[str, Any], int]:
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     text = config.get("text_config", config)
     depth = "n_layer" if "n_layer" in text else "num_hidden_layers"
-    layers = text[depth] if layers is None else layers
-    text[depth] = layers
+    kept: int = text[depth] if layers is None else layers
+    text[depth] = kept
     for key in ("layer_types", "hybrid_override_pattern", "no_rope_layers"):
         if text.get(key) is not None:
-            text[key] = text[key][:layers]
+            text[key] = text[key][:kept]
     for key in ("attn_layer_indices", "moe_layers"):
         if text.get(key) is not None:
-            text[key] = [n for n in text[key] if n < layers]
+            text[key] = [n for n in text[key] if n < kept]
     for key in ("vocab_size", "vocab_size_per_layer_input"):
         if key in text:
             text[key] = VOCAB
@@ -70,7 +70,7 @@ def cut_config(name: str, layers: int | None) -> tuple[dict[str, Any], int]:
             text[key] = 0
     config.pop("quantization_config", None)
     text.pop("quantization_config", None)
-    return config, layers
+    return config, kept
 
 
 def random_params(arch: Any, depth: int) -> Any:

@@ -205,7 +205,7 @@ def _hopper(terms: int, columns: int, dtype: Any, rows: int) -> Callable[..., Ar
                 mine = pl.ds(group * half, half)
 
                 def multiply(_: Any, rows: Any, weights: Any, total: Any) -> Any:
-                    gpu.wgmma(total, rows, weights.at[mine].transpose(1, 0))
+                    gpu.wgmma(total, rows, gpu.transpose_ref(weights.at[mine], (1, 0)))
                     gpu.wgmma_wait(0)
                     return total
 
