@@ -28,6 +28,7 @@ from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset import format as fmt
 from spile.dataset.columns import columns_in, encode_columns, named_by_content
 from spile.dataset.format import Done, Shard, TapInfo
+from spile.dataset.generations import Generation
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.passes import PassLedger, pass_name
 from spile.dataset.segments import columns_of
@@ -356,12 +357,14 @@ def build(
     commit: Collection[int] | None = None,
     compress: bool = False,
     tokenizer: Mapping[str, bytes] | None = None,
+    grown: Sequence[int] = (),
     **changes: Any,
 ) -> Stored:
     """Make a dataset of random rows.
 
     `commit` names the units to do, all if not given; `changes` go into the recipe; `tokenizer` are
-    the tokenizer's files. The scales of int8 are stored in any case.
+    the tokenizer's files. The scales of int8 are stored in any case. `grown`: for each generation
+    that adds to the table, how many units there are before it; each is finished before the next.
     """
     rng = np.random.default_rng(seed)
     table = make_table(units, taps, dtype, **changes)
@@ -385,17 +388,31 @@ def build(
     starts = np.cumsum([0, *(len(part) for part in indices)]).tolist()
     stored = Stored(path, table, read, index, rows, starts, coded, compress)
     ledger = stored.ledger
-    named = ledger.create_table(table, tokenizer).tokenizer
-    table = dataclasses.replace(table, tokenizer=named)
+    every, ends = table.units, [*grown, len(units)]
+    base = dataclasses.replace(table, units=every.part(0, ends[0]) if grown else every)
+    named = ledger.create_table(base, tokenizer).tokenizer
+    table = dataclasses.replace(base, tokenizer=named)
     stored = dataclasses.replace(stored, table=table)
     ledger.check_weights({"embed": "aa", "blocks": "bb"})
     by_channel = {tap: part.scale for tap, part in coded.items() if not part.by_row}
     if by_channel:
         ledger.create_scales(table, by_channel)
-    for unit in range(len(units)) if commit is None else commit:
-        assert ledger.commit(stored.attempt(unit, shard_bytes=shard_bytes))
-    ledger.complete(table)
+    wanted = [*range(len(units))] if commit is None else [*commit]
+    for first, stop in zip([0, *grown], ends, strict=True):
+        if first:
+            table = ledger.create_generation(more_units(table, every.part(first, stop)))
+            stored = dataclasses.replace(stored, table=table)
+        for unit in (unit for unit in wanted if first <= unit < stop):
+            assert ledger.commit(stored.attempt(unit, shard_bytes=shard_bytes))
+        ledger.complete(table)
     return stored
+
+
+def more_units(table: Table, units: UnitColumns) -> Table:
+    """A table with a generation that adds units, and a file."""
+    number = len(table.generations) + 1
+    file = {"path": f"/corpora/more-{number}.jsonl", "identity": f"{number}-cd"}
+    return table.grown(Generation(len(table.units), (file,), ("/corpora",)), units)
 
 
 _folder = tempfile.TemporaryDirectory(prefix="spile-stored-", ignore_cleanup_errors=True)
@@ -450,7 +467,7 @@ def reseal(stored: Stored, unit: int, **changes: Any) -> None:
     forged = dataclasses.replace(done, **{**parts, **changes})
     objects.delete(fmt.CURRENT.done_key(unit))
     objects.delete(fmt.MANIFEST)
-    objects.delete(fmt.segment_key(0))
+    objects.delete(fmt.CURRENT.segment_key(0))
     assert ledger.commit(forged)
     with suppress(CorruptError):  # statistics that are none: nothing follows from them
         assert ledger.complete(stored.table)
@@ -459,7 +476,7 @@ def reseal(stored: Stored, unit: int, **changes: Any) -> None:
 @contextmanager
 def forged_units(stored: Stored, records: Sequence[Done]) -> Iterator[None]:
     """Another segment and another manifest, of these records; the right ones afterwards."""
-    key = fmt.segment_key(0)
+    key = fmt.CURRENT.segment_key(0)
     with changed(stored, key, fmt.MANIFEST):
         statistics = columns_in(key, stored.objects.get(key))
         (stored.path / key).write_bytes(encode_columns({**statistics, **columns_of(records)}))

@@ -294,7 +294,7 @@ def test_documents_are_spread_over_the_units_and_none_is_counted_twice(
 
 def test_what_is_done_of_an_unfinished_dataset_is_checked(small: Path) -> None:
     (small / fmt.MANIFEST).unlink()
-    (small / fmt.segment_key(0)).unlink()
+    (small / fmt.CURRENT.segment_key(0)).unlink()
     (small / fmt.CURRENT.done_key(0)).unlink()
     (small / fmt.CURRENT.done_key(2)).unlink()
     report = check_all(small)

@@ -111,7 +111,7 @@ def test_a_group_is_256_units() -> None:
     assert layout.done_key(300) == "done/000001/00000300.json"
     assert [layout.groups(count) for count in (1, 256, 257)] == [1, 1, 2]
     assert layout.units_of(1, 300) == range(256, 300)
-    assert fmt.segment_key(layout.group(300)) == "segments/000001.safetensors"
+    assert fmt.CURRENT.segment_key(layout.group(300)) == "segments/000001.safetensors"
 
 
 def test_keys_are_spelled_so() -> None:

@@ -43,11 +43,28 @@ class PageReader:
         identity = {k: v for k, v in recipe.items() if not k.endswith("_source")}
         plain = json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()
         assert hashlib.sha256(plain).hexdigest() == self.table["fingerprint"]
-        count = self.table["units"]["count"]
-        columns = self.tensors(self.table["units"])
-        assert len(columns["first_doc"][1]) == len(columns["num_docs"][1]) == count
-        if (path / "manifest.json").exists():
-            manifest = self.record("manifest.json", "manifest")
+        counts = [self.table["units"]["count"]]  # of the units that there are at each generation
+        tables, folders = [self.table["units"]], [""]
+        while (path / f"generations/{len(folders):08d}.json").exists():
+            folders.append(f"generations/{len(folders):08d}/")
+            more = self.record(f"{folders[-1][:-1]}.json", "generation")
+            assert (more["fingerprint"], more["before"]) == (self.table["fingerprint"], counts[-1])
+            assert more["units"]["key"].startswith(f"{folders[-1]}units/")
+            counts.append(counts[-1] + more["units"]["count"])
+            tables.append(more["units"])
+        docs = 0
+        for told in tables:
+            columns = {name: array for name, (_, array) in self.tensors(told).items()}
+            assert len(columns["first_doc"]) == len(columns["num_docs"]) == told["count"]
+            for first, number in zip(columns["first_doc"], columns["num_docs"], strict=True):
+                assert first == docs
+                docs += number
+        whole = [
+            n for n, folder in enumerate(folders) if (path / f"{folder}manifest.json").exists()
+        ]
+        count = counts[whole[-1]] if whole else counts[0]
+        if whole:
+            manifest = self.record(f"{folders[whole[-1]]}manifest.json", "manifest")
             self.units = [u for file in manifest["segments"] for u in self.segment(file)]
             self.merged = {n: array for n, (_, array) in self.tensors(manifest["columns"]).items()}
             assert [unit["unit"] for unit in self.units] == [*range(count)]
@@ -274,6 +291,17 @@ def test_a_reader_written_from_the_page_reads_every_bit(
     assert [str(value) for value in read.documents("kept/mixed")] == table.column(
         "mixed"
     ).to_pylist()
+
+
+@pytest.mark.parametrize(("done", "units"), [(5, 5), (4, 3)])
+def test_it_reads_the_newest_generation_that_is_complete(
+    done: int, units: int, tmp_path: Path
+) -> None:
+    dataset = stored.build(tmp_path / "out", grown=(3,), commit=range(done))
+    reader = PageReader(dataset.path)
+    assert [unit["unit"] for unit in reader.units] == [*range(units)]
+    for tap, rows in dataset.rows.items():
+        assert np.array_equal(reader.rows(tap), rows[: dataset.starts[units]])
 
 
 def test_it_reads_what_is_done_of_an_unfinished_dataset(tmp_path: Path) -> None:

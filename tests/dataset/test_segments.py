@@ -26,7 +26,7 @@ def grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> stored.Stored:
 
 
 def test_a_dataset_of_several_groups_reads_as_one(grouped: stored.Stored) -> None:
-    assert grouped.listed(fmt.SEGMENTS) == [fmt.segment_key(group) for group in range(3)]
+    assert grouped.listed(fmt.SEGMENTS) == [fmt.CURRENT.segment_key(group) for group in range(3)]
     ds = spile.open(str(grouped.path))
     tap = next(iter(grouped.rows))
     assert np.array_equal(ds.read(tap, 0, ds.num_tokens), grouped.rows[tap])
@@ -55,7 +55,7 @@ def test_statistics_are_merged_once_and_stored(grouped: stored.Stored) -> None:
 
 def test_units_come_from_segments_as_far_as_there_are_any(grouped: stored.Stored) -> None:
     (grouped.path / fmt.MANIFEST).unlink()
-    (grouped.path / fmt.segment_key(1)).unlink()
+    (grouped.path / fmt.CURRENT.segment_key(1)).unlink()
     (grouped.path / fmt.CURRENT.done_key(4)).unlink()
     with pytest.raises(spile.StoreError, match="6 of 7 units are done"):
         spile.open(str(grouped.path))
@@ -79,7 +79,7 @@ def test_few_segments_are_held(grouped: stored.Stored, monkeypatch: pytest.Monke
     assert read == [], "opening reads none"
     tap = next(iter(grouped.rows))
     ds.read(tap, ds.num_tokens - 1, ds.num_tokens)
-    assert read == [fmt.segment_key(2)]
+    assert read == [fmt.CURRENT.segment_key(2)]
 
 
 def test_a_segment_of_another_group_is_refused(grouped: stored.Stored) -> None:

@@ -196,7 +196,7 @@ def test_a_program_gives_a_corpus_that_resumes(program: Path, model: Path, tmp_p
     corpus = f"{program}:create_dataset(count=30)"
     outcome = extracted(model, corpus, out, unit_tokens=100)
     assert outcome.documents == 30 and outcome.units > 3
-    for key in (fmt.MANIFEST, fmt.segment_key(0), fmt.CURRENT.done_key(1)):
+    for key in (fmt.MANIFEST, fmt.CURRENT.segment_key(0), fmt.CURRENT.done_key(1)):
         (out / key).unlink()
     again = extracted(model, corpus, out, unit_tokens=100)
     assert again.documents == 30

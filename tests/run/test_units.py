@@ -116,7 +116,7 @@ def test_a_budget_that_units_of_others_take_up_is_waited_for_until_they_are_done
     each = Budget(dataset.table, dataset.ledger, None)._estimated[0]
     work = [Unit(number, number, 1, 6, ()) for number in range(3)]
     other = Presence(dataset.objects, 30)
-    job = cast(Any, SimpleNamespace(units=work))
+    job = cast(Any, SimpleNamespace(units=work, table=dataset.table))
 
     def picker() -> StorePicker:
         stop = threading.Event()
@@ -186,7 +186,7 @@ def test_a_worker_alone_takes_the_units_in_order_and_seals_what_is_done(
         picker._ledger.commit(grouped.attempt(wanted))
         picker.done(wanted)
         sealed = grouped.listed(fmt.SEGMENTS)
-        assert sealed == [fmt.segment_key(group) for group in range(wanted // 3)]
+        assert sealed == [fmt.CURRENT.segment_key(group) for group in range(wanted // 3)]
     assert picker.take() == (None, False)
     assert len(grouped.listed(fmt.SEGMENTS)) == 3
 
@@ -203,7 +203,7 @@ def test_a_group_is_sealed_by_the_worker_that_commits_its_last_unit(
     assert took(second) == 4
     assert grouped.listed(fmt.SEGMENTS) == []
     assert took(first) == 5
-    assert grouped.listed(fmt.SEGMENTS) == [fmt.segment_key(0)]
+    assert grouped.listed(fmt.SEGMENTS) == [fmt.CURRENT.segment_key(0)]
 
 
 def test_workers_go_where_nobody_is(grouped: stored.Stored) -> None:
@@ -246,7 +246,7 @@ def test_a_worker_that_joins_does_not_list_groups_that_have_a_segment(
     for unit in range(7):
         grouped.ledger.commit(grouped.attempt(unit))
     assert grouped.ledger.complete(grouped.table) is False
-    assert grouped.listed(fmt.SEGMENTS) == [fmt.segment_key(0), fmt.segment_key(1)]
+    assert grouped.listed(fmt.SEGMENTS) == [fmt.CURRENT.segment_key(0), fmt.CURRENT.segment_key(1)]
     asked: list[str] = []
     listing = LocalObjects.list
     monkeypatch.setattr(

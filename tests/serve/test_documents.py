@@ -33,7 +33,7 @@ def explorer(built: web_page.Built, model: Path) -> Iterator[Explorer]:
 
 @pytest.fixture
 def finder(explorer: Explorer, built: web_page.Built) -> Finder:
-    return Finder(explorer, built.table.units.num_docs)
+    return Finder(explorer)
 
 
 def test_a_document_is_read_in_order_with_a_number_for_each_token(explorer: Explorer) -> None:
@@ -208,7 +208,7 @@ def test_tokens_in_context_are_not_joined_across_a_gap(gapped: Explorer) -> None
 
 
 def test_a_search_shows_where_tokens_are_missing(gapped: Explorer) -> None:
-    (found,) = Finder(gapped, np.array([2])).find("d word word wo", 0, 50)["documents"]
+    (found,) = Finder(gapped).find("d word word wo", 0, 50)["documents"]
     assert found["doc"] == 1
     gone = np.array([[0, 5, 6, 7]])
     entries = np.zeros(gone.shape[1], gapped.dataset.index(0, 0).dtype)
@@ -295,7 +295,7 @@ def test_a_text_beyond_the_preview_is_found_and_shown(
     built = web_page.build_texts(tmp_path / "out", model, ["first", text])
     dataset = spile.open(str(built.path))
     other = Explorer(dataset, explorer.texts, Digest(dataset, 0))
-    (found,) = Finder(other, np.array([2])).find("hidden gem", 0, 50)["documents"]
+    (found,) = Finder(other).find("hidden gem", 0, 50)["documents"]
     assert found["doc"] == 1
     assert "hidden gem" in found["snippet"]
     assert found["offset"] == 1 + text.index("hidden gem"), "after the BOS"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from spile.cli.flags import Verbs
 from spile.cli.style import skipped
 from spile.core.errors import ConfigError
-from spile.core.humanize import compared, lasting, short, size
+from spile.core.humanize import compared, lasting, plural, short, size
 
 if TYPE_CHECKING:
     from spile.status.listing import ListedFile
@@ -42,7 +42,8 @@ def status_text(out: str, status: "Status") -> str:
     """Totals, then the workers; those that need attention come first."""
     lines = [
         f"{out}: {status.state}",
-        f"  units      {status.units_done:,} of {status.units:,}",
+        f"  units      {status.units_done:,} of {status.units:,}"
+        + (f" ({plural(status.generations, 'time')} added to)" if status.generations else ""),
         f"  documents  {status.documents:,} of {status.documents_total:,}"
         + (f" ({skipped(status.skipped)} left out)" if status.skipped else ""),
         f"  tokens     {status.tokens:,} read (of about {status.tokens_estimated:,})",

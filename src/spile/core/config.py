@@ -62,6 +62,15 @@ class Recipe(Options):
         "a dataset whose rows to make once more, with another --model, --lora, --taps, --encode or "
         "dtype; every other option is taken from it",
     )
+    more: bool | None = option(
+        None,
+        "add the documents that the corpus has gained since: new files, new shards on the Hub, or "
+        "those up to a larger --max-docs or --max-tokens; what is there stays as it is",
+        kind="switch",
+    )
+    add_corpus: str | None = option(
+        None, "as --more, with the documents of another corpus, read by the same recipe"
+    )
     taps: str | None = option(
         None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
     )

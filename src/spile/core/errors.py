@@ -59,13 +59,17 @@ class DriftError(SpileError):
         differences: Mapping[str, tuple[object, object]],
         *,
         holds_rows: bool = True,
+        grows: bool = False,
     ) -> None:
+        """`grows`: whether --more would add what differs."""
         self.differences = dict(differences)
         diff = "; ".join(
             f"{name}: stored {old!r}, now {new!r}" for name, (old, new) in self.differences.items()
         )
         advice = "use the stored values or another --out"
-        if not holds_rows:
+        if grows:
+            advice = "use the stored values, add the documents with --more, or use another --out"
+        elif not holds_rows:
             advice = (
                 "no row is stored there yet: add --restart, or delete it, to begin with the new "
                 "recipe"

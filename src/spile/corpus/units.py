@@ -9,6 +9,9 @@ Units keep the corpus's order, or are permuted by a seed. The permutation moves 
 keeps its documents and their ordinals, and the first few units are a sample of the corpus.
 Compressed files can only be read forward, so the units of a large one stay together: a worker that
 takes them in order decompresses the file once.
+
+A corpus that has grown is cut from where the earlier cut ended (`CutSoFar`): its units follow, and
+none that was there changes.
 """
 
 import itertools
@@ -63,12 +66,14 @@ class Unit:
             raise DataError(f"the unit table holds an invalid unit ({error})") from error
 
 
-def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], int]) -> float:
-    """Estimate from the heads of a few files, spread evenly over the corpus."""
+def tokens_per_byte(
+    reader: CorpusReader, count_tokens: Callable[[list[str]], int], first: int = 0
+) -> float:
+    """Estimate from the heads of a few files, spread evenly over the corpus from `first` on."""
     texts: list[str] = []
     size = tokens = 0
     unreadable = 0
-    for file in sampled_files(reader):
+    for file in sampled_files(reader, first):
         documents, taken = reader.sample(file)
         texts += [document.text for document in documents.usable if document.ids is None]
         tokens += sum(len(d.ids) for d in documents.usable if d.ids is not None)
@@ -83,10 +88,10 @@ def tokens_per_byte(reader: CorpusReader, count_tokens: Callable[[list[str]], in
     return tokens / size if tokens and size else _TOKENS_PER_BYTE
 
 
-def sampled_files(reader: CorpusReader) -> list[int]:
-    """Return the files to sample: a few, spread evenly over the corpus."""
-    last = len(reader.files) - 1
-    return sorted({round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
+def sampled_files(reader: CorpusReader, first: int = 0) -> list[int]:
+    """Return the files to sample: a few, spread evenly over the corpus from `first` on."""
+    last = len(reader.files) - 1 - first
+    return sorted({first + round(i * last / (_SAMPLED_FILES - 1)) for i in range(_SAMPLED_FILES)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,18 +129,40 @@ class CutOptions:
     shuffle: int | None = None
 
 
+@dataclass(frozen=True)
+class CutSoFar:
+    """Where an earlier cut of a corpus ended, and what it holds.
+
+    Attributes:
+        file: the file to go on with.
+        first: documents of that file that were cut.
+        byte: where the next one begins, in files that are cut by bytes.
+    """
+
+    file: int = 0
+    first: int = 0
+    byte: int = 0
+    docs: int = 0
+    units: int = 0
+    tokens: int = 0
+
+
 def make_units(
     files: list[CorpusFile],
     options: CutOptions,
     program: ProgramSource | None = None,
     heed: Callable[[], None] = lambda: None,
+    so_far: CutSoFar | None = None,
 ) -> list[Unit]:
     """Cut the corpus. The result depends on the files and the options alone.
 
     Args:
         program: the opened program, if the corpus is one.
         heed: called for every file and every few megabytes; may raise to stop the pass.
+        so_far: what was cut before, for the units that follow; there may be none. The limits of
+            the options count all units together.
     """
+    before = so_far or CutSoFar()
     seed = options.shuffle
     if seed is not None:
         refuse_iterator(program)
@@ -143,31 +170,34 @@ def make_units(
     builder = _Builder(
         unit_bytes=max(1, int(options.unit_tokens / options.density)),
         max_docs=options.max_docs if seed is None else None,
+        docs=before.docs,
     )
     known = ColumnKinds()
     for number, file in enumerate(files):
+        if number < before.file or builder.full:
+            continue
         heed()
-        before = builder.closed
+        closed = builder.closed
         if program:
             for part in program.ranges(builder.unit_bytes, builder.max_docs, heed):
                 span = Span(number, part.first, part.count, 0, part.size, part.digest)
                 builder.add(span, part.size)
         else:
-            _cut_file(builder, number, file, options, known, heed)
-        if builder.full:
-            break
-        if forward[number] and builder.closed > before:
+            done = before if number == before.file else CutSoFar()
+            _cut_file(builder, number, file, options, known, heed, done)
+        if forward[number] and builder.closed > closed and not builder.full:
             builder.close()  # otherwise its last unit would tie the next file to it
-    units = builder.finish(options.density * options.read)
+    units = builder.finish(options.density * options.read, before.units)
     if seed is not None:
         chosen = first_documents(shuffled(units, seed, forward), options.max_docs, program)
-        units = [replace(unit, id=number) for number, unit in enumerate(chosen)]
-    if not units:
+        units = [replace(unit, id=number) for number, unit in enumerate(chosen, before.units)]
+    if not units and so_far is None:
         names = ", ".join(str(f.path) for f in files[:3])
         raise InputError(f"the corpus is empty: no document in {len(files)} files ({names})")
     if options.max_tokens is not None:
-        totals = np.cumsum([unit.tokens for unit in units])
-        units = units[: int(np.searchsorted(totals, options.max_tokens)) + 1]
+        # (Of those before, the last one may have sufficed.)
+        totals = np.cumsum([before.tokens, *(unit.tokens for unit in units)])
+        units = units[: int(np.searchsorted(totals, options.max_tokens))]
     return units
 
 
@@ -197,9 +227,9 @@ def without_duplicates(
 class _Builder:
     """Collects spans until a unit has enough bytes."""
 
-    def __init__(self, unit_bytes: int, max_docs: int | None) -> None:
+    def __init__(self, unit_bytes: int, max_docs: int | None, docs: int = 0) -> None:
         self.unit_bytes, self.max_docs = unit_bytes, max_docs
-        self.docs = 0
+        self.docs = docs  # so far, those of an earlier cut too
         self._spans: list[Span] = []
         self._size = 0
         self._done: list[tuple[int, int, int, tuple[Span, ...]]] = []
@@ -237,11 +267,11 @@ class _Builder:
             self._done.append((self.docs - count, count, self._size, tuple(self._spans)))
         self._spans, self._size = [], 0
 
-    def finish(self, density: float) -> list[Unit]:
+    def finish(self, density: float, first_id: int = 0) -> list[Unit]:
         self.close()
         return [
             Unit(i, first, count, max(1, round(size * density)), spans)
-            for i, (first, count, size, spans) in enumerate(self._done)
+            for i, (first, count, size, spans) in enumerate(self._done, first_id)
         ]
 
 
@@ -252,36 +282,38 @@ def _cut_file(
     options: CutOptions,
     known: ColumnKinds,
     heed: Callable[[], None],
+    done: CutSoFar,
 ) -> None:
     column, columns, filtered = options.text_column, options.columns, options.filtered
     if file.is_table:
         groups = file.groups(number, column, columns, options.keep, also=filtered, known=known)
-        _cut_table(builder, groups, heed)
+        _cut_table(builder, groups, heed, done.first)
     elif file.kind == "bin":
         flat, docs = options.flat, builder.docs
         assert flat
-        _cut_bytes(builder, number, flat.checked(file.path, _chunks(file, heed)), flat.ends)
+        chunks = flat.checked(file.path, _chunks(file, heed))
+        _cut_bytes(builder, number, chunks, flat.ends, done)
         flat.refuse_endless(file.path, builder.docs - docs)
     elif file.is_csv:
-        _cut_csv(builder, number, file, options, heed)
+        _cut_csv(builder, number, file, options, heed, done)
     elif file.kind == "text":
         ends = _no_ends if options.text_documents == "file" else _line_ends
-        _cut_bytes(builder, number, _chunks(file, heed), ends)
+        _cut_bytes(builder, number, _chunks(file, heed), ends, done)
     else:
         _check_head(file, [*(columns or [column or "text"]), *filtered], known)
         if file.kind == "json":
-            _cut_elements(builder, number, file, heed)
+            _cut_elements(builder, number, file, heed, done.first)
         else:
-            _cut_bytes(builder, number, _chunks(file, heed), _line_ends)
+            _cut_bytes(builder, number, _chunks(file, heed), _line_ends, done)
 
 
 def _cut_table(
-    builder: _Builder, groups: Iterator[tuple[Span, int]], heed: Callable[[], None]
+    builder: _Builder, groups: Iterator[tuple[Span, int]], heed: Callable[[], None], first: int
 ) -> None:
     for group, size in groups:
         heed()
         per_row = max(1, size // max(1, group.count))
-        taken = 0
+        taken = max(0, first - group.first)
         while taken < group.count and not builder.full:
             fit = -(-builder.room // per_row)
             count = min(group.count - taken, fit, builder.docs_left)
@@ -314,6 +346,7 @@ def _cut_csv(
     file: CorpusFile,
     options: CutOptions,
     heed: Callable[[], None],
+    done: CutSoFar,
 ) -> None:
     """Cut the records after the header, in one pass."""
     header = read_header(file)
@@ -326,7 +359,8 @@ def _cut_csv(
         header.text_column(file, options.text_column)
     ends = RecordEnds(file.delimiter)
     with refusing(file):
-        _cut_bytes(builder, number, _after(_chunks(file, heed), header.stop), ends, header.stop)
+        done = replace(done, byte=max(done.byte, header.stop))
+        _cut_bytes(builder, number, _chunks(file, heed), ends, done)
         if not builder.full:
             ends.finish()
 
@@ -352,14 +386,12 @@ def _cut_bytes(
     number: int,
     chunks: Iterable[bytes],
     ends_in: Callable[[bytes, int], np.ndarray],
-    begin: int = 0,
+    done: CutSoFar,
 ) -> None:
-    """Cut a file in one pass; `ends_in` finds the ends of documents in a piece at an offset.
-
-    The first piece is at the byte `begin`.
-    """
-    start = position = ended = begin  # start of the collected span; byte reached; last document end
-    first = documents = 0
+    """Cut a file in one pass; `ends_in` finds the ends of documents in a piece at an offset."""
+    # Start of the collected span; byte reached; last document end.
+    start = position = ended = done.byte
+    first, documents = done.first, 0
     digest = xxhash.xxh3_128()
 
     def close(stop: int, count: int) -> None:
@@ -367,7 +399,7 @@ def _cut_bytes(
         builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
         start, first, documents, digest = stop, first + count, 0, xxhash.xxh3_128()
 
-    for data in chunks:
+    for data in _after(chunks, done.byte):
         ends = ends_in(data, position)
         ended = int(ends[-1]) if len(ends) else ended
         used, taken = 0, 0  # bytes hashed and ends passed in this chunk
@@ -395,12 +427,15 @@ def _cut_bytes(
 
 
 def _cut_elements(
-    builder: _Builder, number: int, file: CorpusFile, heed: Callable[[], None]
+    builder: _Builder, number: int, file: CorpusFile, heed: Callable[[], None], first: int
 ) -> None:
-    """Cut a JSON array, in one pass."""
-    first = count = start = stop = 0  # the span being collected
+    """Cut a JSON array from element `first` on, in one pass."""
+    before, count, start, stop = first, 0, 0, 0  # elements to pass; the span being collected
     digest, begins = xxhash.xxh3_128(), True
     for piece in file.pieces(_chunks(file, heed), _CHUNK):
+        if before:
+            before -= piece.ends
+            continue
         if begins and not count:
             start, digest = piece.start, xxhash.xxh3_128()
         elif begins:

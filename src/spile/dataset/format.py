@@ -16,6 +16,12 @@
     manifest.json            names all segments; derived, once every unit is done
     manifest/DIGEST.safetensors
                              the rows of each unit, and the statistics of all rows; derived
+    generations/NUMBER.json  units that were added to the table (`generations.py`)
+    generations/NUMBER/units/DIGEST.safetensors
+                             those units, as columns
+    generations/NUMBER/segments/GROUP.safetensors, generations/NUMBER/manifest.json,
+    generations/NUMBER/manifest/DIGEST.safetensors
+                             as above, of the dataset with these units
     prediction.json          the estimates of the first worker, for people only
     check.json               the last comparison with HF transformers (`spile check`)
     signature-v2.sha256      SHA-256 of the table, the derived files and `digests/`
@@ -76,9 +82,10 @@ DAMAGED = "damaged/"
 PASSES = "passes/"
 PASS = "pass.json"  # in the folder of a pass
 DROPPED = "dropped.json"
+GENERATIONS = "generations/"
 
 SIGNATURES = tuple(f"signature-v{n}.sha256{end}" for n in (1, 2) for end in ("", ".sig"))
-DERIVED = (UNIT_COLUMNS, SEGMENTS, MANIFEST_COLUMNS, TOKENIZER, DIGESTS)  # prefixes of files
+DERIVED = (UNIT_COLUMNS, SEGMENTS, MANIFEST_COLUMNS, TOKENIZER, DIGESTS, GENERATIONS)  # prefixes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # as in a recipe's identity
 COMPRESSED = ".zst"
@@ -90,6 +97,7 @@ DONE_NAME = re.compile(r"\d{8}\.json")  # of a done record in its folder
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 _WORKER_KEY = re.compile(rf"workers/(?:(\d{{6}})/)?({_NAME.pattern})((?:@\d{{8}})*)\.json")
 _MOST_SHOWN = 32  # units in the key of a heartbeat
+_OF_A_GENERATION = r"(?:generations/\d{8}/)?"
 _MOST = 1 << 56  # rows, documents or bytes
 _MOST_AMOUNT = 1e18  # seconds, tokens a second, sums
 _MAX_AXES = 8
@@ -103,9 +111,44 @@ _NOT_A_RECORD = {
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """Where a dataset keeps the records and files of its units: a matter of its version."""
+    """Where a dataset keeps the records and files of its units.
+
+    That is a matter of its version; and, for what is derived from all units, of its generation.
+
+    Attributes:
+        grown: for each generation, how many units there were before it.
+    """
 
     version: int = FORMAT
+    grown: tuple[int, ...] = ()
+
+    @property
+    def generation(self) -> int:
+        """The number of the newest generation; 0 is the table alone."""
+        return len(self.grown)
+
+    def segment_key(self, group: int) -> str:
+        """Return the key of a group's segment.
+
+        It lies with the generation that last added units to the group: what was derived before
+        never changes.
+        """
+        last = sum(units < (group + 1) * GROUP_UNITS for units in self.grown)
+        return f"{generation_folder(last)}{SEGMENTS}{group:06d}.safetensors"
+
+    @property
+    def segment_folders(self) -> list[str]:
+        """The prefixes under which segments lie."""
+        return [f"{generation_folder(n)}{SEGMENTS}" for n in range(self.generation + 1)]
+
+    @property
+    def manifest_key(self) -> str:
+        return f"{generation_folder(self.generation)}{MANIFEST}"
+
+    @property
+    def manifest_columns(self) -> str:
+        """The prefix of the file that holds the manifest's columns."""
+        return f"{generation_folder(self.generation)}{MANIFEST_COLUMNS}"
 
     @property
     def grouped(self) -> bool:
@@ -172,8 +215,19 @@ class KeyLayout:
 CURRENT = KeyLayout()  # of new datasets
 
 
-def segment_key(group: int) -> str:
-    return f"{SEGMENTS}{group:06d}.safetensors"
+def generation_key(number: int) -> str:
+    """Return the key of the record that adds units."""
+    return f"{GENERATIONS}{number:08d}.json"
+
+
+def generation_folder(number: int) -> str:
+    """Return the prefix of what follows from a generation; empty for the table alone."""
+    return f"{GENERATIONS}{number:08d}/" if number else ""
+
+
+def parse_generation_key(key: str) -> int | None:
+    match = re.fullmatch(r"generations/(\d{8})\.json", key)
+    return int(match[1]) if match else None
 
 
 def pass_prefix(name: str) -> str:
@@ -255,7 +309,7 @@ def parse_done_key(key: str) -> int | None:
 
 def parse_segment_key(key: str) -> int | None:
     """Return the group of a segment."""
-    match = re.fullmatch(r"segments/(\d{6})\.safetensors", key)
+    match = re.fullmatch(rf"{_OF_A_GENERATION}segments/(\d{{6}})\.safetensors", key)
     return int(match[1]) if match else None
 
 
@@ -267,8 +321,8 @@ def parse_attempt_key(key: str) -> tuple[int, str] | None:
 
 def parse_damaged_key(key: str) -> str | None:
     """Return the original key of a record that was moved to this one."""
-    records = r"done/(?:\d{6}/)?\d{8}\.json|segments/\d{6}\.safetensors|[a-z]+\.json"
-    match = re.fullmatch(rf"damaged/[^/]+/({records})", key)
+    derived = rf"{_OF_A_GENERATION}(?:segments/\d{{6}}\.safetensors|[a-z]+\.json)"
+    match = re.fullmatch(rf"damaged/[^/]+/(done/(?:\d{{6}}/)?\d{{8}}\.json|{derived})", key)
     return match[1] if match else None
 
 

@@ -36,6 +36,7 @@ from spile.dataset.columns import (
     read_columns,
 )
 from spile.dataset.format import CURRENT, Done, KeyLayout, TapInfo
+from spile.dataset.generations import Generation
 from spile.dataset.segments import (
     Catalog,
     Segment,
@@ -59,7 +60,10 @@ _PATIENCE, _SEALED_PER_SECOND, _LONGEST_PAUSE = 5.0, 100, 3.0
 
 @dataclass(frozen=True)
 class Table:
-    """The unit table. `units` and `files` are JSON; corpus/ defines their meaning."""
+    """The unit table. `units` and `files` are JSON; corpus/ defines their meaning.
+
+    Both are those of all generations; `recipe` and `fingerprint` are what the dataset began with.
+    """
 
     recipe: ResolvedRecipe
     fingerprint: str
@@ -72,14 +76,75 @@ class Table:
     shuffled: Mapping[str, Any] | None = None
     tokenizer: Mapping[str, ColumnFile] = field(default_factory=dict[str, ColumnFile])
     version: int = fmt.FORMAT  # of the dataset
+    generations: tuple[Generation, ...] = ()
+    more_sources: tuple[str, ...] = ()  # of corpus files, beside the recipe's
 
     @property
     def layout(self) -> KeyLayout:
-        return KeyLayout(self.version)
+        return KeyLayout(self.version, tuple(each.before for each in self.generations))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where the files of the corpus were found."""
+        if self.generations:
+            return self.generations[-1].sources
+        return (self.recipe.corpus_source, *self.more_sources)
+
+    @property
+    def whole_recipe(self) -> ResolvedRecipe:
+        """The recipe with the files and the limits of all generations."""
+        if not self.generations:
+            return self.recipe
+        newest = self.generations[-1]
+        return replace(
+            self.recipe,
+            corpus_source=newest.sources[0],
+            corpus=tuple(file["identity"] for file in self.files),
+            max_docs=newest.max_docs,
+            max_tokens=newest.max_tokens,
+        )
+
+    def at(self, generation: int) -> "Table":
+        """Return the table as it was at a generation; 0: before the first."""
+        if generation == len(self.generations):
+            return self
+        later = self.generations[generation:]
+        return replace(
+            self,
+            files=self.files[: len(self.files) - sum(len(each.files) for each in later)],
+            units=self.units.part(0, later[0].before),
+            generations=self.generations[:generation],
+        )
+
+    def every_generation(self) -> "list[Table]":
+        """Return the table as it was at each generation, the first of them before any."""
+        return [self.at(number) for number in range(len(self.generations) + 1)]
+
+    def grown(self, generation: Generation, units: UnitColumns) -> "Table":
+        """Return the table with a generation's units and files after its own."""
+        return replace(
+            self,
+            files=(*self.files, *generation.files),
+            units=self.units.followed_by(units),
+            generations=(*self.generations, generation),
+        )
+
+    def flattened(self) -> "Table":
+        """Return the same units as one table, for a dataset that is made from this one."""
+        if not self.generations:
+            return self
+        recipe = self.whole_recipe
+        return replace(
+            self,
+            recipe=recipe,
+            fingerprint=recipe.fingerprint(),
+            generations=(),
+            more_sources=self.sources[1:],
+        )
 
     def to_json(self, units: ColumnFile) -> dict[str, Any]:
         """Return the record's body; `units`: the file that holds the units."""
-        body = {
+        body: dict[str, Any] = {
             "recipe": self.recipe.to_json(),
             "fingerprint": self.fingerprint,
             "taps": {name: asdict(info) for name, info in self.taps.items()},
@@ -88,6 +153,8 @@ class Table:
             "kept": self.kept,
             "tokenizer": {name: file.to_json() for name, file in self.tokenizer.items()},
         }
+        if self.more_sources:
+            body["sources"] = list(self.sources)
         return {**body, "shuffled": dict(self.shuffled)} if self.shuffled else body
 
     @property
@@ -110,7 +177,7 @@ class Table:
     def order(self) -> str:
         """The identity of the order of the rows."""
         if not self.shuffled:
-            return self.fingerprint
+            return self.fingerprint + "".join(f" +{each.before}" for each in self.generations)
         return f"{self.fingerprint}, shuffled {self.shuffled['seed']} {self.shuffled['drawn']}"
 
 
@@ -155,11 +222,41 @@ class Ledger:
     def layout(self) -> KeyLayout:
         """Where the records of units lie: as the table says, or as a new one would."""
         if self._layout is None:
-            found = self._read_versioned(fmt.UNITS, "units")
-            self._layout = KeyLayout(found[0]) if found else CURRENT
+            table = self.read_table()
+            self._layout = table.layout if table else CURRENT
         return self._layout
 
     def read_table(self) -> Table | None:
+        """Return the unit table with all its generations, finished or not."""
+        table = self._read_table()
+        while table is not None and (more := self._read_generation(table)) is not None:
+            table = more
+        if table is not None:
+            self._layout, self._units = table.layout, len(table.units)
+        return table
+
+    def _read_generation(self, table: Table) -> Table | None:
+        """Return the table with the units of the next generation; None if there is none."""
+        number = len(table.generations) + 1
+        key = fmt.generation_key(number)
+        found = self._read_versioned(key, "generation")
+        if found is None:
+            return None
+        version, body = found
+        before, grouped = len(table.units), table.layout.grouped
+        prefix = f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}" if grouped else None
+        try:
+            if version != table.version:
+                raise ValueError("it has another format than the table")
+            made = Generation.from_json(body, table.fingerprint, before, prefix)
+            units = self._units_of(version, body["units"], prefix or "", before)
+            if not len(units):
+                raise ValueError("it adds no units")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise CorruptError(key, f"is not a generation ({fmt.shown(error)})") from error
+        return table.grown(made, units)
+
+    def _read_table(self) -> Table | None:
         found = self._read_versioned(fmt.UNITS, "units")
         if found is None:
             return None
@@ -175,19 +272,21 @@ class Ledger:
                 shuffled=body.get("shuffled"),
                 tokenizer=_tokenizer_of(body.get("tokenizer", {})),
                 version=version,
+                more_sources=tuple(body.get("sources", ())[1:]),
             )
             _audit_table(table)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CorruptError(fmt.UNITS, f"is not a unit table ({fmt.shown(error)})") from error
-        self._layout, self._units = table.layout, len(table.units)
         return table
 
-    def _units_of(self, version: int, told: Any) -> UnitColumns:
+    def _units_of(
+        self, version: int, told: Any, prefix: str = fmt.UNIT_COLUMNS, first: int = 0
+    ) -> UnitColumns:
         if not KeyLayout(version).grouped:
-            return UnitColumns.of(told)
+            return UnitColumns.of(told, first)
         if not fmt.is_count(told["count"]):
             raise ValueError("the number of units is not a number")
-        file = ColumnFile.from_json(told, fmt.UNIT_COLUMNS)
+        file = ColumnFile.from_json(told, prefix)
         return UnitColumns(told["count"], partial(read_columns, self.objects, file), file.key)
 
     def table(self) -> Table:
@@ -216,6 +315,23 @@ class Ledger:
             file, data = named_by_content(fmt.UNIT_COLUMNS, table.units.columns)
             self.objects.create(file.key, data)
             self.objects.create(fmt.UNITS, fmt.encode_record("units", table.to_json(file)))
+        return self.table()
+
+    def create_generation(self, table: Table) -> Table:
+        """Store the newest generation of a table, or return the table with the one that came first.
+
+        The file of its units is created before it, as that of a table is.
+        """
+        number, made = len(table.generations), table.generations[-1]
+        units = table.units.part(made.before, len(table.units))
+        if table.layout.grouped:
+            prefix = f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}"
+            file, data = named_by_content(prefix, units.columns)
+            self.objects.create(file.key, data)
+            made = replace(made, columns=file)
+        body = made.to_json(table.fingerprint, units)
+        record = fmt.encode_record("generation", body, table.version)
+        self.objects.create(fmt.generation_key(number), record)
         return self.table()
 
     def read_tokenizer(self, table: Table) -> dict[str, bytes]:
@@ -287,12 +403,18 @@ class Ledger:
         scales_from_json(body, table.taps)  # an unreadable record would block every worker forever
         self.objects.create(fmt.SCALES, self._encode("scales", body))
 
-    def sealed_groups(self) -> set[int]:
-        """Return the groups that have a segment, from a listing alone."""
-        if not self.layout.grouped:
+    def sealed_groups(self, layout: KeyLayout | None = None) -> set[int]:
+        """Return the groups that have a segment, from a listing alone.
+
+        Args:
+            layout: that of an earlier generation, to look at the dataset as it was.
+        """
+        layout = layout or self.layout
+        if not layout.grouped:
             return set()
-        found = (fmt.parse_segment_key(key) for key in self.objects.list(fmt.SEGMENTS))
-        return {group for group in found if group is not None}
+        keys = {key for folder in layout.segment_folders for key in self.objects.list(folder)}
+        found = {group for key in keys if (group := fmt.parse_segment_key(key)) is not None}
+        return {group for group in found if layout.segment_key(group) in keys}
 
     def done_in(self, group: int) -> set[int]:
         """Return the units of a group that exist, from a listing alone."""
@@ -393,12 +515,13 @@ class Ledger:
 
     def seal(self, table: Table, group: int) -> bool:
         """Create the segment of a group if all its units are done; return whether it exists."""
-        key, units = fmt.segment_key(group), self.layout.units_of(group, len(table.units))
+        layout = table.layout
+        key, units = layout.segment_key(group), layout.units_of(group, len(table.units))
         if exists(self.objects, key):
             return True
         if not self._is_done(table, group):
             return False
-        settle(self.objects, self.layout.done_key(units[0]))  # makes others' records durable, too
+        settle(self.objects, layout.done_key(units[0]))  # makes others' records durable, too
         must_be_done = partial(self._must_be_done, table)
         records = list(mapped(must_be_done, units, self.objects.parallel))
         read = partial(read_statistics, self.objects, taps=table.taps)
@@ -416,30 +539,39 @@ class Ledger:
             patient: if the last unit was committed by another worker, leave the manifest to that
                 one for a while: a fleet that ends would otherwise read all segments at once.
         """
-        if not self.layout.grouped:
-            return self._complete_ungrouped(table)
-        if exists(self.objects, fmt.MANIFEST):
+        manifest = table.layout.manifest_key
+        if exists(self.objects, manifest):
             return True
+        if not table.layout.grouped:
+            return self._complete_ungrouped(table)
         own = [g for g in self.committed_groups if self.looks_after_commit(g)]
         is_last = any([self.seal(table, group) for group in own])
-        there, groups = self.sealed_groups(), range(self.layout.groups(len(table.units)))
+        layout = table.layout
+        there, groups = self.sealed_groups(layout), range(layout.groups(len(table.units)))
         if patient and not is_last:
             if not all(group in there or self._is_done(table, group) for group in groups):
                 return False
-            if self._appears(fmt.MANIFEST, _PATIENCE + len(groups) / _SEALED_PER_SECOND):
+            if self._appears(manifest, _PATIENCE + len(groups) / _SEALED_PER_SECOND):
                 return True
-            there = self.sealed_groups()
+            there = self.sealed_groups(layout)
         if not all(group in there or self.seal(table, group) for group in groups):
             return False
-        settle(self.objects, fmt.segment_key(0), fmt.MANIFEST)
+        self._complete_earlier(table)
+        settle(self.objects, layout.segment_key(0), manifest)
         body, file, columns = self._derived(table)
         if body["rows"]:
             self.objects.create(file.key, columns)
-            self.objects.create(fmt.MANIFEST, self._encode("manifest", body))
+            self.objects.create(manifest, self._encode("manifest", body))
         return True
 
+    def _complete_earlier(self, table: Table) -> None:
+        """Create manifests of earlier generations that were never finished by themselves."""
+        for earlier in table.every_generation()[:-1]:
+            if not exists(self.objects, earlier.layout.manifest_key):
+                self.complete(earlier)
+
     def _is_done(self, table: Table, group: int) -> bool:
-        return self.done_in(group).issuperset(self.layout.units_of(group, len(table.units)))
+        return self.done_in(group).issuperset(table.layout.units_of(group, len(table.units)))
 
     def _appears(self, key: str, seconds: float) -> bool:
         """Wait for an object that another worker may create: up to four times so many seconds.
@@ -461,8 +593,9 @@ class Ledger:
         """
         files, total = list[SegmentFile](), Totals()
         rows, statistics = list[np.ndarray](), dict[str, TapStats]()
-        groups = range(self.layout.groups(len(table.units)))
-        for file, segment in mapped(self._sealed, groups, self.objects.parallel):
+        layout = table.layout
+        keys = [layout.segment_key(group) for group in range(layout.groups(len(table.units)))]
+        for file, segment in mapped(self._sealed, keys, self.objects.parallel):
             if segment.fingerprint != table.fingerprint:
                 raise CorruptError(file.file.key, "belongs to another recipe")
             files.append(file)
@@ -470,7 +603,7 @@ class Ledger:
             rows.append(segment.rows)
             _merge(statistics, statistics_in(segment.columns, table.taps))
         columns = {"rows": np.concatenate(rows), **statistics_tensors(statistics)}
-        file, data = named_by_content(fmt.MANIFEST_COLUMNS, columns)
+        file, data = named_by_content(layout.manifest_columns, columns)
         body = {
             "fingerprint": table.fingerprint,
             **asdict(total),
@@ -480,28 +613,33 @@ class Ledger:
         return body, file, data
 
     def _complete_ungrouped(self, table: Table) -> bool:
-        units = range(len(table.units))
+        units, manifest = range(len(table.units)), table.layout.manifest_key
         if not self.done_units().issuperset(units):
             return False
-        settle(self.objects, self.layout.done_key(0), fmt.MANIFEST)
-        if not exists(self.objects, fmt.MANIFEST):
-            must_be_done = partial(self._must_be_done, table)
-            records = mapped(must_be_done, units, self.objects.parallel)
-            manifest = derive_manifest(table, records)
-            if manifest["rows"]:
-                self.objects.create(fmt.MANIFEST, self._encode("manifest", manifest))
+        self._complete_earlier(table)
+        settle(self.objects, self.layout.done_key(0), manifest)
+        records = mapped(partial(self._must_be_done, table), units, self.objects.parallel)
+        body = derive_manifest(table, records)
+        if body["rows"]:
+            self.objects.create(manifest, self._encode("manifest", body))
         return True
 
-    def _sealed(self, group: int) -> tuple[SegmentFile, Segment]:
-        key = fmt.segment_key(group)
+    def _sealed(self, key: str) -> tuple[SegmentFile, Segment]:
         data = self.objects.get(key)
         segment = Segment(key, columns_in(key, data), self.layout)
         file = column_file(key, data)
         return SegmentFile(file, len(segment), int(segment.rows.sum())), segment
 
-    def read_manifest(self) -> Manifest | None:
-        body = self._read(fmt.MANIFEST, "manifest")
-        return None if body is None else _manifest_of(body, self.layout)
+    def manifests(self, table: Table) -> list[Manifest]:
+        """Return the manifests of all generations that have one."""
+        found = (self.read_manifest(each.layout) for each in table.every_generation())
+        return [manifest for manifest in found if manifest is not None]
+
+    def read_manifest(self, layout: KeyLayout | None = None) -> Manifest | None:
+        """Return the manifest of the newest generation, or of the one that a layout is of."""
+        layout = layout or self.layout
+        body = self._read(layout.manifest_key, "manifest")
+        return None if body is None else _manifest_of(body, layout)
 
     def catalog(self, table: Table, manifest: Manifest) -> Catalog:
         """Return the units of a finished dataset."""
@@ -509,14 +647,16 @@ class Ledger:
         if manifest.columns is None:
             beside: dict[str, Any] = {"made_by": {}, "fingerprint": table.fingerprint}
             told = ({**unit, **beside} for unit in manifest.listed)
-            units = [Done.from_json(fmt.MANIFEST, unit, layout) for unit in told]
+            units = [Done.from_json(layout.manifest_key, unit, layout) for unit in told]
             if [unit.unit for unit in units] != [*range(len(table.units))]:
-                raise CorruptError(fmt.MANIFEST, f"names other units than {fmt.UNITS}")
+                raise CorruptError(layout.manifest_key, f"names other units than {fmt.UNITS}")
             return Catalog.of(self.objects, layout, units)
         groups = range(layout.groups(len(table.units)))
-        wanted = [(fmt.segment_key(g), len(layout.units_of(g, len(table.units)))) for g in groups]
+        wanted = [
+            (layout.segment_key(g), len(layout.units_of(g, len(table.units)))) for g in groups
+        ]
         if [(each.file.key, each.units) for each in manifest.segments] != wanted:
-            raise CorruptError(fmt.MANIFEST, f"names other units than {fmt.UNITS}")
+            raise CorruptError(layout.manifest_key, f"names other units than {fmt.UNITS}")
         rows = read_columns(self.objects, manifest.columns).get("rows")
         ends = np.cumsum([each.units for each in manifest.segments])[:-1]
         sums = [int(part.sum()) for part in np.split(rows, ends)] if rows is not None else []
@@ -529,14 +669,15 @@ class Ledger:
 
         One segment is held at a time.
         """
-        sealed = self.sealed_groups()
+        layout = table.layout
+        sealed = self.sealed_groups(layout)
         there = sorted(sealed.union(self._open_groups(sealed)))
-        groups = [group for group in there if group < self.layout.groups(len(table.units))]
+        groups = [group for group in there if group < layout.groups(len(table.units))]
 
         def read(group: int) -> tuple[SegmentFile | None, Segment]:
             if group in sealed:
-                return self._sealed(group)
-            units = self.done_in(group).intersection(self.layout.units_of(group, len(table.units)))
+                return self._sealed(layout.segment_key(group))
+            units = self.done_in(group).intersection(layout.units_of(group, len(table.units)))
             found = mapped(self.read_done, sorted(units), self.objects.parallel)
             records = [done for done in found if done is not None]
             for done in records:
@@ -555,7 +696,7 @@ class Ledger:
 
     def manifest_follows(self, table: Table) -> bool:
         """Return whether the manifest follows from the segments; in version 6, from the records."""
-        stored = self._read(fmt.MANIFEST, "manifest")
+        stored = self._read(table.layout.manifest_key, "manifest")
         if not self.layout.grouped:
             units = range(len(table.units))
             return stored == derive_manifest(table, (self._must_be_done(table, u) for u in units))
@@ -672,7 +813,9 @@ def _tokenizer_of(told: Mapping[str, Any]) -> dict[str, ColumnFile]:
 def _audit_table(table: Table) -> None:
     if not all(isinstance(part, dict) for part in table.files):
         raise ValueError("a file is not an object")
-    if not all(map(fmt.is_name, (table.fingerprint, *table.taps, *table.tokenizer))):
+    if not all(
+        map(fmt.is_name, (table.fingerprint, *table.taps, *table.tokenizer, *table.sources))
+    ):
         raise ValueError("a name is not a text")
     if table.shuffled is not None:
         told: dict[str, Any] = {**table.shuffled}
@@ -683,6 +826,7 @@ def _audit_table(table: Table) -> None:
 
 
 def _manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
+    key = layout.manifest_key
     try:
         counts = {name: body[name] for name in ("rows", "tokens", "documents", "bytes")}
         skipped: dict[str, Any] = body["skipped"]
@@ -695,24 +839,39 @@ def _manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
         else:
             listed = ()
             segments = tuple(SegmentFile.from_json(each) for each in body["segments"])
-            columns = ColumnFile.from_json(body["columns"], fmt.MANIFEST_COLUMNS)
+            columns = ColumnFile.from_json(body["columns"], layout.manifest_columns)
             units, seconds = body["units"], body["seconds"]
             sound = sound and fmt.is_count(units) and fmt.is_amount(seconds)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CorruptError(fmt.MANIFEST, f"is not a manifest ({fmt.shown(error)})") from error
+        raise CorruptError(
+            layout.manifest_key, f"is not a manifest ({fmt.shown(error)})"
+        ) from error
     if not sound:
-        raise CorruptError(fmt.MANIFEST, "is not a manifest (a count or a name is invalid)")
+        raise CorruptError(key, "is not a manifest (a count or a name is invalid)")
     totals = Totals(units=units, seconds=float(seconds), skipped=skipped, **counts)
     return Manifest(body["fingerprint"], totals, segments, columns, listed)
 
 
-def named_files(table: Table, manifest: Manifest | None) -> set[str]:
-    """Return the keys of the files that hold the units of a table and of a manifest."""
+def named_files(table: Table, *manifests: Manifest) -> set[str]:
+    """Return the keys of the files that hold the units of a table and of manifests."""
     keys = {file.key for file in table.tokenizer.values()}
     keys |= {table.units.key} if table.layout.grouped else set()
-    if manifest is not None and manifest.columns is not None:
-        keys |= {manifest.columns.key, *(each.file.key for each in manifest.segments)}
+    keys |= {each.columns.key for each in table.generations if each.columns}
+    for manifest in manifests:
+        if manifest.columns is not None:
+            keys |= {manifest.columns.key, *(each.file.key for each in manifest.segments)}
     return keys
+
+
+def table_records(table: Table) -> dict[str, str]:
+    """Return the keys of the records that a table and its generations have, and their kinds.
+
+    A manifest need not exist.
+    """
+    numbers = range(1, len(table.generations) + 1)
+    generations = {fmt.generation_key(number): "generation" for number in numbers}
+    manifests = {each.layout.manifest_key: "manifest" for each in table.every_generation()}
+    return {fmt.UNITS: "units", **generations, **manifests}
 
 
 def same_unit(one: Done, other: Done) -> bool:

@@ -11,7 +11,7 @@ added again, get the next number.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -120,9 +120,22 @@ class PassLedger(Ledger):
 
     def manifest_over(self, table: Table) -> Manifest | None:
         """Return the manifest, if the pass has every unit of the dataset."""
-        manifest = self.read_manifest()
+        manifest = self.read_manifest(table.layout)
         whole = manifest is not None and manifest.totals.units == len(table.units)
         return manifest if whole else None
+
+    def has_any(self, base: Table, taps: Collection[str] | None) -> bool:
+        """Return whether the pass has one of the taps; None: any."""
+        table = self.table_over(base)
+        return table is not None and (taps is None or not table.taps.keys().isdisjoint(taps))
+
+    def is_behind(self, base: Table) -> bool:
+        """Return whether the pass was complete, and lacks units of a later generation."""
+        *earlier, newest = base.every_generation()
+        with named(self.name):
+            if not earlier or self.manifest_over(newest):
+                return False
+            return any(self.manifest_over(each) for each in earlier)
 
     def finished(self, base: Table) -> Table | None:
         """Return the table of the pass, over that of the dataset, if it can be read."""

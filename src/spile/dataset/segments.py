@@ -223,7 +223,7 @@ class SegmentFile:
     def from_json(cls, value: Mapping[str, Any]) -> "SegmentFile":
         if not fmt.is_count(value["units"]) or not fmt.is_count(value["rows"]):
             raise ValueError(f"not a segment: {value!r}")
-        file = ColumnFile.from_json(value, fmt.SEGMENTS)
+        file = ColumnFile.from_json(value, "")
         if fmt.parse_segment_key(file.key) is None:
             raise ValueError(f"not a segment: {value!r}")
         return cls(file, value["units"], value["rows"])
@@ -273,10 +273,7 @@ class Catalog(Sequence[Done]):
     @cached_property
     def units(self) -> Ints:
         """The id of each unit, ascending."""
-        if all(isinstance(part, SegmentFile) for part in self.parts):
-            return np.arange(len(self))  # whole groups: a finished dataset
-        none = np.empty(0, np.int64)
-        return np.concatenate([none, *(segment.units for segment in self.segments())])
+        return np.concatenate([np.empty(0, np.int64), *map(_units_of, self.parts)])
 
     def find(self, unit: int) -> int | None:
         """Return the place of a unit; None if it is not done."""
@@ -338,6 +335,13 @@ class Catalog(Sequence[Done]):
         return read_segment(self.objects, part, self.layout)
 
 
+def _units_of(part: SegmentFile | Segment) -> Ints:
+    if isinstance(part, Segment):
+        return part.units
+    first = (fmt.parse_segment_key(part.file.key) or 0) * fmt.GROUP_UNITS
+    return np.arange(first, first + part.units)
+
+
 def read_segment(objects: Objects, part: SegmentFile, layout: KeyLayout) -> Segment:
     """Read a segment, and check that it holds the units of its group."""
     key = part.file.key
@@ -349,8 +353,7 @@ def read_segment(objects: Objects, part: SegmentFile, layout: KeyLayout) -> Segm
             key, f"{why}; if a repair has replaced it, open the dataset again"
         ) from error
     segment = Segment(key, columns, layout)
-    first = (fmt.parse_segment_key(key) or 0) * fmt.GROUP_UNITS
-    if not np.array_equal(segment.units, np.arange(first, first + part.units)):
+    if not np.array_equal(segment.units, _units_of(part)):
         raise CorruptError(key, "holds other units than those of its group")
     if int(segment.rows.sum()) != part.rows:
         raise CorruptError(key, "does not hold as many rows as the manifest says")

@@ -43,12 +43,28 @@ class UnitColumns(Sequence[UnitJson]):
         self._count, self._load, self.key = count, load, key
 
     @classmethod
-    def of(cls, units: Sequence[UnitJson]) -> "UnitColumns":
-        """Return units given as JSON as columns; raise ValueError if one is invalid."""
+    def of(cls, units: Sequence[UnitJson], first: int = 0) -> "UnitColumns":
+        """Return units given as JSON as columns; raise ValueError if one is invalid.
+
+        Args:
+            first: the id of the first; that of a generation's units follows those before.
+        """
         if isinstance(units, UnitColumns):
             return units
-        columns = _columns_of(units)
+        columns = _columns_of(units, first)
         return cls(len(units), lambda: columns)
+
+    def followed_by(self, more: "UnitColumns") -> "UnitColumns":
+        """Return these units and then others, as one table."""
+
+        def load() -> Columns:
+            return _joined(self.columns, more.columns)
+
+        return UnitColumns(len(self) + len(more), load, self.key)
+
+    def part(self, first: int, stop: int) -> "UnitColumns":
+        """Return consecutive units; their ids are counted from 0."""
+        return UnitColumns(stop - first, lambda: _part(self.columns, first, stop), self.key)
 
     @cached_property
     def columns(self) -> Columns:
@@ -128,8 +144,44 @@ def _again(count: int, columns: Columns, key: str) -> UnitColumns:
     return UnitColumns(count, lambda: columns, key)
 
 
-def _columns_of(units: Sequence[UnitJson]) -> dict[str, np.ndarray]:
-    for number, unit in enumerate(units):
+# The columns that say where each unit's runs end, or each span's text; and what they count.
+_ENDS = {"ends/spans": "span/first", "ends/skip": "skip", "ends/span/digest": "span/digest"}
+
+
+def _joined(one: Columns, other: Columns) -> dict[str, np.ndarray]:
+    """Return columns one after the other; where runs end is counted through both."""
+    before = {name: len(one[counted]) for name, counted in _ENDS.items()}
+    return {
+        name: np.concatenate(
+            [column, other[name] + before[name] if name in before else other[name]]
+        )
+        for name, column in one.items()
+    }
+
+
+def _part(columns: Columns, first: int, stop: int) -> dict[str, np.ndarray]:
+    """Return the columns of consecutive units; where runs end is counted from their first."""
+
+    def run(ends: str, of: slice) -> slice:
+        before, last = (int(columns[ends][at - 1]) if at else 0 for at in (of.start, of.stop))
+        return slice(before, last)
+
+    units = slice(first, stop)
+    spans, skips = run("ends/spans", units), run("ends/skip", units)
+    texts = run("ends/span/digest", spans)
+    runs = {name: spans for name in columns if name.startswith(("span/", "ends/span/"))}
+    runs |= {"skip": skips, "span/digest": texts}
+    starts = {"ends/spans": spans.start, "ends/skip": skips.start, "ends/span/digest": texts.start}
+    return {
+        name: column[runs.get(name, units)] - starts[name]
+        if name in starts
+        else column[runs.get(name, units)]
+        for name, column in columns.items()
+    }
+
+
+def _columns_of(units: Sequence[UnitJson], first: int) -> dict[str, np.ndarray]:
+    for number, unit in enumerate(units, first):
         counts = [unit["id"], *(unit[name] for name in _COUNTS), *unit.get("skip", ())]
         if not all(map(fmt.is_count, counts)) or unit["id"] != number:
             raise ValueError(f"unit {number} has a count that is not a number, or another id")

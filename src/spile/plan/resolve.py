@@ -1,14 +1,15 @@
 """Resolve a recipe: find its files, compute their identities, fill in defaults. No jax.
 
 If the store already holds a dataset, options that were not given come from there, and options that
-were given must agree with it.
+were given must agree with it. With --more, its corpus may have grown (`growth.py`).
 """
 
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import (
     CutOptions,
+    CutSoFar,
+    Unit,
     make_units,
     sampled_files,
     tokens_per_byte,
@@ -41,9 +44,16 @@ from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.sae import SparseEncoder, identity
 from spile.models.taps import Tap, parse_taps
 from spile.objects import exists, open_objects
-from spile.objects.hub.names import continued, pinned
+from spile.objects.hub.names import continued, newest, pinned
 from spile.objects.paths import AnyPath
 from spile.plan.encoders import each_source, find_encoders, stored_taps
+from spile.plan.growth import (
+    can_grow,
+    changed_files,
+    growth_of,
+    in_stored_order,
+    refuse_other_growth,
+)
 from spile.plan.job import ExtractionJob, open_reader, select_and_pack
 from spile.plan.roofline import cpu_unit_tokens
 
@@ -68,10 +78,12 @@ def resolve(
     `cache` is where corpora that are first converted to Parquet are kept.
     """
     stored = ledger.read_table() or ledger.planned
+    growing = growth_of(recipe, stored, ledger.url)
     other = None if stored or recipe.like is None else Ledger(open_objects(recipe.like))
-    like = other.table() if other else None
+    grown = other.table() if other else None
+    like = grown.flattened() if grown else None
     if stored:
-        recipe = completed_recipe(recipe, stored.recipe)
+        recipe = completed_recipe(recipe, stored.whole_recipe, moves=growing is not None)
     elif like:
         recipe = _alike(recipe, like.recipe)
     for name in ("model", "corpus", "taps"):
@@ -83,13 +95,20 @@ def resolve(
     checkpoint = open_checkpoint(recipe.model, recipe.lora)
     taps = parse_taps(recipe.taps, checkpoint.arch)
     encoders = find_encoders(recipe, taps, checkpoint.arch)
-    files = find_files(recipe.corpus, cache, heed)
+    known = stored or like
+    sources = (recipe.corpus, *(known.sources[1:] if known else ()))
+    if growing and growing.added:
+        sources = growing.adding(sources, pinned(growing.added, "dataset"))
+    files = [file for source in sources for file in find_files(source, cache, heed)]
     if recipe.part == "holdout" and not recipe.holdout:
         raise ConfigError("--part holdout needs --holdout, the share that is held out")
     recipe = settle_ids(recipe, files, checkpoint.arch.vocab_size)
     reading, template = read_as(recipe, checkpoint.directory)
-    resolved = _settled(recipe, checkpoint, taps, encoders, files, platform, template, reading)
-    resolved = dataclasses.replace(resolved, rules=_rules(ledger.objects.url, stored or like))
+    corpus = _identity(recipe, files, reading)
+    if known:
+        files, corpus = in_stored_order(known, files, corpus)
+    resolved = _settled(recipe, checkpoint, taps, encoders, corpus, platform, template)
+    resolved = dataclasses.replace(resolved, rules=_rules(ledger.objects.url, known))
     tokenizer = TextTokenizer(
         checkpoint.directory,
         resolved.special_tokens,
@@ -104,11 +123,17 @@ def resolve(
     keep = settled_columns(recipe.keep, files, recipe.text_column, reading)
     resolved = dataclasses.replace(resolved, keep=keep)
     if stored:
-        _refuse_drift(ledger, stored, resolved, files)
-    table = stored or _make_table(
-        resolved, checkpoint, tokenizer, taps, encoders, files, reading, heed,
-        named=resolved.keep if recipe.keep else (),
-    )  # fmt: skip
+        kept = growing.kept(resolved, stored) if growing else resolved
+        _refuse_drift(ledger, stored, kept, files[: len(kept.corpus)])
+    if stored and growing:
+        cut = partial(_cut, resolved, tokenizer, reading=reading, heed=heed)
+        table = growing.grown(stored, sources, files, resolved, cut)
+    else:
+        table = stored or _make_table(
+            resolved, checkpoint, tokenizer, taps, encoders, files, reading, heed,
+            named=resolved.keep if recipe.keep else (),
+            like=like if grown and grown.generations else None,
+        )  # fmt: skip
     if other:
         _refuse_unlike(other, table, checkpoint.directory)
     return ExtractionJob(
@@ -119,8 +144,14 @@ def resolve(
 def store_table(job: ExtractionJob, ledger: Ledger) -> ExtractionJob:
     """Store the job's unit table; if another process has stored one first, use that one."""
     files = {} if exists(ledger.objects, fmt.UNITS) else _tokenizer_files(job)
-    table = ledger.create_table(job.table, files)
-    _refuse_drift(ledger, table, job.recipe, job.files)
+    table, number = ledger.create_table(job.table.at(0), files), len(job.table.generations)
+    if len(table.generations) < number:
+        table = ledger.create_generation(job.table)
+    table = table.at(number)  # (another process may have added more, whose files we do not know)
+    if number:
+        refuse_other_growth(ledger.objects.url, job.table, table)
+    else:
+        _refuse_drift(ledger, table, job.recipe, job.files)
     return dataclasses.replace(job, recipe=table.recipe, table=table)
 
 
@@ -136,8 +167,12 @@ def _tokenizer_files(job: ExtractionJob) -> dict[str, bytes]:
     return files
 
 
-def completed_recipe(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
-    """Fill in options that were not given, and commits of those that were, from the store."""
+def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = False) -> Recipe:
+    """Fill in options that were not given, and commits of those that were, from the store.
+
+    Args:
+        moves: whether a corpus on the Hub may be a newer commit than the stored one.
+    """
     defaults: dict[str, Any] = {
         **{name: getattr(stored, name, None) for name in Recipe.names()},
         "model": stored.model_source,
@@ -156,7 +191,9 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe) -> Recipe:
             "names it: give it with --corpus"
         )
     chosen = {name: defaults[name] for name in missing}
-    for name in _SOURCES.keys() - missing:
+    if moves and "corpus" in missing:
+        chosen["corpus"] = newest(source, "dataset")
+    for name in _SOURCES.keys() - missing - ({"corpus"} if moves else set[str]()):
         if defaults[name] is not None:
             kind = _SOURCES[name]
             chosen[name] = continued(getattr(recipe, name), defaults[name], kind)
@@ -175,7 +212,7 @@ def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
 
 def _refuse_unlike(other: Ledger, made: Table, directory: AnyPath) -> None:
     """Raise unless the rows of a table will be those of another dataset."""
-    like, asked = other.table(), f"--like {other.objects.url}"
+    like, asked = other.table().flattened(), f"--like {other.objects.url}"
     if like.shuffled:
         raise ConfigError(f"{asked}: it was shuffled; give the dataset that it was made from")
     old, new = like.recipe.identity(), made.recipe.identity()
@@ -238,10 +275,9 @@ def _settled(
     checkpoint: Checkpoint,
     taps: tuple[Tap, ...],
     encoders: Mapping[str, SparseEncoder],
-    files: list[CorpusFile],
+    corpus: tuple[str, ...],
     platform: str,
     template: str | None,
-    reading: RowReader | None,
 ) -> ResolvedRecipe:
     arch = checkpoint.arch
     seq_len = recipe.seq_len or min(2048, arch.max_positions)
@@ -261,7 +297,7 @@ def _settled(
         template_source=lasting(recipe.template) if recipe.template else None,
         encode_source=each_source(recipe.encode, lasting) if recipe.encode else None,
         model=checkpoint.identity(),
-        corpus=_identity(recipe, files, reading),
+        corpus=corpus,
         taps=tuple(tap.name for tap in taps),
         encode={tap: identity(encoder.sae) for tap, encoder in encoders.items()},
         latents=recipe.latents,
@@ -327,30 +363,17 @@ def _make_table(
     heed: Callable[[], None],
     *,
     named: tuple[str, ...],
+    like: Table | None = None,
 ) -> Table:
-    """`named`: columns to keep that the user named, and that therefore must exist."""
-    with closing(open_reader(resolved, files, reading, heed=heed)) as reader:
-        refuse_missing_columns(reader, named)
-        density = tokens_per_byte(reader, tokenizer.count)
-        read, kept = _shares(resolved, reader, tokenizer)
-        options = CutOptions(
-            unit_tokens=resolved.unit_tokens,
-            density=density * selection_of(resolved).share,
-            read=read,
-            text_column=resolved.text_column,
-            text_documents=resolved.text_documents,
-            columns=reading.columns if reading else (),
-            filtered=DocumentFilter(resolved.filter).columns if resolved.filter else (),
-            keep=named,
-            flat=reading.flat if isinstance(reading, TokenIds) else None,
-            max_docs=resolved.max_docs,
-            max_tokens=resolved.max_tokens,
-            shuffle=resolved.shuffle_docs,
-        )
-        program = reader.opened(files[0].program) if files[0].program else None
-        units = make_units(files, options, program, heed)
-        if resolved.dedupe:
-            units = without_duplicates(units, reader, heed)
+    """Args:
+    named: columns to keep that the user named, and that therefore must exist.
+    like: a table whose units these shall be, where no single cut makes them.
+    """
+    if like:
+        units, kept, more = [Unit.from_json(unit) for unit in like.units], like.kept, like.sources
+    else:
+        units, kept = _cut(resolved, tokenizer, files, reading=reading, heed=heed, named=named)
+        more = ()
     _log.info(
         "unit table: %s, about %s, in %s",
         plural(sum(unit.num_docs for unit in units), "document"),
@@ -367,15 +390,63 @@ def _make_table(
         ),
         units=UnitColumns.of([unit.to_json() for unit in units]),
         kept=kept,
+        more_sources=more[1:],
     )
 
 
+def _cut(
+    resolved: ResolvedRecipe,
+    tokenizer: TextTokenizer,
+    files: list[CorpusFile],
+    *,
+    reading: RowReader | None,
+    heed: Callable[[], None],
+    named: tuple[str, ...] = (),
+    so_far: CutSoFar | None = None,
+    before: Sequence[Unit] = (),
+) -> tuple[list[Unit], float]:
+    """Cut the corpus into units; also return the share of tokens that become rows, estimated.
+
+    Args:
+        named: columns to keep that must exist.
+        so_far: what was cut before, for the units that follow.
+        before: those units, whose texts are duplicates where they occur again.
+    """
+    first = so_far.file if so_far else 0
+    with closing(open_reader(resolved, files, reading, heed=heed)) as reader:
+        refuse_missing_columns(reader, named)
+        density = tokens_per_byte(reader, tokenizer.count, first)
+        read, kept = _shares(resolved, reader, tokenizer, first)
+        options = CutOptions(
+            unit_tokens=resolved.unit_tokens,
+            density=density * selection_of(resolved).share,
+            read=read,
+            text_column=resolved.text_column,
+            text_documents=resolved.text_documents,
+            columns=reading.columns if reading else (),
+            filtered=DocumentFilter(resolved.filter).columns if resolved.filter else (),
+            keep=named,
+            flat=reading.flat if isinstance(reading, TokenIds) else None,
+            max_docs=resolved.max_docs,
+            max_tokens=resolved.max_tokens,
+            shuffle=resolved.shuffle_docs,
+        )
+        program = reader.opened(files[0].program) if files[0].program else None
+        units = make_units(files, options, program, heed, so_far)
+        if resolved.dedupe and units:
+            units = without_duplicates([*before, *units], reader, heed)[len(before) :]
+    return units, kept
+
+
 def _shares(
-    resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer
+    resolved: ResolvedRecipe, reader: CorpusReader, tokenizer: TextTokenizer, first: int
 ) -> tuple[float, float]:
     """The share of all tokens that the model reads, and the share of those that become rows.
 
     Both are measured on the first documents of a few files, prepared as in a run.
+
+    Args:
+        first: the first file to look at.
     """
     if resolved.reads_all and resolved.keeps_all:
         return 1.0, 1.0
@@ -383,7 +454,7 @@ def _shares(
     chosen = RowFilter(resolved.where, resolved.every, resolved.special_flags)
     every = read = rows = 0
     indexes: list[np.ndarray] = []
-    for file in sampled_files(reader):
+    for file in sampled_files(reader, first):
         documents, taken = reader.sample(file)
         found = select_and_pack(whole, tokenizer, documents.first(resolved.max_docs))
         sampled = sum(len(ids) for ids in found.tokens.values())
@@ -422,17 +493,13 @@ def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
     unsaid: dict[str, Any] = {"rules": 1}
-    old, new = unsaid | stored.recipe.identity(), unsaid | now.identity()
+    old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}
     for name in old:
         if old[name] == new[name]:
             continue
-        if name == "corpus" and len(old[name]) == len(new[name]):
-            for file, was, is_now in zip(files, old[name], new[name], strict=True):
-                if was != is_now:
-                    differences[f"corpus file {file.path}"] = (was, is_now)
-        elif name == "corpus":
-            differences["corpus"] = (f"{len(old[name])} files", f"{len(new[name])} files")
+        if name == "corpus":
+            differences |= changed_files(stored, files, new[name])
         elif name in ("model", "encode"):
             for part in sorted({*old[name], *new[name]}):
                 was, is_now = old[name].get(part), new[name].get(part)
@@ -441,4 +508,6 @@ def _refuse_drift(
         else:
             differences[name] = (old[name], new[name])
     if differences:
-        raise DriftError(ledger.url, differences, holds_rows=ledger.holds_rows())
+        grows = can_grow(old, new, differences)
+        holds_rows = grows or ledger.holds_rows()
+        raise DriftError(ledger.url, differences, holds_rows=holds_rows, grows=grows)

@@ -184,6 +184,7 @@ class Extraction(RunContext):
         compare(world, _started_with(recipe, runtime, ledger, device))
         if not world.leads:
             world.share("table", True)  # wait; the leader's table is then read from the store
+            recipe = replace(recipe, more=None, add_corpus=None)
         job = resolve(recipe, ledger, device.platform, heed=self._heed, cache=runtime.cache)
         cuts = self._cuts(job, device)
         cost = estimate(
@@ -464,7 +465,7 @@ def load_step(
 
 def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:
     """Summarize the dataset once there is nothing left to do."""
-    manifest = ledger.read_manifest()
+    manifest = ledger.read_manifest(table.layout)
     if manifest is not None:
         total = manifest.totals
     else:

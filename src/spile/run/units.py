@@ -136,9 +136,9 @@ class StorePicker:
     ) -> None:
         self._job, self._ledger, self._presence = job, ledger, presence
         self._budget, self._stop, self._share = budget, stop, share
-        self._layout, self._count = ledger.layout, len(job.units)
+        self._layout, self._count = job.table.layout, len(job.units)
         self._mine: set[int] = set()
-        self._open = set(range(self._layout.groups(self._count))) - ledger.sealed_groups()
+        self._open = set(range(self._layout.groups(self._count))) - self._sealed()
         self._group: int | None = None  # where it works
         self._wait = 0.0
 
@@ -177,11 +177,14 @@ class StorePicker:
         if not waits_for and busy.issuperset(self._open):
             return None, False
         self._rest("waiting for units that other workers hold")
-        self._open -= self._ledger.sealed_groups()
+        self._open -= self._sealed()
         return None, True
 
     def done(self, unit: int) -> None:
         self._presence.release(unit)
+
+    def _sealed(self) -> set[int]:
+        return self._ledger.sealed_groups(self._layout)
 
     def _seal_behind(self) -> None:
         """Look at the groups that were left while units of them were still in hand."""

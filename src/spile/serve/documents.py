@@ -428,9 +428,8 @@ def _flags(flags: int) -> Sequence[str]:
 class Finder:
     """Finds documents by number and by text."""
 
-    def __init__(self, explorer: Explorer, documents: np.ndarray) -> None:
-        """`documents`: how many each unit has, read or skipped."""
-        self._explorer, self._counts = explorer, documents
+    def __init__(self, explorer: Explorer) -> None:
+        self._explorer = explorer
         self._tokens, self._tables = BoundedCache(_KEPT_BYTES), BoundedCache(_KEPT_BYTES)
         # pyarrow's first array takes a second (it looks for pandas): make it before any request.
         importlib.import_module("pyarrow.compute")
@@ -440,7 +439,7 @@ class Finder:
         """Documents in stored order, read or skipped, from `start` on."""
         dataset = self._explorer.dataset
         units = np.asarray(dataset.units, np.int64)
-        ends = np.cumsum(self._counts[units])
+        ends = np.cumsum(dataset.unit_documents)
         found: list[dict[str, Any]] = []
         for number in range(int(np.searchsorted(ends, start, side="right")), len(units)):
             before = int(ends[number - 1]) if number else 0

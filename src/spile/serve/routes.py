@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 
 from spile.core.errors import ConfigError, StoreError
-from spile.dataset.ledger import Ledger
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import pair_of
 from spile.objects import Objects
@@ -59,9 +58,7 @@ class Answers:
         self.digest = Digest(dataset, most_bytes)
         own = {} if tokenizer else dataset.tokenizer_files()
         self.explorer = Explorer(dataset, PageTexts(dataset.recipe, tokenizer, own), self.digest)
-        counts = Ledger(objects).table().units.num_docs
-        self._units = len(counts)
-        self._finder = Finder(self.explorer, counts)
+        self._finder = Finder(self.explorer)
         self._cache = BackgroundCache()
         self.history = RunHistory(objects, self._reopen)
         self.routes: dict[str, Callable[[Parameters], Any]] = {
@@ -261,8 +258,8 @@ class Answers:
             return Ready(dataset.statistics(tap).truncated)
 
         # Each unit's file holds a part: read all once, in the background, when all are there.
-        complete = dataset.num_units == self._units
-        cut = self._cache.ask(("truncated", tap), 1, truncated)["value"] if complete else None
+        complete, units = dataset.is_complete, dataset.num_units
+        cut = self._cache.ask(("truncated", tap), units, truncated)["value"] if complete else None
         return {
             "tap": tap,
             "by": by,

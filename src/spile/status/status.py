@@ -18,6 +18,7 @@ class Status:
     recipe: dict[str, Any]
     fingerprint: str
     taps: dict[str, list[int]]  # name -> shape of a row
+    generations: int  # how often documents were added
     units: int
     units_done: int
     documents: int
@@ -68,9 +69,10 @@ def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> 
     prediction = read_prediction(objects)
     return Status(
         state=state,
-        recipe=table.recipe.to_json(),
+        recipe=table.whole_recipe.to_json(),
         fingerprint=table.fingerprint,
         taps={name: list(info.shape) for name, info in table.taps.items()},
+        generations=len(table.generations),
         units=len(table.units),
         units_done=done.units,
         documents=done.documents,

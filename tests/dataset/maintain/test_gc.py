@@ -168,13 +168,13 @@ def test_a_discard_that_is_killed_leaves_no_segment_of_units_that_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = stored.build(tmp_path / "out", ((0, 0),), taps=TAPS)
-    assert dataset.listed(fmt.SEGMENTS) == [fmt.segment_key(0)]
+    assert dataset.listed(fmt.SEGMENTS) == [fmt.CURRENT.segment_key(0)]
     removed: list[str] = []
     monkeypatch.setattr(
         type(dataset.objects), "delete", lambda self, key: removed.append(key)
     )  # (nothing is deleted: the order is what matters)
     discard_empty(dataset.objects)
-    assert removed[0] == fmt.segment_key(0)
+    assert removed[0] == fmt.CURRENT.segment_key(0)
     assert removed[-1] == fmt.UNITS
 
 

@@ -324,7 +324,7 @@ def test_the_command_shuffles_and_other_verbs_work_on_the_result(
     collected = run("gc", dest)
     assert (collected.out, collected.err) == ("0 orphans removed\n", "")
     assert spile.extract(spile.Recipe(), dest).rows == made.rows, "it is complete"
-    for lost in (fmt.MANIFEST, fmt.segment_key(0), fmt.CURRENT.done_key(0)):
+    for lost in (fmt.MANIFEST, fmt.CURRENT.segment_key(0), fmt.CURRENT.done_key(0)):
         (Path(dest) / lost).unlink()
     with pytest.raises(StoreError, match="rows of a shuffled dataset are missing; shuffle anew"):
         spile.extract(spile.Recipe(), dest)

@@ -295,18 +295,18 @@ def test_a_manifest_that_does_not_follow_from_the_records_is_found(dataset: stor
 def test_a_segment_that_does_not_follow_from_the_records_is_found(dataset: stored.Stored) -> None:
     again = dataset.attempt(1, contexts=99)
     columns = columns_of([dataset.done(0), again, dataset.done(2)])
-    found = read_tensors(dataset.objects, fmt.segment_key(0))
-    (dataset.path / fmt.segment_key(0)).unlink()
-    dataset.objects.create(fmt.segment_key(0), encode_columns({**found, **columns}))
+    found = read_tensors(dataset.objects, fmt.CURRENT.segment_key(0))
+    (dataset.path / fmt.CURRENT.segment_key(0)).unlink()
+    dataset.objects.create(fmt.CURRENT.segment_key(0), encode_columns({**found, **columns}))
     for quick in (False, True):
-        assert named(verify(dataset.objects, quick=quick), fmt.segment_key(0))
+        assert named(verify(dataset.objects, quick=quick), fmt.CURRENT.segment_key(0))
 
 
 def test_statistics_of_a_segment_that_are_not_those_of_its_units_are_found(
     dataset: stored.Stored,
 ) -> None:
-    edit(dataset, fmt.segment_key(0), "mlp_out.1/mean", 0, 7.0)
-    assert named(verify(dataset.objects), fmt.segment_key(0))
+    edit(dataset, fmt.CURRENT.segment_key(0), "mlp_out.1/mean", 0, 7.0)
+    assert named(verify(dataset.objects), fmt.CURRENT.segment_key(0))
 
 
 # -- content that is wrong behind checksums that are right -----------------------------------
@@ -705,7 +705,7 @@ def with_frames(data: bytes, frames: list[list[int]]) -> bytes:
 
 def bad_everywhere(dataset: stored.Stored, shard: Shard, content: bytes) -> None:
     """Forged content is blamed on its file by the audit, and by whoever reads it."""
-    keys = [shard.key, fmt.CURRENT.done_key(0), fmt.MANIFEST, fmt.segment_key(0)]
+    keys = [shard.key, fmt.CURRENT.done_key(0), fmt.MANIFEST, fmt.CURRENT.segment_key(0)]
     with stored.changed(dataset, *keys) as paths:
         paths[shard.key].write_bytes(content)
         stored.reseal(dataset, 0)
@@ -805,7 +805,7 @@ def test_damaged_frames_are_found_or_hold_the_same_rows(
     shard = compressed.done(0).shards[0]
     wanted = compressed.rows[shard.tap][: shard.count].tobytes()
     data = compressed.objects.get(shard.key)
-    keys = [shard.key, fmt.CURRENT.done_key(0), fmt.MANIFEST, fmt.segment_key(0)]
+    keys = [shard.key, fmt.CURRENT.done_key(0), fmt.MANIFEST, fmt.CURRENT.segment_key(0)]
     found = 0
     positions = range(0, len(data), every)
     with stored.changed(compressed, *keys) as paths:

@@ -35,7 +35,10 @@ COPIED = {fmt.MODEL: "model", fmt.SCALES: "scales", fmt.CHECK: "check"}
 
 
 def read_finished(source: Objects) -> tuple[Table, list[Done]]:
-    """Return the table and every record of a dataset, which must be finished."""
+    """Return the table and every record of a dataset, which must be finished.
+
+    The units of all generations are those of one table: what is made from it is a whole.
+    """
     ledger = Ledger(source)
     table = ledger.table()
     if table.fingerprint != table.recipe.fingerprint():
@@ -58,14 +61,14 @@ def read_finished(source: Objects) -> tuple[Table, list[Done]]:
         raise StoreError(f"{source.url}: holds no rows; there is nothing to copy")
     if manifest is None:  # the last unit was committed just now
         raise StoreError(
-            f"{source.url}: every unit is done, but there is no {fmt.MANIFEST} yet; finish with "
-            "the same `spile extract` first"
+            f"{source.url}: every unit is done, but there is no {table.layout.manifest_key} yet; "
+            "finish with the same `spile extract` first"
         )
     if not ledger.follows(table, manifest, records):
         raise CorruptError(
-            fmt.MANIFEST, "does not follow from the done records; see `spile verify`"
+            table.layout.manifest_key, "does not follow from the done records; see `spile verify`"
         )
-    return table, records
+    return table.flattened(), records
 
 
 def read_index(source: Objects, done: Done, first: int = 0, last: int | None = None) -> np.ndarray:

@@ -69,9 +69,18 @@ def _collect(
     """Delete what a dataset, or a pass, does not need; `note` the keys while they are deleted."""
     objects = ledger.objects
     table = ledger.table()
-    manifest = ledger.read_manifest()
-    catalog = ledger.catalog(table, manifest) if manifest else None
-    derived = named_files(table, manifest)
+    manifests = {
+        each.layout.manifest_columns: (each, manifest)
+        for each in table.every_generation()
+        if (manifest := ledger.read_manifest(each.layout))
+    }
+    catalogs = [ledger.catalog(*found) for found in manifests.values()]
+    derived = named_files(table, *(manifest for _, manifest in manifests.values()))
+    # (The units of a generation that nobody has created yet are about to be.)
+    unit_columns = tuple(
+        f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}"
+        for number in range(len(table.generations) + 1)
+    )
     attempts: dict[str, int] = {}  # of the keys in hand: the unit of each
     listed, winners = set[str](), dict[int, set[str]]()
     condemned = set[int]()
@@ -90,8 +99,13 @@ def _collect(
             done.unit: {file.key for file in done.files()} for done in records if done is not None
         }
         # Readers open these files, even if a unit has been redone since: `verify` reports that.
-        places = [at for unit in units if catalog and (at := catalog.find(unit)) is not None]
-        listed = {file.key for at in places if catalog for file in catalog[at].files()}
+        listed = {
+            file.key
+            for catalog in catalogs
+            for unit in units
+            if (at := catalog.find(unit)) is not None
+            for file in catalog[at].files()
+        }
 
     def doomed(key: str) -> bool:
         target = objects.leftover_of(key)
@@ -108,10 +122,10 @@ def _collect(
             if key in listed or (files is not None and key in files):
                 return False
             return abandoned or (files is not None and attempts[key] not in condemned)
-        if key.startswith((fmt.UNIT_COLUMNS, fmt.TOKENIZER)):
+        if key.startswith((*unit_columns, fmt.TOKENIZER)):
             return key not in derived  # of a table that came second
-        if key.startswith(fmt.MANIFEST_COLUMNS):
-            return manifest is not None and key not in derived
+        if key.startswith(tuple(manifests)):
+            return key not in derived
         if key.startswith(fmt.SCRATCH):
             return True  # `shuffle` creates the table last, and it exists
         if fmt.parse_worker_key(key) is not None:
@@ -120,7 +134,7 @@ def _collect(
 
     def probe(key: str) -> bool:
         # The maker of a dataset probes its store before the table exists.
-        return key.startswith(PROBES) and (abandoned or manifest is not None)
+        return key.startswith(PROBES) and (abandoned or bool(manifests))
 
     for together in by_group(keys):
         look_at(together)
@@ -170,7 +184,8 @@ def discard_empty(objects: Objects, besides: str | None = None) -> list[str]:
     keys = [key for key in sorted(objects.list()) if _is_ours(objects, key)]
     # What is derived from records is deleted before them: no segment names a unit that is gone. The
     # table is deleted last: while it exists, the rest can be deleted the same way.
-    for key in sorted(keys, key=lambda key: (key == fmt.UNITS, not key.startswith(fmt.SEGMENTS))):
+    derived = fmt.SEGMENTS, fmt.GENERATIONS
+    for key in sorted(keys, key=lambda key: (key == fmt.UNITS, not key.startswith(derived))):
         objects.delete(key)
     return keys
 

@@ -25,7 +25,7 @@ from typing import Any
 from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.columns import columns_in
-from spile.dataset.format import Done
+from spile.dataset.format import Done, KeyLayout
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.maintain.copy import COPIED, copy_records
 from spile.dataset.maintain.verify import Report
@@ -95,9 +95,9 @@ class RepairLedger(Ledger):
 
     # -- methods that extraction uses ------------------------------------------------------------
 
-    def sealed_groups(self) -> set[int]:
+    def sealed_groups(self, layout: KeyLayout | None = None) -> set[int]:
         # A segment whose records are missing or damaged does not make their units exist.
-        return super().sealed_groups() - {self.layout.group(unit) for unit in self._unsound}
+        return super().sealed_groups(layout) - {self.layout.group(unit) for unit in self._unsound}
 
     def done_in(self, group: int) -> set[int]:
         return super().done_in(group) - self.condemned.keys()
@@ -131,16 +131,23 @@ class RepairLedger(Ledger):
         if fmt.MODEL in self.beside or not self.done_units().issuperset(range(len(table.units))):
             return False
         self._unsound.clear()
-        self._check_manifest(table)
+        for each in table.every_generation():
+            self._check_manifest(each)
         return super().complete(table, patient=patient)
 
     # -- replacing records -----------------------------------------------------------------------
 
     def _set_derived_aside(self, unit: int) -> None:
         """Move aside what was derived from the record of a unit, before the record changes."""
-        self._set_aside(fmt.MANIFEST)
-        if self.layout.grouped:
-            self._set_aside(fmt.segment_key(self.layout.group(unit)))
+        for layout in self._layouts_of(unit):
+            self._set_aside(layout.manifest_key)
+            if layout.grouped:
+                self._set_aside(layout.segment_key(layout.group(unit)))
+
+    def _layouts_of(self, unit: int) -> list[KeyLayout]:
+        """Return the layouts of all generations that have a unit, the newest first."""
+        every = reversed(self.table_found.every_generation())
+        return [table.layout for table in every if unit < len(table.units)]
 
     def _withdraw(self, unit: int) -> None:
         """Move a damaged record aside; do nothing if it has been replaced since."""
@@ -195,16 +202,17 @@ class RepairLedger(Ledger):
 
     def _check_manifest(self, table: Table) -> None:
         """Set aside a manifest, and segments, that do not follow from the done records."""
+        key = table.layout.manifest_key
         try:
-            manifest = self.read_manifest()
+            manifest = self.read_manifest(table.layout)
             records = [self._must_be_done(table, unit) for unit in range(len(table.units))]
             follows = manifest is not None and self.follows(table, manifest, records)
         except SpileError:
             follows = False
         wrong = [key for key in self.beside if fmt.parse_segment_key(key) is not None]
         if not follows or wrong:
-            self._set_aside(fmt.MANIFEST)
-            self.repaired.records.append(fmt.MANIFEST)
+            self._set_aside(key)
+            self.repaired.records.append(key)
         for key in wrong:
             self._set_aside(key)
             self.beside.remove(key)
@@ -231,26 +239,25 @@ class RepairLedger(Ledger):
         if units:
             # (Done records first: what is derived does not say how a unit was made.)
             aside = sorted(self.objects.list(fmt.DAMAGED), key=lambda key: fmt.DONE not in key)
-            keys = [
-                *map(self.layout.done_key, units),
-                fmt.MANIFEST,
-                *self._segments_of(units),
-                *aside,
-            ]
+            keys = [*map(self.layout.done_key, units), *self._derived_from(units), *aside]
             for told in (told for key in keys for told in self._told_by(key)):
                 if told.get("unit") in units:
                     found.setdefault(told["unit"], told)
         return found
 
-    def _segments_of(self, units: list[int]) -> list[str]:
-        grouped = self.layout.grouped
-        groups = {self.layout.group(unit) for unit in units if grouped}
-        return [fmt.segment_key(group) for group in sorted(groups)]
+    def _derived_from(self, units: list[int]) -> list[str]:
+        """Return the keys of manifests and segments that describe units."""
+        layouts = [(unit, layout) for unit in units for layout in self._layouts_of(unit)]
+        manifests = {layout.manifest_key for _, layout in layouts}
+        segments = {
+            layout.segment_key(layout.group(unit)) for unit, layout in layouts if layout.grouped
+        }
+        return [*sorted(manifests), *sorted(segments)]
 
     def _told_by(self, key: str) -> list[dict[str, Any]]:
         """Return the units that a record describes; none if it is damaged or of another dataset."""
         original = fmt.parse_damaged_key(key) or key
-        kind = "manifest" if original == fmt.MANIFEST else "done"
+        kind = "done" if fmt.parse_done_key(original) is not None else "manifest"
         try:
             if fmt.parse_segment_key(original) is not None:
                 columns = columns_in(key, self.objects.get(key))

@@ -369,6 +369,7 @@ class _Writer:
         origin = {"origin": work.origin, "sums": self._sums.to_json()}
         made = self._writer.finish(
             table=self._documents(),
+            fingerprint=work.table.fingerprint,
             **{name: getattr(done, name) for name in _KEPT},
             made_by={
                 "spile": version("spile"),
@@ -386,7 +387,7 @@ class _Writer:
         return {**tensors, "first_row": np.full(file.count, -1, np.int64)}
 
 
-_KEPT = ("fingerprint", "tokens", "documents", "contexts", "skipped", "text_digest")
+_KEPT = ("tokens", "documents", "contexts", "skipped", "text_digest")
 
 
 def _shares(rows: int, wanted: Sequence[int]) -> list[int]:

@@ -26,7 +26,7 @@ from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.columns import columns_in, encode_columns, ends_of, ints, run_of
 from spile.dataset.format import Done, KeyLayout, Shard
-from spile.dataset.ledger import Ledger, Manifest, Table, named_files
+from spile.dataset.ledger import Ledger, Manifest, Table, named_files, table_records
 from spile.dataset.read.checked_file import CheckedFile
 from spile.objects import Objects, exists
 
@@ -128,13 +128,13 @@ def sign(
     ledger = Ledger(objects)
     table = ledger.table()
     layout, count = table.layout, len(table.units)
-    manifest = ledger.read_manifest()
-    if manifest is not None:
-        _refuse_unfounded(ledger, table, manifest)
+    manifests = ledger.manifests(table)
+    for each in table.every_generation():
+        _refuse_unfounded(ledger, each)
     there = ledger.done_units()
     if not there.intersection(range(count)):
         raise StoreError(f"{objects.url}: no unit is done yet; there is nothing to sign")
-    digests = {name: _digest(objects.get(name)) for name in _beside(objects, table, manifest)}
+    digests = {name: _digest(objects.get(name)) for name in _beside(objects, table, manifests)}
     units = files = size = 0
     for group in range(layout.groups(count)):
         wanted = sorted(there.intersection(layout.units_of(group, count)))
@@ -201,23 +201,25 @@ def _group_file(
     return f"{fmt.DIGESTS}{group:06d}-{_digest(content)[:32]}.safetensors", content
 
 
-def _beside(objects: Objects, table: Table, manifest: Manifest | None) -> list[str]:
+def _beside(objects: Objects, table: Table, manifests: Sequence[Manifest]) -> list[str]:
     """Return the keys of everything to sign that belongs to no single unit."""
-    there = [key for key in (fmt.MODEL, fmt.SCALES) if exists(objects, key)]
-    there += [fmt.MANIFEST] if manifest is not None else []
-    return [fmt.UNITS, *there, *sorted(named_files(table, manifest))]
+    records = (fmt.MODEL, fmt.SCALES, *table_records(table))
+    there = [key for key in records if exists(objects, key)]
+    return [*there, *sorted(named_files(table, *manifests))]
 
 
 def _is_of_unit(key: str) -> bool:
     return key.startswith((fmt.DONE, fmt.ATTEMPTS))
 
 
-def _refuse_unfounded(ledger: Ledger, table: Table, manifest: Manifest) -> None:
+def _refuse_unfounded(ledger: Ledger, table: Table) -> None:
+    manifest = ledger.read_manifest(table.layout)
+    if manifest is None:
+        return
     records = [_record(ledger, table, unit) for unit in range(len(table.units))]
     if not ledger.follows(table, manifest, records):
-        raise CorruptError(
-            fmt.MANIFEST, "does not follow from the done records; see `spile verify`"
-        )
+        key = table.layout.manifest_key
+        raise CorruptError(key, "does not follow from the done records; see `spile verify`")
 
 
 def _record(ledger: Ledger, table: Table, unit: int) -> Done:
@@ -307,7 +309,8 @@ def check_beside(objects: Objects, table: Table, signed: SignedList) -> list[str
         for key in digests
         if not _is_of_unit(key) and _differs(objects, key, digests)
     ]
-    needed = (fmt.MODEL, fmt.SCALES, *sorted(named_files(table, None)))
+    generations = (fmt.generation_key(number + 1) for number in range(len(table.generations)))
+    needed = (fmt.MODEL, fmt.SCALES, *generations, *sorted(named_files(table)))
     return faults + [
         f"{key}: is not signed; whoever added it is unknown"
         for key in needed

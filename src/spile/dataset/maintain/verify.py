@@ -6,6 +6,7 @@ derivation. Files that no record names are listed as orphans (`gc.py` removes th
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from spile.dataset.ledger import (
     named_files,
     read_statistics,
     same_unit,
+    table_records,
 )
 from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
 from spile.dataset.maintain.signature import (
@@ -47,7 +49,6 @@ from spile.objects import Entry, Objects, exists
 _RECORDS = {
     fmt.MODEL: "model",
     fmt.SCALES: "scales",
-    fmt.MANIFEST: "manifest",
     fmt.CHECK: "check",
     fmt.PREDICTION: "prediction",
 }
@@ -212,7 +213,7 @@ def _audit_ledger(
             if journal and not (found.faults or found.known):
                 journal.note(done)
         if len(report.faults) == before:  # else it cannot be derived, or follows from damage
-            _check_segment(ledger, table, group, records, statistics, report)
+            _check_segments(ledger, table, group, records, statistics, report)
         named = {file.key for done in records for file in done.files()}
         report.orphans += sorted({*(entries or objects.list(prefix))} - named)
     if report.unsigned:
@@ -254,20 +255,45 @@ def _check_table(table: Table, report: Report) -> None:
         )
 
 
+Statistics = list[Mapping[str, TapStats] | None]
+
+
+def _check_segments(
+    ledger: Ledger,
+    table: Table,
+    group: int,
+    records: list[Done],
+    statistics: Statistics,
+    report: Report,
+) -> None:
+    """Check that the segments of a group follow from its records: one for each generation of it.
+
+    Args:
+        statistics: those of each unit, as far as they were read.
+    """
+    by_key = {each.layout.segment_key(group): each for each in table.every_generation()}
+    for each in by_key.values():
+        had = [done.unit < len(each.units) for done in records]
+        if any(had) or each is table:
+            _check_segment(
+                ledger,
+                each,
+                group,
+                [*itertools.compress(records, had)],
+                [*itertools.compress(statistics, had)],
+                report,
+            )
+
+
 def _check_segment(
     ledger: Ledger,
     table: Table,
     group: int,
     records: list[Done],
-    statistics: list[Mapping[str, TapStats] | None],
+    statistics: Statistics,
     report: Report,
 ) -> None:
-    """Check that the segment of a group, if there is one, follows from its records.
-
-    Args:
-        statistics: those of each unit, as far as they were read.
-    """
-    key = fmt.segment_key(group)
+    key = table.layout.segment_key(group)
     if not table.layout.grouped or not exists(ledger.objects, key):
         return
     if len(records) < len(table.layout.units_of(group, len(table.units))):
@@ -290,8 +316,8 @@ def _check_segment(
         if follows:
             return
         fault = (
-            f"{key}: does not follow from the done records; delete it and {fmt.MANIFEST}, and the "
-            "same `spile extract` makes them anew"
+            f"{key}: does not follow from the done records; delete it and "
+            f"{table.layout.manifest_key}, and the same `spile extract` makes them anew"
         )
     report.faults.append(fault)
     report.beside.append(key)
@@ -345,24 +371,27 @@ def _read_records(ledger: Ledger, table: Table, group: int, report: Report) -> I
 def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) -> None:
     """Check everything beside the units: weights' hashes, heartbeats, the derived manifest."""
     present: set[str] = set()
-    manifest: Manifest | None = None
+    manifests = list[Manifest]()
+    derived = {each.layout.manifest_key: each for each in table.every_generation()}
+    kinds = {**_RECORDS, **dict.fromkeys(derived, "manifest")}
     for key in sorted(_others(ledger, table, report)):
-        kind = "worker" if fmt.parse_worker_key(key) else _RECORDS.get(key)
+        kind = "worker" if fmt.parse_worker_key(key) else kinds.get(key)
         if kind is None:
             continue
         present.add(key)
         before = len(report.faults)
         body = _read_beside(ledger, key, kind, report)
         if body is not None and kind == "manifest":
-            manifest = _check_manifest(ledger, table, report)
+            found = _check_manifest(ledger, derived[key], report)
+            manifests += [found] if found else []
         elif body is not None:
             _check_beside(kind, body, table, report)
         if len(report.faults) > before:
             report.beside.append(key)
-    complete = report.units_done == report.units and report.rows
-    if complete and fmt.MANIFEST not in present and not partial:
-        report.faults.append(f"{fmt.MANIFEST}: is missing; the same `spile extract` makes it")
-        report.beside.append(fmt.MANIFEST)
+    complete, newest = report.units_done == report.units and report.rows, table.layout.manifest_key
+    if complete and newest not in present and not partial:
+        report.faults.append(f"{newest}: is missing; the same `spile extract` makes it")
+        report.beside.append(newest)
     by_channel = any(info.scaled_by == "channel" for info in table.taps.values())
     for key in (fmt.MODEL, *([fmt.SCALES] if by_channel else [])):
         if report.units_done and key not in present:
@@ -372,17 +401,18 @@ def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) 
         ledger.read_tokenizer(table)
     except SpileError as error:
         report.faults.append(str(error))
-    named = named_files(table, manifest)
+    named = named_files(table, *manifests)
+    unsettled = tuple(  # (who creates a manifest creates its columns first)
+        each.layout.manifest_columns for key, each in derived.items() if key not in present
+    )
     report.orphans = sorted(
-        key
-        for key in report.orphans
-        if key not in named and not (manifest is None and key.startswith(fmt.MANIFEST_COLUMNS))
+        key for key in report.orphans if key not in named and not key.startswith(unsettled)
     )
 
 
 def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:
     """Yield the keys beside the units; those that are part of no dataset are orphans."""
-    layout = table.layout
+    layout, records = table.layout, {**_RECORDS, **table_records(table)}
     passes = {fmt.pass_prefix(each.name) for each in live_passes(ledger)}
     for key in ledger.objects.list():
         if fmt.split_pass_key(key)[0] in passes or key.endswith(f"/{fmt.DROPPED}"):
@@ -395,9 +425,9 @@ def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:
             expected = layout.attempt_prefix(attempt[0], attempt[1])
             if not key.startswith(expected):
                 report.orphans.append(key)
-        elif key in _RECORDS or fmt.parse_worker_key(key):
+        elif key in records or fmt.parse_worker_key(key):
             yield key
-        elif key in (fmt.UNITS, fmt.PASS, *fmt.SIGNATURES) or _is_segment(key, table):
+        elif key in (fmt.PASS, *fmt.SIGNATURES) or _is_segment(key, table):
             continue
         elif not key.startswith(fmt.DIGESTS):
             report.orphans.append(key)
@@ -405,7 +435,10 @@ def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:
 
 def _is_segment(key: str, table: Table) -> bool:
     group = fmt.parse_segment_key(key)
-    return group is not None and group < table.layout.groups(len(table.units))
+    return group is not None and any(
+        each.layout.segment_key(group) == key and group < each.layout.groups(len(each.units))
+        for each in table.every_generation()
+    )
 
 
 def _read_beside(ledger: Ledger, key: str, kind: str, report: Report) -> dict[str, Any] | None:
@@ -436,17 +469,20 @@ def _check_beside(kind: str, body: dict[str, Any], table: Table, report: Report)
 
 def _check_manifest(ledger: Ledger, table: Table, report: Report) -> Manifest | None:
     """Check that the manifest follows from the done records, and from segments that do."""
-    if report.units_done < report.units:
-        keys = [table.layout.done_key(unit) for unit in report.missing]
+    key = table.layout.manifest_key
+    missing = [unit for unit in report.missing if unit < len(table.units)]
+    damaged = any(unit < len(table.units) for unit in report.damaged)
+    if missing or (damaged and report.units_done < report.units):
+        keys = [table.layout.done_key(unit) for unit in missing]
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
         report.faults.append(
-            f"{fmt.MANIFEST}: says the dataset is whole, but done records are missing: "
+            f"{key}: says the dataset is whole, but done records are missing: "
             + ", ".join(keys[:5])
             + more
         )
         return None
     try:
-        manifest = ledger.read_manifest()
+        manifest = ledger.read_manifest(table.layout)
         if manifest is not None:
             ledger.catalog(table, manifest)
         follows = ledger.manifest_follows(table)
@@ -455,7 +491,7 @@ def _check_manifest(ledger: Ledger, table: Table, report: Report) -> Manifest | 
         return None
     if not follows:
         report.faults.append(
-            f"{fmt.MANIFEST}: does not follow from the done records; delete it, and the same "
+            f"{key}: does not follow from the done records; delete it, and the same "
             "`spile extract` makes it anew"
         )
     return manifest

@@ -22,8 +22,8 @@ from spile.core.recipe import ResolvedRecipe, latent_names
 from spile.dataset import format as fmt
 from spile.dataset.columns import ColumnFile, read_columns
 from spile.dataset.format import Done, Shard
-from spile.dataset.ledger import Ledger, Table
-from spile.dataset.passes import JoinedUnits, live_passes, named
+from spile.dataset.ledger import Ledger, Manifest, Table
+from spile.dataset.passes import JoinedUnits, PassLedger, live_passes, named
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.checked_file import CheckedObjects
 from spile.dataset.read.latents import Latents, read_latents
@@ -204,6 +204,16 @@ class Dataset:
         return len(self._units)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether every unit is done; False only if it was opened with `partial`."""
+        return len(self._units) == len(self._table.units)
+
+    @property
+    def unit_documents(self) -> np.ndarray:
+        """The number of documents, read or skipped, of each of `units`."""
+        return self._table.units.num_docs[self._units.units]
+
+    @property
     def unit_starts(self) -> list[int]:
         """The first row of each of `units`, then the total number of rows."""
         return self._stored.starts.tolist()
@@ -215,8 +225,11 @@ class Dataset:
 
     @property
     def recipe(self) -> ResolvedRecipe:
-        """The recipe that the dataset was made by; taps of passes have their own (`recipe_of`)."""
-        return self._table.recipe
+        """The recipe, with the corpus files and limits of all generations that are open.
+
+        Taps of passes have their own (`recipe_of`).
+        """
+        return self._table.whole_recipe
 
     @property
     def fingerprint(self) -> str:
@@ -643,42 +656,73 @@ def open_dataset(
         kept = Path(cache), most
     objects = _open_objects(str(url), kept)
     ledger = Ledger(objects)
-    own = _own_part(ledger, partial)
-    parts = [own, *_passes_of(ledger, own.table, partial, taps)]
+    newest = ledger.table()
+    parts = _parts(ledger, newest, partial, taps)
     return Dataset(objects, _common(parts), verify, tokenizer, taps)
 
 
 def finished_taps(objects: Objects) -> list[str]:
     """Return the taps of a dataset without those that are still being added."""
     ledger = Ledger(objects)
-    table = ledger.table()
-    passes = [found for each in live_passes(ledger) if (found := each.finished(table))]
-    return [tap for found in (table, *passes) for tap in found.recipe.stored_taps]
+    table, _, passes = _finished(ledger, ledger.table(), None)
+    own = [found for each in passes if (found := each.finished(table))]
+    return [tap for found in (table, *own) for tap in found.recipe.stored_taps]
 
 
-def _own_part(ledger: Ledger, partial: bool) -> TapGroup:
-    table, manifest = ledger.table(), ledger.read_manifest()
+def _parts(
+    ledger: Ledger, newest: Table, partial: bool, taps: Sequence[str] | None
+) -> list[TapGroup]:
+    """Return what the dataset has of its taps, and what its passes have."""
+    table, manifest, passes = _finished(ledger, newest, taps)
+    if manifest is None or (partial and table is not newest):
+        own = _own_part(ledger, newest, partial)
+    else:
+        scales = _needed(ledger.read_scales(table))
+        own = TapGroup(table, ledger.catalog(table, manifest), scales, manifest.columns)
+    return [own, *_passes_of(passes, own.table, partial)]
+
+
+def _finished(
+    ledger: Ledger, newest: Table, taps: Sequence[str] | None
+) -> tuple[Table, Manifest | None, list[PassLedger]]:
+    """Return the newest generation that is complete, its manifest, and passes with wanted taps.
+
+    A pass that was complete must have the units of a later generation as well. Until then, the
+    dataset reads as it was, with the taps of the pass.
+    """
+    passes = [each for each in live_passes(ledger) if each.has_any(newest, taps)]
+    for table in reversed(newest.every_generation()):
+        manifest = ledger.read_manifest(table.layout)
+        if manifest is not None and not any(each.is_behind(table) for each in passes):
+            return table, manifest, passes
+    return newest, None, passes
+
+
+def _own_part(ledger: Ledger, newest: Table, partial: bool) -> TapGroup:
+    """Return the units that are done so far, or those of a generation that are all done."""
+    table = newest
+    if not partial:
+        there = ledger.done_units()
+        base, *later = newest.every_generation()
+        whole = [each for each in (base, *later) if there.issuperset(range(len(each.units)))]
+        if not whole:
+            raise StoreError(
+                f"{ledger.url}: {len(there.intersection(range(len(base.units))))} of "
+                f"{len(base.units)} units are done; finish with the same `spile extract`, or open "
+                "with partial=True"
+            )
+        table = whole[-1]
     scales = ledger.read_scales(table)
-    if manifest is not None:
-        return TapGroup(table, ledger.catalog(table, manifest), _needed(scales), manifest.columns)
-    done = 0 if partial else len(ledger.done_units().intersection(range(len(table.units))))
-    if not partial and done < len(table.units):
-        raise StoreError(
-            f"{ledger.url}: {done} of {len(table.units)} units are done; finish with the "
-            "same `spile extract`, or open with partial=True"
-        )
     units = ledger.catalog_so_far(table)
     return TapGroup(table, units, _needed(scales) if len(units) else {})
 
 
-def _passes_of(
-    ledger: Ledger, base: Table, partial: bool, taps: Sequence[str] | None
-) -> Iterator[TapGroup]:
-    """Yield the passes that can be read, of those that have one of the taps."""
-    for each in live_passes(ledger):
+def _passes_of(passes: Sequence[PassLedger], base: Table, partial: bool) -> Iterator[TapGroup]:
+    """Yield the passes that can be read."""
+    for each in passes:
         with named(each.name):
             table = each.table_over(base)
-            if table is None or (taps is not None and table.taps.keys().isdisjoint(taps)):
+            if table is None:
                 continue
             manifest = each.manifest_over(table)
             scales = each.read_scales(table)

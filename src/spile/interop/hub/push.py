@@ -22,7 +22,7 @@ from spile.core.errors import ConfigError, SpileError, StoreError
 from spile.core.retry import backoff
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, Shard
-from spile.dataset.ledger import Ledger, named_files
+from spile.dataset.ledger import Ledger, named_files, table_records
 from spile.dataset.maintain.copy import read_finished
 from spile.dataset.maintain.signature import decode_list
 from spile.dataset.read.checked_file import CheckedFile
@@ -91,7 +91,7 @@ def push(out: str, repo: str, *, private: bool = False, revision: str | None = N
     }
     card_written = CARD not in files
     if card_written:
-        card = write_card(repo, source.table, source.manifest.totals, there.download)
+        card = write_card(repo, source.table, source.totals, there.download)
         last[CARD] = card.encode()
     if last:
         there.commit(last, f"{len(source.records)} units, whole")
@@ -112,10 +112,12 @@ class _Source:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self.table, self.records = read_finished(objects)
-        manifest = Ledger(objects).read_manifest()
+        _, self.records = read_finished(objects)
+        self._ledger = Ledger(objects)
+        self.table = self._ledger.table()
+        manifest = self._ledger.read_manifest()
         assert manifest  # (of a finished dataset)
-        self.manifest = manifest
+        self.totals = manifest.totals
 
     def key(self, done: Done) -> str:
         return self.table.layout.done_key(done.unit)
@@ -126,10 +128,9 @@ class _Source:
     def rest(self) -> dict[str, bytes]:
         """The records beside the units, and the signature."""
         kinds = {
-            fmt.UNITS: "units",
+            **table_records(self.table),
             fmt.MODEL: "model",
             fmt.SCALES: "scales",
-            fmt.MANIFEST: "manifest",
             fmt.CHECK: "check",
         }
         found: dict[str, bytes] = {}
@@ -139,8 +140,8 @@ class _Source:
             except FileNotFoundError:
                 continue  # not every dataset has scales or was checked
             fmt.decode_record(key, found[key], kind)
-        Ledger(self._objects).read_tokenizer(self.table)  # (refuses damage)
-        for key in named_files(self.table, self.manifest):
+        self._ledger.read_tokenizer(self.table)  # (refuses damage)
+        for key in named_files(self.table, *self._ledger.manifests(self.table)):
             found[key] = self._objects.get(key)
         layout = self.table.layout
         with contextlib.suppress(FileNotFoundError):  # not every dataset is signed

@@ -138,6 +138,14 @@ def continued(given: str, stored: str, kind: str) -> str:
     return stored if now == same else given
 
 
+def newest(source: str, kind: str) -> str:
+    """Return a source of the Hub without its commit, so that `pinned` takes the newest one."""
+    name = hub_name(source, kind)
+    if name is None or not name.revision or not is_commit(name.revision):
+        return source
+    return str(dataclasses.replace(name, revision=None))
+
+
 def open_named(url: str) -> tuple[HubObjects, str]:
     """Open the files of an hf:// address; also return the path among them."""
     name = _at_commit(_parse_url(url))

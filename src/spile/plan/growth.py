@@ -1,0 +1,248 @@
+"""Growth: the documents that a dataset's corpus has gained become units that follow its own.
+
+A dataset keeps the files of its corpus in one order: those of its table, then those of each
+generation. Files are known by their identity, not by their path. A file that is gone or has changed
+is refused, with --more too: its rows could not be made again.
+
+What --more adds begins where the last cut ended: after the last file, or, where a limit
+(--max-docs, --max-tokens) ended it, after the last document. The selection of documents is the
+recipe's own:
+
+* A limit counts all documents, or tokens, of all generations; a larger one may be given.
+* --dedupe leaves out what occurred anywhere before, so the whole corpus is read once more.
+* With --shuffle-docs, new units are permuted among themselves. With a limit too, the dataset is a
+  sample of the whole corpus, and nothing can be added to it.
+* Choices by a document's own content (--fraction, --holdout, --filter, lengths) hold as before.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spile.core.config import Recipe
+from spile.core.errors import ConfigError, StoreError
+from spile.core.humanize import plural
+from spile.core.recipe import ResolvedRecipe
+from spile.corpus.files import CorpusFile, lasting
+from spile.corpus.programs.program import is_program
+from spile.corpus.units import CutSoFar, Unit
+from spile.dataset.generations import Generation
+from spile.dataset.ledger import Table
+from spile.dataset.unit_table import UnitColumns
+from spile.plan.job import JobUnits
+
+_log = logging.getLogger("spile")
+
+_LIMITS = ("max_docs", "max_tokens")
+_SHOWN = 3  # files that a message names
+Cut = Callable[..., tuple[list[Unit], float]]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A request to add documents.
+
+    Attributes:
+        url: the dataset.
+        added: another corpus, if one is given.
+    """
+
+    url: str
+    added: str | None
+
+    @property
+    def flag(self) -> str:
+        return "--add-corpus" if self.added else "--more"
+
+    def adding(self, sources: tuple[str, ...], source: str) -> tuple[str, ...]:
+        """Return where files are found, with another source unless it is among them."""
+        known = [lasting(each) for each in sources]
+        return sources if lasting(source) in known else (*sources, source)
+
+    def kept(self, resolved: ResolvedRecipe, stored: Table) -> ResolvedRecipe:
+        """Return a recipe without what growth may change: further files, larger limits."""
+        was = stored.whole_recipe
+        corpus = resolved.corpus[: len(was.corpus)]
+        return dataclasses.replace(
+            resolved, corpus=corpus, max_docs=was.max_docs, max_tokens=was.max_tokens
+        )
+
+    def grown(
+        self,
+        stored: Table,
+        sources: tuple[str, ...],
+        files: list[CorpusFile],
+        resolved: ResolvedRecipe,
+        cut: Cut,
+    ) -> Table:
+        """Return the table with a further generation; the same table if there is nothing to add.
+
+        Args:
+            files: those of the dataset in its order, then those that are new.
+            resolved: the recipe, with the limits that are asked for.
+            cut: cuts the files.
+        """
+        self._refuse_shorter(stored, resolved)
+        limited = any(getattr(stored.whole_recipe, name) is not None for name in _LIMITS)
+        limits = {name: getattr(resolved, name) for name in _LIMITS}
+        if resolved.shuffle_docs is not None and (limited or any(limits.values())):
+            raise ConfigError(
+                f"{self.flag}: with --shuffle-docs and a limit, {self.url} is a sample of its "
+                "whole corpus, to which nothing can be added; choose another --out"
+            )
+        new = files[len(stored.files) :]
+        if not new and not limited:
+            _log.info("%s: nothing new: the corpus has no other files than %s has", self.flag,
+                      self.url)  # fmt: skip
+            return stored
+        so_far = _so_far(stored, limited=limited)
+        before = JobUnits(stored.units)[:] if resolved.dedupe else ()
+        units, _ = cut(files, so_far=so_far, before=before)
+        if not units:
+            told = " and ".join(
+                f"--{name.replace('_', '-')} {limit:,}" for name, limit in limits.items() if limit
+            )
+            why = f"{told} holds for all documents together" if told else "the new files are empty"
+            _log.info("%s: nothing new: %s", self.flag, why)
+            return stored
+        generation = Generation(
+            before=len(stored.units),
+            files=tuple(
+                {"path": str(file.path), "identity": identity}
+                for file, identity in zip(new, resolved.corpus[len(stored.files) :], strict=True)
+            ),
+            sources=tuple(map(lasting, sources)),
+            max_docs=resolved.max_docs,
+            max_tokens=resolved.max_tokens,
+        )
+        _log.info(
+            "generation %d: %s more, about %s, in %s",
+            len(stored.generations) + 1,
+            plural(sum(unit.num_docs for unit in units), "document"),
+            plural(sum(unit.tokens for unit in units), "token"),
+            plural(len(units), "unit"),
+        )
+        columns = UnitColumns.of([unit.to_json() for unit in units], len(stored.units))
+        return stored.grown(generation, columns)
+
+    def _refuse_shorter(self, stored: Table, resolved: ResolvedRecipe) -> None:
+        docs, tokens = int(stored.units.num_docs.sum()), int(stored.units.tokens.sum())
+        if resolved.max_docs is not None and resolved.max_docs < docs:
+            raise ConfigError(
+                f"{self.flag}: --max-docs {resolved.max_docs:,} is less than the {docs:,} "
+                f"documents that {self.url} has; none is taken away"
+            )
+        was = stored.whole_recipe.max_tokens
+        if resolved.max_tokens is not None and resolved.max_tokens < (was or tokens):
+            raise ConfigError(
+                f"{self.flag}: --max-tokens {resolved.max_tokens:,} is less than the "
+                f"{was or tokens:,} of {self.url}; none is taken away"
+            )
+
+
+def growth_of(recipe: Recipe, stored: Table | None, url: str) -> Growth | None:
+    """Return what a recipe asks to add to a dataset; None if nothing.
+
+    Raises:
+        ConfigError: if nothing can be added there.
+    """
+    if not recipe.more and recipe.add_corpus is None:
+        return None
+    growth = Growth(url, recipe.add_corpus)
+    if stored is None:
+        raise ConfigError(
+            f"{growth.flag}: no dataset at {url} yet; leave it out, and a corpus is extracted whole"
+        )
+    if stored.shuffled:
+        raise ConfigError(
+            f"{growth.flag}: {url} was shuffled; add to the dataset that it was made from, and "
+            "shuffle that"
+        )
+    for source in (*stored.sources, recipe.add_corpus or ""):
+        if is_program(source):
+            raise ConfigError(
+                f"{growth.flag}: {source} is a program, which is read as a whole; let it write "
+                "files, or choose another --out"
+            )
+    return growth
+
+
+def _so_far(stored: Table, *, limited: bool) -> CutSoFar:
+    """Where the cut of a dataset's units ended: after its files, unless a limit ended it."""
+    _, first, count = stored.units.doc_runs
+    held = {
+        "docs": int((first + count).max()),
+        "units": len(stored.units),
+        "tokens": int(stored.units.tokens.sum()),
+    }
+    if not limited:
+        return CutSoFar(file=len(stored.files), **held)
+    last = stored.units[len(stored.units) - 1]["spans"][-1]
+    return CutSoFar(last["file"], last["first"] + last["count"], last["stop"], **held)
+
+
+def in_stored_order(
+    stored: Table, files: Sequence[CorpusFile], identities: Sequence[str]
+) -> tuple[list[CorpusFile], tuple[str, ...]]:
+    """Return files and identities in the order of a dataset's, those that it has not after them.
+
+    If one of its own is not among them, all are returned as they are.
+    """
+    places: dict[str, list[int]] = {}
+    for place, identity in enumerate(identities):
+        places.setdefault(identity, []).append(place)
+    try:
+        known = [places[file["identity"]].pop(0) for file in stored.files]
+    except (KeyError, IndexError):
+        return list(files), tuple(identities)
+    order = [*known, *sorted({*range(len(files))}.difference(known))]
+    return [files[place] for place in order], tuple(identities[place] for place in order)
+
+
+def changed_files(
+    stored: Table, files: Sequence[CorpusFile], identities: Sequence[str]
+) -> dict[str, tuple[object, object]]:
+    """Say which files of a corpus are not those of the dataset."""
+    there, known = {*identities}, {file["identity"] for file in stored.files}
+    lost = [file for file in stored.files if file["identity"] not in there]
+    new = [
+        (str(file.path), identity)
+        for file, identity in zip(files, identities, strict=True)
+        if identity not in known
+    ]
+    if lost and len(files) == len(stored.files) and len(lost) == len(new):
+        pairs = zip(lost, new, strict=True)
+        return {f"corpus file {path}": (file["identity"], now) for file, (path, now) in pairs}
+    if 0 < len(lost) <= _SHOWN:
+        now = dict(new)
+        return {
+            f"corpus file {file['path']}": (file["identity"], now.get(file["path"], "missing"))
+            for file in lost
+        }
+    return {"corpus": (plural(len(stored.files), "file"), plural(len(files), "file"))}
+
+
+def can_grow(
+    old: Mapping[str, Any], new: Mapping[str, Any], differences: Mapping[str, object]
+) -> bool:
+    """Return whether --more would add all that differs."""
+    larger = {"corpus"} if not {*old["corpus"]} - {*new["corpus"]} else set[str]()
+    larger |= {
+        name
+        for name in _LIMITS
+        if new[name] is not None and (old[name] is None or old[name] < new[name])
+    }
+    return bool(differences) and larger.issuperset(differences)
+
+
+def refuse_other_growth(url: str, wanted: Table, stored: Table) -> None:
+    """Refuse to continue if another process has added other documents meanwhile."""
+    same = stored.files == wanted.files and stored.units == wanted.units
+    if not same:
+        raise StoreError(
+            f"{url}: another process has added documents meanwhile, and not the same "
+            f"({len(stored.units):,} units and {len(stored.files):,} files there, "
+            f"{len(wanted.units):,} and {len(wanted.files):,} here); run the same command again"
+        )

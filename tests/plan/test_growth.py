@@ -1,0 +1,250 @@
+"""What may be added to a dataset, where it goes, and what is refused."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spile.core.config import Recipe
+from spile.core.errors import ConfigError, DriftError, SpileError, StoreError
+from spile.dataset.ledger import Ledger, Table
+from spile.objects import MemoryObjects
+from spile.plan.job import ExtractionJob
+from spile.plan.resolve import resolve, store_table
+
+TEXTS = [f"document {n} has words of its own, {'and ' * (n % 5)}ends" for n in range(20)]
+
+
+def lines(path: Path, texts: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+class Growing:
+    """A dataset of which only the table is made."""
+
+    def __init__(self, model: Path, corpus: Path) -> None:
+        self.ledger = Ledger(MemoryObjects("memory://grown"))
+        self._base = {"model": str(model), "taps": "embed", "seq_len": 64, "unit_tokens": 60}
+        self._corpus = str(corpus)
+
+    def begin(self, **options: Any) -> Table:
+        return self.store(Recipe(corpus=self._corpus, **self._base, **options))
+
+    def more(self, **options: Any) -> Table:
+        return self.store(Recipe(**{"more": True, **options}))
+
+    def store(self, recipe: Recipe) -> Table:
+        return store_table(self.resolved(recipe), self.ledger).table
+
+    def resolved(self, recipe: Recipe) -> ExtractionJob:
+        return resolve(recipe, self.ledger, "cpu")
+
+    def texts(self) -> list[str]:
+        """Every document of every unit, in order; those that are left out are empty."""
+        job = self.resolved(Recipe())
+        reader = job.reader()
+        try:
+            return [
+                "" if document.skipped else document.text
+                for unit in job.units
+                for document in reader.read(unit.spans, unit.first_doc, unit.skip).every
+            ]
+        finally:
+            reader.close()
+
+
+@pytest.fixture
+def growing(model: Path, tmp_path: Path) -> Growing:
+    lines(tmp_path / "corpus" / "b.jsonl", TEXTS[:8])
+    return Growing(model, tmp_path / "corpus")
+
+
+def to_jsonl(path: Path) -> None:
+    lines(path.with_suffix(".jsonl"), TEXTS)
+
+
+def to_gzip(path: Path) -> None:
+    data = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(data))
+
+
+def to_parquet(path: Path) -> None:
+    pq.write_table(pa.table({"text": TEXTS}), path.with_suffix(".parquet"), row_group_size=6)
+
+
+def to_arrow(path: Path) -> None:
+    table = pa.table({"text": TEXTS})
+    with (
+        pa.OSFile(str(path.with_suffix(".arrow")), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
+        writer.write_table(table, 6)
+
+
+def to_json(path: Path) -> None:
+    path.with_suffix(".json").write_text(json.dumps([{"text": text} for text in TEXTS]))
+
+
+def to_csv(path: Path) -> None:
+    path.with_suffix(".csv").write_text("".join(f'"{text}"\n' for text in ["text", *TEXTS]))
+
+
+def to_text(path: Path) -> None:
+    path.with_suffix(".txt").write_text("\n".join(TEXTS))
+
+
+KINDS = [to_jsonl, to_gzip, to_parquet, to_arrow, to_json, to_csv, to_text]
+
+
+@pytest.mark.parametrize("write", KINDS)
+def test_a_larger_limit_goes_on_within_a_file_of_any_kind(
+    write: Callable[[Path], None], model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "corpus").mkdir()
+    write(tmp_path / "corpus" / "a")
+    growing = Growing(model, tmp_path / "corpus")
+    base = growing.begin(max_docs=5)
+    for count in (8, 9, 1000):
+        table = growing.more(max_docs=count)
+        assert table.at(0) == base
+        assert growing.texts() == TEXTS[:count]
+    assert table.units.first_doc.tolist()[len(base.units)] == 5
+    assert growing.more(max_docs=1000) == table
+
+
+def test_tokens_are_counted_over_all_generations(growing: Growing) -> None:
+    base = growing.begin(max_tokens=50)
+    assert growing.more(max_tokens=50) == base
+    table = growing.more(max_tokens=150)
+    assert len(table.units) > len(base.units)
+    assert growing.texts() == TEXTS[: len(growing.texts())]
+    tokens = table.units.tokens
+    assert tokens.sum() >= 150 > tokens[:-1].sum()
+
+
+def test_new_files_follow_whatever_their_names(growing: Growing, tmp_path: Path) -> None:
+    base = growing.begin()
+    lines(tmp_path / "corpus" / "a.jsonl", TEXTS[8:10])
+    lines(tmp_path / "corpus" / "c.jsonl", TEXTS[10:12])
+    (tmp_path / "corpus" / "b.jsonl").rename(tmp_path / "corpus" / "z.jsonl")  # names are not files
+    table = growing.more()
+    assert growing.texts() == TEXTS[:12]
+    assert table.at(0) == base and table.recipe == base.recipe
+    assert [Path(file["path"]).name for file in table.files] == ["b.jsonl", "a.jsonl", "c.jsonl"]
+    lines(tmp_path / "corpus" / "0.jsonl", TEXTS[12:])
+    growing.more()
+    assert growing.texts() == TEXTS
+
+
+def test_what_occurred_before_is_left_out(growing: Growing, tmp_path: Path) -> None:
+    growing.begin(dedupe=True)
+    lines(tmp_path / "corpus" / "c.jsonl", [TEXTS[0], TEXTS[9], TEXTS[9], TEXTS[3]])
+    growing.more()
+    assert growing.texts() == [*TEXTS[:8], "", TEXTS[9], "", ""]
+
+
+def test_shuffled_units_are_permuted_among_themselves(growing: Growing, tmp_path: Path) -> None:
+    base = growing.begin(shuffle_docs=3)
+    lines(tmp_path / "corpus" / "c.jsonl", TEXTS[8:])
+    table = growing.more()
+    assert table.at(0) == base
+    assert sorted(growing.texts()) == sorted(TEXTS)
+    first = table.units.first_doc.tolist()[len(base.units) :]
+    assert min(first) == 8 and first != sorted(first)
+
+
+def test_files_without_documents_add_nothing(
+    growing: Growing, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = growing.begin()
+    lines(tmp_path / "corpus" / "c.jsonl", [])
+    with caplog.at_level("INFO"):
+        assert growing.more() == base
+    assert "nothing new" in caplog.text
+
+
+@pytest.mark.parametrize(("begun", "asked", "reason"), [
+    ({"max_docs": 5}, {"max_docs": 4}, "--max-docs 4 is less than the 5 documents"),
+    ({}, {"max_docs": 4}, "--max-docs 4 is less than the 8 documents"),
+    ({"max_tokens": 90}, {"max_tokens": 80}, "--max-tokens 80 is less than the 90"),
+    ({"shuffle_docs": 1, "max_docs": 5}, {"max_docs": 7}, "a sample of its whole corpus"),
+    ({"shuffle_docs": 1}, {"max_docs": 70}, "a sample of its whole corpus"),
+    ({}, {"add_corpus": "x.py:documents"}, "is a program"),
+    ({}, {"seq_len": 32}, "seq_len: stored 64, now 32"),
+])  # fmt: skip
+def test_what_cannot_be_kept_is_refused(
+    begun: dict[str, Any], asked: dict[str, Any], reason: str, growing: Growing
+) -> None:
+    base = growing.begin(**begun)
+    with pytest.raises(SpileError, match=reason):
+        growing.more(**asked)
+    assert growing.ledger.table() == base
+
+
+def test_without_a_dataset_there_is_nothing_to_add_to(growing: Growing) -> None:
+    with pytest.raises(ConfigError, match="--more: no dataset at memory://grown yet"):
+        growing.begin(more=True)
+
+
+def test_old_files_must_be_there_and_unchanged(growing: Growing, tmp_path: Path) -> None:
+    growing.begin()
+    old = tmp_path / "corpus" / "b.jsonl"
+    lines(tmp_path / "corpus" / "c.jsonl", TEXTS[8:10])
+    with old.open("a") as file:
+        file.write(json.dumps({"text": "one more"}) + "\n")
+    with pytest.raises(DriftError, match=r"corpus file .*b\.jsonl: stored '\d+-\w+', now '\d+-"):
+        growing.more()
+    old.unlink()
+    with pytest.raises(DriftError, match=r"corpus file .*(b|c)\.jsonl: stored"):
+        growing.more()
+
+
+@pytest.mark.parametrize("asked", [{"max_docs": 7}, {"max_tokens": 10**6}])
+def test_a_larger_limit_alone_says_what_adds_it(asked: dict[str, Any], growing: Growing) -> None:
+    growing.begin(max_docs=5, max_tokens=1000)
+    with pytest.raises(DriftError, match="add the documents with --more"):
+        growing.store(Recipe(**asked))
+
+
+def test_who_comes_second_continues_with_the_same_or_says_what_differs(
+    growing: Growing, tmp_path: Path
+) -> None:
+    base = growing.begin()
+    old = growing.resolved(Recipe())
+    lines(tmp_path / "corpus" / "c.jsonl", TEXTS[8:10])
+    one, same = growing.resolved(Recipe(more=True)), growing.resolved(Recipe(more=True))
+    lines(tmp_path / "corpus" / "d.jsonl", TEXTS[10:12])
+    other = growing.resolved(Recipe(more=True))
+    table = store_table(one, growing.ledger).table
+    assert store_table(same, growing.ledger).table == table
+    with pytest.raises(StoreError, match="another process has added documents meanwhile"):
+        store_table(other, growing.ledger)
+    # Who knows nothing of the new files goes on with what it knows.
+    assert store_table(old, growing.ledger).table == base
+
+
+def test_a_pair_is_made_of_a_grown_dataset(model: Path, tmp_path: Path) -> None:
+    growing = Growing(model, lines(tmp_path / "a.jsonl", TEXTS[:8]))
+    growing.begin()
+    other = lines(tmp_path / "other.jsonl", TEXTS[8:])
+    table = growing.more(add_corpus=str(other))
+    objects = growing.ledger.objects
+
+    def opened(url: str) -> Any:
+        return objects
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spile.plan.resolve.open_objects", opened)
+        pair = Growing(model, tmp_path)
+        made = pair.store(Recipe(like="memory://grown", taps="resid_post:0"))
+    assert made.units == table.units and not made.generations
+    assert made.sources == table.sources
+    assert made.recipe.corpus == table.whole_recipe.corpus
+    assert pair.texts() == TEXTS
