@@ -49,11 +49,16 @@ def test_a_time_says_where_and_how_it_is_known() -> None:
 
 def test_the_attention_kernel_is_named_with_the_reasons_against_better_ones() -> None:
     best = KernelChoice("splash", {})
-    assert attention_row(best) == ("attention", "jax's splash attention, for TPUs")
-    _, told = attention_row(KernelChoice("triton", {"mosaic": "too old", "cudnn": "no caps"}))
-    assert told.startswith("tokamax's Triton") and told.endswith(
-        "(mosaic: too old; cudnn: no caps)"
+    said = ("attention", "jax's splash attention, for TPUs")
+    assert attention_row({64: best}) == attention_row({64: best, 128: best}) == said
+    _, told = attention_row({64: KernelChoice("triton", {"mosaic": "old", "cudnn": "no caps"})})
+    assert told.startswith("tokamax's Triton") and told.endswith("(mosaic: old; cudnn: no caps)")
+    _, told = attention_row({256: best, 512: KernelChoice("blocked", {"splash": "too wide"})})
+    assert told == (
+        "heads of 256: jax's splash attention, for TPUs; "
+        "heads of 512: blocks of plain products, anywhere (splash: too wide)"
     )
+    assert attention_row({}) == ("attention", "none: no layer of the model attends")
 
 
 def test_what_is_counted_is_printed_before_any_step_is_measured(

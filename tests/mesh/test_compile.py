@@ -1,5 +1,7 @@
 """What is compiled without weights is what runs with them, on a mesh."""
 
+import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -7,8 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import torch
 
+import families
+from mesh.test_families import CHOSEN
 from meshes import make_step
+from spile.cli.model import compile_text
 from spile.compile.step import Question, compile_step, params_of, search
 from spile.compile.targets import CompileTarget
 from spile.core.config import Recipe, Runtime
@@ -61,6 +67,26 @@ def test_the_program_without_weights_is_that_of_extraction(model: Path, layout: 
         assert instructions(ours) == instructions(theirs)
     leaves = jax.tree.leaves(real.params)
     assert work.weights == sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_step_of_any_family_is_compiled_for_its_mesh(name: str, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        made = families.FAMILIES[name]()
+    config = {**made.config.to_dict(), "architectures": [type(made).__name__]}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    layout = CHOSEN[name]
+    asked = question(tmp_path, "resid_post:all,final_norm", layout.size)
+    found = compile_step(asked, layout)
+    shards = Shards(
+        make_mesh(layout, asked.target.devices), asked.workload(layout).cuts, array_axes(asked.arch)
+    )
+    arrays = jax.tree.leaves(params_of(asked.workload(layout), shards))
+    parts = [math.prod(each.sharding.shard_shape(each.shape)) for each in arrays]
+    assert found.weights == 4 * sum(parts) < 4 * sum(math.prod(each.shape) for each in arrays)
+    assert f"{layout.model} ways" in found.cut
+    assert f"  cut           {found.cut}\n" in compile_text([found])
 
 
 def test_sums_over_the_model_axis_are_counted_block_by_block(model: Path) -> None:

@@ -114,3 +114,16 @@ def test_a_model_that_cannot_be_cut_at_all_is_refused() -> None:
     said = "neither the model's 8 heads nor its inner width of 48 can be cut 5 ways; choose model "
     with pytest.raises(ConfigError, match=said + "from 1, 2, 4, 8"):
         Cuts.of(Layout(model=5), SIZES)
+
+
+def test_what_is_cut_and_what_is_whole_is_told() -> None:
+    sizes = {"heads": 8, "kv_heads": 2, "mlp": 64, "vocab": 100, "width": 32}
+    arrays = [
+        ("vocab", "width"), ("heads", "width"), ("kv_heads", "width"), ("width", "heads"),
+        ("mlp", "width"), ("latent", "width"), ("width",), ("channels", "one", "kernel"),
+    ]  # fmt: skip
+    assert Cuts.of(Layout(1, 2, 4), sizes).told(arrays) == (
+        "query heads, MLPs, vocabulary 4 ways; every matrix 2 ways, gathered block by block; "
+        "whole on every device: key heads, projections to latents"
+    )
+    assert Cuts.of(Layout(4), sizes).told(arrays) == "nothing: the model is whole on every device"

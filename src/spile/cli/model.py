@@ -137,6 +137,7 @@ def compile_text(found: Sequence["Compiled"]) -> str:
         f"a step of {best.tokens:,} tokens in contexts of {best.seq_len:,}, "
         f"{best.compute_dtype}, stored as {best.store_dtype}; of each device:",
         f"  weights       {size(best.weights)}; {best.kept}",
+        *([f"  cut           {best.cut}"] if best.devices > 1 else []),
         f"  taps          {size(best.taps)}",
         f"  temporaries   {made}{chip}",
         f"  fits          {verdict}{room}",

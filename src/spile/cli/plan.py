@@ -16,7 +16,7 @@ from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
 from spile.core.humanize import lasting, size
 from spile.core.options import listed
-from spile.models.config.kernel_choice import KERNELS, KernelChoice, attention_kernel
+from spile.models.config.kernel_choice import KernelChoice, attention_kernels, told_kernels
 
 if TYPE_CHECKING:
     from spile.compile.step import Compiled
@@ -120,9 +120,9 @@ def plan(arguments: argparse.Namespace) -> int:
         chip=chip_of(kind),
         price=price,
     )
-    kernel = _kernel(job, runtime, platform, here=target is None)
+    kernels = _kernels(job, runtime, platform, here=target is None)
     if not arguments.json:
-        _print_rows([*counted_rows(job.recipe.to_json(), cost), attention_row(kernel)])
+        _print_rows([*counted_rows(job.recipe.to_json(), cost), attention_row(kernels)])
     pace = measure_throughput(job, runtime, platform, cuts, chip_of(kind))
     if not arguments.json:
         _print_rows(pace.rows())
@@ -134,7 +134,9 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         told = {**dataclasses.asdict(cost), "total_bytes": cost.total_bytes}
         told |= {**dataclasses.asdict(pace), "cores_needed": pace.cores_needed}
-        told |= {"attention": kernel.name, "attention_passed_over": dict(kernel.passed_over)}
+        names = dict.fromkeys(choice.name for choice in kernels.values())
+        against = {n: why for choice in kernels.values() for n, why in choice.passed_over.items()}
+        told |= {"attention": ", ".join(names) or None, "attention_passed_over": against}
         print(json.dumps({**told, "time": dataclasses.asdict(time)}))
     else:
         _print_rows(_timed(time))
@@ -178,15 +180,17 @@ def _memory(platform: str) -> int | None:
     return memory_limit(prepared_device())
 
 
-def _kernel(job: "ExtractionJob", runtime: Runtime, platform: str, *, here: bool) -> KernelChoice:
-    """The attention kernel of a run. Other machines are taken to have all kernels."""
+def _kernels(
+    job: "ExtractionJob", runtime: Runtime, platform: str, *, here: bool
+) -> dict[int, KernelChoice]:
+    """The attention kernels of a run. Other machines are taken to have all kernels."""
     missing: Mapping[str, str] = {}
     if here and platform == "gpu":
         from spile.models.forward.kernels import missing_kernels
 
         missing = missing_kernels()
     recipe, arch = job.recipe, job.checkpoint.arch
-    return attention_kernel(
+    return attention_kernels(
         *(platform, arch, recipe.compute_dtype, recipe.seq_len),
         missing=missing,
         wanted=runtime.attention,
@@ -302,9 +306,8 @@ def counted_rows(recipe: Mapping[str, Any], cost: "Estimate") -> list[tuple[str,
     ]
 
 
-def attention_row(kernel: KernelChoice) -> tuple[str, str]:
-    why = f" ({kernel.why})" if kernel.why else ""
-    return "attention", KERNELS[kernel.name] + why
+def attention_row(kernels: Mapping[int, KernelChoice]) -> tuple[str, str]:
+    return "attention", told_kernels(kernels)
 
 
 def _kept(recipe: Mapping[str, Any], cost: "Estimate") -> str:

@@ -62,6 +62,7 @@ class Compiled:
     devices: int
     hosts: int
     mesh: str
+    cut: str  # what of the model, and what is whole on every device
     seq_len: int
     tokens: int  # read by all devices in a step
     compute_dtype: str
@@ -280,6 +281,7 @@ def compile_step(question: Question, layout: Layout) -> Compiled:
         devices=len(target.devices),
         hosts=target.hosts,
         mesh=str(layout),
+        cut=work.cuts.told(array_axes(work.arch).values()),
         seq_len=work.seq_len,
         tokens=work.tokens,
         compute_dtype=work.compute_dtype,

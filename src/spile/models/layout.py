@@ -8,7 +8,7 @@ a forward pass alone gains nothing from one, and would lose time to its bubbles.
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spile.core.errors import ConfigError
@@ -32,6 +32,20 @@ _RULES = {
     "mlp": "model",
     "vocab": "model",
     "width": "fsdp",
+}
+# Logical axes as messages name them.
+_TOLD = {
+    "heads": "query heads",
+    "kv_heads": "key heads",
+    "delta_heads": "heads of the delta rule",
+    "ssm_heads": "heads of state spaces",
+    "ssm_groups": "keys and queries of state spaces",
+    "channels": "channels of convolutions",
+    "mlp": "MLPs",
+    "vocab": "vocabulary",
+    "latent": "projections to latents",
+    "layer_embed": "embeddings of blocks",
+    "routes": "routers",
 }
 # Of these, at least one is cut if the model is.
 _MODEL = {"heads", "delta_heads", "ssm_heads", "channels", "mlp", "experts"}
@@ -112,6 +126,27 @@ class Cuts:
             whole = along == "fsdp" and (gathered or len(axes) < 2 or "vocab" in axes)
             found.append(None if whole or along in found else along)
         return tuple(found)
+
+    def told(self, arrays: Iterable[Sequence[str]]) -> str:
+        """What is cut, and what is whole, of a model whose arrays have these axes."""
+        parts: list[str] = []
+        model = [axis for axis, along in self.cut.items() if along == "model"]
+        if model:
+            parts.append(f"{_listed(model)} {self.layout.model} ways")
+        if "width" in self.cut:
+            parts.append(f"every matrix {self.layout.fsdp} ways, gathered block by block")
+        if model:
+            matrices = [axes for axes in arrays if len(axes) > 1 and "one" not in axes]
+            cut = [axes for axes in matrices if "model" in self.along(axes)]
+            # By the axis that tells what they are: a matrix's other one is the stream.
+            kinds = dict.fromkeys(
+                next((axis for axis in axes if axis in _TOLD), "")
+                for axes in matrices
+                if axes not in cut
+            )
+            if whole := [axis for axis in kinds if axis]:
+                parts.append(f"whole on every device: {_listed(whole)}")
+        return "; ".join(parts) or "nothing: the model is whole on every device"
 
     def share(self, axes: Sequence[str]) -> int:
         """The number of parts that an array with these axes is cut into."""
@@ -218,6 +253,10 @@ def fitting_layout(
     tried += [Layout(devices // n, 1, n) for n in across]
     chosen = next((layout for layout in tried if fits(layout)), None)
     return (chosen, True) if chosen else (tried[-1], False)
+
+
+def _listed(axes: Sequence[str]) -> str:
+    return ", ".join(_TOLD.get(axis, axis) for axis in axes)
 
 
 def _divisors(size: int, up_to: int) -> str:

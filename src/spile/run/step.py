@@ -33,7 +33,7 @@ from spile.models.config.arch import Arch
 from spile.models.files.sae import Arrays, SparseEncoder
 from spile.models.forward.attention import Attention
 from spile.models.forward.decoder import forward
-from spile.models.forward.kernels import chosen_kernel, for_platform
+from spile.models.forward.kernels import chosen_kernels, for_platform
 from spile.models.forward.sharding import PINNED, P, Shards, local_runs, put
 from spile.models.forward.sparse_latents import top_latents
 from spile.models.forward.weights import LayerSchedule, Params
@@ -239,14 +239,15 @@ class StepSettings:
 
     def contexts(self, batch: Batch) -> int:
         """The number of contexts to compile for; 0 if the kernel takes any number."""
-        choice = chosen_kernel(
+        choices = chosen_kernels(
             self.platform,
             self.arch,
             self.computed,
             batch.tokens.shape[1],
             self.attention,
         )
-        return batch.contexts if choice.name == "cudnn" else 0
+        counted = any(choice.name == "cudnn" for choice in choices.values())
+        return batch.contexts if counted else 0
 
 
 class Step:

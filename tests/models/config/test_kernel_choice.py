@@ -8,9 +8,15 @@ import pytest
 import tiny
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
-from spile.models.config.arch import Latent
+from spile.models.config.arch import STATE_SPACE, Latent, Layer
 from spile.models.config.hf_config import read_config
-from spile.models.config.kernel_choice import BLOCKED, CHOICES, KERNELS, attention_kernel
+from spile.models.config.kernel_choice import (
+    BLOCKED,
+    CHOICES,
+    KERNELS,
+    KernelChoice,
+    attention_kernels,
+)
 
 _, ARCH = read_config(tiny.CONFIG, "test")
 NO_TOKAMAX = {"mosaic": "tokamax cannot be imported", "triton": "tokamax cannot be imported"}
@@ -60,19 +66,45 @@ def test_the_best_kernel_that_serves_is_taken_and_the_others_are_explained(
     why: str,
 ) -> None:
     arch = replace(ARCH, **changes)
-    found = attention_kernel(platform, arch, dtype, seq_len, missing=missing)
+    found = only_kernel(platform, arch, dtype, seq_len, missing=missing)
     assert found.name == name and found.fused == (name != BLOCKED)
     assert why in found.why and bool(why) == bool(found.why)
 
 
+def only_kernel(*where: Any, **given: Any) -> KernelChoice:
+    [choice] = attention_kernels(*where, **given).values()
+    return choice
+
+
+# Gemma 4's heads: 256 in sliding layers, 512 in full ones.
+TWO_WIDTHS = replace(ARCH, head_dim=256, layers=(Layer(window=64), Layer(head_dim=512)))
+
+
+def test_heads_of_each_width_have_their_own_kernel() -> None:
+    found = attention_kernels("gpu", TWO_WIDTHS, "bfloat16", 100)
+    assert {width: choice.name for width, choice in found.items()} == {256: "mosaic", 512: BLOCKED}
+    assert not found[256].why and "heads of up to 256 in steps of 8, not 512" in found[512].why
+    on_tpu = attention_kernels("tpu", TWO_WIDTHS, "bfloat16", 128)
+    assert [choice.name for choice in on_tpu.values()] == ["splash", "splash"]
+    with pytest.raises(ConfigError, match="--attention mosaic: takes heads of up to 256"):
+        attention_kernels("gpu", TWO_WIDTHS, "bfloat16", 100, wanted="mosaic")
+
+
+def test_layers_that_do_not_attend_have_no_part_in_the_choice() -> None:
+    spaces = Layer(mixer=STATE_SPACE, head_dim=512)
+    assert attention_kernels("gpu", replace(ARCH, layers=(spaces,)), "bfloat16", 100) == {}
+    hybrid = replace(ARCH, layers=(spaces, Layer()))
+    assert only_kernel("gpu", hybrid, "bfloat16", 100).name == "mosaic"
+
+
 def test_a_kernel_that_is_asked_for_is_used_or_refused() -> None:
     for wanted in ("cudnn", "triton", BLOCKED):
-        assert attention_kernel("gpu", ARCH, "bfloat16", 100, wanted=wanted).name == wanted
+        assert only_kernel("gpu", ARCH, "bfloat16", 100, wanted=wanted).name == wanted
     with pytest.raises(ConfigError, match="--attention splash: there is none for gpu"):
-        attention_kernel("gpu", ARCH, "bfloat16", 100, wanted="splash")
+        only_kernel("gpu", ARCH, "bfloat16", 100, wanted="splash")
     capped = replace(ARCH, attn_softcap=5.0)
     with pytest.raises(ConfigError, match="--attention cudnn: has no soft cap; choose another"):
-        attention_kernel("gpu", capped, "bfloat16", 100, wanted="cudnn")
+        only_kernel("gpu", capped, "bfloat16", 100, wanted="cudnn")
 
 
 def test_the_flag_knows_every_kernel() -> None:

@@ -19,7 +19,7 @@ from spile.models.config.arch import Latent, Layer
 from spile.models.config.hf_config import read_config
 from spile.models.forward import kernels
 from spile.models.forward.attention import Attention, Scoring, blocked, masked
-from spile.models.forward.kernels import cudnn, flash, for_platform, splash, widened
+from spile.models.forward.kernels import by_width, cudnn, flash, for_platform, splash, widened
 
 ON_GPU = jax.default_backend() == "gpu"
 SEQ, HEADS, KV_HEADS = 256, 4, 2
@@ -172,6 +172,28 @@ def test_each_kernel_of_a_gpu_takes_narrower_values_filled_up(kernel: str) -> No
     assert found <= 2 * floor
 
 
+@pytest.mark.skipif(ON_GPU, reason="interpreted on CPUs, compiled on TPUs")
+def test_each_width_of_heads_goes_to_its_own_kernel() -> None:
+    chosen = {64: partial(splash, interpret=True), 40: blocked}
+    for width in chosen:
+        assert worst(partial(by_width, kernels=chosen), SCORINGS["window"], width) < 2e-6
+    with pytest.raises(KeyError):
+        worst(partial(by_width, kernels=chosen), SCORINGS["window"], 128)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("width", [256, 512])
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_heads_of_two_widths_are_the_definition_on_a_gpu(name: str, width: int) -> None:
+    """As in Gemma 4: the narrow ones by a fused kernel, the wide ones in blocks."""
+    arch = arch_with(head_dim=256)
+    arch = replace(arch, layers=(Layer(window=37), Layer(head_dim=512)))
+    with jax.numpy_rank_promotion("allow"):  # in tokamax
+        attention = for_platform("gpu", arch, "bfloat16", **GIVEN)
+        error = worst(attention, SCORINGS[name], width, jnp.bfloat16)
+    assert error <= 2 * worst(masked, SCORINGS[name], width, jnp.bfloat16)
+
+
 def arch_with(**changes: Any) -> Any:
     _, arch = read_config({**tiny.CONFIG, "head_dim": 128, **changes}, "test")
     return arch
@@ -236,6 +258,18 @@ def test_a_gpu_has_the_kernel_of_its_generation(
     found = for_platform("gpu", arch_with(), "bfloat16", **GIVEN)
     assert isinstance(found, partial) and found.func is flash
     assert found.keywords == {"kernel": kernel}
+
+
+def test_heads_too_wide_for_a_kernel_do_not_keep_others_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_a_gpu(monkeypatch, "9.0")
+    arch = replace(arch_with(head_dim=256), layers=(Layer(window=64), Layer(head_dim=512)))
+    found = cast("partial[Any]", for_platform("gpu", arch, "bfloat16", **GIVEN))
+    narrow, wide = (found.keywords["kernels"][width] for width in (256, 512))
+    assert found.func is by_width and wide is blocked
+    assert (narrow.func, narrow.keywords) == (flash, {"kernel": "mosaic"})
+    assert for_platform("tpu", arch, "bfloat16", **GIVEN) is splash
 
 
 def test_a_card_without_the_extra_says_once_what_it_misses_and_how_to_get_it(

@@ -1,9 +1,10 @@
-"""Which attention kernel serves which model on which device, and why. No jax.
+"""Which attention kernels serve which model on which device, and why. No jax.
 
-`attention_kernel` goes through the kernels of a platform, best first by what was measured (docs/
-benchmarks.md), and takes the first that serves the model and that the machine has. Where none does,
-attention runs in blocks (`attention.blocked`): slower, but its work is in proportion to the
-documents' lengths and its memory to the tokens.
+`attention_kernels` goes through the kernels of a platform, best first by what was measured (docs/
+benchmarks.md), and takes the first that serves a model's heads and that the machine has. Where none
+does, attention runs in blocks (`attention.blocked`): slower, but its work is in proportion to the
+documents' lengths and its memory to the tokens. Where layers have heads of several widths, each
+width has its own kernel.
 """
 
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ class KernelChoice:
         return "; ".join(f"{name}: {reason}" for name, reason in self.passed_over.items())
 
 
-def attention_kernel(
+def attention_kernels(
     platform: str,
     arch: Arch,
     dtype: str,
@@ -52,8 +53,8 @@ def attention_kernel(
     *,
     missing: Mapping[str, str] | None = None,
     wanted: str = "auto",
-) -> KernelChoice:
-    """Choose the attention kernel of a model.
+) -> dict[int, KernelChoice]:
+    """Choose the attention kernels of a model, by the width of heads; none if no layer attends.
 
     Args:
         missing: kernels that this machine does not have, and why; the others are taken to be there.
@@ -62,11 +63,36 @@ def attention_kernel(
     Raises:
         ConfigError: if the wanted kernel cannot serve the model here.
     """
+    kinds = (arch.of(layer) for layer in dict.fromkeys(arch.layers) if layer.attends)
+    by_width = {own.head_dim: own for own in kinds}
+    return {
+        width: _chosen(platform, own, dtype, seq_len, missing or {}, wanted)
+        for width, own in sorted(by_width.items())
+    }
+
+
+def told_kernels(choices: Mapping[int, KernelChoice]) -> str:
+    """The kernels of a model, each with the reason why no better one is used."""
+    if not choices:
+        return "none: no layer of the model attends"
+    widths: dict[tuple[str, str], list[int]] = {}
+    for width, choice in choices.items():
+        widths.setdefault((choice.name, choice.why), []).append(width)
+    parts: list[str] = []
+    for (name, why), own in widths.items():
+        heads = f"heads of {' and '.join(map(str, own))}: " if len(widths) > 1 else ""
+        parts.append(heads + KERNELS[name] + (f" ({why})" if why else ""))
+    return "; ".join(parts)
+
+
+def _chosen(
+    platform: str, arch: Arch, dtype: str, seq_len: int, missing: Mapping[str, str], wanted: str
+) -> KernelChoice:
     passed_over: dict[str, str] = {}
     for name in _BY_PLATFORM.get(platform, ()):
         if wanted not in ("auto", name):
             continue
-        reason = (missing or {}).get(name) or _unfit(name, arch, dtype, seq_len)
+        reason = missing.get(name) or _unfit(name, arch, dtype, seq_len)
         if reason is None:
             return KernelChoice(name, passed_over)
         passed_over[name] = reason
@@ -77,12 +103,7 @@ def attention_kernel(
 
 
 def _unfit(kernel: str, arch: Arch, dtype: str, seq_len: int) -> str | None:
-    """Why a kernel cannot serve a model, all of its blocks."""
-    kinds = map(arch.of, dict.fromkeys(arch.layers))
-    return next(filter(None, (_unfit_kind(kernel, own, dtype, seq_len) for own in kinds)), None)
-
-
-def _unfit_kind(kernel: str, arch: Arch, dtype: str, seq_len: int) -> str | None:
+    """Why a kernel cannot serve the heads of a model."""
     if dtype == "float32":
         return "multiplies in 16 bits, float32 was asked for"
     if arch.value_dim > arch.head_dim:

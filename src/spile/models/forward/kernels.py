@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from spile.models.config.arch import Arch
-from spile.models.config.kernel_choice import KERNELS, KernelChoice, attention_kernel
+from spile.models.config.kernel_choice import KernelChoice, attention_kernels, told_kernels
 from spile.models.forward.attention import (
     Attend,
     Attention,
@@ -62,19 +62,43 @@ def for_platform(
         contexts: the most contexts in a row, for kernels that need a fixed number.
         wanted: the kernel to use (`kernel_choice.CHOICES`).
     """
-    choice = chosen_kernel(platform, arch, dtype, seq_len, wanted)
-    _tell(platform, choice)
-    match choice.name:
-        case "splash":
-            kernel = splash
-        case "cudnn":
-            cuts = max(seq_len // (layer.chunk or seq_len + 1) for layer in arch.layers)
-            kernel = partial(cudnn, contexts=contexts + cuts)
-        case "mosaic" | "triton":
-            kernel = partial(flash, kernel=choice.name)
-        case _:
-            return blocked
-    return kernel if arch.value_dim == arch.head_dim else partial(widened, kernel=kernel)
+    choices = chosen_kernels(platform, arch, dtype, seq_len, wanted)
+    _tell(platform, choices)
+    values = {arch.of(layer).head_dim: arch.of(layer).value_dim for layer in arch.layers}
+    cuts = max(seq_len // (layer.chunk or seq_len + 1) for layer in arch.layers)
+    made: dict[int, Attention] = {}
+    for width, choice in choices.items():
+        match choice.name:
+            case "splash":
+                kernel = splash
+            case "cudnn":
+                kernel = partial(cudnn, contexts=contexts + cuts)
+            case "mosaic" | "triton":
+                kernel = partial(flash, kernel=choice.name)
+            case _:
+                made[width] = blocked
+                continue
+        made[width] = kernel if values[width] == width else partial(widened, kernel=kernel)
+    if len({choice.name for choice in choices.values()}) > 1:
+        return partial(by_width, kernels=made)
+    return next(iter(made.values()), blocked)
+
+
+def by_width(segments: Places, positions: Places, *, kernels: Mapping[int, Attention]) -> Attend:
+    """A kernel for each width of heads, where the layers of a model have several."""
+    every = {width: kernel(segments, positions) for width, kernel in kernels.items()}
+
+    def attend(
+        q: Queries,
+        k: Keys,
+        v: Values,
+        scoring: Scoring,
+        sinks: Sinks = None,
+        slopes: Slopes = None,
+    ) -> Mixed:
+        return every[q.shape[-1]](q, k, v, scoring, sinks, slopes)
+
+    return attend
 
 
 def widened(segments: Places, positions: Places, *, kernel: Attention) -> Attend:
@@ -96,12 +120,12 @@ def widened(segments: Places, positions: Places, *, kernel: Attention) -> Attend
     return attend
 
 
-def chosen_kernel(
+def chosen_kernels(
     platform: str, arch: Arch, dtype: str, seq_len: int, wanted: str = "auto"
-) -> KernelChoice:
-    """The kernel that `for_platform` takes."""
+) -> dict[int, KernelChoice]:
+    """The kernels that `for_platform` takes, by the width of heads."""
     missing = missing_kernels() if platform == "gpu" else {}
-    return attention_kernel(platform, arch, dtype, seq_len, missing=missing, wanted=wanted)
+    return attention_kernels(platform, arch, dtype, seq_len, missing=missing, wanted=wanted)
 
 
 @cache
@@ -127,9 +151,9 @@ def _say_once(line: str) -> None:
     _log.info("%s", line)
 
 
-def _tell(platform: str, choice: KernelChoice) -> None:
-    if platform != "cpu" and choice.passed_over:
-        _say_once(f"attention by {KERNELS[choice.name]}; {choice.why}")
+def _tell(platform: str, choices: Mapping[int, KernelChoice]) -> None:
+    if platform != "cpu" and any(choice.passed_over for choice in choices.values()):
+        _say_once(f"attention: {told_kernels(choices)}")
 
 
 def _why_not_cudnn() -> str | None:
