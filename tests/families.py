@@ -96,6 +96,14 @@ GEMMA4_EXPERTS: dict[str, Any] = {
     "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 32,
     "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0,
 }  # fmt: skip
+# Every fourth layer, counted from the last, is full and does not rotate; norms after attention and
+# MLP have an epsilon of their own.
+MUSE: dict[str, Any] = {
+    **GEMMA, "num_hidden_layers": 5, "sliding_window": WINDOW, "qk_scale_factor": 1.7,
+    "output_multiplier": 0.4, "final_logit_softcapping": 3.0, "rms_norm_eps": 1e-4,
+    "post_norm_eps": 1e-2,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+}  # fmt: skip
 # The last layer is full, and has other frequencies.
 OLMO3: dict[str, Any] = {
     **SMALL, "num_hidden_layers": 4, "sliding_window": WINDOW,
@@ -619,6 +627,21 @@ def llama4_multimodal(**changes: Any) -> Any:
     return transformers.Llama4ForConditionalGeneration(config)
 
 
+def muse_glimmer(**changes: Any) -> Any:
+    """Muse Glimmer as published: a decoder of its own, beside a vision tower."""
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "patch_size": 4,
+        "num_attention_heads": 2, "pos_emb_height": 2, "pos_emb_width": 2,
+    }  # fmt: skip
+    text = {**MUSE, **changes}
+    text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
+    config = transformers.MuseGlimmerConfig(
+        text_config=deepcopy(text), vision_config=vision, out_hidden_size=64,
+        projector_hidden_size=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.MuseGlimmerForConditionalGeneration(config)
+
+
 def gemma3_multimodal(**changes: Any) -> Any:
     """Gemma 3 as published from 4B up: the same decoder, beside a vision tower."""
     vision = {
@@ -728,7 +751,8 @@ def _distribution(module: Any, name: str, parameter: torch.Tensor) -> tuple[floa
         return -2.0, 2.0  # states of which little, or nearly all, is left after a token
     if kind.endswith("Norm") and name == "weight":
         # Some norms add the one.
-        adds = kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) and kind != "Gemma4RMSNorm"
+        adding = ("Gemma", "Qwen3_5", "Qwen3Next", "MuseGlimmerTextCentered")
+        adds = kind.startswith(adding) and kind != "Gemma4RMSNorm"
         return (0.0 if adds else 1.0), 0.3
     if name == "sinks":
         return 0.0, 1.0

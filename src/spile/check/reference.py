@@ -617,7 +617,10 @@ def _projections(attention: Any, heads: int, head_dim: int) -> dict[str, tuple[A
         keys = getattr(attention, "k_proj", None)  # None: those of an earlier layer
         values = getattr(attention, "v_proj", None) or keys
         found = {"q": queries, "k": keys, "v": values}
-        return {site: (part, _split(head_dim)) for site, part in found.items() if part is not None}
+        taken = {site: (part, _split(head_dim)) for site, part in found.items() if part is not None}
+        if (gate := getattr(attention, "gate_proj", None)) is not None:
+            taken["attn_gate"] = gate, lambda x: _split(head_dim)(x).sigmoid()
+        return taken
     if (fused := getattr(attention, "query_key_value", None)) is not None:
         keys = getattr(attention, "num_kv_heads", heads)  # for each, its queries, itself, its value
 

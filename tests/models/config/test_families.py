@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import re
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 import families
 import spile.models.config.families
 from spile.models.config.arch import Arch, Experts
-from spile.models.config.families import FAMILIES
+from spile.models.config.families import FAMILIES, REFUSED
 from spile.models.config.family import Family
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import block_specs, outer_specs
@@ -93,6 +94,7 @@ def test_every_family_has_a_published_config_and_a_variant_that_is_computed() ->
         "gemma4-multimodal",
         "mistral3",
         "mistral3-ministral3",
+        "muse_glimmer",
         "gemma4-experts-multimodal",
         "llama4-multimodal",
         "qwen3_5-multimodal",
@@ -132,7 +134,7 @@ def test_a_row_speaks_of_fields_and_keys_that_exist_and_of_each_key_once(family:
     assert not read & set(family.harmless), "read or required, not both"
     assert not set(family.ignored) & set(family.harmless)
     assert family.windows in (
-        "never", "always", "upper", "lower", "pattern", "listed", "unrotated"
+        "never", "always", "upper", "lower", "pattern", "listed", "unrotated", "but_fourth"
     )  # fmt: skip
     if family.windows != "never":
         assert "sliding_window" in family.reads
@@ -199,3 +201,12 @@ def test_the_table_is_data() -> None:
     tree = ast.parse((MODELS / "config/family.py").read_text())
     [family] = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     assert all(isinstance(node, ast.AnnAssign | ast.Expr) for node in family.body), family.name
+
+
+def test_the_page_of_models_names_every_class_that_is_read_or_refused() -> None:
+    page = (MODELS.parents[2] / "docs/models.md").read_text()
+    read, refused = page.split("Refused by name, with the reason:")
+    refused = refused.partition("\n\n## ")[0].partition("\nTests compare")[0]
+    every = {name for family in FAMILIES for name in family.architectures}
+    assert set(re.findall(r"`(\w+(?:ForCausalLM|Generation|LMHeadModel))`", read)) == every
+    assert set(re.findall(r"`(\w+For\w+)`", refused)) == set(REFUSED)

@@ -50,6 +50,7 @@ PARAMS = {
     "Mistral-Nemo-Base-2407": 12_247_782_400,
     "Mixtral-8x22B-v0.1": 140_620_634_112,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Muse-Glimmer-30B": 27_854_780_928,
     "OLMo-2-0425-1B": 1_484_916_736,
     "Olmo-Hybrid-7B": 7_430_870_688,
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
@@ -158,6 +159,7 @@ OF_FAMILY = {
     "mistral": "Mistral-7B-v0.1",
     "mistral3": "Mistral-Small-3.1-24B-Base-2503",
     "mistral3-ministral3": "Ministral-3-8B-Base-2512",
+    "muse_glimmer": "Muse-Glimmer-30B",
     "qwen2": "Qwen2.5-7B-Instruct-yarn",
     "qwen3": "Qwen3-8B",
     "gemma": "gemma-2b",
@@ -261,9 +263,22 @@ def theirs(values: Mapping[str, Any]) -> Any:
 def built(config: Any) -> Any:
     """The model, without memory for its tensors."""
     with torch.device("meta"), no_init_weights():
+        if config.model_type == "muse_glimmer_text":
+            return _without_tower(config)
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
     model.tie_weights()
     return model
+
+
+def _without_tower(config: Any) -> Any:
+    """The decoder of a model that there is only with a vision tower, and its head."""
+    both = transformers.MuseGlimmerConfig(vision_config={"num_hidden_layers": 1})
+    both.text_config = copy.deepcopy(config)
+    whole = transformers.MuseGlimmerForConditionalGeneration(both)
+    alone: Any = torch.nn.Module()
+    alone.model, alone.lm_head = whole.model.language_model, whole.lm_head
+    alone.get_decoder = lambda: alone.model
+    return alone
 
 
 def first(of: Any, *names: str) -> Any:
@@ -296,6 +311,11 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
         for name, module in base.named_modules()
         if type(module).__name__.endswith("Norm") and not name.endswith("_a_layernorm")
     ]
+    after = getattr(config, "post_norm_eps", None)
+    if after is not None:  # those after attention and MLP have one of their own
+        both = (block.post_attention_layernorm, block.post_feedforward_layernorm)
+        assert {norm.eps for norm in both} == {after}
+        norms = [norm for norm in norms if norm.eps != after]
     # (OLMo's and OPT's have no such setting)
     (eps,) = {getattr(m, "variance_epsilon", getattr(m, "eps", 1e-5)) for m in norms}
     inner = getattr(mlp, "experts", mlp)
@@ -330,7 +350,16 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
             getattr(base, "embedding_multiplier", 1.0),
         ),
         "residual_scale": getattr(block, "residual_multiplier", 1.0),
-        "logit_scale": (getattr(config, "logit_scale", None) or 1.0)
+        "post_eps": after,
+        "query_scale": getattr(attention, "qk_scale_factor", 1.0),
+        "logit_scale": next(
+            (
+                getattr(config, n)
+                for n in ("logit_scale", "output_multiplier")
+                if getattr(config, n, 0)
+            ),
+            1.0,
+        )
         / (getattr(config, "logits_scaling", None) or 1.0),
         "qkv_limit": getattr(config, "clip_qkv", None),
         "shared_norm": getattr(block, "post_attention_layernorm", None) is None
@@ -389,7 +418,10 @@ def facts_of_theirs(config: Any) -> dict[str, Any]:
         "latent": _latent_of_theirs(attention) if hasattr(attention, "kv_b_proj") else None,
         "attn_gate": hasattr(attention, "q_proj")
         and not hasattr(attention, "kv_b_proj")
-        and attention.q_proj.out_features == 2 * heads * attention.head_dim,
+        and (
+            attention.q_proj.out_features == 2 * heads * attention.head_dim
+            or hasattr(attention, "gate_proj")
+        ),
     }
 
 
@@ -515,7 +547,8 @@ def _rotary_of_theirs(rotary: Any, config: Any, attention: Any) -> list[Rotary |
         for stem in set(stems)
     }
     found = [by_stem[stem] for stem in stems] * (config.num_hidden_layers // len(stems))
-    rotated = getattr(config, "no_rope_layers", None) or [1] * len(found)
+    listed = ("no_rope_layers", "layer_rope_theta")
+    rotated = next((v for n in listed if (v := getattr(config, n, None))), [1] * len(found))
     if config.model_type in ("cohere2", "exaone4") and config.sliding_window is not None:
         rotated = [kind == "sliding_attention" for kind in config.layer_types]
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
@@ -541,6 +574,8 @@ def facts_of_ours(arch: Arch) -> dict[str, Any]:
         "tied": arch.tied_head,
         "embed_scale": arch.embed_scale,
         "residual_scale": arch.residual_scale,
+        "post_eps": arch.post_norm_eps,
+        "query_scale": arch.query_scale,
         "logit_scale": arch.logit_scale,
         "qkv_limit": arch.qkv_limit,
         "shared_norm": arch.shared_norm,

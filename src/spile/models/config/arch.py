@@ -167,6 +167,7 @@ class Arch:
     rope_positions: int  # the longest context, as rotary scaling counts it
     tied_head: bool
     embed_scale: float = 1.0
+    embed_bare_norm: bool = False  # embeddings are normalised as they are read, without weights
     embed_norm: bool = False  # embeddings are normalised before the first block
     layer_embed: int = 0  # width of one more embedding of the token, for each block; 0: none
     position_offset: int = 0  # learned positions count from here
@@ -177,7 +178,9 @@ class Arch:
     logit_scale: float = 1.0
 
     norm: str = "rms"  # how norms are computed: see `ops.NORMS`
+    last_norm: str | None = None  # the same of the last one, if it is another
     norm_eps: float
+    post_norm_eps: float | None = None  # of norms after attention and MLP, if it is another
     pre_norm: bool = True  # before attention and MLP
     post_norm: bool = False  # after them, before their output is added to the stream
     parallel: bool = False  # attention and MLP both read the stream that enters the block
@@ -191,6 +194,7 @@ class Arch:
     attn_in_scale: float = 1.0  # of what queries, keys and values are projected from
     attn_out_scale: float = 1.0  # of what attention adds to the stream
     key_scale: float = 1.0
+    query_scale: float = 1.0  # after their norm
     attn_softcap: float | None = None
     # (share, step): queries that are not rotated grow by share * log(1 + tokens so far // step)
     attn_growth: tuple[float, int] | None = None

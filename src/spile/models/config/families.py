@@ -29,6 +29,8 @@ REFUSED = {
     "DeepseekV4ForCausalLM": "tokens see compressed keys, some chosen by an indexer",
     "MambaForCausalLM": _BY_CHANNEL,
     "FalconMambaForCausalLM": _BY_CHANNEL,
+    "Lfm2MoeForCausalLM": "its experts' weights are divided by a little more than their sum, which "
+    "is not computed here",
     "Zamba2ForCausalLM": "its blocks share their weights, and read the embeddings once more",
     "KimiLinearForCausalLM": "its linear layers forget by channel, which is not computed here",
     **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), _SEVERAL_STREAMS),

@@ -44,8 +44,8 @@ class Family:
     ignored: tuple[str, ...] = ()  # keys that cannot change an activation
     harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, Any])
     equal: Mapping[str, str] = field(default_factory=dict[str, str])  # key -> one with its value
-    # which layers slide: "never", "always", "upper", "lower" (every other), "pattern", "listed", or
-    # those without rotary positions
+    # which layers slide: "never", "always", "upper", "lower" (every other), "pattern", "listed",
+    # those without rotary positions, or all but every fourth, counted from the last
     windows: str = "never"
     full_unrotated: bool = False  # where some layers slide, the others have no rotary positions
     alibi: bool = False  # scores fall with the distance

@@ -617,6 +617,7 @@ def _layers(config: _Config, ropes: int) -> tuple[Layer, ...]:
         "pattern": lambda i: (i + 1) % pattern != 0,
         "listed": lambda i: listed[i],
         "unrotated": lambda i: window is not None and not rotated[i],
+        "but_fourth": lambda i: (count - 1 - i) % 4 != 0,
     }
     rotated = _rotated(config, count)
     listed = _listed(config, count) if rule == "listed" else []
@@ -783,6 +784,8 @@ def _chunked_layers(config: _Config, count: int) -> tuple[Layer, ...]:
 
 def _rotated(config: _Config, count: int) -> list[bool]:
     """Which layers rotate q and k: all, but in families that leave some out."""
+    if "layer_rope_theta" in config.family.reads:
+        return _rotated_by_theta(config, count)
     if "no_rope_layers" not in config.family.reads:
         return [True] * count
     interval, given = config.number("no_rope_layer_interval"), config.extra("no_rope_layers")
@@ -791,6 +794,20 @@ def _rotated(config: _Config, count: int) -> list[bool]:
     if not _are_kinds(given, (0, 1)) or len(given) < count:
         raise InputError(f"{config.where}: no_rope_layers must say 0 or 1 for each layer")
     return [bool(each) for each in given[:count]]
+
+
+def _rotated_by_theta(config: _Config, count: int) -> list[bool]:
+    """The same from a base for each layer, of which zero means none; others have one base."""
+    given = config.get("layer_rope_theta")
+    if given is None:
+        return [(count - 1 - i) % 4 != 0 for i in range(count)]
+    bases = cast("list[Any]", given) if isinstance(given, list) else []
+    if len(bases) != count or len({base for base in bases if base}) > 1:
+        raise InputError(
+            f"{config.where}: layer_rope_theta must be zero, or one and the same number, for each "
+            "layer"
+        )
+    return [bool(base) for base in bases]
 
 
 def _refuse_unknown(config: _Config) -> None:

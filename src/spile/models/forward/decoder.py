@@ -297,6 +297,8 @@ def _embed(
     found = outer["embed"][run.tokens] if embedded is None else embedded
     found = run.by_rows(found)
     found = scaled(found, arch.embed_scale)
+    if arch.embed_bare_norm:
+        found = norm(found, None, None, arch.norm, arch.norm_eps)
     x = found = in_block(run.changes)("embed", found)
     by_layer = _layer_embeds(outer, found, run) if arch.layer_embed else None
     x = _normed(x, "embed_norm", block=outer, arch=arch)
@@ -560,7 +562,11 @@ def _normed(
     if name not in block and not bare:
         return x
     weight, bias = block.get(name), block.get(f"{name}_bias")
-    return norm(x, weight, bias, arch.norm, arch.norm_eps, rotated=rotated)
+    kind = arch.last_norm if name == "final_norm" and arch.last_norm else arch.norm
+    eps = arch.norm_eps
+    if arch.post_norm_eps is not None and name in ("attn_post_norm", "mlp_post_norm"):
+        eps = arch.post_norm_eps
+    return norm(x, weight, bias, kind, eps, rotated=rotated)
 
 
 def _attend(
@@ -569,7 +575,7 @@ def _attend(
     arch = run.arch
     x = scaled(x, arch.attn_in_scale)
     values = (latent_heads if arch.latent else _heads)(x, block, arch, at)
-    q = _met(values["q"], "q_norm", block, layer, run)
+    q = _met(values["q"], "q_norm", block, layer, run, arch.query_scale)
     if layer.borrows:
         assert lent is not None
         k, v = lent
@@ -609,13 +615,14 @@ def _limited(x: Heads, arch: Arch) -> Heads:
     return x if arch.qkv_limit is None else jnp.clip(x, -arch.qkv_limit, arch.qkv_limit)
 
 
-def _met(x: Heads, name: str, block: Block, layer: Layer, run: _Run) -> Heads:
+def _met(x: Heads, name: str, block: Block, layer: Layer, run: _Run, scale: float = 1.0) -> Heads:
     """Queries or keys as they meet: normalised and rotated, where the model does so."""
     arch, rotated = run.arch, _rotates(layer, run)
     normed = partial(_head_norm, block=block, name=name, arch=arch, rotated=rotated)
     x = _limited(x, arch)
     if not arch.qk_norm_last:
         x = normed(x)
+    x = scaled(x, scale)
     if rotated:
         turn = partial(rotate, interleaved=arch.rope_interleaved)
         if arch.latent:

@@ -393,6 +393,45 @@ LLAMA_LIKE = (
         defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     ),
     Family(
+        name="muse_glimmer",
+        architectures=("MuseGlimmerForConditionalGeneration",),
+        nested="text_config",
+        beside=(
+            "vision_config", "image_token_id", "video_token_id", "out_hidden_size",
+            "projector_hidden_size", "projector_hidden_act",
+        ),
+        fixed={
+            "norm": "rms_plus_one", "last_norm": "rms_float32", "post_norm": True,
+            "qk_norm": "bare", "attn_gate": True, "embed_bare_norm": True,
+        },
+        amounts={
+            "query_scale": "qk_scale_factor", "logit_scale": "output_multiplier",
+            "post_norm_eps": "post_norm_eps",
+        },
+        keys={"hidden_act": "hidden_activation"},
+        reads=("sliding_window", "layer_types", "layer_rope_theta", "final_logit_softcapping"),
+        defaults={
+            "vocab_size": 202_048, "hidden_size": 6656, "intermediate_size": 19968,
+            "num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 2,
+            "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+            "post_norm_eps": 1e-8, "sliding_window": 2048, "final_logit_softcapping": 20.0,
+            "qk_scale_factor": 3.87, "output_multiplier": 0.19611613513818404,
+        },
+        # (Its gate has no bias where others have one.)
+        harmless={"attention_bias": (False,)},
+        windows="but_fourth",
+        weights={
+            **LLAMA_WEIGHTS,
+            **named(LAYER + "self_attn.", wg="gate_proj.weight"),
+            **norms(
+                LAYER, attn_post_norm="post_attention_layernorm",
+                mlp_norm="pre_feedforward_layernorm", mlp_post_norm="post_feedforward_layernorm",
+            ),
+        },
+        prefixes=("model.language_model.",),
+        unused_weights=("model.vision_*",),
+    ),
+    Family(
         name="starcoder2",
         architectures=("Starcoder2ForCausalLM",),
         fixed={"norm": "layer", "gated": False},
