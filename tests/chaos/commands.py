@@ -58,6 +58,7 @@ class Command:
         datasets: folders in it that records commit units to,
         passing: and those that they do so in for a while.
         sources: what it reads, which never changes.
+        keeps_files: whether files of units that were not committed stay, for the next call.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Command:
     datasets: tuple[str, ...] = ()
     passing: tuple[str, ...] = ()
     sources: tuple[Path, ...] = ()
+    keeps_files: bool = False
 
     def started(self, folder: Path, fault: Mapping[str, object]) -> Result:
         """Run it in a process of its own, with that fault."""
@@ -122,6 +124,9 @@ def _commands(model: Path, folder: Path) -> list[Command]:
     work = Work(model, corpus, options)
     units = ((5, 21, 3), (40, 0, 2))
     source = stored.build(folder / "source", units, taps=_TAPS, shard_bytes=400).path
+    more = stored.build(
+        folder / "more", ((7,), (4, 9)), taps=_TAPS, shard_bytes=400, corpus=("34-cd",)
+    ).path
     return [
         Command(
             "extract",
@@ -136,6 +141,22 @@ def _commands(model: Path, folder: Path) -> list[Command]:
             _same_dataset(folder / "compact/new/dest", "new/dest"),
             datasets=("new/dest",),
             sources=(source,),
+        ),
+        Command(
+            "copy",
+            lambda at: ["copy", source, at / "new/dest"],
+            _same_dataset(folder / "copy/new/dest", "new/dest"),
+            datasets=("new/dest",),
+            sources=(source,),
+            keeps_files=True,
+        ),
+        Command(
+            "merge",
+            lambda at: ["merge", source, more, at / "new/dest"],
+            _same_dataset(folder / "merge/new/dest", "new/dest"),
+            datasets=("new/dest",),
+            sources=(source, more),
+            keeps_files=True,
         ),
         Command(
             "shuffle",
@@ -289,7 +310,8 @@ def with_fault(command: Command, folder: Path, fault: str, nth: int, tally: Tall
         witness.check()  # what stood before
         witness.look()
         witness.check()
-    if fault in faults.FAILS and hit != "unlink" and (fault, hit) != ("eio", "link"):
+    removes = fault in faults.FAILS and not command.keeps_files
+    if removes and hit != "unlink" and (fault, hit) != ("eio", "link"):
         _check_nothing_is_left(command, folder)
     if result.code == 0 and hit != "unlink":
         command.finished(folder)

@@ -273,7 +273,8 @@ class _Simulation:
         presence = Presence(ledger.objects, self._fleet.stale_after, ledger.layout)
         presence.name = process.name
         presence.start()
-        table = ledger.table()
+        # The units of a table are columns, which a thousand workers on one machine have to share.
+        table = replace(ledger.table(), units=table_of(self._fleet.units).units)
         if not ledger.complete(table):
             job: Any = SimpleNamespace(units=UnitIds(len(table.units)), table=table)
             budget = Budget(table, ledger, None)

@@ -1,4 +1,4 @@
-"""Verbs for an existing dataset: verify, sign, drop, gc, export, compact, push."""
+"""Verbs for an existing dataset: verify, sign, drop, gc, export, copy, merge, compact, push."""
 
 import argparse
 import dataclasses
@@ -13,8 +13,10 @@ from spile.core.errors import ConfigError, SpileError, printable
 from spile.core.humanize import plural, size
 
 if TYPE_CHECKING:
+    from spile.dataset.maintain.assemble import Assembled
     from spile.dataset.maintain.compact import Compacted
     from spile.dataset.maintain.repair import Repaired
+    from spile.dataset.maintain.replica import Copied
     from spile.dataset.maintain.signature import Signed
     from spile.dataset.maintain.verify import Report
     from spile.interop.export import Exported
@@ -322,6 +324,80 @@ def export_text(made: "Exported") -> str:
         rows = f"{made.left_over:,} row{'s' * (made.left_over > 1)}"
         lines.append(f"left over: the last {rows}, too few for a sequence or a file")
     return "\n".join(lines)
+
+
+def add_copy(verbs: Verbs) -> None:
+    sub = verbs.add(
+        "copy",
+        copy,
+        "copy a dataset, or some of its taps and units; the same command continues",
+        epilog="  SPILE_SOURCE_AWS_…, SPILE_SOURCE_GOOGLE_…: credentials for OUT alone\n"
+        "  SPILE_DEST_AWS_…, SPILE_DEST_GOOGLE_…: credentials for DEST alone",
+    )
+    sub.add_argument("out", metavar="OUT")
+    sub.add_argument("dest", metavar="DEST", help="the directory or URL of the copy")
+    sub.add_argument("--taps", metavar="T", help="some of the dataset's, as for export [all]")
+    sub.add_argument("--units", metavar="U", help="some of the dataset's: 0-99,150 [all]")
+
+
+def copy(arguments: argparse.Namespace) -> int:
+    from spile.dataset.maintain.assemble import copy_part, parse_units
+    from spile.dataset.maintain.replica import replicate
+    from spile.objects import open_objects
+    from spile.run.display import counted
+
+    source = open_objects(arguments.out, prefix="SPILE_SOURCE_")
+    dest = open_objects(arguments.dest, prefix="SPILE_DEST_")
+    with counted("units", quiet=arguments.json) as progress:
+        if arguments.taps is None and arguments.units is None:
+            made = replicate(source, dest, progress=progress)
+            text = copy_text(made)
+        else:
+            units = None if arguments.units is None else parse_units(arguments.units)
+            made = copy_part(source, dest, taps=arguments.taps, units=units, progress=progress)
+            text = assembled_text(made)
+    print(json.dumps(dataclasses.asdict(made)) if arguments.json else text)
+    return 0
+
+
+def copy_text(made: "Copied") -> str:
+    """What was copied, and what was there before."""
+    there = f", {made.units_there:,} of them were there already" if made.units_there else ""
+    lines = [
+        f"{made.dest}: {made.units:,} of {made.units_total:,} units{there}; {made.files:,} files, "
+        f"{size(made.bytes)} copied and compared with their checksums"
+    ]
+    if made.units < made.units_total:
+        lines.append("the same command copies the rest when it is done")
+    return "\n".join(lines)
+
+
+def assembled_text(made: "Assembled") -> str:
+    """What the new dataset holds."""
+    there = f", {made.units_there:,} of them were there already" if made.units_there else ""
+    return (
+        f"{made.dest}: {made.rows:,} rows of {plural(len(made.taps), 'tap')} in "
+        f"{plural(made.units, 'unit')}{there}, {size(made.bytes)}"
+    )
+
+
+def add_merge(verbs: Verbs) -> None:
+    sub = verbs.add("merge", merge, "join datasets of one recipe over different documents")
+    sub.add_argument("out", metavar="OUT", nargs="+", help="two datasets or more, in their order")
+    sub.add_argument("dest", metavar="DEST", help="the directory or URL of the new one")
+
+
+def merge(arguments: argparse.Namespace) -> int:
+    from spile.dataset.maintain.assemble import merge
+    from spile.objects import open_objects
+    from spile.run.display import counted
+
+    sources = [open_objects(out, prefix="SPILE_SOURCE_") for out in arguments.out]
+    dest = open_objects(arguments.dest, prefix="SPILE_DEST_")
+    with counted("units", quiet=arguments.json) as progress:
+        made = merge(sources, dest, progress=progress)
+    print(json.dumps(dataclasses.asdict(made)) if arguments.json else assembled_text(made))
+    return 0
 
 
 def add_compact(verbs: Verbs) -> None:

@@ -25,6 +25,8 @@ _VERBS = (  # in the order of `spile --help`
     model.add_convert,
     model.add_check,
     dataset.add_export,
+    dataset.add_copy,
+    dataset.add_merge,
     dataset.add_compact,
     rows.add_shuffle,
     rows.add_serve_rows,

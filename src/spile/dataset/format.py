@@ -45,6 +45,7 @@ can compute that too, so the contents of a record are checked as well: names mus
 store, numbers must be within what could be stored, and nesting is limited.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -86,6 +87,11 @@ GENERATIONS = "generations/"
 
 SIGNATURES = tuple(f"signature-v{n}.sha256{end}" for n in (1, 2) for end in ("", ".sig"))
 DERIVED = (UNIT_COLUMNS, SEGMENTS, MANIFEST_COLUMNS, TOKENIZER, DIGESTS, GENERATIONS)  # prefixes
+# What a dataset consists of, and a copy carries: these records, and all that lies in these folders.
+# (A pass is a folder that consists of the same.)
+RECORDS = (UNITS, PASS, MODEL, SCALES, MANIFEST, CHECK, PREDICTION, *SIGNATURES)
+FOLDERS = (ATTEMPTS, DONE, *DERIVED, PASSES)
+PASSING = (WORKERS, SCRATCH, DAMAGED)  # folders of what serves a run or a repair, and goes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # as in a recipe's identity
 COMPRESSED = ".zst"
@@ -490,6 +496,15 @@ def encode_record(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> 
     if not data:
         raise ValueError(f"a {kind} record holds what JSON cannot: {record!r}")
     return data
+
+
+def check_record(key: str, data: bytes) -> dict[str, Any]:
+    """Check a record of any kind, and return its body, as `decode_record`."""
+    with contextlib.suppress(JsonError):
+        kind = parse_json_object(data, max_bytes=len(data)).get("kind")
+        if type(kind) is str:
+            return decode_record(key, data, kind)
+    raise CorruptError(key, _NOT_A_RECORD["type"])
 
 
 def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:

@@ -75,6 +75,8 @@ class Table:
     # own documents: the seed, and the sum of all index entries (`maintain/scatter.py`).
     shuffled: Mapping[str, Any] | None = None
     tokenizer: Mapping[str, ColumnFile] = field(default_factory=dict[str, ColumnFile])
+    # For a dataset made of units of others (`maintain/assemble.py`): each of those, and its units.
+    made_of: tuple[Mapping[str, Any], ...] = ()
     version: int = fmt.FORMAT  # of the dataset
     generations: tuple[Generation, ...] = ()
     more_sources: tuple[str, ...] = ()  # of corpus files, beside the recipe's
@@ -155,7 +157,11 @@ class Table:
         }
         if self.more_sources:
             body["sources"] = list(self.sources)
-        return {**body, "shuffled": dict(self.shuffled)} if self.shuffled else body
+        if self.shuffled:
+            body["shuffled"] = dict(self.shuffled)
+        if self.made_of:
+            body["made_of"] = [dict(source) for source in self.made_of]
+        return body
 
     @property
     def row_bytes(self) -> int:
@@ -176,9 +182,12 @@ class Table:
     @property
     def order(self) -> str:
         """The identity of the order of the rows."""
-        if not self.shuffled:
-            return self.fingerprint + "".join(f" +{each.before}" for each in self.generations)
-        return f"{self.fingerprint}, shuffled {self.shuffled['seed']} {self.shuffled['drawn']}"
+        told = [self.fingerprint + "".join(f" +{each.before}" for each in self.generations)]
+        if self.made_of:
+            told.append(f"units {[source['units'] for source in self.made_of]}")
+        if self.shuffled:
+            told.append(f"shuffled {self.shuffled['seed']} {self.shuffled['drawn']}")
+        return ", ".join(told)
 
 
 @dataclass(frozen=True)
@@ -271,6 +280,7 @@ class Ledger:
                 kept=float(body["kept"]),
                 shuffled=body.get("shuffled"),
                 tokenizer=_tokenizer_of(body.get("tokenizer", {})),
+                made_of=tuple(body.get("made_of", ())),
                 version=version,
                 more_sources=tuple(body.get("sources", ())[1:]),
             )
@@ -817,6 +827,13 @@ def _audit_table(table: Table) -> None:
         map(fmt.is_name, (table.fingerprint, *table.taps, *table.tokenizer, *table.sources))
     ):
         raise ValueError("a name is not a text")
+    for source in table.made_of:
+        runs = source["units"]
+        numbers = [number for first, last in runs for number in (first, last)]
+        if not all(map(fmt.is_count, (*numbers, source["first_doc"]))) or not all(
+            map(fmt.is_name, (source["url"], source["fingerprint"]))
+        ):
+            raise ValueError("what it was made of is invalid")
     if table.shuffled is not None:
         told: dict[str, Any] = {**table.shuffled}
         if not fmt.is_count(told["seed"]) or not all(

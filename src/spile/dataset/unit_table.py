@@ -66,6 +66,15 @@ class UnitColumns(Sequence[UnitJson]):
         """Return consecutive units; their ids are counted from 0."""
         return UnitColumns(stop - first, lambda: _part(self.columns, first, stop), self.key)
 
+    def moved(self, docs: int, files: int) -> "UnitColumns":
+        """Return the units of a corpus that follows another of so many documents and files."""
+        columns = dict(self.columns)
+        for name, by in (("first_doc", docs), ("skip", docs), ("span/file", files)):
+            columns[name] = columns[name] + by
+        own = columns["span/doc"]
+        columns["span/doc"] = np.where(own == _NONE, own, own + docs)
+        return UnitColumns(len(self), lambda: columns, self.key)
+
     @cached_property
     def columns(self) -> Columns:
         columns = self._load()

@@ -20,11 +20,13 @@ def is_bucket(url: str) -> bool:
     return url.partition("://")[0] in _BUCKETS
 
 
-def open_objects(url: str, spool: Spool | None = None) -> Objects:
+def open_objects(url: str, spool: Spool | None = None, *, prefix: str = "") -> Objects:
     """Open the store at a path or URL; nothing is created.
 
     Args:
         spool: where objects for a bucket wait for their upload, instead of in memory.
+        prefix: of environment variables that hold a bucket's credentials, if there are any, instead
+            of the usual ones: `SPILE_DEST_` for `SPILE_DEST_AWS_ACCESS_KEY_ID`.
     """
     scheme, separator, rest = url.partition("://")
     if spool and not is_bucket(url):
@@ -40,7 +42,7 @@ def open_objects(url: str, spool: Spool | None = None) -> Objects:
             bucket = importlib.import_module("spile.objects.bucket")
         except ImportError:
             raise ConfigError(f"{url}: buckets need obstore: pip install 'spile[cloud]'") from None
-        return bucket.open_bucket(url, spool)
+        return bucket.open_bucket(url, spool, prefix)
     if scheme in ("http", "https"):
         return importlib.import_module("spile.objects.http").WebObjects(url)
     if scheme == "hf":

@@ -38,14 +38,19 @@ _HOPELESS = (
     exceptions.InvalidPathError,
     exceptions.UnknownConfigurationKeyError,
 )
+_CLOUDS = ("AWS_", "GOOGLE_")  # prefixes of the variables that the client reads
 _STREAMED = 256 << 20
 _LARGE = 65 << 20  # of most shards, with a header; a larger put is given more time
 _ROOM = _LARGE
 _TIMEOUT, _LARGE_TIMEOUT = timedelta(seconds=60), timedelta(seconds=240)  # for one request
 
 
-def open_bucket(url: str, spool: Spool | None = None) -> "BucketObjects":
-    """Open the store under a URL such as `gs://bucket/some/prefix`."""
+def open_bucket(url: str, spool: Spool | None = None, variables: str = "") -> "BucketObjects":
+    """Open the store under a URL such as `gs://bucket/some/prefix`.
+
+    Args:
+        variables: the prefix of environment variables that hold its own credentials.
+    """
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
     if not bucket:
@@ -65,9 +70,37 @@ def open_bucket(url: str, spool: Spool | None = None) -> "BucketObjects":
         return S3Store(bucket, conditional_put="etag", unsigned_payload=unsigned, **settings)
 
     try:
-        return BucketObjects(url, store(_TIMEOUT), spool, store(_LARGE_TIMEOUT))
+        with _credentials(variables):
+            return BucketObjects(url, store(_TIMEOUT), spool, store(_LARGE_TIMEOUT))
     except Exception as error:
         raise ConfigError(f"{url}: {_line(error)}") from None
+
+
+@contextlib.contextmanager
+def _credentials(prefix: str) -> Generator[None, None, None]:
+    """Let the client see the variables under a prefix, and no others of the clouds, if any are set.
+
+    The client reads the environment when it is made. A part of one account's variables (a session
+    token, an endpoint) beside another's would be refused, or lead elsewhere.
+    """
+    own = {
+        name.removeprefix(prefix): value
+        for name, value in os.environ.items()
+        if prefix and name.startswith(tuple(prefix + cloud for cloud in _CLOUDS))
+    }
+    usual = {name: value for name, value in os.environ.items() if name.startswith(_CLOUDS)}
+    if not own:
+        yield
+        return
+    try:
+        for name in usual:
+            del os.environ[name]
+        os.environ.update(own)
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
+        os.environ.update(usual)
 
 
 class BucketObjects:

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -355,15 +355,20 @@ class Budget:
     """
 
     def __init__(self, table: Table, ledger: Ledger, limit: int | None) -> None:
-        self._ledger, self._limit = ledger, limit
-        rows = (table.units.tokens * table.kept).astype(np.int64)
-        self._estimated: list[int] = (rows * table.row_bytes + unit_overheads(table)).tolist()
+        self._table, self._ledger, self._limit = table, ledger, limit
         self._stored: dict[int, int] = {}  # by unit, for done units
         self.spent = False  # whether a unit was refused beside the done units alone
 
     @property
     def limited(self) -> bool:
         return self._limit is not None
+
+    @cached_property
+    def _estimated(self) -> list[int]:
+        """Bytes of each unit; without a limit nobody asks, and the units need not be loaded."""
+        table = self._table
+        rows = (table.units.tokens * table.kept).astype(np.int64)
+        return (rows * table.row_bytes + unit_overheads(table)).tolist()
 
     def allows(self, unit: int, done: Collection[int], in_hand: Collection[int]) -> bool:
         """Whether a unit fits beside the units that are done and in hand.

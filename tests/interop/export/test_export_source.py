@@ -9,25 +9,7 @@ import spile
 import stored
 from spile.core.errors import DataError
 from spile.dataset.format import TapInfo
-from spile.interop.export.export_source import ExportSource, choose_taps
-
-
-@pytest.mark.parametrize(
-    ("text", "taps"),
-    [
-        (None, ["resid_post.0", "resid_post.1", "resid_post.2", "q.1", "expert_ids.1", "logprob"]),
-        ("logprob,resid_post.2", ["resid_post.2", "logprob"]),
-        ("blocks.1.attn.hook_q,hidden_states[1]", ["resid_post.0", "q.1"]),
-        ("resid_post:1-2", ["resid_post.1", "resid_post.2"]),
-        ("resid_post:0+2,q:all", ["resid_post.0", "resid_post.2", "q.1"]),
-        ("resid_post:all/2", ["resid_post.0", "resid_post.2"]),
-        (["q.1", "q.1"], ["q.1"]),
-    ],
-)
-def test_taps_are_chosen_by_any_of_their_names(
-    floats: stored.Stored, text: str | list[str] | None, taps: list[str]
-) -> None:
-    assert list(choose_taps(spile.open(str(floats.path)), text)) == taps
+from spile.interop.export.export_source import ExportSource
 
 
 def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:

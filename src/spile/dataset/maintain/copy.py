@@ -1,32 +1,46 @@
-"""Copying a dataset: functions shared by compaction, shuffling and publishing.
+"""Copying a dataset: functions shared by copies, merges, compaction, shuffling and publishing.
 
 A copy gets its own checksums, so damage in the source would become undetectable. Every file of the
 source is therefore hashed as it is read and compared with its record. A copy is invisible until
 that has passed: the unit table of the new dataset is written last, and before that nothing opens it
 as a dataset, and no `spile extract` continues it.
+
+Files that are copied as they are get keys that follow from the source's, so that a second call
+continues. On a disk such a file is written in `scratch/` and moved to its key when it is durable;
+in a bucket a put is atomic. So a file under its key is whole, whoever was killed, and two copies at
+once do no harm.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import overload
 
 import numpy as np
 import xxhash
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.index import INDEX_DTYPE
+from spile.core.system import system
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.columns import named_by_content
 from spile.dataset.format import Done, Shard, TapInfo
-from spile.dataset.ledger import Ledger, Table
+from spile.dataset.ledger import Ledger, Table, same_unit
 from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
+from spile.dataset.segments import Catalog
 from spile.dataset.write.shard import (
+    ShardWriter,
     contains_exactly,
     index_tensors,
+    specs_of,
     tap_tensors,
 )
 from spile.objects import PROBES, Objects
 
 SHARD_BYTES = 1 << 30
+_ROOM = 1 << 30  # bytes of files on their way to a bucket, which holds each until it is put
 
 COPIED = {fmt.MODEL: "model", fmt.SCALES: "scales", fmt.CHECK: "check"}
 
@@ -34,8 +48,16 @@ COPIED = {fmt.MODEL: "model", fmt.SCALES: "scales", fmt.CHECK: "check"}
 # -- the source ------------------------------------------------------------------------------
 
 
-def read_finished(source: Objects) -> tuple[Table, list[Done]]:
-    """Return the table and every record of a dataset, which must be finished.
+def read_finished(source: Objects) -> tuple[Table, "FinishedRecords"]:
+    """Return the table and the records of a dataset, which must be finished; all are checked."""
+    table, records = open_finished(source)
+    for _ in records:
+        pass
+    return table, records
+
+
+def open_finished(source: Objects) -> tuple[Table, "FinishedRecords"]:
+    """Return the table of a dataset, which must be finished; records are checked when read.
 
     The units of all generations are those of one table: what is made from it is a whole.
     """
@@ -43,32 +65,70 @@ def read_finished(source: Objects) -> tuple[Table, list[Done]]:
     table = ledger.table()
     if table.fingerprint != table.recipe.fingerprint():
         raise CorruptError(fmt.UNITS, "fingerprint does not match its recipe")
-    done = mapped(ledger.read_done, range(len(table.units)), source.parallel)
-    records = [record for record in done if record is not None]
-    if len(records) < len(table.units):
-        raise StoreError(
-            f"{source.url}: {len(records)} of {len(table.units)} units are done; finish with the "
-            "same `spile extract` first"
-        )
-    for record in records:
-        if record.fingerprint != table.fingerprint:
-            raise CorruptError(table.layout.done_key(record.unit), "belongs to another recipe")
-        if record.rows and {shard.tap for shard in record.shards} != set(table.taps):
-            key = table.layout.done_key(record.unit)
-            raise CorruptError(key, "does not hold the recipe's taps")
     manifest = ledger.read_manifest()
-    if manifest is None and not any(record.rows for record in records):
-        raise StoreError(f"{source.url}: holds no rows; there is nothing to copy")
-    if manifest is None:  # the last unit was committed just now
-        raise StoreError(
+    if manifest is None:
+        done = len(ledger.done_units().intersection(range(len(table.units))))
+        if done < len(table.units):
+            raise StoreError(
+                f"{source.url}: {done} of {len(table.units)} units are done; finish with the same "
+                "`spile extract` first"
+            )
+        if not ledger.holds_rows():
+            raise StoreError(f"{source.url}: holds no rows; there is nothing to copy")
+        raise StoreError(  # the last unit was committed just now
             f"{source.url}: every unit is done, but there is no {table.layout.manifest_key} yet; "
             "finish with the same `spile extract` first"
         )
-    if not ledger.follows(table, manifest, records):
-        raise CorruptError(
-            table.layout.manifest_key, "does not follow from the done records; see `spile verify`"
-        )
-    return table.flattened(), records
+    if not ledger.manifest_follows(table):
+        raise _unfounded_error(table)
+    return table.flattened(), FinishedRecords(ledger, table, ledger.catalog(table, manifest))
+
+
+class FinishedRecords(Sequence[Done]):
+    """The done records of a finished dataset, each read when it is asked for, and checked."""
+
+    def __init__(self, ledger: Ledger, table: Table, catalog: Catalog) -> None:
+        self._ledger, self._table = ledger, table
+        self.catalog = catalog  # the same units from the manifest: without `made_by`, and cheaper
+
+    def __len__(self) -> int:
+        return len(self._table.units)
+
+    @overload
+    def __getitem__(self, at: int) -> Done: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Done]: ...
+    def __getitem__(self, at: int | slice) -> Done | list[Done]:
+        if isinstance(at, slice):
+            return list(self.of(range(*at.indices(len(self)))))
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        return self._read(at % len(self))
+
+    def __iter__(self) -> Iterator[Done]:
+        return self.of(range(len(self)))
+
+    def of(self, units: Iterable[int]) -> Iterator[Done]:
+        """Yield the records of some units; a few are read ahead."""
+        return mapped(self._read, units, self._ledger.objects.parallel)
+
+    def _read(self, unit: int) -> Done:
+        key, done = self._ledger.layout.done_key(unit), self._ledger.read_done(unit)
+        if done is None:
+            raise CorruptError(key, "is missing")
+        if done.fingerprint != self._table.fingerprint:
+            raise CorruptError(key, "belongs to another recipe")
+        if done.rows and {shard.tap for shard in done.shards} != set(self._table.taps):
+            raise CorruptError(key, "does not hold the recipe's taps")
+        if not same_unit(self.catalog[unit], done):
+            raise _unfounded_error(self._table)
+        return done
+
+
+def _unfounded_error(table: Table) -> CorruptError:
+    return CorruptError(
+        table.layout.manifest_key, "does not follow from the done records; see `spile verify`"
+    )
 
 
 def read_index(source: Objects, done: Done, first: int = 0, last: int | None = None) -> np.ndarray:
@@ -106,6 +166,82 @@ def read_rows(
     file.check()
 
 
+# -- files as they are -----------------------------------------------------------------------
+
+
+class FileCopier:
+    """Copies files from one store to another, several at once, in bounded memory."""
+
+    def __init__(self, dest: Objects) -> None:
+        self._dest = dest
+        self._free, self._changed = _ROOM, threading.Condition()
+
+    def copy(self, source: Objects, file: Shard, key: str) -> Shard:
+        """Copy a file, compared with its record on the way; return the record of the copy.
+
+        Args:
+            key: that of the copy.
+        """
+        with self._room(file.bytes), self._placing(key) as place:
+            stream = self._dest.stream(place)
+            try:
+                for piece in CheckedFile(source, file, ask_size=False).pieces():
+                    stream.write(piece)
+                etag = stream.close()
+            except BaseException:
+                stream.abandon()
+                raise
+        return replace(file, key=key, etag=etag)
+
+    def write(self, tensors: Mapping[str, np.ndarray], file: Shard, key: str) -> Shard:
+        """Write other tensors in the place of a file; return their record."""
+        with self._placing(key) as place:
+            writer = ShardWriter(self._dest, place, specs_of(tensors))
+            try:
+                for array in tensors.values():
+                    writer.write(array)
+                size, digest, etag = writer.close()
+            except BaseException:
+                writer.abandon()
+                raise
+        return replace(file, key=key, bytes=size, digest=digest, etag=etag)
+
+    @contextlib.contextmanager
+    def _placing(self, key: str) -> Generator[str, None, None]:
+        """Yield the key to write under, from which a whole file gets its own."""
+        if self._dest.local_path(key) is None:
+            yield key
+            return
+        place = f"{fmt.SCRATCH}{system().token(8)}"
+        yield place
+        try:
+            self._dest.move(place, key)
+        except FileNotFoundError:
+            raise StoreError(
+                f"{self._dest.url}/{place}: vanished; another process has finished the same copy, "
+                "or `gc` ran: run the same command again"
+            ) from None
+
+    def clean(self) -> None:
+        """Remove what killed processes left on their way, when the copy is whole."""
+        for key in list(self._dest.list(fmt.SCRATCH)):
+            self._dest.delete(key)
+
+    @contextlib.contextmanager
+    def _room(self, size: int) -> Generator[None, None, None]:
+        """Wait until a file fits beside the others on their way; a larger one goes alone."""
+        size = min(size, _ROOM) if self._dest.most_streamed is not None else 0
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
+
+
 # -- the destination -------------------------------------------------------------------------
 
 
@@ -124,11 +260,10 @@ def _place(objects: Objects) -> str:
 
 def refuse_strangers(objects: Objects, also: Collection[str] = ()) -> None:
     """Refuse a place that holds files of no dataset; `also` gives more prefixes to accept."""
-    ours = (fmt.DONE, fmt.ATTEMPTS, fmt.WORKERS, PROBES, *fmt.DERIVED, *also)
+    ours = (*fmt.FOLDERS, fmt.WORKERS, PROBES, *also)
     for key in objects.list():
         name = objects.leftover_of(key) or key
-        records = (fmt.UNITS, fmt.MANIFEST, *fmt.SIGNATURES, *COPIED)
-        if name not in records and not name.startswith(ours):
+        if name not in fmt.RECORDS and not name.startswith(ours):
             raise ConfigError(
                 f"{objects.url} holds {key}, which is not of a dataset; choose an empty place"
             )

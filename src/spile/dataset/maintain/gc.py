@@ -193,16 +193,7 @@ def discard_empty(objects: Objects, besides: str | None = None) -> list[str]:
 def _is_ours(objects: Objects, key: str) -> bool:
     """Return whether a key is part of a dataset, or left over from writing one."""
     key = objects.leftover_of(key) or key
-    folders = (fmt.ATTEMPTS, fmt.DONE, fmt.WORKERS, fmt.SCRATCH, fmt.DAMAGED, PROBES, *fmt.DERIVED)
-    return key.startswith(folders) or key in (
-        fmt.UNITS,
-        fmt.MODEL,
-        fmt.SCALES,
-        fmt.MANIFEST,
-        fmt.CHECK,
-        fmt.PREDICTION,
-        *fmt.SIGNATURES,
-    )
+    return key.startswith((*fmt.FOLDERS, *fmt.PASSING, PROBES)) or key in fmt.RECORDS
 
 
 def _condemned(objects: Objects) -> set[int]:

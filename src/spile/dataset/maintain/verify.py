@@ -243,10 +243,12 @@ def _check_table(table: Table, report: Report) -> None:
     sums = np.bincount(unit, count, len(table.units)).astype(np.int64)
     for number in np.flatnonzero(sums != table.units.num_docs).tolist():
         report.faults.append(f"{fmt.UNITS}: unit {number} is not what its place says")
-    # In a permuted corpus units come from everywhere, and with a limit some are missing.
+    # In a permuted corpus units come from everywhere, and with a limit some are missing. A copy may
+    # hold some of the units.
     recipe = table.recipe
     drawn = recipe.shuffle_docs is not None
     gaps = drawn and (recipe.max_docs, recipe.max_tokens) != (None, None)
+    gaps = gaps or bool(table.made_of)
     order = np.lexsort((count, first)) if drawn else np.arange(len(first))
     first, ends = first[order], np.concatenate([[0], (first + count)[order][:-1]])
     for run in np.flatnonzero((first < ends) | ((first > ends) & (not gaps))).tolist():

@@ -26,10 +26,13 @@ WINDOW_BYTES = 16 << 20  # read at a time
 class CheckedFile:
     """One file of a unit. Bytes are hashed in their order, mostly as they are read."""
 
-    def __init__(self, objects: Objects, file: Shard) -> None:
+    def __init__(self, objects: Objects, file: Shard, *, ask_size: bool = True) -> None:
+        """`ask_size`: whether to compare the size first, which in a bucket is one more request."""
         self._objects, self._file = objects, file
         self._digest = xxhash.xxh3_128()
         self._hashed = 0
+        if not ask_size:
+            return
         try:
             size = objects.size(file.key)
         except FileNotFoundError:
@@ -82,7 +85,10 @@ class CheckedFile:
         return self._fetch(start, stop)
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        data = self._objects.get_range(self._file.key, start, stop)
+        try:
+            data = self._objects.get_range(self._file.key, start, stop)
+        except FileNotFoundError:
+            raise CorruptError(self._file.key, "is missing") from None
         if len(data) != stop - start:
             raise CorruptError(self._file.key, f"gave {len(data)} of {stop - start} bytes")
         if start <= self._hashed < stop:

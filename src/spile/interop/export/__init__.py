@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from spile.core.errors import ConfigError, StoreError
+from spile.dataset.chosen_taps import choose_taps
 from spile.dataset.read.dataset import Dataset, open_dataset
 from spile.interop.export import (
     activault,
@@ -32,7 +33,7 @@ from spile.interop.export import (
     zarr,
 )
 from spile.interop.export.export_format import ExportFormat, require
-from spile.interop.export.export_source import ExportSource, choose_dtypes, choose_taps
+from spile.interop.export.export_source import ExportSource, choose_dtypes
 from spile.objects.local import make_folder, sync
 
 FORMATS: dict[str, ExportFormat] = {
@@ -119,7 +120,8 @@ def _source(
     context_size: int | None,
     dtype: str | None,
 ) -> ExportSource:
-    chosen = choose_taps(dataset, taps)
+    aliases = {tap: dataset.aliases(tap) for tap in dataset.taps}
+    chosen = choose_taps(dataset.url, aliases, taps)
     if context_size is not None and not form.contexts:
         raise ConfigError(f"--context-size: {form.name} has no sequences of one length")
     if context_size is not None and context_size < 1:

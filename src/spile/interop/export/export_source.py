@@ -90,45 +90,6 @@ class ExportSource:
         }
 
 
-def choose_taps(dataset: Dataset, wanted: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Choose taps by name, by another tool's name, or as `site:layers`; all if none are named."""
-    if wanted is None:
-        return tuple(dataset.taps)
-    items = wanted.split(",") if isinstance(wanted, str) else wanted
-    chosen = {
-        tap for item in filter(None, map(str.strip, items)) for tap in _matching(item, dataset)
-    }
-    if not chosen:
-        raise ConfigError(f"--taps {wanted!r} names no tap")
-    return tuple(tap for tap in dataset.taps if tap in chosen)
-
-
-def _matching(item: str, dataset: Dataset) -> Iterator[str]:
-    site, colon, layers = item.partition(":")
-    if not colon:
-        yield dataset.name(item)
-        return
-    here = [layer for name, layer in map(site_and_layer, dataset.taps) if name == site]
-    for part in layers.split("+"):
-        match = re.fullmatch(r"(?:all|(\d{1,9})(?:-(\d{1,9}))?)(?:/([1-9]\d{0,8}))?", part.strip())
-        if not match:
-            raise ConfigError(
-                f"--taps {item!r}: {part!r} is not a layer (5), a range (0-27) or all"
-            )
-        if match[1] is None:
-            numbers = sorted(layer for layer in here if layer is not None)[:: int(match[3] or 1)]
-        else:
-            numbers = range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
-        for number in numbers:
-            yield dataset.name(f"{site}.{number}")
-
-
-def site_and_layer(tap: str) -> tuple[str, int | None]:
-    """`resid_post.20` -> its site and layer; `embed` has none. Heads stay with the site: `z.h0`."""
-    site, *rest = tap.split(".")
-    return ".".join([site, *rest[1:]]), int(rest[0]) if rest else None
-
-
 def choose_dtypes(
     dataset: Dataset,
     taps: Sequence[str],

@@ -15,8 +15,9 @@ import xxhash
 
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
+from spile.dataset.chosen_taps import site_and_layer
 from spile.interop.export.export_format import ExportFormat, write_json
-from spile.interop.export.export_source import FILE_BYTES, ExportSource, site_and_layer
+from spile.interop.export.export_source import FILE_BYTES, ExportSource
 
 _PREVIEW = 200  # characters, as in activation-extract
 _METADATA = "metadata.json"

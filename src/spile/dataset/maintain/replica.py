@@ -1,0 +1,239 @@
+"""A whole copy of a dataset: the same records and the same files, byte for byte, somewhere else.
+
+Every byte is hashed as it passes and compared with the record that names its file, so damage is
+never copied. A unit's files come before its record, all units before what is derived from them, and
+the table last: until then nobody can open the copy. The same command continues an interrupted copy,
+or one of a dataset that has grown since: files that are there are not copied again.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import xxhash
+
+from spile.core.errors import ConfigError, CorruptError
+from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.format import Done
+from spile.dataset.ledger import Ledger
+from spile.dataset.maintain.copy import FileCopier, refuse_nested, refuse_strangers
+from spile.objects import Objects, check_creates_once, exists
+
+_NAMED = re.compile(r"(?:.*/)?(?:units|manifest|tokenizer)/([0-9a-f]{32})(?:\.safetensors|/[^/]+)")
+_SIGNED = re.compile(r"(?:.*/)?digests/\d{6}-([0-9a-f]{32})\.safetensors")
+_REPLACED = (fmt.CHECK, fmt.PREDICTION, *fmt.SIGNATURES)  # by every check, and every signature
+_SEGMENT = re.compile(r"(?:.*/)?segments/\d{6}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The result of a copy."""
+
+    dest: str
+    units: int  # that the copy has now
+    units_total: int  # of the table
+    units_there: int  # before
+    files: int  # that were copied; records are files, too
+    bytes: int  # of those
+
+
+@dataclass
+class _Count:
+    units: int = 0
+    there: int = 0
+    files: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class _Beside:
+    """What a place holds beside its units."""
+
+    records: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    files: list[str] = field(default_factory=list[str])
+    digests: dict[str, str] = field(default_factory=dict[str, str])  # of segments, by key
+
+
+def replicate(
+    source: Objects, dest: Objects, *, progress: Callable[[int, int], None] | None = None
+) -> Copied:
+    """Copy all units of a dataset that are done, or those that a copy does not have yet.
+
+    Args:
+        progress: called with the number of units so far, and in all.
+    """
+    refuse_nested(source, dest)
+    table = Ledger(source).table()
+    _refuse_other(dest, fmt.UNITS, source.get(fmt.UNITS))
+    if not exists(dest, fmt.UNITS):
+        refuse_strangers(dest, [fmt.SCRATCH])
+    check_creates_once(dest)
+    places = ["", *_passes(source)]
+    # Before the units: what is derived from records that come later is not carried.
+    beside = {place: _beside_of(source, place) for place in places}
+    groups = [(place, group) for place in places for group in _groups(source, place)]
+    count, copier = _Count(), FileCopier(dest)
+    for place, group in groups:
+        for _ in _copy_group(source, dest, place, group, copier, count):
+            if progress:
+                progress(count.units, len(table.units) * len(places))
+    own = count.units if len(places) == 1 else len(Ledger(dest).done_units())
+    for place in reversed(places):  # the dataset's own table is the very last
+        _copy_beside(source, dest, place, beside[place], count)
+    copier.clean()
+    return Copied(
+        dest=dest.url,
+        units=own,
+        units_total=len(table.units),
+        units_there=count.there,
+        files=count.files,
+        bytes=count.bytes,
+    )
+
+
+# -- the source ------------------------------------------------------------------------------
+
+
+def _passes(source: Objects) -> list[str]:
+    """Return the folders of the passes that are not dropped."""
+    found = sorted(f"{fmt.PASSES}{name}/" for name in source.folders(fmt.PASSES))
+    return [place for place in found if not exists(source, place + fmt.DROPPED)]
+
+
+def _groups(source: Objects, place: str) -> list[str]:
+    """Return the folders that hold the done records of a place."""
+    names = sorted(source.folders(place + fmt.DONE))
+    return [f"{place}{fmt.DONE}{name}/" for name in names] or [place + fmt.DONE]  # (version 6)
+
+
+def _beside_of(source: Objects, place: str) -> _Beside:
+    """Read the records beside the units, checked, and find the files."""
+    found = _Beside()
+    keys = [place + name for name in fmt.RECORDS]
+    for folder in fmt.DERIVED:
+        for key in source.list(place + folder):
+            if source.leftover_of(key) is None:
+                (
+                    keys if key.endswith(".json") and fmt.TOKENIZER not in key else found.files
+                ).append(key)
+    for key in keys:
+        try:
+            data = source.get(key)
+        except FileNotFoundError:
+            continue
+        found.records[key] = data
+        if not key.endswith(fmt.SIGNATURES):  # (which nothing but its key can check)
+            body = fmt.check_record(key, data)
+            for segment in body.get("segments", ()):
+                found.digests[place + segment["key"]] = segment["digest"]
+    # A segment that no manifest names yet follows from the records: it can be made anew.
+    found.files = [
+        key for key in sorted(found.files) if not _SEGMENT.fullmatch(key) or key in found.digests
+    ]
+    return found
+
+
+# -- units -----------------------------------------------------------------------------------
+
+
+def _copy_group(
+    source: Objects, dest: Objects, place: str, group: str, copier: FileCopier, count: _Count
+) -> Iterator[int]:
+    """Copy the units of a group that are missing; yield each unit when it is there."""
+    keys = [
+        key
+        for key in sorted(source.list(group))
+        if fmt.parse_done_key(key[len(place) :]) is not None
+    ]
+    attempts = place + fmt.ATTEMPTS + group[len(place + fmt.DONE) :]
+    sizes = {entry.key: entry.size for entry in dest.entries(attempts)}
+    there = {*dest.list(group)}
+
+    def read(key: str) -> tuple[str, bytes, Done]:
+        data = source.get(key)
+        if key in there:
+            _refuse_other(dest, key, data)
+        version, body = fmt.decode_versioned(key, data, "done")
+        return key, data, Done.from_json(key, body, fmt.KeyLayout(version))
+
+    parallel = max(source.parallel, dest.parallel)
+    records = list(mapped(read, keys, parallel))
+    missing = [
+        (key, replace(file, key=place + file.key))
+        for key, _, done in records
+        for file in done.files()
+        if sizes.get(place + file.key) != file.bytes
+    ]
+    damaged = next((file.key for key, file in missing if key in there), None)
+    if damaged is not None:
+        raise CorruptError(
+            damaged, f"is missing in {dest.url}, or cut short, though its unit was copied; "
+            f"`spile verify {dest.url} --repair` mends it, or remove {dest.url} and copy again",
+        )  # fmt: skip
+    files = [file for _, file in missing]
+    copied = mapped(lambda file: copier.copy(source, file, file.key), files, parallel)
+    left = {key: sum(1 for named, _ in missing if named == key) for key, _, _ in records}
+    for key, data, done in records:
+        for _ in range(left[key]):
+            count.files, count.bytes = count.files + 1, count.bytes + next(copied).bytes
+        if key in there:
+            count.there += 1
+        else:
+            _create(dest, key, data, count)
+        count.units += 1
+        yield done.unit
+
+
+# -- the rest ----------------------------------------------------------------------------------
+
+
+def _copy_beside(
+    source: Objects, dest: Objects, place: str, beside: _Beside, count: _Count
+) -> None:
+    """Copy files first, then records, a manifest after the others, and the table last."""
+    last = [place + name for name in (fmt.MANIFEST, *fmt.SIGNATURES, fmt.PASS, fmt.UNITS)]
+
+    def copy(key: str) -> tuple[str, bytes]:
+        data = source.get(key)
+        _check_file(key, data, beside.digests.get(key))
+        return key, data
+
+    for key, data in mapped(copy, beside.files, max(source.parallel, dest.parallel)):
+        _create(dest, key, data, count)
+    for key in sorted(beside.records, key=lambda key: last.index(key) if key in last else -1):
+        if key.endswith(_REPLACED) and exists(dest, key) and dest.get(key) != beside.records[key]:
+            dest.delete(key)
+        _create(dest, key, beside.records[key], count)
+
+
+def _check_file(key: str, data: bytes, digest: str | None) -> None:
+    """Compare a file with the digest that its key, or the record that names it, says."""
+    named, signed = _NAMED.fullmatch(key), _SIGNED.fullmatch(key)
+    if named is not None or digest is not None:
+        sound = xxhash.xxh3_128_hexdigest(data) == (digest or (named and named[1]))
+    else:
+        sound = signed is not None and hashlib.sha256(data).hexdigest().startswith(signed[1])
+    if not sound:
+        raise CorruptError(key, "checksum does not match (damaged, or another file in its place)")
+
+
+def _create(dest: Objects, key: str, data: bytes, count: _Count) -> None:
+    if dest.create(key, data):
+        count.files, count.bytes = count.files + 1, count.bytes + len(data)
+    else:
+        _refuse_other(dest, key, data)
+
+
+def _refuse_other(dest: Objects, key: str, data: bytes) -> None:
+    """Refuse a place that holds another object under a key."""
+    try:
+        same = dest.get(key) == data
+    except FileNotFoundError:
+        return
+    if not same:
+        raise ConfigError(
+            f"{dest.url} holds another dataset, or an older state of this one ({key} differs); "
+            "choose an empty place"
+        )

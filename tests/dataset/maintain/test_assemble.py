@@ -1,0 +1,257 @@
+"""Datasets made of units of others: parts of one, and several joined."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import servers
+import stored
+from chaos.harness import run
+from spile.core.errors import ConfigError, SpileError, StoreError
+from spile.dataset import format as fmt
+from spile.dataset.ledger import Ledger
+from spile.dataset.maintain.assemble import Assembled, copy_part, merge, parse_units
+from spile.dataset.maintain.shuffle import shuffle
+from spile.dataset.maintain.verify import verify
+from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.objects import LocalObjects, Objects, open_objects
+
+OTHER: dict[str, Any] = {"corpus": ("34-cd",), "corpus_source": "/corpora/other.jsonl"}
+TOLD = ("doc", "tokens", "rows", "skipped", "preview")
+
+
+def checked(objects: Objects) -> Dataset:
+    """Open a dataset in which an audit finds nothing."""
+    report = verify(objects)
+    assert (report.faults, report.orphans) == ([], [])
+    return open_dataset(objects.url)
+
+
+def rows_of(made: stored.Stored, units: list[int]) -> np.ndarray:
+    return np.concatenate([np.arange(*made.starts[unit : unit + 2]) for unit in units])
+
+
+@pytest.mark.parametrize(
+    ("kind", "taps", "units"),
+    [
+        ("SHAPED", "q:1,logprob", None),
+        ("SHAPED", None, [0, 3, 4]),
+        ("SCALED", "q.1,v.1", [1, 2]),
+        ("LATENTS", "mlp_out_latents.1,mlp_out_latent_ids.1", [4]),
+    ],
+)
+def test_a_part_is_a_dataset_of_its_own(
+    kind: str, taps: str | None, units: list[int] | None, tmp_path: Path
+) -> None:
+    changes = stored.ENCODED if kind == "LATENTS" else {}
+    made = stored.copied(tmp_path / "out", taps=getattr(stored, kind), **changes)
+    dest = LocalObjects(tmp_path / "dest")
+    told = copy_part(made.objects, dest, taps=taps, units=units)
+    ds, rows = checked(dest), rows_of(made, units or [*range(5)])
+    assert told.taps == tuple(ds.taps) == tuple(ds.recipe.stored_taps)
+    assert (told.rows, told.units) == (len(rows), len(units or range(5)))
+    assert ds.index(0, ds.num_tokens).tobytes() == made.index[rows].tobytes()
+    for tap in ds.taps:
+        assert np.array_equal(ds.read(tap, 0, ds.num_tokens), made.rows[tap][rows])
+        assert ds.statistics(tap).count == len(rows)
+    doc = int(made.index[rows]["doc"][0])
+    assert ds.document(doc).index.tobytes() == open_dataset(made.path).document(doc).index.tobytes()
+    (origin,) = Ledger(dest).table().made_of
+    assert (origin["url"], origin["fingerprint"]) == (str(made.path), made.table.fingerprint)
+    if taps is None:
+        assert ds.fingerprint == made.table.fingerprint
+        assert Ledger(dest).table().order != made.table.order
+
+
+def test_a_part_with_fewer_taps_has_the_recipe_of_an_extraction_of_those(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "out", taps=stored.SHAPED)
+    copy_part(made.objects, LocalObjects(tmp_path / "dest"), taps="logprob")
+    wanted = dataclasses.replace(made.table.recipe, taps=("logprob",))
+    assert open_dataset(tmp_path / "dest").fingerprint == wanted.fingerprint()
+
+
+@pytest.mark.parametrize("kind", ["SHAPED", "SCALED"])
+def test_datasets_are_joined_one_after_the_other(kind: str, tmp_path: Path) -> None:
+    taps = getattr(stored, kind)
+    one = stored.copied(tmp_path / "a", taps=taps, keep=("url",))
+    two = stored.build(
+        tmp_path / "b", ((7, 0), (9, 2, 11)), taps=taps, seed=5, keep=("url",), **OTHER
+    )
+    if kind == "SCALED":
+        _share_scales(one, two)
+    dest = LocalObjects(tmp_path / "dest")
+    told = merge([one.objects, two.objects], dest)
+    ds = checked(dest)
+    assert (told.units, told.rows) == (7, 111 + 29)
+    docs = sum(map(len, stored.UNITS))
+    moved = two.index.copy()
+    moved["doc"] += docs
+    assert ds.index(0, told.rows).tobytes() == np.concatenate([one.index, moved]).tobytes()
+    for tap in ds.taps:
+        parts = [open_dataset(made.path).read(tap, 0, len(made.index)) for made in (one, two)]
+        assert np.array_equal(ds.read(tap, 0, told.rows), np.concatenate(parts))
+        assert ds.statistics(tap).count == told.rows
+    first, second = (open_dataset(made.path).documents() for made in (one, two))
+    table = ds.documents()
+    assert table["doc"].to_pylist() == [*range(docs + 5)]
+    for name in ("tokens", "skipped", "preview", "url"):
+        assert table[name].to_pylist() == first[name].to_pylist() + second[name].to_pylist()
+    assert np.array_equal(
+        ds.document(docs + 2).index["token_id"],
+        open_dataset(two.path).document(2).index["token_id"],
+    )
+    assert ds.recipe.corpus == ("12-ab", "34-cd")
+    assert [origin["first_doc"] for origin in Ledger(dest).table().made_of] == [0, docs]
+    batch = next(iter(ds.batches([ds.taps[0]], 50, seed=1)))
+    assert len(batch["index"]) == 50
+
+
+def _share_scales(one: stored.Stored, two: stored.Stored) -> None:
+    """As if both had been measured alike; the codes are as good as any."""
+    two.objects.delete(fmt.SCALES)
+    two.objects.create(fmt.SCALES, one.objects.get(fmt.SCALES))
+
+
+class _Stopped(BaseException):
+    """As a kill: nothing catches it."""
+
+
+class _Stopping(LocalObjects):
+    """A store that ends the process at its n-th change."""
+
+    def __init__(self, root: Path, changes: int) -> None:
+        super().__init__(root)
+        self.left = changes
+
+    def _change(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise _Stopped
+        return do(*arguments)
+
+    def create(self, key: str, data: bytes) -> bool:
+        return self._change(super().create, key, data)
+
+    def move(self, key: str, to: str) -> None:
+        return self._change(super().move, key, to)
+
+
+@pytest.mark.parametrize("verb", ["part", "merge"])
+def test_what_is_killed_cannot_be_opened_and_the_same_command_continues(
+    verb: str, tmp_path: Path
+) -> None:
+    one = stored.copied(tmp_path / "a", ((5, 21), (4,)))
+    two = stored.copied(tmp_path / "b", ((7, 0),), seed=5, **OTHER)
+
+    def make(dest: Objects) -> Assembled:
+        if verb == "merge":
+            return merge([one.objects, two.objects], dest)
+        return copy_part(one.objects, dest, taps="mlp_out.1")
+
+    root, stopped = tmp_path / "dest", 0
+    while True:
+        try:
+            told = make(_Stopping(root, 3 + 2 * stopped))
+            break
+        except _Stopped:
+            stopped += 1
+            with pytest.raises(StoreError, match="no dataset there"):
+                open_dataset(str(root), partial=True)
+    assert stopped > 3
+    whole = make(LocalObjects(tmp_path / "whole"))
+    assert (told.rows, told.units, told.bytes) == (whole.rows, whole.units, whole.bytes)
+    assert told.units_there > 0
+    assert stored.unit_files(root) == stored.unit_files(tmp_path / "whole")
+    checked(LocalObjects(root))
+    assert make(LocalObjects(root)).units_there == told.units, "what is there stays as it is"
+
+
+def test_other_datasets_are_not_merged_and_one_line_says_what_differs(tmp_path: Path) -> None:
+    one = stored.copied(tmp_path / "a", taps=stored.SCALED)
+    dest = LocalObjects(tmp_path / "dest")
+
+    def refused(other: stored.Stored, match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            merge([one.objects, other.objects], dest)
+        assert not dest.root.exists()
+
+    def other(name: str, **changes: Any) -> stored.Stored:
+        return stored.build(tmp_path / name, ((3,),), **{"taps": stored.SCALED, **OTHER, **changes})
+
+    refused(other("b", seq_len=4), "differ in seq-len: 8 and 4; extract both by one recipe")
+    refused(other("c", every=2), "differ in every: None and 2")
+    refused(other("d", corpus=("12-ab",)), "both hold the documents of 12-ab")
+    refused(other("e"), "have other int8 scales for q.1")
+    weights = other("f")
+    _share_scales(one, weights)
+    weights.objects.delete(fmt.MODEL)
+    weights.ledger.check_weights({"embed": "cc"})
+    refused(weights, "were made by other weights")
+    with pytest.raises(ConfigError, match="takes two datasets or more"):
+        merge([one.objects], dest)
+    shuffle(one.objects, LocalObjects(tmp_path / "mixed"), seed=1)
+    with pytest.raises(ConfigError, match="was shuffled; merge the dataset that it was made from"):
+        merge([LocalObjects(tmp_path / "mixed"), other("g").objects], dest)
+    with pytest.raises(ConfigError, match="--units: .* was shuffled"):
+        copy_part(LocalObjects(tmp_path / "mixed"), dest, units=[0])
+    with pytest.raises(StoreError, match="1 of 1 units|0 of 1 units are done"):
+        unfinished = stored.build(tmp_path / "h", ((3,),), taps=stored.SCALED, commit=[], **OTHER)
+        merge([one.objects, unfinished.objects], dest)
+
+
+def test_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "out", taps=stored.LATENTS, **stored.ENCODED)
+    dest = LocalObjects(tmp_path / "dest")
+    with pytest.raises(ConfigError, match="has 5 units, 0 to 4"):
+        copy_part(made.objects, dest, units=[3, 5])
+    with pytest.raises(ConfigError, match="latents and their ids go together"):
+        copy_part(made.objects, dest, taps="mlp_out_latents.1")
+    with pytest.raises(ConfigError, match="no tap 'z.9'"):
+        copy_part(made.objects, dest, taps="z.9")
+    copy_part(made.objects, dest, units=[1])
+    with pytest.raises(ConfigError, match="or other units or taps of this one"):
+        copy_part(made.objects, dest, units=[2])
+    assert parse_units("3, 0-2,2") == [0, 1, 2, 3]
+    for text in ("", "a", "3-1", "1-", "-1"):
+        with pytest.raises(ConfigError, match="is not a unit"):
+            parse_units(text)
+
+
+@pytest.mark.varied
+def test_damage_is_not_copied(tmp_path: Path) -> None:
+    one = stored.copied(tmp_path / "a")
+    two = stored.copied(tmp_path / "b", ((7, 0),), seed=5, **OTHER)
+    for number, file in enumerate(two.done(0).files()):
+        dest = LocalObjects(tmp_path / f"dest-{number}")
+        stored.flip(two.path / file.key, file.bytes - 1)
+        with pytest.raises(SpileError, match="checksum does not match"):
+            merge([one.objects, two.objects], dest)
+        stored.flip(two.path / file.key, file.bytes - 1)
+        assert Ledger(dest).read_table() is None
+
+
+@pytest.mark.full
+def test_parts_and_merges_of_buckets(tmp_path: Path) -> None:
+    one = stored.copied(tmp_path / "a")
+    two = stored.copied(tmp_path / "b", ((7, 0),), seed=5, **OTHER)
+    bucket = open_objects(servers.new_s3_store())
+    merge([one.objects, two.objects], bucket)
+    copy_part(bucket, LocalObjects(tmp_path / "dest"), units=[5])
+    assert checked(LocalObjects(tmp_path / "dest")).index(0, 7)["doc"][0] == 10
+    assert verify(bucket, quick=True).ok
+
+
+def test_the_commands_say_what_was_made(tmp_path: Path) -> None:
+    one = stored.copied(tmp_path / "a")
+    two = stored.copied(tmp_path / "b", ((7, 0),), seed=5, **OTHER)
+    said = run("merge", one.path, two.path, tmp_path / "both")
+    assert said.code == 0, said.err
+    assert said.out.startswith(f"{tmp_path / 'both'}: 118 rows of 2 taps in 6 units, ")
+    said = run("copy", tmp_path / "both", tmp_path / "part", "--taps", "mlp_out:1", "--units", "5")
+    assert said.out.startswith(f"{tmp_path / 'part'}: 7 rows of 1 tap in 1 unit, ")
+    part = run("copy", tmp_path / "both", tmp_path / "part", "--units", "x")
+    assert (part.code, part.err.count("\n")) == (2, 1)

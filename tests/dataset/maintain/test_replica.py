@@ -1,0 +1,213 @@
+"""A whole copy: the same bytes somewhere else, or nothing that anybody can open."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import servers
+import stored
+from chaos.harness import run
+from marks import some
+from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.dataset import format as fmt
+from spile.dataset.heartbeat import Presence
+from spile.dataset.maintain.assemble import copy_part
+from spile.dataset.maintain.gc import collect_garbage
+from spile.dataset.maintain.replica import Copied, replicate
+from spile.dataset.maintain.signature import sign
+from spile.dataset.maintain.verify import verify
+from spile.dataset.read.dataset import open_dataset
+from spile.objects import LocalObjects, Objects, open_objects
+
+
+def contents(objects: Objects) -> dict[str, bytes]:
+    """All that a dataset consists of."""
+    keys = [key for key in objects.list() if not key.startswith(fmt.PASSING)]
+    return {key: objects.get(key) for key in keys}
+
+
+def test_a_copy_has_every_byte_and_nothing_else(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "out", taps=stored.SCALED, **stored.WITH_TOKENIZER)
+    wanted = contents(made.objects)
+    made.objects.create("notes.txt", b"a stranger's")
+    made.attempt(1)  # of an attempt that lost
+    Presence(made.objects, 30).hold(1)
+    dest = LocalObjects(tmp_path / "dest")
+    told = replicate(made.objects, dest)
+    assert contents(dest) == wanted
+    assert (told.units, told.units_total, told.units_there) == (5, 5, 0)
+    assert (told.files, told.bytes) == (len(wanted), sum(map(len, wanted.values())))
+    assert verify(dest).ok
+    assert not list(dest.list(fmt.SCRATCH))
+    again = replicate(made.objects, dest)
+    assert (again.units, again.units_there, again.files) == (5, 5, 0)
+
+
+def test_a_signature_holds_for_the_copy(tmp_path: Path) -> None:
+    made, key = stored.copied(tmp_path / "out"), tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    sign(made.objects, key)
+    dest = tmp_path / "dest"
+    replicate(made.objects, LocalObjects(dest))
+    said = run("verify", dest, "--signature", "--signers", f"{key}.pub")
+    assert said.code == 0, said.err
+    sign(made.objects, key)  # another one, of the same
+    replicate(made.objects, LocalObjects(dest))
+    assert contents(LocalObjects(dest)) == contents(made.objects)
+
+
+class _Stopped(BaseException):
+    """As a kill: nothing catches it."""
+
+
+class _Stopping(LocalObjects):
+    """A store that ends the process at its n-th change."""
+
+    def __init__(self, root: Path, changes: int) -> None:
+        super().__init__(root)
+        self.left = changes
+
+    def _change(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise _Stopped
+        return do(*arguments)
+
+    def create(self, key: str, data: bytes) -> bool:
+        return self._change(super().create, key, data)
+
+    def move(self, key: str, to: str) -> None:
+        return self._change(super().move, key, to)
+
+
+def test_a_copy_that_is_killed_cannot_be_opened_and_the_same_command_continues(
+    tmp_path: Path,
+) -> None:
+    made = stored.copied(tmp_path / "out", units=((5, 21), (4,)))
+    wanted, root = contents(made.objects), tmp_path / "dest"
+    stopped = 0
+    while True:
+        try:
+            replicate(made.objects, _Stopping(root, 2 + stopped))
+            break
+        except _Stopped:
+            stopped += 1
+            assert not (root / fmt.UNITS).exists()
+            with pytest.raises(StoreError, match="no dataset there"):
+                open_dataset(str(root), partial=True)
+            for key, data in contents(LocalObjects(root)).items():
+                assert data == wanted.get(key, data), "a file under its key is whole"
+    assert stopped > 5
+    assert contents(LocalObjects(root)) == wanted
+
+
+def test_units_that_are_done_since_are_added(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", commit=[0, 3])
+    dest = LocalObjects(tmp_path / "dest")
+    told = replicate(made.objects, dest)
+    assert (told.units, told.units_total) == (2, 5)
+    assert open_dataset(dest.url, partial=True).num_tokens == 29 + 9
+    for unit in (1, 2, 4):
+        made.ledger.commit(made.attempt(unit))
+    made.ledger.complete(made.table)
+    told = replicate(made.objects, dest)
+    assert (told.units, told.units_there) == (5, 2)
+    assert contents(dest) == contents(made.objects)
+    assert verify(dest).ok
+
+
+def test_added_taps_and_added_documents_are_carried(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", grown=(3,))
+    stored.add_pass(made, {"q.0": 4})
+    dropped, _ = stored.add_pass(made, {"v.0": 2})
+    dropped.drop()
+    dest = LocalObjects(tmp_path / "dest")
+    replicate(made.objects, dest)
+    assert contents(dest) == {
+        key: data
+        for key, data in contents(made.objects).items()
+        if not key.startswith(fmt.pass_prefix(dropped.name))
+    }
+    assert verify(dest).ok
+    assert open_dataset(dest.url).taps == open_dataset(made.path).taps
+    with pytest.raises(ConfigError, match=r"q.0 were added to it, and would be left out"):
+        copy_part(made.objects, LocalObjects(tmp_path / "part"), units=[0])
+
+
+@pytest.mark.varied
+def test_damage_is_not_copied(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    full = pytestconfig.getoption("--chaos-full")
+    made = stored.copied(tmp_path / "out", taps=stored.SCALED, **stored.WITH_TOKENIZER)
+    keys = [key for key in contents(made.objects) if key != fmt.PREDICTION]
+    for number, key in enumerate(sorted(keys)[:: 1 if full else 3]):
+        dest = LocalObjects(tmp_path / f"dest-{number}")
+        stored.flip(made.path / key, (made.path / key).stat().st_size // 2)
+        with pytest.raises(StoreError):
+            replicate(made.objects, dest)
+        stored.flip(made.path / key, (made.path / key).stat().st_size // 2)
+        assert not (dest.root / fmt.UNITS).exists()
+
+
+def test_another_dataset_is_not_overwritten(tmp_path: Path) -> None:
+    made, other = stored.copied(tmp_path / "out"), stored.build(tmp_path / "other", seed=4)
+    dest = LocalObjects(tmp_path / "dest")
+    replicate(made.objects, dest)
+    before = contents(dest)
+    with pytest.raises(ConfigError, match=r"holds another dataset, or an older state .* differs"):
+        replicate(other.objects, dest)
+    assert contents(dest) == before
+    (dest.root / fmt.UNITS).unlink()
+    (dest.root / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds notes.txt, which is not of a dataset"):
+        replicate(made.objects, dest)
+    with pytest.raises(ConfigError, match="must not contain one another"):
+        replicate(made.objects, LocalObjects(made.path / "inside"))
+    with pytest.raises(StoreError, match="no dataset there"):
+        replicate(LocalObjects(tmp_path / "none"), LocalObjects(tmp_path / "new"))
+
+
+def test_a_copy_that_has_lost_a_file_is_not_taken_for_whole(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "out")
+    dest = LocalObjects(tmp_path / "dest")
+    replicate(made.objects, dest)
+    dest.delete(made.done(1).shards[0].key)
+    with pytest.raises(CorruptError, match="is missing in .* though its unit was copied"):
+        replicate(made.objects, dest)
+
+
+@pytest.mark.parametrize("kind", some(["s3", "gs"], "s3"))
+def test_buckets_are_copied_each_with_credentials_of_its_own(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second server knows nothing of the first, and the usual variables lead nowhere."""
+    made = stored.copied(tmp_path / "out", taps=stored.SCALED)
+    new_store = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}[kind]
+    bucket = new_store()
+    replicate(made.objects, open_objects(bucket))
+    environment = {"s3": servers.s3_environment, "gs": servers.gcs_environment}[kind]
+    endpoint = {"s3": servers.s3_endpoint, "gs": servers.gcs_endpoint}[kind]()
+    for name, value in environment(endpoint).items():
+        monkeypatch.setenv(f"SPILE_SOURCE_{name}", value)
+        monkeypatch.setenv(f"SPILE_DEST_{name}", value)
+    for name, value in environment("http://127.0.0.1:9").items():
+        monkeypatch.setenv(name, value)
+    second = f"{bucket}-copied"
+    said = run("copy", bucket, second, "--json")
+    assert said.code == 0, said.err
+    assert Copied(**said.json).units == 5
+    dest = LocalObjects(tmp_path / "dest")
+    replicate(open_objects(second, prefix="SPILE_DEST_"), dest)
+    assert contents(dest) == contents(made.objects)
+
+
+def test_the_command_says_what_was_copied_and_gc_finds_nothing(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", commit=[0, 1])
+    dest = tmp_path / "dest"
+    said = run("copy", made.path, dest)
+    assert said.out.startswith(f"{dest}: 2 of 5 units; ")
+    assert "the same command copies the rest when it is done" in said.out
+    assert "2 of them were there already" in run("copy", made.path, dest).out
+    assert collect_garbage(LocalObjects(dest)) == []
