@@ -136,6 +136,14 @@ def _commands(model: Path, folder: Path) -> list[Command]:
             sources=(corpus,),
         ),
         Command(
+            "more",
+            lambda at: ["extract", *work.flags(at / "out", more=True, max_docs=3)],
+            _same_dataset(folder / "more/out", "out"),
+            prepare=lambda at: _begun(folder / "begun", at / "out", work),
+            datasets=("out",),
+            sources=(corpus,),
+        ),
+        Command(
             "compact",
             lambda at: ["compact", source, at / "new/dest", *_CUT],
             _same_dataset(folder / "compact/new/dest", "new/dest"),
@@ -200,6 +208,13 @@ def _commands(model: Path, folder: Path) -> list[Command]:
             sources=(source,),
         ),
     ]
+
+
+def _begun(begun: Path, at: Path, work: Work) -> None:
+    """A dataset of the first document, for `--more`."""
+    if not begun.exists():
+        work.extract(begun, max_docs=1)
+    shutil.copytree(begun, at)
 
 
 def _damage(whole: Path, at: Path, make: Callable[[Path], object]) -> None:

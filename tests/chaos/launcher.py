@@ -39,7 +39,7 @@ RECORDS = {
     "manifest": r"manifest\.json",
     "columns": r"[0-9a-f]{32}\.safetensors",
     "segment": r"\d{6}\.safetensors",
-    "done": r"\d{8}\.json",
+    "done": r"\d{8}\.json",  # or a generation
 }
 
 

@@ -6,6 +6,7 @@ one after the other in one dataset.
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -78,6 +79,33 @@ def pace(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Pace
     return Pace(ended - began, ended - loaded)
 
 
+@dataclass(frozen=True)
+class Growth:
+    """A dataset that documents are added to: as it was, and what adds them, undisturbed."""
+
+    base: Path
+    reference: Reference
+
+    def begun(self, out: Path) -> Witness:
+        """A copy to add to, of which every commit is known."""
+        shutil.copytree(self.base, out)
+        witness = Witness(out)
+        witness.look()
+        return witness
+
+
+@pytest.fixture(scope="session")
+def growth(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Growth:
+    folder = tmp_path_factory.mktemp("growth")
+    reference.work.extract(folder / "base", max_docs=10)
+    more = replace(reference.work, options={**RECIPE, "more": True, "max_docs": 1000})
+    shutil.copytree(folder / "base", folder / "out")
+    more.extract(folder / "out")
+    units = len(list((folder / "out" / "done").glob("*/*")))
+    assert units >= 5
+    return Growth(folder / "base", Reference(more, folder / "out", units))
+
+
 def start(work: Work, out: Path, **spec: object) -> subprocess.Popen[str]:
     return launch(spec, "extract", *work.flags(out))
 
@@ -92,6 +120,7 @@ def killed_until_done(
 ) -> int:
     """Run, kill, and run again until a run comes to its end; returns the number of kills."""
     witness = Witness(out)
+    witness.look()
     kills = 0
     while True:
         workers = len(list(out.glob("workers/**/*.json")))
@@ -219,6 +248,97 @@ def test_a_run_killed_at_one_exact_place_after_another_neither_loses_nor_doubles
     reference.work.extract(out)
     witness.check()
     check_same(out, reference.out)
+
+
+# The record that adds units is made first, like a done record.
+GROWING = [
+    Kill("columns torn", 1, 0, "generations"),
+    Kill("columns linked", 1, 0, "generations"),
+    Kill("done torn", 1, 0, "generations"),
+    Kill("done written", 1, 0, "generations"),
+    Kill("done linked", 1, 0, "generations"),
+    Kill("commit before", 1, 0, ""),
+    Kill("done torn", 2, 0, "done"),
+    Kill("shard rows", 6, None, None),
+    Kill("commit after", LAST, LAST, ""),
+    Kill("segment torn", 1, LAST, "generations"),
+    Kill("segment linked", 1, LAST, "generations"),
+    Kill("columns torn", 2, LAST, "generations"),
+    Kill("manifest written", 1, LAST, "generations"),
+    Kill("manifest linked", 1, LAST, "generations"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kill", GROWING, ids=str)
+def test_a_kill_while_documents_are_added_neither_loses_nor_doubles_a_unit(
+    kill: Kill, growth: Growth, tmp_path: Path
+) -> None:
+    out, rows = tmp_path / "out", spile.open(growth.base).num_tokens
+    witness = growth.begun(out)
+    killed(kill, growth.reference, out, witness)
+    whole = spile.open(growth.reference.out).num_tokens
+    assert spile.open(out).num_tokens in ({rows, whole} if "linked" in str(kill) else {rows})
+    growth.reference.work.extract(out)
+    witness.check()
+    check_same(out, growth.reference.out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2))
+def test_growths_killed_at_random_moments_end_in_the_same_dataset(
+    seed: int, growth: Growth, pace: Pace, tmp_path: Path
+) -> None:
+    rng, wanted = random.Random(100 + seed), 20
+    kills = dataset = 0
+    while kills < wanted:
+        out = tmp_path / str(dataset)
+        growth.begun(out)
+        kills += killed_until_done(growth.reference, pace, out, rng, wanted - kills)
+        check_same(out, growth.reference.out)
+        dataset += 1
+
+
+@pytest.mark.full
+def test_two_processes_that_add_the_same_documents_race_for_every_unit(
+    growth: Growth, tmp_path: Path
+) -> None:
+    out, gate = tmp_path / "out", tmp_path / "gate"
+    gate.mkdir()
+    witness = growth.begun(out)
+    spec = {"gate": str(gate), "crowd": 2, "blind": True}
+    race = [start(growth.reference.work, out, **spec) for _ in range(2)]
+    for process in race:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    witness.check()
+    check_same(out, growth.reference.out)
+
+
+@pytest.mark.full
+def test_a_reader_beside_a_growing_dataset_sees_it_as_it_was_or_whole(
+    growth: Growth, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    growth.begun(out)
+    wanted = {ds.num_tokens: ds for ds in map(spile.open, (growth.base, growth.reference.out))}
+    first, seen, looks = spile.open(out), set[int](), 0
+    process = start(growth.reference.work, out, slow=0.1)
+    while process.poll() is None:
+        now = spile.open(out)
+        seen.add(now.num_tokens)
+        for ds in (first, now):
+            same = wanted[ds.num_tokens]
+            for tap in ds.taps:
+                found = ds.read(tap, 0, ds.num_tokens)
+                assert found.tobytes() == same.read(tap, 0, ds.num_tokens).tobytes()
+        partial = spile.open(out, partial=True)
+        assert partial.num_tokens >= now.num_tokens
+        looks += 1
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert looks > 3 and min(wanted) in seen and seen <= {*wanted}
+    check_same(out, growth.reference.out)
 
 
 def killed(kill: Kill, reference: Reference, out: Path, witness: Witness) -> None:

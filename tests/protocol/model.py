@@ -10,6 +10,7 @@ What it leaves out, and why that is safe:
   * Claims and heartbeats: any unit that is not done may be taken at any time, by anybody.
   * Files of an attempt that nobody writes, that no record names and no request on its way would
     name: they can only be removed.
+  * Other documents that two processes may want to add: the second then ends with an error.
   * That a worker writes one unit while it commits another: to the store that is two workers.
 """
 
@@ -36,6 +37,8 @@ ALL_DONE = "all done?"  # Ledger.complete
 MANIFEST = "manifest"  # it creates the manifest
 TABLE = "table"  # compact: the unit table comes last
 OUTCOME = "outcome"  # outcome_of
+GROW = "grow"  # Ledger.create_generation: first the units' columns
+GENERATION = "generation"  # and then the record
 EXITED = "exit 0"
 
 # Answers.
@@ -55,6 +58,9 @@ FUNCTIONS = (
     "spile.dataset.ledger:Ledger.read_done",
     "spile.dataset.ledger:Ledger.complete",
     "spile.dataset.ledger:Ledger.create_table",
+    "spile.dataset.ledger:Ledger.read_table",
+    "spile.dataset.ledger:Ledger.create_generation",
+    "spile.dataset.ledger:Ledger._complete_earlier",
     "spile.dataset.ledger:Attempt.commit",
     "spile.dataset.ledger:Attempt.release",
     "spile.dataset.ledger:Attempt.discard",
@@ -80,6 +86,7 @@ class Worker(NamedTuple):
     late: bool = False  # a put of the record that nobody waits for is on its way
     named: bool = False  # the record of the unit names this attempt
     seen: int = 0  # by gc: 1 in its listing, 2 to be removed
+    grown: bool = False  # whether it has read, or created, the generation
 
 
 class Unit(NamedTuple):
@@ -98,8 +105,13 @@ class State(NamedTuple):
     units: tuple[Unit, ...]
     workers: tuple[Worker, ...]
     gc: int = -1  # units of which it has read the record; -1 while it does not run
-    manifest: bool = False
+    manifest: bool = False  # of all units
     table: bool = True
+    # Of a dataset that grows: the file of the new units, the record that adds them, and the
+    # manifest of those before.
+    columns: bool = False
+    generation: bool = False
+    base_manifest: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,13 +131,18 @@ class Bugs:
     budget_is_spent_in_hand: bool = False
     # gc removes attempts of units that are not done.
     gc_takes_unfinished: bool = False
+    # gc removes the columns of a generation that is about to be created.
+    gc_takes_columns: bool = False
+    # A manifest of all units is created by who has seen only those of the table done.
+    manifest_of_old_units: bool = False
 
 
 @dataclass(frozen=True)
 class Protocol:
     """`workers` extractions (or compactions) of `units` units into one store, and gc beside them.
 
-    `budget` is `--max-bytes`, in units.
+    `budget` is `--max-bytes`, in units. `base`: so many of the units are in the table, and any
+    worker may add the others as a generation (`--more`), at any time and as often as it likes.
     """
 
     workers: int = 2
@@ -133,6 +150,7 @@ class Protocol:
     command: str = "extract"
     gc: bool = True
     budget: int | None = None
+    base: int | None = None
     bugs: Bugs = Bugs()
 
     def first(self) -> State:
@@ -149,17 +167,21 @@ class Protocol:
         for number, unit in enumerate(state.units):
             if unit.done and (unit.files or held[number]) != WHOLE:
                 return "a record implies its files"
-        done = sum(unit.done for unit in state.units)
-        if any(w.at == EXITED for w in state.workers):
-            spent = self.budget is not None and done >= self.budget
-            if done < self.units and not spent:
+        done = _done(state)
+        spent = self.budget is not None and done.bit_count() >= self.budget
+        for worker in state.workers:
+            if worker.at == EXITED and self._known(worker) & ~done and not spent:
                 return "exit 0 implies complete or budget spent"
-        if state.manifest and done < self.units:
+        if (state.manifest and done < self._all) or (state.base_manifest and ~done & self._table):
             return "a manifest implies every record"
+        if state.generation and not state.columns:
+            return "a generation implies its columns"
+        if not state.generation and (state.manifest or done & ~self._table) and self.base:
+            return "units are added by a generation"
         return None
 
     def complete(self, state: State) -> bool:
-        if any(w.at == EXITED for w in state.workers):
+        if any(w.at == EXITED and self._known(w) == self._all for w in state.workers):
             return True
         return state.manifest and all(unit.done for unit in state.units)
 
@@ -173,6 +195,8 @@ class Protocol:
 
     def steps(self, state: State) -> Iterator[tuple[str, int | None, State]]:
         for who, worker in enumerate(state.workers):
+            if worker.at == EXITED and self._known(worker) != self._all:
+                yield "is started again, with --more", who, _with(state, who, Worker(GROW))
             if worker.at != EXITED:
                 for action, after in self._step(state, who, worker):
                     yield action, who, after
@@ -198,7 +222,28 @@ class Protocol:
         unit = state.units[worker.unit]
         match worker.at:
             case "look":
+                if self.base:
+                    yield "begins to add documents", _with(state, who, Worker(GROW))
+                    # Ledger.read_table: with the generation, if there is one.
+                    worker = Worker(grown=state.generation)
                 yield from self._look(state, who, worker)
+            case "grow":
+                # resolve: who finds the generation there has nothing to add.
+                if state.generation:
+                    after = Worker(TAKE, grown=True)
+                    yield "finds the generation there", _with(state, who, after)
+                made = _with(state, who, Worker(GENERATION))._replace(columns=True)
+                yield "the columns of more units are durable", made
+            case "generation":
+                # (The same content has the same name; the record is created, or is there.)
+                if state.generation:
+                    after = Worker(TAKE, grown=True)
+                    yield "the generation exists: the same", _with(state, who, after)
+                else:
+                    made = _with(state, who, Worker(TAKE, grown=True))._replace(generation=True)
+                    yield "creates the generation", made
+                    lost = state._replace(generation=True)
+                    yield "creates the generation, the answer is lost", lost
             case "take":
                 yield from self._take(state, who, worker)
             case "write":
@@ -265,7 +310,7 @@ class Protocol:
                 )
             case "all done?":
                 # Ledger.complete: from a listing.
-                all_done = all(each.done for each in state.units)
+                all_done = not self._known(worker) & ~_done(state)
                 after = worker._replace(at=MANIFEST if all_done else OUTCOME)
                 yield (
                     f"lists the records: {'all' if all_done else 'not all'} are there",
@@ -273,6 +318,15 @@ class Protocol:
                 )
             case "manifest":
                 # Ledger.complete: create-only, and everybody would create the same.
+                if self.base and not state.base_manifest:
+                    # Ledger._complete_earlier; who knows no generation creates no other.
+                    at = MANIFEST if worker.grown else OUTCOME
+                    made = _with(state, who, worker._replace(at=at))._replace(base_manifest=True)
+                    yield "creates the manifest of the table", made
+                    return
+                if self.base and not worker.grown and not self.bugs.manifest_of_old_units:
+                    yield "finds the manifest", _with(state, who, worker._replace(at=OUTCOME))
+                    return
                 at = TABLE if self.command == "compact" else OUTCOME
                 made = _with(state, who, worker._replace(at=at))._replace(manifest=True)
                 yield "creates the manifest", made
@@ -295,19 +349,21 @@ class Protocol:
             else:
                 after = Worker(TAKE, mine=done)
                 yield f"finds {done.bit_count()} units done", _with(state, who, after)
-        elif done == self._all:
+        elif not self._known(worker) & ~done:
             yield "finds every unit done", _with(state, who, worker._replace(at=MANIFEST))
         else:
-            yield f"finds {done.bit_count()} units done", _with(state, who, Worker(TAKE))
+            after = Worker(TAKE, grown=worker.grown)
+            yield f"finds {done.bit_count()} units done", _with(state, who, after)
 
     def _take(self, state: State, who: int, worker: Worker) -> Iterator[tuple[str, State]]:
         """StorePicker.take; or compact, which does unit by unit."""
         done = _done(state)
         known = worker.mine if self.command == "compact" else done | worker.mine
-        left = [number for number in range(self.units) if not known >> number & 1]
+        left = [n for n in range(self._known(worker).bit_length()) if not known >> n & 1]
         if not left:
             at = MANIFEST if self.command == "compact" and done == self._all else ALL_DONE
-            yield "has nothing left to do", _with(state, who, Worker(at, mine=worker.mine))
+            after = Worker(at, mine=worker.mine, grown=worker.grown)
+            yield "has nothing left to do", _with(state, who, after)
         for number in left[:1] if self.command == "compact" else left:
             if self.budget is not None:
                 # Budget.allows: spent is what units that are done leave no room in. Where units in
@@ -321,7 +377,8 @@ class Protocol:
                 if (known | 1 << number).bit_count() > self.budget:
                     continue
             mine = worker.mine if self.command == "compact" else worker.mine | 1 << number
-            yield f"takes unit {number}", _with(state, who, Worker(WRITE, number, mine))
+            after = Worker(WRITE, number, mine, grown=worker.grown)
+            yield f"takes unit {number}", _with(state, who, after)
 
     def _send(self, state: State, who: int, worker: Worker) -> Iterator[tuple[str, State]]:
         """BucketObjects._create: a put that creates, or answers that the key exists."""
@@ -364,12 +421,13 @@ class Protocol:
 
     def _outcome(self, state: State, who: int, worker: Worker) -> Iterator[tuple[str, State]]:
         done = _done(state)
-        missing = self.units - done.bit_count()
+        missing = (self._known(worker) & ~done).bit_count()
+        exited = Worker(EXITED, grown=worker.grown)
         if self.command == "compact":
             # compact ends so: each unit was committed or found.
             yield "exits 0", _with(state, who, Worker(EXITED))
         elif state.manifest or not missing:
-            yield "exits 0", _with(state, who, Worker(EXITED))
+            yield "exits 0", _with(state, who, exited)
         elif self.bugs.conflict_is_done:
             yield "exits 0, as if a budget had been spent", _with(state, who, Worker(EXITED))
         elif self.bugs.budget_is_spent_in_hand and done:
@@ -421,7 +479,8 @@ class Protocol:
             if not state.units[worker.unit].done:
                 return self._down(state, who, worker)
             mine |= 1 << worker.unit
-        return _with(self._left(state, worker), who, Worker(TAKE, mine=mine))
+        after = Worker(TAKE, mine=mine, grown=worker.grown)
+        return _with(self._left(state, worker), who, after)
 
     def _arrives(self, state: State, who: int, worker: Worker) -> State:
         after = worker._replace(late=False)
@@ -437,6 +496,9 @@ class Protocol:
         if state.gc < 0:
             if state.table:  # without one it is refused
                 yield "gc: lists every key", None, _listed(state)
+            if self.bugs.gc_takes_columns and state.columns and not state.generation:
+                said = "gc: removes columns that no generation names"
+                yield said, None, state._replace(columns=False)
             return
         yield "gc: is killed", None, _forgotten(state)
         if state.gc < self.units:
@@ -478,6 +540,15 @@ class Protocol:
     @property
     def _all(self) -> int:
         return (1 << self.units) - 1
+
+    @property
+    def _table(self) -> int:
+        """The units of the table, without those of the generation."""
+        return self._all if self.base is None else (1 << self.base) - 1
+
+    def _known(self, worker: Worker) -> int:
+        """The units that a worker knows of."""
+        return self._all if worker.grown else self._table
 
 
 def _with(state: State, who: int, worker: Worker) -> State:

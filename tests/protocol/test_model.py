@@ -23,6 +23,10 @@ MOST = 5_000_000  # states; a change that makes many more is to be looked at
         pytest.param(Protocol(workers=1, units=2), id="two units"),
         pytest.param(Protocol(workers=1, units=2, budget=1), id="a budget"),
         pytest.param(Protocol(workers=2, units=1, command="compact"), id="compact"),
+        pytest.param(Protocol(workers=1, units=2, base=1), id="growing"),
+        pytest.param(
+            Protocol(workers=2, units=2, base=1, gc=False), id="two grow it", marks=pytest.mark.full
+        ),
         pytest.param(
             Protocol(workers=2, units=2), id="two workers, two units", marks=pytest.mark.full
         ),
@@ -113,6 +117,17 @@ def test_what_else_the_protocol_stands_on_is_missed_where_it_is_left_out(
     found = check(Protocol(bugs=Bugs(**{bug: True})))
     assert found.fault == fault
     assert found.trace[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("bug", "fault"),
+    [
+        ("gc_takes_columns", "a generation implies its columns"),
+        ("manifest_of_old_units", "a manifest implies every record"),
+    ],
+)
+def test_what_growing_stands_on_is_missed_where_it_is_left_out(bug: str, fault: str) -> None:
+    assert check(Protocol(workers=1, units=2, base=1, bugs=Bugs(**{bug: True}))).fault == fault
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
