@@ -29,7 +29,7 @@ import tiny
 from marks import some
 from spile.core.errors import InputError
 from spile.models.config.arch import GATED_DELTA, Arch, Experts, GatedDelta, Latent, Layer
-from spile.models.config.families import FAMILIES
+from spile.models.config.families import FAMILIES, REFUSED
 from spile.models.config.hf_config import ACTIVATIONS, read_config
 from spile.models.files.checkpoint import Checkpoint
 
@@ -673,17 +673,14 @@ def test_kimi_k2_is_read_as_what_it_is() -> None:
     assert arch.experts and (arch.experts.groups, arch.lead, arch.period) == (1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV4ForCausalLM",
-     "KimiLinearForCausalLM", "Zamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM",
-     "Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_class_that_is_known_and_not_computed_is_refused_with_the_reason(name: str) -> None:
     message = refused({**published("DeepSeek-V3"), "architectures": [name]})
     assert f"{name} is not supported: " in message and "nearest" not in message
     by_channel = dict.fromkeys(("Kimi", "Mamba", "FalconMamba"), "by channel")
     reasons = {**by_channel, "Zamba2": "share their weights", "Gemma3n": "four streams"}
+    encoders = ("Bert", "Roberta", "ModernBert", "Gemma3Text")
+    reasons |= {"Lfm2Moe": "more than their sum", **dict.fromkeys(encoders, "see those after them")}
     told = [why for stem, why in reasons.items() if name.startswith(stem)]
     assert (told or ["indexer"])[0] in message
 

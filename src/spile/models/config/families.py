@@ -22,6 +22,7 @@ FAMILIES: tuple[Family, ...] = (
 _BY_CHANNEL = "its states decay by channel, which is not computed here"
 _SPARSE_ATTENTION = "an indexer chooses the keys that each token sees, which is not computed here"
 _SEVERAL_STREAMS = "its blocks predict and correct four streams at once, and every tap has one"
+_ENCODER = "its tokens see those after them, and attention here is causal"
 # Classes of transformers that are refused with a reason; others are refused as unknown.
 REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
@@ -34,4 +35,16 @@ REFUSED = {
     "Zamba2ForCausalLM": "its blocks share their weights, and read the embeddings once more",
     "KimiLinearForCausalLM": "its linear layers forget by channel, which is not computed here",
     **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), _SEVERAL_STREAMS),
+    **dict.fromkeys(
+        (
+            "BertModel",
+            "BertForMaskedLM",
+            "RobertaModel",
+            "RobertaForMaskedLM",
+            "ModernBertModel",
+            "ModernBertForMaskedLM",
+            "Gemma3TextModel",
+        ),
+        _ENCODER,
+    ),
 }
