@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from spile.interop.torch_loader import TorchLoader, torch_dataset
     from spile.interop.trainers import TorchRows
     from spile.models.files.demo import demo_model
-    from spile.models.forward.splice import SPLICED as SPLICE_SITES
     from spile.models.forward.splice import added, only, replaced
+    from spile.models.taps import SPLICED as SPLICE_SITES
     from spile.run.extract import extract
     from spile.run.model import Model
     from spile.run.model import Model as load_model
@@ -108,7 +108,8 @@ _HOMES = {
     "spile.interop.torch_loader": ("TorchLoader", "torch_dataset"),
     "spile.interop.trainers": ("TorchRows",),
     "spile.models.files.demo": ("demo_model",),
-    "spile.models.forward.splice": ("SPLICE_SITES=SPLICED", "added", "only", "replaced"),
+    "spile.models.forward.splice": ("added", "only", "replaced"),
+    "spile.models.taps": ("SPLICE_SITES=SPLICED",),
     "spile.run.extract": ("extract",),
     "spile.run.model": ("Model", "load_model=Model", "model=Model"),
     "spile.run.stream": ("stream",),

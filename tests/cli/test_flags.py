@@ -31,6 +31,11 @@ def test_every_option_is_a_flag_that_is_none_until_it_is_given(
         assert value == (True if len(words) == 1 else "x"), "values are parsed with the options"
 
 
+def test_a_list_may_be_given_in_several_flags() -> None:
+    words = ["extract", "--splice", "zero:z.1", "--splice", "zero:z.2,zero:z.3"]
+    assert PARSER.parse_args(words).splice == "zero:z.1,zero:z.2,zero:z.3"
+
+
 def test_a_verb_gets_its_function_and_an_error_its_name() -> None:
     parser = Parser(prog="tool")
     verbs = Verbs(parser)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import quick
@@ -25,6 +26,7 @@ from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import read_arch
 from spile.models.layout import Layout
 from spile.plan.chips import parse_topology
+from spile.plan.splices import find_splices
 from spile.run.step import Step
 
 CONFIGS = Path(__file__).parent.parent / "fixtures/configs"
@@ -85,6 +87,24 @@ def test_an_encoder_is_compiled_with_the_step_and_counted(config: Path, tmp_path
     assert json.loads(scaled.stdout)["taps"] < found["taps"]
     refused = run(*given, "--encode", tmp_path / "nowhere")
     assert refused.returncode == 2 and "nowhere" in refused.stderr
+
+
+def test_changes_are_compiled_with_the_step_and_counted(config: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "two.npy", np.eye(2, 64))
+    sae = saes.write_sae(tmp_path / "sae", width=64, latents=4096)
+    arch, target = read_arch(str(config)), find_target(None, None)
+    recipe, runtime = Recipe(taps="resid_post:2", seq_len=64), Runtime(batch_tokens=128)
+    splice = f"ablate:resid_post.0={tmp_path}/two.npy,replace-with-sae:mlp_out.1={sae}"
+    clean, changed = (
+        compile_step(question, question.layout())
+        for question in (
+            Question(arch, recipe, runtime, target, {}, find_splices(each, (), arch))
+            for each in ("none", splice)
+        )
+    )
+    products = 4 * 2 * 64 + 4 * 64 * 4096
+    assert changed.flops - clean.flops == 128 * products
+    assert changed.weights - clean.weights == 4 * (2 * 64 + 2 * 64 * 4096)  # in float32
 
 
 @pytest.mark.full

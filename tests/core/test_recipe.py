@@ -53,6 +53,8 @@ OTHER: dict[str, Any] = {
     "encode_source": "saes/b",
     "encode": {"embed": "topk 16 2-cd"},
     "latents": 8,
+    "splice_source": "zero:z.1",
+    "splice": ("zero z.1",),
     "messages": "chats",
     "prompt_column": "question",
     "response_column": "answer",
@@ -130,6 +132,14 @@ def test_a_recipe_stored_before_rules_were_keeps_its_fingerprint_and_its_rules()
     assert (back.special_flags, RESOLVED.special_flags) == (SPECIAL, BOS | EOS | SPECIAL)
     assert back.cuts_every_mark and not RESOLVED.cuts_every_mark
     assert RESOLVED.marks_named_specials and not back.marks_named_specials
+
+
+def test_a_recipe_without_splices_is_stored_as_before_there_were_any() -> None:
+    stored = RESOLVED.to_json()
+    assert not {"splice", "splice_source"} & stored.keys()
+    spliced = dataclasses.replace(RESOLVED, splice=("zero z.1",), splice_source="zero:z.1")
+    assert ResolvedRecipe.from_json(spliced.to_json()) == spliced
+    assert ResolvedRecipe.from_json(stored) == RESOLVED
 
 
 def test_a_stored_recipe_with_missing_or_unknown_fields_is_refused_by_name() -> None:

@@ -110,8 +110,9 @@ def test_every_field_of_the_recipe_is_tried() -> None:
              "system", "template", "generation_prompt"}  # fmt: skip
     ids = {"tokens_column", "tokens_dtype", "doc_separator"}  # of no text: test_token_ids.py
     encoders = {"encode", "latents"}  # test_encode.py
-    # (The last two: plan/test_resolve.py, plan/test_passes.py.)
-    elsewhere = {*chats, *ids, *encoders, "part", "like", "add_taps", "more", "add_corpus"}
+    # (plan/test_resolve.py, plan/test_passes.py and plan/test_growth.py try those that grow.)
+    grown = {"add_taps", "more", "add_corpus"}
+    elsewhere = {*chats, *ids, *encoders, *grown, "part", "like", "splice"}  # test_splice.py
     assert {*OTHER, *elsewhere, "model", "lora", "corpus"} == set(Recipe.names())
 
 

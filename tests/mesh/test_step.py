@@ -9,10 +9,14 @@ import pytest
 import saes
 import tiny
 from marks import some
-from meshes import make_batch, make_step
+from meshes import make_batch, make_step, shards_of
 from spile.dataset.write.statistics import TapStats
+from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
+from spile.models.forward.splice import load_changes
 from spile.models.layout import Layout
+from spile.models.taps import parse_taps
+from spile.plan.splices import find_splices
 
 CUT_THREE_WAYS = Layout(2, 2, 2)
 LAYOUTS = [Layout(8), Layout(1, 1, 8), Layout(1, 8), Layout(4, 1, 2), CUT_THREE_WAYS]
@@ -71,6 +75,31 @@ def test_latents_are_those_of_one_device(model: Path, tmp_path: Path, layout: La
         sum(s.truncated for s in each.stats_of("resid_post_latents.1")) for each in (one, mesh)
     ]
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("layout", some(LAYOUTS, CUT_THREE_WAYS), ids=str)
+def test_changes_are_those_of_one_device(model: Path, tmp_path: Path, layout: Layout) -> None:
+    """In the scan and behind it, with heads cut over devices, and with an autoencoder on each."""
+    np.save(tmp_path / "two.npy", np.random.default_rng(0).standard_normal((2, 32)))
+    np.save(tmp_path / "head.npy", np.ones(8))
+    splice = (
+        f"ablate:resid_post:0-1={tmp_path}/two.npy,steer:z:1.h3={tmp_path}/head.npy*2,zero:q:0.h1,"
+        f"replace-with-sae:mlp_in.0={saes.write_sae(tmp_path / 'sae')},zero:mlp_hidden:2"
+    )
+    checkpoint, batch = open_checkpoint(str(model)), make_batch(24)
+    changes = find_splices(splice, parse_taps("logits", checkpoint.arch), checkpoint.arch)
+    found = [
+        make_step(model, "z:1,resid_post:all,logits", each, splices=made)(batch)
+        for each, made in (
+            (None, {}),
+            (None, load_changes(changes, "float32", None)[0]),
+            (layout, load_changes(changes, "float32", shards_of(checkpoint, layout))[0]),
+        )
+    ]
+    for tap in found[0].batches[0].rows:
+        clean, one, mesh = (each.rows_of(tap) for each in found)
+        np.testing.assert_allclose(mesh, one, atol=1e-5 * max(1, np.abs(one).max()))
+        assert np.abs(one - clean).max() > 0.1
 
 
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 64}

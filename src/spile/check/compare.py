@@ -15,16 +15,16 @@ import importlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 
 from spile.core.config import Recipe, activation_dtype
-from spile.core.errors import InputError, StoreError
+from spile.core.errors import ConfigError, InputError, StoreError
 from spile.core.recipe import latent_names
 from spile.core.system import available_memory
 from spile.dataset import format as fmt
@@ -32,6 +32,7 @@ from spile.dataset.ledger import Ledger
 from spile.dataset.read.dataset import Dataset, Document, open_dataset
 from spile.models.config.arch import Arch
 from spile.models.files.sae import Arrays, SparseEncoder, activations, load_arrays
+from spile.models.splices import FUNCTION, Splice
 from spile.models.taps import Tap
 from spile.objects import open_objects
 from spile.objects.paths import local_copy
@@ -153,7 +154,12 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
     """
     _require("transformers", "torch")
     ledger = Ledger(open_objects(out))
-    ledger.table()  # raises a clear error if there is no dataset
+    stored = ledger.table()  # raises a clear error if there is no dataset
+    if any(each.startswith(FUNCTION) for each in stored.recipe.splice):
+        raise ConfigError(
+            f"{out}: a function of your own changes its values, and check runs only the built-in "
+            "changes of --splice"
+        )
     job = resolve(recipe or Recipe(), ledger, "cpu")
     dataset = open_dataset(out, partial=True)
     compared = _Comparison(dataset, job)
@@ -635,7 +641,20 @@ def _reference(job: ExtractionJob, dtype: str) -> Any:
         peft = importlib.import_module("peft")
         with local_copy(adapter.directory) as folder:
             model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-    return reference.Reference(model.to("cuda" if torch.cuda.is_available() else "cpu"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return reference.Reference(model.to(device), _changes(job.splices))
+
+
+def _changes(splices: Sequence[Splice]) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+    """The change of each tap that has one, by its name: of several, one after another."""
+    by_tap: dict[str, list[tuple[Splice, Arrays]]] = {}
+    for splice in splices:
+        by_tap.setdefault(splice.tap.name, []).append((splice, splice.load()[0]))
+
+    def changed(some: list[tuple[Splice, Arrays]], values: np.ndarray) -> np.ndarray:
+        return reduce(lambda found, each: each[0].apply(each[1], found), some, values)
+
+    return {tap: partial(changed, some) for tap, some in by_tap.items()}
 
 
 def _require(*names: str, install: str = "'spile[check]'") -> None:

@@ -11,7 +11,7 @@ rotary angles), whatever the dtype of its weights: all of those are then float64
 # pyright: standard
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from spile.core.errors import InputError
 
 # Names of each part; the first that the module has is used.
 _NAMES = {
@@ -64,6 +66,7 @@ _SPACE_RULE = "mamba2_chunk_scan"
 _NARROW = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj")
 
 Take = Callable[[Any], Tensor]
+Change = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,21 @@ class _Point:
     take: Take
     # index, for a module that takes or returns several values; None: all that it returns
     item: int | None = 0
+    whole: bool = False  # the tap is all of that value: it can be changed there
+    scale: float = 1.0  # what the tap is multiplied by
 
 
 class Reference:
     """Taps of a HF model, by hooks: the ground truth."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, changes: Mapping[str, Change] | None = None) -> None:
+        """Args:
+        changes: by tap: a function of its values [tokens, ...], with whose result the model
+            continues.
+
+        Raises:
+            InputError: if a tap that is changed is not the whole of what a module takes or returns.
+        """
         self._model: Any = model
         self._model.eval()
         # Only eager attention returns its weights. (Some families only look there.)
@@ -103,13 +115,20 @@ class Reference:
         heads = getattr(self._body.config, "num_attention_heads", 0)
         self._points = [
             # A model that scales its embeddings may do so inside that module or after it.
-            _Point("embed", blocks[0], "in", _rows)
+            _Point("embed", blocks[0], "in", _rows, whole=not _embeds_itself(blocks[0]))
             if hasattr(self._body, "rotary_emb")
-            else _Point("embed", self._model.get_input_embeddings(), "out", _rows),
+            else _Point("embed", self._model.get_input_embeddings(), "out", _rows, whole=True),
             _Point("final_norm", _part(self._body, "final_norm"), "out", _rows),
         ]
         for i, block in enumerate(blocks):
             self._points += _block_points(block, f".{i}", heads)
+        whole = {point.name: point for point in self._points if point.whole}
+        if missing := {*(changes or {})} - whole.keys():
+            raise InputError(
+                f"check cannot recompute a change at {min(missing)}: no module of "
+                f"{type(self._model).__name__} takes or returns just that"
+            )
+        self._changes = [(whole[name], change) for name, change in (changes or {}).items()]
         self._products = [module for block in blocks for module in _products(block)]
         # Of projections, the last rows that are not multiplied in 8 bits: steps of a state space.
         spaces = filter(None, map(_space, blocks))
@@ -177,7 +196,9 @@ class Reference:
             for module in self._products if self._float8 else ():
                 module.forward = partial(_float8_product, module, self._exact.get(id(module), 0))
                 hooks.callback(delattr, module, "forward")
-            for point in self._points:
+            for point, change in self._changes:
+                hooks.enter_context(_changed(point, change))
+            for point in self._points:  # (these hooks run after those of the changes)
                 if wanted(point.name):
                     hooks.enter_context(_hooked(point, found))
             if noise is not None:
@@ -370,6 +391,11 @@ class _InFloat64(TorchDispatchMode):
         return func(*map(wide, args), **given)
 
 
+def _embeds_itself(block: Any) -> bool:
+    """Whether blocks have embeddings of their own, which are made of the usual ones, too."""
+    return getattr(block, "post_per_layer_input_norm", None) is not None
+
+
 def _part(module: Any, role: str) -> Any:
     for name in _NAMES[role]:
         if getattr(module, name, None) is not None:
@@ -457,22 +483,24 @@ def _scaled_to_float8(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _block_points(block: Any, layer: str, heads: int) -> Iterator[_Point]:
     attention, space, mlp = _attention(block), _space(block), _mlp(block)
-    yield _Point("resid_pre" + layer, block, "in", _rows)
+    yield _Point("resid_pre" + layer, block, "in", _rows, whole=True)
     if attention is not None:
         yield from _attention_points(block, attention, layer, heads)
     if space is not None:
         yield from _space_points(block, space, layer)
     if mlp is not None:
         yield from _mlp_points(block, mlp, layer, mixes=bool(attention or space))
-    if (embedded := getattr(block, "post_per_layer_input_norm", None)) is not None:
+    if _embeds_itself(block):
+        embedded = block.post_per_layer_input_norm
         yield _Point("layer_embed" + layer, block, "in", _rows, item=1)
         yield _Point("layer_embed_out" + layer, embedded, "out", _rows)
-    yield _Point("resid_post" + layer, block, "out", _rows)
+    yield _Point("resid_post" + layer, block, "out", _rows, whole=True)
 
 
 def _attention_points(block: Any, attention: Any, layer: str, heads: int) -> Iterator[_Point]:
     # Beside a state space, attention may read what it reads, but scaled.
-    yield _Point("attn_in" + layer, _space(block) or attention, "in", _rows)
+    space = _space(block)
+    yield _Point("attn_in" + layer, space or attention, "in", _rows, whole=space is None)
     projection = added = _part(attention, "out_projection")
     # If the MLP's result is normalised, so is attention's, by the norm "post attention"; otherwise
     # that name means the norm between the stream and the MLP.
@@ -481,7 +509,7 @@ def _attention_points(block: Any, attention: Any, layer: str, heads: int) -> Ite
     elif hasattr(block, "post_mlp_layernorm"):
         added = block.post_self_attn_layernorm
     scale = getattr(block, "residual_multiplier", 1.0) * getattr(block, "attn_out_multiplier", 1.0)
-    yield _Point("attn_out" + layer, added, "out", lambda x: _rows(x) * scale)
+    yield _Point("attn_out" + layer, added, "out", _rows, whole=True, scale=scale)
     if _convolves(attention):
         yield _Point("conv_gate" + layer, attention.in_proj, "out", lambda x: x[0].chunk(3, -1)[1])
         return
@@ -497,11 +525,14 @@ def _attention_points(block: Any, attention: Any, layer: str, heads: int) -> Ite
         if hasattr(attention, "kv_a_layernorm"):
             yield from _latent_points(attention, layer)
         else:
-            for site, (projected, take) in _projections(attention, heads, head_dim).items():
-                yield _Point(site + layer, projected, "out", take)
+            found = _projections(attention, heads, head_dim)
+            modules = [projected for projected, _ in found.values()]
+            for site, (projected, take) in found.items():
+                alone = modules.count(projected) == 1
+                yield _Point(site + layer, projected, "out", take, whole=alone)
         # [batch, head, query, key], as returned: not every family computes them in one function
         yield _Point("attn_pattern" + layer, attention, "out", lambda x: x[0].transpose(0, 1), 1)
-    yield _Point("z" + layer, projection, "in", _split(head_dim))
+    yield _Point("z" + layer, projection, "in", _split(head_dim), whole=True)
 
 
 def _space_points(block: Any, space: Any, layer: str) -> Iterator[_Point]:
@@ -516,7 +547,7 @@ def _space_points(block: Any, space: Any, layer: str) -> Iterator[_Point]:
     yield _Point("ssm_in" + layer, space, "in", _rows)
     yield _Point("ssm_gate" + layer, space.in_proj, "out", gate)
     yield _Point("ssm_z" + layer, space.out_proj, "in", _split(space.head_dim))
-    yield _Point("ssm_out" + layer, space.out_proj, "out", lambda x: _rows(x) * scale)
+    yield _Point("ssm_out" + layer, space.out_proj, "out", _rows, whole=True, scale=scale)
 
 
 def _mlp_points(block: Any, mlp: Any, layer: str, *, mixes: bool) -> Iterator[_Point]:
@@ -537,17 +568,17 @@ def _mlp_points(block: Any, mlp: Any, layer: str, *, mixes: bool) -> Iterator[_P
         if reader is not None:  # else attention and MLP share a norm
             yield _Point("resid_mid" + layer, reader, "in", _rows)
     reads = _part(block, "up_projection") if mlp is block else mlp
-    yield _Point("mlp_in" + layer, reads, "in", _rows)
+    yield _Point("mlp_in" + layer, reads, "in", _rows, whole=not apart and mlp is not block)
     if experts or apart:
         yield from _expert_points(block if apart else mlp, shared, layer)
     if not experts:
-        yield _Point("mlp_hidden" + layer, down, "in", _rows)
+        yield _Point("mlp_hidden" + layer, down, "in", _rows, whole=True)
     if experts and shared is getattr(block, "shared_mlp", block):  # beside the others
         yield _Point(
             "mlp_out" + layer, mlp, "in", lambda x: _rows((mlp.forward(x) + shared(x)) * scale)
         )
     else:
-        yield _Point("mlp_out" + layer, added, "out", lambda x: _rows(x) * scale)
+        yield _Point("mlp_out" + layer, added, "out", _rows, whole=True, scale=scale)
 
 
 def _expert_points(mlp: Any, shared: Any, layer: str) -> Iterator[_Point]:
@@ -662,13 +693,44 @@ def _array(value: Tensor) -> np.ndarray:
 def _hooked(point: _Point, found: dict[str, np.ndarray]) -> Iterator[None]:
     def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         given = args[point.item or 0] if args else named["hidden_states"]
-        found[point.name] = _array(point.take(given))
+        found[point.name] = _taken(point, given)
 
     def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
         value: Any = output
         if point.item is not None and isinstance(output, tuple):
             value = output[point.item]
-        found[point.name] = _array(point.take(value))
+        found[point.name] = _taken(point, value)
+
+    if point.side == "in":
+        handle = point.module.register_forward_pre_hook(before, with_kwargs=True)
+    else:
+        handle = point.module.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _taken(point: _Point, value: Any) -> np.ndarray:
+    taken = point.take(value)
+    return _array(taken if point.scale == 1.0 else taken * point.scale)
+
+
+@contextmanager
+def _changed(point: _Point, change: Change) -> Iterator[None]:
+    """Let the model continue with other values at a point."""
+
+    def new(value: Tensor) -> Tensor:
+        made = torch.from_numpy(change(_taken(point, value))) / point.scale
+        return made.to(value).reshape(value.shape)
+
+    def before(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if args:
+            return (new(args[0]), *args[1:]), named
+        return args, named | {"hidden_states": new(named["hidden_states"])}
+
+    def after(module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        return (new(output[0]), *output[1:]) if isinstance(output, tuple) else new(output)
 
     if point.side == "in":
         handle = point.module.register_forward_pre_hook(before, with_kwargs=True)

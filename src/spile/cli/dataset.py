@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from spile.interop.hub.push import Pushed
     from spile.objects import Objects
 
-_SOURCES = ("model", "lora", "corpus", "template", "encode")  # options of a recipe that name files
+# Options of a recipe that name files.
+_SOURCES = ("model", "lora", "corpus", "template", "encode", "splice")
 
 
 def add_verify(verbs: Verbs) -> None:

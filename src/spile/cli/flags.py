@@ -185,7 +185,17 @@ def add_options(
             group.add_argument(flag, action="store_true", default=None, help=meta["help"])
             continue
         hint = {"count": "N", "size": "SIZE"}.get(meta["kind"], "X")
-        group.add_argument(flag, metavar="|".join(meta["choices"]) or hint, help=meta["help"])
+        action = _Joined if meta["kind"] == "list" else "store"
+        metavar = "|".join(meta["choices"]) or hint
+        group.add_argument(flag, action=action, metavar=metavar, help=meta["help"])
+
+
+class _Joined(argparse.Action):
+    """Joins what a flag is given, each time, by commas."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 def add_listening(parser: argparse.ArgumentParser, port: int) -> None:

@@ -88,7 +88,7 @@ def add_compile(verbs: Verbs) -> None:
     sub.add_argument("--search", action="store_true", help="try every mesh that may do")
     sub.add_argument("--on", metavar="libtpu|cpu|here", help="whose compiler [libtpu, else cpu]")
     for name in ("weights", "seq-len", "batch-tokens", "compute-dtype", "store-dtype", "encode",
-                 "latents"):  # fmt: skip
+                 "latents", "splice"):  # fmt: skip
         sub.add_argument(f"--{name}", metavar="X", help="as for extract")
 
 
@@ -98,17 +98,21 @@ def compile(arguments: argparse.Namespace) -> int:
     from spile.models.files.checkpoint import read_arch
     from spile.models.taps import parse_taps
     from spile.plan.encoders import find_encoders
+    from spile.plan.splices import find_splices
 
-    names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents")
+    names = ("model", "taps", "seq_len", "compute_dtype", "store_dtype", "encode", "latents",
+             "splice")  # fmt: skip
     recipe = Recipe(**{name: getattr(arguments, name) for name in names})
     names = ("batch_tokens", "mesh", "fsdp")
     runtime = Runtime(
         **{name: getattr(arguments, name) for name in names}, weights=arguments.weights or "auto"
     )
     arch = read_arch(arguments.model)
-    encoders = find_encoders(recipe, parse_taps(arguments.taps, arch), arch)
+    taps = parse_taps(arguments.taps, arch)
+    encoders = find_encoders(recipe, taps, arch)
+    splices = find_splices(recipe.splice, taps, arch)
     target = find_target(arguments.topology, arguments.on)
-    question = Question(arch, recipe, runtime, target, encoders)
+    question = Question(arch, recipe, runtime, target, encoders, splices)
     found = search(question) if arguments.search else [compile_step(question, question.layout())]
     if not arguments.json:
         print(compile_text(found))
@@ -196,7 +200,7 @@ def add_check(verbs: Verbs) -> None:
     sub = verbs.add("check", check, "recompute samples with HF transformers and compare")
     sub.add_argument("out", metavar="OUT")
     sub.add_argument("--samples", metavar="N", type=int, default=4, help="documents [4]")
-    for name in ("model", "lora", "encode", "corpus"):
+    for name in ("model", "lora", "encode", "splice", "corpus"):
         sub.add_argument(f"--{name}", metavar="X", help="where it is now, if it has moved")
 
 
@@ -205,7 +209,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     if arguments.samples < 1:
         raise ConfigError(f"--samples must be at least 1, got {arguments.samples}")
-    names = ("model", "lora", "encode", "corpus")
+    names = ("model", "lora", "encode", "splice", "corpus")
     moved = Recipe(**{name: getattr(arguments, name) for name in names})
     report = check(arguments.out, samples=arguments.samples, recipe=moved)
     print(json.dumps(report.to_json()) if arguments.json else check_text(arguments.out, report))

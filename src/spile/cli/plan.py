@@ -261,7 +261,8 @@ def _elsewhere(
         compute_dtype=asked.compute_dtype,
         store_dtype=asked.store_dtype,
     )
-    question = Question(job.checkpoint.arch, recipe, runtime, target, job.encoders)
+    arch = job.checkpoint.arch
+    question = Question(arch, recipe, runtime, target, job.encoders, job.splices)
     return elsewhere(compile_step(question, question.layout()), cost)
 
 

@@ -36,8 +36,10 @@ from spile.models.files.sae import SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
+from spile.models.forward.splice import load_changes
 from spile.models.forward.weights import LayerSchedule, Params, abstract_params
 from spile.models.layout import Cuts, Layout, fitting_layout, parse_layout
+from spile.models.splices import Splice
 from spile.models.taps import parse_taps
 from spile.plan.encoders import stored_taps
 from spile.plan.estimate import row_quantum
@@ -102,6 +104,7 @@ class Question:
     encoders: Mapping[str, SparseEncoder] = field(
         default_factory=dict[str, SparseEncoder]
     )  # by tap
+    splices: tuple[Splice, ...] = ()
 
     def __post_init__(self) -> None:
         if self.seq_len > self.arch.max_positions:
@@ -147,6 +150,7 @@ class Question:
             store_dtype=self.store_dtype,
             whole=needs_whole_block(taps, depth),
             encoders=self.encoders,
+            splices=self.splices,
         )
         platform = target.platform if target.chip is None else "accelerator"
         tokens = self.runtime.batch_tokens or sweet_spot(arch, platform)
@@ -394,6 +398,7 @@ def _step_options(work: Workload, target: CompileTarget, shards: Shards | None) 
         arrays = device_arrays(load_arrays(encoder.sae)[0], activation_dtype(work.compute_dtype))
         return {name: shaped(array.shape, array.dtype) for name, array in arrays.items()}
 
+    changes, _ = load_changes(work.splices, activation_dtype(work.compute_dtype), shards)
     return {
         "compute_dtype": work.compute_dtype,
         "store_dtype": work.store_dtype,
@@ -405,6 +410,10 @@ def _step_options(work: Workload, target: CompileTarget, shards: Shards | None) 
             if info.dtype == "int8"
         },
         "encoders": {tap: (encoder, shapes(encoder)) for tap, encoder in work.encoders.items()},
+        "splices": {
+            tap: jax.tree.map(lambda array: shaped(array.shape, array.dtype), change)
+            for tap, change in changes.items()
+        },
     }
 
 

@@ -59,8 +59,8 @@ class Recipe(Options):
     )
     like: str | None = option(
         None,
-        "a dataset whose rows to make once more, with another --model, --lora, --taps, --encode or "
-        "dtype; every other option is taken from it",
+        "a dataset whose rows to make once more, with another --model, --lora, --taps, --encode, "
+        "--splice or dtype; every other option is taken from it",
     )
     more: bool | None = option(
         None,
@@ -88,6 +88,13 @@ class Recipe(Options):
         None, "latents to store of each row, the largest [the encoder's own k, or 64]",
         kind="count", minimum=1,
     )  # fmt: skip
+    splice: str | None = option(
+        None,
+        "change values inside the model: zero:TAP, ablate:TAP=FILE.npy, steer:TAP=FILE.npy*4, "
+        "mean:TAP=FILE.npy or a dataset, replace-with-sae:TAP=DIR, or your own, FILE.py:FUNCTION; "
+        "comma separated, or given several times; none",
+        kind="list",
+    )
     where: str | None = option(
         None,
         "keep only these rows, e.g. 'not bos and pos >= 1', or 'end' for the last token of each "

@@ -32,7 +32,8 @@ def option(
 ) -> Any:
     """Declare one option.
 
-    Kinds: text, count (an integer, `64k` allowed), size (bytes), share (above 0, to 1), switch.
+    Kinds: text, list (texts joined by commas; its flag may be given several times), count (an
+    integer, `64k` allowed), size (bytes), share (above 0, to 1), switch.
 
     With `auto`, the value "auto" is allowed and means the default.
     """

@@ -21,7 +21,7 @@ RULES = 2
 
 
 # The fields that say what is computed and stored of each row. All others say which rows there are.
-OF_EACH_ROW = ("model", "taps", "encode", "latents", "compute_dtype", "store_dtype")
+OF_EACH_ROW = ("model", "taps", "encode", "latents", "splice", "compute_dtype", "store_dtype")
 # Of these, the fields that a pass, which adds taps to the rows of a dataset, has of its own.
 OF_A_PASS = ("taps", "encode", "latents", "compute_dtype", "store_dtype")
 
@@ -39,11 +39,13 @@ class ResolvedRecipe:
     corpus_source: str
     template_source: str | None = None
     encode_source: str | None = None
+    splice_source: str | None = None
     model: Mapping[str, str]
     corpus: tuple[str, ...]
     taps: tuple[str, ...]
     encode: Mapping[str, str] = field(default_factory=dict[str, str])  # identities, by tap
     latents: int | None = None  # how many latents to keep of a row, if given
+    splice: tuple[str, ...] = ()  # identities of changes, in the order in which they are made
     where: str | None
     every: int | None
     seq_len: int
@@ -128,16 +130,18 @@ class ResolvedRecipe:
         everything = json.loads(json.dumps(dataclasses.asdict(self)))
         if self.rules == 1:
             del everything["rules"]
+        if not self.splice:  # as before there were any: fingerprints stay the same
+            del everything["splice"], everything["splice_source"]
         return everything
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "ResolvedRecipe":
         known = {f.name for f in fields(cls)}
-        parts: dict[str, Any] = {"rules": 1, **value}
+        parts: dict[str, Any] = {"rules": 1, "splice": (), "splice_source": None, **value}
         if set(parts) != known:
             odd = sorted(set(parts) ^ known)
             raise ConfigError(f"stored recipe has missing or unknown fields: {', '.join(odd)}")
-        for name in ("taps", "corpus", "keep"):
+        for name in ("taps", "corpus", "keep", "splice"):
             parts[name] = tuple(parts[name])
         recipe = cls(**parts)
         for f in fields(cls):

@@ -221,6 +221,13 @@ _LENS_OF_LATENT = {
 }  # fmt: skip
 _BY_HEAD = ("heads", "kv_heads", "ssm_heads")  # axes
 AFTER_BLOCKS = ("final_norm", "logits", "logprob", "entropy")
+# Sites whose values can be changed before the model continues.
+SPLICED = (
+    "embed", "resid_pre", "attn_in", "q", "kv_latent", "k", "v", "conv_in", "conv_out", "conv_gate",
+    "attn_gate", "z", "attn_out", "ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out", "resid_mid",
+    "mlp_in", "mlp_hidden", "shared_expert_out", "mlp_out", "layer_embed", "layer_embed_out",
+    "resid_post",
+)  # fmt: skip
 _ORDER = {name: i for i, name in enumerate(SITES)}
 _LENS = {name: site.name for site in SITES.values() for name in site.lens}
 # Names of TransformerLens, after any `blocks.N.`, whose values no site has; and why.
@@ -481,13 +488,20 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
     return _in_order(taps, arch)
 
 
-def _in_order(taps: "set[Tap] | list[Tap]", arch: Arch) -> tuple[Tap, ...]:
-    def met(tap: Tap) -> tuple[int, int, int, tuple[int, ...]]:
-        last = arch.num_layers if tap.site in AFTER_BLOCKS else -1
-        layer = last if tap.layer is None else tap.layer
-        return tap.layers_needed(arch), layer, _ORDER[tap.site], tap.heads
+def place_of(tap: Tap, arch: Arch) -> tuple[int, int, int, tuple[int, ...]]:
+    """A key by which taps are sorted in the order in which the model computes them."""
+    last = arch.num_layers if tap.site in AFTER_BLOCKS else -1
+    layer = last if tap.layer is None else tap.layer
+    return tap.layers_needed(arch), layer, _ORDER[tap.site], tap.heads
 
-    return tuple(sorted(taps, key=met))
+
+def computed_as(tap: Tap) -> Tap:
+    """The tap that computes a tap's value: a block's input is the output of the one before it."""
+    return Tap("resid_post", tap.layer - 1) if tap.site == "resid_pre" and tap.layer else tap
+
+
+def _in_order(taps: "set[Tap] | list[Tap]", arch: Arch) -> tuple[Tap, ...]:
+    return tuple(sorted(taps, key=lambda tap: place_of(tap, arch)))
 
 
 def _parse_item(item: str, arch: Arch) -> set[Tap]:

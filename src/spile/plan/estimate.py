@@ -18,6 +18,7 @@ from spile.dataset.columns import Ints
 from spile.dataset.ledger import Ledger, Table
 from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
+from spile.models.splices import FUNCTION
 from spile.objects import Objects
 from spile.plan.chips import Chip
 from spile.plan.encoders import stored_taps
@@ -166,6 +167,7 @@ def step_of(job: ExtractionJob, rows: int, platform: str, cuts: Cuts) -> Workloa
         store_dtype=recipe.store_dtype,
         whole=True,
         encoders=job.encoders,
+        splices=job.splices,
         packed=job.checkpoint.packed_bytes() if cuts.layout.size == 1 else {},
     )
 
@@ -308,6 +310,8 @@ def _warnings(job: ExtractionJob, platform: str) -> Iterator[str]:
             "products in float8: on the demo model rows were 3 to 8% off, in bfloat16 0.5 to 1.3%; "
             f"`spile check` measures yours{slower}"
         )
+    if any(splice.kind == FUNCTION for splice in job.splices):
+        yield "what your own function in --splice costs is not counted; --calibrate measures it"
     stream = job.checkpoint.arch.width * DTYPES_BY_NAME[job.recipe.store_dtype].itemsize
     advice = {
         "attn_pattern": "it grows with --seq-len; choose few layers, shorter contexts, or --where",

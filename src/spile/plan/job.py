@@ -27,6 +27,7 @@ from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.documents import encode_documents
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.sae import SparseEncoder
+from spile.models.splices import Splice
 from spile.models.taps import AFTER_BLOCKS, Tap
 
 
@@ -63,6 +64,7 @@ class ExtractionJob:
     encoders: Mapping[str, SparseEncoder] = field(
         default_factory=dict[str, SparseEncoder]
     )  # by tap
+    splices: tuple[Splice, ...] = ()  # changes inside the model, in order
     heed: Callable[[], None] = lambda: None  # may raise, to end slow work
 
     @property

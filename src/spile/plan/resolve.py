@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,12 @@ from spile.plan.growth import (
 )
 from spile.plan.job import ExtractionJob, open_reader, select_and_pack
 from spile.plan.roofline import cpu_unit_tokens
+from spile.plan.splices import (
+    SAE,
+    each_splice_source,
+    find_splices,
+    names_program,
+)
 
 _log = logging.getLogger("spile")
 
@@ -95,6 +102,7 @@ def resolve(
     checkpoint = open_checkpoint(recipe.model, recipe.lora)
     taps = parse_taps(recipe.taps, checkpoint.arch)
     encoders = find_encoders(recipe, taps, checkpoint.arch)
+    splices = find_splices(recipe.splice, () if stored else taps, checkpoint.arch)
     known = stored or like
     sources = (recipe.corpus, *(known.sources[1:] if known else ()))
     if growing and growing.added:
@@ -108,7 +116,14 @@ def resolve(
     if known:
         files, corpus = in_stored_order(known, files, corpus)
     resolved = _settled(recipe, checkpoint, taps, encoders, corpus, platform, template)
-    resolved = dataclasses.replace(resolved, rules=_rules(ledger.objects.url, known))
+    resolved = dataclasses.replace(
+        resolved,
+        rules=_rules(ledger.objects.url, known),
+        splice=tuple(splice.identity for splice in splices),
+        splice_source=each_splice_source(recipe.splice, lambda _, path: lasting(path))
+        if recipe.splice and splices
+        else None,
+    )
     tokenizer = TextTokenizer(
         checkpoint.directory,
         resolved.special_tokens,
@@ -137,7 +152,7 @@ def resolve(
     if other:
         _refuse_unlike(other, table, checkpoint.directory)
     return ExtractionJob(
-        table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, heed
+        table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, splices, heed
     )
 
 
@@ -180,6 +195,7 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
         "corpus": stored.corpus_source,
         "template": stored.template_source,
         "encode": stored.encode_source,
+        "splice": stored.splice_source,
         "taps": ",".join(stored.taps),
         "keep": keep_spelled(stored.keep),
     }
@@ -189,6 +205,12 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
         raise ConfigError(
             f"the corpus of this dataset is a program ({source}), and none is run because a store "
             "names it: give it with --corpus"
+        )
+    own = names_program(stored.splice_source) if "splice" in missing else None
+    if own:
+        raise ConfigError(
+            f"a function changes the values of this dataset ({own}), and none is run because a "
+            "store names it: give it with --splice"
         )
     chosen = {name: defaults[name] for name in missing}
     if moves and "corpus" in missing:
@@ -203,8 +225,8 @@ def completed_recipe(recipe: Recipe, stored: ResolvedRecipe, *, moves: bool = Fa
 def _alike(recipe: Recipe, like: ResolvedRecipe) -> Recipe:
     """Fill in options that were not given from another dataset, whose rows this one shall have."""
     given = {name: getattr(recipe, name) for name in _SOURCES if getattr(recipe, name) is not None}
-    if recipe.model is not None and recipe.lora is None:  # an adapter belongs to its model
-        like = dataclasses.replace(like, lora_source=None)
+    if recipe.model is not None:  # an adapter belongs to its model, and so do directions in it
+        like = dataclasses.replace(like, lora_source=None, splice_source=None)
     if recipe.taps is not None and recipe.encode is None:
         like = dataclasses.replace(like, encode_source=None, latents=None)
     return dataclasses.replace(completed_recipe(recipe, like), **given)
@@ -267,6 +289,10 @@ def pinned_recipe(recipe: Recipe) -> Recipe:
     named = {n: pinned(v, _SOURCES[n]) for n, v in given.items() if v not in (None, "demo")}
     if recipe.encode is not None:
         named["encode"] = each_source(recipe.encode, lambda source: pinned(source, "model"))
+    if recipe.splice is not None:
+        named["splice"] = each_splice_source(
+            recipe.splice, lambda kind, path: pinned(path, "model") if kind == SAE else path
+        )
     return dataclasses.replace(recipe, **named)
 
 
@@ -492,7 +518,7 @@ def _warn_of_no_choice(resolved: ResolvedRecipe, index: np.ndarray) -> None:
 def _refuse_drift(
     ledger: Ledger, stored: Table, now: ResolvedRecipe, files: list[CorpusFile]
 ) -> None:
-    unsaid: dict[str, Any] = {"rules": 1}
+    unsaid: dict[str, Any] = {"rules": 1, "splice": []}
     old, new = unsaid | stored.whole_recipe.identity(), unsaid | now.identity()
     differences: dict[str, tuple[object, object]] = {}
     for name in old:
@@ -500,6 +526,11 @@ def _refuse_drift(
             continue
         if name == "corpus":
             differences |= changed_files(stored, files, new[name])
+        elif name == "splice":
+            both = zip_longest(stored.recipe.splice, now.splice)
+            for number, (was, is_now) in enumerate(both, 1):
+                if was != is_now:
+                    differences[f"splice {number}"] = (was, is_now)
         elif name in ("model", "encode"):
             for part in sorted({*old[name], *new[name]}):
                 was, is_now = old[name].get(part), new[name].get(part)

@@ -23,6 +23,7 @@ from spile.models.config.specs import (
 )
 from spile.models.files.sae import AT_ONCE, SparseEncoder
 from spile.models.layout import Cuts
+from spile.models.splices import Splice
 from spile.models.taps import AFTER_BLOCKS, Tap
 from spile.plan.chips import Chip
 
@@ -108,6 +109,7 @@ class Workload:
     encoders: Mapping[str, SparseEncoder] = field(
         default_factory=dict[str, SparseEncoder]
     )  # by tap
+    splices: tuple[Splice, ...] = ()
     # Bytes of the arrays of a block that can stay packed until they are used, by name.
     packed: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -141,13 +143,16 @@ class Workload:
         return self.outer_weights() + sum(blocks)
 
     def outer_weights(self, *, embedding: bool = True) -> int:
-        """Bytes of the arrays before and after the blocks, and of encoders."""
+        """Bytes of the arrays before and after the blocks, of encoders, and of changes."""
         left_out = set[str]() if self.head else {spec.name for spec in head_specs(self.arch)}
         if not embedding and not (self.head and self.arch.tied_head):
             left_out.add("embed")
         outer = [spec for spec in outer_specs(self.arch) if spec.name not in left_out]
         values = sum(math.prod(spec.shape) // self.cuts.share(spec.axes) for spec in outer)
-        return (values + self._encoding) * self.item  # each device holds all of the encoders
+        # Each device holds all of the encoders, and all arrays of changes.
+        values += self._encoding + sum(splice.values for splice in self.splices if splice.sae)
+        small = 4 * sum(splice.values for splice in self.splices if not splice.sae)
+        return values * self.item + small
 
     @cached_property
     def block_weights(self) -> int:
@@ -237,6 +242,9 @@ class Workload:
         latents = max((each.sae.latents for each in self.encoders.values()), default=0)
         # An encoder runs after the last block, so the larger of the two counts.
         held = max(held, 2 * _SCORE * min(AT_ONCE, self._held(latents)))
+        # An autoencoder that replaces values runs inside a block.
+        latents = max((each.sae.latents for each in self.splices if each.sae), default=0)
+        held += 2 * _SCORE * min(AT_ONCE, self._own * latents)
         if self.cuts.layout.fsdp == 1:
             return held
         # The running block is gathered, and the next one at the same time.
@@ -272,6 +280,7 @@ class Workload:
             total += 2 * self.arch.vocab_size * self.arch.width // self._ways("vocab")
         if self.arch.layer_embed and self.depth:
             total += 2 * self.arch.num_layers * self.arch.layer_embed * self.arch.width
+        total += sum(splice.flops for splice in self.splices)
         return total * self._own + self._held(2 * self._encoding)
 
     @cached_property
@@ -308,6 +317,9 @@ class Workload:
                 if self._scores_all:
                     scores = 4 * _SCORE * arch.num_heads * self.seq_len
                     values += scores // self._ways("heads") // self.item
+        # A change reads and writes its tap's values once more, and reads its arrays.
+        weights += sum(splice.values for splice in self.splices)
+        values += sum(2 * splice.tap.width(arch, self.seq_len) for splice in self.splices)
         # Tapped values are written, read for their statistics, and moved.
         return (passes * weights + values * self._own) * self.item + 3 * self.taps_bytes
 

@@ -45,6 +45,7 @@ from spile.models.files.sae import Arrays, SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.sparse_latents import device_arrays
+from spile.models.forward.splice import load_changes
 from spile.models.forward.streamed import EmbeddingRows, load_blocks
 from spile.models.forward.weights import ArrayLoader, LayerSchedule, abstract_params
 from spile.models.layout import ONE_DEVICE, Cuts
@@ -391,6 +392,8 @@ def load_step(
         arrays, digests = load_arrays(encoder.sae)
         encoders[tap] = encoder, device_arrays(arrays, computed)
         hashes |= {f"encoder of {tap}: {name}": digest for name, digest in digests.items()}
+    splices, digests = load_changes(job.splices, computed, shards)
+    hashes |= digests
     loader = ArrayLoader(job.checkpoint, schedule, dtype, shards, heed)
 
     def compare_hashes() -> None:
@@ -450,6 +453,7 @@ def load_step(
         device=device,
         shards=shards,
         encoders=encoders,
+        splices=splices,
         attention=attention,
         shapes=abstract_params(arch, schedule, head=job.needs_head, dtype=dtype, shards=shards),
     )

@@ -30,7 +30,6 @@ from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.decoder import (
     after_blocks,
     before_blocks,
-    computed_as,
     forward,
     of_any_block,
     one_block,
@@ -38,7 +37,7 @@ from spile.models.forward.decoder import (
 )
 from spile.models.forward.kernels import for_platform
 from spile.models.forward.sharding import Shards, make_mesh, put
-from spile.models.forward.splice import SPLICED, Change, replaced
+from spile.models.forward.splice import Change, replaced
 from spile.models.forward.streamed import StreamedBlocks, load_blocks
 from spile.models.forward.weights import (
     ArrayLoader,
@@ -48,7 +47,7 @@ from spile.models.forward.weights import (
     moved_params,
 )
 from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
-from spile.models.taps import Tap, parse_taps
+from spile.models.taps import SPLICED, Tap, computed_as, parse_taps
 from spile.plan.residency import Residency, choose_residency
 from spile.plan.roofline import Workload
 from spile.run.devices import memory_limit, prepared_device

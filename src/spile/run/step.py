@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from spile.core.config import activation_dtype
@@ -185,6 +186,7 @@ class StepSettings:
     platform: str
     attention: str  # kernel, as `--attention` has it
     encoders: Mapping[str, SparseEncoder]  # by tap
+    spliced: tuple[Tap, ...]
     shards: Shards | None
 
     def forward(
@@ -192,6 +194,7 @@ class StepSettings:
         params: Params,
         scales: Mapping[str, Array],
         arrays: Mapping[str, Arrays],
+        changes: tuple[Partial, ...],
         tokens: Array,
         positions: Array,
         segments: Array,
@@ -213,6 +216,7 @@ class StepSettings:
                 attention=self.attend(tokens.shape[1], contexts),
                 store_dtype=self.carried,
                 shards=self.shards,
+                splice=dict(zip(self.spliced, changes, strict=True)),
             )
             return stored_values(
                 values,
@@ -266,6 +270,7 @@ class Step:
         shards: Shards | None = None,
         scales: Mapping[str, Any] | None = None,
         encoders: Mapping[str, tuple[SparseEncoder, Arrays]] | None = None,
+        splices: Mapping[Tap, Partial] | None = None,
         attention: str = "auto",
         shapes: Params | None = None,
     ) -> None:
@@ -274,6 +279,7 @@ class Step:
         device: one of those it runs on; the only one, if there are no `shards`.
         scales: of each channel, for taps that are stored with them.
         encoders: of taps that are stored as latents, each with its arrays.
+        splices: the changes of taps after which the model continues, with their arrays.
         attention: the kernel, as `--attention` has it.
         """
         self._given, self._shards, self._device = params, shards, device
@@ -289,6 +295,7 @@ class Step:
         self._encoders = {
             tap: {n: put(a) for n, a in arrays.items()} for tap, (_, arrays) in encoders.items()
         }
+        self._changes = {tap: jax.tree.map(put, each) for tap, each in (splices or {}).items()}
         # float32 means float32: on accelerators the default would be a faster, coarser product.
         precision = "highest" if compute_dtype == "float32" else "default"
         # Quantized values and latents are made from computed values, after the last block.
@@ -305,9 +312,10 @@ class Step:
             platform=device.platform,
             attention=attention,
             encoders={tap: encoder for tap, (encoder, _) in encoders.items()},
+            spliced=tuple(self._changes),
             shards=shards,
         )
-        self._run = jax.jit(self.settings.forward, static_argnums=(8, 9))
+        self._run = jax.jit(self.settings.forward, static_argnums=(9, 10))
         self._compact = jax.jit(_on_each(shards, _compact, 2))
         self._programs: dict[Any, Any] = {}
         self._rooms: dict[tuple[int, ...], dict[int, int]] = {}
@@ -330,7 +338,8 @@ class Step:
         runs = Runs.of(batch, self._devices)
         run, compact = self._programs_for(batch, runs)
         kept, inputs = self._put(runs.places, _inputs(batch))
-        rows, reduced = run(self.params, self._scales, self._encoders, *inputs)
+        changes = tuple(self._changes.values())
+        rows, reduced = run(self.params, self._scales, self._encoders, changes, *inputs)
         return compact(rows, kept), reduced
 
     def compile(self, batch: Batch) -> tuple[Any, Any]:
@@ -410,6 +419,7 @@ class Step:
                 self._shapes,
                 self._scales,
                 self._encoders,
+                tuple(self._changes.values()),
                 *[None if a is None else like(a, by_rows) for a in inputs],
                 contexts,
                 runs.size,

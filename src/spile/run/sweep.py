@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jax.tree_util import Partial
 from jaxtyping import Array
 
 from spile.core.recipe import latent_names
@@ -135,6 +136,10 @@ class Sweep(Step):
         self._read, self._waited, self._swept = read, waited, False
         self._looks_up, self._spills = looks_up, spills
         self._stages = self._taps_by_stage()
+        depth = self.settings.schedule.depth
+        self._spliced: dict[int, dict[Tap, Partial]] = {}
+        for tap, change in self._changes.items():
+            self._spliced.setdefault(stage_of(tap, depth), {})[of_any_block(tap)] = change
         self._whole = needs_whole_block(self.settings.taps, self.settings.schedule.depth)
 
     def loaded(self, seconds: float) -> bool:
@@ -293,10 +298,10 @@ class Sweep(Step):
 
     # -- its programs ------------------------------------------------------------------------------
 
-    def _arguments(self, stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The scales and encoders of a stage's taps, by slot."""
-        slots = self._stages[stage]
-        return slots.renamed(self._scales), slots.renamed(self._encoders)
+    def _arguments(self, stage: int) -> tuple[dict[str, Any], dict[str, Any], tuple[Partial, ...]]:
+        """The scales and encoders of a stage's taps, by slot, and the changes made there."""
+        slots, changes = self._stages[stage], self._spliced.get(stage, {})
+        return slots.renamed(self._scales), slots.renamed(self._encoders), tuple(changes.values())
 
     def _stage_program(self, stage: int, batch: Batch, runs: Runs) -> tuple[Any, Any]:
         """The programs of a stage, compiled: the stage itself, and one that packs its rows."""
@@ -328,11 +333,15 @@ class Sweep(Step):
             beside = own if sized.layer_embed else None, (heads, heads) if kind.borrows else None
         ends = kind is not None and stage == depth - 1 and not self._whole
         contexts = self._contexts(batch)
+        spliced, changes = tuple(self._spliced.get(stage, {})), self._arguments(stage)[-1]
         key = (
             kind or stage,  # blocks of a kind share a program
             ends,
             slots.local,
             tuple(kinds.items()),
+            spliced,
+            jax.tree.structure(changes),
+            tuple(array.shape for array in jax.tree.leaves(changes)),
             contexts,
             batch.tokens.shape,
             _shape_of(batch.columns),
@@ -345,13 +354,14 @@ class Sweep(Step):
             ends=ends,
             taps={str(n): tap for n, tap in enumerate(slots.local)},
             kinds=kinds,
+            spliced=spliced,
             contexts=contexts,
             part=runs.size,
         )
         run = self._program(
             key,
             jax.jit(
-                _named(function, stage, depth), donate_argnums=(3,) if kind and not ends else ()
+                _named(function, stage, depth), donate_argnums=(4,) if kind and not ends else ()
             ),
             lambda: (
                 weights,
@@ -389,6 +399,7 @@ def _stage(
     weights: Arrays,
     scales: Mapping[str, Array],
     arrays: Mapping[str, Arrays],
+    changes: tuple[Partial, ...],
     stream: Any,
     beside: Any,
     tokens: Array,
@@ -402,6 +413,7 @@ def _stage(
     ends: bool,
     taps: Mapping[str, Tap],
     kinds: Mapping[str, Any],
+    spliced: tuple[Tap, ...],
     contexts: int,
     part: int,
 ) -> tuple[Array | None, Any, dict[str, Array], dict[str, Reduced], Array]:
@@ -415,6 +427,7 @@ def _stage(
     inputs, local = (tokens, positions, segments, columns), tuple(dict.fromkeys(taps.values()))
     shared: dict[str, Any] = {"arch": settings.arch, "taps": local, "shards": settings.shards}
     shared["store_dtype"] = settings.carried
+    splice = dict(zip(spliced, changes, strict=True))
     with jax.default_matmul_precision(settings.precision):
         if kind is not None:
             attend = settings.attend(tokens.shape[1], contexts)
@@ -427,12 +440,13 @@ def _stage(
                 lent=beside[1],
                 attention=attend,
                 scores_all=any(tap.site == "attn_pattern" for tap in settings.taps),
+                splice=splice,
                 **shared,
             )
         elif last:
             onward, found = None, after_blocks(weights, stream, inputs, **shared)
         else:
-            stream, onward, found = before_blocks(weights, stream, inputs, **shared)
+            stream, onward, found = before_blocks(weights, stream, inputs, splice=splice, **shared)
         rows, reduced = stored_values(
             {slot: found[tap.name] for slot, tap in taps.items()},
             scales,

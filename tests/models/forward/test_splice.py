@@ -20,9 +20,9 @@ from spile.core.errors import ConfigError
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.attention import masked
 from spile.models.forward.decoder import forward
-from spile.models.forward.splice import SPLICED, Change, added, only, replaced
+from spile.models.forward.splice import Change, added, only, replaced
 from spile.models.forward.weights import LayerSchedule, load_params
-from spile.models.taps import Tap, all_taps, parse_taps
+from spile.models.taps import SPLICED, Tap, all_taps, parse_taps
 
 TOLERANCE = 2e-5  # of the largest logit
 # Two contexts in a row, and padding.
@@ -316,5 +316,5 @@ def test_one_place_cannot_be_changed_twice(tmp_path: Path) -> None:
 
 def test_a_change_of_shape_is_refused_by_name(tmp_path: Path) -> None:
     ours = Ours(FAMILIES["llama-gqa"], tmp_path)
-    with pytest.raises(ValueError, match=r"splice mlp_out\.1: \(1, 32, 48\) became \(1, 32\)"):
+    with pytest.raises(ConfigError, match=r"splice mlp_out\.1: \(1, 32, 48\) became \(1, 32\)"):
         ours.logits({Tap("mlp_out", 1): lambda x: x[..., 0]})

@@ -493,7 +493,7 @@ class Program:
 
     def _load(self) -> Callable[..., Any]:
         by_path = self.where.endswith(".py")
-        module = _load_file(Path(self.where)) if by_path else _import(self.where)
+        module = load_file(Path(self.where), "--corpus") if by_path else _import(self.where)
         function = getattr(module, self.function, None)
         if not callable(function):
             raise InputError(
@@ -558,17 +558,20 @@ def _absolute(path: str) -> str:
     return path if "://" in path else os.path.abspath(path)
 
 
-def _load_file(path: Path) -> types.ModuleType:
-    """Run a file as a module of its own. It is read every time, since it may have changed."""
+def load_file(path: Path, flag: str) -> types.ModuleType:
+    """Run a file as a module of its own. It is read every time, since it may have changed.
+
+    `flag` is the one that names it, for errors.
+    """
     try:
         source = path.read_bytes()
     except OSError as error:
-        raise InputError(f"--corpus {path}: {error.strerror or error}") from None
+        raise InputError(f"{flag} {path}: {error.strerror or error}") from None
     module = types.ModuleType(f"spile_program_{xxhash.xxh3_64_hexdigest(bytes(path))}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
-    code = guarded(f"--corpus {path}", compile, source, str(path), "exec", dont_inherit=True)
-    guarded(f"--corpus {path}", exec, code, module.__dict__)
+    code = guarded(f"{flag} {path}", compile, source, str(path), "exec", dont_inherit=True)
+    guarded(f"{flag} {path}", exec, code, module.__dict__)
     return module
 
 

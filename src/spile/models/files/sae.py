@@ -1,8 +1,8 @@
-"""Sparse autoencoders: how one encodes a row of activations, and the file formats of published
-ones. No jax.
+"""Sparse autoencoders: how one encodes a row of activations and reconstructs it, and the file
+formats of published ones. No jax.
 
-The arithmetic is SAELens' `encode`, written for both numpy and jax.numpy: the device runs it in the
-compiled step, and `spile check` runs it on the activations of HF transformers.
+The arithmetic is SAELens' `encode` and `decode`, written for both numpy and jax.numpy: the device
+runs it in the compiled step, and `spile check` runs it on the activations of HF transformers.
 
     cfg.json, sae_weights.safetensors      SAELens, of any version
     params.npz                             Gemma Scope: jumprelu
@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -86,14 +86,15 @@ class Sae:
     rescales: bool = False  # whether it scales latents by the norms of their decoder rows
     hook: str | None = None  # TransformerLens name of the hook it was trained on
     raw: bool = False  # in Gemma Scope's own format
+    decodes: bool = False  # whether its decoder is used, too
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors to read, and the shape of each."""
         sizes = {"w": self.width, "l": self.latents}
         axes = dict(_TENSORS[self.architecture])
-        if self.subtracts:
+        if self.subtracts or self.decodes:
             axes["b_dec"] = "w"
-        if self.rescales:
+        if self.rescales or self.decodes:
             axes["W_dec"] = "lw"
         return {name: tuple(sizes[axis] for axis in each) for name, each in axes.items()}
 
@@ -154,6 +155,37 @@ def activations(
     return xp.where(found <= arrays["threshold"], 0.0, active)
 
 
+def reconstruction(
+    sae: Sae,
+    arrays: Arrays,
+    rows: Any,
+    xp: Any,
+    product: Callable[[Any, Any], Any],
+    kth: Callable[[Any, int], Any],
+) -> Any:
+    """Compute what the decoder makes of the latents of rows [..., width], in float32.
+
+    Args:
+        kth: returns the k-th largest of the last axis, which it keeps.
+
+    The others are as for `activations`.
+    """
+    found = activations(sae, arrays, rows, xp, product)
+    if sae.k is not None:
+        found = xp.where(found < kth(found, sae.k), 0.0, found)
+    if sae.rescales:
+        found = found / arrays["decoder_norm"]
+    made = product(found, arrays["W_dec"]) + arrays["b_dec"]
+    if sae.normalize == "layer_norm":
+        mean = rows.mean(axis=-1, keepdims=True)
+        squares = xp.square(rows - mean).sum(axis=-1, keepdims=True)
+        return made * xp.sqrt(squares / (sae.width - 1)) + mean
+    if sae.normalize == "constant_norm_rescale":
+        length = xp.sqrt((rows * rows).sum(axis=-1, keepdims=True))
+        return made / (math.sqrt(sae.width) / length)
+    return made
+
+
 # -- published files -------------------------------------------------------------------------------
 
 
@@ -162,8 +194,13 @@ def is_sae(folder: AnyPath) -> bool:
     return any((folder / name).is_file() for name in (CONFIG, _NPZ, _PARAMS))
 
 
-def open_sae(where: str) -> Sae:
-    """Open an encoder by its directory or URL; check its settings and its tensors' shapes."""
+def open_sae(where: str, *, flag: str = "--encode", decodes: bool = False) -> Sae:
+    """Open an encoder by its directory or URL; check its settings and its tensors' shapes.
+
+    Args:
+        flag: the one that names it, for errors.
+        decodes: whether its decoder is needed, too.
+    """
     folder = path_of(where)
     if (folder / CONFIG).is_file():
         sae = _saelens(folder)
@@ -171,9 +208,10 @@ def open_sae(where: str) -> Sae:
         sae = _gemma_scope(folder)
     else:
         raise InputError(
-            f"--encode {where}: no {CONFIG} with {WEIGHTS} (SAELens) there, nor {_NPZ} or "
+            f"{flag} {where}: no {CONFIG} with {WEIGHTS} (SAELens) there, nor {_NPZ} or "
             f"{_PARAMS} (Gemma Scope){_hint(folder)}"
         )
+    sae = replace(sae, decodes=decodes)
     _check_tensors(sae)
     return sae
 
@@ -185,7 +223,9 @@ def identity(sae: Sae) -> str:
 
 
 def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Load the float32 arrays for `activations`, and the full hash of every tensor."""
+    """Load the float32 arrays for `activations`, for `reconstruction` if it decodes, and the full
+    hash of every tensor.
+    """
     arrays: dict[str, np.ndarray] = {}
     digests: dict[str, str] = {}
     read = _npz_arrays if sae.file.name == _NPZ else _safetensors_arrays
@@ -193,7 +233,9 @@ def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         digests[name] = xxhash.xxh3_128_hexdigest(as_bytes(tensor))
         arrays[name] = np.asarray(tensor, np.float32)
     if sae.rescales:
-        arrays["decoder_norm"] = np.linalg.norm(arrays.pop("W_dec"), axis=1)
+        arrays["decoder_norm"] = np.linalg.norm(arrays["W_dec"], axis=1)
+        if not sae.decodes:
+            del arrays["W_dec"]
     return arrays, digests
 
 

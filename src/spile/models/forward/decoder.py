@@ -60,7 +60,7 @@ from spile.models.forward.ops import (
 from spile.models.forward.sharding import Shards
 from spile.models.forward.splice import At, Changes, in_block, in_scan
 from spile.models.forward.weights import Arrays, Block, LayerSchedule, Params
-from spile.models.taps import AFTER_BLOCKS, Tap
+from spile.models.taps import AFTER_BLOCKS, Tap, computed_as
 
 Hidden = Float[Array, "rows seq width"]
 Heads = Float[Array, "rows seq heads dim"]
@@ -342,11 +342,6 @@ def needs_whole_block(taps: tuple[Tap, ...], depth: int) -> bool:
     deepest = {tap.site for tap in map(computed_as, taps) if tap.layer == depth - 1}
     ends = {"mlp_out", "layer_embed_out", "resid_post"}
     return bool(deepest & ends) or any(tap.site in AFTER_BLOCKS for tap in taps)
-
-
-def computed_as(tap: Tap) -> Tap:
-    """The tap that computes a tap's value: a block's input is the output of the one before it."""
-    return Tap("resid_post", tap.layer - 1) if tap.site == "resid_pre" and tap.layer else tap
 
 
 def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:

@@ -1,4 +1,5 @@
-"""Changes of a tap's values before the model continues: replace, add, patch some positions.
+"""Changes of a tap's values before the model continues: replace, add, patch some positions; and
+those of `--splice`.
 
 A change is a function of the values [rows, seq, ...]. Arrays that it needs go with it in a
 `jax.tree_util.Partial`, so that other arrays of the same shape need no new program.
@@ -7,26 +8,30 @@ A change is a function of the values [rows, seq, ...]. Arrays that it needs go w
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import xxhash
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool
 
+from spile.core.errors import ConfigError, InputError, SpileError
+from spile.core.tensors import as_bytes
+from spile.models.files.sae import AT_ONCE, Arrays, Sae
+from spile.models.forward.sharding import P, Shards
 from spile.models.forward.weights import LayerSchedule
+from spile.models.layout import ROWS
+from spile.models.splices import FUNCTION, Splice, changed_rows
 from spile.models.taps import Tap
 
 Change = Callable[[Array], Array]
 Changes = Mapping[Tap, Change]
 At = Callable[[str, Array], Array]  # a site and its values -> the values to continue with
-
-SPLICED = (
-    "embed", "resid_pre", "attn_in", "q", "kv_latent", "k", "v", "conv_in", "conv_out", "conv_gate",
-    "attn_gate", "z", "attn_out", "ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out", "resid_mid",
-    "mlp_in", "mlp_hidden", "shared_expert_out", "mlp_out", "layer_embed", "layer_embed_out",
-    "resid_post",
-)  # fmt: skip
 
 
 def replaced(values: Array) -> Change:
@@ -91,5 +96,114 @@ def in_scan(changes: Changes, place: int, schedule: LayerSchedule, cycle: Array 
 def _changed(tap: Tap, change: Change, values: Array) -> Array:
     new = change(values)
     if new.shape != values.shape:
-        raise ValueError(f"splice {tap.name}: {values.shape} became {new.shape}")
+        raise ConfigError(f"splice {tap.name}: {values.shape} became {new.shape}")
     return new.astype(values.dtype)
+
+
+# -- those of `--splice` -----------------------------------------------------------------------
+
+
+def load_changes(
+    splices: Sequence[Splice], dtype: str, shards: Shards | None
+) -> tuple[dict[Tap, Partial], dict[str, str]]:
+    """Return the change of each tap that has one, and hashes of arrays, by name.
+
+    Args:
+        dtype: of activations, and of an autoencoder's matrices.
+    """
+    by_tap: dict[Tap, list[Partial]] = {}
+    hashes: dict[str, str] = {}
+    for number, splice in enumerate(splices):
+        if splice.kind == FUNCTION:
+            change = _own(splice)
+            found = {str(n): _hash(leaf) for n, leaf in enumerate(jax.tree.leaves(change))}
+        else:
+            arrays, found = splice.load()
+            change = Partial(_BuiltIn(splice.kind, splice.sae, shards), _cast(arrays, dtype))
+        by_tap.setdefault(splice.tap, []).append(change)
+        hashes |= {f"splice {number} at {splice.tap.name}: {n}": h for n, h in found.items()}
+    changes = {
+        tap: some[0] if len(some) == 1 else Partial(_one_after_another, tuple(some))
+        for tap, some in by_tap.items()
+    }
+    return changes, hashes
+
+
+def _one_after_another(changes: Sequence[Change], values: Array) -> Array:
+    for change in changes:
+        values = change(values).astype(values.dtype)
+    return values
+
+
+def _own(splice: Splice) -> Partial:
+    """A user's own change. What it raises is told in one line."""
+    given = splice.function
+    if not callable(given):
+        return Partial(_replace, jnp.asarray(given))
+    given = given if isinstance(given, Partial) else Partial(given)
+    return Partial(partial(_guarded, splice.tap.name), given)
+
+
+def _guarded(tap: str, change: Change, values: Array) -> Array:
+    try:
+        new = change(values)
+        shape = new.shape
+    except SpileError:
+        raise
+    except Exception as error:
+        told = str(error).strip().partition("\n")[0][:200]
+        raise InputError(f"--splice: {tap}: {type(error).__name__}: {told}") from error
+    if shape != values.shape:
+        raise InputError(f"--splice: {tap}: {values.shape} became {shape}")
+    return new
+
+
+def _hash(leaf: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(bytes(as_bytes(np.ascontiguousarray(leaf))))
+
+
+def _cast(arrays: Mapping[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """An autoencoder's matrices in the model's dtype; the rest as it is, in float32."""
+    matrices = ("W_enc", "W_dec")
+    return {n: a.astype(jnp.dtype(dtype)) if n in matrices else a for n, a in arrays.items()}
+
+
+@dataclass(frozen=True)
+class _BuiltIn:
+    """A built-in change, without its arrays: equal ones share their programs."""
+
+    kind: str
+    sae: Sae | None
+    shards: Shards | None = field(compare=False)
+
+    def __call__(self, arrays: Arrays, values: Array) -> Array:
+        made = self._rows
+        if self.sae and self.shards:  # every device has the whole autoencoder
+            made = self.shards.each(made, [P(), P(ROWS)], P(ROWS))
+        return made(arrays, values)
+
+    def _rows(self, arrays: Arrays, values: Array) -> Array:
+        """Of an autoencoder some rows at a time: the latents of all rows are too many."""
+        flat = values.reshape(-1, int(np.prod(values.shape[2:])))
+
+        def changed(row: Array) -> Array:
+            wide = row.astype(jnp.float32)
+            new = changed_rows(self.kind, self.sae, arrays, wide, jnp, _product, _kth)
+            return new.astype(values.dtype)
+
+        size = max(1, AT_ONCE // self.sae.latents) if self.sae else len(flat)
+        if len(flat) <= size:
+            return jax.vmap(changed)(flat).reshape(values.shape)
+        return jax.lax.map(changed, flat, batch_size=size).reshape(values.shape)
+
+
+def _product(a: Array, b: Array) -> Array:
+    """In float32; of an autoencoder's matrices in their own dtype, summed in float32."""
+    exact = "highest" if b.dtype == jnp.float32 else None
+    return jnp.dot(
+        a.astype(b.dtype), b, precision=exact, preferred_element_type=jnp.dtype("float32")
+    )
+
+
+def _kth(found: Array, k: int) -> Array:
+    return jax.lax.top_k(found, k)[0][..., -1:]

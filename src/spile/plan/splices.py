@@ -1,0 +1,255 @@
+"""`--splice`: find the changes that it names, and their arrays. No jax.
+
+    zero:z.5.h3                       all values of a head, or of any tap, are zero
+    ablate:resid_post.12=DIR.npy      what lies along one direction, or several, is taken away
+    steer:resid_post.12=DIR.npy*4     a vector is added
+    mean:mlp_out.3=MEAN.npy           every token has these values, or the mean of a dataset
+    replace-with-sae:resid_post.9=SAE what a sparse autoencoder makes of the values
+    FILE.py:FUNCTION                  returns {tap: a function of its values}, as `Model` takes it
+
+Changes are made in the order in which they are named.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from spile.core.errors import ConfigError, InputError
+from spile.core.identity import full_digest
+from spile.core.npy import read_npy_header
+from spile.corpus.programs.program import guarded, load_file
+from spile.dataset.read.dataset import open_dataset
+from spile.models.config.arch import Arch
+from spile.models.files.sae import identity, open_sae
+from spile.models.splices import FUNCTION, KINDS, Splice, digest, orthonormal
+from spile.models.taps import SPLICED, Tap, computed_as, parse_taps, place_of
+from spile.objects.paths import path_of
+
+NONE, SAE = "none", "replace-with-sae"
+_MOST = 1 << 26  # values of a file
+_BUILT_IN = re.compile(rf"({'|'.join(KINDS)}):([^=]+?)(?:=(.+))?")
+_PROGRAM = re.compile(r"(.+\.py):(\w+)")
+_FACTOR = re.compile(r"(.+?)\*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
+
+
+def each_splice_source(splice: str, change: Callable[[str, str], str]) -> str:
+    """Return `--splice` with every path in it changed, by its kind; those of programs absolute."""
+
+    def changed(item: str) -> str:
+        if program := _PROGRAM.fullmatch(item):
+            return f"{os.path.abspath(program[1])}:{program[2]}"
+        kind, tap, value = _parsed(item)
+        if value is None:
+            return item
+        path, factor = _factored(kind, value)
+        return f"{kind}:{tap}={change(kind, path)}" + ("" if factor is None else f"*{factor}")
+
+    return ",".join(map(changed, _items(splice))) or NONE
+
+
+def names_program(splice: str | None) -> str | None:
+    """Return the first function of a user's own that `--splice` names."""
+    return next((item for item in _items(splice or NONE) if _PROGRAM.fullmatch(item)), None)
+
+
+def find_splices(splice: str | None, taps: Sequence[Tap], arch: Arch) -> tuple[Splice, ...]:
+    """Find the changes that `--splice` names, in order; a user's own function is run.
+
+    Args:
+        taps: those of a new dataset; none if it was begun before.
+
+    Raises:
+        ConfigError: if a change does not fit its tap, or none of the taps can show it.
+    """
+    found = [each for item in _items(splice or NONE) for each in _found(item, arch)]
+    deepest = max(taps, key=lambda tap: place_of(tap, arch), default=None)
+    for each in found:
+        if deepest and place_of(each.tap, arch) > place_of(deepest, arch):
+            raise ConfigError(
+                f"--splice {each.kind}:{each.tap.name}: no tap shows it: the last one, "
+                f"{deepest.name}, is computed before"
+            )
+    return tuple(found)
+
+
+def _items(splice: str) -> list[str]:
+    items = [*filter(None, map(str.strip, splice.split(",")))]
+    if not items:
+        raise ConfigError(f"--splice {splice!r} names no change")
+    return [] if items == [NONE] else items
+
+
+def _parsed(item: str) -> tuple[str, str, str | None]:
+    match = _BUILT_IN.fullmatch(item)
+    if not match:
+        known = ", ".join(
+            f"{kind}:TAP" + (f"={what}" if what else "") for kind, what in KINDS.items()
+        )
+        raise ConfigError(f"--splice {item!r}: known are {known}, and FILE.py:FUNCTION")
+    kind, tap, value = match[1], match[2], match[3]
+    wanted = KINDS[kind]
+    if (wanted is None) != (value is None):
+        told = f"{kind}:{tap}" + (f"={wanted}" if wanted else "")
+        raise ConfigError(f"--splice {item!r}: write {told}")
+    return kind, tap, value
+
+
+def _factored(kind: str, value: str) -> tuple[str, str | None]:
+    match = _FACTOR.fullmatch(value) if kind == "steer" else None
+    return (match[1], match[2]) if match else (value, None)
+
+
+def _found(item: str, arch: Arch) -> Iterator[Splice]:
+    if program := _PROGRAM.fullmatch(item):
+        yield from _functions(Path(os.path.abspath(program[1])), program[2], arch)
+        return
+    kind, named, value = _parsed(item)
+    for tap in _taps(item, named, arch):
+        yield _built_in(item, kind, tap, value, arch)
+
+
+def _taps(item: str, named: str, arch: Arch) -> tuple[Tap, ...]:
+    try:
+        taps = parse_taps(named, arch)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--taps", f"--splice {item}:", 1)) from None
+    for tap in taps:
+        if tap.site not in SPLICED:
+            known = ", ".join(SPLICED)
+            raise ConfigError(f"--splice {item}: only these can be changed: {known}")
+    return taps
+
+
+def _built_in(item: str, kind: str, tap: Tap, value: str | None, arch: Arch) -> Splice:
+    """One built-in change. Arrays are widened to all heads: zero, or not chosen, elsewhere."""
+    shape = tap.shape(arch, 1)
+    whole = replace(computed_as(tap), heads=())
+    width = int(np.prod(shape))
+    places = np.arange(whole.width(arch, 1)).reshape(whole.shape(arch, 1))
+    places = (places[list(tap.heads)] if tap.heads else places).reshape(-1)
+
+    def widened(array: np.ndarray) -> np.ndarray:
+        out = np.zeros((*array.shape[:-1], whole.width(arch, 1)), np.float32)
+        out[..., places] = array
+        return out
+
+    def made(what: str, **arrays: np.ndarray) -> Splice:
+        told = f"{kind} {tap.name} {what}".strip()
+        return Splice(kind=kind, tap=whole, identity=told, arrays=arrays)
+
+    chosen = widened(np.ones(width)) > 0
+    if value is None:
+        return made("", chosen=chosen, value=np.zeros(len(chosen), np.float32))
+    if kind == SAE:
+        return _reconstructed(item, tap, whole, value, arch)
+    if kind == "mean":
+        mean = _mean(item, tap, value, width)
+        return made(digest(mean), chosen=chosen, value=widened(mean))
+    path, factor = _factored(kind, value)
+    given = _rows(item, _npy(item, path), shape, several=kind == "ablate")
+    if kind == "steer":
+        times = float(factor or 1)
+        told = f"*{times:g} {digest(given[0])}"
+        return made(told, direction=widened(given[0] * np.float32(times)))
+    basis = orthonormal(given)
+    if not len(basis):
+        raise ConfigError(f"--splice {item}: the direction is zero")
+    return made(digest(given), basis=widened(basis))
+
+
+def _reconstructed(item: str, tap: Tap, whole: Tap, where: str, arch: Arch) -> Splice:
+    sae = open_sae(where, flag=f"--splice {SAE}", decodes=True)
+    if tap.heads:
+        raise ConfigError(f"--splice {item}: an autoencoder reads all heads together")
+    if sae.width != whole.width(arch, 1):
+        raise ConfigError(
+            f"--splice {item}: reads rows of {sae.width} values, {tap.name} has "
+            f"{whole.width(arch, 1)}"
+        )
+    if sae.raw and tap.site == "embed" and arch.embed_scale != 1.0:
+        raise ConfigError(
+            f"--splice {item}: Gemma Scope's own files are for embeddings before their scale, "
+            "which this tap has; give SAELens' conversion of it"
+        )
+    told = f"{SAE} {tap.name} {identity(sae)}"
+    return Splice(kind=SAE, tap=whole, identity=told, sae=sae)
+
+
+def _mean(item: str, tap: Tap, where: str, width: int) -> np.ndarray:
+    """The mean in a file, or the mean of a dataset's rows of the same tap."""
+    if where.endswith(".npy"):
+        return _rows(item, _npy(item, where), (width,), several=False)[0]
+    dataset = open_dataset(where)
+    all_heads = replace(tap, heads=()).name
+    if tap.name in dataset.taps:
+        return dataset.statistics(tap.name).mean.reshape(-1).astype(np.float32)
+    if tap.heads and all_heads in dataset.taps:
+        mean = dataset.statistics(all_heads).mean.reshape(dataset.shape(all_heads))
+        return mean[list(tap.heads)].reshape(-1).astype(np.float32)
+    raise ConfigError(
+        f"--splice {item}: {where} has no {tap.name}; it has {', '.join(dataset.taps)}"
+    )
+
+
+def _npy(item: str, where: str) -> np.ndarray:
+    """Read a small array of numbers; pickles are never read."""
+    path = path_of(where)
+    try:
+        with path.open("rb") as stream:
+            shape, dtype = read_npy_header(stream)
+            if np.prod(shape, dtype=object) > _MOST:
+                raise ValueError(f"has the shape {list(shape)}, more than {_MOST} values")
+            count = int(np.prod(shape))
+            data = stream.read(count * dtype.itemsize)
+            if len(data) < count * dtype.itemsize:
+                raise ValueError("ends too early")
+    except OSError as error:
+        raise InputError(f"--splice {item}: {where}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise InputError(f"--splice {item}: {where}: {error}") from None
+    array = np.frombuffer(data, dtype).reshape(shape).astype(np.float32)
+    if not np.isfinite(array).all():
+        raise InputError(f"--splice {item}: {where}: holds NaN or infinity")
+    return array
+
+
+def _rows(item: str, array: np.ndarray, shape: tuple[int, ...], *, several: bool) -> np.ndarray:
+    """An array as [1, or any number, width]."""
+    width = int(np.prod(shape))
+    fits = {shape, (width,)}
+    if array.shape not in fits and not (several and array.shape[1:] in fits and len(array)):
+        also = f", or several of them as [any, {width}]" if several else ""
+        raise ConfigError(
+            f"--splice {item}: the file holds an array of shape {list(array.shape)}; the tap takes "
+            f"{list(shape)}{also}"
+        )
+    return array.reshape(-1, width)
+
+
+def _functions(path: Path, name: str, arch: Arch) -> Iterator[Splice]:
+    """The changes of a user's own function: it is called once, and returns them by tap."""
+    shown = f"--splice {path}:{name}"
+    function = getattr(load_file(path, "--splice"), name, None)
+    if not callable(function):
+        raise InputError(f"{shown}: the file has no function {name!r}")
+    returned: object = guarded(shown, function)
+    if not isinstance(returned, dict) or not returned:
+        kind = type(cast(object, returned)).__name__
+        raise InputError(
+            f"{shown}: returned a {kind}, not a dictionary of changes, as in "
+            '{"resid_post.12": lambda values: 0.5 * values}'
+        )
+    changes = cast(dict[object, Any], returned)
+    source = full_digest(path)
+    for named, change in changes.items():
+        for tap in _taps(f"{path.name}:{name}", str(named), arch):
+            if tap.heads:
+                raise ConfigError(f"{shown}: {tap.name}: a function changes all heads together")
+            told = f"function {name} {tap.name} {source}"
+            tap = computed_as(tap)
+            yield Splice(kind=FUNCTION, tap=tap, identity=told, function=change)
