@@ -18,6 +18,7 @@ from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.repair import RepairLedger
+from spile.dataset.maintain.replica import replicate
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
 from spile.objects import LocalObjects
@@ -212,6 +213,19 @@ def test_what_is_made_of_a_grown_dataset_is_one_table(grown: stored.Stored, tmp_
     for name in ("compacted", "shuffled"):
         assert verify(LocalObjects(tmp_path / name)).ok
         assert len(Ledger(LocalObjects(tmp_path / name)).table().generations) == 0
+
+
+def test_a_copy_follows_a_dataset_that_grows(tmp_path: Path) -> None:
+    dataset = stored.build(tmp_path / "out", UNITS, grown=GROWN, commit=range(7))
+    copy = LocalObjects(tmp_path / "copy")
+    replicate(dataset.objects, copy)
+    holds(tmp_path / "copy", dataset, 7)
+    assert dataset.ledger.commit(dataset.attempt(7)) and dataset.ledger.complete(dataset.table)
+    replicate(dataset.objects, copy)
+    holds(tmp_path / "copy", dataset, 8)
+    report = verify(copy)
+    assert report.ok and not report.orphans
+    assert {*copy.list()} == {key for key in dataset.listed() if not key.startswith(fmt.WORKERS)}
 
 
 def test_a_dataset_of_version_6_grows_in_its_own_form(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_two_processes_that_add_the_same_make_one_generation(model: Path, tmp_pa
 
 
 def test_taps_that_were_added_must_cover_a_generation_before_it_is_read(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     corpus, out = tmp_path / "corpus", tmp_path / "out"
     documents(corpus / "a.jsonl", "abcd", 1)
@@ -191,7 +191,9 @@ def test_taps_that_were_added_must_cover_a_generation_before_it_is_read(
     added = {"taps": None, "add_taps": "resid_post:1"}
     extract(model, out, **added)
     documents(corpus / "b.jsonl", "efgh", 2)
-    extract(model, out, more=True)
+    with caplog.at_level("WARNING"):
+        extract(model, out, more=True)
+    assert "--add-taps resid_post.1" in caplog.text
     ds = spile.open(out)
     assert ds.num_documents == 4 and ds.taps == ["resid_post.0", "mlp_out.1", "resid_post.1"]
     assert spile.open(out, taps=["mlp_out.1"]).num_documents == 8

@@ -110,6 +110,27 @@ def test_a_dataset_stays_with_the_commits_it_began_with(
         check_refused(run("extract", *flags(out, **now)), 2, "was made by another recipe")
 
 
+def test_shards_that_the_hub_has_gained_are_added(hub: Hub, tmp_path: Path) -> None:
+    """The branch has moved, and the old shards are still what they were."""
+    out = tmp_path / "out"
+    assert run("extract", *flags(out)).code == 0
+    before = spile.open(out)
+    texts, shard = [f"a new text, the {n}th" for n in range(5)], io.BytesIO()
+    pq.write_table(pa.table({"id": range(5), "text": texts}), shard)
+    hub.publish("me/texts", {"sample/003.parquet": shard.getvalue()})
+    assert run("extract", "--out", out).code == 0  # still at the old commit
+    grown = run("extract", "--out", out, "--more")
+    assert grown.code == 0, grown.err
+    record = json.loads((out / "generations" / "00000001.json").read_text())
+    commit = hub.repositories["me/texts"].sha("main")
+    assert record["sources"] == [f"hf://datasets/me/texts@{commit}:sample:train"]
+    ds = spile.open(out)
+    assert ds.num_documents == before.num_documents + len(texts)
+    assert run("extract", "--out", out).code == 0
+    assert run("extract", "--out", out, "--more").code == 0
+    assert not (out / "generations" / "00000002.json").exists()
+
+
 def test_only_the_layers_that_are_needed_are_fetched(hub: Hub, tmp_path: Path) -> None:
     assert hub.network
     deep = tiny.write_model(tmp_path / "deep", num_hidden_layers=8, intermediate_size=4096)

@@ -92,6 +92,11 @@ class Growth:
                 f"{self.flag}: with --shuffle-docs and a limit, {self.url} is a sample of its "
                 "whole corpus, to which nothing can be added; choose another --out"
             )
+        if stored.made_of and (limited or any(limits.values())):
+            raise ConfigError(
+                f"{self.flag}: {self.url} was copied or merged from datasets with a limit of "
+                "documents, each of which ends somewhere else; add to those, and copy or merge them"
+            )
         new = files[len(stored.files) :]
         if not new and not limited:
             _log.info("%s: nothing new: the corpus has no other files than %s has", self.flag,

@@ -36,6 +36,7 @@ from spile.corpus.tokenize import use_threads
 from spile.dataset.columns import read_columns
 from spile.dataset.heartbeat import Presence
 from spile.dataset.ledger import Ledger, Manifest, Prediction, Table, read_prediction
+from spile.dataset.passes import live_passes
 from spile.dataset.write.shard import read_tensors
 from spile.dataset.write.statistics import TapStats
 from spile.metrics import Counters, MetricsRun, Reporter, open_backends, parse_backends
@@ -218,6 +219,8 @@ class Extraction(RunContext):
             if world.leads:
                 ledger.complete(job.table, patient=True)
             world.share("committed", True)
+        if world.leads and job.table.generations:
+            _tell_passes_behind(ledger, job.table)
         return outcome_of(ledger, job.table, cost, self.runtime)
 
     def work(self, job: ExtractionJob, cost: Estimate, cuts: Cuts, device: Any) -> None:
@@ -467,6 +470,17 @@ def load_step(
     return make(store_dtype=recipe.store_dtype, scales=scales)
 
 
+def _tell_passes_behind(ledger: Ledger, table: Table) -> None:
+    """Say which taps, added to the dataset before it grew, lack the new documents."""
+    for each in live_passes(ledger):
+        if each.is_behind(table):
+            taps = ",".join(each.table().recipe.taps)
+            _log.warning(
+                "%s lack the new documents, and until they have them the dataset reads as it was: "
+                "spile extract --out %s --add-taps %s", taps, ledger.url, taps,
+            )  # fmt: skip
+
+
 def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -> Outcome:
     """Summarize the dataset once there is nothing left to do."""
     manifest = ledger.read_manifest(table.layout)
@@ -507,7 +521,8 @@ def outcome_of(ledger: Ledger, table: Table, cost: Estimate, runtime: Runtime) -
         units_total=len(table.units),
         skipped=total.skipped,
         estimate=cost,
-        prediction=read_prediction(ledger.objects),
+        # (It was made for the units that there were.)
+        prediction=None if table.generations else read_prediction(ledger.objects),
         truncated=_truncated_rows(ledger, table, manifest),
     )
 

@@ -66,7 +66,8 @@ def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> 
     if not complete:
         state = "running" if running else "unfinished"
     rate, slowest = rate_of(workers)
-    prediction = read_prediction(objects)
+    # (It was made for the units that there were before any were added.)
+    prediction = None if table.generations else read_prediction(objects)
     return Status(
         state=state,
         recipe=table.whole_recipe.to_json(),
