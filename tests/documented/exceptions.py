@@ -5,6 +5,7 @@ here fails its page's test: give it what it needs in `scratch.py`, or an entry b
 its page needs no more fails, too. What is printed, and no command, stands in a block called `text`.
 """
 
+import itertools
 import re
 import shlex
 import shutil
@@ -84,7 +85,8 @@ def requirement_works_today(requirement: str, page: str) -> None:
 
 
 def is_a_script_with_those_flags(command: Command, scratch: Scratch) -> None:
-    _, script, *words = command.words
+    named = itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), command.words)
+    _, script, *words = named  # behind what the shell puts into its environment
     text = (ROOT / script).read_text()
     for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
         assert f'"{flag}"' in text, f"{script} has no {flag}"
@@ -174,6 +176,10 @@ COMMANDS = (
     Instead("*", "hf ", "the Hub's own client; tests/interop/hub/test_push.py downloads with it",
             are_the_clients_flags),
     Instead("*", "python bench/gpu.py", "needs a GPU; on a CPU in tests/e2e/test_bench.py",
+            is_a_script_with_those_flags),
+    Instead("docs/larger-models.md", "python bench/streamed.py", "needs a GPU",
+            is_a_script_with_those_flags),
+    Instead("docs/larger-models.md", "XLA_PYTHON_CLIENT_PREALLOCATE=true", "the same",
             is_a_script_with_those_flags),
     Instead("*", "python bench/exactness.py",
             "takes minutes; tests/models/forward/test_decoder_exactness.py measures with it",
