@@ -21,9 +21,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -214,7 +216,7 @@ def multiply(real: Path, folder: Path, units: int, stop: int | None = None) -> N
             for number in numbers:
                 merged.merge(statistics[number % len(records)][TAP])
             segment = {**columns_of(linked), **statistics_tensors({TAP: merged})}
-            ledger.objects.create(fmt.segment_key(group), encode_columns(segment))
+            ledger.objects.create(CURRENT.segment_key(group), encode_columns(segment))
         if stop is None:
             ledger.complete(table)
 
@@ -225,7 +227,7 @@ def unfinished(folder: Path) -> Iterator[None]:
     units = len(Ledger(LocalObjects(folder)).table().units)
     last = range(units - 10, units)
     groups = {CURRENT.group(unit) for unit in last}
-    keys = [fmt.MANIFEST, *map(fmt.segment_key, groups), *map(CURRENT.done_key, last)]
+    keys = [fmt.MANIFEST, *map(CURRENT.segment_key, groups), *map(CURRENT.done_key, last)]
     for key in keys:
         os.rename(folder / key, folder.parent / key.replace("/", "-"))
     try:
@@ -317,6 +319,72 @@ def measure_verify(out: str) -> None:
 
     report = verify(LocalObjects(Path(out)), quick=True, partial=True)
     assert report.ok, report.faults[:3]
+
+
+def measure_ls(out: str) -> None:
+    from spile.cli import run
+
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        assert run(["ls", out]) == 0
+
+
+def measure_ls_json(out: str) -> None:
+    from spile.cli import run
+
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        assert run(["ls", out, "--json"]) == 0
+
+
+def measure_documents(out: str) -> None:
+    dataset = opened(out)
+    assert dataset.documents(["doc", "tokens"]).num_rows == dataset.num_units
+
+
+def measure_serve(out: str) -> None:
+    """`spile serve` until its page is answered: the run, a list of documents, a search."""
+    from spile.serve.routes import Answers, plain
+
+    answers = Answers(
+        LocalObjects(Path(out)), partial(opened, out), tokenizer=None, most_bytes=1 << 20
+    )
+    told = plain(answers.routes["run"]({}))
+    assert told["made"]
+    assert plain(answers.routes["documents"]({"start": "5000", "count": "50"}))["documents"]
+    assert plain(answers.routes["documents"]({"q": "nothing there"}))["next"]
+    answers.close()
+
+
+def measure_gc(out: str) -> None:
+    from spile.dataset.maintain.gc import collect_garbage
+
+    assert not collect_garbage(LocalObjects(Path(out)))
+
+
+def measure_compact(out: str) -> None:
+    from spile.dataset.maintain.compact import compact
+
+    with TemporaryDirectory(prefix="compact-", dir=Path(out).parent) as dest:
+        made = compact(LocalObjects(Path(out)), LocalObjects(Path(dest)))
+    assert made.units < made.units_before
+
+
+def measure_push(out: str) -> None:
+    """All of a push but the Hub and its client: every file is checked as it would be sent."""
+    from spile.interop.hub import push
+
+    class Nowhere(push._Repository):
+        def prepare(self, *, private: bool) -> None: ...
+
+        def entries(self) -> Iterator[Any]:
+            return iter(())
+
+        def files(self) -> dict[str, Any]:
+            return {}
+
+        def commit(self, files: Any, message: str) -> None: ...
+
+    with patch.object(push, "_Repository", Nowhere):
+        assert push.push(out, "me/nowhere").files
 
 
 MEASURES: dict[str, Callable[[str], None]] = {

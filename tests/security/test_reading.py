@@ -111,3 +111,15 @@ def test_a_folder_that_leads_out_of_the_store_is_not_followed(folder: str, tmp_p
     with pytest.raises(CorruptError):
         objects.delete(f"{folder}/x")
     assert [path.name for path in (tmp_path / "outside").iterdir()] == ["x"]
+
+
+def test_a_folder_below_a_link_lies_where_the_link_leads(tmp_path: Path) -> None:
+    for place in ("outside/deep", "store/own/deep"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "x").write_bytes(place.encode())
+    (tmp_path / "store" / "out").symlink_to(tmp_path / "outside")
+    (tmp_path / "store" / "in").symlink_to(tmp_path / "store" / "own")
+    objects = LocalObjects(tmp_path / "store")
+    with pytest.raises(CorruptError):
+        objects.get("out/deep/x")
+    assert objects.get("in/deep/x") == b"store/own/deep"

@@ -13,7 +13,7 @@ import stored
 import web_page
 from spile.dataset.format import TapInfo
 from spile.dataset.read.dataset import open_dataset
-from spile.serve.digest import KEPT, Block, Digest, spread, top_rows_kept
+from spile.serve.digest import KEPT, Blocks, Digest, top_rows_kept
 
 LARGE = 1 << 40
 
@@ -105,7 +105,7 @@ class _ClosedJustNow(threading.Event):
 def test_one_that_is_closed_as_it_looks_for_more_ends(tmp_path: Path) -> None:
     digest = Digest(spile.open(str(stored.build(tmp_path / "out").path)), LARGE)
     digest._changed = _ClosedJustNow(digest)
-    digest._waiting = []
+    digest._waiting = Blocks.of_rows(np.zeros(0, np.int64), np.zeros(0, np.int64), 1)
     digest.start()
     digest._thread.join(30)
     assert not digest._thread.is_alive()
@@ -190,8 +190,8 @@ def test_an_empty_dataset_has_nothing_to_read(tmp_path: Path) -> None:
 
 
 def test_blocks_are_read_in_an_order_that_is_spread() -> None:
-    blocks = [Block(0, number, 1) for number in range(1000)]
-    order = [block.first for block in spread(blocks)]
+    blocks = Blocks.of_rows(np.array([0]), np.array([1000]), 1).spread()
+    order = [blocks.take().first for _ in range(len(blocks))]
     assert sorted(order) == [*range(1000)]
     for first in (20, 100, 300):
         gaps = np.diff([-1, *sorted(order[:first]), 1000])

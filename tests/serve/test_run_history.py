@@ -52,7 +52,7 @@ def test_units_that_are_done_are_noticed(tmp_path: Path, model: Path) -> None:
 
 def test_done_records_that_say_when_give_the_rate_of_the_past(tmp_path: Path) -> None:
     written = stored.build(tmp_path / "out", commit=())
-    for unit, when in ((0, 1000.5), (1, 1010.5), (3, "1970-01-01T00:17:30+00:00")):
+    for unit, when in ((0, 1000.5), (1, 1010.5), (3, 1050.0)):
         done = written.attempt(unit, made_by={"finished_at": when})
         assert written.ledger.commit(done)
     made = RunHistory(written.objects, lambda: None).told()["made"]

@@ -1,12 +1,14 @@
 """The files of a dataset, from its records alone."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 import stored
 from spile.core.errors import ConfigError
-from spile.status.listing import list_files, to_json
+from spile.status.listing import json_pieces, list_files
 
 
 @pytest.fixture
@@ -18,9 +20,15 @@ def test_every_file_of_a_unit_that_is_done_is_listed(unfinished: stored.Stored) 
     files = list_files(unfinished.objects)
     assert {file.unit for file in files} == {0, 2}
     assert all(unfinished.objects.size(file.key) == file.bytes for file in files)
-    told = to_json(files)
-    assert told["units"] == 2 and told["files"] == len(files)
+    told = json.loads("".join(json_pieces(files)))
+    assert told["units"] == 2 and told["files"] == len(told["shards"]) == len([*files])
     assert told["bytes"] == sum(file.bytes for file in files)
+    assert told["shards"] == [asdict(file) for file in files]
+    for tap, total in told["taps"].items():
+        of_tap = [file for file in files if file.tap == tap]
+        assert (total["files"], total["dtype"]) == (len(of_tap), of_tap[0].dtype)
+        assert total["rows"] == sum(file.rows for file in of_tap)
+        assert total["bytes"] == sum(file.bytes for file in of_tap)
 
 
 def test_one_unit_or_tap_alone(unfinished: stored.Stored) -> None:

@@ -20,7 +20,7 @@ from spile.cli.flags import Verbs
 from spile.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from spile.status.listing import ListedFile
+    from spile.status.listing import Listing
     from spile.status.status import Status
 
 HOSTS_FILE = "spile-hosts.txt"
@@ -468,9 +468,10 @@ class Monitor:
             print(f"machine {machine:03d}: {state}")
         print(status_text(self.out, status) if status else f"{self.out}: no dataset yet")
         asked = begun and (self.list_shards or self.aggregate)
-        files = list_files(objects) if asked else []
+        files = list_files(objects) if asked else None
         if self.list_shards and files:
-            print("\n".join(listing_lines(self.out, files)))
+            for line in listing_lines(self.out, files):
+                print(line)
         if self.aggregate:
             self._write(files, status, states)
         return 0
@@ -488,18 +489,18 @@ class Monitor:
         return [_STATES.get(by_share.get(share, "not started"), "ERROR") for share in shares]
 
     def _write(
-        self, files: Sequence["ListedFile"], status: "Status | None", states: Sequence[str]
+        self, files: "Listing | None", status: "Status | None", states: Sequence[str]
     ) -> None:
         from spile.objects import open_objects
 
-        shards = [asdict(file) for file in files]
+        shards = [asdict(file) for file in files or ()]
         total = {
             "dataset": self.out,
             "total_machines": self.machines,
             "machines": {f"machine_{number:03d}": state for number, state in enumerate(states)},
             "total_shards": len(shards),
             "total_samples": status.documents if status else 0,
-            "total_bytes": sum(file.bytes for file in files),
+            "total_bytes": files.bytes if files else 0,
             "status": status.to_json() if status else None,
         }
         beside = open_objects(self.out.rpartition("/")[0])

@@ -7,7 +7,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from spile.cli.flags import Verbs
@@ -16,7 +16,7 @@ from spile.core.errors import ConfigError
 from spile.core.humanize import compared, lasting, plural, short, size
 
 if TYPE_CHECKING:
-    from spile.status.listing import ListedFile
+    from spile.status.listing import Listing
     from spile.status.status import Status
 
 _SHOWN_WORKERS = 40  # of a fleet; --json has them all
@@ -229,31 +229,27 @@ def add_ls(verbs: Verbs) -> None:
 
 def ls(arguments: argparse.Namespace) -> int:
     from spile.objects import open_objects
-    from spile.status.listing import list_files, to_json
+    from spile.status.listing import json_pieces, list_files
 
     files = list_files(open_objects(arguments.out), arguments.unit, arguments.tap)
     if arguments.json:
-        print(json.dumps(to_json(files)))
+        for piece in json_pieces(files):
+            print(piece, end="")
+        print()
     else:
         for line in listing_lines(arguments.out, files):
             print(line)
     return 0
 
 
-def listing_lines(out: str, files: Sequence["ListedFile"]) -> Iterator[str]:
+def listing_lines(out: str, files: "Listing") -> Iterator[str]:
     """A summary of each tap, then every file."""
-    taps: dict[str, list[ListedFile]] = {}
-    for file in files:
-        taps.setdefault(file.tap, []).append(file)
-    units = len({file.unit for file in files})
-    total = size(sum(file.bytes for file in files))
-    yield f"{out}: {units:,} units, {len(files):,} files, {total}"
-    width = max((len(tap) for tap in taps), default=0)
-    for tap, of_tap in taps.items():
-        rows = f"{sum(file.rows for file in of_tap):,}"
+    yield f"{out}: {files.units:,} units, {len(files):,} files, {size(files.bytes)}"
+    width = max((len(tap) for tap in files.taps), default=0)
+    for tap, of_tap in files.taps.items():
         yield (
-            f"  {tap:{width}}  {of_tap[0].dtype or '':13} {len(of_tap):>7,} files {rows:>15} rows  "
-            f"{size(sum(file.bytes for file in of_tap)):>10}"
+            f"  {tap:{width}}  {files.dtype(tap) or '':13} {of_tap.files:>7,} files "
+            f"{of_tap.rows:>15,} rows  {size(of_tap.bytes):>10}"
         )
     for file in files:
         run = f"{file.first:,}+{file.rows:,}"

@@ -11,7 +11,7 @@ a thousand, do it only if it has not been done after a while.
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -674,14 +674,19 @@ class Ledger:
             raise CorruptError(manifest.columns.key, "does not hold the rows of each unit")
         return Catalog(self.objects, layout, manifest.segments, rows)
 
-    def segments_so_far(self, table: Table) -> Iterator[tuple[SegmentFile | None, Segment]]:
+    def segments_so_far(
+        self, table: Table, besides: Collection[int] = ()
+    ) -> Iterator[tuple[SegmentFile | None, Segment]]:
         """Yield the units that are done, by group: stored segments, or records where there is none.
 
         One segment is held at a time.
+
+        Args:
+            besides: groups to leave out.
         """
         layout = table.layout
         sealed = self.sealed_groups(layout)
-        there = sorted(sealed.union(self._open_groups(sealed)))
+        there = sorted(sealed.union(self._open_groups(sealed)).difference(besides))
         groups = [group for group in there if group < layout.groups(len(table.units))]
 
         def read(group: int) -> tuple[SegmentFile | None, Segment]:

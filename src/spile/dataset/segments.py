@@ -8,11 +8,12 @@ one of its units is asked for.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from spile.core.errors import CorruptError
 from spile.dataset import format as fmt
@@ -60,6 +61,19 @@ class Totals:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for reason, count in other.skipped.items():
             self.skipped[reason] = self.skipped.get(reason, 0) + count
+
+
+@dataclass(frozen=True)
+class TapFiles:
+    """Sums over the files of a tap, or over those of one kind beside the shards."""
+
+    units: int = 0  # that have such a file
+    files: int = 0
+    rows: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "TapFiles") -> "TapFiles":
+        return TapFiles(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 class Segment:
@@ -114,6 +128,15 @@ class Segment:
         return self._columns["rows"]
 
     @property
+    def tokens(self) -> Ints:
+        return self._columns["tokens"]
+
+    @property
+    def finished(self) -> npt.NDArray[np.float64]:
+        """When each unit was done, in seconds since the epoch; NaN where it is not known."""
+        return self._columns["finished_at"]
+
+    @property
     def fingerprint(self) -> str:
         return text_at(self.columns, "fingerprint", 0)
 
@@ -157,6 +180,22 @@ class Segment:
             documents_table=files[-1],
             made_by={name: value for name, value in when.items() if not math.isnan(value)},
         ).checked(self._key, self._layout)
+
+    def files_of_taps(self) -> dict[str, TapFiles]:
+        """Return the totals of the files of each tap."""
+        columns = self.columns
+        taps = texts_at(columns, "file/tap", slice(0, len(columns["file/bytes"])))
+        unit = np.repeat(np.arange(len(self)), np.diff(columns["ends/files"], prepend=0))
+        found: dict[str, TapFiles] = {}
+        for tap in dict.fromkeys(taps):
+            chosen = np.array([each == tap for each in taps], np.bool_)
+            found[tap] = TapFiles(
+                units=len(np.unique(unit[chosen])),
+                files=int(chosen.sum()),
+                rows=int(columns["file/count"][chosen].sum()),
+                bytes=int(columns["file/bytes"][chosen].sum()),
+            )
+        return found
 
     def totals(self) -> Totals:
         columns = self._columns
@@ -293,15 +332,17 @@ class Catalog(Sequence[Done]):
             total.add(segment.totals())
         return total
 
+    def files_of_taps(self) -> dict[str, TapFiles]:
+        """Return the totals of the files of each tap, in the order of a unit's files."""
+        total: dict[str, TapFiles] = {}
+        for segment in self.segments():
+            for tap, more in segment.files_of_taps().items():
+                total[tap] = total.get(tap, TapFiles()) + more
+        return total
+
     def bytes_of(self, wanted: Callable[[str], bool]) -> int:
         """Return the bytes of files, chosen by their tap."""
-        size = 0
-        for segment in self.segments():
-            columns = segment.columns
-            taps = texts_at(columns, "file/tap", slice(0, len(columns["file/bytes"])))
-            chosen = np.array([wanted(tap) for tap in taps], np.bool_)
-            size += int(columns["file/bytes"][chosen].sum())
-        return size
+        return sum(of.bytes for tap, of in self.files_of_taps().items() if wanted(tap))
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

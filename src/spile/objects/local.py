@@ -72,18 +72,27 @@ class LocalObjects:
         return path
 
     def _leads_inside(self, folder: Path) -> bool:
-        if folder not in self._inside:
-            if not folder.resolve().is_relative_to(self.root.resolve()):
-                return False
-            if folder.is_dir():
-                _forget_many(self._inside)
-                self._inside.add(folder)
-        return True
+        if folder in self._inside:
+            return True
+        try:
+            mode = folder.lstat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            mode = 0
+        # Only a link is resolved: any other folder lies where the folder above it does.
+        if stat.S_ISLNK(mode):
+            inside = folder.resolve().is_relative_to(self.root.resolve())
+        else:
+            inside = folder == self.root or self._leads_inside(folder.parent)
+        if inside and folder.is_dir():
+            _forget_many(self._inside)
+            self._inside.add(folder)
+        return inside
 
     def get(self, key: str) -> bytes:
-        check_held(self.url, key, self.size(key))
         with _absence():
-            return self._path(key).read_bytes()
+            path = self._path(key)
+            check_held(self.url, key, path.stat().st_size)
+            return path.read_bytes()
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         with _absence(), self._path(key).open("rb") as file:

@@ -15,6 +15,7 @@ import numpy as np
 
 from spile.core.errors import CorruptError, SpileError
 from spile.core.index import INDEX_DTYPE
+from spile.dataset.columns import Ints
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import pair_of
 
@@ -27,6 +28,7 @@ _GOLDEN = 0.6180339887
 KEPT = 24  # rows kept at each end of every channel
 _LATENT_BYTES = 256 << 20  # of all latents' top rows: the more latents, the fewer rows of each
 _LARGE = 1e6  # beyond this, fourth powers need float64
+_NO_NUMBERS = np.zeros(0, np.int64)
 
 _log = logging.getLogger("spile")
 
@@ -38,6 +40,44 @@ class Block:
     unit: int
     first: int
     count: int
+
+
+class Blocks:
+    """Blocks to read, as columns: a large dataset has millions."""
+
+    def __init__(self, columns: np.ndarray) -> None:
+        """`columns`: unit, first row and number of rows of each."""
+        self._columns, self._taken = columns, 0
+
+    @classmethod
+    def of_rows(cls, units: Ints, rows: Ints, most: int) -> "Blocks":
+        """Cut the rows of units into blocks of so many rows at most."""
+        counts: Ints = -(-rows // most)
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        first: Ints = (np.arange(int(counts.sum())) - before) * most
+        sizes = np.minimum(most, np.repeat(rows, counts) - first)
+        return cls(np.stack([np.repeat(units, counts), first, sizes]))
+
+    def and_then(self, more: "Blocks") -> "Blocks":
+        """Return the blocks that are left, then others."""
+        return Blocks(np.concatenate([self._left, more._left], axis=1))
+
+    def spread(self) -> "Blocks":
+        """Return those left, neighbours far apart, by multiples of the golden ratio."""
+        order = np.argsort(np.arange(len(self)) * _GOLDEN % 1, kind="stable")
+        return Blocks(self._left[:, order])
+
+    def take(self) -> Block:
+        """Take out the next block."""
+        self._taken += 1
+        return Block(*self._columns[:, self._taken - 1].tolist())
+
+    def __len__(self) -> int:
+        return self._columns.shape[1] - self._taken
+
+    @property
+    def _left(self) -> np.ndarray:
+        return self._columns[:, self._taken :]
 
 
 @dataclass
@@ -83,8 +123,8 @@ class Digest:
         self._dataset, self.rows_read = dataset, 0
         # A row is sampled if its key is below this: 20% more rows than the sample holds.
         self._limit = min(1.0, 1.2 * self._most_sampled / max(1, self.rows_wanted))
-        self._waiting: list[Block] = []
-        self._known: set[int] = set()
+        self._waiting = Blocks.of_rows(_NO_NUMBERS, _NO_NUMBERS, 1)
+        self._known = _NO_NUMBERS  # units
         self._reading = False
         self._changed, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="digest", daemon=True)
@@ -102,19 +142,12 @@ class Digest:
 
     def see(self, dataset: Dataset) -> None:
         """Take in the dataset as it is now, and read its new units too."""
-        blocks: list[Block] = []
-        starts = dataset.unit_starts
-        for number, unit in enumerate(dataset.units):
-            if unit not in self._known:
-                rows = starts[number + 1] - starts[number]
-                blocks += [
-                    Block(unit, first, min(self._block_rows, rows - first))
-                    for first in range(0, rows, self._block_rows)
-                ]
+        units, rows = np.array(dataset.units, np.int64), np.diff(dataset.unit_starts)
+        new = ~np.isin(units, self._known)
+        blocks = Blocks.of_rows(units[new], rows[new], self._block_rows)
         with self.lock:
-            self._dataset = dataset
-            self._known.update(dataset.units)
-            self._waiting = spread([*self._waiting, *blocks])
+            self._dataset, self._known = dataset, units
+            self._waiting = self._waiting.and_then(blocks).spread()
         self._changed.set()
 
     @property
@@ -128,7 +161,7 @@ class Digest:
 
     @property
     def _more(self) -> bool:
-        return bool(self._waiting) and self.rows_read < self._most_rows
+        return len(self._waiting) > 0 and self.rows_read < self._most_rows
 
     @property
     def sample(self) -> Sample:
@@ -157,7 +190,7 @@ class Digest:
             if self._more:
                 self._reading = True
                 with self.lock:
-                    block = self._waiting.pop(0)
+                    block = self._waiting.take()
                 yield block
                 self._reading = False
             else:
@@ -204,9 +237,8 @@ class Digest:
 
 
 def _empty(widths: dict[str, int]) -> Sample:
-    none = np.zeros(0, np.int64)
     values = {tap: np.zeros((0, width), np.float32) for tap, width in widths.items()}
-    return Sample(np.zeros(0, INDEX_DTYPE), none, none, np.zeros(0), values)
+    return Sample(np.zeros(0, INDEX_DTYPE), _NO_NUMBERS, _NO_NUMBERS, np.zeros(0), values)
 
 
 def joined(samples: list[Sample]) -> Sample:
@@ -229,14 +261,6 @@ def chosen_of(sample: Sample, which: np.ndarray) -> Sample:
         *(part[which] for part in parts),
         values={tap: values[which] for tap, values in sample.values.items()},
     )
-
-
-def spread(blocks: list[Block]) -> list[Block]:
-    """Reorder blocks so that neighbours are far apart, by multiples of the golden ratio."""
-    return [
-        blocks[at]
-        for at in np.argsort(np.arange(len(blocks)) * _GOLDEN % 1, kind="stable").tolist()
-    ]
 
 
 def read_rows(

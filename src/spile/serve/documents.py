@@ -464,22 +464,22 @@ class Finder:
         for number in range(after, len(units)):
             if len(found) >= count or (number > after and time.monotonic() > limit):
                 return {"documents": found, "next": number, "units": len(units)}
-            found += self._find_in(dataset, number, text, spellings, count)
+            found += self._find_in(dataset, units[number], text, spellings, count)
         return {"documents": found, "next": None, "units": len(units)}
 
     def _find_in(
         self,
         dataset: Dataset,
-        number: int,
+        unit: int,
         text: str,
         spellings: Sequence[Sequence[int]],
         count: int,
     ) -> list[dict[str, Any]]:
-        table = self._table(dataset, dataset.units[number])
+        table = self._table(dataset, unit)
         rows = _matching(table, text)[:count]
         found = {row["doc"]: _shown(row) for row in table.take(rows).to_pylist()}
         if spellings and len(found) < count:
-            tokens, docs, offsets = self._tokens_of(dataset, number)
+            tokens, docs, offsets = self._tokens_of(dataset, unit)
             for ids in spellings:
                 hits = sequences(tokens, docs, offsets, ids)
                 docs_hit, firsts = np.unique(docs[hits], return_index=True)
@@ -491,12 +491,12 @@ class Finder:
                 for doc, row in new[: count - len(found)]:
                     found[doc] = {
                         **_shown(dataset.about(doc)),
-                        **self._snippet(dataset, number, row),
+                        **self._snippet(dataset, unit, row),
                     }
         return [found[doc] for doc in sorted(found)]
 
-    def _snippet(self, dataset: Dataset, number: int, row: int) -> dict[str, Any]:
-        _, entries, at = around(dataset, dataset.units[number], row)
+    def _snippet(self, dataset: Dataset, unit: int, row: int) -> dict[str, Any]:
+        _, entries, at = around(dataset, unit, row)
         return {
             "offset": int(entries["offset"][at]),
             "snippet": self._explorer.snippet(entries),
@@ -509,18 +509,18 @@ class Finder:
 
         return self._tables.get(unit, read)
 
-    def _tokens_of(
-        self, dataset: Dataset, number: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _tokens_of(self, dataset: Dataset, unit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens of a unit's rows, their documents, and their offsets in those."""
 
         def read() -> tuple[tuple[np.ndarray, ...], int]:
-            entries = dataset.index(*dataset.unit_starts[number : number + 2])
+            rows = dataset.rows_of_unit(unit)
+            assert rows  # (a unit that was done stays done)
+            entries = dataset.index(*rows)
             columns = ("token_id", "doc", "offset")
             found = tuple(np.ascontiguousarray(entries[name]) for name in columns)
             return found, sum(each.nbytes for each in found)
 
-        return self._tokens.get(dataset.units[number], read)
+        return self._tokens.get(unit, read)
 
 
 def sequences(

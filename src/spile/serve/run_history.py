@@ -3,18 +3,16 @@
 Rates come from the times in done records, if they have any, and from successive readings.
 """
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
+import numpy as np
+
 from spile.core.errors import SpileError
-from spile.core.threads import mapped
-from spile.dataset.format import is_amount
 from spile.dataset.heartbeat import HeartbeatObserver
 from spile.dataset.ledger import Ledger
 from spile.objects import Objects
@@ -49,7 +47,8 @@ class RunHistory:
         self._every = 1  # keep one look out of this many
         self._looks = 0
         self._observer = HeartbeatObserver()
-        self._made: dict[int, tuple[float, int] | None] = {}  # unit -> when it was done, tokens
+        self._made: dict[int, np.ndarray] = {}  # by group: when each unit was done, and its tokens
+        self._curve: list[dict[str, int]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="looking", daemon=True)
         self.error: str | None = None
@@ -71,8 +70,7 @@ class RunHistory:
     def told(self) -> dict[str, Any]:
         """Everything that the page shows about the run."""
         with self._lock:
-            status, samples = self._status, list(self._samples)
-            made = sorted(each for each in self._made.values() if each is not None)
+            status, samples, curve = self._status, list(self._samples), self._curve
             silence = {w["name"]: self._observer.silence(w["name"]) for w in status.workers}
         told = status.to_json()
         for worker in told["workers"]:
@@ -86,7 +84,7 @@ class RunHistory:
             "rate": rate,
             "eta": left / rate if rate and not status.over else None,
             "seen": [{"at": round(each.at * 1000), **each.totals} for each in samples],
-            "made": _cumulative(made),
+            "made": curve,
             "error": self.error,
         }
 
@@ -113,10 +111,12 @@ class RunHistory:
     def _note(self, status: Status) -> None:
         told = vars(status)
         seen = TotalsSeen(time.time(), time.monotonic(), {name: told[name] for name in _COUNTED})
-        made = self._newly_made() if status.units_done != len(self._made) else {}
+        curve = self._curve
+        if status.units_done != sum(map(len, self._made.values())):
+            self._find_made()
+            curve = _cumulative(self._made)
         with self._lock:
-            self._status = status
-            self._made |= made
+            self._status, self._curve = status, curve
             for worker in status.workers:
                 if "counter" in worker:
                     self._observer.note(worker["name"], worker["counter"])
@@ -126,18 +126,19 @@ class RunHistory:
             if len(self._samples) > _MOST_SAMPLES:
                 self._samples, self._every = self._samples[::2], self._every * 2
 
-    def _newly_made(self) -> dict[int, tuple[float, int] | None]:
-        """Units newly found done; a record is read once, as it never changes."""
+    def _find_made(self) -> None:
+        """Read when units were done; groups that were whole before are not read again."""
         ledger = Ledger(self._objects)
-        new = sorted(ledger.done_units() - self._made.keys())
-        made: dict[int, tuple[float, int] | None] = {}
-        for unit, done in zip(
-            new, mapped(ledger.read_done, new, self._objects.parallel), strict=True
-        ):
-            if done is not None:
-                at = _moment(done.made_by.get("finished_at"))
-                made[unit] = None if at is None else (at, done.tokens)
-        return made
+        table = ledger.table()
+
+        def size(group: int) -> int:
+            return len(table.layout.units_of(group, len(table.units)))
+
+        whole = {group for group, made in self._made.items() if len(made) == size(group)}
+        for _, segment in ledger.segments_so_far(table, besides=whole):
+            if len(segment):
+                group = table.layout.group(int(segment.units[0]))
+                self._made[group] = np.stack([segment.finished, segment.tokens], axis=1)
 
 
 def _present_rate(samples: list[TotalsSeen]) -> float | None:
@@ -151,22 +152,15 @@ def _present_rate(samples: list[TotalsSeen]) -> float | None:
     return (last.totals["tokens"] - first.totals["tokens"]) / seconds if seconds > 0 else None
 
 
-def _cumulative(made: list[tuple[float, int]]) -> list[dict[str, int]]:
+def _cumulative(made: dict[int, np.ndarray]) -> list[dict[str, int]]:
     """Tokens done by each time, in milliseconds as in browsers; some hundred points."""
-    total = 0
-    points: list[dict[str, int]] = []
-    for at, tokens in made:
-        total += tokens
-        points.append({"at": round(at * 1000), "tokens": total})
-    step = max(1, len(points) // _MOST_SAMPLES)
-    return [*points[::step], *(points[-1:] if step > 1 else [])]
-
-
-def _moment(value: object) -> float | None:
-    """Seconds since the epoch, from a number or an ISO date."""
-    if isinstance(value, int | float) and is_amount(value):
-        return float(value)
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, OverflowError):
-            return datetime.fromisoformat(value).timestamp()
-    return None
+    found = np.concatenate([np.empty((0, 2)), *made.values()])
+    found = found[~np.isnan(found[:, 0])]
+    found = found[np.argsort(found[:, 0], kind="stable")]
+    totals = np.cumsum(found[:, 1])
+    step = max(1, len(found) // _MOST_SAMPLES)
+    shown = np.arange(0, len(found), step)
+    if step > 1:
+        shown = np.append(shown, len(found) - 1)
+    points = zip(found[shown, 0].tolist(), totals[shown].tolist(), strict=True)
+    return [{"at": round(at * 1000), "tokens": int(tokens)} for at, tokens in points]

@@ -1,11 +1,13 @@
 """List the files of a dataset, from its records alone."""
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from spile.core.errors import ConfigError
-from spile.dataset.format import Done
+from spile.dataset.format import TapInfo
 from spile.dataset.ledger import Ledger
+from spile.dataset.segments import Catalog, TapFiles
 from spile.objects import Objects
 
 _BESIDE = ("index", "statistics", "documents")
@@ -25,56 +27,78 @@ class ListedFile:
     dtype: str | None  # None for files beside the shards
 
 
-def list_files(
-    objects: Objects, unit: int | None = None, tap: str | None = None
-) -> list[ListedFile]:
+class Listing:
+    """The files of units. Each iteration reads the records again, one segment at a time.
+
+    Attributes:
+        taps: the totals of each tap, in the order of a unit's files.
+        units: the number of units that have such files.
+    """
+
+    def __init__(self, units: Catalog, taps: Mapping[str, TapInfo], only: str | None) -> None:
+        """`only`: the tap whose files to list; None: all."""
+        self._units, self._info, self._only = units, taps, only
+        found = units.files_of_taps()
+        self.taps: dict[str, TapFiles] = {
+            tap: total for tap, total in found.items() if only in (None, tap)
+        }
+        self.units = max((total.units for total in self.taps.values()), default=0)
+
+    def dtype(self, tap: str) -> str | None:
+        return self._info[tap].dtype if tap in self._info else None
+
+    @property
+    def bytes(self) -> int:
+        return sum(total.bytes for total in self.taps.values())
+
+    def __len__(self) -> int:
+        return sum(total.files for total in self.taps.values())
+
+    def __iter__(self) -> Iterator[ListedFile]:
+        for done in self._units:
+            for file in done.files():
+                if file.tap in self.taps:
+                    yield ListedFile(
+                        file.key,
+                        done.unit,
+                        file.tap,
+                        file.first,
+                        file.count,
+                        file.bytes,
+                        file.digest,
+                        self.dtype(file.tap),
+                    )
+
+
+def list_files(objects: Objects, unit: int | None = None, tap: str | None = None) -> Listing:
     """List the files of the finished units; only those of one unit or tap, if given."""
     ledger = Ledger(objects)
     table = ledger.table()
     known = (*table.taps, *_BESIDE)
     if tap is not None and tap not in known:
         raise ConfigError(f"--tap {tap}: not in {objects.url}; it has {', '.join(known)}")
-    records: Iterable[Done] = ()
     if unit is not None:
         if not 0 <= unit < len(table.units):
             raise ConfigError(f"--unit {unit}: the units are 0 to {len(table.units) - 1}")
         record = ledger.read_done(unit)
         if record is None:
             raise ConfigError(f"--unit {unit}: is not done yet")
-        records = [record]
-    else:
-        manifest = ledger.read_manifest()
-        records = ledger.catalog(table, manifest) if manifest else ledger.catalog_so_far(table)
-
-    def files() -> Iterator[ListedFile]:
-        for done in records:
-            for file in done.files():
-                info = table.taps.get(file.tap)
-                yield ListedFile(
-                    file.key,
-                    done.unit,
-                    file.tap,
-                    file.first,
-                    file.count,
-                    file.bytes,
-                    file.digest,
-                    info.dtype if info else None,
-                )
-
-    return [file for file in files() if tap is None or file.tap == tap]
+        return Listing(Catalog.of(objects, table.layout, [record]), table.taps, tap)
+    manifest = ledger.read_manifest()
+    units = ledger.catalog(table, manifest) if manifest else ledger.catalog_so_far(table)
+    return Listing(units, table.taps, tap)
 
 
-def to_json(files: list[ListedFile]) -> dict[str, object]:
-    """Return the files as JSON, with their totals by tap."""
-    taps: dict[str, dict[str, object]] = {}
-    for file in files:
-        of_tap = taps.setdefault(file.tap, {"dtype": file.dtype, "files": 0, "rows": 0, "bytes": 0})
-        for name, amount in (("files", 1), ("rows", file.rows), ("bytes", file.bytes)):
-            of_tap[name] = of_tap[name] + amount  # type: ignore[operator]
-    return {
-        "units": len({file.unit for file in files}),
-        "files": len(files),
-        "bytes": sum(file.bytes for file in files),
-        "taps": taps,
-        "shards": [asdict(file) for file in files],
+def json_pieces(files: Listing) -> Iterator[str]:
+    """Yield one JSON object in pieces: the totals, those of each tap, and then every file."""
+    taps = {
+        tap: {"dtype": files.dtype(tap), "files": of.files, "rows": of.rows, "bytes": of.bytes}
+        for tap, of in files.taps.items()
     }
+    totals = {"units": files.units, "files": len(files), "bytes": files.bytes, "taps": taps}
+    yield json.dumps(totals).removesuffix("}") + ', "shards": ['
+    before = ""
+    for file in files:
+        yield before + json.dumps(asdict(file))
+        before = ", "
+    yield "]}"

@@ -1,5 +1,6 @@
 """The documents table: what goes in comes out, and whatever is none is refused."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,21 @@ def test_a_column_that_changes_its_type_between_units_can_be_read(
     assert (str(column.type), column.to_pylist()) == (kind, wanted)
 
 
+def test_ints_keep_their_spelling_if_text_follows_much_later() -> None:
+    tables = [
+        decode(encode({"x": [value]}, [doc], index_of()), 1, ["x"])
+        for doc, value in enumerate((1, 2, 0.5, "b"))
+    ]
+    many = [tables[0]] * 300 + [tables[1]] * 300 + tables[2:]
+    column = joined(iter(many))["x"]
+    assert column.to_pylist() == ["1"] * 300 + ["2"] * 300 + ["0.5", "b"]
+
+
+def test_tables_of_one_type_share_chunks() -> None:
+    table = decode(encode({"x": [1]}, [0], index_of()), 1, ["x"])
+    assert joined([table] * 600)["x"].num_chunks == 3
+
+
 # -- of a dataset ----------------------------------------------------------------------------
 
 
@@ -169,6 +185,15 @@ def test_a_column_that_changes_its_type_between_units_can_be_read(
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     path = tmp_path_factory.mktemp("documents") / "out"
     return open_dataset(str(build(path, keep=("id", "url"), preview=6).path))
+
+
+def test_a_table_of_documents_keeps_no_file_open_or_mapped(dataset: Dataset) -> None:
+    table = dataset.documents()
+    tables = [f"/{name}" for name in ("attempts", "documents.safetensors")]
+    opened = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    assert not [each for each in (*opened, *mapped) if all(name in each for name in tables)]
+    assert table.num_rows
 
 
 def test_a_dataset_has_every_document_of_the_corpus(dataset: Dataset) -> None:

@@ -19,6 +19,7 @@ from spile.core.expressions import DocumentFilter, RowFilter, split_condition
 from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
 from spile.core.options import parse_count
 from spile.core.recipe import ResolvedRecipe, latent_names
+from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.columns import ColumnFile, read_columns
 from spile.dataset.format import Done, Shard
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from spile.dataset.read.texts import Texts
 
 _TABLES = 2  # documents tables to keep, for consecutive requests
+_MATCHED = 4096  # documents that a condition is applied to at a time
 
 
 @dataclass(frozen=True)
@@ -401,13 +403,17 @@ class Dataset:
             columns: some of `document_columns`; all by default.
         """
         chosen = self._known_columns(self.document_columns if columns is None else columns)
-        units: Iterable[Done] = self._units
         if unit is not None:
             place = self._units.find(unit)
             if place is None:
                 raise ConfigError(f"{self.url}: unit {unit} does not exist, or is not done")
-            units = [self._units[place]]
-        return joined([self._documents(done).select(chosen) for done in units])
+            return self._documents(self._units[place]).select(chosen)
+        return joined(table.select(chosen) for table in self._document_tables())
+
+    def _document_tables(self) -> Iterator[Any]:
+        """Yield the documents table of each unit; a few are read ahead."""
+        files = (done.documents_table for done in self._units)
+        return mapped(self._read_table, files, self._objects.parallel)
 
     @property
     def document_columns(self) -> list[str]:
@@ -420,8 +426,7 @@ class Dataset:
         """
         self._known_columns(columns)
         ordinals: list[int] = []
-        for done in self._units:
-            table = self._documents(done)
+        for table in self._document_tables():
             found = np.ones(table.num_rows, bool)
             for name, wanted in columns.items():
                 found &= np.array([value == wanted for value in table[name].to_pylist()], bool)
@@ -579,9 +584,13 @@ class Dataset:
             if name not in self.document_columns:
                 raise ConfigError(condition.missing(self.url, name, self.document_columns))
         table = self.documents([*dict.fromkeys(["doc", *condition.columns])])
-        rows_of_table = table.to_pylist()
         # (A column with values of several types in the corpus is stored as text.)
-        found = [row["doc"] for row in rows_of_table if condition.matches(row, untyped=True)]
+        found = [
+            row["doc"]
+            for batch in table.to_batches(_MATCHED)
+            for row in batch.to_pylist()
+            if condition.matches(row, untyped=True)
+        ]
         if not found:
             raise ConfigError(f"where {where!r}: matches no document of {self.url}")
         chosen = RowFilter(rows, None) if rows else None

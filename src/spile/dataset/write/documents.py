@@ -16,22 +16,24 @@ texts holds their bytes, and `ends/NAME` the end of each. Kept columns are calle
 """
 
 import importlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from spile.core.errors import CorruptError
 from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
+from spile.dataset.columns import columns_in
 from spile.dataset.format import Shard
-from spile.dataset.write.shard import read_shard_header, read_tensors
 from spile.objects import Objects
 
 _NUMBERS = {"doc": np.int64, "tokens": np.int32, "rows": np.int32, "first_row": np.int64}
 _TEXTS = ("skipped", "preview")
 _KEPT_DTYPES = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))
 _MOST_TEXT = (1 << 31) - 1  # most bytes in a column: Arrow counts them in int32
+_TOGETHER = 256  # tables that are merged at a time
 
 
 def encode_documents(
@@ -130,12 +132,15 @@ def read_documents(objects: Objects, file: Shard, keep: Sequence[str]) -> Any:
         CorruptError: if it does not match; no more than its size is read into memory.
     """
     pa = importlib.import_module("pyarrow")  # on first use: a slow import
-    header = read_shard_header(objects, file.key)
+    # Not mapped: tables outlive this call, and a process may have few files open, or mapped.
+    try:
+        tensors = columns_in(file.key, objects.get_range(file.key, 0, file.bytes))
+    except FileNotFoundError:
+        raise CorruptError(file.key, "is missing") from None
     for name, dtype in _NUMBERS.items():
-        info = header.get(name)
-        if info is None or (info.dtype, info.shape) != (np.dtype(dtype), (file.count,)):
+        found = tensors.get(name)
+        if found is None or (found.dtype, found.shape) != (np.dtype(dtype), (file.count,)):
             raise CorruptError(file.key, f"does not hold {name} of {file.count} documents")
-    tensors = read_tensors(objects, file.key)
     columns = {name: pa.array(tensors[name]) for name in _NUMBERS}
     first = np.asarray(tensors["first_row"])
     columns["first_row"] = pa.array(first, mask=first < 0)
@@ -196,11 +201,21 @@ def _texts(
 # -- several units ---------------------------------------------------------------------------
 
 
-def joined(tables: Sequence[Any]) -> Any:
-    """Join the tables of several units; a column whose type differs among them becomes text."""
+def joined(tables: Iterable[Any]) -> Any:
+    """Join the tables of several units; a column whose type differs among them becomes text.
+
+    Tables of the same types are merged as they come: a chunk of a few documents takes more memory
+    than the documents.
+    """
     pa = importlib.import_module("pyarrow")
-    names = tables[0].column_names
-    columns = [_joined(pa, [table.column(i) for table in tables]) for i in range(len(names))]
+
+    def portion(numbered: tuple[int, Any]) -> tuple[int, Any]:
+        return numbered[0] // _TOGETHER, numbered[1].schema
+
+    runs = itertools.groupby(enumerate(tables), portion)
+    merged = [pa.concat_tables([table for _, table in run]).combine_chunks() for _, run in runs]
+    names = merged[0].column_names
+    columns = [_joined(pa, [table.column(i) for table in merged]) for i in range(len(names))]
     return pa.table(columns, names=names)
 
 
