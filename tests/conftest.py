@@ -60,9 +60,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("varied"):
                 item.add_marker("full")  # (`-m full` selects it, too)
         return
-    for item in items:
-        if item.get_closest_marker("full"):
-            item.add_marker(pytest.mark.skip(reason="one more of its kind: --chaos-full"))
+    left = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if config.getoption("--chaos-full"):
+        return []
+    return ["--chaos-full adds the long and the varied tests, which are deselected here"]
 
 
 def pytest_collection_finish() -> None:

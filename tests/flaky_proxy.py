@@ -124,6 +124,8 @@ class Proxy:
 def _kind(method: bytes, path: bytes) -> str:
     if method == b"GET" and b"list-type=2" in path:
         return "list"
+    if method == b"POST" and path.endswith(b"?delete"):  # of many keys, or of one
+        return "delete"
     return {b"PUT": "create", b"POST": "create", b"DELETE": "delete"}.get(method, "read")
 
 

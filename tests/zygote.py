@@ -178,6 +178,7 @@ def _serve(connection: socket.socket) -> None:
     for found in pkgutil.walk_packages(spile.__path__, "spile."):
         if found.name not in _LATE and not found.name.endswith("__main__"):
             importlib.import_module(found.name)
+    importlib.import_module("spile.cli").make_parser()
     gc.collect()
     gc.freeze()  # a collection in a child need not touch, and so copy, what is shared
     ends: dict[int, int] = {}

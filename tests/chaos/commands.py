@@ -125,7 +125,7 @@ def _commands(model: Path, folder: Path) -> list[Command]:
     units = ((5, 21, 3), (40, 0, 2))
     source = stored.build(folder / "source", units, taps=_TAPS, shard_bytes=400).path
     more = stored.build(
-        folder / "more", ((7,), (4, 9)), taps=_TAPS, shard_bytes=400, corpus=("34-cd",)
+        folder / "another", ((7,), (4, 9)), taps=_TAPS, shard_bytes=400, corpus=("34-cd",)
     ).path
     return [
         Command(

@@ -20,6 +20,8 @@ VERBS = [
     "convert",
     "check",
     "export",
+    "copy",
+    "merge",
     "compact",
     "shuffle",
     "serve-rows",

@@ -51,4 +51,5 @@ def test_requests_for_each_unit_are_few_and_do_not_grow_with_their_number(
     assert planned.creates <= more["create"] <= planned.creates + 0.5
     assert planned.lists <= more["list"] <= planned.lists + 0.75
     assert planned.reads <= more["read"] <= planned.reads + 1
+    assert more["delete"] <= 1  # the heartbeat that showed the unit before; it costs nothing
     assert sum(few.values()) / 4 < 1.5 * sum(many.values()) / 12

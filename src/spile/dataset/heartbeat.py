@@ -118,9 +118,10 @@ class Presence:
         self.tell(wants=unit)
         self.hold(unit)
         kept = self._prevails(unit)
+        if not kept:  # first: a beat that comes just now must not show a unit that is kept
+            self.release(unit)
         self.tell(wants=None)  # written with the next beat
         if not kept:
-            self.release(unit)
             self._try_write()
         return kept
 

@@ -96,6 +96,7 @@ def test_a_finished_dataset_is_its_table_and_every_record(made: stored.Stored) -
     made.objects.create("manifest.json", forged)
     with pytest.raises(CorruptError, match="manifest.json: does not follow from the done records"):
         read_finished(made.objects)
-    made.objects.delete("done/000000/00000002.json")
+    for key in ("manifest.json", "segments/000000.safetensors", "done/000000/00000002.json"):
+        made.objects.delete(key)
     with pytest.raises(StoreError, match="4 of 5 units are done"):
         read_finished(made.objects)

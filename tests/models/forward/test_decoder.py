@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -285,6 +285,7 @@ def test_logits_agree_with_hf(name: str, tmp_path: Path) -> None:
     assert not too_far(errors(run(checkpoint, (Tap("logits"),), masked), truth_of(model, "logits")))
 
 
+@cache
 def architecture(make: Callable[..., Any]) -> tuple[str, Family, Arch]:
     """The class of a model, and what is read of its config."""
     with torch.device("meta"):

@@ -405,7 +405,7 @@ def test_matrices_are_of_float8_with_scales_and_the_rest_of_bfloat16(tmp_path: P
 
 def test_of_experts_only_the_shared_one_is_of_float8(tmp_path: Path) -> None:
     """So is the plain MLP of the first layer. The router's correction keeps all of its digits."""
-    _, checkpoint = saved(VARIANTS["glm4moe-gqa"], tmp_path)
+    _, checkpoint = saved(EVERY["glm4moe-gqa"], tmp_path)
     schedule = LayerSchedule.of(checkpoint.arch, 4, whole=True)
     params, _ = load_params(checkpoint, schedule, head=True, dtype=jnp.dtype(jnp.float8_e4m3fn))
     (plain,), (routed,) = params.lead, params.cycle
