@@ -275,6 +275,7 @@ def test_one_changed_byte_of_the_corpus_is_refused(made: tuple[Work, Path], tmp_
     refused(work, out, other, old, sampled_digest(other), corpus=other)
 
 
+@pytest.mark.full
 def test_a_changed_byte_of_a_large_corpus_is_found_when_it_is_read(
     model: Path, tmp_path: Path
 ) -> None:

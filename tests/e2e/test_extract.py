@@ -73,6 +73,7 @@ def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return Made(work, out)
 
 
+@pytest.mark.full
 def test_what_the_compiler_optimizes_is_the_reference_still(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_more_of_a_corpus_with_nothing_new_changes_nothing(
     assert sorted(path for path in out.rglob("*") if "workers" not in str(path)) == before
 
 
+@pytest.mark.full
 def test_a_larger_limit_goes_on_after_the_last_document(model: Path, tmp_path: Path) -> None:
     corpus, out = documents(tmp_path / "c.jsonl", "abcdefghij", 1), tmp_path / "out"
     extract(model, out, corpus=str(corpus), max_docs=3)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def schema(name: str) -> dict[str, Any]:
     return json.loads((SCHEMAS / f"{name}.schema.json").read_text())
 
 
+@cache
 def validator() -> jsonschema.Draft7Validator:
     address = "http://cyclonedx.org/schema/{}.SNAPSHOT.schema.json"
     parts = [

@@ -122,6 +122,7 @@ def test_tokens_the_model_cannot_read_are_refused(
         loaded.loss(tokens)
 
 
+@pytest.mark.full
 def test_a_model_whose_blocks_come_from_files_gives_the_same_values(model: Path) -> None:
     whole, streamed = (spile.load_model(str(model), weights=kept) for kept in ("resident", "disk"))
     texts = ["The capital of France", "is Paris."]

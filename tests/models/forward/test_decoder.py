@@ -86,16 +86,11 @@ STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
 KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo2-gqa",
          "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "deepseek3", "nemotronh-gqa",
          "gemma4-gqa")  # fmt: skip
-ALIKE = ("mistral-gqa", "qwen2", "qwen3-gqa", "gemma-gqa", "phi3-gqa", "mixtral-gqa",
-         "starcoder2-gqa", "olmo3-gqa", "smollm3-mqa-chosen", "seedoss-gqa",
-         "arcee-gqa", "granite-gqa", "glm4-gqa", "olmo-mha-clipped",
-         "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "falcon-gqa",
-         "qwen2moe-gqa", "glm4moe-gqa", "hunyuan-gqa", "apertus-gqa", "olmohybrid-gqa",
-         "museglimmer-gqa", "deepseek2-bias", "mamba2", "falconh1-gqa", "lfm2-gqa",
-         "phimoe-gqa")  # fmt: skip
+ALIKE = ("qwen2", "qwen3-gqa", "phi3-gqa", "granite-gqa", "olmo-mha-clipped",
+         "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "museglimmer-gqa",
+         "deepseek2-bias", "mamba2", "falconh1-gqa", "lfm2-gqa", "phimoe-gqa")  # fmt: skip
 # Their last layers are of another kind than the first two.
-DEEPER = ("cohere2-gqa", "gptneo", "dots1-gqa", "ernie45moe-mha-few", "llama4-gqa",
-          "gemma4-experts")  # fmt: skip
+DEEPER = ("cohere2-gqa", "llama4-gqa", "gemma4-experts")
 
 
 class Context(NamedTuple):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from marks import some
 from spile.models.forward import grouped
 from spile.models.forward.grouped import EIGHT, Groups
 
@@ -41,7 +42,8 @@ def test_tiles_of_the_table_cover_each_run_once() -> None:
     np.testing.assert_array_equal(covered, wanted)
 
 
-@pytest.mark.parametrize("terms", [512, 1408])  # the second: no number of stages divides it
+# (No number of stages divides the second.)
+@pytest.mark.parametrize("terms", some([512, 1408], 1408))
 def test_the_hopper_kernel_is_lowered_by_this_jax(terms: int) -> None:
     def run(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         return grouped.mosaic(Groups(sizes, 500, EIGHT))(x, w)
