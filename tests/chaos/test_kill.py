@@ -4,6 +4,7 @@
 one after the other in one dataset.
 """
 
+import contextlib
 import json
 import random
 import shutil
@@ -16,8 +17,10 @@ from pathlib import Path
 import pytest
 
 import spile
+import stored
 import tiny
 from chaos.harness import Witness, Work, check_same, launch, run, wait_for
+from spile.core.errors import StoreError
 
 pytestmark = pytest.mark.chaos
 
@@ -339,6 +342,71 @@ def test_a_reader_beside_a_growing_dataset_sees_it_as_it_was_or_whole(
     assert process.returncode == 0, err
     assert looks > 3 and min(wanted) in seen and seen <= {*wanted}
     check_same(out, growth.reference.out)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Two datasets to join, and what an undisturbed merge makes of them, in how many seconds."""
+
+    sources: tuple[Path, Path]
+    out: Path
+    duration: float
+
+    def start(self, dest: Path) -> subprocess.Popen[str]:
+        return launch({}, "merge", *self.sources, dest)
+
+
+@pytest.fixture(scope="module")
+def merge(tmp_path_factory: pytest.TempPathFactory) -> Merge:
+    folder = tmp_path_factory.mktemp("merge")
+    units = [(5, 21), (4,), (30, 2)] * 4
+    one = stored.build(folder / "one", units).path
+    two = stored.build(folder / "two", units, seed=5, corpus=("34-cd",)).path
+    began = time.monotonic()
+    process = launch({}, "merge", one, two, folder / "out")
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    return Merge((one, two), folder / "out", time.monotonic() - began)
+
+
+@pytest.mark.full
+def test_a_merge_killed_at_random_moments_cannot_be_opened_and_ends_as_if_it_had_not_been(
+    merge: Merge, tmp_path: Path
+) -> None:
+    rng, kills, number = random.Random(0), 0, 0
+    while kills < 20:
+        out, number, ended = tmp_path / str(number), number + 1, False
+        witness = Witness(out)
+        while not ended:
+            process = merge.start(out)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _, err = process.communicate(timeout=rng.uniform(0.3, 1) * merge.duration)
+                assert process.returncode == 0, err
+                ended = True
+            if not ended:
+                end(process)
+                kills += process.returncode == KILLED
+                witness.check()
+                witness.look()
+                if not (out / "units.json").exists():
+                    with pytest.raises(StoreError, match="no dataset there"):
+                        spile.open(out, partial=True)
+        witness.check()
+        check_same(out, merge.out)
+
+
+@pytest.mark.full
+def test_two_merges_at_once_make_one_dataset(merge: Merge, tmp_path: Path) -> None:
+    """The slower one may find its files removed by the other, which is done; then it says so."""
+    out = tmp_path / "out"
+    race = [merge.start(out) for _ in range(2)]
+    for process in race:
+        _, err = process.communicate()
+        assert process.returncode == 0 or "run the same command again" in err, err
+    again = merge.start(out)
+    _, err = again.communicate()
+    assert again.returncode == 0, err
+    check_same(out, merge.out)
 
 
 def killed(kill: Kill, reference: Reference, out: Path, witness: Witness) -> None:

@@ -203,6 +203,41 @@ def test_other_datasets_are_not_merged_and_one_line_says_what_differs(tmp_path: 
         merge([one.objects, unfinished.objects], dest)
 
 
+def test_a_merge_says_in_one_line_why_a_place_or_a_dataset_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = stored.copied(tmp_path / "a")
+    two = stored.copied(tmp_path / "b", ((7, 0),), seed=5, **OTHER)
+    dest = LocalObjects(tmp_path / "dest")
+
+    def refused(match: str, other: stored.Stored = two, dest: Objects = dest) -> None:
+        with pytest.raises(SpileError, match=match) as raised:
+            merge([one.objects, other.objects], dest)
+        assert "\n" not in str(raised.value)
+        assert Ledger(dest).read_table() is None or dest.url == one.objects.url
+
+    refused("must not contain one another", dest=LocalObjects(one.path))
+    refused("must not contain one another", dest=LocalObjects(two.path / "inside"))
+    named = {
+        tap: stored.TapInfo((size,), "float32", (f"of_{tap}",)) for tap, size in stored.TAPS.items()
+    }
+    refused(
+        "store their taps differently", stored.build(tmp_path / "c", ((3,),), taps=named, **OTHER)
+    )
+    refused("holds no rows", stored.build(tmp_path / "d", ((0,),), **OTHER))
+    home = LocalObjects(tmp_path / "home")
+    home.create("letter.txt", b"dear")
+    refused("holds letter.txt, which is not of a dataset; choose an empty place", dest=home)
+    with monkeypatch.context() as full:
+        full.setattr(LocalObjects, "free_bytes", lambda self: 10)
+        refused(r"GB would be written, 0.00 GB are free")
+    merge([one.objects, two.objects], dest)
+    for sources in ([two, one], [one, stored.build(tmp_path / "f", ((4,),), **OTHER)]):
+        with pytest.raises(ConfigError, match="holds another dataset, or other units or taps"):
+            merge([each.objects for each in sources], dest)
+    checked(dest)
+
+
 def test_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "out", taps=stored.LATENTS, **stored.ENCODED)
     dest = LocalObjects(tmp_path / "dest")
