@@ -163,6 +163,7 @@ class Instead:
         return self.page in ("*", command.page) and command.text.startswith(self.start)
 
 
+_NINTH = "spile extract --model demo --corpus demo --keep year --taps resid_post:9"
 COMMANDS = (
     Instead("*", "pip install", "the wheel is installed in tests/e2e/test_wheel.py",
             can_be_installed),
@@ -184,8 +185,9 @@ COMMANDS = (
     Instead("*", "python bench/exactness.py",
             "takes minutes; tests/models/forward/test_decoder_exactness.py measures with it",
             is_a_script_with_those_flags),
-    Instead("*", "python examples/", "takes minutes; tests of its own run it small",
+    Instead("*", "python examples/train_sae.py", "takes minutes; tests of its own run it small",
             takes_those_flags),
+    Instead("*", "python examples/", "the same", is_a_script_with_those_flags),
     Instead("README.md", "source .venv/bin/activate", "a word of the shell; `make` makes the file",
             has_that_environment),
     Instead("*", "spile serve", "answers until it is stopped: tests of its own ask it", parses),
@@ -193,6 +195,14 @@ COMMANDS = (
     Instead("docs/verify.md", "echo ", "another program", runs_in_a_shell),
     Instead("docs/verify.md", "env --chdir ", "another program", runs_in_a_shell),
     Instead("docs/web.md", "openssl req", "another program", makes_a_certificate_that_serves),
+    Instead("docs/interventions.md", "spile extract --model demo", "all layers of the demo model: "
+            "tests/examples/test_steering.py has a small one", parses),
+    Instead("docs/sae.md", _NINTH,
+            "the page begins with it, for another layer", parses),
+    Instead("docs/sae.md", "spile extract --like acts/base --lora", "the adapter takes minutes: "
+            "tests/examples/test_train_lora.py trains one", parses),
+    Instead("docs/export.md", "spile merge", "datasets of two corpora: "
+            "tests/dataset/maintain/test_assemble.py has them", parses),
     Instead("docs/larger-models.md", "spile extract --model meta-llama/Llama-3.3-70B-Instruct",
             "140 GB of weights: tests/run/test_sweep.py streams a small model", parses),
     Instead("docs/worlds.md", "spile extract", "sixteen hosts: tests/e2e/test_world.py has three",

@@ -1,0 +1,95 @@
+"""A steering vector: found in one half of the documents, and its effect measured in the other.
+
+    spile extract --model demo --corpus demo --keep year --taps resid_post:9+20,logprob \
+        --max-docs 32 --seq-len 256 --out acts/clean
+    python examples/steering.py acts/clean --tap resid_post.9 --later resid_post.20 \
+        --label 'year >= 1900' --out acts/steering
+
+The vector is the difference of means: the mean row of documents with the label, minus that of the
+others. Two runs with --splice read the same tokens: one adds `--factor` times the vector to every
+row of `--tap`, and one adds a random vector of the same length. Printed is, for each run and for
+both kinds of documents: how far the rows of `--later` moved along the difference of means of that
+tap (1 is the whole way from one mean to the other), and by how much the loss rose.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+import spile
+from probe import labels
+from spile.core.errors import SpileError
+
+ROWS = 1 << 20  # read at most
+
+
+def rows(ds: spile.Dataset, tap: str, half: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of even (0) or odd (1) documents in stored order, and the document of each.
+
+    (Not the first of a context, which is huge, nor the last, which predicts nothing.)
+    """
+    where = f"pos >= 1 and not last and doc % 2 == {half}"
+    batch = next(ds.batches([tap], ROWS, where=where, shuffle=None, dtype="float32"))
+    return batch[tap], batch["index"]["doc"]
+
+
+def means(ds: spile.Dataset, tap: str, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean row of documents without the label, and of those with it; of odd documents."""
+    x, docs = rows(ds, tap, 1)
+    return x[of[docs] == 0].mean(axis=0), x[of[docs] == 1].mean(axis=0)
+
+
+def write_vectors(ds: spile.Dataset, tap: str, of: np.ndarray, folder: Path) -> dict[str, Path]:
+    """The difference of means, and a random vector that is as long."""
+    without, having = means(ds, tap, of)
+    vector = having - without
+    drawn = np.random.default_rng(0).standard_normal(len(vector)).astype(np.float32)
+    vectors = {"steered": vector, "random": drawn * np.linalg.norm(vector) / np.linalg.norm(drawn)}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, values in vectors.items():
+        np.save(folder / f"{name}.npy", values)
+    return {name: folder / f"{name}.npy" for name in vectors}
+
+
+def effects(
+    clean: spile.Dataset, changed: spile.Dataset, later: str, of: np.ndarray
+) -> dict[str, tuple[float, float]]:
+    """Of even documents of both kinds: the shift of `later`, and the rise of the loss in nats."""
+    spile.align(clean=clean, changed=changed)  # refuses datasets of other rows
+    without, having = means(clean, later, of)
+    along = (having - without) / np.square(having - without).sum()
+    (before, docs), (after, _) = (rows(ds, later, 0) for ds in (clean, changed))
+    (likely, _), (now, _) = (rows(ds, "logprob", 0) for ds in (clean, changed))
+    shift, rise = (after - before) @ along, (likely - now).reshape(-1)
+    kinds = {"with the label": of[docs] == 1, "without": of[docs] == 0}
+    return {kind: (float(shift[on].mean()), float(rise[on].mean())) for kind, on in kinds.items()}
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("dataset")
+    parser.add_argument("--tap", required=True, help="where the vector is added")
+    parser.add_argument("--later", required=True, help="where its effect is measured")
+    parser.add_argument("--label", required=True, help="a condition, e.g. 'year >= 1900'")
+    parser.add_argument("--factor", type=float, default=4.0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(given)
+    try:
+        clean = spile.open(args.dataset)
+        of = labels(clean, args.label)
+        vectors = write_vectors(clean, args.tap, of, args.out)
+        for name, path in vectors.items():
+            splice = f"steer:{args.tap}={path}*{args.factor}"
+            recipe = spile.Recipe(like=args.dataset, splice=splice)
+            spile.extract(recipe, str(args.out / name))
+            changed = spile.open(args.out / name)
+            for kind, (shift, rise) in effects(clean, changed, args.later, of).items():
+                print(f"{name}, documents {kind}: {args.later} moved by {shift:+.2f}, "
+                      f"loss {rise:+.3f} nats a token", flush=True)  # fmt: skip
+    except SpileError as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()
