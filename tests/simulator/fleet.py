@@ -345,7 +345,7 @@ class Simulation:
 
     # -- commands ----------------------------------------------------------------------------
 
-    def _open(self, url: str, spool: object = None) -> BucketObjects:
+    def _open(self, url: str, spool: object = None, prefix: str = "") -> BucketObjects:
         store = Store(self.scheduler, self.buckets[url], self._faults, self._say, self._cut)
         return BucketObjects(url, store)
 
