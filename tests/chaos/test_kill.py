@@ -4,8 +4,8 @@
 one after the other in one dataset.
 """
 
-import contextlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -19,7 +19,16 @@ import pytest
 import spile
 import stored
 import tiny
-from chaos.harness import Witness, Work, check_same, launch, run, wait_for
+from chaos.harness import (
+    Witness,
+    Work,
+    check_same,
+    content,
+    differences,
+    launch,
+    run,
+    wait_for,
+)
 from spile.core.errors import StoreError
 
 pytestmark = pytest.mark.chaos
@@ -346,11 +355,10 @@ def test_a_reader_beside_a_growing_dataset_sees_it_as_it_was_or_whole(
 
 @dataclass(frozen=True)
 class Merge:
-    """Two datasets to join, and what an undisturbed merge makes of them, in how many seconds."""
+    """Two datasets to join, and what an undisturbed merge makes of them."""
 
     sources: tuple[Path, Path]
     out: Path
-    duration: float
 
     def start(self, dest: Path) -> subprocess.Popen[str]:
         return launch({}, "merge", *self.sources, dest)
@@ -362,37 +370,42 @@ def merge(tmp_path_factory: pytest.TempPathFactory) -> Merge:
     units = [(5, 21), (4,), (30, 2)] * 4
     one = stored.build(folder / "one", units).path
     two = stored.build(folder / "two", units, seed=5, corpus=("34-cd",)).path
-    began = time.monotonic()
-    process = launch({}, "merge", one, two, folder / "out")
-    _, err = process.communicate()
-    assert process.returncode == 0, err
-    return Merge((one, two), folder / "out", time.monotonic() - began)
+    assert run("merge", one, two, folder / "out").code == 0
+    return Merge((one, two), folder / "out")
+
+
+def num_files(folder: Path) -> int:
+    return sum(len(files) for _, _, files in os.walk(folder))
 
 
 @pytest.mark.full
 def test_a_merge_killed_at_random_moments_cannot_be_opened_and_ends_as_if_it_had_not_been(
     merge: Merge, tmp_path: Path
 ) -> None:
-    rng, kills, number = random.Random(0), 0, 0
-    while kills < 20:
-        out, number, ended = tmp_path / str(number), number + 1, False
+    """Moments are numbers of files, so that it does not matter how fast the machine is."""
+    rng, kills, whole = random.Random(0), 0, num_files(merge.out)
+    for number in range(5):
+        out = tmp_path / str(number)
         witness = Witness(out)
-        while not ended:
+        for moment in sorted(rng.sample(range(whole), 4)):
             process = merge.start(out)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                _, err = process.communicate(timeout=rng.uniform(0.3, 1) * merge.duration)
-                assert process.returncode == 0, err
-                ended = True
-            if not ended:
-                end(process)
-                kills += process.returncode == KILLED
-                witness.check()
-                witness.look()
-                if not (out / "units.json").exists():
-                    with pytest.raises(StoreError, match="no dataset there"):
-                        spile.open(out, partial=True)
+            while process.poll() is None and num_files(out) < moment:
+                time.sleep(0.001)
+            end(process)
+            kills += process.returncode == KILLED
+            witness.check()
+            witness.look()
+            if (out / "units.json").exists():
+                assert not differences(content(out), content(merge.out))
+            else:
+                with pytest.raises(StoreError, match="no dataset there"):
+                    spile.open(out, partial=True)
+        process = merge.start(out)
+        _, err = process.communicate()
+        assert process.returncode == 0, err
         witness.check()
         check_same(out, merge.out)
+    assert kills
 
 
 @pytest.mark.full
