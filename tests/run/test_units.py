@@ -258,6 +258,24 @@ def test_a_worker_that_joins_does_not_list_groups_that_have_a_segment(
     assert {prefix for prefix in asked if prefix.startswith("done/")} == {"done/000002/"}
 
 
+def test_a_worker_that_moves_on_does_not_list_groups_that_others_have_finished(
+    grouped: stored.Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody works in them, so that a fleet would look into each of them first."""
+    picker, other = picker_of(grouped, "a"), picker_of(grouped, "b")
+    assert took(picker) == 0
+    for unit in range(6):
+        other._ledger.commit(grouped.attempt(unit))
+    other._ledger.complete(grouped.table)
+    asked: list[str] = []
+    listing = LocalObjects.list
+    monkeypatch.setattr(
+        LocalObjects, "list", lambda self, prefix="": asked.append(prefix) or listing(self, prefix)
+    )
+    assert took(picker) == 6
+    assert "done/000001/" not in asked
+
+
 def test_shares_do_their_own_groups_and_then_help_at_the_far_end(grouped: stored.Stored) -> None:
     mine = picker_of(grouped, "a", UnitShare(1, 3))
     for wanted in (3, 4, 5):

@@ -214,6 +214,12 @@ class StorePicker:
             return None
         if self._group in groups and not self._wait:
             return self._group
+        if self._group is not None and not self._wait:
+            # Nobody works in groups that are finished: they would seem the best ones.
+            self._open -= self._sealed()
+            groups = [group for group in groups if group in self._open]
+            if not groups:
+                return None
         if self._share:
             own = [g for g in groups if g in self._share.groups(self._layout, self._count)]
             return own[0] if own else self._share.nearest(groups, self._layout, self._count)
