@@ -209,6 +209,13 @@ OLMO_HYBRID: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }
 del OLMO_HYBRID["head_dim"]
+# Heads of keys and values of one size; plain layers and experts in both kinds of layers.
+KIMI_LINEAR: dict[str, Any] = {
+    **{key: LATENT[key] for key in LATENT if key not in ("n_routed_experts", "rope_parameters")},
+    "num_local_experts": 8, "num_hidden_layers": 5, "layer_types": HYBRID["layer_types"],
+    "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"], "q_lora_rank": None,
+    "linear_num_heads": 6, "linear_head_dim": 8,
+}  # fmt: skip
 # Three heads for each of two groups; states of other sizes than heads, and a norm that matters.
 SPACE: dict[str, Any] = {
     "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8,
@@ -299,6 +306,7 @@ _qwen35 = _family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", HYBRID)
 _qwen35moe = _family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", HYBRID_MOE)
 _qwen3next = _family("Qwen3NextConfig", "Qwen3NextForCausalLM", HYBRID_MOE)
 _olmohybrid = _family("OlmoHybridConfig", "OlmoHybridForCausalLM", OLMO_HYBRID)
+_kimilinear = _family("KimiLinearConfig", "KimiLinearForCausalLM", KIMI_LINEAR)
 _llama4 = _family("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4)
 _mamba2 = _family("Mamba2Config", "Mamba2ForCausalLM", MAMBA2)
 _bamba = _family("BambaConfig", "BambaForCausalLM", BAMBA)
@@ -457,6 +465,9 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "olmohybrid-gqa": _olmohybrid(),
     "olmohybrid-mha-rotary": _olmohybrid(MHA, rope_parameters=THETA, attention_bias=True),
     "olmohybrid-mqa": _olmohybrid(MQA, linear_allow_neg_eigval=False),
+    "kimilinear": _kimilinear(),
+    "kimilinear-bias-latent-queries": _kimilinear(attention_bias=True, q_lora_rank=20),
+    "kimilinear-short": _kimilinear(n_group=1, topk_group=1, linear_conv_kernel_dim=3),
     "mamba2": _mamba2(),
     "mamba2-plain": _mamba2(
         TIED, n_groups=1, use_conv_bias=False, use_bias=True, residual_in_fp32=False, conv_kernel=3

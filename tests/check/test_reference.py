@@ -43,7 +43,7 @@ OTHERS = (
     "apertus", "bloom", "cohere", "dots1", "ernie45", "exaone4", "falcon", "glm", "gptbigcode",
     "gptj", "gptneo", "granite", "hunyuan", "minimaxm2", "ministral3", "mpt", "olmo-", "olmoe",
     "opt", "phi-", "qwen2moe", "mamba2", "bamba", "nemotronh", "lfm2", "gemma4", "deepseek",
-    "llama4", "olmo3", "olmohybrid", "phimoe", "qwen35", "qwen3next", "smollm3",
+    "kimilinear", "llama4", "olmo3", "olmohybrid", "phimoe", "qwen35", "qwen3next", "smollm3",
 )  # fmt: skip
 FOLLOWED = [name for name in FAMILIES if not name.startswith(OTHERS)]
 IN_PARALLEL = ("cohere", "falcon-", "gptj", "phi-")

@@ -15,10 +15,10 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.layout import Layout
 
 TAPS = "resid_post:all,final_norm"
-LATENT_TAPS = ",kv_latent:all,k:0,k_rot:1,v:all,z:all"
+LATENT_TAPS = ",kv_latent:all,k:all,v:all,z:all"
 SPACE_TAPS = ",conv_out:0,ssm_read:all,ssm_gate:0,ssm_z:all,ssm_out:all"
 CONVOLUTION_TAPS = ",conv_in:0,conv_out:all,conv_gate:0,attn_out:all"
-DELTA_TAPS = ",conv_out:0,delta_state_norm:all,attn_gate:0,z:all"
+DELTA_TAPS = ",conv_out:0,attn_gate:0,z:all"
 CHOSEN = {
     "gemma2-gqa": Layout(2, 1, 2), "gpt2": Layout(1, 2, 2), "neox": Layout(1, 1, 4),
     "olmo2-gqa": Layout(2, 2, 2), "mixtral-gqa": Layout(2, 2, 2), "qwen3moe-gqa": Layout(1, 1, 3),
@@ -33,6 +33,7 @@ CHOSEN = {
     "bamba-gqa": Layout(2, 2, 2), "granitehybrid-gqa": Layout(1, 1, 2),
     "bamba-mha-bias": Layout(1, 2, 3), "nemotronh-gqa": Layout(2, 2, 2),
     "falconh1-mha-normed": Layout(1, 2, 2), "lfm2-gqa": Layout(1, 2, 4),
+    "kimilinear": Layout(2, 2, 2),
 }  # fmt: skip
 
 
@@ -41,6 +42,9 @@ def compare(make: Callable[[], Any], layout: Layout, directory: Path) -> None:
     tiny.write_tokenizer(directory)
     arch = open_checkpoint(str(directory)).arch
     taps = TAPS + (DELTA_TAPS if arch.delta else "") + (LATENT_TAPS if arch.latent else "")
+    if arch.delta and not arch.delta.by_channel:  # else the rule runs token by token for them
+        taps += ",delta_state_norm:all"
+    taps += ",k_rot:all" if arch.latent and arch.ropes else ""
     taps += (SPACE_TAPS if arch.state_space else "") + (CONVOLUTION_TAPS * bool(arch.convolution))
     taps += ",z:all" if any(layer.attends for layer in arch.layers) else ""
     taps += ",layer_embed:1,layer_embed_out:all,k_rot:all" if arch.layer_embed else ""

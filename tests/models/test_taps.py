@@ -40,14 +40,16 @@ PARALLEL, LEARNED, DENSE, ROUTED, CAPPED = (
 )
 MIXED, HYBRIDS = ARCHS["glm4_moe"], ARCHS["qwen3_5"]
 EXPERT_SITES = {"router_logits", "expert_weights", "expert_ids"}
-UNROTATED = ("gpt2", "opt", "bloom", "gpt_neo", "gpt_bigcode", "mpt", "olmo_hybrid")
+UNROTATED = ("gpt2", "opt", "bloom", "gpt_neo", "gpt_bigcode", "mpt", "olmo_hybrid",
+             "kimi_linear")  # fmt: skip
 IN_PARALLEL = ("gpt_neox", "cohere", "cohere2", "phi", "gptj", "stablelm", "falcon",
                "falcon-grouped", "falcon-grouped-one-norm")  # fmt: skip
 ROUTED_ALL = ("mixtral", "phimoe", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "minimax_m2")
-SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-multimodal", "llama4-multimodal")
+SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe-multimodal", "llama4-multimodal",
+          "kimi_linear")  # fmt: skip
 # Two layers by the gated delta rule, then one that attends, in most of them with a gate.
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5-multimodal", "qwen3_5_moe", "qwen3_5_moe-multimodal",
-          "olmo_hybrid")  # fmt: skip
+          "olmo_hybrid", "kimi_linear")  # fmt: skip
 DELTA_SITES = {"conv_out", "delta_state_norm"}
 ATTENTION_SITES = {"q", "k", "v", "q_rot", "k_rot", "attn_pattern"}
 SPACE_SITES = {"ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out"}
@@ -293,15 +295,15 @@ def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
     absent |= {"mlp_hidden"} if family in routed else set() if family in APART else EXPERT_SITES
     absent |= set() if family in (*SHARED, *MIXED_LAYERS, *APART) else {"shared_expert_out"}
     absent |= set() if family in OWN_EMBEDDINGS else {"layer_embed", "layer_embed_out"}
-    absent |= set() if family in LATENT else {"kv_latent"}
+    absent |= set() if family in (*LATENT, "kimi_linear") else {"kv_latent"}
     absent |= set() if family in HYBRID else DELTA_SITES
     absent |= set() if family in (*HYBRID, "muse_glimmer") else {"attn_gate"}
     taps = all_taps(arch)
     mixed: dict[str, list[int]] = {}
     if family in HYBRID:
-        gated = [0, 1] if family == "olmo_hybrid" else [0, 1, 2]
+        gated = [0, 1] if family in ("olmo_hybrid", "kimi_linear") else [0, 1, 2]
         mixed = {**dict.fromkeys(DELTA_SITES, [0, 1]), "attn_gate": gated}
-        mixed |= dict.fromkeys(ATTENTION_SITES - absent, [2])
+        mixed |= dict.fromkeys({*ATTENTION_SITES, "kv_latent"} - absent, [2])
     if family in MIXED_LAYERS:
         plain = MIXED_LAYERS[family]
         routed_here = [layer for layer in range(3) if layer != plain]

@@ -84,7 +84,7 @@ def test_latents_of_two_names_of_one_place_have_their_own_encoders(
         ["gpt2", "gemma2-gqa", "gemma3-gqa", "mixtral-gqa", "gptoss-gqa", "neox", "olmo2-gqa",
          "bloom", "opt", "gptj", "glm4moe-gqa", "qwen2moe-mqa-mixed", "qwen35-gqa",
          "olmohybrid-gqa", "deepseek3", "mamba2", "nemotronh-gqa", "falconh1-gqa", "lfm2-gqa",
-         "gemma4-gqa", "gemma4-experts-all"]
+         "gemma4-gqa", "gemma4-experts-all", "kimilinear"]
     ),
 )  # fmt: skip
 def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Path) -> None:
@@ -99,6 +99,8 @@ def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Pat
         taps += ",conv_in:0,conv_out:all,conv_gate:all"
     if kind in ("qwen35-gqa", "olmohybrid-gqa"):
         taps += ",q:all,conv_out:all,delta_state_norm:0,attn_gate:all,z:4.h1"
+    if kind == "kimilinear":
+        taps += ",conv_out:all,attn_gate:all,kv_latent:all,router_logits:all"
     if kind == "deepseek3":
         taps += ",kv_latent:all,k:0+1,v:all,z:1.h1"
     if kind.startswith("gemma4"):

@@ -44,6 +44,7 @@ _NAMES = {
     "router": ("router", "gate"),
     "head_dim": ("head_dim", "head_size", "head_v_dim", "v_head_dim"),
     "gated_norm": ("norm", "o_norm"),
+    "delta_heads": ("num_v_heads", "num_heads"),
     # `post_attention_layernorm` has two meanings: see `_block_points`.
     "norm_after_attention": (
         "post_attention_layernorm",
@@ -60,10 +61,10 @@ _READ_FROM_LOGITS = ("logits", "logprob", "entropy")
 _ROWS_AT_ONCE = 256  # of logits in float64: a whole context with a large vocabulary takes gigabytes
 
 # Functions of a file of transformers that has layers with a convolution, or a recurrent rule.
-_CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-_SPACE_RULE = "mamba2_chunk_scan"
-# Projections of a linear layer to a number or two for each head.
-_NARROW = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj")
+_CONVOLUTION, _SPACE_RULE = "causal_conv1d_fn", "mamba2_chunk_scan"
+_DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+# Projections of a linear layer to a number or two for each head, or to the decay of channels.
+_NARROW = ("in_proj_ba", "in_proj_a", "in_proj_b", "a_proj", "b_proj", "forget_gate")
 
 Take = Callable[[Any], Tensor]
 Change = Callable[[np.ndarray], np.ndarray]
@@ -355,7 +356,7 @@ class Reference:
             layers = iter(self._convolved)
             return lambda *given, **options: watch(next(layers), function, *given, **options)
 
-        watches = {_CONVOLUTION: convolved, _DELTA_RULE: ruled, _SPACE_RULE: read}
+        watches = {_CONVOLUTION: convolved, _SPACE_RULE: read, **dict.fromkeys(_DELTA_RULES, ruled)}
         with ExitStack() as changes:
             for name, watch in watches.items():
                 if (function := getattr(modeling, name, None)) is not None:
@@ -450,7 +451,8 @@ def _products(block: Any) -> list[Any]:
     mlp = _mlp(block)
     parts = [_attention(block), _space(block)]
     parts.append(_shared_expert(block) if hasattr(mlp, "experts") else mlp)
-    narrow = {getattr(parts[0], name, None) for name in _NARROW}
+    named = (getattr(parts[0], name, None) for name in _NARROW)
+    narrow = {each for part in named if part is not None for each in part.modules()}
     found: dict[int, Any] = {}
     for module in (module for part in parts if part is not None for module in part.modules()):
         linear = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
@@ -514,13 +516,15 @@ def _attention_points(block: Any, attention: Any, layer: str, heads: int) -> Ite
         yield _Point("conv_gate" + layer, attention.in_proj, "out", lambda x: x[0].chunk(3, -1)[1])
         return
     head_dim = _part(attention, "head_dim")
-    if hasattr(block, "linear_attn"):
-        shape = (-1, attention.num_v_heads, attention.head_v_dim)
+    if hasattr(attention, "conv1d"):
+        norm = _part(attention, "gated_norm")
+        opens = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}[norm.activation]
 
         def gate(value: Tensor) -> Tensor:
-            return torch.nn.functional.silu(value.to(torch.float32)).reshape(shape)
+            heads = _part(attention, "delta_heads")
+            return opens(value.to(torch.float32)).reshape(-1, heads, head_dim)
 
-        yield _Point("attn_gate" + layer, _part(attention, "gated_norm"), "in", gate, item=1)
+        yield _Point("attn_gate" + layer, norm, "in", gate, item=1)
     else:
         if hasattr(attention, "kv_a_layernorm"):
             yield from _latent_points(attention, layer)

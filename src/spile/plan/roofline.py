@@ -42,17 +42,18 @@ _MOST_CPU_TOKENS = 64_000
 # The operations that a tap needs in the deepest block, if no later site is tapped there.
 _Q, _K = ("wq", "wqa", "wqb"), ("wk", "wka", "wkr")
 _QKV = (*_Q, *_K, "wv", "wdq", "wdk", "wdv")  # in blocks of either mixer
-_MIXED = (*_QKV, "wda", "wdb", "scores", "mixing", "rule")
+_MIXED = (*_QKV, "wdan", "wda", "wdb", "scores", "mixing", "rule")
+_GATE = ("wg", "wdgn", "wdg")
 _CONVOLVED, _SPACED = ("wcb", "wcx"), ("wmx", "wmb", "wmc")
 _READ = (*_SPACED, "wmt", "space")  # of a state space
-_ATTENTION = (*_MIXED, "wg", "wdg", "wo", "wdo", *_CONVOLVED, "wcc", "wco")
+_ATTENTION = (*_MIXED, *_GATE, "wo", "wdo", *_CONVOLVED, "wcc", "wco")
 _MIXERS = (*_ATTENTION, *_READ, "wmz", "wmo")
 _REACH: dict[str, tuple[str, ...]] = {
     "attn_in": (), "kv_latent": ("wka",), **dict.fromkeys(("q", "q_rot"), _Q),
     **dict.fromkeys(("k", "k_rot"), _K), "v": ("wv", "wka"), "attn_pattern": (*_Q, *_K, "scores"),
     "conv_in": _CONVOLVED, "conv_gate": ("wcc",),
-    "conv_out": ("wdq", "wdk", "wdv", *_CONVOLVED, *_SPACED), "attn_gate": ("wg", "wdg"),
-    "delta_state_norm": _MIXED, "z": (*_MIXED, "wg", "wdg"), "attn_out": _ATTENTION,
+    "conv_out": ("wdq", "wdk", "wdv", *_CONVOLVED, *_SPACED), "attn_gate": _GATE,
+    "delta_state_norm": _MIXED, "z": (*_MIXED, *_GATE), "attn_out": _ATTENTION,
     "ssm_in": (), "ssm_read": _READ, "ssm_gate": ("wmz",), "ssm_z": (*_READ, "wmz"),
     "ssm_out": (*_READ, "wmz", "wmo"),
     **dict.fromkeys(("resid_mid", "mlp_in"), _MIXERS),
@@ -229,7 +230,9 @@ class Workload:
         values += 3 * inner // max(self._ways("mlp"), self._ways("experts"))
         if delta := arch.delta:
             # In float32: a token's row of three matrices of a chunk, its key and value twice.
-            rows = delta.value_heads * (3 * _CHUNK + 2 * (delta.key_dim + delta.value_dim))
+            # Where channels decay by themselves, so does a key for each end of that.
+            keys = delta.key_dim * (6 if delta.by_channel else 2)
+            rows = delta.value_heads * (3 * _CHUNK + keys + 2 * delta.value_dim)
             rule = 2 * delta.channels + rows * _SCORE // self.item
             values += rule // self._ways("delta_heads")
         if space := arch.state_space:

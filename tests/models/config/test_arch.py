@@ -7,6 +7,7 @@ import pytest
 import tiny
 from spile.models.config.arch import Layer
 from spile.models.config.hf_config import read_config
+from spile.models.forward.weights import LayerSchedule
 
 _, ARCH = read_config(tiny.CONFIG, "test")
 FULL, SLIDING = Layer(), Layer(window=8)
@@ -20,7 +21,7 @@ FULL, SLIDING = Layer(), Layer(window=8)
         ([SLIDING, FULL] * 3, 2),
         ([SLIDING, FULL, SLIDING], 2),  # the last period may be begun only
         ([SLIDING, SLIDING, FULL] * 2 + [SLIDING], 3),
-        ([FULL, FULL, SLIDING], 3),
+        ([FULL, SLIDING, Layer(rope=1)], 3),
         ([FULL, Layer(rope=1)], 2),
         ([FULL] + [SLIDING] * 5, 1),  # what comes before them stands apart
     ],
@@ -38,7 +39,7 @@ def test_a_period_is_the_shortest_run_of_kinds_that_repeats(
         ([FULL] + [SLIDING] * 5, 1, 1),
         ([FULL] * 3 + [SLIDING, FULL] * 4, 2, 2),
         ([SLIDING, FULL] * 3, 0, 2),
-        ([FULL, FULL, SLIDING], 0, 3),
+        ([FULL, SLIDING, Layer(rope=1)], 0, 3),
         ([FULL, SLIDING, FULL, FULL] + [SLIDING] * 9, 4, 1),
     ],
 )
@@ -49,3 +50,23 @@ def test_blocks_before_those_that_repeat_are_as_few_as_can_be(
     assert (arch.lead, arch.period) == (lead, period)
     repeated = layers[lead:]
     assert all(kind == repeated[i % period] for i, kind in enumerate(repeated))
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        ([SLIDING, FULL] * 3, (0, 2, 0)),
+        ([SLIDING, FULL, SLIDING], (0, 2, 0)),  # a period that is begun is none of them
+        ([FULL, FULL, SLIDING], (0, 1, 1)),
+        ([SLIDING] * 3 + [FULL] + [SLIDING] * 3 + [FULL, SLIDING, FULL], (0, 4, 1)),
+        ([FULL] * 9 + [SLIDING, FULL] * 4 + [SLIDING], (8, 2, 0)),
+    ],
+)
+def test_blocks_after_those_that_repeat_stand_apart(
+    layers: list[Layer], found: tuple[int, int, int]
+) -> None:
+    arch = replace(ARCH, layers=tuple(layers))
+    assert (arch.lead, arch.period, arch.tail) == found
+    schedule = LayerSchedule.of(arch, arch.num_layers, whole=True)
+    assert arch.num_layers - arch.tail - arch.period < schedule.scanned
+    assert schedule.scanned <= arch.num_layers - arch.tail

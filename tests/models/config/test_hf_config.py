@@ -54,6 +54,7 @@ PARAMS = {
     "OLMo-2-0425-1B": 1_484_916_736,
     "Olmo-Hybrid-7B": 7_430_870_688,
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
+    "Kimi-Linear-48B-A3B-Instruct": 49_122_681_728,
     "Qwen3.5-27B": 26_895_998_464,
     "Qwen3.5-27B-text": 26_895_998_464,
     "Qwen3.5-35B-A3B": 34_660_610_688,
@@ -151,6 +152,7 @@ PARAMS = {
     "Mistral-Small-3.1-24B-Base-2503": 23_572_403_200,
 }
 LEARNED = ("correction_bias", "layer_scalar")  # buffers
+KIMI = "Kimi-Linear-48B-A3B-Instruct"
 # One of each row of `FAMILIES`, the hardest there is.
 OF_FAMILY = {
     "llama": "Llama-3.1-8B",
@@ -177,6 +179,7 @@ OF_FAMILY = {
     "olmo3": "Olmo-3-1025-7B",
     "olmo_hybrid": "Olmo-Hybrid-7B",
     "qwen3_next": "Qwen3-Next-80B-A3B-Instruct",
+    "kimi_linear": "Kimi-Linear-48B-A3B-Instruct",
     "qwen3_5": "Qwen3.5-27B-text",
     "qwen3_5-multimodal": "Qwen3.5-27B",
     "qwen3_5_moe": "Qwen3.5-35B-A3B-text",
@@ -448,15 +451,19 @@ def _sizes_of_ours(arch: Arch, layer: Layer) -> tuple[Any, ...]:
 
 def _delta_of_theirs(block: Any, other: Any) -> GatedDelta:
     """Of a linear block; the other one attends."""
-    rule = block.linear_attn
+    rule = first(block, "linear_attn", "self_attn")
+    norm = first(rule, "norm", "o_norm")
     return GatedDelta(
-        key_heads=rule.num_k_heads,
-        value_heads=rule.num_v_heads,
-        key_dim=rule.head_k_dim,
-        value_dim=rule.head_v_dim,
+        key_heads=first(rule, "num_k_heads", "num_heads"),
+        value_heads=first(rule, "num_v_heads", "num_heads"),
+        key_dim=first(rule, "head_k_dim", "head_dim"),
+        value_dim=first(rule, "head_v_dim", "head_dim"),
         kernel=rule.conv1d.kernel_size[0],
-        norm_eps=first(rule, "norm", "o_norm").variance_epsilon,
+        norm_eps=norm.variance_epsilon,
         most_written=2.0 if getattr(rule, "allow_neg_eigval", False) else 1.0,
+        gate=norm.activation,
+        by_channel=hasattr(rule, "forget_gate"),
+        narrow=hasattr(rule, "g_a_proj"),
         pre_norm_only=hasattr(other, "post_feedforward_layernorm"),
     )
 
@@ -479,7 +486,7 @@ def _rounded(scale: float) -> float:
 
 MLP_NORMS = ("ln_2", "ln_mlp", "fc1", "norm_2", "feedforward_layernorm")
 MLPS = ("mlp", "ffn", "block_sparse_moe", "feed_forward")
-SIGMOIDS = ("Glm4Moe", "Dots1", "MiniMax", "DeepseekV3", "Llama4")
+SIGMOIDS = ("Glm4Moe", "Dots1", "MiniMax", "DeepseekV3", "Llama4", "KimiLinear")
 SCALES = ("scaling", "inv_norm_factor", "softmax_scale")
 
 
@@ -506,7 +513,7 @@ def _experts_of_theirs(mlp: Any) -> Experts:
         chosen_groups=1 if method == "greedy" else getattr(router, "topk_group", 1),
         group_best=1 if method == "group_limited_greedy" else 2,
         scale=getattr(router, "routed_scaling_factor", 1.0),
-        wide=name.startswith(("Glm4Moe", "Dots1", "Ernie", "Deepseek")),
+        wide=name.startswith(("Glm4Moe", "Dots1", "Ernie", "Deepseek", "KimiLinear")),
         shared=0 if shared is None else shared.gate_proj.out_features,
         shared_gate=hasattr(mlp, "shared_expert_gate"),
         apart=apart,
@@ -677,7 +684,7 @@ def test_kimi_k2_is_read_as_what_it_is() -> None:
 def test_a_class_that_is_known_and_not_computed_is_refused_with_the_reason(name: str) -> None:
     message = refused({**published("DeepSeek-V3"), "architectures": [name]})
     assert f"{name} is not supported: " in message and "nearest" not in message
-    by_channel = dict.fromkeys(("Kimi", "Mamba", "FalconMamba"), "by channel")
+    by_channel = dict.fromkeys(("Mamba", "FalconMamba"), "by channel")
     reasons = {**by_channel, "Zamba2": "share their weights", "Gemma3n": "four streams"}
     encoders = ("Bert", "Roberta", "ModernBert", "Gemma3Text")
     reasons |= {"Lfm2Moe": "more than their sum", **dict.fromkeys(encoders, "see those after them")}
@@ -703,6 +710,13 @@ def test_a_class_that_is_known_and_not_computed_is_refused_with_the_reason(name:
         ("GLM-4.7-Flash", {"head_dim": 128}, "head_dim = 128 is not supported"),
         ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"]}, "dense or sparse for each layer"),
         ("GLM-4.7-Flash", {"mlp_layer_types": ["other"] * 47}, "dense or sparse for each layer"),
+        (KIMI, {"linear_attn_config": {"full_attn_layers": [0]}}, "[0] is no list of the layers"),
+        (
+            KIMI,
+            {"linear_attn_config": {"full_attn_layers": [27], "kda_layers": [1]}},
+            "kda_layers must be the layers that do not attend, [1, 2, 3,",
+        ),
+        (KIMI, {"linear_head_dim": 64}, "linear_head_dim is 64, but 128 in linear_attn_config"),
     ],
 )
 def test_latent_attention_that_is_not_understood_is_refused(
@@ -764,6 +778,9 @@ def test_every_tensor_of_the_model_is_expected_and_no_other(name: str) -> None:
             {n: s for n, s in each.items() if "conv1d" not in n and "norm" not in n}
             for each in (found, wanted)
         )
+    if family.name == "kimi_linear":  # it fuses these, too, and puts the decay's into a module
+        found = {n: s for n, s in found.items() if "conv1d" not in n}
+        wanted = {n.replace("forget_gate.", ""): s for n, s in wanted.items() if "conv1d" not in n}
     wanted |= {n: tuple(b.shape) for n, b in buffers.items() if "scalar" in n}
     if arch.experts:  # transformers fuses experts as it loads them
         found, wanted = ({n: s for n, s in each.items() if not _moe(n)} for each in (found, wanted))
@@ -801,7 +818,7 @@ NOT_DROPPED = {
     "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "transformers_version",
     "use_cache", "initializer_range", "attention_dropout", "_name_or_path", "auto_map",
     "embd_pdrop", "resid_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout",
-    "task_specific_params", "num_local_experts",
+    "task_specific_params", "num_local_experts", "linear_attn_config",
 }  # fmt: skip
 
 
@@ -1062,7 +1079,7 @@ def test_a_number_that_is_none_is_refused_by_name(family: str) -> None:
         counts |= {"ssm_heads", "ssm_head_dim", "ssm_groups", "ssm_state", "ssm_kernel"}
     if "rope_parameters" in decoder_part(published(OF_FAMILY[family])) or row.unrotated:
         amounts -= {"rope_theta"}  # it is given there, or not needed
-    for key in counts | amounts:
+    for key in (counts | amounts) - set(row.ignored):
         for odd in ODD:
             rows = [each.when for each in FAMILIES if each.architectures == row.architectures]
             if any(odd in when.get(_own(family, key), ()) for when in rows):
@@ -1088,7 +1105,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused_by_name(family: str) -> 
     for key in keys:
         for odd in ("false", 2, 0, [], {}, 0.5):
             values = published(OF_FAMILY[family])
-            decoder_part(values)[key] = odd
+            decoder_part(values)[_own(family, key)] = odd
             assert f"{key} must be true or false, got {odd!r}" in refused(values)
 
 

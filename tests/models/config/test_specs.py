@@ -222,6 +222,19 @@ def test_the_arrays_of_the_gated_delta_rule() -> None:
     assert all(own[n].shape[own[n].axes.index("delta_heads")] % 16 == 0 for n in cut)
 
 
+def test_the_arrays_of_a_rule_whose_channels_decay() -> None:
+    """32 heads of 128; what all heads read is not cut, and the decay has its place in the file."""
+    arch = published("Kimi-Linear-48B-A3B-Instruct")
+    found = {spec.name: (spec.shape, spec.axes) for spec in block_specs(arch, arch.layers[1])}
+    cut, narrow = "delta_heads", ("latent", "width")
+    names = ("wdan", "wda", "wdgn", "wdg", "decay", "decay_bias")
+    assert {name: found[name] for name in names} == {
+        "wdan": ((128, 2304), narrow), "wda": ((4096, 128), (cut, "latent")),
+        "wdgn": ((128, 2304), narrow), "wdg": ((4096, 128), (cut, "latent")),
+        "decay": ((1, 1, 32, 1), ("one", "one", cut, "one")), "decay_bias": ((4096,), (cut,)),
+    }  # fmt: skip
+
+
 def test_the_arrays_of_a_state_space() -> None:
     """Cut by groups; of a single group, by heads, and its keys and queries not at all."""
     arch = published("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")

@@ -90,7 +90,7 @@ ALIKE = ("qwen2", "qwen3-gqa", "phi3-gqa", "granite-gqa", "olmo-mha-clipped",
          "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "museglimmer-gqa",
          "deepseek2-bias", "mamba2", "falconh1-gqa", "lfm2-gqa", "phimoe-gqa")  # fmt: skip
 # Their last layers are of another kind than the first two.
-DEEPER = ("cohere2-gqa", "llama4-gqa", "gemma4-experts")
+DEEPER = ("cohere2-gqa", "llama4-gqa", "gemma4-experts", "kimilinear")
 
 
 class Context(NamedTuple):
@@ -324,7 +324,8 @@ def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
     # those without the choice, and those whose decoder is another's
     own = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM",
            "BloomForCausalLM", "GPTNeoForCausalLM", "MptForCausalLM", "DeepseekV2ForCausalLM",
-           "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mamba2ForCausalLM")  # fmt: skip
+           "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Mamba2ForCausalLM",
+           "KimiLinearForCausalLM")  # fmt: skip
     fewer = {
         **dict.fromkeys(own, {1}), "GPTBigCodeForCausalLM": {4},
         **dict.fromkeys(
@@ -577,6 +578,7 @@ PACKED = [
     # (Chunks are cut elsewhere in a packed context, so sums round otherwise: at the fifth layer the
     # difference is 1.5e-6.)
     pytest.param("qwen35-gqa", "resid_post:0+1,conv_out:0+2,delta_state_norm:0", marks=FULL),
+    pytest.param("kimilinear", "resid_post:0+1,conv_out:0+2,kv_latent:1", marks=FULL),
     pytest.param("deepseek3", "resid_post:all,kv_latent:1,k_rot:all,z:2", marks=FULL),
     pytest.param("mamba2", "resid_post:0,conv_out:all,ssm_read:0,ssm_z:0", marks=FULL),
     pytest.param("lfm2-gqa", "resid_post:all,conv_out:all,z:all", marks=FULL),
@@ -664,7 +666,7 @@ COARSE = {
     "granitemoehybrid": "granitehybrid-gqa", "granitemoehybrid-dense": "granitehybrid-mqa-dense",
     "nemotron_h": "nemotronh-gqa", "falcon_h1": "falconh1-gqa", "lfm2": "lfm2-gqa",
     "gemma4": "gemma4-gqa", "gemma4-experts": "gemma4-experts", "phimoe": "phimoe-mha-bias",
-    "muse_glimmer": "museglimmer-gqa",
+    "muse_glimmer": "museglimmer-gqa", "kimi_linear": "kimilinear",
 }  # fmt: skip
 # What makes each choose every expert; the first ones choose by the logits alone.
 BY_LOGITS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "olmoe", "granitemoe", "qwen3_next",
@@ -681,6 +683,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
             "deepseek_v2-greedy",
             "deepseek_v3",
             "glm4_moe_lite",
+            "kimi_linear",
             "nemotron_h",
         ),
         {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},

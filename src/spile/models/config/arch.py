@@ -10,6 +10,8 @@ from functools import cache
 
 from spile.models.config.rope import Rope
 
+_MOST_LEFT = 8  # blocks after those that repeat; a config is untrusted, and may list thousands
+
 # Mixers. The third is attention beside a state space: both read the same, and both are added.
 ATTENTION, STATE_SPACE, SIDE_BY_SIDE = "attention", "state_space", "attention_and_state_space"
 GATED_DELTA, SHORT_CONVOLUTION, NO_MIXER = "gated_delta", "short_convolution", "none"
@@ -58,6 +60,9 @@ class GatedDelta:
     kernel: int  # tokens that the convolution before it sees, the current one included
     norm_eps: float  # of the norm behind it
     most_written: float = 1.0  # of a key's old value that a token can replace; 2: even turn it
+    gate: str = "silu"  # of what is read: the activation of its projection
+    by_channel: bool = False  # each dimension of a key decays by itself, not all of a head alike
+    narrow: bool = False  # decay and gate are projected through as many dimensions as a key has
     pre_norm_only: bool = False  # its blocks have norms before mixer and MLP, and no others
 
     @property
@@ -296,14 +301,28 @@ class Arch:
         return _repetition(self.layers[self._lenders :])[1]
 
     @property
+    def tail(self) -> int:
+        """Number of blocks at the end whose kinds are not those that would repeat."""
+        return _repetition(self.layers[self._lenders :])[2]
+
+    @property
     def _lenders(self) -> int:
         """Number of blocks before the first that borrows keys and values."""
         return next((n for n, layer in enumerate(self.layers) if layer.borrows), 0)
 
 
 @cache
-def _repetition(kinds: tuple[Layer, ...]) -> tuple[int, int]:
-    """How many kinds come before those that repeat, and after how many those do; fewest in all.
+def _repetition(kinds: tuple[Layer, ...]) -> tuple[int, int, int]:
+    """How many kinds come before those that repeat, after how many those do, and how many come
+    after them; fewest in all.
+    """
+    tails = range(min(_MOST_LEFT, len(kinds) - 1) + 1)
+    found = ((*_repeated(kinds[: len(kinds) - tail]), tail) for tail in tails)
+    return min(found, key=lambda each: (sum(each), each[2]))
+
+
+def _repeated(kinds: tuple[Layer, ...]) -> tuple[int, int]:
+    """The first two where all kinds repeat to the end.
 
     By the prefix function of Knuth, Morris and Pratt, from the end: each suffix in constant time.
     """

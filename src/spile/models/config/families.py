@@ -33,7 +33,6 @@ REFUSED = {
     "Lfm2MoeForCausalLM": "its experts' weights are divided by a little more than their sum, which "
     "is not computed here",
     "Zamba2ForCausalLM": "its blocks share their weights, and read the embeddings once more",
-    "KimiLinearForCausalLM": "its linear layers forget by channel, which is not computed here",
     **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), _SEVERAL_STREAMS),
     **dict.fromkeys(
         (

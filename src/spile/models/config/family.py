@@ -57,6 +57,7 @@ class Family:
     # where layers differ in more than windows: each kind, as configs name it
     kinds: Mapping[str, Layer] = field(default_factory=dict[str, Layer])
     unlisted: str | None = None  # the kind of all layers, if a config lists none
+    first_listed: int = 0  # the number that the first layer has, in lists of layers by their kind
     # fields of `GatedDelta` that are constant; None: the family has no such layers
     delta: Mapping[str, Any] | None = None
     state_space: Mapping[str, Any] | None = None  # the same, of `StateSpace`
@@ -65,7 +66,8 @@ class Family:
     activations: tuple[str, ...] = ()  # that need arrays of their own
     quantized: tuple[str, ...] = ()  # methods whose tensors can be decoded
     rope_scaling: Mapping[str, Any] | None = None  # if the config has none
-    inside: tuple[str, ...] = ()  # keys that hold further keys
+    # keys that hold further keys -> those of them that have another name outside
+    inside: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Any])
     nested: str | None = None  # the key that holds the config
     beside: tuple[str, ...] = ()  # keys beside it that do not concern the decoder
     weights: Mapping[str, TensorSource] = field(default_factory=lambda: LLAMA_WEIGHTS)

@@ -187,7 +187,13 @@ def _unfolded(values: Mapping[str, Any], family: Family, where: str) -> dict[str
         inner: Json = values.get(key) or {}
         if not isinstance(inner, Mapping):
             raise InputError(f"{where}: {key} must be an object, got {inner!r}")
-        unfolded = {**inner, **unfolded}
+        names = family.inside[key]
+        for name, outside in names.items():
+            if name in inner and unfolded.get(outside, inner[name]) != inner[name]:
+                raise InputError(
+                    f"{where}: {outside} is {unfolded[outside]!r}, but {inner[name]!r} in {key}"
+                )
+        unfolded = {**{names.get(name, name): inner[name] for name in inner}, **unfolded}
     return unfolded
 
 
@@ -241,7 +247,7 @@ def _attention(config: _Config, sizes: Mapping[str, Any]) -> dict[str, Any]:
         "max_positions": longest,
         "rope_positions": config.number("max_position_embeddings"),
         "alibi": _slopes(sizes["num_heads"]) if config.family.alibi else (),
-        "attn_scale": scale * ropes[0].score_scale if latent else scale,
+        "attn_scale": scale * ropes[0].score_scale if latent and ropes else scale,
         "attn_softcap": config.amount("attn_logit_softcapping"),
         "attn_growth": _growth(config),
     }
@@ -485,9 +491,11 @@ def _dense(config: _Config, count: int) -> list[bool]:
     """Which layers have a plain MLP, where others have experts."""
     if "dense_size" not in config.family.reads:
         return [False] * count
+    listed = config.extra("mlp_layer_types")
     if "first_k_dense_replace" in config.family.reads:
         first = config.whole("first_k_dense_replace")
-        return [i < first for i in range(count)]
+        if listed is None:
+            return [i < first for i in range(count)]
     if "moe_layer_interval" in config.family.reads:
         interval, first = config.number("moe_layer_interval"), config.whole("moe_layer_start_index")
         last = config.get("moe_layer_end_index")
@@ -500,14 +508,13 @@ def _dense(config: _Config, count: int) -> list[bool]:
             raise InputError(f"{config.where}: moe_layers must be a list of layers, got {given!r}")
         return [i not in listed for i in range(count)]
     if "mlp_layer_types" in config.family.reads:
-        kinds = config.get("mlp_layer_types")
-        if kinds is None:
+        if listed is None:
             return [i == 0 for i in range(count)]
-        if not _are_kinds(kinds, ("dense", "sparse")) or len(kinds) != count:
+        if not _are_kinds(listed, ("dense", "sparse")) or len(listed) != count:
             raise InputError(
                 f"{config.where}: mlp_layer_types must say dense or sparse for each layer"
             )
-        return [kind == "dense" for kind in kinds]
+        return [kind == "dense" for kind in listed]
     step, given = config.number("decoder_sparse_step"), config.get("mlp_only_layers")
     if given is not None and not isinstance(given, list):
         raise InputError(f"{config.where}: mlp_only_layers must be a list of layers, got {given!r}")
@@ -741,10 +748,17 @@ def _hybrid_layers(config: _Config, count: int) -> tuple[Layer, ...]:
     if "full_attention_interval" in reads:
         interval = config.number("full_attention_interval")
         attend = list(range(interval - 1, count, interval))
+    numbers = tuple(range(family.first_listed, family.first_listed + count))
     if "attention_layers" in reads and (given := config.get("attention_layers")) is not None:
-        if not _are_kinds(given, tuple(range(count))):
+        if not _are_kinds(given, numbers):
             raise InputError(f"{config.where}: {given!r} is no list of the layers that attend")
-        attend = given
+        attend = [number - family.first_listed for number in given]
+        others = sorted({*numbers} - {*given})
+        if "linear_layers" in reads and config.get("linear_layers") != others:
+            raise InputError(
+                f"{config.where}: {family.keys['linear_layers']} must be the layers that do not "
+                f"attend, {others}"
+            )
     if kinds is None and attend is not None:
         (other,) = set(names) - {_KINDS[0]}
         kinds = [_KINDS[0] if i in attend else other for i in range(count)]

@@ -38,8 +38,8 @@ class ParamSpec:
 MLP, SHARED, DENSE = "w_", "ws_", "wd_"
 # What `--compute-dtype float8_e4m3` multiplies in 8 bits, unless the MLP's are of experts.
 _FLOAT8 = (
-    "wq", "wk", "wv", "wg", "wo", "wqa", "wqb", "wka", "wkr", "wdq", "wdk", "wdv", "wdg", "wdo",
-    "wmz", "wmx", "wmb", "wmc", "wmo", "wcb", "wcc", "wcx", "wco",
+    "wq", "wk", "wv", "wg", "wo", "wqa", "wqb", "wka", "wkr", "wdq", "wdk", "wdv", "wdg", "wdgn",
+    "wdo", "wmz", "wmx", "wmb", "wmc", "wmo", "wcb", "wcc", "wcx", "wco",
     *(m + n for m in (MLP, SHARED, DENSE) for n in ("gate", "up", "down")),
 )  # fmt: skip
 
@@ -151,25 +151,33 @@ def _latent_specs(arch: Arch, latent: Latent) -> list[ParamSpec]:
 
 
 def _delta_specs(delta: GatedDelta, d: int) -> list[ParamSpec]:
-    """Queries, keys, values and the gate on what is read; then two numbers for each value head.
+    """Queries, keys, values and the gate on what is read; then decay and strength of writing.
 
     A mesh cuts all of them by key heads, so that a key stays with the values written under it.
     """
     heads = (delta.key_heads, delta.value_heads)
     q, v = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
     axis, sizes = "delta_heads", {"q": (q, 0), "k": (q, 0), "v": (v, 1)}
+    rank, given = (delta.key_dim, "latent") if delta.narrow else (d, "width")
+    decays = q if delta.by_channel else heads[1]
     specs = [
         ParamSpec(f"wd{name}", (size, d), (axis, "width"), heads[which])
-        for name, (size, which) in {**sizes, "g": (v, 1)}.items()
+        for name, (size, which) in sizes.items()
     ]
-    specs += [
-        ParamSpec(f"wd{name}", (heads[1], d), (axis, "width"), heads[0]) for name in ("a", "b")
-    ]
+    specs.append(ParamSpec("wdg", (v, rank), (axis, given), heads[1]))
+    specs.append(ParamSpec("wda", (decays, rank), (axis, given), heads[0]))
+    specs.append(ParamSpec("wdb", (heads[1], d), (axis, "width"), heads[0]))
+    if delta.narrow:
+        specs += [ParamSpec(name, (rank, d), (given, "width")) for name in ("wdan", "wdgn")]
     specs += [
         ParamSpec(f"conv_{name}", (size, 1, delta.kernel), (axis, "one", "kernel"))
         for name, (size, _) in sizes.items()
     ]
-    specs += [ParamSpec(name, (heads[1],), (axis,)) for name in ("decay", "decay_bias")]
+    if delta.by_channel:  # as files hold it, to meet all channels of a head
+        specs.append(ParamSpec("decay", (1, 1, heads[1], 1), ("one", "one", axis, "one")))
+    else:
+        specs.append(ParamSpec("decay", (heads[1],), (axis,)))
+    specs.append(ParamSpec("decay_bias", (decays,), (axis,)))
     specs.append(ParamSpec("delta_norm", (delta.value_dim,), ("head_dim",)))
     return [*specs, ParamSpec("wdo", (d, v), ("width", axis))]
 

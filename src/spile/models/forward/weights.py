@@ -90,7 +90,8 @@ class LayerSchedule:
     @classmethod
     def of(cls, arch: Arch, depth: int, *, whole: bool) -> "LayerSchedule":
         """Without `whole`, the last block runs apart, and only as far as taps need it."""
-        cycles = max(0, depth - (not whole) - arch.lead) // arch.period
+        last = min(depth - (not whole), arch.num_layers - arch.tail)
+        cycles = max(0, last - arch.lead) // arch.period
         return cls(depth, arch.period, cycles, arch.lead if cycles else 0)
 
     @property

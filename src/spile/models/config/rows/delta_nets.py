@@ -4,7 +4,13 @@ from typing import Any
 
 from spile.models.config.arch import GATED_DELTA, Layer
 from spile.models.config.family import LAYER, LLAMA_WEIGHTS, Family
+from spile.models.config.rows.latent_attention import (
+    LATENT_READS,
+    LATENT_SIZES,
+    LATENT_WEIGHTS,
+)
 from spile.models.config.rows.mixtures import (
+    GROUPED_READS,
     MOE_KEYS,
     MOE_READS,
     MOE_WEIGHTS,
@@ -13,7 +19,7 @@ from spile.models.config.rows.mixtures import (
     SHARED_WEIGHED,
     SPARSE_STEP,
 )
-from spile.models.config.specs import fused, named, norms
+from spile.models.config.specs import fused, linears, named, norms
 
 _DELTA_KINDS = {
     "full_attention": Layer(), "linear_attention": Layer(rope=None, mixer=GATED_DELTA)
@@ -110,6 +116,40 @@ _QWEN35_MOE: dict[str, Any] = {
         **named(LAYER + "mlp.experts.", w_down="down_proj"),
     },
 }  # fmt: skip
+_KIMI_KEYS = {
+    **MOE_KEYS, "max_position_embeddings": ("model_max_length", "max_position_embeddings"),
+    "num_experts": ("num_experts", "num_local_experts"),
+    "num_experts_per_tok": ("num_experts_per_token", "num_experts_per_tok"),
+    "norm_topk_prob": ("moe_renormalize", "norm_topk_prob"),
+    "n_group": ("num_expert_group", "n_group"),
+    "shared_count": ("num_shared_experts", "n_shared_experts"),
+    "attention_layers": "full_attn_layers", "linear_layers": "kda_layers",
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), "linear_num_heads"),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), "linear_head_dim"),
+}  # fmt: skip
+_KIMI_EXPERTS = LAYER + "block_sparse_moe."
+_KIMI_WEIGHTS = {
+    **MOE_WEIGHTS,
+    **LATENT_WEIGHTS,
+    **named(
+        LAYER + "self_attn.", wdq="q_proj.weight", wdk="k_proj.weight",
+        wdv="v_proj.weight", wdan="f_a_proj.weight", wda="f_b_proj.weight",
+        wdgn="g_a_proj.weight", wdg="g_b_proj.weight", wdb="b_proj.weight",
+        wdo="o_proj.weight", conv_q="q_conv1d.weight", conv_k="k_conv1d.weight",
+        conv_v="v_conv1d.weight", decay="A_log", decay_bias="dt_bias",
+        delta_norm="o_norm.weight",
+    ),
+    **named(
+        _KIMI_EXPERTS, w_router="gate.weight",
+        correction="gate.e_score_correction_bias",
+        w_gate="experts.{expert}.w1.weight", w_up="experts.{expert}.w3.weight",
+        w_down="experts.{expert}.w2.weight",
+    ),
+    **linears(
+        _KIMI_EXPERTS + "shared_experts.", s_gate="gate_proj", s_up="up_proj",
+        s_down="down_proj",
+    ),
+}  # fmt: skip
 
 DELTA_NETS = (
     Family(
@@ -180,5 +220,50 @@ DELTA_NETS = (
                 delta_norm="o_norm.weight",
             ),
         },
+    ),
+    Family(
+        name="kimi_linear",
+        architectures=("KimiLinearForCausalLM",),
+        fixed={"ropes": (), "tied_head": False},  # (transformers ties nothing, even if told to)
+        biases={"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+        keys=_KIMI_KEYS,
+        inside={
+            "linear_attn_config": {
+                "head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
+                "short_conv_kernel_size": "linear_conv_kernel_dim",
+            }
+        },
+        reads=(
+            *GROUPED_READS, *LATENT_READS, "layer_types", "attention_layers", "linear_layers",
+            "mlp_layer_types", *_LINEAR_SIZES,
+        ),
+        defaults={
+            **LATENT_SIZES, "num_experts": 256, "num_experts_per_tok": 8, "norm_topk_prob": True,
+            "intermediate_size": 1024, "dense_size": 9216, "shared_count": 1, "n_group": 1,
+            "topk_group": 1, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 1_048_576,
+            "linear_num_key_heads": 32, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        },
+        # (transformers reads none of them: heads have the sizes of the latent, and do not turn)
+        ignored=(
+            "auto_map", "head_dim", "qk_head_dim", "rope_theta", "num_nextn_predict_layers",
+            "output_router_logits",
+        ),
+        harmless={
+            "mla_use_nope": (True,), "moe_layer_freq": (1,), "use_grouped_topk": (True,),
+            "moe_router_activation_func": ("sigmoid",), "rope_scaling": (None,),
+            "rope_parameters": (None,),
+        },
+        experts={"scored": "sigmoid", "corrected": True, "wide": True},
+        kinds=_DELTA_KINDS,
+        first_listed=1,
+        delta={"by_channel": True, "narrow": True, "gate": "sigmoid"},
+        latent={},
+        weights=_KIMI_WEIGHTS,
+        # transformers writes the plain MLP under the name of the experts.
+        elsewhere=linears(
+            _KIMI_EXPERTS, d_gate="gate_proj", d_up="up_proj", d_down="down_proj"
+        ),
     ),
 )  # fmt: skip

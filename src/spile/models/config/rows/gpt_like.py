@@ -338,7 +338,7 @@ GPT_LIKE = (
             "attn_uses_sequence_id": (False,), "expansion_ratio": (4,), "logit_scale": (None,),
             "no_bias": (True,), "prefix_lm": (False,), "qk_ln": (False,),
         },
-        inside=("attn_config",),
+        inside={"attn_config": {}},
         alibi=True,
         weights={
             **named("", embed="wte.weight"),

@@ -14,13 +14,13 @@ from spile.models.config.rows.mixtures import (
 from spile.models.config.specs import fused, linears, named
 
 # Keys and values from a latent, as DeepSeek has them.
-_LATENT_READS = (
+LATENT_READS = (
     "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
-_LATENT_SIZES = {
+LATENT_SIZES = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
-_LATENT_WEIGHTS = {
+LATENT_WEIGHTS = {
     **linears(LAYER + "self_attn.", qa="q_a_proj"),
     **named(
         LAYER + "self_attn.", q_latent_norm="q_a_layernorm.weight",
@@ -51,7 +51,7 @@ _DEEPSEEK2: dict[str, Any] = {
         **_LATENT["harmless"], "scoring_func": ("softmax", None), "norm_topk_prob": (False, None),
         "mlp_bias": (False, None),
     },
-    "weights": {**MOE_WEIGHTS, **SHARED_EXPERTS, **_LATENT_WEIGHTS},
+    "weights": {**MOE_WEIGHTS, **SHARED_EXPERTS, **LATENT_WEIGHTS},
 }  # fmt: skip
 _DEEPSEEK2_GREEDY: dict[str, Any] = {
     **_DEEPSEEK2,
@@ -63,7 +63,7 @@ _DEEPSEEK3: dict[str, Any] = {
     "harmless": {
         **_LATENT["harmless"], "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
     },
-    "weights": {**GROUPED["weights"], **_LATENT_WEIGHTS},
+    "weights": {**GROUPED["weights"], **LATENT_WEIGHTS},
 }  # fmt: skip
 _GLM4_LITE: dict[str, Any] = {
     **_DEEPSEEK3,
@@ -71,12 +71,12 @@ _GLM4_LITE: dict[str, Any] = {
     "harmless": {**_DEEPSEEK3["harmless"], "first_k_dense_replace": (1,)},
 }
 _DEEPSEEK2_DEFAULTS = {
-    **_LATENT_SIZES, "q_lora_rank": 1536, "first_k_dense_replace": 0, "num_experts": 64,
+    **LATENT_SIZES, "q_lora_rank": 1536, "first_k_dense_replace": 0, "num_experts": 64,
     "shared_count": 2, "intermediate_size": 1407, "dense_size": 11008, "norm_topk_prob": False,
     "routed_scaling_factor": 1.0, "max_position_embeddings": 2048,
 }  # fmt: skip
 _DEEPSEEK2_READS = (
-    *MOE_READS, *_LATENT_READS, "num_experts", "shared_count", "routed_scaling_factor",
+    *MOE_READS, *LATENT_READS, "num_experts", "shared_count", "routed_scaling_factor",
     "first_k_dense_replace",
 )  # fmt: skip
 
@@ -84,9 +84,9 @@ LATENT_ATTENTION = (
     Family(
         name="deepseek_v3",
         architectures=("DeepseekV3ForCausalLM",),
-        reads=(*GROUPED_READS, *_LATENT_READS, "rope_interleave"),
+        reads=(*GROUPED_READS, *LATENT_READS, "rope_interleave"),
         defaults={
-            **_LATENT_SIZES, "q_lora_rank": 1536, "rope_interleave": True, "num_experts": 256,
+            **LATENT_SIZES, "q_lora_rank": 1536, "rope_interleave": True, "num_experts": 256,
             "num_experts_per_tok": 8, "norm_topk_prob": True, "intermediate_size": 2048,
             "dense_size": 18432, "shared_count": 1, "first_k_dense_replace": 3, "n_group": 8,
             "topk_group": 4, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096,
@@ -99,7 +99,7 @@ LATENT_ATTENTION = (
         name="glm4_moe_lite",
         architectures=("Glm4MoeLiteForCausalLM",),
         reads=(
-            *(key for key in GROUPED_READS if key != "first_k_dense_replace"), *_LATENT_READS,
+            *(key for key in GROUPED_READS if key != "first_k_dense_replace"), *LATENT_READS,
             "mlp_layer_types", "rope_interleave",
         ),
         defaults={

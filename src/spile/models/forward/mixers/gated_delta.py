@@ -2,7 +2,8 @@
 
 At every token a head's state decays by a factor, then the value that it has under the token's key
 is replaced, in part, by the token's own; the token's query reads from the result. Queries, keys and
-values come from a short convolution. State and convolution begin anew with every document.
+values come from a short convolution. State and convolution begin anew with every document. Each
+dimension of a key may decay by a factor of its own (`decay_by_channel`).
 
 `recurrent` is that definition, token by token. `chunked` is what runs: it gives the same values by
 matrix products over chunks of tokens, and only the chunks one after another. Both compute in
@@ -23,10 +24,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spile.models.config.arch import Arch, GatedDelta
+from spile.models.forward.mixers import decay_by_channel
 from spile.models.forward.mixers.recurrence import (
     convolution,
     decays,
     in_chunks,
+    inverse_of_unit_lower,
     out_of_chunks,
     shifted,
 )
@@ -37,6 +40,7 @@ from spile.models.forward.weights import Block
 from spile.models.layout import ROWS
 
 CHUNK = 64  # tokens
+_GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 _NORM_EPS = 1e-6  # of queries and keys
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -46,6 +50,7 @@ Channels = Float[Array, "rows seq channels"]
 Keys = Float[Array, "rows seq keys dim"]
 Values = Float[Array, "rows seq heads dim"]
 Scalars = Float[Array, "rows seq heads"]
+Kept = Float[Array, "rows seq heads *channels"]
 
 
 class Read(NamedTuple):
@@ -78,11 +83,11 @@ def gated_delta(
         for name in "qkv"
     ]
     conv_out = at("conv_out", jnp.concatenate(convolved, axis=-1))
-    read = _by_heads(shards, state_norms)(
+    read = _by_heads(shards, _rule(delta, state_norms))(
         *_split(conv_out, delta), *_strengths(x, block, delta), segments
     )
-    gate = linear(x, block["wdg"]).reshape(read.values.shape).astype(jnp.float32)
-    gate = at("attn_gate", jax.nn.silu(gate))
+    gate = _projected(x, block, "g").reshape(read.values.shape).astype(jnp.float32)
+    gate = at("attn_gate", _GATES[delta.gate](gate))
     z = norm(read.values.astype(x.dtype), block["delta_norm"], None, "rms", delta.norm_eps)
     z = at("z", (z.astype(jnp.float32) * gate).astype(x.dtype))
     out = linear(z.reshape(*x.shape[:2], -1), block["wdo"])
@@ -102,19 +107,35 @@ def _split(convolved: Channels, delta: GatedDelta) -> tuple[Keys, Keys, Values]:
     return q * delta.key_dim**-0.5, k, v.reshape(*lead, delta.value_heads, delta.value_dim)
 
 
-def _strengths(x: Hidden, block: Block, delta: GatedDelta) -> tuple[Scalars, Scalars]:
+def _projected(x: Hidden, block: Block, name: str) -> Channels:
+    """What decay or gate are made of, by way of fewer dimensions where the block has those."""
+    narrow = f"wd{name}n"
+    return linear(linear(x, block[narrow]) if narrow in block else x, block[f"wd{name}"])
+
+
+def _strengths(x: Hidden, block: Block, delta: GatedDelta) -> tuple[Scalars, Kept]:
     """How much each token writes, and the logarithm of what the state keeps, in float32."""
     written = jax.nn.sigmoid(linear(x, block["wdb"]))
     written = written * jnp.asarray(delta.most_written, written.dtype)
-    rate = jnp.exp(block["decay"].astype(jnp.float32))[None, None]
     bias = block["decay_bias"].astype(jnp.float32)[None, None]
-    kept = -rate * jax.nn.softplus(linear(x, block["wda"]).astype(jnp.float32) + bias)
-    return written.astype(jnp.float32), kept
+    forgets = jax.nn.softplus(_projected(x, block, "a").astype(jnp.float32) + bias)
+    if delta.by_channel:
+        forgets = forgets.reshape(*x.shape[:2], delta.key_heads, delta.key_dim)
+    rate = jnp.exp(block["decay"].astype(jnp.float32)).reshape(1, 1, -1, *[1] * delta.by_channel)
+    return written.astype(jnp.float32), -rate * forgets
 
 
-def _by_heads(shards: Shards | None, state_norms: bool) -> Callable[..., Read]:
+def _rule(delta: GatedDelta, state_norms: bool) -> Callable[..., Read]:
+    if not delta.by_channel:
+        return partial(chunked, state_norms=state_norms)
+    # By chunks, norms come from products of keys, and those are sums over channels already.
+    if state_norms:
+        return recurrent
+    return lambda *given: Read(decay_by_channel.chunked(*given, size=CHUNK), None)
+
+
+def _by_heads(shards: Shards | None, rule: Callable[..., Read]) -> Callable[..., Read]:
     """The rule; on a mesh, each device applies it to its rows and its heads."""
-    rule = partial(chunked, state_norms=state_norms)
     if shards is None:
         return rule
     heads = P(ROWS, None, shards.model_axis("delta_heads"))
@@ -122,23 +143,22 @@ def _by_heads(shards: Shards | None, state_norms: bool) -> Callable[..., Read]:
     return shards.each(rule, (heads,) * 5 + (P(ROWS),), heads)
 
 
-def recurrent(
-    q: Keys, k: Keys, v: Values, written: Scalars, kept: Scalars, segments: Places
-) -> Read:
+def recurrent(q: Keys, k: Keys, v: Values, written: Scalars, kept: Kept, segments: Places) -> Read:
     """The definition: one token after another.
 
     Args:
         written: how much of the value under its key a token replaces.
-        kept: the logarithm of the factor by which a state decays.
+        kept: the logarithm of the factor by which a state decays, or each of its channels.
     """
     rows, _, heads, dim = v.shape
+    kept = kept.reshape(*kept.shape[:3], -1)
     q, k = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (q, k))
     begins = shifted(segments, 1, fill=-1) != segments
     exact = partial(jnp.einsum, precision=_EXACT)
 
     def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Read]:
         q, k, v, written, kept, begins = token
-        state = jnp.where(begins[:, None, None, None], 0.0, jnp.exp(kept)[..., None, None] * state)
+        state = jnp.where(begins[:, None, None, None], 0.0, jnp.exp(kept)[..., None] * state)
         missing = v - exact("rhk,rhkv->rhv", k, state)
         state = state + exact("rhk,rhv->rhkv", k, missing * written[..., None])
         read = exact("rhk,rhkv->rhv", q, state)
@@ -183,7 +203,7 @@ def chunked(
     by_key = jnp.einsum("rntgk,rnjgk->rngtj", k, k)[:, :, :, None]
     by_query = jnp.einsum("rntgk,rnjgk->rngtj", q, k)[:, :, :, None] * between
     strength = jnp.moveaxis(written, 2, -1)
-    inverse = _inverse_of_unit_lower(by_key * between * strength[..., None])
+    inverse = inverse_of_unit_lower(by_key * between * strength[..., None])
     solved = inverse * strength[..., None, :]
     # What each token writes, if the chunk began with no state; and what it writes less for each
     # value in the state at the chunk's start.
@@ -208,29 +228,6 @@ def chunked(
     whole = partial(out_of_chunks, seq=seq)
     norms = _state_norms(k, by_key, between, since, *rest) if state_norms else None
     return Read(whole(read), None if norms is None else whole(norms))
-
-
-def _inverse_of_unit_lower(lower: Float[Array, "*lead size size"]) -> Array:
-    """The inverse of the identity plus the strictly lower part of a matrix, whose size is 2^n.
-
-    The blocks on the diagonal are inverted first: those of one element are their own inverse. Two
-    neighbours and what is below the first then make one block of twice the size.
-    """
-    lead, size = lower.shape[:-2], lower.shape[-1]
-    exact = partial(jnp.einsum, "...ij,...jk->...ik", precision=_EXACT)
-    inverse = jnp.ones((*lead, size, 1, 1), lower.dtype)  # blocks
-    width = 1
-    while width < size:
-        pairs = size // (2 * width)
-        blocks = lower.reshape(*lead, pairs, 2, width, pairs, 2, width)
-        below = jnp.diagonal(blocks[..., 1, :, :, 0, :], axis1=-4, axis2=-2)  # pairs come last
-        below = jnp.moveaxis(below, -1, -3)
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -exact(exact(second, below), first)
-        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
-        width *= 2
-    return inverse[..., 0, :, :]
 
 
 def _state_norms(

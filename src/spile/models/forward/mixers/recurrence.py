@@ -6,15 +6,18 @@ All of it begins anew with every document of a row.
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax.lax import Precision
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.forward.ops import activate
 
 _STEP = 2.0**-6  # a chunk's sum of multiples has no rounding error up to 2^18
 
 Places = Int[Array, "rows seq"]
+InChunks = Int[Array, "rows chunks size"]
 Channels = Float[Array, "rows seq channels"]
 
 
@@ -59,29 +62,69 @@ def out_of_chunks(a: Array, *, seq: int) -> Array:
 
 
 def decays(
-    kept: Float[Array, "rows chunks size groups heads"], places: Int[Array, "rows chunks size"]
+    kept: Float[Array, "rows chunks size groups heads"], places: InChunks
 ) -> tuple[
     Float[Array, "rows chunks groups heads size size"],
     Float[Array, "rows chunks groups heads size"],
 ]:
     """Decay between two tokens of a chunk; and since the chunk's start, of what was before it.
 
-    Zero across the border of a document. Both are differences of sums, which may be large where
-    the result is not: so the sums are in two parts, of multiples of a step, which are exact, and of
-    the rest.
+    Zero across the border of a document.
 
     Args:
         kept: the logarithm of the factor by which each token lets a state decay.
         places: the document of each token.
     """
-    seen = jnp.tril(places[..., :, None] == places[..., None, :])
-    steps = jnp.round(kept / _STEP) * _STEP
-    coarse, fine = (
-        jnp.einsum("rntj,rnjgh->rnght", seen.astype(jnp.float32), part, precision=Precision.HIGHEST)
+    coarse, fine = summed(kept, places)
+    apart = coarse[..., :, None] - coarse[..., None, :] + (fine[..., :, None] - fine[..., None, :])
+    between = jnp.exp(jnp.where(_seen(places)[:, :, None, None], apart, -jnp.inf))
+    return between, jnp.where(continues(places)[:, :, None, None], jnp.exp(coarse + fine), 0.0)
+
+
+def summed(
+    kept: Float[Array, "rows chunks size groups heads"], places: InChunks
+) -> tuple[Float[Array, "rows chunks groups heads size"], ...]:
+    """The sum of logarithms up to each token, in its document and its chunk, in two parts.
+
+    Decay is the difference of two sums, which may be large where it is not. The first part is of
+    multiples of a step, which are exact; the second of the rest.
+    """
+    seen, steps = _seen(places).astype(jnp.float32), jnp.round(kept / _STEP) * _STEP
+    return tuple(
+        jnp.einsum("rntj,rnjgh->rnght", seen, part, precision=Precision.HIGHEST)
         for part in (steps, kept - steps)
     )
-    apart = coarse[..., :, None] - coarse[..., None, :] + (fine[..., :, None] - fine[..., None, :])
-    between = jnp.exp(jnp.where(seen[:, :, None, None], apart, -jnp.inf))
+
+
+def _seen(places: InChunks) -> Bool[Array, "rows chunks size size"]:
+    """Whether a token is after another one, in the same document."""
+    return jnp.tril(places[..., :, None] == places[..., None, :])
+
+
+def continues(places: InChunks) -> Bool[Array, "rows chunks size"]:
+    """Whether a token's document began before its chunk."""
     before = jnp.pad(places[:, :-1, -1], ((0, 0), (1, 0)), constant_values=-1)
-    continues = (places == before[..., None])[:, :, None, None]
-    return between, jnp.where(continues, jnp.exp(coarse + fine), 0.0)
+    return places == before[..., None]
+
+
+def inverse_of_unit_lower(lower: Float[Array, "*lead size size"]) -> Array:
+    """The inverse of the identity plus the strictly lower part of a matrix, whose size is 2^n.
+
+    The blocks on the diagonal are inverted first: those of one element are their own inverse. Two
+    neighbours and what is below the first then make one block of twice the size.
+    """
+    lead, size = lower.shape[:-2], lower.shape[-1]
+    exact = partial(jnp.einsum, "...ij,...jk->...ik", precision=Precision.HIGHEST)
+    inverse = jnp.ones((*lead, size, 1, 1), lower.dtype)  # blocks
+    width = 1
+    while width < size:
+        pairs = size // (2 * width)
+        blocks = lower.reshape(*lead, pairs, 2, width, pairs, 2, width)
+        below = jnp.diagonal(blocks[..., 1, :, :, 0, :], axis1=-4, axis2=-2)  # pairs come last
+        below = jnp.moveaxis(below, -1, -3)
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -exact(exact(second, below), first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        width *= 2
+    return inverse[..., 0, :, :]
