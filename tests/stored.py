@@ -564,12 +564,24 @@ def add_pass(
     if by_channel:
         ledger.create_scales(table, by_channel)
     for unit in range(len(table.units)) if commit is None else commit:
-        part = slice(made.starts[unit], made.starts[unit + 1])
-        done, _ = write_unit(
-            ledger.objects, table, unit, made.read[unit],
-            {tap: values[part] for tap, values in rows.items()}, 60,
-            coded={tap: each.part(part) for tap, each in coded.items()},
-        )  # fmt: skip
+        done = write_added(made, ledger, unit, rows, coded)
         assert ledger.commit(done)
     ledger.complete(table)
     return ledger, rows
+
+
+def write_added(
+    made: Stored,
+    ledger: PassLedger,
+    unit: int,
+    rows: Mapping[str, np.ndarray],
+    coded: Mapping[str, Coded] | None = None,
+) -> Done:
+    """Write the files of a unit of a pass; return its record, which is not committed."""
+    part = slice(made.starts[unit], made.starts[unit + 1])
+    done, _ = write_unit(
+        ledger.objects, ledger.table(), unit, made.read[unit],
+        {tap: values[part] for tap, values in rows.items()}, 60,
+        coded={tap: each.part(part) for tap, each in (coded or {}).items()},
+    )  # fmt: skip
+    return done

@@ -35,6 +35,7 @@ from spile.models.forward import decoder
 from spile.models.taps import Tap, all_taps
 from spile.objects import LocalObjects
 from spile.plan.resolve import resolve, store_table
+from spile.status.listing import list_files
 from stored import Stored, flip, reseal
 
 SEQ_LEN = 48
@@ -300,6 +301,20 @@ def test_what_is_done_of_an_unfinished_dataset_is_checked(small: Path) -> None:
     report = check_all(small)
     assert_healthy(report)
     assert 0 < report.documents < DOCUMENTS
+
+
+def test_added_taps_are_checked_and_a_fault_in_one_is_named(small: Path) -> None:
+    spile.extract(Recipe(add_taps="mlp_out:0", store_dtype="bfloat16"), str(small))
+    report = check(str(small), samples=1)
+    assert_healthy(report)
+    assert {*report.taps} == {"embed", "mlp_out.0"} and report.documents == 1
+    assert report.taps["embed"].loss.relative_l2 == 0 < report.taps["mlp_out.0"].loss.relative_l2
+    (shard, *_) = (file for file in list_files(LocalObjects(small), tap="mlp_out.0") if file.rows)
+    header = read_header(small / shard.key)["mlp_out.0"]
+    rows = np.memmap(small / shard.key, header.dtype, "r+", header.start, header.shape)
+    rows[:] = -rows
+    rows.flush()
+    assert faulty(check(str(small), samples=1)) == {"mlp_out.0"}
 
 
 def other_layer(values: Values) -> set[str]:

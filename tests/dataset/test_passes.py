@@ -130,7 +130,7 @@ def test_a_dropped_pass_is_not_read_and_not_continued(tmp_path: Path) -> None:
     assert live_passes(made.ledger) == []
     done = ledger.read_done(0)
     assert done
-    with pytest.raises(StoreError, match="are dropped"):
+    with pytest.raises(ConfigError, match="z.0 were dropped while they were being added"):
         ledger.commit(done)
     again, rows = stored.add_pass(made, {"z.0": 4}, number=1, seed=5)
     assert again.name != ledger.name

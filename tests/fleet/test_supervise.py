@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import stored
 import tiny
 from chaos.harness import check_refused, run
 from spile.core.errors import ConfigError
+from spile.dataset import format as fmt
 from spile.fleet.supervise import Patience
 from worlds import Member, planted, runs, wait_until
 
@@ -108,6 +110,31 @@ def test_a_unit_done_begins_the_count_anew(start: Start, tmp_path: Path) -> None
     assert ended(member) == 0, member.err
     counted = [line.partition("restart ")[2][:1] for line in member.err.splitlines()]
     assert counted == ["1", "1", "2", "1"]
+
+
+def test_a_unit_of_taps_that_are_added_counts_as_any(start: Start, tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out")
+    ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=())
+    held = f"Presence(open_objects({ledger.objects.url!r}), 30)"
+    lines = [
+        "from spile.objects import open_objects",
+        "from spile.dataset.heartbeat import Presence",
+        f"presence = {held}",
+        "presence.tell(state='running')",
+        "presence.hold(nth)",  # the units before it were done by others
+    ]
+    done = stored.write_added(made, ledger, 2, rows)
+    record = fmt.encode_record("done", done.to_json())
+    lines += [
+        f"if nth == 2: open_objects({ledger.objects.url!r}).create("
+        f"{ledger.layout.done_key(2)!r}, {record!r})",
+        "os._exit(0 if nth == 4 else 3)",
+    ]
+    code = "\n".join(lines).replace("{", "{{").replace("}", "}}")
+    member = start(code, "--max-restarts", "2")
+    assert ended(member) == 0, member.err
+    counted = [line.partition("restart ")[2][:1] for line in member.err.splitlines()]
+    assert counted == ["1", "1", "2"]
 
 
 def test_the_reason_is_the_one_the_work_gave(start: Start) -> None:

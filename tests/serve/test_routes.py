@@ -4,13 +4,19 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import spile
+import stored
 from spile.core.errors import ConfigError, StoreError
-from spile.serve.routes import BackgroundCache, Ready, number, plain
+from spile.dataset.read.dataset import finished_taps
+from spile.serve import run_history
+from spile.serve.routes import Answers, BackgroundCache, Ready, number, plain
 
 
 def test_values_become_json_and_what_is_not_finite_null() -> None:
@@ -107,3 +113,47 @@ def test_what_cannot_be_made_is_said_and_not_tried_again(
     assert calls == [1]
     assert "too many" in caplog.text
     kept.close()
+
+
+def test_taps_that_are_added_are_shown_when_they_are_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_history, "_SECONDS", 0.02)
+    monkeypatch.setattr(run_history, "_PATIENCE", 0)
+    made = stored.build(tmp_path / "out")
+    rows_of = {tap: len(made.index) for tap in made.rows}
+    with closing(answers(made)) as page:
+        page.start()
+        shown(page, rows_of)
+        ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=(0, 1))
+        until(lambda: [each["units_done"] for each in page.routes["run"]({})["passes"]] == [2])
+        assert page.routes["dataset"]({})["rows"] == len(made.index)
+        shown(page, rows_of)
+        for unit in (2, 3, 4):
+            assert ledger.commit(stored.write_added(made, ledger, unit, rows))
+        assert ledger.complete(ledger.table())
+        shown(page, {**rows_of, "z.0": len(made.index)})
+        (channel, *_) = page.routes["channels"]({"tap": "z.0"})["channels"]
+        assert channel["largest"] == np.abs(rows["z.0"]).max()
+        ledger.drop()
+        shown(page, rows_of)
+
+
+def answers(made: stored.Stored) -> Answers:
+    def opened() -> spile.Dataset:
+        return spile.open(made.path, partial=True, taps=finished_taps(made.objects))
+
+    return Answers(made.objects, opened, tokenizer=None, most_bytes=1 << 30)
+
+
+def shown(page: Answers, rows_of: dict[str, int]) -> None:
+    """Wait until these taps are shown, and all of their rows are read."""
+    until(lambda: {tap["name"] for tap in page.routes["dataset"]({})["taps"]} == {*rows_of})
+    until(lambda: {t: m.count for t, m in page.digest.moments.items()} == rows_of)
+
+
+def until(reached: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < limit
+        time.sleep(0.01)

@@ -1,5 +1,6 @@
 """Status: where a dataset stands, from its store alone."""
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import stored
 from spile.cli.look import status_text
 from spile.core.errors import StoreError
+from spile.dataset import format as fmt
+from spile.dataset.format import TapInfo
 from spile.dataset.heartbeat import Presence
 from spile.status.status import read_status
 
@@ -117,6 +120,35 @@ def test_a_status_is_json(unfinished: stored.Stored) -> None:
     status = read_status(unfinished.objects)
     assert json.loads(json.dumps(status.to_json())) == status.to_json()
     assert status.to_json()["units_done"] == 1
+
+
+def test_taps_that_are_added_have_their_own_progress_and_workers(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "out", UNITS)
+    alone = read_status(made.objects)
+    whole, _ = stored.add_pass(made, {"z.0": 4})
+    part, rows = stored.add_pass(made, {"q.0": TapInfo((2, 3), "float32")}, commit=(2,))
+    with stored.worker_process(tmp_path / "out" / fmt.pass_prefix(part.name), 1) as (name, _):
+        status = read_status(made.objects)
+    added = {each.name: each for each in status.passes}
+    assert dataclasses.replace(status, passes=[]) == alone and not status.over
+    assert (added[whole.name].state, added[whole.name].workers) == ("complete", [])
+    running = added[part.name]
+    assert (running.state, running.units, running.units_done) == ("running", 3, 1)
+    assert running.taps == {"q.0": [2, 3]} and [w["name"] for w in running.workers] == [name]
+    sizes = map(part.objects.size, part.objects.list("attempts/"))
+    assert running.bytes == sum(sizes)
+    lines = status_text("acts/x", status).splitlines()
+    assert lines[0] == "acts/x: complete"
+    assert any(line.startswith("  added      z.0 [4]: 3 of 3 units, ") for line in lines)
+    at = next(n for n, line in enumerate(lines) if line.startswith("  adding     q.0 [2, 3]: 1 of"))
+    assert lines[at].endswith(", running") and name in lines[at + 2]
+    assert status.to_json()["passes"][0]["units"] == 3
+    for unit in (0, 1):
+        assert part.commit(stored.write_added(made, part, unit, rows))
+    part.complete(part.table())
+    assert read_status(made.objects).over
+    part.drop()
+    assert [each.name for each in read_status(made.objects).passes] == [whole.name]
 
 
 def test_no_dataset_is_an_error(tmp_path: Path) -> None:

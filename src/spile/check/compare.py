@@ -29,6 +29,7 @@ from spile.core.recipe import latent_names
 from spile.core.system import available_memory
 from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
+from spile.dataset.passes import live_passes
 from spile.dataset.read.dataset import Dataset, Document, open_dataset
 from spile.models.config.arch import Arch
 from spile.models.files.sae import Arrays, SparseEncoder, activations, load_arrays
@@ -145,6 +146,8 @@ class CheckReport:
 def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckReport:
     """Recompute `samples` documents, spread over the dataset, and store the result.
 
+    Taps that were added, or are being added, are checked by the same number of documents.
+
     Args:
             recipe: where model and corpus are now, if they have moved; they must be the same.
 
@@ -160,9 +163,35 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
             f"{out}: a function of your own changes its values, and check runs only the built-in "
             "changes of --splice"
         )
-    job = resolve(recipe or Recipe(), ledger, "cpu")
-    dataset = open_dataset(out, partial=True)
-    compared = _Comparison(dataset, job)
+    references = dict[str, References]()
+    found: list[CheckReport] = []
+    for each in (ledger, *live_passes(ledger)):
+        moved = recipe or Recipe()
+        if not each.table().recipe.encode:  # an encoder belongs to taps, and these have none
+            moved = replace(moved, encode=None)
+        report = _check_taps(out, resolve(moved, each, "cpu"), samples, references)
+        found += [report] if report else []
+    if not found:
+        raise StoreError(f"{out}: no unit is done yet, there is nothing to check")
+    report = _joined(found)
+    ledger.objects.replace(fmt.CHECK, fmt.encode_record("check", report.to_json()))
+    return report
+
+
+def _check_taps(
+    out: str, job: ExtractionJob, samples: int, references: "dict[str, References]"
+) -> CheckReport | None:
+    """Check the taps that a dataset was made with, or those of a pass; None if no unit is done.
+
+    Args:
+        references: those in hand, by compute dtype; one is kept, as each holds a model.
+    """
+    dataset = open_dataset(out, partial=True, taps=list(job.table.taps))
+    dtype = job.recipe.compute_dtype
+    if dtype not in references:
+        references.clear()
+        references[dtype] = _references(job)
+    compared = _Comparison(dataset, job, references[dtype])
     documents = 0
     with warnings.catch_warnings():
         # On a processor without fast bfloat16, torch warns with a page of stack frames.
@@ -173,13 +202,13 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
             compared.add(document, tokens)
             documents += 1
     if not documents:
-        raise StoreError(f"{out}: no unit is done yet, there is nothing to check")
+        return None
     if not compared.rows:
         raise StoreError(
             f"{out}: rounding decides between experts at the first token of all {documents} "
             "documents that were sampled; check more of them with --samples"
         )
-    report = CheckReport(
+    return CheckReport(
         dataset.fingerprint,
         documents,
         compared.tokens,
@@ -187,8 +216,19 @@ def check(out: str, *, samples: int = 4, recipe: Recipe | None = None) -> CheckR
         f"{_versions()}, {compared.reference}",
         compared.next_token(),
     )
-    ledger.objects.replace(fmt.CHECK, fmt.encode_record("check", report.to_json()))
-    return report
+
+
+def _joined(reports: Sequence[CheckReport]) -> CheckReport:
+    """Join the reports of a dataset's own taps and of those that were added."""
+    first = reports[0]
+    return replace(
+        first,
+        documents=max(each.documents for each in reports),
+        tokens=max(each.tokens for each in reports),
+        taps={tap: found for each in reports for tap, found in each.taps.items()},
+        reference="; ".join(dict.fromkeys(each.reference for each in reports)),
+        next_token=next((each.next_token for each in reports if each.next_token), None),
+    )
 
 
 def _sampled(
@@ -198,8 +238,7 @@ def _sampled(
 
     After `samples` documents it yields some more, in case those are not enough.
     """
-    done = Ledger(open_objects(dataset.url)).done_units()
-    units = sorted(done.intersection(range(len(job.units))))
+    units = dataset.units
     last = len(units) - 1
     chosen = [
         units[round(i * last / max(1, count - 1))]
@@ -229,13 +268,12 @@ def _sampled(
 class _Comparison:
     """Squared distances, accumulated document by document."""
 
-    def __init__(self, dataset: Dataset, job: ExtractionJob) -> None:
+    def __init__(self, dataset: Dataset, job: ExtractionJob, computed: "References") -> None:
         self._dataset, self._recipe = dataset, job.recipe
         self._arch = job.checkpoint.arch
         self._experts = self._arch.experts
         # In float32 a single wrong row must show; below it, a single row says nothing.
         self._by_row = job.recipe.compute_dtype == "float32"
-        computed = _references(job)
         self.reference = computed.told
         self._exact, self._rough, self._again = (
             partial(_by_heads, taps) for taps in (computed.exact, computed.rough, computed.again)

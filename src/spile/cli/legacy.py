@@ -484,7 +484,7 @@ class Monitor:
         if self.machines == 1 and status.workers:  # a single machine has no share
             by_share.setdefault("0/1", status.workers[0]["state"])
         shares = [f"{machine}/{self.machines}" for machine in range(self.machines)]
-        if status.over:  # every unit is done, whoever did it
+        if status.done:  # every unit is done, whoever did it
             return ["COMPLETE" for _ in shares]
         return [_STATES.get(by_share.get(share, "not started"), "ERROR") for share in shares]
 

@@ -17,7 +17,7 @@ from spile.core.humanize import compared, lasting, plural, short, size
 
 if TYPE_CHECKING:
     from spile.status.listing import Listing
-    from spile.status.status import Status
+    from spile.status.status import PassStatus, Progress, Status
 
 _SHOWN_WORKERS = 40  # of a fleet; --json has them all
 _ORDER = ("failed", "dead", "stale", "stopped", "starting", "running", "not started", "done")
@@ -49,19 +49,40 @@ def status_text(out: str, status: "Status") -> str:
         f"  tokens     {status.tokens:,} read (of about {status.tokens_estimated:,})",
         f"  rows       {status.rows:,} per tap",
         f"  bytes      {size(status.bytes)}",
-        "  taps       " + ", ".join(f"{tap} {shape}" for tap, shape in status.taps.items()),
+        f"  taps       {_taps(status)}",
     ]
     if status.rate is not None:
-        left = f", about {lasting(status.eta_seconds)} left" if status.eta_seconds else ""
-        lines.append(f"  rate       {status.rate:,.0f} tok/s{left}")
+        lines.append(f"  rate       {_rate(status)}")
     if status.prediction:
         lines.append(f"  predicted  {_predicted(status, status.prediction)}")
-    return "\n".join([*lines, *_workers(status)])
+    lines += _workers(status)
+    for each in status.passes:
+        lines += _pass(each)
+    return "\n".join(lines)
+
+
+def _taps(progress: "Progress") -> str:
+    return ", ".join(f"{tap} {shape}" for tap, shape in progress.taps.items())
+
+
+def _rate(progress: "Progress") -> str:
+    left = f", about {lasting(progress.eta_seconds)} left" if progress.eta_seconds else ""
+    return f"{progress.rate:,.0f} tok/s{left}"
+
+
+def _pass(added: "PassStatus") -> Iterator[str]:
+    """Taps that were added, and how far they are; the workers that are still adding them."""
+    told = [f"{added.units_done:,} of {added.units:,} units", size(added.bytes), added.state]
+    if added.rate is not None:
+        told.append(_rate(added))
+    yield f"  {'added' if added.done else 'adding':9}  {_taps(added)}: {', '.join(told)}"
+    if not added.done:
+        yield from _workers(added)
 
 
 def _predicted(status: "Status", predicted: Mapping[str, Any]) -> str:
     told = [f"{predicted['tokens']:,} tokens", size(predicted["bytes"])]
-    if status.over:
+    if status.done:
         told[0] += f" ({compared(predicted['tokens'], status.tokens)} came)"
         told[1] += f" ({compared(predicted['bytes'], status.bytes)})"
     if predicted["seconds"] and predicted["tokens"]:
@@ -69,11 +90,11 @@ def _predicted(status: "Status", predicted: Mapping[str, Any]) -> str:
         told.append(f"{lasting(predicted['seconds'])} of one slice")
         if status.seconds:
             off = compared(expected, status.seconds)
-            told[-1] += f" ({off} so far)" if not status.over else f" ({off})"
+            told[-1] += f" ({off} so far)" if not status.done else f" ({off})"
     return ", ".join(told)
 
 
-def _workers(status: "Status") -> Iterator[str]:
+def _workers(status: "Progress") -> Iterator[str]:
     order = {state: number for number, state in enumerate(_ORDER)}
     workers = sorted(status.workers, key=lambda w: (order.get(w["state"], 0), w["name"]))
     if not workers:

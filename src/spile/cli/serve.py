@@ -29,7 +29,7 @@ def add_serve(verbs: Verbs) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    from spile.dataset.read.dataset import open_dataset
+    from spile.dataset.read.dataset import Dataset, finished_taps, open_dataset
     from spile.objects import open_objects
     from spile.serve.routes import Answers
     from spile.serve.server import Server
@@ -43,9 +43,16 @@ def serve(arguments: argparse.Namespace) -> int:
             "--token must be 16 letters, digits, - or _, or more; without it one is made"
         )
     address = listen_address(arguments, arguments.token)
+    objects = open_objects(arguments.out)
+
+    def opened() -> Dataset:
+        # (With taps that are still being added, only the units that have them would be there.)
+        taps = finished_taps(objects)
+        return open_dataset(arguments.out, partial=True, taps=taps, cache=arguments.cache)
+
     answers = Answers(
-        open_objects(arguments.out),
-        lambda: open_dataset(arguments.out, partial=True, cache=arguments.cache),
+        objects,
+        opened,
         tokenizer=arguments.tokenizer,
         most_bytes=most_bytes,
     )

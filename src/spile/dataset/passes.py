@@ -22,6 +22,7 @@ from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.recipe import OF_A_PASS, ResolvedRecipe, latent_names
 from spile.dataset import format as fmt
 from spile.dataset.format import Done, KeyLayout, TapInfo
+from spile.dataset.heartbeat import read_workers
 from spile.dataset.ledger import Ledger, Manifest, Table
 from spile.dataset.segments import KEPT_UNITS, Catalog, Totals
 from spile.objects import Objects, exists
@@ -156,7 +157,11 @@ class PassLedger(Ledger):
     def commit(self, done: Done) -> bool:
         """Create the done record of a unit whose rows are those of the dataset."""
         if self.is_dropped:
-            raise StoreError(f"{self.url}: the taps that were being added are dropped")
+            taps = ", ".join((self._planned or self.table()).taps)
+            raise ConfigError(  # (which `supervise` does not answer by adding them again)
+                f"{self.url}: {taps} were dropped while they were being added; run the same "
+                "command again to add them anew"
+            )
         differs = self.other_rows(done)
         if differs:
             raise StoreError(
@@ -206,6 +211,28 @@ def pass_names(objects: Objects) -> list[str]:
         names = sorted(objects.folders(fmt.PASSES))
         return [name for name in names if fmt.split_pass_key(fmt.pass_prefix(name))[0]]
     return []
+
+
+def every_worker(dataset: Ledger) -> dict[str, dict[str, Any]]:
+    """Return the last heartbeats of a dataset's workers and of those that add taps to it.
+
+    `folder` of each says where: it is that of a pass, or empty.
+    """
+    places = {"": dataset.objects}
+    places |= {fmt.pass_prefix(each.name): each.objects for each in live_passes(dataset)}
+    return {
+        name: {**record, "folder": folder}
+        for folder, objects in places.items()
+        for name, record in read_workers(objects).items()
+    }
+
+
+def every_done(dataset: Ledger) -> set[tuple[str, int]]:
+    """Return the units that exist in a dataset and in its passes, each with its folder."""
+    done = {("", unit) for unit in dataset.done_units()}
+    for each in live_passes(dataset):
+        done |= {(fmt.pass_prefix(each.name), unit) for unit in each.done_units()}
+    return done
 
 
 class JoinedUnits(Catalog):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from spile.core.errors import ConfigError, Interrupted, SpileError, printable
 from spile.core.retry import backoff
 from spile.dataset.ledger import Ledger
+from spile.dataset.passes import every_done
 from spile.objects import Objects
 from spile.run.child import Child
 from spile.run.rank import ABORTED, Rank
@@ -113,15 +114,17 @@ class Supervisor:
         if self._child:
             self._child.signal(number)
 
-    def _progressed(self, child: Child, before: set[int]) -> bool:
+    def _progressed(self, child: Child, before: set[tuple[str, int]]) -> bool:
         """Whether it has done a unit: its last heartbeat says so, or a unit it held is now done."""
         new = self._done() - before
         return (self._drives and bool(new)) or any(
-            record.get("units_done") or new.intersection(record["units"]) for record in child.said()
+            record.get("units_done")
+            or any((record["folder"], unit) in new for unit in record["units"])
+            for record in child.said()
         )
 
-    def _done(self) -> set[int]:
-        return Ledger(self._objects).done_units()
+    def _done(self) -> set[tuple[str, int]]:
+        return every_done(Ledger(self._objects))
 
     def _reported(self, child: Child) -> str | None:
         """The error that the work ended with, if it was recorded."""

@@ -15,7 +15,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spile.dataset.heartbeat import process_ended, read_workers
+from spile.dataset.heartbeat import process_ended
+from spile.dataset.ledger import Ledger
+from spile.dataset.passes import every_worker
 from spile.objects import Objects
 from spile.run.rank import RESTART, Rank
 
@@ -35,7 +37,7 @@ class Child:
 
     def __init__(self, argv: Sequence[str], rank: Rank | None, objects: Objects) -> None:
         self._rank, self._objects = rank, objects
-        self._before = {n: record.get("counter") for n, record in read_workers(objects).items()}
+        self._before = {n: record.get("counter") for n, record in _heartbeats(objects).items()}
         me, libc = os.getpid(), ctypes.CDLL(None)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "spile.cli", *argv],
@@ -62,8 +64,11 @@ class Child:
         return why + (_OUT_OF_MEMORY if code == -signal.SIGKILL else "")
 
     def said(self) -> list[Mapping[str, Any]]:
-        """The heartbeats that it, or any process of its world, has written into the store."""
-        workers = read_workers(self._objects).items()
+        """The heartbeats that it, or any process of its world, has written into the store.
+
+        `folder` of each is that of a pass, if taps are being added, or empty.
+        """
+        workers = _heartbeats(self._objects).items()
         new = [r for name, r in workers if r.get("counter") != self._before.get(name)]
         if self._rank:
             where = self._rank.coordinator
@@ -99,6 +104,10 @@ def _die_with(parent: int, libc: ctypes.CDLL) -> None:
         os._exit(1)
 
 
+def _heartbeats(objects: Objects) -> dict[str, dict[str, Any]]:
+    return every_worker(Ledger(objects))
+
+
 def _world(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """The world that a heartbeat names, if its process has one."""
     return record.get("world") or {}
@@ -108,7 +117,7 @@ def _why(rank: Rank, objects: Objects, before: Mapping[str, Any], child: int) ->
     """Say which processes had joined, by the heartbeats written since this process began."""
     came: dict[int, list[Mapping[str, Any]]] = {}
     worked = False  # if so, all had joined, whatever address they use for the coordinator
-    for name, record in read_workers(objects).items():
+    for name, record in _heartbeats(objects).items():
         world = _world(record)
         mine = record.get("pid") == child and world.get("process") == rank.process
         worked |= mine and record.get("state") == "running"

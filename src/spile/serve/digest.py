@@ -169,9 +169,9 @@ class Digest:
         return self._sample
 
     @property
-    def version(self) -> tuple[int, bool]:
+    def version(self) -> tuple[tuple[str, ...], int, bool]:
         """Changes when results made from the sample should be made again."""
-        return len(self._sample).bit_length(), self.at_work
+        return tuple(self._widths), len(self._sample).bit_length(), self.at_work
 
     def _run(self) -> None:
         for block in self._blocks():

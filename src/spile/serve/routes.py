@@ -53,7 +53,7 @@ class Answers:
         most_bytes: int,
     ) -> None:
         """`opened` opens the dataset as it is now, finished or not."""
-        self._opened = opened
+        self._opened, self._most_bytes = opened, most_bytes
         dataset = opened()
         self.digest = Digest(dataset, most_bytes)
         own = {} if tokenizer else dataset.tokenizer_files()
@@ -94,8 +94,16 @@ class Answers:
 
     def _reopen(self) -> None:
         dataset = self._opened()
+        if dataset.taps == self.explorer.dataset.taps:
+            self.explorer.see(dataset)
+            self.digest.see(dataset)
+            return
+        # Taps were added, or dropped: all rows are read again, since the same are drawn of each.
+        before, self.digest = self.digest, Digest(dataset, self._most_bytes)
+        self.explorer.digest = self.digest
         self.explorer.see(dataset)
-        self.digest.see(dataset)
+        before.close()
+        self.digest.start()
 
     def _dataset(self, asked: Parameters) -> dict[str, Any]:
         dataset, texts = self.explorer.dataset, self.explorer.texts

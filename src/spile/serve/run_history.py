@@ -71,9 +71,9 @@ class RunHistory:
         """Everything that the page shows about the run."""
         with self._lock:
             status, samples, curve = self._status, list(self._samples), self._curve
-            silence = {w["name"]: self._observer.silence(w["name"]) for w in status.workers}
+            silence = {w["name"]: self._observer.silence(w["name"]) for w in _workers(status)}
         told = status.to_json()
-        for worker in told["workers"]:
+        for worker in [*told["workers"], *(w for each in told["passes"] for w in each["workers"])]:
             seconds = silence[worker["name"]]
             worker["silent"] = None if seconds is None else round(seconds, 1)
         # Workers may report their rate; otherwise it follows from the units done.
@@ -82,7 +82,7 @@ class RunHistory:
         return {
             **told,
             "rate": rate,
-            "eta": left / rate if rate and not status.over else None,
+            "eta": left / rate if rate and not status.done else None,
             "seen": [{"at": round(each.at * 1000), **each.totals} for each in samples],
             "made": curve,
             "error": self.error,
@@ -102,8 +102,7 @@ class RunHistory:
 
     def _look(self) -> None:
         status = read_status(self._objects)
-        more = status.units_done != self._status.units_done
-        more |= status.state != self._status.state
+        more = _reached(status) != _reached(self._status)
         self._note(status)
         if more:
             self._grown()
@@ -117,7 +116,7 @@ class RunHistory:
             curve = _cumulative(self._made)
         with self._lock:
             self._status, self._curve = status, curve
-            for worker in status.workers:
+            for worker in _workers(status):
                 if "counter" in worker:
                     self._observer.note(worker["name"], worker["counter"])
             self._looks += 1
@@ -139,6 +138,16 @@ class RunHistory:
             if len(segment):
                 group = table.layout.group(int(segment.units[0]))
                 self._made[group] = np.stack([segment.finished, segment.tokens], axis=1)
+
+
+def _workers(status: Status) -> list[dict[str, Any]]:
+    """The workers of a dataset, and those that add taps to it."""
+    return [worker for each in (status, *status.passes) for worker in each.workers]
+
+
+def _reached(status: Status) -> list[tuple[Any, ...]]:
+    """What readers can see: it changes when units are done, and when taps are added or dropped."""
+    return [(*each.taps, each.state, each.units_done) for each in (status, *status.passes)]
 
 
 def _present_rate(samples: list[TotalsSeen]) -> float | None:

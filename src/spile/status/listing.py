@@ -1,12 +1,14 @@
 """List the files of a dataset, from its records alone."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from spile.core.errors import ConfigError
+from spile.dataset import format as fmt
 from spile.dataset.format import TapInfo
-from spile.dataset.ledger import Ledger
+from spile.dataset.ledger import Ledger, Table
+from spile.dataset.passes import PassLedger, live_passes, named
 from spile.dataset.segments import Catalog, TapFiles
 from spile.objects import Objects
 
@@ -27,6 +29,15 @@ class ListedFile:
     dtype: str | None  # None for files beside the shards
 
 
+@dataclass(frozen=True)
+class _Place:
+    """The dataset itself, or one of its passes: its units that are done."""
+
+    units: Catalog
+    taps: Mapping[str, TapInfo]
+    prefix: str = ""
+
+
 class Listing:
     """The files of units. Each iteration reads the records again, one segment at a time.
 
@@ -35,13 +46,18 @@ class Listing:
         units: the number of units that have such files.
     """
 
-    def __init__(self, units: Catalog, taps: Mapping[str, TapInfo], only: str | None) -> None:
+    def __init__(self, places: Sequence[_Place], only: str | None) -> None:
         """`only`: the tap whose files to list; None: all."""
-        self._units, self._info, self._only = units, taps, only
-        found = units.files_of_taps()
-        self.taps: dict[str, TapFiles] = {
-            tap: total for tap, total in found.items() if only in (None, tap)
-        }
+        self._places = places
+        self._info = {tap: info for place in places for tap, info in place.taps.items()}
+        self.taps: dict[str, TapFiles] = {}
+        for place in places:
+            for tap, total in place.units.files_of_taps().items():
+                if only in (None, tap):
+                    before = self.taps.get(tap, TapFiles())
+                    # (A unit of a pass is a unit of the dataset, too.)
+                    units = max(before.units, total.units)
+                    self.taps[tap] = replace(before + total, units=units)
         self.units = max((total.units for total in self.taps.values()), default=0)
 
     def dtype(self, tap: str) -> str | None:
@@ -55,11 +71,12 @@ class Listing:
         return sum(total.files for total in self.taps.values())
 
     def __iter__(self) -> Iterator[ListedFile]:
-        for done in self._units:
+        every = ((place.prefix, done) for place in self._places for done in place.units)
+        for prefix, done in every:
             for file in done.files():
                 if file.tap in self.taps:
                     yield ListedFile(
-                        file.key,
+                        prefix + file.key,
                         done.unit,
                         file.tap,
                         file.first,
@@ -71,22 +88,39 @@ class Listing:
 
 
 def list_files(objects: Objects, unit: int | None = None, tap: str | None = None) -> Listing:
-    """List the files of the finished units; only those of one unit or tap, if given."""
+    """List the files of the finished units; only those of one unit or tap, if given.
+
+    Taps that were added, or are being added, are among them.
+    """
     ledger = Ledger(objects)
     table = ledger.table()
-    known = (*table.taps, *_BESIDE)
+    tables: dict[Ledger, Table] = {ledger: table}
+    for each in live_passes(ledger):
+        with named(each.name):
+            tables |= {each: found} if (found := each.table_over(table)) else {}
+    known = (*dict.fromkeys(name for each in tables.values() for name in each.taps), *_BESIDE)
     if tap is not None and tap not in known:
         raise ConfigError(f"--tap {tap}: not in {objects.url}; it has {', '.join(known)}")
     if unit is not None:
         if not 0 <= unit < len(table.units):
             raise ConfigError(f"--unit {unit}: the units are 0 to {len(table.units) - 1}")
-        record = ledger.read_done(unit)
-        if record is None:
+        if ledger.read_done(unit) is None:
             raise ConfigError(f"--unit {unit}: is not done yet")
-        return Listing(Catalog.of(objects, table.layout, [record]), table.taps, tap)
+    return Listing([_place(each, of_each, unit) for each, of_each in tables.items()], tap)
+
+
+def _place(ledger: Ledger, table: Table, unit: int | None) -> _Place:
+    """Return the units that are done, or the one that is asked for."""
+    prefix = fmt.pass_prefix(ledger.name) if isinstance(ledger, PassLedger) else ""
     manifest = ledger.read_manifest()
-    units = ledger.catalog(table, manifest) if manifest else ledger.catalog_so_far(table)
-    return Listing(units, table.taps, tap)
+    if unit is not None:
+        record = ledger.read_done(unit)
+        units = Catalog.of(ledger.objects, table.layout, [record] if record else [])
+    elif manifest is not None:
+        units = ledger.catalog(table, manifest)
+    else:
+        units = ledger.catalog_so_far(table)
+    return _Place(units, table.taps, prefix)
 
 
 def json_pieces(files: Listing) -> Iterator[str]:

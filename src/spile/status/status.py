@@ -1,44 +1,65 @@
 """The state of a dataset, from its store alone: the workers themselves are not asked."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from spile.dataset.heartbeat import HeartbeatObserver, read_workers
 from spile.dataset.ledger import Ledger, Table, read_prediction
+from spile.dataset.passes import live_passes, named
 from spile.dataset.segments import Totals
 from spile.objects import Objects
 from spile.status.workers import ALIVE, describe_workers, rate_of
 
 
-@dataclass(frozen=True)
-class Status:
-    """A snapshot of a dataset's state."""
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far the units of some taps are, and who is at work on them."""
 
     state: str  # complete | running | unfinished | empty (every unit is done, without any row)
-    recipe: dict[str, Any]
-    fingerprint: str
     taps: dict[str, list[int]]  # name -> shape of a row
-    generations: int  # how often documents were added
     units: int
     units_done: int
-    documents: int
-    documents_total: int
-    rows: int
-    tokens: int
-    tokens_estimated: int
     bytes: int
-    skipped: dict[str, int]
-    seconds: float  # spent by slices on the finished units
-    prediction: dict[str, Any] | None
     rate: float | None  # tokens a second of all active workers
     eta_seconds: float | None
     slowest: str | None  # name of the slowest, if several workers are active
     workers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """Whether every unit is done."""
         return self.units_done == self.units
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassStatus(Progress):
+    """A snapshot of taps that were added to a dataset, or are being added."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status(Progress):
+    """A snapshot of a dataset's state: of the taps that it was made with, and of its passes."""
+
+    recipe: dict[str, Any]
+    fingerprint: str
+    generations: int  # how often documents were added
+    documents: int
+    documents_total: int
+    rows: int
+    tokens: int
+    tokens_estimated: int
+    skipped: dict[str, int]
+    seconds: float  # spent by slices on the finished units
+    prediction: dict[str, Any] | None
+    passes: list[PassStatus] = field(default_factory=list[PassStatus])
+
+    @property
+    def over(self) -> bool:
+        """Whether every unit is done, of all taps."""
+        return self.done and all(each.done for each in self.passes)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,6 +72,40 @@ def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> 
     """
     ledger = Ledger(objects)
     table = ledger.table()
+    done, progress = _progress(ledger, table, observer)
+    # (It was made for the units that there were before any were added.)
+    prediction = None if table.generations else read_prediction(objects)
+    return Status(
+        **progress,
+        recipe=table.whole_recipe.to_json(),
+        fingerprint=table.fingerprint,
+        generations=len(table.generations),
+        documents=done.documents,
+        documents_total=int(table.units.num_docs.sum()),
+        rows=done.rows,
+        tokens=done.tokens,
+        tokens_estimated=int(table.units.tokens.sum()),
+        skipped=done.skipped,
+        seconds=done.seconds,
+        prediction=prediction and asdict(prediction),
+        passes=list(_passes(ledger, table, observer)),
+    )
+
+
+def _passes(
+    ledger: Ledger, base: Table, observer: HeartbeatObserver | None
+) -> Iterator[PassStatus]:
+    for each in live_passes(ledger):
+        with named(each.name):
+            table = each.table_over(base)
+            if table is not None:  # (None: it was dropped just now, and removed)
+                yield PassStatus(name=each.name, **_progress(each, table, observer)[1])
+
+
+def _progress(
+    ledger: Ledger, table: Table, observer: HeartbeatObserver | None
+) -> tuple[Totals, dict[str, Any]]:
+    """Return the totals of a dataset's own units, or of a pass's, and the fields of `Progress`."""
     manifest = ledger.read_manifest()
     done, guessed = Totals(), 0
     if manifest is not None:
@@ -59,37 +114,24 @@ def read_status(objects: Objects, observer: HeartbeatObserver | None = None) -> 
         for _, segment in ledger.segments_so_far(table):
             done.add(segment.totals())
             guessed += int(table.units.tokens[segment.units].sum())
-    workers = describe_workers(read_workers(objects), observer)
+    workers = describe_workers(read_workers(ledger.objects), observer)
     running = any(worker["state"] in ALIVE for worker in workers)
     complete = done.units == len(table.units)
     state = "complete" if done.rows else "empty"
     if not complete:
         state = "running" if running else "unfinished"
     rate, slowest = rate_of(workers)
-    # (It was made for the units that there were before any were added.)
-    prediction = None if table.generations else read_prediction(objects)
-    return Status(
-        state=state,
-        recipe=table.whole_recipe.to_json(),
-        fingerprint=table.fingerprint,
-        taps={name: list(info.shape) for name, info in table.taps.items()},
-        generations=len(table.generations),
-        units=len(table.units),
-        units_done=done.units,
-        documents=done.documents,
-        documents_total=int(table.units.num_docs.sum()),
-        rows=done.rows,
-        tokens=done.tokens,
-        tokens_estimated=int(table.units.tokens.sum()),
-        bytes=done.bytes,
-        skipped=done.skipped,
-        seconds=done.seconds,
-        prediction=prediction and asdict(prediction),
-        rate=rate,
-        eta_seconds=_left(table, guessed, done) / rate if rate and not complete else None,
-        slowest=slowest,
-        workers=workers,
-    )
+    return done, {
+        "state": state,
+        "taps": {name: list(info.shape) for name, info in table.taps.items()},
+        "units": len(table.units),
+        "units_done": done.units,
+        "bytes": done.bytes,
+        "rate": rate,
+        "eta_seconds": _left(table, guessed, done) / rate if rate and not complete else None,
+        "slowest": slowest,
+        "workers": workers,
+    }
 
 
 def _left(table: Table, guessed: int, done: Totals) -> float:

@@ -17,8 +17,8 @@ export function view() {
     clearTimeout(timer);
     const told = await ask('run');
     open = element.querySelector('details')?.open ?? open;
-    element.replaceChildren(headline(told), tiles(told), charts(told), workers(told), recipe(told, open ?? isOver(told)));
-    timer = setTimeout(() => update().catch(() => { timer = setTimeout(update, 4000); }), isOver(told) ? 10000 : 2000);
+    element.replaceChildren(headline(told), tiles(told), charts(told), workers(told.workers), passes(told), recipe(told, open ?? isOver(told)));
+    timer = setTimeout(() => update().catch(() => { timer = setTimeout(update, 4000); }), isOver(told) && told.passes.every(isOver) ? 10000 : 2000);
   }
 
   return { element, update, close: () => clearTimeout(timer) };
@@ -71,9 +71,9 @@ function rateOf(points) {
   return found;
 }
 
-function workers(told) {
-  if (!told.workers.length) return h('p', { className: 'quiet' }, 'No worker has left a record.');
-  const rows = told.workers.map((worker) => h('tr', {},
+function workers(all) {
+  if (!all.length) return h('p', { className: 'quiet' }, 'No worker has left a record.');
+  const rows = all.map((worker) => h('tr', {},
     h('td', { className: 'name' }, worker.name),
     h('td', {}, worker.share ?? '', worker.world ? ` process ${worker.world.process}` : ''),
     h('td', {}, h('span', { className: `badge ${stateOf(worker)}` }, stateOf(worker))),
@@ -86,6 +86,22 @@ function workers(told) {
   const heads = ['Worker', 'Share', 'State', 'Units held', 'Done', 'Tokens', 'tok/s', 'Last beat', 'Error'];
   return h('div', { className: 'scroll' }, h('table', {}, h('caption', {}, 'Slices and processes'),
     h('thead', {}, h('tr', {}, heads.map((head, at) => h('th', { scope: 'col', className: at > 2 && at < 8 ? 'number' : '' }, head)))), h('tbody', {}, rows)));
+}
+
+/** Taps that were added to the dataset, or are being added, and who adds them. */
+function passes(told) {
+  if (!told.passes.length) return '';
+  const heads = ['Added taps', 'State', 'Units', 'Size', 'tok/s', 'Left'];
+  const rows = told.passes.map((each) => h('tr', {},
+    h('td', { className: 'name' }, Object.keys(each.taps).join(', ')),
+    h('td', {}, STATES[each.state] ?? each.state),
+    h('td', { className: 'number' }, `${count(each.units_done)} of ${count(each.units)}`),
+    h('td', { className: 'number' }, bytes(each.bytes)),
+    h('td', { className: 'number' }, short(each.rate)),
+    h('td', { className: 'number' }, isOver(each) ? '' : duration(each.eta_seconds))));
+  return h('div', {}, h('div', { className: 'scroll' }, h('table', {}, h('caption', {}, 'Taps added later'),
+    h('thead', {}, h('tr', {}, heads.map((head, at) => h('th', { scope: 'col', className: at > 1 ? 'number' : '' }, head)))), h('tbody', {}, rows))),
+  told.passes.filter((each) => !isOver(each) && each.workers.length).map((each) => workers(each.workers)));
 }
 
 function stateOf(worker) {
