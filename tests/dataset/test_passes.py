@@ -122,6 +122,18 @@ def test_of_two_passes_begun_with_one_tap_the_later_gives_way(tmp_path: Path) ->
     assert [each.name for each in live_passes(made.ledger)] == [ledger.name]
 
 
+def test_who_joins_a_pass_whose_beginner_died_looks_for_others_too(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "acts")
+    later, _ = stored.add_pass(made, {"z.0": 4, "z.1": 4}, commit=[])
+    record = later.objects.get(fmt.PASS)
+    later.objects.delete(fmt.PASS)
+    stored.add_pass(made, {"z.0": 4}, commit=[0])
+    later.objects.create(fmt.PASS, record)  # and its process died before it looked
+    with pytest.raises(ConfigError, match="another process has begun to add z.0"):
+        later.create_table(later.table())
+    assert len(live_passes(made.ledger)) == 2  # (what others may have begun is not dropped)
+
+
 def test_a_dropped_pass_is_not_read_and_not_continued(tmp_path: Path) -> None:
     made = stored.copied(tmp_path / "acts")
     ledger, _ = stored.add_pass(made, {"z.0": 4})

@@ -408,6 +408,7 @@ def add_compact(verbs: Verbs) -> None:
     sub.add_argument("--unit-bytes", metavar="SIZE", default="64GiB", help="merge units [64GiB]")
     sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
     sub.add_argument("--compress", action="store_true", help="as for extract")
+    sub.add_argument("--taps", metavar="T", help="some of the dataset's, as for export [all]")
 
 
 def compact(arguments: argparse.Namespace) -> int:
@@ -427,6 +428,7 @@ def compact(arguments: argparse.Namespace) -> int:
         unit_bytes=unit_bytes,
         shard_bytes=runtime.shard_bytes,
         compress=arguments.compress,
+        taps=arguments.taps,
     )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else compact_text(made))
     return 0

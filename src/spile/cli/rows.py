@@ -31,6 +31,7 @@ def add_shuffle(verbs: Verbs) -> None:
     )
     sub.add_argument("--shard-bytes", metavar="SIZE", default="1GiB", help="as for extract [1GiB]")
     sub.add_argument("--compress", action="store_true", help="as for extract")
+    sub.add_argument("--taps", metavar="T", help="some of the dataset's, as for export [all]")
 
 
 def shuffle(arguments: argparse.Namespace) -> int:
@@ -46,6 +47,7 @@ def shuffle(arguments: argparse.Namespace) -> int:
         scratch=arguments.scratch,
         shard_bytes=runtime.shard_bytes,
         compress=arguments.compress,
+        taps=arguments.taps,
     )
     print(json.dumps(dataclasses.asdict(made)) if arguments.json else shuffle_text(made))
     return 0

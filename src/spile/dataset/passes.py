@@ -93,8 +93,9 @@ class PassLedger(Ledger):
     def create_table(self, table: Table, tokenizer: Mapping[str, bytes] | None = None) -> Table:
         """Store the record of the pass, unless it is there.
 
-        Two passes with the same tap may be begun at the same moment. Whoever creates the record of
-        one looks for others only then, so at least the later one is found, and gives way.
+        Two passes with the same tap may be begun at the same moment. Everybody who works on one
+        looks for others once its record is there, so whoever works on the later one finds the
+        earlier, and gives way. (Also those who did not create it, since who did may be dead.)
         """
         body = {
             "recipe": table.recipe.to_json(),
@@ -103,14 +104,15 @@ class PassLedger(Ledger):
             "kept": table.kept,
             "rows": self.dataset.table().fingerprint,
         }
-        if self.objects.create(fmt.PASS, self._encode("pass", body)):
-            for other in live_passes(self.dataset):
-                if other.name != self.name and (both := table.taps.keys() & other.table().taps):
+        created = self.objects.create(fmt.PASS, self._encode("pass", body))
+        for other in live_passes(self.dataset):
+            if other.name != self.name and (both := table.taps.keys() & other.table().taps):
+                if created:
                     self.drop()
-                    raise ConfigError(
-                        f"{self.url}: another process has begun to add {min(both)}; wait for it, "
-                        "or leave it out of --add-taps"
-                    )
+                raise ConfigError(
+                    f"{self.url}: another process has begun to add {min(both)}; wait for it, "
+                    "or leave it out of --add-taps"
+                )
         return self.table()
 
     def table(self) -> Table:

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 import stored
-from spile.core.errors import CorruptError, StoreError
-from spile.dataset import format as fmt
+from spile.core.errors import CorruptError
 from spile.dataset.format import Shard
-from spile.dataset.maintain.copy import read_finished
 from spile.dataset.read import checked_file
 from spile.dataset.read.checked_file import CheckedFile
 from spile.objects import LocalObjects
@@ -82,21 +80,3 @@ def test_damage_is_found_wherever_it_is(made: stored.Stored, place: float, rows_
         if rows_too:
             read_rows(file, 42, 5)
         file.check()
-
-
-def test_a_finished_dataset_is_its_table_and_every_record(made: stored.Stored) -> None:
-    table, records = read_finished(made.objects)
-    assert table.fingerprint == made.table.fingerprint
-    assert [done.unit for done in records] == [0, 1, 2, 3, 4]
-    manifest = fmt.decode_record("manifest.json", made.objects.get("manifest.json"), "manifest")
-    made.objects.delete("manifest.json")
-    with pytest.raises(StoreError, match="every unit is done, but there is no manifest.json yet"):
-        read_finished(made.objects)
-    forged = fmt.encode_record("manifest", {**manifest, "rows": manifest["rows"] + 1})
-    made.objects.create("manifest.json", forged)
-    with pytest.raises(CorruptError, match="manifest.json: does not follow from the done records"):
-        read_finished(made.objects)
-    for key in ("manifest.json", "segments/000000.safetensors", "done/000000/00000002.json"):
-        made.objects.delete(key)
-    with pytest.raises(StoreError, match="4 of 5 units are done"):
-        read_finished(made.objects)

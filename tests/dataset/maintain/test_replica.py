@@ -14,7 +14,6 @@ from marks import some
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.dataset import format as fmt
 from spile.dataset.heartbeat import Presence
-from spile.dataset.maintain.assemble import copy_part
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.replica import Copied, replicate
 from spile.dataset.maintain.signature import sign
@@ -133,8 +132,6 @@ def test_added_taps_and_added_documents_are_carried(tmp_path: Path) -> None:
     }
     assert verify(dest).ok
     assert open_dataset(dest.url).taps == open_dataset(made.path).taps
-    with pytest.raises(ConfigError, match=r"q.0 were added to it, and would be left out"):
-        copy_part(made.objects, LocalObjects(tmp_path / "part"), units=[0])
 
 
 @pytest.mark.varied

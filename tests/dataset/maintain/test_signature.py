@@ -188,6 +188,14 @@ def test_a_dataset_that_grows_says_what_is_covered(tmp_path: Path, keys: Path) -
     assert checked(dataset, keys).code == 0
 
 
+def test_added_taps_are_not_signed_and_say_so(signed: stored.Stored, keys: Path) -> None:
+    ledger, _ = stored.add_pass(signed, {"z.0": 4}, commit=(0,))
+    (fault,) = faults(signed, keys)
+    assert fault.startswith(f"passes/{ledger.name}/pass.json: z.0 were added, and a signature")
+    ledger.drop()
+    assert faults(signed, keys) == []
+
+
 def test_an_unsigned_dataset_is_refused(dataset: stored.Stored, keys: Path) -> None:
     check_refused(checked(dataset, keys), 3, "is not signed")
 

@@ -13,7 +13,9 @@ from spile.interop.hub.card import size_category, write_card
 def card(made: stored.Stored) -> str:
     manifest = Ledger(made.objects).read_manifest()
     assert manifest
-    return write_card("me/acts", made.table, manifest.totals, "hf download me/acts")
+    return write_card(
+        "me/acts", made.table, made.table.taps, manifest.totals, "hf download me/acts"
+    )
 
 
 def test_the_card_tells_what_is_there_and_how_to_load_it(tmp_path: Path) -> None:

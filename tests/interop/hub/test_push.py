@@ -177,6 +177,33 @@ def test_pushing_again_sends_nothing_and_what_is_there_is_overwritten_by_nothing
     assert files(hub) == before
 
 
+def test_added_taps_go_along_when_they_are_complete_and_are_dropped_there_too(
+    hub: Hub, client: Client, tmp_path: Path
+) -> None:
+    made = stored.copied(tmp_path / "out")
+    client.push(made.path, REPO)
+    before = files(hub)
+    ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=(0, 1))
+    assert client.push(made.path, REPO)["files"] == 0
+    for unit in (2, 3, 4):
+        assert ledger.commit(stored.write_added(made, ledger, unit, rows))
+    assert ledger.complete(ledger.table())
+    commits = len(hub.repositories[REPO].commits)
+    client.push(made.path, REPO)
+    prefix = fmt.pass_prefix(ledger.name)
+    assert files(hub) == before | {key: made.objects.get(key) for key in made.listed(prefix)}
+    *units, (_, _, last) = hub.repositories[REPO].commits[commits:]
+    assert [title for _, title, _ in units] == [f"units {n} to {n}" for n in range(5)]
+    assert prefix + fmt.PASS in last and prefix + fmt.MANIFEST in last
+    assert client.push(made.path, REPO)["files"] == 0
+    fetched = client.download(tmp_path / "fetched")
+    assert verify(fetched).ok
+    assert open_dataset(fetched.url).read("z.0", 0, 111).tobytes() == rows["z.0"].tobytes()
+    ledger.drop()
+    assert client.push(made.path, REPO)["files"] == 1
+    assert "z.0" not in open_dataset(client.download(tmp_path / "again").url).taps
+
+
 def test_an_interrupted_push_is_continued(hub: Hub, client: Client, dataset: stored.Stored) -> None:
     reached, killed = threading.Event(), threading.Event()
 

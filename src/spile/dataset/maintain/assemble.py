@@ -17,18 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from spile.core.errors import ConfigError, StoreError
-from spile.core.recipe import ResolvedRecipe, latent_names
+from spile.core.errors import ConfigError
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
-from spile.dataset.chosen_taps import choose_taps
 from spile.dataset.format import Done, Shard
-from spile.dataset.ledger import Ledger, Table, read_statistics
+from spile.dataset.ledger import Ledger, Table
 from spile.dataset.maintain.copy import (
     FileCopier,
-    FinishedRecords,
     as_stored,
-    open_finished,
+    copy_records,
     records_digest,
     refuse_if_too_large,
     refuse_missing,
@@ -36,9 +33,8 @@ from spile.dataset.maintain.copy import (
     refuse_strangers,
     stored_bytes,
 )
-from spile.dataset.passes import live_passes
+from spile.dataset.maintain.finished import FinishedRecords, open_finished
 from spile.dataset.read.checked_file import CheckedFile
-from spile.dataset.write.quantization import scales_to_json
 from spile.dataset.write.shard import read_tensors, statistics_tensors
 from spile.objects import Objects, check_creates_once
 
@@ -79,7 +75,7 @@ class _Source:
     def to_json(self) -> dict[str, Any]:
         return {
             "url": self.objects.url,
-            "fingerprint": self.table.fingerprint,
+            "fingerprint": self.records.fingerprint,
             "units": self.runs,
             "first_doc": self.first_doc,
         }
@@ -112,14 +108,11 @@ def copy_part(
     Rows are counted anew; documents keep their ordinals.
 
     Args:
-        taps: all if not given; as for `export`.
+        taps: all that are complete, if not given; as for `export`.
         units: all if not given; ascending.
     """
     refuse_nested(source, dest)
-    _refuse_passes(source)
-    table, records = open_finished(source)
-    aliases = {tap: info.aliases for tap, info in table.taps.items()}
-    kept = choose_taps(source.url, aliases, taps)
+    table, records = open_finished(source, taps)
     chosen = range(len(table.units)) if units is None else units
     if not chosen or chosen[-1] >= len(table.units):
         raise ConfigError(
@@ -130,33 +123,10 @@ def copy_part(
             f"--units: {source.url} was shuffled, so the rows of its documents lie all over it; "
             "copy units of the dataset that it was made from"
         )
-    recipe = _with_taps(table.recipe, kept)
     part = _Source(source, table, records, chosen)
     runs = [table.units.part(first, last + 1) for first, last in part.runs]
-    new = replace(
-        table,
-        recipe=recipe,
-        fingerprint=recipe.fingerprint(),
-        taps={tap: table.taps[tap] for tap in kept},
-        units=_joined_units(runs),
-        made_of=(part.to_json(),),
-    )
+    new = replace(table, units=_joined_units(runs), made_of=(part.to_json(),))
     return _assemble([part], dest, new, progress)
-
-
-def _with_taps(recipe: ResolvedRecipe, kept: Sequence[str]) -> ResolvedRecipe:
-    """Return the recipe that stores only some of the taps."""
-    taps: list[str] = []
-    for tap in recipe.taps:
-        stored = latent_names(tap) if tap in recipe.encode else (tap,)
-        found = [name for name in stored if name in kept]
-        if found and len(found) < len(stored):
-            raise ConfigError(f"--taps: latents and their ids go together; add {stored}")
-        taps += [tap] if found else []
-    encode = {tap: name for tap, name in recipe.encode.items() if tap in taps}
-    latents = recipe.latents if encode else None
-    source = recipe.encode_source if encode else None
-    return replace(recipe, taps=tuple(taps), encode=encode, latents=latents, encode_source=source)
 
 
 # -- several datasets ----------------------------------------------------------------------------
@@ -178,7 +148,6 @@ def merge(
     parts: list[_Source] = []
     for objects in sources:
         refuse_nested(objects, dest)
-        _refuse_passes(objects)
         table, records = open_finished(objects)
         before = parts[-1] if parts else None
         first = before.first_doc + _documents(before.table) if before else 0
@@ -237,32 +206,14 @@ def _refuse_different(one: _Source, other: _Source) -> None:
     both = {*one.table.recipe.corpus} & {*other.table.recipe.corpus}
     if both:
         raise ConfigError(f"{named} both hold the documents of {fmt.shown(min(both))}")
-    scales = [Ledger(part.objects).read_scales(part.table) or {} for part in (one, other)]
+    scales = [part.records.scales() for part in (one, other)]
     for tap in scales[0]:
         if not np.array_equal(scales[0][tap], scales[1].get(tap, ())):
             raise ConfigError(
                 f"{named} have other int8 scales for {tap}, so their rows cannot share one dataset"
             )
-    if _read(one.objects, fmt.MODEL) != _read(other.objects, fmt.MODEL):
+    if one.records.weights() != other.records.weights():
         raise ConfigError(f"{named} were made by other weights ({fmt.MODEL} differs)")
-
-
-def _refuse_passes(objects: Objects) -> None:
-    """Refuse a dataset with added taps, whose rows lie in folders of their own."""
-    for each in live_passes(Ledger(objects)):
-        raise ConfigError(
-            f"{objects.url}: {', '.join(each.table().taps)} were added to it, and would be left "
-            "out; `spile drop` them first, or copy the dataset whole"
-        )
-
-
-def _read(objects: Objects, key: str) -> bytes | None:
-    try:
-        data = objects.get(key)
-    except FileNotFoundError:
-        return None
-    fmt.check_record(key, data)
-    return data
 
 
 # -- both ------------------------------------------------------------------------------------------
@@ -292,7 +243,8 @@ def _assemble(
     if not there:
         refuse_if_too_large(dest, table.taps, rows)
         check_creates_once(dest)
-    _copy_records(parts, dest, table)
+    if not copy_records(parts[0].objects, parts[0].records, dest, table.version):
+        raise _other_dataset_error(dest)
     size, units_there, copier = 0, 0, FileCopier(dest)
     for done, was_there in _units(parts, ledger, table, there, copier):
         size += stored_bytes([done])
@@ -318,23 +270,6 @@ def _other_dataset_error(dest: Objects) -> ConfigError:
         f"{dest.url} holds another dataset, or other units or taps of this one; choose an empty "
         "place"
     )
-
-
-def _copy_records(parts: Sequence[_Source], dest: Objects, table: Table) -> None:
-    """Copy what holds for all rows: hashes of the weights, scales, the tokenizer."""
-    first = parts[0]
-    kept: dict[str, bytes | None] = {fmt.MODEL: _read(first.objects, fmt.MODEL)}
-    scales = Ledger(first.objects).read_scales(first.table)
-    if scales is None:
-        raise StoreError(f"{first.objects.url}: has no {fmt.SCALES}; see `spile verify`")
-    chosen = {tap: scale for tap, scale in scales.items() if tap in table.taps}
-    if chosen:
-        kept[fmt.SCALES] = fmt.encode_record("scales", scales_to_json(chosen), table.version)
-    for key, data in kept.items():
-        if data is not None and not dest.create(key, data) and dest.get(key) != data:
-            raise _other_dataset_error(dest)
-    for name, data in Ledger(first.objects).read_tokenizer(first.table).items():
-        dest.create(first.table.tokenizer[name].key, data)
 
 
 def _units(
@@ -408,8 +343,7 @@ def _files(
         return partial(copier.copy, part.objects, file, key(file))
 
     for shard in done.shards:
-        if shard.tap in table.taps:
-            yield copied(shard)
+        yield copied(shard)
 
     def rewritten(file: Shard, change: Callable[[], Mapping[str, np.ndarray]]) -> Shard:
         return copier.write(change(), file, key(file))
@@ -420,11 +354,11 @@ def _files(
         return {**tensors, "doc": tensors["doc"] + part.first_doc}
 
     def statistics() -> dict[str, np.ndarray]:
-        found = read_statistics(part.objects, done, part.table.taps)
+        found = part.records.statistics(done.unit)
         return statistics_tensors({tap: found[tap] for tap in table.taps})
 
-    moved, fewer = part.first_doc > 0, set(table.taps) != set(part.table.taps)
+    moved, other = part.first_doc > 0, part.records.rewrites_statistics
     index, told = done.index, done.documents_table
     yield partial(rewritten, index, partial(with_docs, index)) if moved else copied(index)
-    yield partial(rewritten, done.statistics, statistics) if fewer else copied(done.statistics)
+    yield partial(rewritten, done.statistics, statistics) if other else copied(done.statistics)
     yield partial(rewritten, told, partial(with_docs, told)) if moved else copied(told)

@@ -18,13 +18,13 @@ from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
-from spile.dataset.ledger import Attempt, Ledger, Table, read_statistics
+from spile.dataset.ledger import Attempt, Ledger, Table
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
     as_stored,
+    copy_check,
     copy_records,
     makers_of,
-    read_finished,
     read_index,
     read_rows,
     records_digest,
@@ -34,6 +34,7 @@ from spile.dataset.maintain.copy import (
     refuse_strangers,
     stored_bytes,
 )
+from spile.dataset.maintain.finished import FinishedRecords, read_finished
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.documents import merge_documents, read_documents
@@ -91,16 +92,18 @@ def compact(
     unit_bytes: int = UNIT_BYTES,
     shard_bytes: int = SHARD_BYTES,
     compress: bool = False,
+    taps: str | Sequence[str] | None = None,
 ) -> Compacted:
     """Write a compacted copy of a finished dataset, or continue one.
 
     Args:
+        taps: all that are complete, if not given; as for `export`.
         unit_bytes: limit on the stored files of a merged unit.
         shard_bytes: limit on a shard; lower if the store holds a stream in memory.
         compress: whether to write byte planes and zstd, whatever the source has.
     """
     refuse_nested(source, dest)
-    table, records = read_finished(source)
+    table, records = read_finished(source, taps)
     groups = list(_groups(table, records, unit_bytes))
     ledger = Ledger(dest)
     merged = _merged(table, groups, ledger)
@@ -110,12 +113,13 @@ def compact(
         refuse_if_too_large(dest, table.taps, missing)
     if len(made) < len(groups):
         check_creates_once(dest)
-    if not copy_records(source, dest):
+    if not copy_records(source, records, dest, merged.version):
         raise _other_dataset_error(dest)
+    copy_check(source, dest)
     shard_bytes = table.shard_limit(dest, shard_bytes)
     for number, group in enumerate(groups):
         if number not in made:
-            made[number] = _write(source, ledger, table, group, shard_bytes, compress)
+            made[number] = _write(source, ledger, table, records, group, shard_bytes, compress)
             _log.info("unit %d of %d: %d rows", number + 1, len(groups), group.rows)
     ledger.complete(merged)
     if as_stored(ledger.create_table(merged)) != as_stored(merged):
@@ -139,8 +143,8 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
     Args:
         ledger: that of the compacted dataset, for which the units are not done.
     """
-    table, records = read_finished(source)
     stored = ledger.table()
+    table, records = read_finished(source, stored.recipe.stored_taps)
     groups = list(_groups_of(table, records, stored))
     merged = _merged(table, groups, ledger)
     if as_stored(merged) != as_stored(stored):
@@ -151,7 +155,7 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
             raise _other_source_error(source, ledger)
     shard_bytes = table.shard_limit(ledger.objects, SHARD_BYTES)
     for unit in units:
-        _write(source, ledger, table, groups[unit], shard_bytes, compress)
+        _write(source, ledger, table, records, groups[unit], shard_bytes, compress)
 
 
 def _merged(table: Table, groups: Sequence[_Group], ledger: Ledger) -> Table:
@@ -270,7 +274,13 @@ def _ours(ledger: Ledger, unit: int, group: _Group) -> Done:
 
 
 def _write(
-    source: Objects, ledger: Ledger, table: Table, group: _Group, shard_bytes: int, compress: bool
+    source: Objects,
+    ledger: Ledger,
+    table: Table,
+    records: FinishedRecords,
+    group: _Group,
+    shard_bytes: int,
+    compress: bool,
 ) -> Done:
     """Write one merged unit, a window of rows at a time."""
     number, index = int(group.unit["id"]), _read_index(source, group)
@@ -291,7 +301,7 @@ def _write(
                         for rows, scales in read_rows(source, shard, info):
                             writer.write(tap, rows, scales)
         for done in group.records:
-            for tap, stats in read_statistics(source, done, table.taps).items():
+            for tap, stats in records.statistics(done.unit).items():
                 writer.stats[tap].merge(stats)
         documents = _read_documents(source, table, group, index)
         made = writer.finish(table=documents, **_described(table, group))

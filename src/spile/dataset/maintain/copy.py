@@ -15,7 +15,6 @@ import contextlib
 import threading
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import overload
 
 import numpy as np
 import xxhash
@@ -23,13 +22,13 @@ import xxhash
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.index import INDEX_DTYPE
 from spile.core.system import system
-from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.columns import named_by_content
 from spile.dataset.format import Done, Shard, TapInfo
-from spile.dataset.ledger import Ledger, Table, same_unit
+from spile.dataset.ledger import Ledger, Table
+from spile.dataset.maintain.finished import FinishedRecords
 from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
-from spile.dataset.segments import Catalog
+from spile.dataset.write.quantization import scales_to_json
 from spile.dataset.write.shard import (
     ShardWriter,
     contains_exactly,
@@ -42,93 +41,10 @@ from spile.objects import PROBES, Objects
 SHARD_BYTES = 1 << 30
 _ROOM = 1 << 30  # bytes of files on their way to a bucket, which holds each until it is put
 
-COPIED = {fmt.MODEL: "model", fmt.SCALES: "scales", fmt.CHECK: "check"}
+COPIED = (fmt.MODEL, fmt.SCALES, fmt.CHECK)  # what `copy_records` and `copy_check` make
 
 
 # -- the source ------------------------------------------------------------------------------
-
-
-def read_finished(source: Objects) -> tuple[Table, "FinishedRecords"]:
-    """Return the table and the records of a dataset, which must be finished; all are checked."""
-    table, records = open_finished(source)
-    for _ in records:
-        pass
-    return table, records
-
-
-def open_finished(source: Objects) -> tuple[Table, "FinishedRecords"]:
-    """Return the table of a dataset, which must be finished; records are checked when read.
-
-    The units of all generations are those of one table: what is made from it is a whole.
-    """
-    ledger = Ledger(source)
-    table = ledger.table()
-    if table.fingerprint != table.recipe.fingerprint():
-        raise CorruptError(fmt.UNITS, "fingerprint does not match its recipe")
-    manifest = ledger.read_manifest()
-    if manifest is None:
-        done = len(ledger.done_units().intersection(range(len(table.units))))
-        if done < len(table.units):
-            raise StoreError(
-                f"{source.url}: {done} of {len(table.units)} units are done; finish with the same "
-                "`spile extract` first"
-            )
-        if not ledger.holds_rows():
-            raise StoreError(f"{source.url}: holds no rows; there is nothing to copy")
-        raise StoreError(  # the last unit was committed just now
-            f"{source.url}: every unit is done, but there is no {table.layout.manifest_key} yet; "
-            "finish with the same `spile extract` first"
-        )
-    if not ledger.manifest_follows(table):
-        raise _unfounded_error(table)
-    return table.flattened(), FinishedRecords(ledger, table, ledger.catalog(table, manifest))
-
-
-class FinishedRecords(Sequence[Done]):
-    """The done records of a finished dataset, each read when it is asked for, and checked."""
-
-    def __init__(self, ledger: Ledger, table: Table, catalog: Catalog) -> None:
-        self._ledger, self._table = ledger, table
-        self.catalog = catalog  # the same units from the manifest: without `made_by`, and cheaper
-
-    def __len__(self) -> int:
-        return len(self._table.units)
-
-    @overload
-    def __getitem__(self, at: int) -> Done: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Done]: ...
-    def __getitem__(self, at: int | slice) -> Done | list[Done]:
-        if isinstance(at, slice):
-            return list(self.of(range(*at.indices(len(self)))))
-        if not -len(self) <= at < len(self):
-            raise IndexError(at)
-        return self._read(at % len(self))
-
-    def __iter__(self) -> Iterator[Done]:
-        return self.of(range(len(self)))
-
-    def of(self, units: Iterable[int]) -> Iterator[Done]:
-        """Yield the records of some units; a few are read ahead."""
-        return mapped(self._read, units, self._ledger.objects.parallel)
-
-    def _read(self, unit: int) -> Done:
-        key, done = self._ledger.layout.done_key(unit), self._ledger.read_done(unit)
-        if done is None:
-            raise CorruptError(key, "is missing")
-        if done.fingerprint != self._table.fingerprint:
-            raise CorruptError(key, "belongs to another recipe")
-        if done.rows and {shard.tap for shard in done.shards} != set(self._table.taps):
-            raise CorruptError(key, "does not hold the recipe's taps")
-        if not same_unit(self.catalog[unit], done):
-            raise _unfounded_error(self._table)
-        return done
-
-
-def _unfounded_error(table: Table) -> CorruptError:
-    return CorruptError(
-        table.layout.manifest_key, "does not follow from the done records; see `spile verify`"
-    )
 
 
 def read_index(source: Objects, done: Done, first: int = 0, last: int | None = None) -> np.ndarray:
@@ -289,25 +205,36 @@ def refuse_if_too_large(dest: Objects, taps: Mapping[str, TapInfo], rows: int) -
         )
 
 
-def copy_records(source: Objects, dest: Objects) -> bool:
+def copy_records(source: Objects, records: FinishedRecords, dest: Objects, version: int) -> bool:
     """Copy the records and the tokenizer, which also hold for the copy.
+
+    Args:
+        records: those of the source.
+        version: that of the copy.
 
     Returns:
         False if other records exist there.
     """
-    for key, kind in COPIED.items():
-        try:
-            data = source.get(key)
-        except FileNotFoundError:
-            continue  # `verify` reports it if it is required
-        fmt.decode_record(key, data, kind)
-        if not dest.create(key, data) and key != fmt.CHECK and dest.get(key) != data:
+    weights, scales = records.weights(), records.scales()
+    found = {} if weights is None else {fmt.MODEL: ("model", {"tensors": weights})}
+    found |= {fmt.SCALES: ("scales", scales_to_json(scales))} if scales else {}
+    for key, (kind, body) in found.items():
+        data = fmt.encode_record(kind, body, version)
+        if not dest.create(key, data) and dest.get(key) != data:
             return False
     ledger = Ledger(source)
     table = ledger.table()
     for name, data in ledger.read_tokenizer(table).items():
         dest.create(table.tokenizer[name].key, data)
     return True
+
+
+def copy_check(source: Objects, dest: Objects) -> None:
+    """Copy the result of `spile check`, which holds for a copy with the same rows."""
+    with contextlib.suppress(FileNotFoundError):
+        data = source.get(fmt.CHECK)
+        fmt.decode_record(fmt.CHECK, data, "check")
+        dest.create(fmt.CHECK, data)
 
 
 def makers_of(records: Sequence[Done]) -> list[Mapping[str, object]]:

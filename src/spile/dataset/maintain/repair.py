@@ -27,7 +27,8 @@ from spile.dataset import format as fmt
 from spile.dataset.columns import columns_in
 from spile.dataset.format import Done, KeyLayout
 from spile.dataset.ledger import Ledger, Table
-from spile.dataset.maintain.copy import COPIED, copy_records
+from spile.dataset.maintain.copy import COPIED, copy_check, copy_records
+from spile.dataset.maintain.finished import open_finished
 from spile.dataset.maintain.verify import Report
 from spile.dataset.passes import PassLedger
 from spile.dataset.segments import Segment
@@ -222,7 +223,10 @@ class RepairLedger(Ledger):
         wanted = [key for key in self.beside if key in COPIED]
         for key in wanted:
             self._set_aside(key)
-        if not copy_records(source, self.objects):
+        table = self.table_found
+        _, records = open_finished(source, table.recipe.stored_taps)
+        copy_check(source, self.objects)
+        if not copy_records(source, records, self.objects, table.version):
             raise StoreError(f"{self.objects.url}: its records are not those of {source.url}")
         for key in wanted:
             self.beside.remove(key)

@@ -25,13 +25,13 @@ from spile.core.config import canonical_json
 from spile.core.errors import ConfigError
 from spile.dataset import format as fmt
 from spile.dataset.format import Done
-from spile.dataset.ledger import Attempt, Ledger, Table, read_statistics
+from spile.dataset.ledger import Attempt, Ledger, Table
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
     as_stored,
+    copy_check,
     copy_records,
     makers_of,
-    read_finished,
     records_digest,
     refuse_if_too_large,
     refuse_missing,
@@ -39,6 +39,7 @@ from spile.dataset.maintain.copy import (
     refuse_strangers,
     stored_bytes,
 )
+from spile.dataset.maintain.finished import FinishedRecords, read_finished
 from spile.dataset.maintain.scatter import (
     SHUFFLED,
     DatasetPart,
@@ -88,10 +89,12 @@ def shuffle(
     scratch: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     compress: bool = False,
+    taps: str | Sequence[str] | None = None,
 ) -> Shuffled:
     """Write a copy of a finished dataset with its rows in random order, or continue one.
 
     Args:
+        taps: all that are complete, if not given; as for `export`.
         memory: bytes for rows; the order depends on it.
         scratch: where to keep rows between passes; it needs as many bytes as the dataset has (for a
             while twice as many, if there are more than two passes) [in `dest`, until it is done].
@@ -99,7 +102,7 @@ def shuffle(
     if seed < 0:
         raise ConfigError(f"--seed must be 0 or more, got {seed}")
     refuse_nested(source, dest)
-    table, records = read_finished(source)
+    table, records = read_finished(source, taps)
     work = _Shuffle(
         source,
         dest,
@@ -119,7 +122,7 @@ class _Shuffle:
     source: Objects
     dest: Objects
     table: Table
-    records: Sequence[Done]
+    records: FinishedRecords
     seed: int
     memory: int
     scratch: str
@@ -166,8 +169,9 @@ class _Shuffle:
                 inside = self.scratch.startswith(self.dest.url)
                 refuse_if_too_large(self.dest, self.table.taps, rows * (1 + inside))
         if ledger.read_table() is None:
-            if not copy_records(self.source, self.dest):
+            if not copy_records(self.source, self.records, self.dest, ledger.layout.version):
                 raise other_dataset_error(self.dest)
+            copy_check(self.source, self.dest)
             level = self._scattered(passes)
             made = self._gathered(ledger, level, parts, there)
             self._commit(ledger, level, made)
@@ -363,8 +367,7 @@ class _Writer:
 
     def commit(self, ledger: Ledger) -> Done:
         work, done = self._work, self._source
-        statistics = read_statistics(work.source, done, work.table.taps)
-        for tap, stats in statistics.items():
+        for tap, stats in work.records.statistics(done.unit).items():
             self._writer.stats[tap].merge(stats)
         origin = {"origin": work.origin, "sums": self._sums.to_json()}
         made = self._writer.finish(

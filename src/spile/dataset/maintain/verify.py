@@ -149,6 +149,12 @@ def verify(
         report.faults += [f"{prefix}{fault.removeprefix(prefix)}" for fault in found.faults]
         report.orphans += [prefix + key for key in found.orphans]
         report.bytes += found.bytes
+        if signed and found.units:
+            taps = ", ".join(each.table().taps)
+            report.faults.append(
+                f"{prefix}{fmt.PASS}: {taps} were added, and a signature covers only the taps that "
+                "a dataset was made with; `spile drop` them, or sign a copy by `spile compact`"
+            )
     if journal:
         journal.end()
     return report

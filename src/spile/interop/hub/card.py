@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from spile.dataset.format import TapInfo
 from spile.dataset.ledger import Table
 from spile.dataset.segments import Totals
 
@@ -12,10 +13,15 @@ _FILES = 8  # files of the corpus that are named
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 
 
-def write_card(repo: str, table: Table, made: Totals, download: str) -> str:
-    """Write a README.md: front matter for the Hub, then text for people. The license is theirs."""
+def write_card(
+    repo: str, table: Table, taps: Mapping[str, TapInfo], made: Totals, download: str
+) -> str:
+    """Write a README.md: front matter for the Hub, then text for people. The license is theirs.
+
+    Args:
+        taps: those of the recipe, and those that were added.
+    """
     recipe = table.recipe.to_json()
-    taps = {tap: table.taps[tap] for tap in table.recipe.stored_taps}
     model, corpus = _named(recipe["model_source"]), _named(recipe["corpus_source"])
     skipped = ", ".join(f"{n:,} {reason}" for reason, n in sorted(made.skipped.items()))
     lines = [

@@ -2,8 +2,9 @@
 
 A commit holds whole units, each with its done record. So the records alone tell what a repository
 has, and the same command sends what is missing. The unit table and the card come in the last
-commit: until then nobody can mistake the files for a dataset. Every file is checked against its
-record before it is sent.
+commit: until then nobody can mistake the files for a dataset. A pass comes along if it is complete,
+and its record is in the last commit, too. Every file is checked against its record before it is
+sent.
 """
 
 import contextlib
@@ -14,20 +15,23 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from spile.core.errors import ConfigError, SpileError, StoreError
 from spile.core.retry import backoff
+from spile.core.threads import mapped
 from spile.dataset import format as fmt
-from spile.dataset.format import Done, Shard
-from spile.dataset.ledger import Ledger, named_files, table_records
-from spile.dataset.maintain.copy import read_finished
+from spile.dataset.format import Shard, TapInfo
+from spile.dataset.ledger import named_files, table_records
+from spile.dataset.maintain.finished import FinishedPart, finished_parts
 from spile.dataset.maintain.signature import decode_list
+from spile.dataset.passes import pass_names
 from spile.dataset.read.checked_file import CheckedFile
 from spile.interop.hub.card import write_card
-from spile.objects import Objects, open_objects
+from spile.objects import Objects, exists, open_objects
 
 T = TypeVar("T")
 
@@ -77,25 +81,25 @@ def push(out: str, repo: str, *, private: bool = False, revision: str | None = N
     there = _Repository(hub, repo, revision or "main")
     there.prepare(private=private)
     files = there.files()
-    rest = source.rest()
+    rest = source.rest() | source.dropped(files)
     sent = sent_bytes = 0
-    for batch in _batches(_missing(files, source, repo)):
+    for batch in _batches(_missing(files, source, rest, repo)):
         with tempfile.TemporaryDirectory(prefix="spile-push-") as folder:
-            paths = {file.key: source.checked(file, folder) for d in batch for file in d.files()}
-            paths |= {source.key(done): source.record(done) for done in batch}
-            there.commit(paths, f"units {batch[0].unit} to {batch[-1].unit}")
+            paths = {file.key: source.checked(file, folder) for u in batch for file in u.files}
+            paths |= {unit.key: unit.record for unit in batch}
+            there.commit(paths, f"units {batch[0].number} to {batch[-1].number}")
         sent += len(paths)
-        sent_bytes += sum(file.bytes for done in batch for file in done.files())
+        sent_bytes += sum(file.bytes for unit in batch for file in unit.files)
     last: dict[str, Path | bytes] = {
         key: data for key, data in rest.items() if not _same(files.get(key), data)
     }
     card_written = CARD not in files
     if card_written:
-        card = write_card(repo, source.table, source.totals, there.download)
+        card = write_card(repo, source.table, source.taps, source.totals, there.download)
         last[CARD] = card.encode()
     if last:
-        there.commit(last, f"{len(source.records)} units, whole")
-    total = sum(len(done.files()) + 1 for done in source.records) + len(rest) + 1
+        there.commit(last, f"{len(source.table.units)} units, whole")
+    total = sum(len(unit.files) + 1 for unit in source.units) + len(rest) + 1
     return Pushed(
         url=f"{there.endpoint}/datasets/{repo}",
         revision=there.revision,
@@ -107,42 +111,57 @@ def push(out: str, repo: str, *, private: bool = False, revision: str | None = N
     )
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """A unit of the dataset, or of one of its passes, with keys of the dataset."""
+
+    number: int
+    key: str  # of its done record
+    record: bytes
+    files: tuple[Shard, ...]
+
+    @classmethod
+    def of(cls, part: FinishedPart, number: int) -> "_Unit":
+        done = part.read(number)
+        return cls(
+            number,
+            part.prefix + part.table.layout.done_key(number),
+            fmt.encode_record("done", done.to_json(), part.table.version),
+            tuple(replace(file, key=part.prefix + file.key) for file in done.files()),
+        )
+
+
 class _Source:
-    """A finished dataset, and its files in the form that the Hub's client takes."""
+    """A finished dataset with its passes, and its files in the form that the Hub's client takes."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        _, self.records = read_finished(objects)
-        self._ledger = Ledger(objects)
-        self.table = self._ledger.table()
-        manifest = self._ledger.read_manifest()
-        assert manifest  # (of a finished dataset)
-        self.totals = manifest.totals
+        self.parts = finished_parts(objects)
+        self.table = self.parts[0].table
+        self.units = [
+            unit
+            for part in self.parts
+            for unit in mapped(
+                partial(_Unit.of, part), range(len(part.table.units)), objects.parallel
+            )
+        ]
+        self.totals = self.parts[0].catalog.totals()
+        self.totals.bytes += sum(part.catalog.totals().bytes for part in self.parts[1:])
 
-    def key(self, done: Done) -> str:
-        return self.table.layout.done_key(done.unit)
-
-    def record(self, done: Done) -> bytes:
-        return fmt.encode_record("done", done.to_json(), self.table.version)
+    @property
+    def taps(self) -> dict[str, TapInfo]:
+        """The taps of the dataset and of its passes, in the order of their recipes."""
+        return {
+            tap: part.table.taps[tap]
+            for part in self.parts
+            for tap in part.table.recipe.stored_taps
+        }
 
     def rest(self) -> dict[str, bytes]:
         """The records beside the units, and the signature."""
-        kinds = {
-            **table_records(self.table),
-            fmt.MODEL: "model",
-            fmt.SCALES: "scales",
-            fmt.CHECK: "check",
-        }
         found: dict[str, bytes] = {}
-        for key, kind in kinds.items():
-            try:
-                found[key] = self._objects.get(key)
-            except FileNotFoundError:
-                continue  # not every dataset has scales or was checked
-            fmt.decode_record(key, found[key], kind)
-        self._ledger.read_tokenizer(self.table)  # (refuses damage)
-        for key in named_files(self.table, *self._ledger.manifests(self.table)):
-            found[key] = self._objects.get(key)
+        for part in self.parts:
+            found |= {part.prefix + key: data for key, data in self._beside(part).items()}
         layout = self.table.layout
         with contextlib.suppress(FileNotFoundError):  # not every dataset is signed
             keys = [fmt.signed_key(layout), fmt.signature_key(layout)]
@@ -151,6 +170,32 @@ class _Source:
             digests = [key for key in listed if key.startswith(fmt.DIGESTS)]
             found |= {**signed, **{key: self._objects.get(key) for key in digests}}
         return found
+
+    def _beside(self, part: FinishedPart) -> dict[str, bytes]:
+        ledger, table = part.ledger, part.table
+        kinds = {fmt.PASS: "pass", fmt.MODEL: "model", fmt.SCALES: "scales", fmt.CHECK: "check"}
+        found: dict[str, bytes] = {}
+        for key, kind in {**table_records(table), **kinds}.items():
+            try:
+                found[key] = ledger.objects.get(key)
+            except FileNotFoundError:
+                continue  # not every dataset has scales or was checked; a pass has no table
+            fmt.decode_record(key, found[key], kind)
+        ledger.read_tokenizer(table)  # (refuses damage)
+        # (The units of a pass are in the dataset's own files.)
+        known = named_files(table) if part.prefix else set[str]()
+        for key in named_files(table, *ledger.manifests(table)) - known:
+            found[key] = ledger.objects.get(key)
+        return found
+
+    def dropped(self, files: Mapping[str, Any]) -> dict[str, bytes]:
+        """The records that passes are dropped, of those that the repository has."""
+        prefixes = map(fmt.pass_prefix, pass_names(self._objects))
+        return {
+            prefix + fmt.DROPPED: self._objects.get(prefix + fmt.DROPPED)
+            for prefix in prefixes
+            if prefix + fmt.PASS in files and exists(self._objects, prefix + fmt.DROPPED)
+        }
 
     def checked(self, file: Shard, folder: str) -> Path:
         """A path to the file's content, checked against its record."""
@@ -270,33 +315,37 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__
 
 
-def _batches(missing: Sequence[Done]) -> Iterator[list[Done]]:
+def _batches(missing: Sequence[_Unit]) -> Iterator[list[_Unit]]:
     """Group units into commits; each has at least one unit, however large."""
-    batch: list[Done] = []
+    batch: list[_Unit] = []
     count = size = 0
-    for done in missing:
-        files, more = len(done.files()) + 1, sum(file.bytes for file in done.files())
+    for unit in missing:
+        files, more = len(unit.files) + 1, sum(file.bytes for file in unit.files)
         if batch and (count + files > COMMIT_FILES or size + more > COMMIT_BYTES):
             yield batch
             batch, count, size = [], 0, 0
-        batch.append(done)
+        batch.append(unit)
         count, size = count + files, size + more
     if batch:
         yield batch
 
 
-def _missing(files: Mapping[str, Any], source: _Source, repo: str) -> list[Done]:
+def _missing(
+    files: Mapping[str, Any], source: _Source, rest: Mapping[str, bytes], repo: str
+) -> list[_Unit]:
     """Units that the repository does not have; raises if it holds another dataset's."""
-    wanted = {source.key(done): source.record(done) for done in source.records}
-    wanted[fmt.UNITS] = source.rest()[fmt.UNITS]
+    wanted = {unit.key: unit.record for unit in source.units}
+    prefixes = {part.prefix for part in source.parts}
     for key, entry in files.items():
-        ours = key == fmt.UNITS or fmt.parse_done_key(key) is not None
-        if ours and not (key in wanted and _same(entry, wanted[key])):
+        prefix, inside = fmt.split_pass_key(key)
+        ours = inside in (fmt.UNITS, fmt.PASS) or fmt.parse_done_key(inside) is not None
+        known = wanted.get(key, rest.get(key))
+        if prefix in prefixes and ours and not (known and _same(entry, known)):
             raise ConfigError(
                 f"{repo} holds another dataset ({key} differs); choose another repository, or a "
                 "--revision of its own"
             )
-    return [done for done in source.records if source.key(done) not in files]
+    return [unit for unit in source.units if unit.key not in files]
 
 
 def _same(entry: Any, data: bytes) -> bool:

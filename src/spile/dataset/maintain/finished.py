@@ -1,0 +1,256 @@
+"""A finished dataset as the source of a new one: its table and records, all of them checked.
+
+What is made from a dataset is a whole. So the units of all generations are those of one table here,
+and the taps of all passes that are complete are those of one recipe.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import numpy as np
+
+from spile.core.config import flag_of
+from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.core.recipe import ResolvedRecipe, latent_names
+from spile.core.threads import mapped
+from spile.dataset import format as fmt
+from spile.dataset.chosen_taps import choose_taps
+from spile.dataset.format import Done
+from spile.dataset.ledger import Ledger, Table, read_statistics, same_unit
+from spile.dataset.passes import PassLedger, live_passes
+from spile.dataset.segments import Catalog
+from spile.dataset.write.statistics import TapStats
+from spile.objects import Objects
+
+_OF_ALL = ("corpus", "corpus_source", "max_docs", "max_tokens")  # what generations change
+
+
+def read_finished(
+    source: Objects, taps: str | Sequence[str] | None = None
+) -> tuple[Table, "FinishedRecords"]:
+    """Return the table and the records of a dataset, which must be finished; all are checked."""
+    table, records = open_finished(source, taps)
+    for _ in records:
+        pass
+    return table, records
+
+
+def open_finished(
+    source: Objects, taps: str | Sequence[str] | None = None
+) -> tuple[Table, "FinishedRecords"]:
+    """Return the table of a dataset, which must be finished; records are checked when read.
+
+    Args:
+        taps: those to take, by any of their names; by default all that are complete.
+
+    Raises:
+        ConfigError: if the taps are not those of one recipe.
+    """
+    parts = finished_parts(source)
+    own = parts[0]
+    aliases = {tap: info.aliases for part in parts for tap, info in part.table.taps.items()}
+    kept = choose_taps(source.url, aliases, taps)
+    recipe = _one_recipe(source.url, [with_taps(part.table.recipe, kept) for part in parts])
+    whole = own.table.flattened()
+    recipe = replace(recipe, **{name: getattr(whole.recipe, name) for name in _OF_ALL})
+    infos = {tap: info for part in parts for tap, info in part.table.taps.items() if tap in kept}
+    table = replace(whole, recipe=recipe, fingerprint=recipe.fingerprint(), taps=infos)
+    return table, FinishedRecords(parts, kept)
+
+
+def finished_parts(source: Objects) -> "list[FinishedPart]":
+    """Return a dataset, which must be finished, and its passes that are complete."""
+    ledger = Ledger(source)
+    own = _finished_part(ledger)
+    parts = [own]
+    # (By their taps: those of two datasets, which are to be merged, have different names.)
+    for each in sorted(live_passes(ledger), key=lambda each: each.table().recipe.taps):
+        if each.is_behind(own.table):
+            taps = ",".join(each.table().recipe.taps)
+            raise StoreError(
+                f"{source.url}: {taps} lack the documents that were added later; finish with "
+                f"`spile extract --out {source.url} --add-taps {taps}` first"
+            )
+        if each.finished(own.table):
+            parts.append(_finished_part(each))
+    return parts
+
+
+@dataclass(frozen=True)
+class FinishedPart:
+    """A dataset without its passes, or one pass; every unit of it is done."""
+
+    ledger: Ledger
+    table: Table
+    catalog: Catalog  # from the manifest: records without `made_by`
+    prefix: str = ""  # the folder of the pass
+
+    def read(self, unit: int) -> Done:
+        """Return a record, which is checked."""
+        key, done = self.ledger.layout.done_key(unit), self.ledger.read_done(unit)
+        if done is None:
+            raise CorruptError(self.prefix + key, "is missing")
+        if done.fingerprint != self.table.fingerprint:
+            raise CorruptError(self.prefix + key, "belongs to another recipe")
+        if done.rows and {shard.tap for shard in done.shards} != set(self.table.taps):
+            raise CorruptError(self.prefix + key, "does not hold the recipe's taps")
+        if not same_unit(self.catalog[unit], done):
+            raise self.unfounded()
+        if self.ledger.other_rows(done):
+            raise CorruptError(self.prefix + key, "has other rows than the dataset")
+        return done
+
+    def unfounded(self) -> CorruptError:
+        return CorruptError(
+            self.prefix + self.table.layout.manifest_key,
+            "does not follow from the done records; see `spile verify`",
+        )
+
+
+def _finished_part(ledger: Ledger) -> FinishedPart:
+    """Return a dataset without its passes, or a pass; it must be finished."""
+    url, table = ledger.objects.url, ledger.table()
+    prefix = fmt.pass_prefix(ledger.name) if isinstance(ledger, PassLedger) else ""
+    if table.fingerprint != table.recipe.fingerprint():
+        raise CorruptError(fmt.UNITS, "fingerprint does not match its recipe")
+    manifest = ledger.read_manifest()
+    if manifest is None:
+        done = len(ledger.done_units().intersection(range(len(table.units))))
+        if done < len(table.units):
+            raise StoreError(
+                f"{url}: {done} of {len(table.units)} units are done; finish with the same "
+                "`spile extract` first"
+            )
+        if not ledger.holds_rows():
+            raise StoreError(f"{url}: holds no rows; there is nothing to copy")
+        raise StoreError(  # the last unit was committed just now
+            f"{url}: every unit is done, but there is no {table.layout.manifest_key} yet; "
+            "finish with the same `spile extract` first"
+        )
+    part = FinishedPart(ledger, table, ledger.catalog(table, manifest), prefix)
+    if not ledger.manifest_follows(table):
+        raise part.unfounded()
+    return part
+
+
+def with_taps(recipe: ResolvedRecipe, kept: Collection[str]) -> ResolvedRecipe:
+    """Return the recipe that stores only some of the taps."""
+    taps: list[str] = []
+    for tap in recipe.taps:
+        stored = latent_names(tap) if tap in recipe.encode else (tap,)
+        found = [name for name in stored if name in kept]
+        if found and len(found) < len(stored):
+            raise ConfigError(f"--taps: latents and their ids go together; add {stored}")
+        taps += [tap] if found else []
+    encode = {tap: name for tap, name in recipe.encode.items() if tap in taps}
+    latents = recipe.latents if encode else None
+    source = recipe.encode_source if encode else None
+    return replace(recipe, taps=tuple(taps), encode=encode, latents=latents, encode_source=source)
+
+
+def _one_recipe(url: str, recipes: Sequence[ResolvedRecipe]) -> ResolvedRecipe:
+    """Return the recipe of taps that several recipes have added to the same rows."""
+    first, *others = [recipe for recipe in recipes if recipe.taps]
+    encoded = [recipe for recipe in (first, *others) if recipe.encode]
+    for other in others:
+        for name in ("compute_dtype", "store_dtype"):
+            if getattr(first, name) != getattr(other, name):
+                raise _two_recipes_error(url, name, first, other)
+    for other in encoded[1:]:
+        if other.latents != encoded[0].latents:
+            raise _two_recipes_error(url, "latents", encoded[0], other)
+    return replace(
+        first,
+        taps=tuple(tap for recipe in (first, *others) for tap in recipe.taps),
+        encode={tap: name for recipe in encoded for tap, name in recipe.encode.items()},
+        encode_source=encoded[0].encode_source if encoded else None,
+        latents=encoded[0].latents if encoded else None,
+    )
+
+
+def _two_recipes_error(
+    url: str, name: str, one: ResolvedRecipe, other: ResolvedRecipe
+) -> ConfigError:
+    return ConfigError(
+        f"{url}: {', '.join(one.taps)} and {', '.join(other.taps)} have another {flag_of(name)} "
+        f"({getattr(one, name)} and {getattr(other, name)}), and a new dataset has one; choose "
+        "taps with --taps"
+    )
+
+
+class FinishedRecords(Sequence[Done]):
+    """The done records of a finished dataset, each read when it is asked for, and checked.
+
+    Each names the shards of the taps that were chosen, those of passes by their keys in the
+    dataset.
+    """
+
+    def __init__(self, parts: Sequence[FinishedPart], taps: Collection[str]) -> None:
+        """Args:
+        parts: the dataset itself, then its passes.
+        """
+        self.fingerprint = parts[0].table.flattened().fingerprint  # of the dataset, with all taps
+        self._own, self._taps, self._parallel = parts[0], taps, parts[0].ledger.objects.parallel
+        self._parts = [part for part in parts[1:] if not part.table.taps.keys().isdisjoint(taps)]
+        self.catalog = parts[0].catalog  # the same units from the manifest, and cheaper
+
+    def __len__(self) -> int:
+        return len(self._own.table.units)
+
+    @overload
+    def __getitem__(self, at: int) -> Done: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Done]: ...
+    def __getitem__(self, at: int | slice) -> Done | list[Done]:
+        if isinstance(at, slice):
+            return list(self.of(range(*at.indices(len(self)))))
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        return self._read(at % len(self))
+
+    def __iter__(self) -> Iterator[Done]:
+        return self.of(range(len(self)))
+
+    def of(self, units: Iterable[int]) -> Iterator[Done]:
+        """Yield the records of some units; a few are read ahead."""
+        return mapped(self._read, units, self._parallel)
+
+    def _read(self, unit: int) -> Done:
+        done = self._own.read(unit)
+        shards = [
+            replace(shard, key=part.prefix + shard.key)
+            for part in self._parts
+            for shard in part.read(unit).shards
+        ]
+        wanted = (shard for shard in (*done.shards, *shards) if shard.tap in self._taps)
+        return replace(done, shards=tuple(wanted))
+
+    def statistics(self, unit: int) -> dict[str, TapStats]:
+        """Return the statistics of a unit's rows by tap, which are compared with their records."""
+        found: dict[str, TapStats] = {}
+        for part in (self._own, *self._parts):
+            done = part.catalog[unit]
+            found |= read_statistics(part.ledger.objects, done, part.table.taps)
+        return {tap: stats for tap, stats in found.items() if tap in self._taps}
+
+    @property
+    def rewrites_statistics(self) -> bool:
+        """Whether no single file holds the statistics of the taps of a unit."""
+        return bool(self._parts) or {*self._own.table.taps} != {*self._taps}
+
+    def weights(self) -> dict[str, Any] | None:
+        """Return the hashes of all weights that the taps were made with; None if there are none."""
+        found = [part.ledger.read_weights() for part in (self._own, *self._parts)]
+        known = [weights for weights in found if weights is not None]
+        return {k: v for weights in known for k, v in weights.items()} if known else None
+
+    def scales(self) -> dict[str, np.ndarray]:
+        """Return the scale of each channel, for taps that have them."""
+        scales: dict[str, np.ndarray] = {}
+        for part in (self._own, *self._parts):
+            found = part.ledger.read_scales(part.table)
+            if found is None:
+                raise CorruptError(part.prefix + fmt.SCALES, "is missing; see `spile verify`")
+            scales |= found
+        return {tap: scale for tap, scale in scales.items() if tap in self._taps}
