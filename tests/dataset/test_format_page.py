@@ -59,22 +59,51 @@ class PageReader:
             for first, number in zip(columns["first_doc"], columns["num_docs"], strict=True):
                 assert first == docs
                 docs += number
-        whole = [
-            n for n, folder in enumerate(folders) if (path / f"{folder}manifest.json").exists()
+        folder = path / "passes"
+        self.passes = [
+            PagePass(each, self.table)
+            for each in sorted(folder.iterdir() if folder.exists() else ())
+            if (each / "pass.json").exists() and not (each / "dropped.json").exists()
         ]
-        count = counts[whole[-1]] if whole else counts[0]
+        whole = [
+            n
+            for n, folder in enumerate(folders)
+            if (path / f"{folder}manifest.json").exists()
+            and not any(each.lacks(folders, n) for each in self.passes)
+        ]
         if whole:
-            manifest = self.record(f"{folders[whole[-1]]}manifest.json", "manifest")
-            self.units = [u for file in manifest["segments"] for u in self.segment(file)]
-            self.merged = {n: array for n, (_, array) in self.tensors(manifest["columns"]).items()}
-            assert [unit["unit"] for unit in self.units] == [*range(count)]
-            assert [unit["rows"] for unit in self.units] == self.merged["rows"].tolist()
-            for name in ("rows", "tokens", "documents"):
-                assert manifest[name] == sum(unit[name] for unit in self.units)
+            self.read_units(f"{folders[whole[-1]]}manifest.json", counts[whole[-1]])
         else:
-            keys = [f"done/{unit // 256:06d}/{unit:08d}.json" for unit in range(count)]
+            keys = [f"done/{unit // 256:06d}/{unit:08d}.json" for unit in range(counts[0])]
             self.units = [self.record(key, "done") for key in keys if (path / key).exists()]
         assert all(u["fingerprint"] == self.table["fingerprint"] for u in self.units)
+        self.passes = [each for each in self.passes if whole and each.opened(folders, whole[-1])]
+        for each in self.passes:
+            each.read_units(f"{folders[whole[-1]]}manifest.json", counts[whole[-1]])
+            same = ("unit", "rows", "tokens", "documents", "contexts", "text_digest")
+            for mine, theirs in zip(self.units, each.units, strict=True):
+                assert theirs["fingerprint"] == each.table["fingerprint"]
+                assert [mine[name] for name in same] == [theirs[name] for name in same]
+                assert mine["index"]["digest"] == theirs["index"]["digest"]
+
+    def read_units(self, key: str, count: int) -> None:
+        """The units that a manifest lists."""
+        manifest = self.record(key, "manifest")
+        self.units = [u for file in manifest["segments"] for u in self.segment(file)]
+        self.merged = {n: array for n, (_, array) in self.tensors(manifest["columns"]).items()}
+        assert manifest["units"] == count
+        assert [unit["unit"] for unit in self.units] == [*range(count)]
+        assert [unit["rows"] for unit in self.units] == self.merged["rows"].tolist()
+        for name in ("rows", "tokens", "documents"):
+            assert manifest[name] == sum(unit[name] for unit in self.units)
+
+    def all_rows(self) -> dict[str, np.ndarray]:
+        """Every tap that is read; of two passes with one tap, that of the first, by name."""
+        found: dict[str, np.ndarray] = {}
+        for part in (self, *self.passes):
+            for tap in part.table["taps"]:
+                found.setdefault(tap, part.rows(tap))
+        return found
 
     def segment(self, file: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The records that a segment holds."""
@@ -201,6 +230,27 @@ class PageReader:
             yield from (v if ok else None for v, ok in zip(values, valid, strict=True))
 
 
+class PagePass(PageReader):
+    """A pass: keys in its records are relative to its folder."""
+
+    def __init__(self, path: Path, table: Mapping[str, Any]) -> None:
+        self.path, self.passes = path, []
+        self.table = self.record("pass.json", "pass")
+        assert self.table["rows"] == table["fingerprint"]
+        own = {"taps", "encode", "latents", "compute_dtype", "store_dtype"}
+        mine, theirs = self.table["recipe"], table["recipe"]
+        differ = {key for key in mine if mine[key] != theirs[key] and not key.endswith("_source")}
+        assert differ <= own
+
+    def opened(self, folders: list[str], generation: int) -> bool:
+        return (self.path / f"{folders[generation]}manifest.json").exists()
+
+    def lacks(self, folders: list[str], generation: int) -> bool:
+        """Whether it has an earlier generation, and not this one."""
+        earlier = any(self.opened(folders, n) for n in range(generation))
+        return earlier and not self.opened(folders, generation)
+
+
 def scales_of(text: str, shape: list[int]) -> np.ndarray:
     found = np.frombuffer(base64.b64decode(text, validate=True), "<f4").reshape(shape)
     assert (np.isfinite(found) & (found > 0)).all()
@@ -302,6 +352,37 @@ def test_it_reads_the_newest_generation_that_is_complete(
     assert [unit["unit"] for unit in reader.units] == [*range(units)]
     for tap, rows in dataset.rows.items():
         assert np.array_equal(reader.rows(tap), rows[: dataset.starts[units]])
+
+
+def test_it_reads_the_taps_of_passes(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "acts", shard_bytes=200)
+    _, scaled = stored.add_pass(made, {"q.0": stored.TapInfo((2, 3), "int8"), "logprob": 1})
+    _, half = stored.add_pass(made, {"z.0": 4}, dtype="bfloat16")
+    stored.add_pass(made, {"v.0": 4}, commit=(0, 1))  # not complete
+    dropped, _ = stored.add_pass(made, {"k.0": 4})
+    dropped.drop()
+    read = PageReader(made.path)
+    found, wanted = read.all_rows(), {**made.rows, **scaled, **half}
+    assert {*found} == {*wanted} == {*spile.open(made.path).taps}
+    for tap, rows in found.items():
+        np.testing.assert_array_equal(rows, wanted[tap].astype(rows.dtype))
+    for part in read.passes:
+        for tap in part.table["taps"]:
+            assert part.statistics(tap)[0] == len(made.index)
+
+
+def test_it_reads_a_dataset_as_it_was_where_a_pass_lacks_later_units(tmp_path: Path) -> None:
+    made = stored.build(tmp_path / "acts", grown=(3,))
+    ledger, rows = stored.add_pass(made, {"z.0": 4}, commit=range(3))
+    base = ledger.table_over(made.ledger.table().at(0))
+    assert base and ledger.complete(base)
+    read = PageReader(made.path)
+    assert [unit["unit"] for unit in read.units] == [0, 1, 2]
+    np.testing.assert_array_equal(read.all_rows()["z.0"], rows["z.0"][: made.starts[3]])
+    for unit in (3, 4):
+        assert ledger.commit(stored.write_added(made, ledger, unit, rows))
+    assert ledger.complete(ledger.table())
+    assert np.array_equal(PageReader(made.path).all_rows()["z.0"], rows["z.0"])
 
 
 def test_it_reads_what_is_done_of_an_unfinished_dataset(tmp_path: Path) -> None:

@@ -75,8 +75,9 @@ def _pass(added: "PassStatus") -> Iterator[str]:
     told = [f"{added.units_done:,} of {added.units:,} units", size(added.bytes), added.state]
     if added.rate is not None:
         told.append(_rate(added))
-    yield f"  {'added' if added.done else 'adding':9}  {_taps(added)}: {', '.join(told)}"
-    if not added.done:
+    complete = added.state == "complete"
+    yield f"  {'added' if complete else 'adding':9}  {_taps(added)}: {', '.join(told)}"
+    if not complete:
         yield from _workers(added)
 
 

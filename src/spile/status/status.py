@@ -6,7 +6,7 @@ from typing import Any
 
 from spile.dataset.heartbeat import HeartbeatObserver, read_workers
 from spile.dataset.ledger import Ledger, Table, read_prediction
-from spile.dataset.passes import live_passes, named
+from spile.dataset.passes import PassLedger, live_passes, named
 from spile.dataset.segments import Totals
 from spile.objects import Objects
 from spile.status.workers import ALIVE, describe_workers, rate_of
@@ -58,8 +58,8 @@ class Status(Progress):
 
     @property
     def over(self) -> bool:
-        """Whether every unit is done, of all taps."""
-        return self.done and all(each.done for each in self.passes)
+        """Whether every unit is done, and all taps that are being added are complete."""
+        return self.done and all(each.state == "complete" for each in self.passes)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,6 +117,8 @@ def _progress(
     workers = describe_workers(read_workers(ledger.objects), observer)
     running = any(worker["state"] in ALIVE for worker in workers)
     complete = done.units == len(table.units)
+    if isinstance(ledger, PassLedger):
+        complete = manifest is not None  # before that, no reader shows its taps
     state = "complete" if done.rows else "empty"
     if not complete:
         state = "running" if running else "unfinished"
