@@ -1,10 +1,10 @@
 """A crosscoder: one dictionary of latents for two models that read the same tokens.
 
     spile extract --model demo --corpus demo --keep year --taps resid_post:9 --max-docs 120 \
-        --seq-len 256 --out acts/base
-    python examples/train_lora.py acts/base --label 'year < 1900' --out lora
-    spile extract --like acts/base --lora lora --out acts/tuned
-    python examples/crosscoder.py acts/base acts/tuned --tap resid_post.9
+        --seq-len 256 --out acts/lora/base
+    python examples/train_lora.py acts/lora/base --label 'year < 1900' --out lora
+    spile extract --like acts/lora/base --lora lora --out acts/lora/tuned
+    python examples/crosscoder.py acts/lora/base acts/lora/tuned --tap resid_post.9
 
 This is the crosscoder of Lindsey et al. ("Sparse Crosscoders", Anthropic 2024). Latents are
 ReLU(sum of W_enc x over the models + b); each model has its own decoder; the loss is the squared

@@ -1,9 +1,9 @@
 """A LoRA adapter that moves a model towards some of a dataset's documents.
 
     spile extract --model demo --corpus demo --keep year --taps resid_post:9 --max-docs 120 \
-        --seq-len 256 --out acts/base
-    python examples/train_lora.py acts/base --label 'year < 1900' --out lora
-    spile extract --like acts/base --lora lora --out acts/tuned
+        --seq-len 256 --out acts/lora/base
+    python examples/train_lora.py acts/lora/base --label 'year < 1900' --out lora
+    spile extract --like acts/lora/base --lora lora --out acts/lora/tuned
 
 It trains with PEFT, on the tokens that the dataset holds. The label is a condition on the columns
 that --keep stored. Every fifth document is held out: the script prints the loss there, before and
