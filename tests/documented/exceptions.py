@@ -199,7 +199,7 @@ COMMANDS = (
             "tests/examples/test_steering.py has a small one", parses),
     Instead("docs/sae.md", _NINTH,
             "the page begins with it, for another layer", parses),
-    Instead("docs/sae.md", "spile extract --like acts/lora/base --lora", "the adapter takes minutes: "
+    Instead("docs/sae.md", "spile extract --like acts/lora/base", "the adapter takes minutes: "
             "tests/examples/test_train_lora.py trains one", parses),
     Instead("docs/export.md", "spile merge", "datasets of two corpora: "
             "tests/dataset/maintain/test_assemble.py has them", parses),
