@@ -19,8 +19,8 @@ def _left(case: Any) -> Any:
 
 
 def examples(count: int, **others: Any) -> Callable[[Any], Any]:
-    """Hypothesis tries so many examples in `make chaos`, and a quarter of them in the suite."""
+    """Hypothesis tries so many examples in `make chaos`, and a sixth of them in the suite."""
     if settings.get_current_profile_name() == "suite":
-        count = min(count, max(12, count // 4))
+        count = min(count, max(8, count // 6))
     chosen = settings(**{"deadline": None, "max_examples": count, **others})
     return lambda test: pytest.mark.varied(chosen(test))
