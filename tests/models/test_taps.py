@@ -322,6 +322,15 @@ def test_a_model_has_the_taps_of_what_it_is_made_of(family: str) -> None:
             parse_taps(f"{site}:0", arch)
 
 
+@pytest.mark.full
+def test_what_is_listed_of_every_published_model_is_what_it_has() -> None:
+    """One line for each site and shape, as `spile taps` prints it and `--taps` takes it."""
+    for path in sorted(CONFIGS.glob("*.json")):
+        _, arch = read_config(json.loads(path.read_text()), path.name)
+        listed = [entry["name"] for entry in describe_taps(arch, 9, "bfloat16", each_layer=False)]
+        assert set(parse_taps(",".join(listed), arch)) == set(all_taps(arch)), path.stem
+
+
 @pytest.mark.parametrize(
     ("arch", "text", "said"),
     [
