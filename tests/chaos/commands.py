@@ -5,6 +5,7 @@ every system call of it, and kills it at random ones.
 """
 
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -26,6 +27,7 @@ from chaos.harness import (
     content,
     differences,
     files,
+    places,
     run,
     said,
 )
@@ -144,6 +146,26 @@ def _commands(model: Path, folder: Path) -> list[Command]:
             sources=(corpus,),
         ),
         Command(
+            "add-taps",
+            lambda at: ["extract", *work.flags(at / "out", taps=None, add_taps="mlp_out:0")],
+            _same_dataset(folder / "add-taps/out", "out"),
+            prepare=lambda at: _whole(folder / "extracted", at / "out", work.extract),
+            datasets=("out",),
+            sources=(corpus,),
+        ),
+        Command(
+            "drop",
+            lambda at: ["drop", at / "out", "--taps", "z.0"],
+            _same_dataset(source, "out"),
+            prepare=lambda at: _with_taps(at / "out", units, drop=False),
+        ),
+        Command(
+            "gc-dropped",
+            lambda at: ["gc", at / "out"],
+            _same_dataset(source, "out"),
+            prepare=lambda at: _with_taps(at / "out", units, drop=True),
+        ),
+        Command(
             "compact",
             lambda at: ["compact", source, at / "new/dest", *_CUT],
             _same_dataset(folder / "compact/new/dest", "new/dest"),
@@ -217,11 +239,24 @@ def _begun(begun: Path, at: Path, work: Work) -> None:
     shutil.copytree(begun, at)
 
 
-def _damage(whole: Path, at: Path, make: Callable[[Path], object]) -> None:
-    """What `verify --repair` mends: a file with another byte, a record that is gone."""
+def _with_taps(at: Path, units: Sequence[Sequence[int]], *, drop: bool) -> None:
+    """A dataset to which taps were added; `drop`: and dropped."""
+    made = stored.copied(at, units, taps=_TAPS, shard_bytes=400)
+    ledger, _ = stored.add_pass(made, {"z.0": 4})
+    if drop:
+        ledger.drop()
+
+
+def _whole(whole: Path, at: Path, make: Callable[[Path], object]) -> None:
+    """A finished dataset, which is made once."""
     if not whole.exists():
         make(whole)
     shutil.copytree(whole, at)
+
+
+def _damage(whole: Path, at: Path, make: Callable[[Path], object]) -> None:
+    """What `verify --repair` mends: a file with another byte, a record that is gone."""
+    _whole(whole, at, make)
     done = Ledger(LocalObjects(at)).read_done(0)
     assert done is not None
     stored.flip(at / done.index.key, done.index.bytes - 1)
@@ -336,11 +371,13 @@ def with_fault(command: Command, folder: Path, fault: str, nth: int, tally: Tall
 def _check_nothing_is_left(command: Command, folder: Path) -> None:
     """A failure that is known to have committed nothing removes what it has written."""
     for name in (*command.datasets, *command.passing):
-        ledger = Ledger(LocalObjects(folder / name))
-        done = ledger.done_units()
-        attempts = filter(None, map(fmt.parse_attempt_key, ledger.objects.list(fmt.ATTEMPTS)))
-        left = {unit for unit, *_ in attempts} - done
-        assert not left, f"files of units {left} are left"
+        for place in places(LocalObjects(folder / name)):
+            objects = LocalObjects(folder / name / place)
+            # (Listed, since a pass has no table of its own.)
+            done = {*map(fmt.parse_done_key, objects.list(fmt.DONE))}
+            attempts = filter(None, map(fmt.parse_attempt_key, objects.list(fmt.ATTEMPTS)))
+            left = {unit for unit, *_ in attempts} - done
+            assert not left, f"files of units {left} are left in {place or name}"
 
 
 def again(command: Command, folder: Path) -> None:
@@ -349,7 +386,8 @@ def again(command: Command, folder: Path) -> None:
     if witness:
         witness.look()
     result = run(*command.arguments(folder))
-    if not (result.code == 2 and "exists already" in result.err):  # an export that is whole
+    # (An export that is whole, and taps that are dropped.)
+    if not (result.code == 2 and re.search("exists already|no tap 'z.0' was added", result.err)):
         assert result.code == 0, result.err
     command.finished(folder)
     if witness:

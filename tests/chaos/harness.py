@@ -21,8 +21,9 @@ import tiny
 import zygote
 from spile import cli
 from spile.core.config import build
+from spile.dataset import format as fmt
 from spile.dataset.ledger import Ledger
-from spile.objects import open_objects
+from spile.objects import Objects, open_objects
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 _PROGRESS = re.compile(r" *\d+%  .*  q [\d·]+|loading and compiling$")
@@ -185,6 +186,11 @@ def check_refused(result: Result, code: int, *named: object) -> None:
         assert str(name) in lines[0], f"{name!r} is not in {lines[0]!r}"
 
 
+def places(objects: Objects) -> list[str]:
+    """The folders that hold done records: that of the dataset, and those of its passes."""
+    return ["", *(f"{fmt.PASSES}{name}/" for name in sorted(objects.folders(fmt.PASSES)))]
+
+
 class Witness:
     """Remembers every commit it has seen, and whether each still stands."""
 
@@ -193,16 +199,17 @@ class Witness:
         self.seen: dict[str, bytes] = {}
 
     def look(self) -> None:
-        for key in self._objects.list("done/"):
-            if key.endswith(".json") and key not in self.seen:
-                self.seen[key] = self._objects.get(key)
+        for folder in places(self._objects):
+            for key in self._objects.list(f"{folder}done/"):
+                if key.endswith(".json") and key not in self.seen:
+                    self.seen[key] = self._objects.get(key)
 
     def check(self) -> None:
         for key, record in self.seen.items():
             assert self._objects.get(key) == record
             body = json.loads(record)
             for file in (*body["shards"], body["index"], body["statistics"]):
-                data = self._objects.get(file["key"])
+                data = self._objects.get(fmt.split_pass_key(key)[0] + file["key"])
                 assert len(data) == file["bytes"], file["key"]
                 assert xxhash.xxh3_128_hexdigest(data) == file["digest"], file["key"]
 

@@ -18,8 +18,8 @@ from chaos.commands import Call, Commands, Tally, again, begin, try_fault, with_
 
 pytestmark = pytest.mark.chaos
 
-NAMES = ("extract", "more", "compact", "copy", "merge", "shuffle", "gc", "export-npy",
-         "export-parquet", "export-zarr", "repair", "repair-copy")  # fmt: skip
+NAMES = ("extract", "more", "add-taps", "drop", "gc-dropped", "compact", "copy", "merge", "shuffle",
+         "gc", "export-npy", "export-parquet", "export-zarr", "repair", "repair-copy")  # fmt: skip
 KILLED = -signal.SIGKILL
 KILLS = 1000
 SPLIT = 10  # tests that share them
@@ -69,6 +69,8 @@ def test_a_fault_at_any_call_neither_loses_nor_hides_anything(
     [
         ("extract", 1),
         ("more", 2),
+        ("drop", 1),
+        ("gc-dropped", 1),
         ("compact", 3),
         ("copy", 2),
         ("merge", 2),

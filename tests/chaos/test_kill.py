@@ -118,6 +118,16 @@ def growth(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Gr
     return Growth(folder / "base", Reference(more, folder / "out", units))
 
 
+@pytest.fixture(scope="session")
+def adding(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Growth:
+    """A dataset that taps are added to."""
+    out = tmp_path_factory.mktemp("adding") / "out"
+    shutil.copytree(reference.out, out)
+    work = replace(reference.work, options={**RECIPE, "taps": None, "add_taps": "mlp_out:0,z:1"})
+    work.extract(out)
+    return Growth(reference.out, Reference(work, out, reference.units))
+
+
 def start(work: Work, out: Path, **spec: object) -> subprocess.Popen[str]:
     return launch(spec, "extract", *work.flags(out))
 
@@ -135,11 +145,11 @@ def killed_until_done(
     witness.look()
     kills = 0
     while True:
-        workers = len(list(out.glob("workers/**/*.json")))
+        workers = len(list(out.glob("**/workers/**/*.json")))
         process = start(reference.work, out)
         if kills < limit and rng.random() < 0.5:
             # Half of the kills fall while units are being written, which is brief.
-            wait_for(lambda n=workers: len(list(out.glob("workers/**/*.json"))) > n, process)
+            wait_for(lambda n=workers: len(list(out.glob("**/workers/**/*.json"))) > n, process)
             moment = rng.uniform(0, pace.at_work)
         else:
             moment = rng.uniform(0, pace.duration)
@@ -420,6 +430,64 @@ def test_two_merges_at_once_make_one_dataset(merge: Merge, tmp_path: Path) -> No
     _, err = again.communicate()
     assert again.returncode == 0, err
     check_same(out, merge.out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2))
+def test_taps_added_by_processes_killed_at_random_moments_are_the_same(
+    seed: int, adding: Growth, pace: Pace, tmp_path: Path
+) -> None:
+    rng, wanted = random.Random(200 + seed), 20
+    kills = dataset = 0
+    while kills < wanted:
+        out = tmp_path / str(dataset)
+        adding.begun(out)
+        kills += killed_until_done(adding.reference, pace, out, rng, wanted - kills)
+        check_same(out, adding.reference.out)
+        dataset += 1
+
+
+@pytest.mark.full
+def test_two_processes_that_add_the_same_taps_make_one_pass(adding: Growth, tmp_path: Path) -> None:
+    out, gate = tmp_path / "out", tmp_path / "gate"
+    gate.mkdir()
+    witness = adding.begun(out)
+    spec = {"gate": str(gate), "crowd": 2, "blind": True}
+    race = [start(adding.reference.work, out, **spec) for _ in range(2)]
+    for process in race:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    assert len(list((out / "passes").iterdir())) == 1
+    witness.look()
+    witness.check()
+    check_same(out, adding.reference.out)
+
+
+@pytest.mark.full
+def test_a_reader_beside_taps_that_are_added_sees_none_of_them_or_all(
+    adding: Growth, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    adding.begun(out)
+    whole = spile.open(adding.reference.out)
+    before, seen = {*spile.open(out).taps}, set[frozenset[str]]()
+    process = start(adding.reference.work, out, slow=0.1)
+    while process.poll() is None:
+        now = spile.open(out)
+        seen.add(frozenset(now.taps))
+        partial = spile.open(out, partial=True)
+        for tap in now.taps:
+            rows = whole.read(tap, 0, whole.num_tokens)
+            assert now.read(tap, 0, now.num_tokens).tobytes() == rows.tobytes()
+        for unit in partial.units:
+            (first, stop), (start_of, _) = partial.rows_of_unit(unit), whole.rows_of_unit(unit)  # type: ignore[misc]
+            for tap in partial.taps:
+                rows = whole.read(tap, start_of, start_of + stop - first)
+                assert partial.read(tap, first, stop).tobytes() == rows.tobytes()
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert seen <= {frozenset(before), frozenset(whole.taps)} and frozenset(before) in seen
+    check_same(out, adding.reference.out)
 
 
 def killed(kill: Kill, reference: Reference, out: Path, witness: Witness) -> None:

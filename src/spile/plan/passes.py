@@ -31,6 +31,10 @@ def opened_for(recipe: Recipe, dataset: Ledger) -> tuple[Recipe, Ledger]:
     table = _finished(dataset)
     if recipe.like is not None:
         raise ConfigError("--like makes another dataset, --add-taps adds to one: give one of them")
+    if recipe.more or recipe.add_corpus is not None:
+        raise ConfigError(
+            "--add-taps adds taps, --more and --add-corpus add documents: one after the other"
+        )
     # What is not given is the dataset's, but encoders belong to taps.
     stored = dataclasses.replace(table.recipe, encode={}, encode_source=None, latents=None)
     added = dataclasses.replace(recipe, taps=recipe.add_taps, add_taps=None)
