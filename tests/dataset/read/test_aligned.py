@@ -153,6 +153,8 @@ def test_rows_are_compared_one_by_one(tmp_path: Path) -> None:
     p, q = (np.exp(x) / np.exp(x).sum(1, keepdims=True) for x in (one, two))
     np.testing.assert_allclose(found["kl"], (p * np.log(p / q)).sum(1), rtol=1e-4, atol=1e-6)
     assert set(pair.compare("resid_post.0", 0, 3)) == {"cosine", "relative"}
+    past = pair.compare("resid_post.0", pair.num_tokens - 2, pair.num_tokens + 9)
+    assert past["cosine"].shape == (2,), "as of a slice, what is past the end is not there"
 
 
 @pytest.mark.parametrize(("changes", "reason"), [

@@ -5,6 +5,7 @@ for batch in pair.batches("resid_post.20", 4096):
     difference = batch["chat/resid_post.20"] - batch["base/resid_post.20"]
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -93,9 +94,9 @@ class AlignedDatasets:
         """
         if len(self.sides) != 2:
             raise ConfigError(f"compare takes two datasets, and {len(self.sides)} are aligned")
+        read = [dataset.read(tap, start, stop) for dataset in self.sides.values()]
         base, other = (
-            dataset.read(tap, start, stop).reshape(stop - start, -1).astype(np.float64)
-            for dataset in self.sides.values()
+            rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64) for rows in read
         )
         if base.shape != other.shape:
             raise ConfigError(
