@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bytes", type=float, default=5e8, help="copied in a turn")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--only", choices=("s3", "disk"), help="one kind of store")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="spile-copy-") as name:
         folder = Path(name)
@@ -42,7 +43,8 @@ def main() -> None:
         size = sum(path.stat().st_size for path in made.path.rglob("*") if path.is_file())
         print(f"{os.cpu_count()} cores; {size / 1e6:.0f} MB in 8 units; median of turns")
         bucket = servers.new_s3_store()
-        replicate(made.objects, open_objects(bucket))
+        if arguments.only != "disk":
+            replicate(made.objects, open_objects(bucket))
         kinds: dict[str, tuple[Callable[[int], None], Callable[[int], None]]] = {
             "s3 to s3": (
                 lambda turn: copy_bare(bucket, f"{bucket}-bare-{turn}"),
@@ -53,7 +55,8 @@ def main() -> None:
                 lambda turn: copy_ours(str(made.path), str(folder / f"ours-{turn}")),
             ),
         }
-        for name, both in kinds.items():
+        chosen = {k: v for k, v in kinds.items() if k.startswith(arguments.only or "")}
+        for name, both in chosen.items():
             rates: list[list[float]] = [[], []]
             for turn in range(arguments.turns):
                 for copy, found in zip(both, rates, strict=True):

@@ -1,7 +1,8 @@
 """How the cost of a dataset grows with its units: `python bench/units.py DIR --units 400000`.
 
 `--flat 1000,10000,100000` measures what one more unit costs in datasets of so many: all but the
-last 512 units are there, and a worker does those as a run does, but for the text and the step.
+last 512 units are there, and a worker does those as a run does, but for the text and the step. The
+datasets take turns of 32 units; the figure is the median of a dataset's turns (and the quartiles).
 
 A dataset of real units (tiny rows) is made by the ledger's own code. It is then multiplied: every
 further unit is a hard link to the files of one that was made, with a record, a segment and a table
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,7 @@ from spile.run.units import StorePicker
 
 ROWS, WIDTH, TAP = 256, 8, "resid_post.0"  # one block of rows for each unit
 REAL = 4000
-LAST_UNITS = 512
+LAST_UNITS, TURN = 512, 32
 
 
 def recipe() -> ResolvedRecipe:
@@ -171,29 +172,60 @@ class CountedObjects(LocalObjects):
         return iter(keys)
 
 
-def flat(real: Path, folder: Path, units: int) -> str:
-    """Do the last units of a dataset that has all others; return what each of them cost."""
-    rest = range(max(0, (units - LAST_UNITS) // fmt.GROUP_UNITS * fmt.GROUP_UNITS), units)
-    multiply(real, folder, units, rest.start)
-    ledger = Ledger(CountedObjects(folder))
-    table = ledger.table()
-    began = time.process_time()
-    picker = picker_of(ledger, table)
-    joined, at_first = time.process_time() - began, sum(ledger.objects.requests.values())
-    while (unit := picker.take()[0]) is not None:
-        write_unit(ledger, table, unit.id)
-        picker.done(unit.id)
-    each = 1000 * (time.process_time() - began - joined) / len(rest)
-    told = {k: f"{n / len(rest):.2f}" for k, n in sorted(ledger.objects.requests.items())}
-    asked = (sum(ledger.objects.requests.values()) - at_first) / len(rest)
-    began = time.process_time()
-    ledger.complete(table)
-    complete = 1000 * (time.process_time() - began) / units
-    return (
-        f"{units} units: {each:.2f} CPU ms and {asked:.2f} requests for each of the last "
-        f"{len(rest)} {told}; join {1000 * joined:.0f} CPU ms; "
-        f"manifest {complete:.3f} CPU ms a unit"
-    )
+class Flat:
+    """A dataset that has all units but its last ones, and a worker that does those in turns."""
+
+    def __init__(self, real: Path, folder: Path, units: int) -> None:
+        last = (units - LAST_UNITS) // fmt.GROUP_UNITS * fmt.GROUP_UNITS
+        self.units, self.rest = units, range(max(0, last), units)
+        multiply(real, folder, units, self.rest.start)
+        self.ledger = Ledger(CountedObjects(folder))
+        self.table = self.ledger.table()
+        began = time.process_time()
+        self.picker = picker_of(self.ledger, self.table)
+        self.joined = time.process_time() - began
+        self.asked = -self._requests()
+        self.turns: list[float] = []  # processor milliseconds for each unit
+
+    def _requests(self) -> int:
+        return sum(self.ledger.objects.requests.values())
+
+    def turn(self) -> bool:
+        """Do a few units; return whether there were so many."""
+        began = time.process_time()
+        for _ in range(TURN):
+            unit = self.picker.take()[0]
+            if unit is None:
+                return False
+            write_unit(self.ledger, self.table, unit.id)
+            self.picker.done(unit.id)
+        self.turns.append(1000 * (time.process_time() - began) / TURN)
+        return True
+
+    def report(self) -> str:
+        told = self.ledger.objects.requests
+        each = {kind: f"{n / len(self.rest):.2f}" for kind, n in sorted(told.items())}
+        asked = (self.asked + self._requests()) / len(self.rest)
+        began = time.process_time()
+        self.ledger.complete(self.table)
+        complete = 1000 * (time.process_time() - began) / self.units
+        low, middle, high = np.quantile(self.turns, [0.25, 0.5, 0.75])
+        return (
+            f"{self.units} units: {middle:.2f} CPU ms ({low:.2f} to {high:.2f}) and {asked:.2f} "
+            f"requests for each of the last {len(self.rest)} {each}; join "
+            f"{1000 * self.joined:.0f} CPU ms; manifest {complete:.3f} CPU ms a unit"
+        )
+
+
+def flat(real: Path, folder: Path, counts: Sequence[int]) -> None:
+    """Compare one more unit in datasets of several sizes, which take turns."""
+    runs = [Flat(real, folder / f"flat-{count}", count) for count in counts]
+    while all([run.turn() for run in runs]):
+        pass
+    for run in runs:
+        while run.turn():
+            pass
+        print(run.report(), flush=True)
 
 
 def multiply(real: Path, folder: Path, units: int, stop: int | None = None) -> None:
@@ -375,9 +407,6 @@ def measure_push(out: str) -> None:
     class Nowhere(push._Repository):
         def prepare(self, *, private: bool) -> None: ...
 
-        def entries(self) -> Iterator[Any]:
-            return iter(())
-
         def files(self) -> dict[str, Any]:
             return {}
 
@@ -439,8 +468,7 @@ def main() -> None:
         if not real.exists():
             print(f"made {count} units: {make(real, count):.2f} CPU ms each", flush=True)
     if arguments.flat:
-        for count in sizes(arguments.flat):
-            print(flat(real, arguments.folder / f"flat-{count}", count), flush=True)
+        flat(real, arguments.folder, [*sizes(arguments.flat)])
         return
     many = arguments.folder / f"many-{arguments.units}"
     if not many.exists():

@@ -1,6 +1,7 @@
 """Deletion of files that no record names or can still name, and of a dataset without rows."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -11,6 +12,8 @@ from spile.dataset.heartbeat import warn_unreadable, working
 from spile.dataset.ledger import Ledger, named_files
 from spile.dataset.passes import PassLedger, pass_names
 from spile.objects import PROBES, Objects, exists
+
+_GROUP = re.compile(r"\d{6}")  # the folder of one
 
 
 def collect_garbage(
@@ -146,13 +149,13 @@ def by_group(keys: Iterable[str]) -> Iterator[list[str]]:
     """Yield keys in portions, each sorted: those of a group of attempts or records together.
 
     Listings give the keys of a folder one after the other. The keys of a portion may be deleted
-    before the next one is asked for.
+    before the next one is asked for. Version 6 has no groups, and so one portion of attempts.
     """
 
     def portion(key: str) -> str:
         first, _, rest = key.partition("/")
         group, slash, _ = rest.partition("/")
-        return f"{first}/{group}" if slash else first
+        return f"{first}/{group}" if slash and _GROUP.fullmatch(group) else first
 
     for _, together in itertools.groupby(keys, portion):
         yield sorted(together)
