@@ -155,6 +155,25 @@ def test_a_model_that_has_moved_is_named(
     check_same(out, whole)
 
 
+def test_the_tokenizer_is_restored_from_the_model_and_from_no_other(
+    whole: Path, out: Path, begun: list[int], tmp_path: Path
+) -> None:
+    files = [file.key for file in Ledger(LocalObjects(out)).table().tokenizer.values()]
+    assert len(files) == 2
+    stored.flip(out / files[0], 1, 4)
+    (out / files[1]).unlink()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer.json").write_bytes(b"{}")
+    check_refused(repaired(out, "--model", other), 3, "does not have the same tokenizer.json")
+    found = repaired(out)
+    assert found.code == 0 and found.json["faults"] == []
+    assert found.json["repaired"]["restored"] == files and begun == []
+    check_same(out, whole)
+    (out / files[1]).unlink()
+    assert run("verify", out, "--repair").out.splitlines()[1] == f"restored: {files[1]}"
+
+
 def test_another_corpus_is_refused(work: Work, tmp_path: Path) -> None:
     out, corpus = tmp_path / "out", Path(shutil.copy(work.corpus, tmp_path / "c.jsonl"))
     Work(work.model, corpus, OPTIONS).extract(out)

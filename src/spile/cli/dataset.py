@@ -144,12 +144,17 @@ def repair_text(repaired: "Repaired", *, partial: bool) -> str:
     """A summary of the units made again."""
     if repaired.passes:
         own = dataclasses.replace(repaired, passes={})
-        lines = [repair_text(own, partial=partial)] if own.units or own.records else []
+        changed = own.units or own.records or own.restored
+        lines = [repair_text(own, partial=partial)] if changed else []
         lines += [
             f"pass {name}: {repair_text(found, partial=partial)}"
             for name, found in repaired.passes.items()
         ]
         return "\n".join(lines)
+    if repaired.restored:
+        own = dataclasses.replace(repaired, restored=[])
+        more = f"\n{repair_text(own, partial=partial)}" if own.units or own.records else ""
+        return f"restored: {', '.join(repaired.restored)}{more}"
     if not (repaired.units or repaired.records):
         return "nothing was repaired"
     units = f"unit{'s' * (len(repaired.units) != 1)} {', '.join(map(str, repaired.units))}"

@@ -350,22 +350,22 @@ class Ledger:
         Raises:
             CorruptError: if a file is missing or damaged, or they are not the recipe's.
         """
-        files = {name: self._tokenizer_data(name, file) for name, file in table.tokenizer.items()}
+        files = {name: self.tokenizer_data(name, file) for name, file in table.tokenizer.items()}
         wanted = table.recipe.model.get("tokenizer")
         known = [files[name] for name in fmt.TOKENIZER_FILES if name in files]
         if files and wanted is not None and contents_digest(known) != wanted:
             raise CorruptError(fmt.UNITS, "names another tokenizer than that of its recipe")
         return files
 
-    def _tokenizer_data(self, name: str, file: ColumnFile) -> bytes:
+    def tokenizer_data(self, name: str, file: ColumnFile) -> bytes:
+        """Return one of the tokenizer's files; raise CorruptError if it is missing or damaged."""
+        advice = f"`spile verify --repair` restores it from the model's {name}"
         try:
             data = self.objects.get(file.key)
         except FileNotFoundError:
-            raise CorruptError(file.key, f"is missing; copy the model's {name} there") from None
+            raise CorruptError(file.key, f"is missing; {advice}") from None
         if column_file(file.key, data) != file:
-            raise CorruptError(
-                file.key, f"checksum does not match (damaged); copy the model's {name} there"
-            )
+            raise CorruptError(file.key, f"checksum does not match (damaged); {advice}")
         return data
 
     def check_weights(self, digests: Mapping[str, str]) -> None:

@@ -19,6 +19,7 @@ from spile.dataset.maintain.compact import COMPACTED, recopy
 from spile.dataset.maintain.repair import PassRepairLedger, Repaired, RepairLedger
 from spile.dataset.maintain.verify import Report
 from spile.metrics import Counters
+from spile.models.files.checkpoint import model_directory
 from spile.objects import Objects
 from spile.run.devices import devices_here, prepared_device
 from spile.run.extract import extract
@@ -69,6 +70,8 @@ def _repair(
     stop: threading.Event | None,
 ) -> Repaired:
     objects = ledger.objects
+    if ledger.tokenizer and not partial:
+        ledger.restore_tokenizer(*_tokenizer_elsewhere(ledger, recipe, source))
     table, made_by = ledger.table_found, ledger.made_by()
     needed = ledger.units or not {fmt.MODEL, fmt.SCALES}.isdisjoint(ledger.beside)
     if partial:
@@ -109,6 +112,20 @@ def _repair(
     if not partial:
         ledger.complete(table)
     return ledger.repaired
+
+
+def _tokenizer_elsewhere(
+    ledger: RepairLedger, recipe: Recipe | None, source: Objects | None
+) -> tuple[str, Mapping[str, bytes]]:
+    """Return where the tokenizer is found, and its files: the model's, or those of `source`."""
+    if source is not None:
+        held = Ledger(source)
+        return source.url, held.read_tokenizer(held.table())
+    given = recipe.model if recipe else None
+    directory = model_directory(given or ledger.table_found.recipe.model_source)
+    paths = {name: directory / name for name in ledger.tokenizer}
+    files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    return str(directory), files
 
 
 def _as_it_was(runtime: Runtime, ledger: RepairLedger, made_by: Mapping[str, Any]) -> Runtime:

@@ -119,6 +119,6 @@ def test_the_tokenizer_is_copied_before_anything_else_and_damage_is_not(
     assert ledger.read_tokenizer(ledger.table()) == stored.TOKENIZER
     assert verify(dest).ok
     stored.flip(made.path / made.table.tokenizer["tokenizer.json"].key, 1, 4)
-    with pytest.raises(CorruptError, match=r"copy the model's tokenizer.json there"):
+    with pytest.raises(CorruptError, match=r"restores it from the model's tokenizer.json"):
         copy(made.objects, LocalObjects(tmp_path / "other"))
     assert Ledger(LocalObjects(tmp_path / "other")).read_table() is None

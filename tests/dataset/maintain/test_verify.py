@@ -958,7 +958,9 @@ def test_a_damaged_or_missing_file_of_the_tokenizer_is_named(
     assert named(verify(dataset.objects, quick=quick), key)
     (dataset.path / key).unlink()
     report = verify(dataset.objects, quick=quick)
-    assert report.faults == [f"{key}: is missing; copy the model's {name} there"]
+    advice = f"`spile verify --repair` restores it from the model's {name}"
+    assert report.faults == [f"{key}: is missing; {advice}"]
+    assert report.beside == [key]
     dataset.objects.create(key, stored.TOKENIZER[name])
     report = verify(dataset.objects, quick=quick)
     assert report.ok and report.orphans == []

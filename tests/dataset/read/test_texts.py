@@ -119,7 +119,7 @@ def test_a_damaged_tokenizer_is_not_used_unless_another_is_given(
     out = moved(made, tmp_path)
     (path,) = out.glob("tokenizer/*/tokenizer.json")
     stored.flip(path, 100, 1)
-    with pytest.raises(CorruptError, match=r"copy the model's tokenizer.json there"):
+    with pytest.raises(CorruptError, match=r"restores it from the model's tokenizer.json"):
         spile.open(out).text(0)
     assert spile.open(out, tokenizer=str(made / "model")).text(0)
     path.unlink()

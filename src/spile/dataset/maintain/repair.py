@@ -24,7 +24,7 @@ from typing import Any
 
 from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.dataset import format as fmt
-from spile.dataset.columns import columns_in
+from spile.dataset.columns import ColumnFile, column_file, columns_in
 from spile.dataset.format import Done, KeyLayout
 from spile.dataset.ledger import Ledger, Table
 from spile.dataset.maintain.copy import COPIED, copy_check, copy_records
@@ -50,6 +50,7 @@ class Repaired:
     units: list[int] = field(default_factory=list[int])
     identical: list[int] = field(default_factory=list[int])  # with the very same rows
     records: list[str] = field(default_factory=list[str])  # beside the units
+    restored: list[str] = field(default_factory=list[str])  # files of the tokenizer
     passes: "dict[str, Repaired]" = field(default_factory=dict[str, "Repaired"])  # by name
 
 
@@ -74,6 +75,36 @@ class RepairLedger(Ledger):
         for key, why in _CANNOT_BE_MADE.items():
             if key in self.beside:
                 raise StoreError(f"{self.objects.url}/{key}: cannot be repaired; it {why}")
+
+    @property
+    def tokenizer(self) -> dict[str, ColumnFile]:
+        """The tokenizer's files that are damaged or missing, by name."""
+        files = self.table_found.tokenizer
+        return {name: file for name, file in files.items() if file.key in self.beside}
+
+    def restore_tokenizer(self, place: str, files: Mapping[str, bytes]) -> None:
+        """Put back damaged and missing files of the tokenizer.
+
+        Args:
+            place: where `files` were found.
+            files: a tokenizer's, by name.
+
+        Raises:
+            StoreError: if they are not the same files; then nothing is changed.
+        """
+        damaged = self.tokenizer
+        for name, file in damaged.items():
+            if name not in files or column_file(file.key, files[name]) != file:
+                raise StoreError(
+                    f"{self.objects.url}/{file.key}: cannot be repaired; {place} does not have the "
+                    f"same {name}; name a model that has it with --model, or take the file from a "
+                    "copy of the dataset"
+                )
+        for name, file in damaged.items():
+            self.objects.delete(file.key)
+            self.objects.create(file.key, files[name])
+            self.beside.remove(file.key)
+            self.repaired.restored.append(file.key)
 
     @property
     def units(self) -> list[int]:

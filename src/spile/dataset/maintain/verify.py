@@ -405,10 +405,7 @@ def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) 
         if report.units_done and key not in present:
             report.faults.append(f"{key}: is missing")
             report.beside.append(key)
-    try:
-        ledger.read_tokenizer(table)
-    except SpileError as error:
-        report.faults.append(str(error))
+    _check_tokenizer(ledger, table, report)
     named = named_files(table, *manifests)
     unsettled = tuple(  # (who creates a manifest creates its columns first)
         each.layout.manifest_columns for key, each in derived.items() if key not in present
@@ -416,6 +413,23 @@ def _check_records(ledger: Ledger, table: Table, report: Report, partial: bool) 
     report.orphans = sorted(
         key for key in report.orphans if key not in named and not key.startswith(unsettled)
     )
+
+
+def _check_tokenizer(ledger: Ledger, table: Table, report: Report) -> None:
+    """Check each file of the tokenizer, and that together they are the recipe's."""
+    sound = True
+    for name, file in table.tokenizer.items():
+        try:
+            ledger.tokenizer_data(name, file)
+        except SpileError as error:
+            sound = False
+            report.faults.append(str(error))
+            report.beside.append(file.key)
+    try:
+        if sound:
+            ledger.read_tokenizer(table)
+    except SpileError as error:
+        report.faults.append(str(error))
 
 
 def _others(ledger: Ledger, table: Table, report: Report) -> Iterator[str]:

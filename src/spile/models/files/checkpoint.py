@@ -118,7 +118,7 @@ class Checkpoint:
 
 def read_arch(model: str) -> Arch:
     """Read a model's architecture from its config.json alone."""
-    return _read_config(_existing(model))[1]
+    return _read_config(model_directory(model))[1]
 
 
 # Names that people type without the owner, and their owners.
@@ -145,7 +145,7 @@ _OWNERS = {
 }
 
 
-def _existing(model: str) -> AnyPath:
+def model_directory(model: str) -> AnyPath:
     """The directory of a model; raises if there is none."""
     directory = _directory(model)
     # (A web server cannot tell whether it has a directory.)
@@ -162,7 +162,7 @@ def _existing(model: str) -> AnyPath:
 
 def open_checkpoint(model: str, lora: str | None = None) -> Checkpoint:
     """Find a model by its directory, URL or name; read and check its config and headers."""
-    directory = _existing(model)
+    directory = model_directory(model)
     if not (directory / "tokenizer.json").is_file():
         raise InputError(f"--model {model}: no tokenizer.json there; save the fast tokenizer too")
     family, arch = _read_config(directory)
