@@ -9,6 +9,7 @@ is done, creates its segment (`Ledger.seal`).
 import logging
 import re
 import threading
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -141,11 +142,12 @@ class StorePicker:
         self._open = set(range(self._layout.groups(self._count))) - self._sealed()
         self._group: int | None = None  # where it works
         self._wait = 0.0
+        self._there: Counter[int | None] | None = None  # workers by group, as this take sees them
 
     def take(self) -> tuple[Unit | None, bool]:
         self._seal_behind()
         busy: set[int] = set()  # groups whose units are all held
-        waits_for = 0
+        waits_for, self._there = 0, None
         looks = 1 if self._wait else _LOOKS
         while len(busy) < looks and (group := self._choose_group(busy)) is not None:
             self._group = group
@@ -214,7 +216,7 @@ class StorePicker:
             return None
         if self._group in groups and not self._wait:
             return self._group
-        if self._group is not None and not self._wait:
+        if self._group is not None and not self._wait and self._there is None:
             # Nobody works in groups that are finished: they would seem the best ones.
             self._open -= self._sealed()
             groups = [group for group in groups if group in self._open]
@@ -227,7 +229,7 @@ class StorePicker:
             return groups[0]
         if self._wait:  # the workers there may be dead
             return groups[int(system().uniform(0, len(groups))) % len(groups)]
-        there = self._presence.occupied()
+        there = self._there = self._presence.occupied() if self._there is None else self._there
         if self._group is not None and self._group + 1 in groups and not there[self._group + 1]:
             return self._group + 1  # files are read in order
         if not there:
