@@ -193,7 +193,7 @@ def test_the_monitor_says_the_state_of_each_machine() -> None:
         {"share": "2/6", "state": "failed"}, {"share": "3/6", "state": "stopped"},
         {"share": "4/6", "state": "dead"}, {"share": "5/6", "state": "not started"},
     ]  # fmt: skip
-    found = cast(Status, SimpleNamespace(over=False, workers=workers))
+    found = cast(Status, SimpleNamespace(done=False, workers=workers))
     assert Monitor("gs://B/p", 6, False, False).states(found) == [
         "COMPLETE", "IN PROGRESS", "ERROR", "STOPPED", "ERROR", "NOT STARTED"
     ]  # fmt: skip

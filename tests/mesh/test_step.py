@@ -78,7 +78,8 @@ def test_latents_are_those_of_one_device(model: Path, tmp_path: Path, layout: La
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("layout", some(LAYOUTS, CUT_THREE_WAYS), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_changes_are_those_of_one_device(model: Path, tmp_path: Path, layout: Layout) -> None:
     """In the scan and behind it, with heads cut over devices, and with an autoencoder on each."""
     np.save(tmp_path / "two.npy", np.random.default_rng(0).standard_normal((2, 32)))

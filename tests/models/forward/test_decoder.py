@@ -302,6 +302,7 @@ def switches(arch: Arch) -> set[tuple[str, Any]]:
     }
 
 
+@pytest.mark.full
 def test_every_switch_is_compared_with_hf_in_the_suite() -> None:
     every = {name: architecture(make) for name, make in SUPPORTED.items()}
     assert {family.name for _, family, _ in every.values()} == {family.name for family in KNOWN}
@@ -317,6 +318,7 @@ def test_what_the_decoder_cannot_compute_is_refused_by_name(name: str, tmp_path:
         saved(FAMILIES[name], tmp_path)
 
 
+@pytest.mark.full
 def test_every_architecture_is_tested_with_every_kind_of_heads() -> None:
     queries_per_key: dict[str, set[int]] = {}
     for name, _, arch in map(architecture, SUPPORTED.values()):

@@ -220,7 +220,9 @@ def test_what_is_shut_inside_another_mixer_lets_nothing_pass(
         pytest.param("gemma2-gqa", STREAM, marks=pytest.mark.full),  # two kinds of blocks in turn
         ("neox", STREAM),
         # a plain block before those of the scan
-        ("glm4moe-gqa", ("shared_expert_out", "attn_out", "resid_post")),
+        pytest.param(
+            "glm4moe-gqa", ("shared_expert_out", "attn_out", "resid_post"), marks=pytest.mark.full
+        ),
         pytest.param("llama-gqa", INSIDE, marks=pytest.mark.full),
         *(
             pytest.param(name, STREAM, marks=pytest.mark.full)
