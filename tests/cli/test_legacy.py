@@ -197,9 +197,9 @@ def test_the_monitor_says_the_state_of_each_machine() -> None:
     assert Monitor("gs://B/p", 6, False, False).states(found) == [
         "COMPLETE", "IN PROGRESS", "ERROR", "STOPPED", "ERROR", "NOT STARTED"
     ]  # fmt: skip
-    alone = cast(Status, SimpleNamespace(over=False, workers=[{"state": "starting"}]))
+    alone = cast(Status, SimpleNamespace(done=False, workers=[{"state": "starting"}]))
     assert Monitor("gs://B/p", 1, False, False).states(alone) == ["IN PROGRESS"]
-    over = cast(Status, SimpleNamespace(over=True, workers=workers[:1]))
+    over = cast(Status, SimpleNamespace(done=True, workers=workers[:1]))
     assert Monitor("gs://B/p", 2, False, False).states(over) == ["COMPLETE"] * 2
 
 
