@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -585,3 +585,27 @@ def write_added(
         coded={tap: each.part(part) for tap, each in (coded or {}).items()},
     )  # fmt: skip
     return done
+
+
+class Stopped(BaseException):
+    """As a kill: nothing catches it."""
+
+
+class Stopping(LocalObjects):
+    """A store that ends the process at its n-th change."""
+
+    def __init__(self, root: Path, changes: int) -> None:
+        super().__init__(root)
+        self.left = changes
+
+    def _change(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise Stopped
+        return do(*arguments)
+
+    def create(self, key: str, data: bytes) -> bool:
+        return self._change(super().create, key, data)
+
+    def move(self, key: str, to: str) -> None:
+        return self._change(super().move, key, to)

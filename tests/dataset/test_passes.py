@@ -181,7 +181,7 @@ def test_drop_takes_whole_passes_and_leaves_the_datasets_own_taps(tmp_path: Path
     stored.add_pass(made, {"q.0": TapInfo((2, 3), "float32", ("blocks.0.attn.hook_q",))})
     for asked, message in {
         ("mlp_out.1",): "was made with mlp_out.1; only taps that --add-taps has added",
-        ("z.7",): "no tap 'z.7' was added to .*; there are ",
+        ("z.7",): "no tap 'z.7' was added to .*; these can be dropped: ",
         ("z.0", "q.0"): "z.0, z.1 were added together, .*: --taps z.0,z.1$",
     }.items():
         with pytest.raises(ConfigError, match=message):

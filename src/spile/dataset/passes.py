@@ -207,9 +207,8 @@ def live_passes(dataset: Ledger) -> list[PassLedger]:
 
 def pass_names(objects: Objects) -> list[str]:
     """Return the names of all passes, dropped ones included."""
-    with contextlib.suppress(
-        ConfigError
-    ):  # a web server lists no folders: nobody sees passes there
+    # A web server lists no folders, so nobody sees passes there.
+    with contextlib.suppress(ConfigError):
         names = sorted(objects.folders(fmt.PASSES))
         return [name for name in names if fmt.split_pass_key(fmt.pass_prefix(name))[0]]
     return []
@@ -318,12 +317,13 @@ def drop_taps(dataset: Ledger, asked: Sequence[str]) -> dict[str, int]:
             )
         else:
             added = ",".join(tap for table in passes.values() for tap in table.recipe.taps)
-            raise ConfigError(f"no tap {name!r} was added to {dataset.url}; there are {added or 0}")
+            there = f"these can be dropped: {added}" if added else "no taps were added to it"
+            raise ConfigError(f"no tap {name!r} was added to {dataset.url}; {there}")
     for each, taps in chosen.items():
         together = passes[each].recipe.taps
         if len(taps) < len(together):
             raise ConfigError(
-                f"{', '.join(together)} were added together, and can be dropped together alone: "
+                f"{', '.join(together)} were added together, so drop them together: "
                 f"--taps {','.join(together)}"
             )
     gone: dict[str, int] = {}

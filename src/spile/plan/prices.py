@@ -61,7 +61,7 @@ class Requests:
 # Of one unit, beside its shards, as `tests/dataset/test_requests.py` counts them. Creates: the
 # files beside the shards, the record, and a heartbeat that claims the unit. Lists: the records and
 # twice the heartbeats of its group, and its own files. Reads: the record and the statistics, for
-# the segment. Other workers in the same group add a read or two for each.
+# the segment. Other workers in the same group add none: a listing shows which units they hold.
 UNIT_REQUESTS = Requests(creates=len(BESIDE) + 2, lists=4, reads=2)
 BEATS_AN_HOUR = 360  # of a worker, with the default --stale-after
 

@@ -1,7 +1,6 @@
 """Datasets made of units of others: parts of one, and several joined."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,30 +115,6 @@ def _share_scales(one: stored.Stored, two: stored.Stored) -> None:
     two.objects.create(fmt.SCALES, one.objects.get(fmt.SCALES))
 
 
-class _Stopped(BaseException):
-    """As a kill: nothing catches it."""
-
-
-class _Stopping(LocalObjects):
-    """A store that ends the process at its n-th change."""
-
-    def __init__(self, root: Path, changes: int) -> None:
-        super().__init__(root)
-        self.left = changes
-
-    def _change(self, do: Callable[..., Any], *arguments: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise _Stopped
-        return do(*arguments)
-
-    def create(self, key: str, data: bytes) -> bool:
-        return self._change(super().create, key, data)
-
-    def move(self, key: str, to: str) -> None:
-        return self._change(super().move, key, to)
-
-
 @pytest.mark.parametrize("verb", ["part", "merge"])
 def test_what_is_killed_cannot_be_opened_and_the_same_command_continues(
     verb: str, tmp_path: Path
@@ -155,9 +130,9 @@ def test_what_is_killed_cannot_be_opened_and_the_same_command_continues(
     root, stopped = tmp_path / "dest", 0
     while True:
         try:
-            told = make(_Stopping(root, 3 + 2 * stopped))
+            told = make(stored.Stopping(root, 3 + 2 * stopped))
             break
-        except _Stopped:
+        except stored.Stopped:
             stopped += 1
             with pytest.raises(StoreError, match="no dataset there"):
                 open_dataset(str(root), partial=True)

@@ -112,8 +112,9 @@ def test_taps_of_two_recipes_must_be_chosen_from(made: stored.Stored, tmp_path: 
     with pytest.raises(ConfigError) as caught:
         compact(made.objects, dest)
     assert str(caught.value) == (
-        f"{made.path}: {', '.join(made.table.recipe.taps)} and z.1, logprob have another "
-        "--store-dtype (float32 and bfloat16), and a new dataset has one; choose taps with --taps"
+        f"{made.path}: {', '.join(made.table.recipe.taps)} and z.1, logprob differ in "
+        "--store-dtype (float32 and bfloat16), and a new dataset can have one value "
+        "only; choose taps with --taps"
     )
     compact(made.objects, dest, taps=["z.1"])
     dataset = spile.open(dest.url)

@@ -1,9 +1,7 @@
 """A whole copy: the same bytes somewhere else, or nothing that anybody can open."""
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,30 +56,6 @@ def test_a_signature_holds_for_the_copy(tmp_path: Path) -> None:
     assert contents(LocalObjects(dest)) == contents(made.objects)
 
 
-class _Stopped(BaseException):
-    """As a kill: nothing catches it."""
-
-
-class _Stopping(LocalObjects):
-    """A store that ends the process at its n-th change."""
-
-    def __init__(self, root: Path, changes: int) -> None:
-        super().__init__(root)
-        self.left = changes
-
-    def _change(self, do: Callable[..., Any], *arguments: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise _Stopped
-        return do(*arguments)
-
-    def create(self, key: str, data: bytes) -> bool:
-        return self._change(super().create, key, data)
-
-    def move(self, key: str, to: str) -> None:
-        return self._change(super().move, key, to)
-
-
 def test_a_copy_that_is_killed_cannot_be_opened_and_the_same_command_continues(
     tmp_path: Path,
 ) -> None:
@@ -90,9 +64,9 @@ def test_a_copy_that_is_killed_cannot_be_opened_and_the_same_command_continues(
     stopped = 0
     while True:
         try:
-            replicate(made.objects, _Stopping(root, 2 + stopped))
+            replicate(made.objects, stored.Stopping(root, 2 + stopped))
             break
-        except _Stopped:
+        except stored.Stopped:
             stopped += 1
             assert not (root / fmt.UNITS).exists()
             with pytest.raises(StoreError, match="no dataset there"):

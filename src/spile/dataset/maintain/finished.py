@@ -173,9 +173,9 @@ def _two_recipes_error(
     url: str, name: str, one: ResolvedRecipe, other: ResolvedRecipe
 ) -> ConfigError:
     return ConfigError(
-        f"{url}: {', '.join(one.taps)} and {', '.join(other.taps)} have another {flag_of(name)} "
-        f"({getattr(one, name)} and {getattr(other, name)}), and a new dataset has one; choose "
-        "taps with --taps"
+        f"{url}: {', '.join(one.taps)} and {', '.join(other.taps)} differ in {flag_of(name)} "
+        f"({getattr(one, name)} and {getattr(other, name)}), and a new dataset can have one value "
+        "only; choose taps with --taps"
     )
 
 

@@ -19,6 +19,7 @@ from spile.dataset import format as fmt
 from spile.dataset.format import Done
 from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.copy import FileCopier, refuse_nested, refuse_strangers
+from spile.dataset.passes import pass_names
 from spile.objects import Objects, check_creates_once, exists
 
 _NAMED = re.compile(r"(?:.*/)?(?:units|manifest|tokenizer)/([0-9a-f]{32})(?:\.safetensors|/[^/]+)")
@@ -98,7 +99,7 @@ def replicate(
 
 def _passes(source: Objects) -> list[str]:
     """Return the folders of the passes that are not dropped."""
-    found = sorted(f"{fmt.PASSES}{name}/" for name in source.folders(fmt.PASSES))
+    found = map(fmt.pass_prefix, pass_names(source))
     return [place for place in found if not exists(source, place + fmt.DROPPED)]
 
 

@@ -60,7 +60,7 @@ class GatedDelta:
     kernel: int  # tokens that the convolution before it sees, the current one included
     norm_eps: float  # of the norm behind it
     most_written: float = 1.0  # of a key's old value that a token can replace; 2: even turn it
-    gate: str = "silu"  # of what is read: the activation of its projection
+    gate: str = "silu"  # the activation of the gate that multiplies the output
     by_channel: bool = False  # each dimension of a key decays by itself, not all of a head alike
     narrow: bool = False  # decay and gate are projected through as many dimensions as a key has
     pre_norm_only: bool = False  # its blocks have norms before mixer and MLP, and no others
