@@ -109,6 +109,35 @@ def test_a_greater_name_gives_way_to_whoever_only_wants_the_unit(objects: LocalO
     assert not second.claim(3)
 
 
+@pytest.mark.parametrize("holds_another", [False, True])
+def test_a_rival_that_gives_way_while_it_is_looked_at_leaves_the_unit_to_the_first_by_name(
+    holds_another: bool, tmp_path: Path
+) -> None:
+    class Objects(LocalObjects):
+        reads = 0
+
+        def get(self, key: str) -> bytes:
+            if "/b" in key:
+                self.reads += 1
+                if self.reads == 2:  # it was seen to hold the unit: now it gives way
+                    rival.release(3)
+                    rival.tell(wants=None)
+                    if holds_another:
+                        rival.hold(7)  # in the same group: its heartbeat stays where it is
+                    else:
+                        rival.close("done")
+            return super().get(key)
+
+    objects = Objects(tmp_path / "store")
+    rival, me = Presence(objects, 30), Presence(objects, 30)
+    rival.name, me.name = "b", "a"
+    rival.start()
+    rival.tell(wants=3)
+    rival.hold(3)
+    assert me.claim(3)
+    assert objects.reads >= 2
+
+
 def test_many_who_claim_the_same_units_at_once_never_share_one(
     objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,7 +129,9 @@ class Presence:
         limit = system().monotonic() + _SETTLED_SECONDS
         while True:
             rivals = self._rivals(unit)
-            if any(not only_wants or name < self.name for name, only_wants in rivals.items()):
+            if any(
+                wants is False or (wants and name < self.name) for name, wants in rivals.items()
+            ):
                 return False
             if not rivals:
                 return True
@@ -137,13 +139,21 @@ class Presence:
             if system().monotonic() > limit or self._stop.wait(_SETTLING_SECONDS):
                 return False
 
-    def _rivals(self, unit: int) -> dict[str, bool]:
-        """Return the other workers that hold a unit, and whether they only want it."""
-        found: dict[str, bool] = {}
+    def _rivals(self, unit: int) -> dict[str, bool | None]:
+        """Return the other workers that hold a unit, and whether they only want it.
+
+        None: the heartbeat has gone since it was listed. Its worker may have given way, or holds
+        more units and beats elsewhere; the next look tells.
+        """
+        found: dict[str, bool | None] = {}
         for name, units, entry in self._others(self.layout.workers_prefix(self.layout.group(unit))):
-            if unit in units:
-                record = _read_worker(self.objects, entry, self._known)
-                found[name] = record is not None and record.get("wants") == unit
+            if unit not in units:
+                continue
+            record = _read_worker(self.objects, entry, self._known)
+            if record is None:
+                found[name] = None
+            elif unit in record["units"]:  # otherwise it gave way since it was listed
+                found[name] = record.get("wants") == unit
         return found
 
     def release(self, unit: int) -> None:
