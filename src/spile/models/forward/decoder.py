@@ -11,7 +11,7 @@ On a mesh, a device holds some rows of the batch, and one run of all tokens of t
 # jax's arrays, shardings and devices are only partly typed: strict would want casts everywhere.
 # pyright: standard
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -109,6 +109,12 @@ class _Run:
     def of_heads(self, kept: Kept, values: Array) -> Array:
         """[rows, kept, heads, ...] -> the heads that any tap of the site wants."""
         return values[:, :, np.array(self.heads[kept])] if kept in self.heads else values
+
+    def shape(self, kept: Kept, layer: int) -> tuple[int, ...]:
+        """[rows x kept, ...]: of what is kept of a block's site."""
+        rows = self.tokens.size if self.columns is None else self.columns.size
+        tap = Tap(kept[0], layer, tuple(self.heads.get(kept, ())))
+        return rows, *tap.shape(self.arch, self.tokens.shape[1])
 
     def of_tap(self, tap: Tap, values: Array) -> Array:
         """[rows x kept, heads, ...] -> the heads of this tap, from those that were kept."""
@@ -438,15 +444,11 @@ def _run_blocks(
         return jax.lax.dynamic_index_in_dim(by_layer, layer, axis=2, keepdims=False)
 
     repeated = run.arch.layers[schedule.lead :]
-    shapes: dict[Kept, jax.ShapeDtypeStruct] = {}
-    for kind, block in _of_each_kind(params, run.arch, schedule):
-        made = partial(_block, x, block, kind, run, in_block({}), own_of(0))
-        like = partial(_lent_like, x, run.arch.of(kind))
-        shapes |= jax.eval_shape(
-            lambda made=made, kind=kind, like=like: tapped(made(like())[2], kind)
-        )
-    most = {s: max(len(sites[s]), int(slots[s].max(initial=0)) + 1) for s in shapes}
-    buffers = {s: jnp.zeros((most[s], *shape.shape), shape.dtype) for s, shape in shapes.items()}
+    most = {s: max(len(layers), int(slots[s].max(initial=0)) + 1) for s, layers in sites.items()}
+    buffers = {
+        s: jnp.zeros((most[s], *run.shape(s, layers[0])), dtypes[s[0]])
+        for s, layers in sites.items()
+    }
     if run.shards:
         buffers = {s: run.shards.runs(buffer, lead=1) for s, buffer in buffers.items()}
     x, buffers = apart(x, buffers, params.lead, 0)
@@ -457,23 +459,6 @@ def _run_blocks(
         numbers = jnp.arange(schedule.cycles) if counted else None
         (x, buffers), _ = jax.lax.scan(cycle, (x, buffers), (params.cycle, by_cycle, numbers))
     return apart(x, buffers, params.tail, schedule.scanned)
-
-
-def _of_each_kind(
-    params: Params, arch: Arch, schedule: LayerSchedule
-) -> Iterator[tuple[Layer, Block]]:
-    """One block of each kind."""
-    cycle = [jax.tree.map(lambda a: a[0], block) for block in params.cycle]
-    found = {schedule.lead + i: block for i, block in enumerate(cycle)}
-    found |= dict(enumerate(params.lead)) | dict(enumerate(params.tail, schedule.scanned))
-    kinds = {arch.layers[layer]: block for layer, block in found.items()}
-    yield from kinds.items()
-
-
-def _lent_like(x: Hidden, arch: Arch) -> Lent:
-    """Keys and values of the shape that a block of such a model borrows."""
-    heads = (*x.shape[:2], arch.num_kv_heads)
-    return jnp.zeros((*heads, arch.head_dim), x.dtype), jnp.zeros((*heads, arch.value_dim), x.dtype)
 
 
 def _block(
