@@ -8,6 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +19,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 import xxhash
 
 import tiny
@@ -427,6 +431,57 @@ def copied(path: Path, units: Sequence[Sequence[int]] = UNITS, **options: Any) -
     made = copy.deepcopy(_made[asked])
     shutil.copytree(made.path, path)
     return dataclasses.replace(made, path=path)
+
+
+class CountedObjects(LocalObjects):
+    """A disk that counts how often each done record is read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: Counter[str] = Counter()
+
+    def get(self, key: str) -> bytes:
+        if fmt.parse_done_key(fmt.split_pass_key(key)[1]) is not None:
+            self.reads[key] += 1
+        return super().get(key)
+
+
+def record_keys(made: Stored, *passes: PassLedger) -> list[str]:
+    """The keys of all done records of a dataset and of its passes."""
+    places = ("", *(fmt.pass_prefix(each.name) for each in passes))
+    units = range(len(made.table.units))
+    return [place + made.table.layout.done_key(unit) for place in places for unit in units]
+
+
+class HeldRecords:
+    """Counts how many of a dataset's done records are in memory, and the most at a time.
+
+    (A record that is derived from one shares its `made_by`, and is counted with it.)
+    """
+
+    class _MadeBy(dict[str, Any]):
+        """A dictionary that can be referred to weakly."""
+
+    def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.most = 0
+        self._lock = threading.RLock()  # (a record may be released within a call)
+        read = Ledger.read_done
+
+        def read_done(ledger: Ledger, unit: int) -> Done | None:
+            done = read(ledger, unit)
+            if done is None or ledger.url != url:
+                return done
+            made_by = self._MadeBy(done.made_by)
+            self._add(1)
+            weakref.finalize(made_by, self._add, -1)
+            return dataclasses.replace(done, made_by=made_by)
+
+        monkeypatch.setattr(Ledger, "read_done", read_done)
+
+    def _add(self, count: int) -> None:
+        with self._lock:
+            self.now += count
+            self.most = max(self.most, self.now)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ a thousand, do it only if it has not been done after a while.
 """
 
 import contextlib
+import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -610,7 +611,7 @@ class Ledger:
                 raise CorruptError(file.file.key, "belongs to another recipe")
             files.append(file)
             total.add(segment.totals())
-            rows.append(segment.rows)
+            rows.append(segment.rows.copy())  # (a view would hold the whole segment)
             _merge(statistics, statistics_in(segment.columns, table.taps))
         columns = {"rows": np.concatenate(rows), **statistics_tensors(statistics)}
         file, data = named_by_content(layout.manifest_columns, columns)
@@ -706,7 +707,7 @@ class Ledger:
         parts, rows = list[SegmentFile | Segment](), [np.empty(0, np.int64)]
         for file, segment in self.segments_so_far(table):
             parts.append(file or segment)
-            rows.append(segment.rows)
+            rows.append(segment.rows.copy())  # (a view would hold the whole segment)
         return Catalog(self.objects, self.layout, parts, np.concatenate(rows))
 
     def manifest_follows(self, table: Table) -> bool:
@@ -717,10 +718,10 @@ class Ledger:
             return stored == derive_manifest(table, (self._must_be_done(table, u) for u in units))
         return stored == self._derived(table)[0]
 
-    def follows(self, table: Table, manifest: Manifest, records: Sequence[Done]) -> bool:
+    def follows(self, table: Table, manifest: Manifest, records: Iterable[Done]) -> bool:
         """Return whether the manifest, and all that it names, follows from these records."""
-        found = self.catalog(table, manifest)
-        same = len(found) == len(records) and all(map(same_unit, found, records))
+        pairs = itertools.zip_longest(self.catalog(table, manifest), records)
+        same = all(one and other and same_unit(one, other) for one, other in pairs)
         return same and self.manifest_follows(table)
 
     def _must_be_done(self, table: Table, unit: int) -> Done:

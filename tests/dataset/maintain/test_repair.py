@@ -309,6 +309,16 @@ def test_a_manifest_that_does_not_follow_is_made_again(dataset: stored.Stored, h
     check_whole(dataset)
 
 
+def test_a_manifest_is_compared_with_one_record_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = stored.copied(tmp_path / "out", ((3,),) * 40)
+    ledger = begin(dataset.objects)
+    held = stored.HeldRecords(dataset.objects.url, monkeypatch)
+    assert ledger.complete(dataset.table) and ledger.repaired.records == []
+    assert 0 < held.most <= 20
+
+
 def test_the_weights_hashes_are_those_that_are_loaded(dataset: stored.Stored) -> None:
     whole = dataset.objects.get(fmt.MODEL)
     flip(dataset.path / fmt.MODEL, 30)

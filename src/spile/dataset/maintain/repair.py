@@ -20,9 +20,11 @@ import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from spile.core.errors import CorruptError, SpileError, StoreError
+from spile.core.threads import mapped
 from spile.dataset import format as fmt
 from spile.dataset.columns import ColumnFile, column_file, columns_in
 from spile.dataset.format import Done, KeyLayout
@@ -237,7 +239,8 @@ class RepairLedger(Ledger):
         key = table.layout.manifest_key
         try:
             manifest = self.read_manifest(table.layout)
-            records = [self._must_be_done(table, unit) for unit in range(len(table.units))]
+            must_be_done = partial(self._must_be_done, table)
+            records = mapped(must_be_done, range(len(table.units)), self.objects.parallel)
             follows = manifest is not None and self.follows(table, manifest, records)
         except SpileError:
             follows = False

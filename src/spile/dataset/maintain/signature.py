@@ -216,7 +216,8 @@ def _refuse_unfounded(ledger: Ledger, table: Table) -> None:
     manifest = ledger.read_manifest(table.layout)
     if manifest is None:
         return
-    records = [_record(ledger, table, unit) for unit in range(len(table.units))]
+    units = range(len(table.units))
+    records = mapped(partial(_record, ledger, table), units, ledger.objects.parallel)
     if not ledger.follows(table, manifest, records):
         key = table.layout.manifest_key
         raise CorruptError(key, "does not follow from the done records; see `spile verify`")
