@@ -37,6 +37,26 @@ def test_the_runs_of_documents_are_those_of_each_unit() -> None:
     assert [*zip(unit, first, count, strict=True)] == [(0, 0, 2), (1, 2, 0)]
 
 
+def test_units_are_merged_with_their_spans_and_skips() -> None:
+    apart = {"id": 3, "first_doc": 10, "num_docs": 3, "tokens": 5, "spans": [SPAN, SPAN]}
+    columns = UnitColumns.of([*UNITS, {**apart, "skip": [11]}])
+    (first,), (second,) = UNITS[0]["spans"], [{**SPAN, "doc": None}]
+    following, moved = UNITS[2]["spans"], {**SPAN, "doc": 10}
+    one = {"id": 0, "first_doc": 0, "num_docs": 9, "tokens": 22, "skip": [4, 5, 2, 11]}
+    assert [*columns.merged(np.array([4]))] == [
+        {**one, "spans": [first, *following, moved, second]},
+    ]
+    # The documents of a unit that begins a merged one follow from that one's first.
+    assert [*columns.merged(np.array([3, 4]))][1] == {**columns[3], "id": 1}
+    assert columns.merged(np.arange(1, 5)) == columns
+    assert [*columns.merged(np.array([1, 3]))] == [
+        UNITS[0],
+        {"id": 1, "first_doc": 2, "num_docs": 4, "tokens": 10, "spans": following,
+         "skip": [4, 5, 2]},
+    ]  # fmt: skip
+    assert [*columns.merged(np.array([], np.int64))] == []
+
+
 @pytest.mark.parametrize(
     "change",
     [{"id": 1}, {"tokens": -1}, {"num_docs": 1.5}, {"skip": ["a"]}, {"first_doc": 1 << 60}],

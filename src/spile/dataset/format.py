@@ -98,6 +98,7 @@ COMPRESSED = ".zst"
 SCALE_DTYPE = np.dtype(np.float32)
 MADE_WHEN = ("finished_at", "seconds")  # in `made_by`, by the maker's clock, for charts only
 BESIDE = ("index", "statistics", "documents_table")  # the files of a unit that are not shards
+BESIDE_TAPS = ("index", "statistics", "documents")  # what they have in the place of a tap
 
 DONE_NAME = re.compile(r"\d{8}\.json")  # of a done record in its folder
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")

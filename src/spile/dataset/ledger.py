@@ -216,10 +216,13 @@ class Ledger:
         """The place of the dataset, as `spile.open` takes it."""
         return self.objects.url
 
-    def other_rows(self, done: Done) -> str | None:
+    def other_rows(self, done: Done, base: Done | None = None) -> str | None:
         """Return in what the rows of a unit differ from those it must have; None if in nothing.
 
         Only a pass knows what they must be: those of the dataset.
+
+        Args:
+            base: the dataset's record of the unit; read if it is not given.
         """
         return None
 

@@ -172,8 +172,8 @@ class PassLedger(Ledger):
             )
         return super().commit(done)
 
-    def other_rows(self, done: Done) -> str | None:
-        base = self.dataset.read_done(done.unit)
+    def other_rows(self, done: Done, base: Done | None = None) -> str | None:
+        base = base or self.dataset.read_done(done.unit)
         if base is None:
             return "it has no such unit"
         made, wanted = _identity(done), _identity(base)

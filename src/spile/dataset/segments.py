@@ -7,7 +7,7 @@ one of its units is asked for.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, overload
@@ -180,6 +180,15 @@ class Segment:
             documents_table=files[-1],
             made_by={name: value for name, value in when.items() if not math.isnan(value)},
         ).checked(self._key, self._layout)
+
+    def bytes_of_units(self, taps: Collection[str]) -> Ints:
+        """Return the bytes of each unit's files, of some taps or kinds."""
+        columns = self.columns
+        size = columns["file/bytes"]
+        names = texts_at(columns, "file/tap", slice(0, len(size)))
+        chosen = np.array([name in taps for name in names], np.bool_)
+        before = np.concatenate([[0], np.cumsum(np.where(chosen, size, 0))])
+        return np.diff(before[columns["ends/files"]], prepend=0)
 
     def files_of_taps(self) -> dict[str, TapFiles]:
         """Return the totals of the files of each tap."""

@@ -66,6 +66,15 @@ class UnitColumns(Sequence[UnitJson]):
         """Return consecutive units; their ids are counted from 0."""
         return UnitColumns(stop - first, lambda: _part(self.columns, first, stop), self.key)
 
+    def merged(self, ends: Ints) -> "UnitColumns":
+        """Return one unit for each run of consecutive units.
+
+        Args:
+            ends: where each run ends; units after the last run are left out.
+        """
+        taken = self.part(0, int(ends[-1]) if len(ends) else 0)
+        return UnitColumns(len(ends), lambda: _merged(taken, ends), self.key)
+
     def moved(self, docs: int, files: int) -> "UnitColumns":
         """Return the units of a corpus that follows another of so many documents and files."""
         columns = dict(self.columns)
@@ -103,6 +112,17 @@ class UnitColumns(Sequence[UnitJson]):
         runs = [(unit["id"], *run) for unit in self for run in fmt.doc_runs(unit)]
         unit, first, count = (ints(each) for each in zip(*runs, strict=True))
         return unit, first, count
+
+    @property
+    def stop_doc(self) -> Ints:
+        """The ordinal after the last document of each unit."""
+        stop = self.first_doc + self.num_docs
+        spans = np.diff(self.columns["ends/spans"], prepend=0)
+        unit = np.repeat(np.arange(self._count), spans)
+        for number in map(int, np.unique(unit[self.columns["span/doc"] != _NONE])):
+            first, count = fmt.doc_runs(self[number])[-1]
+            stop[number] = first + count
+        return stop
 
     def __len__(self) -> int:
         return self._count
@@ -187,6 +207,23 @@ def _part(columns: Columns, first: int, stop: int) -> dict[str, np.ndarray]:
         else column[runs.get(name, units)]
         for name, column in columns.items()
     }
+
+
+def _merged(units: UnitColumns, ends: Ints) -> dict[str, np.ndarray]:
+    """Return the columns of runs of units: sums, and the spans and skips of all of a run."""
+    columns, starts = units.columns, np.concatenate([[0], ends])[:-1].astype(np.int64)
+    # In a permuted corpus, a unit's documents need not follow those of the unit before.
+    spans = np.concatenate([[0], columns["ends/spans"]]).astype(np.int64)
+    moved = np.ones(len(units), np.bool_)
+    moved[1:] = units.first_doc[1:] != units.stop_doc[:-1]
+    moved[starts] = False
+    moved &= np.diff(spans) > 0
+    docs = columns["span/doc"].copy()
+    docs[spans[:-1][moved]] = units.first_doc[moved]
+    sums = {name: np.add.reduceat(columns[name], starts) for name in ("num_docs", "tokens")}
+    of_last = {name: columns[name][ends - 1] for name in ("ends/spans", "ends/skip")}
+    first = {"first_doc": columns["first_doc"][starts]}
+    return {**columns, **first, **sums, **of_last, "span/doc": docs}
 
 
 def _columns_of(units: Sequence[UnitJson], first: int) -> dict[str, np.ndarray]:

@@ -12,8 +12,6 @@ from spile.dataset.passes import PassLedger, live_passes, named
 from spile.dataset.segments import Catalog, TapFiles
 from spile.objects import Objects
 
-_BESIDE = ("index", "statistics", "documents")
-
 
 @dataclass(frozen=True)
 class ListedFile:
@@ -98,7 +96,8 @@ def list_files(objects: Objects, unit: int | None = None, tap: str | None = None
     for each in live_passes(ledger):
         with named(each.name):
             tables |= {each: found} if (found := each.table_over(table)) else {}
-    known = (*dict.fromkeys(name for each in tables.values() for name in each.taps), *_BESIDE)
+    taps = dict.fromkeys(name for each in tables.values() for name in each.taps)
+    known = (*taps, *fmt.BESIDE_TAPS)
     if tap is not None and tap not in known:
         raise ConfigError(f"--tap {tap}: not in {objects.url}; it has {', '.join(known)}")
     if unit is not None:

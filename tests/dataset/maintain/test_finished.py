@@ -17,7 +17,7 @@ from spile.dataset.maintain.finished import read_finished
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
 from spile.interop.export import export
-from spile.objects import LocalObjects, Objects
+from spile.objects import LocalObjects, MemoryObjects, Objects
 
 MORE: stored.Taps = {"q.0": TapInfo((2, 3), "int8"), "z.1": 4}  # in int8: with scales
 
@@ -83,6 +83,23 @@ def test_added_taps_become_taps_like_the_others(
     verb(made.objects, dest)  # the same again has nothing left to do
     with pytest.raises(ConfigError, match="holds another dataset"):
         verb(made.objects, dest, taps="q.0")
+
+
+@pytest.mark.parametrize("units", [3, 40])
+@pytest.mark.parametrize("verb", [compacted, shuffled, copy_part])
+def test_each_record_is_read_once_and_few_are_held(
+    verb: Callable[..., object], units: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = stored.copied(tmp_path / "out", ((5,),) * units)
+    ledger, _ = stored.add_pass(made, {"z.1": 4})
+    source, dest = stored.CountedObjects(made.path), MemoryObjects(f"memory://{tmp_path}")
+    once = dict.fromkeys(stored.record_keys(made, ledger), 1)
+    held = stored.HeldRecords(source.url, monkeypatch)
+    for _ in range(2):  # the second time, everything is there already
+        source.reads.clear()
+        verb(source, dest)
+        assert source.reads == once
+    assert held.most <= 20
 
 
 def test_an_export_has_added_taps(made: stored.Stored, tmp_path: Path) -> None:

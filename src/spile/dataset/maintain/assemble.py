@@ -26,14 +26,12 @@ from spile.dataset.maintain.copy import (
     FileCopier,
     as_stored,
     copy_records,
-    records_digest,
     refuse_if_too_large,
     refuse_missing,
     refuse_nested,
     refuse_strangers,
-    stored_bytes,
 )
-from spile.dataset.maintain.finished import FinishedRecords, open_finished
+from spile.dataset.maintain.finished import FinishedRecords, Sizes, open_finished, summarize
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.write.shard import read_tensors, statistics_tensors
 from spile.objects import Objects, check_creates_once
@@ -245,9 +243,9 @@ def _assemble(
         check_creates_once(dest)
     if not copy_records(parts[0].objects, parts[0].records, dest, table.version):
         raise _other_dataset_error(dest)
-    size, units_there, copier = 0, 0, FileCopier(dest)
+    sizes, units_there, copier = Sizes(), 0, FileCopier(dest)
     for done, was_there in _units(parts, ledger, table, there, copier):
-        size += stored_bytes([done])
+        sizes.add(done)
         units_there += was_there
         if progress:
             progress(done.unit + 1, len(table.units))
@@ -256,7 +254,7 @@ def _assemble(
         raise _other_dataset_error(dest)
     copier.clean()
     taps = table.recipe.stored_taps
-    return Assembled(dest.url, taps, len(table.units), units_there, rows, size)
+    return Assembled(dest.url, taps, len(table.units), units_there, rows, sizes.bytes)
 
 
 def _identity(table: Table) -> bytes:
@@ -319,7 +317,7 @@ def _units(
 
 def _origin(part: _Source, done: Done) -> dict[str, Any]:
     """Return what a unit is made from; it is equal only for the same unit of the same dataset."""
-    return {"unit": done.unit, "record": records_digest([done], part.table.version)}
+    return {"unit": done.unit, "record": summarize([done], part.table.version).digest}
 
 
 def _ours(ledger: Ledger, number: int, part: _Source, done: Done) -> Done:

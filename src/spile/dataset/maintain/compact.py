@@ -12,11 +12,10 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
-from spile.dataset import format as fmt
+from spile.dataset.columns import Ints, ints, run_of
 from spile.dataset.format import Done
 from spile.dataset.ledger import Attempt, Ledger, Table
 from spile.dataset.maintain.copy import (
@@ -24,19 +23,20 @@ from spile.dataset.maintain.copy import (
     as_stored,
     copy_check,
     copy_records,
-    makers_of,
     read_index,
     read_rows,
-    records_digest,
     refuse_if_too_large,
     refuse_missing,
     refuse_nested,
     refuse_strangers,
-    stored_bytes,
 )
-from spile.dataset.maintain.finished import FinishedRecords, read_finished
+from spile.dataset.maintain.finished import (
+    FinishedRecords,
+    RecordsSummary,
+    Sizes,
+    open_finished,
+)
 from spile.dataset.read.checked_file import CheckedFile
-from spile.dataset.unit_table import UnitColumns
 from spile.dataset.write.documents import merge_documents, read_documents
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once
@@ -66,23 +66,47 @@ class Compacted:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Consecutive units that are merged into one."""
+class _Source:
+    """A finished dataset, and how its units are merged.
 
-    unit: Mapping[str, Any]  # its entry in the new table
-    records: tuple[Done, ...]
-    version: int  # of the source
+    A record is read once, when the unit that it becomes part of is made, or is found made already.
+    The files that it names are then taken from the manifest, with which it was compared.
+    """
 
-    @property
-    def rows(self) -> int:
-        return sum(done.rows for done in self.records)
+    objects: Objects
+    table: Table
+    records: FinishedRecords
+    ends: Ints  # of each merged unit: the one after the last of its units
 
-    def origin(self) -> dict[str, Any]:
-        """Return what the new unit is made from; it is equal only for the same source and cut."""
-        return {
-            "units": [self.records[0].unit, self.records[-1].unit],
-            "records": records_digest(self.records, self.version),
-        }
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def units(self, number: int) -> range:
+        """Return the units that are merged into one."""
+        merged = run_of(self.ends, number)
+        return range(merged.start, merged.stop)
+
+    def rows(self, number: int) -> int:
+        units, starts = self.units(number), self.records.catalog.starts
+        return int(starts[units.stop] - starts[units.start])
+
+    def described(self, number: int) -> Iterator[Done]:
+        """Yield the units that are merged into one, without `made_by`."""
+        return map(self.records.catalog.__getitem__, self.units(number))
+
+    def summary(self, number: int) -> RecordsSummary:
+        """Read the records that are merged into one, and sum them up."""
+        return self.records.summary(self.units(number))
+
+    def origin(self, number: int, summary: RecordsSummary) -> dict[str, Any]:
+        """Return what a unit is made from; it is equal only for the same source and cut."""
+        units = self.units(number)
+        return {"units": [units[0], units[-1]], "records": summary.digest}
+
+    def merged(self, ledger: Ledger) -> Table:
+        """Return the table of the new dataset."""
+        units = self.table.units.merged(self.ends)
+        return replace(self.table, units=units, version=ledger.layout.version)
 
 
 def compact(
@@ -103,37 +127,39 @@ def compact(
         compress: whether to write byte planes and zstd, whatever the source has.
     """
     refuse_nested(source, dest)
-    table, records = read_finished(source, taps)
-    groups = list(_groups(table, records, unit_bytes))
+    table, records = open_finished(source, taps)
+    merging = _Source(source, table, records, _ends(records, unit_bytes))
     ledger = Ledger(dest)
-    merged = _merged(table, groups, ledger)
-    made = _resumed(ledger, merged, groups)
+    merged = merging.merged(ledger)
+    before, after = Sizes(), Sizes()
+    there = _resumed(ledger, merged, merging, before, after)
+    missing = [number for number in range(len(merging)) if number not in there]
     if not compress:
-        missing = sum(group.rows for group in groups if group.unit["id"] not in made)
-        refuse_if_too_large(dest, table.taps, missing)
-    if len(made) < len(groups):
+        refuse_if_too_large(dest, table.taps, sum(map(merging.rows, missing)))
+    if missing:
         check_creates_once(dest)
     if not copy_records(source, records, dest, merged.version):
         raise _other_dataset_error(dest)
     copy_check(source, dest)
     shard_bytes = table.shard_limit(dest, shard_bytes)
-    for number, group in enumerate(groups):
-        if number not in made:
-            made[number] = _write(source, ledger, table, records, group, shard_bytes, compress)
-            _log.info("unit %d of %d: %d rows", number + 1, len(groups), group.rows)
+    for number in missing:
+        summary = merging.summary(number)
+        made = _write(ledger, merging, number, summary, shard_bytes, compress)
+        before.add_sizes(summary.sizes)
+        after.add(made)
+        _log.info("unit %d of %d: %d rows", number + 1, len(merging), made.rows)
     ledger.complete(merged)
     if as_stored(ledger.create_table(merged)) != as_stored(merged):
         raise _other_dataset_error(dest)
-    done = list(made.values())
     return Compacted(
         dest=dest.url,
-        rows=sum(each.rows for each in done),
-        units=len(done),
+        rows=after.rows,
+        units=len(merging),
         units_before=len(records),
-        shards=sum(len(each.shards) for each in done),
-        shards_before=sum(len(each.shards) for each in records),
-        bytes=stored_bytes(done),
-        bytes_before=stored_bytes(records),
+        shards=after.shards,
+        shards_before=before.shards,
+        bytes=after.bytes,
+        bytes_before=before.bytes,
     )
 
 
@@ -144,23 +170,17 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
         ledger: that of the compacted dataset, for which the units are not done.
     """
     stored = ledger.table()
-    table, records = read_finished(source, stored.recipe.stored_taps)
-    groups = list(_groups_of(table, records, stored))
-    merged = _merged(table, groups, ledger)
-    if as_stored(merged) != as_stored(stored):
+    table, records = open_finished(source, stored.recipe.stored_taps)
+    merging = _Source(source, table, records, _ends_of(table, stored))
+    if as_stored(merging.merged(ledger)) != as_stored(stored):
         raise _other_source_error(source, ledger)
     for unit in sorted(ledger.done_units()):
-        done = ledger.read_done(unit)
-        if done is None or done.made_by.get(COMPACTED) != groups[unit].origin():
+        done, origin = ledger.read_done(unit), merging.origin(unit, merging.summary(unit))
+        if done is None or done.made_by.get(COMPACTED) != origin:
             raise _other_source_error(source, ledger)
     shard_bytes = table.shard_limit(ledger.objects, SHARD_BYTES)
     for unit in units:
-        _write(source, ledger, table, records, groups[unit], shard_bytes, compress)
-
-
-def _merged(table: Table, groups: Sequence[_Group], ledger: Ledger) -> Table:
-    units = UnitColumns.of([group.unit for group in groups])
-    return replace(table, units=units, version=ledger.layout.version)
+        _write(ledger, merging, unit, merging.summary(unit), shard_bytes, compress)
 
 
 def _other_source_error(source: Objects, ledger: Ledger) -> ConfigError:
@@ -170,77 +190,53 @@ def _other_source_error(source: Objects, ledger: Ledger) -> ConfigError:
 # -- the source ------------------------------------------------------------------------------
 
 
-def _groups(table: Table, records: Sequence[Done], unit_bytes: int) -> Iterator[_Group]:
-    """Group units up to a size; a unit is never split, however large."""
-    held: list[int] = []
-    size = rows = about = made = 0
-    for number, record in enumerate(records):
-        more = stored_bytes([record])
-        too_many = (rows + record.rows) * INDEX_DTYPE.itemsize > _INDEX_BYTES
-        too_many |= about + record.documents_table.bytes > _DOCUMENTS_BYTES
-        if held and (size + more > unit_bytes or too_many):
-            yield _group(made, table, records, held)
-            held, size, rows, about, made = [], 0, 0, 0, made + 1
-        held.append(number)
-        size, rows = size + more, rows + record.rows
-        about += record.documents_table.bytes
-    if held:
-        yield _group(made, table, records, held)
+def _ends(records: FinishedRecords, unit_bytes: int) -> Ints:
+    """Return where merged units of a size end; a unit is never split, however large."""
+    ends: list[int] = []
+    begun = size = rows = about = 0
+    sizes = zip(records.bytes_of_units(), records.catalog.rows, strict=True)
+    for number, ((more, documents), more_rows) in enumerate(sizes):
+        too_many = (rows + int(more_rows)) * INDEX_DTYPE.itemsize > _INDEX_BYTES
+        too_many |= about + documents > _DOCUMENTS_BYTES
+        if number > begun and (size + more > unit_bytes or too_many):
+            ends.append(number)
+            begun, size, rows, about = number, 0, 0, 0
+        size, rows, about = size + more, rows + int(more_rows), about + documents
+    return ints([*ends, len(records)])
 
 
-def _groups_of(table: Table, records: Sequence[Done], stored: Table) -> Iterator[_Group]:
-    """Group units as in the table of a compacted dataset, whatever size that was for."""
-    number = 0
-    for made, unit in enumerate(stored.units):
-        held: list[int] = []
-        missing = unit["num_docs"]
-        while missing > 0 and number < len(table.units):
-            held.append(number)
-            missing -= table.units[number]["num_docs"]
+def _ends_of(table: Table, stored: Table) -> Ints:
+    """Return where units end that are merged as in a compacted dataset, whatever its size was."""
+    ends: list[int] = []
+    number, docs = 0, table.units.num_docs
+    for missing in stored.units.num_docs.tolist():
+        begun = number
+        while missing > 0 and number < len(docs):
+            missing -= int(docs[number])
             number += 1
-        if held:
-            yield _group(made, table, records, held)
+        if number > begun:
+            ends.append(number)
+    return ints(ends)
 
 
-def _group(unit: int, table: Table, records: Sequence[Done], numbers: Sequence[int]) -> _Group:
-    units = [table.units[number] for number in numbers]
-    reached = units[0]["first_doc"]
-    spans: list[dict[str, Any]] = []
-    for each in units:
-        mine = [dict(span) for span in each["spans"]]
-        if mine and each["first_doc"] != reached:  # in a permuted corpus
-            mine[0]["doc"] = each["first_doc"]
-        spans += mine
-        ((first, count), *_) = reversed(fmt.doc_runs(each))
-        reached = first + count
-    merged = {
-        **units[0],
-        "id": unit,
-        "num_docs": sum(unit["num_docs"] for unit in units),
-        "tokens": sum(unit["tokens"] for unit in units),
-        "spans": spans,
-        "skip": [doc for unit in units for doc in unit.get("skip", ())],
-    }
-    return _Group(merged, tuple(records[number] for number in numbers), table.version)
-
-
-def _read_index(source: Objects, group: _Group) -> np.ndarray:
-    index = np.empty(group.rows, INDEX_DTYPE)
+def _read_index(source: _Source, number: int) -> np.ndarray:
+    index = np.empty(source.rows(number), INDEX_DTYPE)
     reached = 0
-    for done in group.records:
-        index[reached : reached + done.rows] = read_index(source, done)
+    for done in source.described(number):
+        index[reached : reached + done.rows] = read_index(source.objects, done)
         reached += done.rows
     return index
 
 
-def _read_documents(
-    source: Objects, table: Table, group: _Group, index: np.ndarray
-) -> dict[str, np.ndarray]:
-    tables: list[Any] = []
-    for done in group.records:
-        CheckedFile(source, done.documents_table).check()
-        tables.append(read_documents(source, done.documents_table, table.recipe.keep))
-    return merge_documents(tables, None if table.shuffled else index)
+def _read_documents(source: _Source, number: int, index: np.ndarray) -> dict[str, np.ndarray]:
+    keep = source.table.recipe.keep
+
+    def read(done: Done) -> Any:
+        CheckedFile(source.objects, done.documents_table).check()
+        return read_documents(source.objects, done.documents_table, keep)
+
+    tables = map(read, source.described(number))
+    return merge_documents(tables, None if source.table.shuffled else index)
 
 
 # -- the destination -------------------------------------------------------------------------
@@ -253,37 +249,47 @@ def _other_dataset_error(dest: Objects) -> ConfigError:
     )
 
 
-def _resumed(ledger: Ledger, table: Table, groups: Sequence[_Group]) -> dict[int, Done]:
-    """Return the units that are already done; refuse a place that holds anything else."""
+def _resumed(
+    ledger: Ledger, table: Table, source: _Source, before: Sizes, after: Sizes
+) -> set[int]:
+    """Return the units that are already done; refuse a place that holds anything else.
+
+    Args:
+        before: to which the sizes of what they were made from are added.
+        after: to which their own are.
+    """
     found = ledger.read_table()
     if found is not None and as_stored(found) != as_stored(table):
         raise _other_dataset_error(ledger.objects)
     refuse_strangers(ledger.objects)
-    units = sorted(ledger.done_units())
-    if units and units[-1] >= len(groups):
+    units = ledger.done_units()
+    if units and max(units) >= len(source):
         raise _other_dataset_error(ledger.objects)
-    return {unit: _ours(ledger, unit, groups[unit]) for unit in units}
+    for unit in sorted(units):
+        summary = source.summary(unit)
+        after.add(_ours(ledger, unit, source.origin(unit, summary)))
+        before.add_sizes(summary.sizes)
+    return units
 
 
-def _ours(ledger: Ledger, unit: int, group: _Group) -> Done:
+def _ours(ledger: Ledger, unit: int, origin: Mapping[str, Any]) -> Done:
     done = ledger.read_done(unit)
-    if done is None or done.made_by.get(COMPACTED) != group.origin():
+    if done is None or done.made_by.get(COMPACTED) != origin:
         raise _other_dataset_error(ledger.objects)
     refuse_missing(ledger, done)
     return done
 
 
 def _write(
-    source: Objects,
     ledger: Ledger,
-    table: Table,
-    records: FinishedRecords,
-    group: _Group,
+    source: _Source,
+    number: int,
+    summary: RecordsSummary,
     shard_bytes: int,
     compress: bool,
 ) -> Done:
     """Write one merged unit, a window of rows at a time."""
-    number, index = int(group.unit["id"]), _read_index(source, group)
+    table, index = source.table, _read_index(source, number)
     writer = UnitWriter(
         ledger.objects,
         number,
@@ -293,41 +299,31 @@ def _write(
         layout=ledger.layout,
         compress=compress,
     )
+    origin = source.origin(number, summary)
     with Attempt(ledger, writer) as attempt:
         for tap, info in table.taps.items():
-            for done in group.records:
+            for done in source.described(number):
                 for shard in done.shards:
                     if shard.tap == tap:
-                        for rows, scales in read_rows(source, shard, info):
+                        for rows, scales in read_rows(source.objects, shard, info):
                             writer.write(tap, rows, scales)
-        for done in group.records:
-            for tap, stats in records.statistics(done.unit).items():
+        for unit in source.units(number):
+            for tap, stats in source.records.statistics(unit).items():
                 writer.stats[tap].merge(stats)
-        documents = _read_documents(source, table, group, index)
-        made = writer.finish(table=documents, **_described(table, group))
+        made = writer.finish(
+            table=_read_documents(source, number, index),
+            fingerprint=table.fingerprint,
+            tokens=summary.tokens,
+            documents=summary.documents,
+            contexts=summary.contexts,
+            skipped=summary.skipped,
+            text_digest=summary.text_digest,
+            made_by={
+                "spile": version("spile"),
+                COMPACTED: origin,
+                "rows_by": summary.makers,
+            },
+        )
         if attempt.commit(made):
             return made
-    return _ours(ledger, number, group)
-
-
-def _described(table: Table, group: _Group) -> dict[str, Any]:
-    """Return the record's counts, summed, and the original makers of the rows."""
-    skipped: dict[str, int] = {}
-    text = xxhash.xxh3_128()
-    for done in group.records:
-        for reason, count in done.skipped.items():
-            skipped[reason] = skipped.get(reason, 0) + count
-        text.update(done.text_digest.encode())
-    return {
-        "fingerprint": table.fingerprint,
-        "tokens": sum(done.tokens for done in group.records),
-        "documents": sum(done.documents for done in group.records),
-        "contexts": sum(done.contexts for done in group.records),
-        "skipped": skipped,
-        "text_digest": text.hexdigest(),
-        "made_by": {
-            "spile": version("spile"),
-            COMPACTED: group.origin(),
-            "rows_by": makers_of(group.records),
-        },
-    }
+    return _ours(ledger, number, origin)

@@ -13,11 +13,10 @@ once do no harm.
 
 import contextlib
 import threading
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-import xxhash
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.index import INDEX_DTYPE
@@ -237,37 +236,7 @@ def copy_check(source: Objects, dest: Objects) -> None:
         dest.create(fmt.CHECK, data)
 
 
-def makers_of(records: Sequence[Done]) -> list[Mapping[str, object]]:
-    """Return the original makers of the rows."""
-    makers: list[Mapping[str, object]] = []
-    for done in records:
-        maker = {k: v for k, v in done.made_by.items() if k not in fmt.MADE_WHEN}
-        if maker not in makers:
-            makers.append(maker)
-    return makers
-
-
-# -- records ---------------------------------------------------------------------------------
-
-
-def stored_bytes(records: Iterable[Done]) -> int:
-    """Return the total bytes of all files that records name."""
-    return sum(file.bytes for done in records for file in done.files())
-
-
 def as_stored(table: Table) -> bytes:
     """Return the bytes of a table's record, whatever version it is stored in."""
     units, _ = named_by_content(fmt.UNIT_COLUMNS, table.units.columns)
     return fmt.encode_record("units", table.to_json(units))
-
-
-def records_digest(records: Iterable[Done], version: int) -> str:
-    """Return a digest that is equal only for exactly the same files.
-
-    Args:
-        version: that of the dataset whose records they are.
-    """
-    digest = xxhash.xxh3_128()
-    for done in records:
-        digest.update(fmt.encode_record("done", done.to_json(), version))
-    return digest.hexdigest()

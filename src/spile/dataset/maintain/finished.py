@@ -4,11 +4,13 @@ What is made from a dataset is a whole. So the units of all generations are thos
 and the taps of all passes that are complete are those of one recipe.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
+import xxhash
 
 from spile.core.config import flag_of
 from spile.core.errors import ConfigError, CorruptError, StoreError
@@ -18,7 +20,7 @@ from spile.dataset import format as fmt
 from spile.dataset.chosen_taps import choose_taps
 from spile.dataset.format import Done
 from spile.dataset.ledger import Ledger, Table, read_statistics, same_unit
-from spile.dataset.passes import PassLedger, live_passes
+from spile.dataset.passes import JoinedUnits, PassLedger, live_passes
 from spile.dataset.segments import Catalog
 from spile.dataset.write.statistics import TapStats
 from spile.objects import Objects
@@ -31,8 +33,7 @@ def read_finished(
 ) -> tuple[Table, "FinishedRecords"]:
     """Return the table and the records of a dataset, which must be finished; all are checked."""
     table, records = open_finished(source, taps)
-    for _ in records:
-        pass
+    records.whole()
     return table, records
 
 
@@ -73,7 +74,7 @@ def finished_parts(source: Objects) -> "list[FinishedPart]":
                 f"`spile extract --out {source.url} --add-taps {taps}` first"
             )
         if each.finished(own.table):
-            parts.append(_finished_part(each))
+            parts.append(_finished_part(each, own.catalog))
     return parts
 
 
@@ -85,6 +86,7 @@ class FinishedPart:
     table: Table
     catalog: Catalog  # from the manifest: records without `made_by`
     prefix: str = ""  # the folder of the pass
+    base: Catalog | None = None  # of a pass: the units of the dataset
 
     def read(self, unit: int) -> Done:
         """Return a record, which is checked."""
@@ -97,7 +99,7 @@ class FinishedPart:
             raise CorruptError(self.prefix + key, "does not hold the recipe's taps")
         if not same_unit(self.catalog[unit], done):
             raise self.unfounded()
-        if self.ledger.other_rows(done):
+        if self.base is not None and self.ledger.other_rows(done, self.base[unit]):
             raise CorruptError(self.prefix + key, "has other rows than the dataset")
         return done
 
@@ -108,7 +110,7 @@ class FinishedPart:
         )
 
 
-def _finished_part(ledger: Ledger) -> FinishedPart:
+def _finished_part(ledger: Ledger, base: Catalog | None = None) -> FinishedPart:
     """Return a dataset without its passes, or a pass; it must be finished."""
     url, table = ledger.objects.url, ledger.table()
     prefix = fmt.pass_prefix(ledger.name) if isinstance(ledger, PassLedger) else ""
@@ -128,7 +130,7 @@ def _finished_part(ledger: Ledger) -> FinishedPart:
             f"{url}: every unit is done, but there is no {table.layout.manifest_key} yet; "
             "finish with the same `spile extract` first"
         )
-    part = FinishedPart(ledger, table, ledger.catalog(table, manifest), prefix)
+    part = FinishedPart(ledger, table, ledger.catalog(table, manifest), prefix, base)
     if not ledger.manifest_follows(table):
         raise part.unfounded()
     return part
@@ -179,6 +181,68 @@ def _two_recipes_error(
     )
 
 
+@dataclass
+class Sizes:
+    """Sums over units."""
+
+    rows: int = 0
+    shards: int = 0
+    bytes: int = 0  # of all files
+
+    def add(self, done: Done) -> None:
+        self.rows += done.rows
+        self.shards += len(done.shards)
+        self.bytes += sum(file.bytes for file in done.files())
+
+    def add_sizes(self, other: "Sizes") -> None:
+        self.rows += other.rows
+        self.shards += other.shards
+        self.bytes += other.bytes
+
+
+@dataclass(frozen=True)
+class RecordsSummary:
+    """What is said about records in the records of units that are made from them."""
+
+    digest: str  # equal only for exactly the same files
+    text_digest: str
+    tokens: int
+    documents: int
+    contexts: int
+    skipped: Mapping[str, int]
+    makers: Sequence[Mapping[str, object]]  # the original makers of the rows
+    sizes: Sizes
+
+
+def summarize(records: Iterable[Done], version: int) -> RecordsSummary:
+    """Sum up records, of which none is kept.
+
+    Args:
+        version: that of the dataset whose records they are.
+    """
+    digest, text, counts = xxhash.xxh3_128(), xxhash.xxh3_128(), Counter[str]()
+    skipped, makers, sizes = Counter[str](), list[Mapping[str, object]](), Sizes()
+    for done in records:
+        digest.update(fmt.encode_record("done", done.to_json(), version))
+        text.update(done.text_digest.encode())
+        counts.update(tokens=done.tokens, documents=done.documents, contexts=done.contexts)
+        skipped.update(done.skipped)
+        maker = {k: v for k, v in done.made_by.items() if k not in fmt.MADE_WHEN}
+        if maker not in makers:
+            makers.append(maker)
+        sizes.add(done)
+    return RecordsSummary(
+        digest=digest.hexdigest(),
+        text_digest=text.hexdigest(),
+        tokens=counts["tokens"],
+        documents=counts["documents"],
+        contexts=counts["contexts"],
+        skipped=dict(skipped),
+        makers=makers,
+        sizes=sizes,
+    )
+
+
 class FinishedRecords(Sequence[Done]):
     """The done records of a finished dataset, each read when it is asked for, and checked.
 
@@ -193,7 +257,10 @@ class FinishedRecords(Sequence[Done]):
         self.fingerprint = parts[0].table.flattened().fingerprint  # of the dataset, with all taps
         self._own, self._taps, self._parallel = parts[0], taps, parts[0].ledger.objects.parallel
         self._parts = [part for part in parts[1:] if not part.table.taps.keys().isdisjoint(taps)]
-        self.catalog = parts[0].catalog  # the same units from the manifest, and cheaper
+        passes = {part.prefix: part.catalog for part in self._parts}
+        # The same units from the manifests, which are cheaper: without `made_by`, with all taps.
+        self.catalog = JoinedUnits(self._own.catalog, passes) if passes else self._own.catalog
+        self._whole: RecordsSummary | None = None
 
     def __len__(self) -> int:
         return len(self._own.table.units)
@@ -225,6 +292,27 @@ class FinishedRecords(Sequence[Done]):
         ]
         wanted = (shard for shard in (*done.shards, *shards) if shard.tap in self._taps)
         return replace(done, shards=tuple(wanted))
+
+    def summary(self, units: Iterable[int]) -> RecordsSummary:
+        """Read the records of some units, each once, and sum them up."""
+        return summarize(self.of(units), self._own.table.version)
+
+    def whole(self) -> RecordsSummary:
+        """Return the summary of all records, which are read by the first call alone."""
+        if self._whole is None:
+            self._whole = self.summary(range(len(self)))
+        return self._whole
+
+    def bytes_of_units(self) -> Iterator[tuple[int, int]]:
+        """Yield the bytes of each unit's files, and of its documents table, from the manifests."""
+        of_all = {*self._taps, *fmt.BESIDE_TAPS}
+        others = (part.catalog.segments() for part in self._parts)
+        for own, *more in zip(self._own.catalog.segments(), *others, strict=True):
+            size = own.bytes_of_units(of_all)
+            for each in more:
+                size = size + each.bytes_of_units(self._taps)
+            documents = own.bytes_of_units(fmt.BESIDE_TAPS[-1:])
+            yield from zip(size.tolist(), documents.tolist(), strict=True)
 
     def statistics(self, unit: int) -> dict[str, TapStats]:
         """Return the statistics of a unit's rows by tap, which are compared with their records."""

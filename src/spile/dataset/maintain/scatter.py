@@ -11,7 +11,6 @@ short, the pass sorts by groups of parts (nodes) instead, and the next pass cont
 node. Runs are units of a separate store, and are committed like units.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +31,7 @@ from spile.dataset.maintain.copy import (
     refuse_missing,
     refuse_strangers,
 )
+from spile.dataset.maintain.finished import FinishedRecords
 from spile.dataset.read.checked_file import WINDOW_BYTES
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows
 from spile.dataset.segments import Catalog
@@ -182,34 +182,32 @@ class TapBuffer:
 class SourceRows:
     """A dataset as one node; every file is checked as it is read."""
 
-    def __init__(self, objects: Objects, table: Table, records: Sequence[Done]) -> None:
-        self._objects, self._table, self._records = objects, table, records
-        self._starts = np.cumsum([0, *(done.rows for done in records)]).tolist()
+    def __init__(self, objects: Objects, table: Table, records: FinishedRecords) -> None:
+        self._objects, self._table, self._units = objects, table, records.catalog
         self.sums = RowSums()  # empty: the sums of a source are not known
 
     def parts(self, capacity: int) -> list[DatasetPart]:
         """Group small units; cut a large one at shard ends of its widest tap, if possible."""
         widest = max(self._table.taps, key=lambda tap: self._table.taps[tap].row_bytes)
         parts: list[DatasetPart] = []
-        begun = 0
-        for unit, done in enumerate(self._records):
-            first, last = self._starts[unit], self._starts[unit + 1]
-            if unit > begun and last - self._starts[begun] > capacity:
-                parts.append(DatasetPart(self._starts[begun], first, (begun, unit)))
-                begun = unit
-            if done.rows <= capacity:
+        begun = begin = last = 0  # the next part's first unit and row; the end of the unit's rows
+        for unit, rows in enumerate(map(int, self._units.rows)):
+            first, last = last, last + rows
+            if unit > begun and last - begin > capacity:
+                parts.append(DatasetPart(begin, first, (begun, unit)))
+                begun, begin = unit, first
+            if rows <= capacity:
                 continue
-            ends = [first + s.first + s.count for s in done.shards if s.tap == widest]
+            shards = self._units[unit].shards
+            ends = [first + s.first + s.count for s in shards if s.tap == widest]
             while first < last:
                 near = [end for end in ends if first < end <= first + capacity]
                 stop = max(near, default=min(first + capacity, last))
                 parts.append(DatasetPart(first, stop, (unit, unit + 1)))
                 first = stop
-            begun = unit + 1
-        if begun < len(self._records):
-            parts.append(
-                DatasetPart(self._starts[begun], self._starts[-1], (begun, len(self._records)))
-            )
+            begun, begin = unit + 1, last
+        if begun < len(self._units):
+            parts.append(DatasetPart(begin, last, (begun, len(self._units))))
         return parts
 
     def pieces(self, capacity: int) -> list[NodePiece]:
@@ -217,13 +215,13 @@ class SourceRows:
 
     def index(self, piece: NodePiece) -> np.ndarray:
         found = [
-            read_index(self._objects, done, low, high) for done, low, high in self._units(piece)
+            read_index(self._objects, done, low, high) for done, low, high in self._taken(piece)
         ]
         return np.concatenate([np.empty(0, INDEX_DTYPE), *found])
 
     def fill(self, tap: str, piece: NodePiece, rows: Bytes, scales: np.ndarray | None) -> None:
         info, at = self._table.taps[tap], 0
-        for done, low, high in self._units(piece):
+        for done, low, high in self._taken(piece):
             for shard in done.shards:
                 first, last = max(low - shard.first, 0), min(high - shard.first, shard.count)
                 if shard.tap != tap or first >= last:
@@ -237,10 +235,12 @@ class SourceRows:
                         scales[part] = beside
                     at += len(values)
 
-    def _units(self, piece: NodePiece) -> Iterator[tuple[Done, int, int]]:
-        unit = bisect_right(self._starts, piece.first) - 1
-        while unit < len(self._records) and self._starts[unit] < piece.last:
-            done, start = self._records[unit], self._starts[unit]
+    def _taken(self, piece: NodePiece) -> Iterator[tuple[Done, int, int]]:
+        """Yield the units that have rows of a piece, and which of their rows."""
+        starts = self._units.starts
+        unit = int(np.searchsorted(starts, piece.first, side="right")) - 1
+        while unit < len(self._units) and starts[unit] < piece.last:
+            done, start = self._units[unit], int(starts[unit])
             low, high = max(piece.first - start, 0), min(piece.last - start, done.rows)
             if low < high:
                 yield done, low, high

@@ -11,8 +11,8 @@ a kill, and any other is refused.
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import groupby
@@ -31,15 +31,12 @@ from spile.dataset.maintain.copy import (
     as_stored,
     copy_check,
     copy_records,
-    makers_of,
-    records_digest,
     refuse_if_too_large,
     refuse_missing,
     refuse_nested,
     refuse_strangers,
-    stored_bytes,
 )
-from spile.dataset.maintain.finished import FinishedRecords, read_finished
+from spile.dataset.maintain.finished import FinishedRecords, Sizes, read_finished
 from spile.dataset.maintain.scatter import (
     SHUFFLED,
     DatasetPart,
@@ -143,14 +140,10 @@ class _Shuffle:
         return max(2, self.capacity * widest // _SEGMENT_BYTES)
 
     @cached_property
-    def makers(self) -> list[Mapping[str, object]]:
-        return makers_of(self.records)
-
-    @cached_property
     def origin(self) -> dict[str, Any]:
         """What the order follows from; equal only for the same source and the same settings."""
         return {
-            "records": records_digest(self.records, self.table.version),
+            "records": self.records.whole().digest,
             "seed": self.seed,
             "capacity": self.capacity,
             "fan_out": self.fan_out,
@@ -161,11 +154,12 @@ class _Shuffle:
         ledger = Ledger(self.dest)
         parts = SourceRows(self.source, self.table, self.records).parts(self.capacity)
         passes = self._passes(parts)
-        there = self._resumed(ledger)
+        made = _Made()
+        there = self._resumed(ledger, made)
         if len(there) < len(self.records):
             check_creates_once(self.dest)
             if not there and not self.compress:
-                rows = sum(done.rows for done in self.records)
+                rows = int(self.records.catalog.starts[-1])
                 inside = self.scratch.startswith(self.dest.url)
                 refuse_if_too_large(self.dest, self.table.taps, rows * (1 + inside))
         if ledger.read_table() is None:
@@ -173,25 +167,26 @@ class _Shuffle:
                 raise other_dataset_error(self.dest)
             copy_check(self.source, self.dest)
             level = self._scattered(passes)
-            made = self._gathered(ledger, level, parts, there)
+            self._gathered(ledger, level, parts, there, made)
             self._commit(ledger, level, made)
         else:
-            made = list(there.values())
-            keys = (ledger.layout.done_key(done.unit) for done in made)
+            layout, count = ledger.layout, len(self.records)
+            groups = (layout.units_of(group, count) for group in range(layout.groups(count)))
+            keys = (layout.done_key(units[0]) for units in groups)  # of each folder
             settle(self.dest, *keys, fmt.UNITS)  # before their sources are removed
         for each in passes:
             each.clear(self._store(each.number))
         return Shuffled(
             dest=self.dest.url,
-            rows=sum(done.rows for done in made),
-            units=len(made),
-            shards=sum(len(done.shards) for done in made),
-            bytes=stored_bytes(made),
+            rows=made.sizes.rows,
+            units=len(self.records),
+            shards=made.sizes.shards,
+            bytes=made.sizes.bytes,
             passes=len(passes) + 1,
         )
 
-    def _resumed(self, ledger: Ledger) -> dict[int, Done]:
-        """Return the units that are already done."""
+    def _resumed(self, ledger: Ledger, made: "_Made") -> set[int]:
+        """Return the units that are already done, and add them to those made."""
         found = ledger.read_table()
         wanted = replace(self.table, shuffled=None)
         if found is not None and (
@@ -201,10 +196,12 @@ class _Shuffle:
         ):
             raise other_dataset_error(self.dest)
         refuse_strangers(self.dest, [fmt.SCRATCH])
-        units = sorted(ledger.done_units())
-        if units and units[-1] >= len(self.records):
+        units = ledger.done_units()
+        if units and max(units) >= len(self.records):
             raise other_dataset_error(self.dest)
-        return {unit: self.ours(ledger, unit) for unit in units}
+        for unit in sorted(units):
+            made.add(self.ours(ledger, unit))
+        return units
 
     def ours(self, ledger: Ledger, unit: int) -> Done:
         done = ledger.read_done(unit)
@@ -271,18 +268,17 @@ class _Shuffle:
         ledger: Ledger,
         level: ScatteredRows,
         parts: Sequence[DatasetPart],
-        there: Mapping[int, Done],
-    ) -> list[Done]:
-        made = dict(there)
+        there: Collection[int],
+        made: "_Made",
+    ) -> None:
         numbered = enumerate(parts)
         for (first, stop), group in groupby(numbered, key=lambda item: item[1].units):
-            missing = [unit for unit in range(first, stop) if unit not in made]
+            missing = [unit for unit in range(first, stop) if unit not in there]
             if missing:
                 nodes = [node for node, _ in group]
                 for done in self._write(ledger, level, range(first, stop), missing, nodes):
-                    made[done.unit] = done
+                    made.add(done)
                 _log.info("unit %d of %d", stop, len(self.records))
-        return [made[unit] for unit in range(len(self.records))]
 
     def _write(
         self,
@@ -298,7 +294,8 @@ class _Shuffle:
         index = np.concatenate(
             [level.index(piece)[order] for piece, order in zip(pieces, orders, strict=True)]
         )
-        ends = _shares(len(index), [self.records[unit].rows for unit in units])
+        wanted = self.records.catalog.rows[units.start : units.stop].tolist()
+        ends = _shares(len(index), wanted)
         writers = {
             unit: _Writer(self, ledger, units[place], index[ends[place] : ends[place + 1]])
             for place, unit in enumerate(units)
@@ -322,25 +319,34 @@ class _Shuffle:
                         at += len(rows)
             return [writers[unit].commit(ledger) for unit in missing]
 
-    def _commit(self, ledger: Ledger, level: ScatteredRows, made: Sequence[Done]) -> None:
+    def _commit(self, ledger: Ledger, level: ScatteredRows, made: "_Made") -> None:
         """Create the table, which makes it a dataset, after checking that the rows are the same."""
-        sums = RowSums()
-        for done in made:
-            sums.merge(RowSums.from_json(done.made_by[SHUFFLED]["sums"]))
-        if sums != level.sums:
+        if made.sums != level.sums:
             raise lost_rows_error(self.dest)
-        told = {"seed": self.seed, "entries": f"{sums.entries:016x}", "drawn": self._drawn()}
+        told = {"seed": self.seed, "entries": f"{made.sums.entries:016x}", "drawn": self._drawn()}
         table = replace(self.table, shuffled=told, version=ledger.layout.version)
         ledger.complete(table)
         if as_stored(ledger.create_table(table)) != as_stored(table):
             raise other_dataset_error(self.dest)
 
 
+@dataclass
+class _Made:
+    """Sums over the units of the new dataset."""
+
+    sizes: Sizes = field(default_factory=Sizes)
+    sums: RowSums = field(default_factory=RowSums)
+
+    def add(self, done: Done) -> None:
+        self.sizes.add(done)
+        self.sums.merge(RowSums.from_json(done.made_by[SHUFFLED]["sums"]))
+
+
 class _Writer:
     """A unit of the new dataset being written."""
 
     def __init__(self, work: _Shuffle, ledger: Ledger, unit: int, index: np.ndarray) -> None:
-        self._work, self._source = work, work.records[unit]
+        self._work, self._source = work, work.records.catalog[unit]
         shard_bytes = work.table.shard_limit(work.dest, work.shard_bytes)
         self._writer = UnitWriter(
             work.dest,
@@ -377,7 +383,7 @@ class _Writer:
             made_by={
                 "spile": version("spile"),
                 SHUFFLED: origin,
-                "rows_by": work.makers,
+                "rows_by": work.records.whole().makers,
             },
         )
         return made if self.attempt.commit(made) else work.ours(ledger, done.unit)

@@ -231,7 +231,7 @@ def _joined(pa: Any, columns: Sequence[Any]) -> Any:
     return pa.chunked_array(chunks, kind)
 
 
-def merge_documents(tables: Sequence[Any], index: np.ndarray | None) -> dict[str, np.ndarray]:
+def merge_documents(tables: Iterable[Any], index: np.ndarray | None) -> dict[str, np.ndarray]:
     """Merge the tables of consecutive units.
 
     Args:
