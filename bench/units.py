@@ -407,8 +407,8 @@ def measure_push(out: str) -> None:
     class Nowhere(push._Repository):
         def prepare(self, *, private: bool) -> None: ...
 
-        def files(self) -> dict[str, Any]:
-            return {}
+        def listed(self, folder: str) -> tuple[dict[str, Any], list[str]]:
+            return {}, []
 
         def commit(self, files: Any, message: str) -> None: ...
 

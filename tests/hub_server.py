@@ -282,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
         if folder and not files:
             return self._answer(404, {"error": "no such path"}, X_Error_Code="EntryNotFound")
         folders = {path.rpartition("/")[0] for path in files if "/" in path} - {folder}
-        if "recursive" not in self._query:
+        if self._query.get("recursive", "").lower() != "true":
             files = {path: file for path, file in files.items() if "/" not in path[len(top) :]}
             folders = {top + path[len(top) :].partition("/")[0] for path in folders}
         entries: list[dict[str, Any]] = [

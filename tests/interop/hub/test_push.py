@@ -1,5 +1,6 @@
 """`spile push`, by the Hub's own client, to a real server."""
 
+import gc
 import shutil
 import subprocess
 import sys
@@ -202,6 +203,25 @@ def test_added_taps_go_along_when_they_are_complete_and_are_dropped_there_too(
     ledger.drop()
     assert client.push(made.path, REPO)["files"] == 1
     assert "z.0" not in open_dataset(client.download(tmp_path / "again").url).taps
+
+
+def test_each_record_is_read_once_and_few_units_are_held(
+    hub: Hub, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = stored.copied(tmp_path / "out", ((3,),) * 12)
+    ledger, _ = stored.add_pass(made, {"z.0": 4})
+    source, held = stored.CountedObjects(made.path), list[int]()
+    monkeypatch.setattr(push, "open_objects", lambda out: source)
+
+    def count() -> None:
+        held.append(sum(isinstance(each, push._Unit) for each in gc.get_objects()))
+
+    hub.before_commit = count
+    for _ in range(2):  # the second time, everything is there already
+        source.reads.clear()
+        client.push(made.path, REPO)
+        assert source.reads == dict.fromkeys(stored.record_keys(made, ledger), 1)
+    assert 0 < max(held) <= 12
 
 
 def test_an_interrupted_push_is_continued(hub: Hub, client: Client, dataset: stored.Stored) -> None:

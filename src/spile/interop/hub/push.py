@@ -14,11 +14,13 @@ import logging
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
+
+import numpy as np
 
 from spile.core.errors import ConfigError, SpileError, StoreError
 from spile.core.retry import backoff
@@ -80,10 +82,12 @@ def push(out: str, repo: str, *, private: bool = False, revision: str | None = N
     source = _Source(open_objects(out))
     there = _Repository(hub, repo, revision or "main")
     there.prepare(private=private)
-    files = there.files()
+    files, folders = there.beside_units()
     rest = source.rest() | source.dropped(files)
+    units = _UnitsThere(source, there, folders)
+    _refuse_other(files, source, rest, repo)
     sent = sent_bytes = 0
-    for batch in _batches(_missing(files, source, rest, repo)):
+    for batch in _batches(units.missing()):
         with tempfile.TemporaryDirectory(prefix="spile-push-") as folder:
             paths = {file.key: source.checked(file, folder) for u in batch for file in u.files}
             paths |= {unit.key: unit.record for unit in batch}
@@ -97,14 +101,18 @@ def push(out: str, repo: str, *, private: bool = False, revision: str | None = N
     if card_written:
         card = write_card(repo, source.table, source.taps, source.totals, there.download)
         last[CARD] = card.encode()
-    if last:
-        there.commit(last, f"{len(source.table.units)} units, whole")
-    total = sum(len(unit.files) + 1 for unit in source.units) + len(rest) + 1
+    beside = source.files(rest)
+    with tempfile.TemporaryDirectory(prefix="spile-push-") as folder:
+        for key in beside:
+            if path := source.unlike(key, files.get(key), folder):
+                last[key] = path
+        if last:
+            there.commit(last, f"{len(source.table.units)} units, whole")
     return Pushed(
         url=f"{there.endpoint}/datasets/{repo}",
         revision=there.revision,
         files=sent + len(last),
-        files_there=total - sent - len(last),
+        files_there=units.files + len(rest) + len(beside) + 1 - len(last),
         bytes=sent_bytes,
         card_written=card_written,
         download=there.download,
@@ -138,15 +146,12 @@ class _Source:
         self._objects = objects
         self.parts = finished_parts(objects)
         self.table = self.parts[0].table
-        self.units = [
-            unit
-            for part in self.parts
-            for unit in mapped(
-                partial(_Unit.of, part), range(len(part.table.units)), objects.parallel
-            )
-        ]
         self.totals = self.parts[0].catalog.totals()
         self.totals.bytes += sum(part.catalog.totals().bytes for part in self.parts[1:])
+
+    def units(self, part: FinishedPart, numbers: Iterable[int]) -> Iterator[_Unit]:
+        """Some units of a part, each read when it is its turn."""
+        return mapped(partial(_Unit.of, part), numbers, self._objects.parallel)
 
     @property
     def taps(self) -> dict[str, TapInfo]:
@@ -166,10 +171,25 @@ class _Source:
         with contextlib.suppress(FileNotFoundError):  # not every dataset is signed
             keys = [fmt.signed_key(layout), fmt.signature_key(layout)]
             signed = {key: self._objects.get(key) for key in keys}
-            listed = decode_list(signed[keys[0]], layout)[1]
-            digests = [key for key in listed if key.startswith(fmt.DIGESTS)]
-            found |= {**signed, **{key: self._objects.get(key) for key in digests}}
+            if all(exists(self._objects, key) for key in self._digests(signed)):
+                found |= signed
         return found
+
+    def files(self, rest: Mapping[str, bytes]) -> list[str]:
+        """The keys of the files that the records beside the units name."""
+        found: list[str] = []
+        for part in self.parts:
+            # (The units of a pass are in the dataset's own files.)
+            known = named_files(part.table) if part.prefix else set[str]()
+            named = named_files(part.table, *part.ledger.manifests(part.table)) - known
+            found += [part.prefix + key for key in sorted(named)]
+        return found + self._digests(rest)
+
+    def _digests(self, rest: Mapping[str, bytes]) -> list[str]:
+        """The keys of the digests that a signature is of."""
+        signed = rest.get(fmt.signed_key(self.table.layout))
+        listed = decode_list(signed, self.table.layout)[1] if signed is not None else {}
+        return [key for key in listed if key.startswith(fmt.DIGESTS)]
 
     def _beside(self, part: FinishedPart) -> dict[str, bytes]:
         ledger, table = part.ledger, part.table
@@ -182,10 +202,6 @@ class _Source:
                 continue  # not every dataset has scales or was checked; a pass has no table
             fmt.decode_record(key, found[key], kind)
         ledger.read_tokenizer(table)  # (refuses damage)
-        # (The units of a pass are in the dataset's own files.)
-        known = named_files(table) if part.prefix else set[str]()
-        for key in named_files(table, *ledger.manifests(table)) - known:
-            found[key] = ledger.objects.get(key)
         return found
 
     def dropped(self, files: Mapping[str, Any]) -> dict[str, bytes]:
@@ -200,17 +216,29 @@ class _Source:
     def checked(self, file: Shard, folder: str) -> Path:
         """A path to the file's content, checked against its record."""
         path = self._objects.local_path(file.key)
-        if path is not None:
-            CheckedFile(self._objects, file).check()
-            return path
-        copy = Path(folder, file.key.replace("/", "-"))
-        try:
-            with copy.open("wb") as target:
-                for piece in CheckedFile(self._objects, file).pieces():
-                    target.write(piece)
-        except OSError as error:
-            raise StoreError(f"{copy}: {error.strerror or error}; see TMPDIR") from error
-        return copy
+        if path is None:
+            return _copied(file.key, CheckedFile(self._objects, file).pieces(), folder)
+        CheckedFile(self._objects, file).check()
+        return path
+
+    def unlike(self, key: str, entry: Any, folder: str) -> Path | None:
+        """A path to the content of a file of no unit; None if the repository has the same."""
+        data = self._objects.get(key)
+        if _same(entry, data):
+            return None
+        return self._objects.local_path(key) or _copied(key, [data], folder)
+
+
+def _copied(key: str, pieces: Iterable[bytes], folder: str) -> Path:
+    """A file in a folder, for the client, which takes paths."""
+    copy = Path(folder, key.replace("/", "-"))
+    try:
+        with copy.open("wb") as target:
+            for piece in pieces:
+                target.write(piece)
+    except OSError as error:
+        raise StoreError(f"{copy}: {error.strerror or error}; see TMPDIR") from error
+    return copy
 
 
 class _Repository:
@@ -238,16 +266,40 @@ class _Repository:
                 lambda: api.create_branch(**self._where, branch=self.revision, exist_ok=True)
             )
 
-    def files(self) -> dict[str, Any]:
-        """Files by path; each has its git hash, and if it is large the hash of its content."""
+    def beside_units(self) -> tuple[dict[str, Any], list[str]]:
+        """The files that belong to no unit, by path, and the folders of done records."""
+        found: dict[str, Any] = {}
+        done: list[str] = []
+        waiting = [""]
+        while waiting:
+            files, folders = self.listed(waiting.pop())
+            found |= files
+            for folder in folders:
+                inside = fmt.split_pass_key(f"{folder}/")[1]
+                if inside == fmt.DONE:
+                    done.append(folder)
+                elif inside != fmt.ATTEMPTS:  # (which a record tells about)
+                    waiting.append(folder)
+        return found, sorted(done)
 
-        def listed() -> list[Any]:
-            return list(
-                self._api.list_repo_tree(**self._where, revision=self.revision, recursive=True)
-            )
+    def listed(self, folder: str) -> tuple[dict[str, Any], list[str]]:
+        """The files in a folder by path, and the folders in it.
 
-        entries = self._call(listed)
-        return {entry.path: entry for entry in entries if isinstance(entry, self._hub.RepoFile)}
+        A file has its git hash, and if it is large the hash of its content.
+        """
+
+        def entries() -> list[Any]:
+            where = {**self._where, "path_in_repo": folder or None}
+            return list(self._api.list_repo_tree(**where, revision=self.revision))
+
+        files: dict[str, Any] = {}
+        folders: list[str] = []
+        for entry in self._call(entries):
+            if isinstance(entry, self._hub.RepoFile):
+                files[entry.path] = entry
+            else:
+                folders.append(entry.path)
+        return files, folders
 
     def commit(self, files: Mapping[str, Path | bytes], message: str) -> None:
         def send() -> None:
@@ -315,7 +367,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__
 
 
-def _batches(missing: Sequence[_Unit]) -> Iterator[list[_Unit]]:
+def _batches(missing: Iterable[_Unit]) -> Iterator[list[_Unit]]:
     """Group units into commits; each has at least one unit, however large."""
     batch: list[_Unit] = []
     count = size = 0
@@ -330,22 +382,63 @@ def _batches(missing: Sequence[_Unit]) -> Iterator[list[_Unit]]:
         yield batch
 
 
-def _missing(
+class _UnitsThere:
+    """The units that the repository has, found a group at a time; raises if one is another's."""
+
+    def __init__(self, source: _Source, there: _Repository, folders: Iterable[str]) -> None:
+        """Args:
+        folders: those of done records.
+        """
+        self._source, self._repo = source, there.repo
+        self._found = [np.zeros(len(part.table.units), np.bool_) for part in source.parts]
+        self.files = 0  # of these units
+        places = {part.prefix: number for number, part in enumerate(source.parts)}
+        for folder in folders:
+            place = places.get(fmt.split_pass_key(f"{folder}/")[0])
+            if place is not None:
+                files, groups = there.listed(folder)  # (version 6 has no groups)
+                self._compare(place, files)
+                for group in sorted(groups):
+                    self._compare(place, there.listed(group)[0])
+
+    def _compare(self, place: int, files: Mapping[str, Any]) -> None:
+        part, found = self._source.parts[place], self._found[place]
+        numbers = {key: fmt.parse_done_key(fmt.split_pass_key(key)[1]) for key in sorted(files)}
+        records = {key: number for key, number in numbers.items() if number is not None}
+        ours = {
+            key: number
+            for key, number in records.items()
+            if number < len(found) and key == part.prefix + part.table.layout.done_key(number)
+        }
+        for unit in self._source.units(part, ours.values()):
+            if not _same(files[unit.key], unit.record):
+                raise _other_dataset_error(self._repo, unit.key)
+            found[unit.number] = True
+            self.files += len(unit.files) + 1
+        if len(ours) < len(records):
+            raise _other_dataset_error(self._repo, min(records.keys() - ours.keys()))
+
+    def missing(self) -> Iterator[_Unit]:
+        """Units that the repository does not have."""
+        for part, found in zip(self._source.parts, self._found, strict=True):
+            yield from self._source.units(part, map(int, np.flatnonzero(~found)))
+
+
+def _refuse_other(
     files: Mapping[str, Any], source: _Source, rest: Mapping[str, bytes], repo: str
-) -> list[_Unit]:
-    """Units that the repository does not have; raises if it holds another dataset's."""
-    wanted = {unit.key: unit.record for unit in source.units}
-    prefixes = {part.prefix for part in source.parts}
-    for key, entry in files.items():
-        prefix, inside = fmt.split_pass_key(key)
-        ours = inside in (fmt.UNITS, fmt.PASS) or fmt.parse_done_key(inside) is not None
-        known = wanted.get(key, rest.get(key))
-        if prefix in prefixes and ours and not (known and _same(entry, known)):
-            raise ConfigError(
-                f"{repo} holds another dataset ({key} differs); choose another repository, or a "
-                "--revision of its own"
-            )
-    return [unit for unit in source.units if unit.key not in files]
+) -> None:
+    """Refuse a repository that holds another dataset's table, or another pass."""
+    for part in source.parts:
+        for key in (part.prefix + fmt.UNITS, part.prefix + fmt.PASS):
+            if key in files and not (key in rest and _same(files[key], rest[key])):
+                raise _other_dataset_error(repo, key)
+
+
+def _other_dataset_error(repo: str, key: str) -> ConfigError:
+    return ConfigError(
+        f"{repo} holds another dataset ({key} differs); choose another repository, or a "
+        "--revision of its own"
+    )
 
 
 def _same(entry: Any, data: bytes) -> bool:
