@@ -4,21 +4,29 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= acts/demo
 
-.PHONY: demo test lint chaos chaos-kills chaos-faults chaos-buckets chaos-fleets chaos-models chaos-fuzz chaos-rest bench docs wheel lock clean
+.PHONY: demo test suite lint style types chaos chaos-kills chaos-faults chaos-buckets chaos-fleets chaos-models chaos-fuzz chaos-rest bench docs wheel lock clean
 
 demo: $(VENV)/.spile
 	$(BIN)/spile extract --model demo --corpus demo --taps resid_post:9,mlp_out:9 \
 	  --max-docs 25 --seq-len 512 --unit-tokens 3k --out $(OUT)
 
-test: lint $(VENV)/.saelens
+# The type checker is one process of many seconds, so the suite runs beside it.
+test: style $(VENV)/.saelens
+	$(MAKE) -j 2 types suite
+
+suite: $(VENV)/.dev
 	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
 	  $(BIN)/pytest -n 3 --dist worksteal
 
-lint: $(VENV)/.dev
+lint: style types
+
+style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --threads 2 src
 	$(BIN)/lint-imports
+
+types: $(VENV)/.dev
+	$(BIN)/pyright src
 
 # What is too long or too varied for `make test`, by subject. Each runs by itself.
 CHAOS := chaos-kills chaos-faults chaos-buckets chaos-fleets chaos-models chaos-fuzz chaos-rest

@@ -1,6 +1,6 @@
 """Tiny random HF models of every family, for parity tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -718,6 +718,14 @@ def save(model: Any, directory: Path) -> None:
             name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
         tensors[name] = tensor.contiguous()
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def one_of_each(variants: Iterable[str]) -> list[str]:
+    """The first variant of each family."""
+    first: dict[str, str] = {}
+    for name in variants:
+        first.setdefault(name.partition("-")[0], name)
+    return list(first.values())
 
 
 def randomised(make: Callable[[], Any], seed: int = 0) -> Any:

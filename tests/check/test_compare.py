@@ -190,7 +190,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some(OPTIONS, "few rows in half the bits"))
+@pytest.mark.parametrize("case", some(OPTIONS))
 def test_whatever_was_asked_for_a_healthy_dataset_agrees(
     case: str, texts: Path, tmp_path: Path
 ) -> None:
@@ -224,7 +224,7 @@ def test_a_healthy_dataset_computed_in_bfloat16_agrees(rough: Path) -> None:
             assert 1e-4 < tap.floor <= tap.allowed / 2, "the reference has one, in bfloat16"
 
 
-@pytest.mark.parametrize("name", some(("llama-gqa", "gpt2", "qwen3moe-gqa", "glm4moe-gqa"), "gpt2"))
+@pytest.mark.parametrize("name", some(("llama-gqa", "gpt2", "qwen3moe-gqa", "glm4moe-gqa")))
 def test_products_in_float8_agree_with_their_emulation_and_say_what_they_cost(
     name: str, texts: Path, tmp_path: Path
 ) -> None:
@@ -618,7 +618,7 @@ ENGINE_FAULTS: dict[str, Callable[[pytest.MonkeyPatch], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", some(ENGINE_FAULTS, "layers miscounted"))
+@pytest.mark.parametrize("case", some(ENGINE_FAULTS))
 def test_a_fault_of_the_engine_is_caught_where_it_begins_and_after(
     case: str, llama: Path, texts: Path, tmp_path: Path
 ) -> None:

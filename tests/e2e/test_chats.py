@@ -327,7 +327,7 @@ def renderer_of(process: int) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("at", some([3, 290], 290), ids=["sampled", "read"])
+@pytest.mark.parametrize("at", some([3, 290]), ids=["sampled", "read"])
 def test_an_interrupt_is_heeded_while_a_template_hangs(
     at: int, talking: Path, tmp_path: Path
 ) -> None:

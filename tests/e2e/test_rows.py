@@ -87,7 +87,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return Whole(work, dataset, index)
 
 
-@pytest.fixture(scope="module", params=some(FILTERS, "documents", "sampled"))
+@pytest.fixture(scope="module", params=some(FILTERS, "sampled"))
 def filtered(
     request: pytest.FixtureRequest, whole: Whole, tmp_path_factory: pytest.TempPathFactory
 ) -> Filtered:

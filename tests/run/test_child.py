@@ -37,7 +37,7 @@ def ended(member: Member) -> int:
     return member.process.returncode
 
 
-@pytest.mark.parametrize("code", some([0, 2, 3, 130], 0, 3))
+@pytest.mark.parametrize("code", some([0, 2, 3, 130], 3))
 def test_an_exit_code_is_passed_on_without_a_word(
     code: int, start: Callable[[str], Member]
 ) -> None:
@@ -46,7 +46,7 @@ def test_an_exit_code_is_passed_on_without_a_word(
     assert member.err == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_signal_is_passed_on(
     number: signal.Signals, start: Callable[[str], Member], tmp_path: Path
 ) -> None:
@@ -74,7 +74,11 @@ def test_the_child_ends_with_its_parent(start: Callable[[str], Member]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "named"), [(signal.SIGKILL, "when memory runs out"), (signal.SIGSEGV, "signal 11")]
+    ("number", "named"),
+    some(
+        [(signal.SIGKILL, "when memory runs out"), (signal.SIGSEGV, "signal 11")],
+        (signal.SIGKILL, "when memory runs out"),
+    ),
 )
 def test_a_child_that_was_killed_is_told_of_in_one_line(
     number: signal.Signals, named: str, start: Callable[[str], Member]

@@ -120,6 +120,7 @@ def test_a_state_continues_with_the_same_next_batch(plain: Recipe) -> None:
         streamed(plain, seed=5).load_state_dict(states[0])
 
 
+@pytest.mark.full
 def test_a_state_counts_epochs_and_rows_as_that_of_a_dataset_does(
     both: tuple[spile.Dataset, Recipe],
 ) -> None:

@@ -24,7 +24,7 @@ from spile.dataset.ledger import Attempt, Ledger
 from spile.objects.bucket import BucketObjects
 from spile.plan.estimate import Budget
 
-SUITE = 14  # seeds
+SUITE = 6  # seeds
 FULL, CHUNK = 3000, 100
 
 ROUGH = Faults(refused=0.1, lost=0.03, late=0.02, twice=0.02, echoed=0.02, latency=0.1, cut=0.003)

@@ -230,9 +230,7 @@ print(int(status["VmHWM"].split()[0]) - int(status["RssFile"].split()[0]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    "to", some(["npy", "zarr", "parquet", "saelens", "openmoss", "saev"], "npy")
-)
+@pytest.mark.parametrize("to", some(["npy", "zarr", "parquet", "saelens", "openmoss", "saev"]))
 def test_memory_does_not_grow_with_the_dataset(
     tmp_path: Path, large: stored.Stored, to: str
 ) -> None:

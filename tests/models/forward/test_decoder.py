@@ -89,7 +89,16 @@ KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo
 ALIKE = ("qwen2", "qwen3-gqa", "phi3-gqa", "granite-gqa", "olmo-mha-clipped",
          "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "museglimmer-gqa",
          "deepseek2-bias", "mamba2", "falconh1-gqa", "lfm2-gqa", "phimoe-gqa")  # fmt: skip
-# Their last layers are of another kind than the first two.
+# Fewer layers for the suite, still of every kind; of others but KINDS, two.
+DEPTHS: dict[str, dict[str, Any]] = {
+    **{name: {"num_hidden_layers": 2} for name in ALIKE},
+    "cohere2-gqa": {},
+    "llama4-gqa": {},
+    "gemma4-experts": {"num_hidden_layers": 4, "num_kv_shared_layers": 2},
+    "kimilinear": {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "dense", "sparse"]},
+    "qwen3next-gqa": {"num_hidden_layers": 3},
+    "gemma4-gqa": {"num_hidden_layers": 6, "num_kv_shared_layers": 2},
+}
 DEEPER = ("cohere2-gqa", "llama4-gqa", "gemma4-experts", "kimilinear")
 
 
@@ -252,8 +261,9 @@ def assert_agrees(found: dict[str, np.ndarray], truth: list[dict[str, np.ndarray
 
 
 @pytest.mark.parametrize("name", some(SUPPORTED, *KINDS))
-def test_every_tap_agrees_with_hf(name: str, tmp_path: Path) -> None:
-    model, checkpoint = saved(SUPPORTED[name], tmp_path)
+def test_every_tap_agrees_with_hf(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    depth = {} if pytestconfig.getoption("--chaos-full") else DEPTHS.get(name, {})
+    model, checkpoint = saved(SUPPORTED[name], tmp_path, **depth)
     truth = truth_of(model)
     taps = all_taps(checkpoint.arch)
     assert {tap.name for tap in taps} == set(truth[0])
@@ -275,8 +285,7 @@ def test_attention_weights_agree_with_hf_and_mix_the_values(
 @pytest.mark.parametrize("name", [*ALIKE, *DEEPER])
 def test_logits_agree_with_hf(name: str, tmp_path: Path) -> None:
     """They hang on all that the model computes."""
-    depth = {} if name in DEEPER else {"num_hidden_layers": 2}
-    model, checkpoint = saved(SUPPORTED[name], tmp_path, **depth)
+    model, checkpoint = saved(SUPPORTED[name], tmp_path, **DEPTHS[name])
     assert not too_far(errors(run(checkpoint, (Tap("logits"),), masked), truth_of(model, "logits")))
 
 
@@ -306,9 +315,9 @@ def switches(arch: Arch) -> set[tuple[str, Any]]:
 def test_every_switch_is_compared_with_hf_in_the_suite() -> None:
     every = {name: architecture(make) for name, make in SUPPORTED.items()}
     assert {family.name for _, family, _ in every.values()} == {family.name for family in KNOWN}
-    tried = (*KINDS, *ALIKE, *DEEPER)
+    tried = [partial(SUPPORTED[name], **DEPTHS.get(name, {})) for name in (*KINDS, *ALIKE, *DEEPER)]
     assert set.union(*(switches(arch) for _, _, arch in every.values())) == set.union(
-        *(switches(every[name][2]) for name in tried)
+        *(switches(architecture(make)[2]) for make in tried)
     )
 
 
@@ -576,21 +585,23 @@ def test_logits_are_never_held_whole_where_they_are_too_large(
 PACKED = [
     ("gptoss-gqa", "resid_post:all"),  # all else would show there
     ("gemma2-gqa", "attn_pattern:0+1,z:1"),
-    pytest.param("llama4-gqa", "resid_post:all,q_rot:2", marks=FULL),
+    ("llama4-gqa", "resid_post:all,q_rot:2"),
     # (Chunks are cut elsewhere in a packed context, so sums round otherwise: at the fifth layer the
     # difference is 1.5e-6.)
-    pytest.param("qwen35-gqa", "resid_post:0+1,conv_out:0+2,delta_state_norm:0", marks=FULL),
-    pytest.param("kimilinear", "resid_post:0+1,conv_out:0+2,kv_latent:1", marks=FULL),
-    pytest.param("deepseek3", "resid_post:all,kv_latent:1,k_rot:all,z:2", marks=FULL),
-    pytest.param("mamba2", "resid_post:0,conv_out:all,ssm_read:0,ssm_z:0", marks=FULL),
-    pytest.param("lfm2-gqa", "resid_post:all,conv_out:all,z:all", marks=FULL),
-    pytest.param("gemma4-gqa", "resid_post:0-4,layer_embed:all,k_rot:all,z:4", marks=FULL),
-    pytest.param("gptoss-gqa", "attn_pattern:all,q_rot:all,expert_ids:all,logits", marks=FULL),
+    ("qwen35-gqa", "resid_post:0+1,conv_out:0+2,delta_state_norm:0"),
+    ("kimilinear", "resid_post:0+1,conv_out:0+2,kv_latent:1"),
+    ("deepseek3", "resid_post:all,kv_latent:1,k_rot:all,z:2"),
+    ("mamba2", "resid_post:0,conv_out:all,ssm_read:0,ssm_z:0"),
+    ("lfm2-gqa", "resid_post:all,conv_out:all,z:all"),
+    ("gemma4-gqa", "resid_post:0-4,layer_embed:all,k_rot:all,z:4"),
+    ("gptoss-gqa", "attn_pattern:all,q_rot:all,expert_ids:all,logits"),
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "which"), PACKED)
 def test_a_context_is_the_same_alone_and_packed(name: str, which: str, tmp_path: Path) -> None:
+    """(The suite compares packed rows with HF's of each context alone, to a coarser bound.)"""
     for tap, own, alone in alone_and_packed(name, which, BLOCKED, tmp_path):
         assert error(own, alone) <= 1e-6, tap
         if tap.startswith("attn_pattern"):

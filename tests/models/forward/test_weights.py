@@ -61,9 +61,8 @@ VARIANTS = {
 # One of each way in which blocks are held: before the scan, in it, after it; numbers by block.
 FEW_COUNTED = ("gemma4-gqa",)
 # those whose tensors differ in names or number
-FEW = ("llama-mha-tied", "llama-mqa-bias", "qwen2", "qwen3-gqa", "gemma-gqa", "gemma2-gqa",
-       "gemma3-multimodal", "gpt2", "gpt2-inner-untied", "neox", "neox-tied-unbiased", "phi3-gqa",
-       "olmo2-gqa", "mixtral-gqa", "qwen3moe-gqa", "gptoss-gqa", "starcoder2-gqa")  # fmt: skip
+FEW = ("llama-mqa-bias", "gemma2-gqa", "gemma3-multimodal", "gpt2-inner-untied",
+       "neox-tied-unbiased", "phi3-gqa", "mixtral-gqa", "gptoss-gqa")  # fmt: skip
 FLOAT32 = jnp.dtype(jnp.float32)
 FUSED = ("gpt2", "neox", "phi3-gqa", "phi3-mqa", "gptoss-gqa")
 FEW_FUSED = ("neox", "phi3-mqa", "gptoss-gqa")
