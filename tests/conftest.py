@@ -14,6 +14,7 @@ import pytest
 
 import quick
 import tiny
+import zygote
 from spile.core.tensors import write_tensors
 
 # Threads that do little each would mostly wait for one another: a thread keeps Python for 5 ms.
@@ -35,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("XLA_FLAGS", quick.FLAGS)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes start
     _compile_once(config)
+    zygote.environment = tiny.environment()
 
 
 def _compile_once(config: pytest.Config) -> None:

@@ -35,6 +35,7 @@ _PRELOADED = ("jax", "jax.numpy", "ml_dtypes", "numpy", "pyarrow", "pyarrow.parq
 _LATE = ("spile.check.reference",)  # it imports torch
 # Read when jax is imported, or when the interpreter starts.
 _SETTLED = ("JAX_", "PYTHON")
+environment: dict[str, str] = {}  # what processes run in: set before the first test
 _server: "_Server | None" = None
 _lock = threading.Lock()
 
@@ -83,9 +84,10 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
                  "start_new_session", "process_group")  # fmt: skip
         given = dict(zip(names, rest, strict=True))
         words = [os.fspath(word) for word in args] if not isinstance(args, str) else []
-        server = None
+        server, asked = None, dict[str, str]()
         if words[:1] == [sys.executable] and len(words) > 1 and not given["preexec_fn"]:
-            server = _server_for(dict(given["env"] or os.environ))
+            asked = dict(given["env"] or {**os.environ, **_settled(environment)})
+            server = _server_for(asked)
         if server is None or words[1] not in ("-m", "-c") and words[1].startswith("-"):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
@@ -96,7 +98,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
                for number, fd in enumerate(streams)]  # fmt: skip
         request = {
             "words": words[1:], "cwd": os.fspath(given["cwd"] or os.getcwd()),
-            "env": dict(given["env"] or os.environ), "session": bool(given["start_new_session"]),
+            "env": asked, "session": bool(given["start_new_session"]),
         }  # fmt: skip
         with _lock:
             self.pid = server.fork(request, [*fds, write])
@@ -151,13 +153,13 @@ def run(arguments: Any, *, input: str | None = None, timeout: float | None = Non
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def _server_for(environment: dict[str, str]) -> _Server | None:
+def _server_for(asked: dict[str, str]) -> _Server | None:
     global _server
     with _lock:
-        if _server is None:
+        if _server is None:  # whoever comes first may want another environment than all others
             _server = _Server(environment)
             atexit.register(_server.close)
-    return _server if _settled(environment) == _server.settled else None
+    return _server if _settled(asked) == _server.settled else None
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
