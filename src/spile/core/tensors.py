@@ -130,7 +130,7 @@ def header_size(where: str, first8: bytes, file_size: int) -> int:
 
 
 def read_header_from(
-    read: Callable[[int, int], bytes], size: int, where: str, *, first: int = 1 << 16
+    read: Callable[[int, int], bytes | memoryview], size: int, where: str, *, first: int = 1 << 16
 ) -> dict[str, TensorInfo]:
     """Read and check the header of a file of `size` bytes, with any function that reads a range.
 

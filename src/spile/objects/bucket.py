@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from obstore import exceptions
+from obstore import Bytes, exceptions
 from obstore.store import GCSStore, S3Store
 
 from spile.core.errors import ConfigError, StoreError
@@ -41,6 +41,8 @@ _HOPELESS = (
 _CLOUDS = ("AWS_", "GOOGLE_")  # prefixes of the variables that the client reads
 _STREAMED = 256 << 20
 _LARGE = 65 << 20  # of most shards, with a header; a larger put is given more time
+_LARGE_READ = 16 << 20  # a larger range is given more time, too
+_VIEWED = 1 << 20  # the client gathers such an answer in memory of its own, aligned as arrays are
 _ROOM = _LARGE
 _TIMEOUT, _LARGE_TIMEOUT = timedelta(seconds=60), timedelta(seconds=240)  # for one request
 
@@ -127,14 +129,17 @@ class BucketObjects:
 
         return self._read(key, whole)
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
+    def get_range(self, key: str, start: int, stop: int) -> bytes | memoryview:
         if stop <= start:
             self.size(key)
             return b""
 
-        def ranged() -> bytes:
+        store = self._patient if stop - start > _LARGE_READ else self._store
+
+        def ranged() -> bytes | memoryview:
             try:
-                return bytes(self._store.get_range(key, start=start, end=stop))
+                data = store.get_range(key, start=start, end=stop)
+                return memoryview(data) if len(data) >= _VIEWED else bytes(data)
             except exceptions.GenericError as error:
                 if "416" in str(error) and self.size(key) <= start:
                     return b""
@@ -340,8 +345,19 @@ class _Held:
     def __init__(self) -> None:
         # Untouched space takes no memory, and growing copies: only large shards do.
         self._buffer, self._filled = np.empty(_ROOM, np.uint8), 0
+        self._whole: bytes | memoryview | None = None
 
     def write(self, data: bytes | memoryview) -> None:
+        """Keep the data: a copy, unless it is all there is and nobody can change it."""
+        if self._whole is None and not self._filled and _is_constant(data):
+            self._whole = data
+            return
+        if self._whole is not None:
+            first, self._whole = self._whole, None
+            self._append(first)
+        self._append(data)
+
+    def _append(self, data: bytes | memoryview) -> None:
         end = self._filled + len(data)
         if end > len(self._buffer):
             larger = np.empty(2 * end, np.uint8)
@@ -351,11 +367,15 @@ class _Held:
         self._filled = end
 
     @contextlib.contextmanager
-    def content(self) -> Generator[memoryview, None, None]:
-        yield self._buffer[: self._filled].data
+    def content(self) -> Generator[bytes | memoryview, None, None]:
+        yield self._buffer[: self._filled].data if self._whole is None else self._whole
 
     def release(self) -> None:
-        self._buffer, self._filled = np.empty(0, np.uint8), 0
+        self._buffer, self._filled, self._whole = np.empty(0, np.uint8), 0, None
+
+
+def _is_constant(data: bytes | memoryview) -> bool:
+    return isinstance(data.obj if isinstance(data, memoryview) else data, bytes | Bytes)
 
 
 def _plain(etag: str | None) -> str:

@@ -45,7 +45,7 @@ class CachedObjects:
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         if stop <= start:
-            return self._objects.get_range(key, start, stop)
+            return bytes(self._objects.get_range(key, start, stop))
         first, last = start // _PIECE, -(-stop // _PIECE)
         pieces = {number: self._find(key, number) for number in range(first, last)}
         missing = [number for number, piece in pieces.items() if piece is None]
@@ -54,7 +54,7 @@ class CachedObjects:
             while count < len(missing) and missing[count] == missing[0] + count:
                 count += 1
             begin = missing[0] * _PIECE
-            data = self._objects.get_range(key, begin, begin + count * _PIECE)
+            data = bytes(self._objects.get_range(key, begin, begin + count * _PIECE))
             for number in missing[:count]:
                 at = number * _PIECE - begin
                 pieces[number] = data[at : at + _PIECE]

@@ -84,7 +84,7 @@ class RemotePath:
             raise InputError(f"{self}: was removed while it was read") from None
         if len(data) != stop - start:
             raise InputError(f"{self}: became shorter while it was read")
-        return data
+        return bytes(data)
 
     def read_into(self, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on, in pieces that are fetched in parallel."""

@@ -64,7 +64,9 @@ class Objects(Protocol):
         """
         ...
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes: ...
+    def get_range(self, key: str, start: int, stop: int) -> bytes | memoryview:
+        """Return these bytes, fewer if the object ends before; a view of them saves a copy."""
+        ...
 
     def size(self, key: str) -> int:
         """Return the object's size in bytes. Raises FileNotFoundError if there is none."""

@@ -20,7 +20,7 @@ class RootedObjects:
     def get(self, key: str) -> bytes:
         return self._objects.get(self._prefix + key)
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
+    def get_range(self, key: str, start: int, stop: int) -> bytes | memoryview:
         return self._objects.get_range(self._prefix + key, start, stop)
 
     def size(self, key: str) -> int:

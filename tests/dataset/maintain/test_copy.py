@@ -8,7 +8,6 @@ import pytest
 import stored
 from spile.core.errors import CorruptError
 from spile.dataset.format import Shard
-from spile.dataset.read import checked_file
 from spile.dataset.read.checked_file import CheckedFile
 from spile.objects import LocalObjects
 
@@ -62,10 +61,9 @@ def test_the_bytes_of_rows_are_not_read_twice(made: stored.Stored) -> None:
         assert sum(stop - start for start, stop in objects.ranges[before:]) == shard.bytes
 
 
-def test_pieces_are_the_whole_file(made: stored.Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_file, "WINDOW_BYTES", 1000)
+def test_pieces_are_the_whole_file(made: stored.Stored) -> None:
     shard = shard_of(made)
-    pieces = list(CheckedFile(made.objects, shard).pieces())
+    pieces = list(CheckedFile(made.objects, shard).pieces(1000))
     assert max(map(len, pieces)) == 1000
     assert b"".join(pieces) == made.objects.get(shard.key)
 

@@ -60,14 +60,17 @@ class CheckedFile:
         data = self._read(start, stop, info.dtype.itemsize)
         return np.frombuffer(data, info.dtype).reshape(last - first, *info.shape[1:])
 
-    def pieces(self) -> Iterator[bytes]:
+    def pieces(self, window: int = WINDOW_BYTES) -> Iterator[bytes | memoryview]:
         """Yield the bytes not hashed yet (all, if nothing was read), then compare the hash.
+
+        Args:
+            window: most bytes of a piece.
 
         Raises:
             CorruptError: if the file is not the one that was written.
         """
         while self._hashed < self._file.bytes:
-            yield self._fetch(self._hashed, min(self._hashed + WINDOW_BYTES, self._file.bytes))
+            yield self._fetch(self._hashed, min(self._hashed + window, self._file.bytes))
         if self._digest.hexdigest() != self._file.digest:
             raise CorruptError(
                 self._file.key, "checksum does not match (damaged, or another file in its place)"
@@ -84,7 +87,7 @@ class CheckedFile:
             return self._planes.read(start, stop, itemsize)
         return self._fetch(start, stop)
 
-    def _fetch(self, start: int, stop: int) -> bytes:
+    def _fetch(self, start: int, stop: int) -> bytes | memoryview:
         try:
             data = self._objects.get_range(self._file.key, start, stop)
         except FileNotFoundError:
@@ -113,7 +116,7 @@ class CheckedObjects:
         self._check(key)
         return self.objects.get(key)
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
+    def get_range(self, key: str, start: int, stop: int) -> bytes | memoryview:
         self._check(key)
         return self.objects.get_range(key, start, stop)
 

@@ -85,7 +85,9 @@ class PlaneReader:
         size: bytes in the uncompressed stream.
     """
 
-    def __init__(self, where: str, size: int, get_range: Callable[[int, int], bytes]) -> None:
+    def __init__(
+        self, where: str, size: int, get_range: Callable[[int, int], bytes | memoryview]
+    ) -> None:
         """Read and check the seek table of a compressed object of `size` bytes."""
         self._where = where
         self._get_range = get_range
@@ -163,7 +165,7 @@ class PlaneReader:
             raise CorruptError(self._where, "its seek table does not begin where it should")
         return np.frombuffer(tail, "<u4", 3 * frames, _HEAD.size).reshape(frames, 3)
 
-    def _get(self, start: int, stop: int) -> bytes:
+    def _get(self, start: int, stop: int) -> bytes | memoryview:
         data = self._get_range(start, stop)
         if len(data) != stop - start:
             raise CorruptError(self._where, f"gave {len(data)} of {stop - start} bytes")

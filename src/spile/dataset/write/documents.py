@@ -134,7 +134,7 @@ def read_documents(objects: Objects, file: Shard, keep: Sequence[str]) -> Any:
     pa = importlib.import_module("pyarrow")  # on first use: a slow import
     # Not mapped: tables outlive this call, and a process may have few files open, or mapped.
     try:
-        tensors = columns_in(file.key, objects.get_range(file.key, 0, file.bytes))
+        tensors = columns_in(file.key, bytes(objects.get_range(file.key, 0, file.bytes)))
     except FileNotFoundError:
         raise CorruptError(file.key, "is missing") from None
     for name, dtype in _NUMBERS.items():

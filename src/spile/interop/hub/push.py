@@ -229,7 +229,7 @@ class _Source:
         return self._objects.local_path(key) or _copied(key, [data], folder)
 
 
-def _copied(key: str, pieces: Iterable[bytes], folder: str) -> Path:
+def _copied(key: str, pieces: Iterable[bytes | memoryview], folder: str) -> Path:
     """A file in a folder, for the client, which takes paths."""
     copy = Path(folder, key.replace("/", "-"))
     try:
