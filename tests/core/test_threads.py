@@ -345,6 +345,18 @@ def test_no_more_threads_are_at_work_and_few_results_wait() -> None:
     assert len(began) <= 12
 
 
+def test_an_item_that_takes_long_does_not_keep_later_ones_waiting() -> None:
+    others = threading.Semaphore(0)
+
+    def work(number: int) -> bool:
+        if number:
+            others.release()
+            return True
+        return all(others.acquire(timeout=PATIENCE) for _ in range(8))
+
+    assert all(within_patience(lambda: list(mapped(work, range(9), 2, ahead=8))))
+
+
 def test_the_first_error_in_order_is_raised() -> None:
     def failing(number: int) -> int:
         if number >= 3:

@@ -24,22 +24,30 @@ class Stopped(Exception):
     """Raised inside a stage whose consumer has gone; never leaves this module's users."""
 
 
-def mapped(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Yield the function of each item, in order; a few threads work a few items ahead."""
+def mapped(
+    function: Callable[[T], R], items: Iterable[T], threads: int, *, ahead: int | None = None
+) -> Iterator[R]:
+    """Yield the function of each item, in order; a few threads work a few items ahead.
+
+    Args:
+        ahead: how many items may be begun, or finished, before the one that is yielded next; as
+            many as threads by default. More keep all threads busy while one item takes long.
+    """
+    most = threads if ahead is None else ahead
     rest = iter(items)
     first = list(itertools.islice(rest, 2))
     if len(first) < 2:  # not worth a thread
         yield from map(function, first)
         return
     pool = system().pool(threads)
-    ahead: deque[Future[R]] = deque()
+    begun: deque[Future[R]] = deque()
     try:
         for item in itertools.chain(first, rest):
-            ahead.append(pool.submit(function, item))
-            if len(ahead) > threads:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+            begun.append(pool.submit(function, item))
+            if len(begun) > most:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 

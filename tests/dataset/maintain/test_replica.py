@@ -1,6 +1,7 @@
 """A whole copy: the same bytes somewhere else, or nothing that anybody can open."""
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from spile.dataset.maintain.replica import Copied, replicate
 from spile.dataset.maintain.signature import sign
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import open_dataset
-from spile.objects import LocalObjects, Objects, open_objects
+from spile.objects import LocalObjects, Objects, exists, open_objects
 
 
 def contents(objects: Objects) -> dict[str, bytes]:
@@ -75,6 +76,32 @@ def test_a_copy_that_is_killed_cannot_be_opened_and_the_same_command_continues(
                 assert data == wanted.get(key, data), "a file under its key is whole"
     assert stopped > 5
     assert contents(LocalObjects(root)) == wanted
+
+
+class Waiting(LocalObjects):
+    """A store whose first shard is not read before the other units are in the copy."""
+
+    def __init__(self, root: Path, shard: str, dest: LocalObjects, records: list[str]) -> None:
+        super().__init__(root)
+        self.shard, self.dest, self.records = shard, dest, records
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        deadline = time.monotonic() + 10
+        while key == self.shard and not all(exists(self.dest, each) for each in self.records):
+            assert time.monotonic() < deadline, "the others wait for this one"
+            time.sleep(0.01)
+        return super().get_range(key, start, stop)
+
+
+def test_a_file_that_takes_long_does_not_keep_other_units_waiting(tmp_path: Path) -> None:
+    made = stored.copied(tmp_path / "out", units=((5,), (4,), (3,)), taps={"resid_post.0": 4})
+    dest = LocalObjects(tmp_path / "dest")
+    others = [made.ledger.layout.done_key(unit) for unit in (1, 2)]
+    source = Waiting(made.path, made.done(0).shards[0].key, dest, others)
+    seen: list[int] = []
+    replicate(source, dest, progress=lambda done, _: seen.append(done))
+    assert contents(dest) == contents(made.objects)
+    assert seen == [1, 2, 3]
 
 
 def test_units_that_are_done_since_are_added(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from spile.objects import PROBES, Objects
 
 SHARD_BYTES = 1 << 30
 _ROOM = 1 << 30  # bytes of files on their way to a bucket, which holds each until it is put
+_HELD_WINDOW = 65 << 20  # bytes of most shards, with a header
 
 COPIED = (fmt.MODEL, fmt.SCALES, fmt.CHECK)  # what `copy_records` and `copy_check` make
 
@@ -90,6 +91,8 @@ class FileCopier:
     def __init__(self, dest: Objects) -> None:
         self._dest = dest
         self._free, self._changed = _ROOM, threading.Condition()
+        # A bucket holds a file until it is put: to read it in one request takes no more memory.
+        self._window = WINDOW_BYTES if dest.most_streamed is None else _HELD_WINDOW
 
     def copy(self, source: Objects, file: Shard, key: str) -> Shard:
         """Copy a file, compared with its record on the way; return the record of the copy.
@@ -100,7 +103,8 @@ class FileCopier:
         with self._room(file.bytes), self._placing(key) as place:
             stream = self._dest.stream(place)
             try:
-                for piece in CheckedFile(source, file, ask_size=False).pieces():
+                checked = CheckedFile(source, file, ask_size=False)
+                for piece in checked.pieces(self._window):
                     stream.write(piece)
                 etag = stream.close()
             except BaseException:

@@ -8,19 +8,22 @@ or one of a dataset that has grown since: files that are there are not copied ag
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import xxhash
 
 from spile.core.errors import ConfigError, CorruptError
+from spile.core.system import system
 from spile.core.threads import mapped
 from spile.dataset import format as fmt
-from spile.dataset.format import Done
+from spile.dataset.format import Done, Shard
 from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.copy import FileCopier, refuse_nested, refuse_strangers
 from spile.dataset.passes import pass_names
 from spile.objects import Objects, check_creates_once, exists
+from spile.objects.local import settle
 
 _NAMED = re.compile(r"(?:.*/)?(?:units|manifest|tokenizer)/([0-9a-f]{32})(?:\.safetensors|/[^/]+)")
 _SIGNED = re.compile(r"(?:.*/)?digests/\d{6}-([0-9a-f]{32})\.safetensors")
@@ -40,12 +43,32 @@ class Copied:
     bytes: int  # of those
 
 
-@dataclass
 class _Count:
-    units: int = 0
-    there: int = 0
-    files: int = 0
-    bytes: int = 0
+    """What was copied, by several threads."""
+
+    def __init__(self) -> None:
+        self.units = self.there = self.files = self.bytes = 0
+        self._lock = system().lock()
+
+    def add(self, size: int) -> None:
+        """Count one file."""
+        with self._lock:
+            self.files, self.bytes = self.files + 1, self.bytes + size
+
+
+class _Unit:
+    """A unit on its way: its record follows the last of its files."""
+
+    def __init__(self, key: str, record: bytes | None, files: Sequence[str], missing: int) -> None:
+        """`record`: None if it is there; `missing`: how many of the files are to be copied."""
+        self.key, self.record, self.files = key, record, files
+        self._left, self._lock = missing, system().lock()
+
+    def file_done(self) -> bool:
+        """Note that a file is there; return whether it was the last."""
+        with self._lock:
+            self._left -= 1
+            return self._left <= 0
 
 
 @dataclass
@@ -67,8 +90,7 @@ def replicate(
     """
     refuse_nested(source, dest)
     table = Ledger(source).table()
-    _refuse_other(dest, fmt.UNITS, source.get(fmt.UNITS))
-    if not exists(dest, fmt.UNITS):
+    if not _refuse_other(dest, fmt.UNITS, source.get(fmt.UNITS)):
         refuse_strangers(dest, [fmt.SCRATCH])
     check_creates_once(dest)
     places = ["", *_passes(source)]
@@ -76,8 +98,25 @@ def replicate(
     beside = {place: _beside_of(source, place) for place in places}
     groups = [(place, group) for place in places for group in _groups(source, place)]
     count, copier = _Count(), FileCopier(dest)
-    for place, group in groups:
-        for _ in _copy_group(source, dest, place, group, copier, count):
+
+    def copy(job: tuple[_Unit, Shard | None]) -> _Unit | None:
+        """Copy a file, and the record after the last of them; return a unit that is there."""
+        unit, file = job
+        if file is not None:
+            count.add(copier.copy(source, file, file.key).bytes)
+        if not unit.file_done():
+            return None
+        if unit.record is not None:
+            settle(dest, *unit.files)
+            _create(dest, unit.key, unit.record, count)
+        return unit
+
+    jobs = (job for place, group in groups for job in _jobs(source, dest, place, group))
+    # Most files of a unit are small: they should not keep the large ones of the next units waiting.
+    parallel = max(source.parallel, dest.parallel)
+    for unit in mapped(copy, jobs, parallel, ahead=4 * parallel):
+        if unit is not None:
+            count.units, count.there = count.units + 1, count.there + (unit.record is None)
             if progress:
                 progress(count.units, len(table.units) * len(places))
     own = count.units if len(places) == 1 else len(Ledger(dest).done_units())
@@ -113,16 +152,22 @@ def _beside_of(source: Objects, place: str) -> _Beside:
     """Read the records beside the units, checked, and find the files."""
     found = _Beside()
     keys = [place + name for name in fmt.RECORDS]
-    for folder in fmt.DERIVED:
-        for key in source.list(place + folder):
+    folders = [place + folder for folder in fmt.DERIVED]
+    for listed in mapped(lambda folder: list(source.list(folder)), folders, source.parallel):
+        for key in listed:
             if source.leftover_of(key) is None:
                 (
                     keys if key.endswith(".json") and fmt.TOKENIZER not in key else found.files
                 ).append(key)
-    for key in keys:
+
+    def read(key: str) -> bytes | None:
         try:
-            data = source.get(key)
+            return source.get(key)
         except FileNotFoundError:
+            return None
+
+    for key, data in zip(keys, mapped(read, keys, source.parallel), strict=True):
+        if data is None:
             continue
         found.records[key] = data
         if not key.endswith(fmt.SIGNATURES):  # (which nothing but its key can check)
@@ -139,10 +184,10 @@ def _beside_of(source: Objects, place: str) -> _Beside:
 # -- units -----------------------------------------------------------------------------------
 
 
-def _copy_group(
-    source: Objects, dest: Objects, place: str, group: str, copier: FileCopier, count: _Count
-) -> Iterator[int]:
-    """Copy the units of a group that are missing; yield each unit when it is there."""
+def _jobs(
+    source: Objects, dest: Objects, place: str, group: str
+) -> Iterator[tuple[_Unit, Shard | None]]:
+    """Yield each missing file of a group's units, or None for a unit that misses none."""
     keys = [
         key
         for key in sorted(source.list(group))
@@ -159,32 +204,18 @@ def _copy_group(
         version, body = fmt.decode_versioned(key, data, "done")
         return key, data, Done.from_json(key, body, fmt.KeyLayout(version))
 
-    parallel = max(source.parallel, dest.parallel)
-    records = list(mapped(read, keys, parallel))
-    missing = [
-        (key, replace(file, key=place + file.key))
-        for key, _, done in records
-        for file in done.files()
-        if sizes.get(place + file.key) != file.bytes
-    ]
-    damaged = next((file.key for key, file in missing if key in there), None)
-    if damaged is not None:
-        raise CorruptError(
-            damaged, f"is missing in {dest.url}, or cut short, though its unit was copied; "
-            f"`spile verify {dest.url} --repair` mends it, or remove {dest.url} and copy again",
-        )  # fmt: skip
-    files = [file for _, file in missing]
-    copied = mapped(lambda file: copier.copy(source, file, file.key), files, parallel)
-    left = {key: sum(1 for named, _ in missing if named == key) for key, _, _ in records}
-    for key, data, done in records:
-        for _ in range(left[key]):
-            count.files, count.bytes = count.files + 1, count.bytes + next(copied).bytes
-        if key in there:
-            count.there += 1
-        else:
-            _create(dest, key, data, count)
-        count.units += 1
-        yield done.unit
+    for key, data, done in mapped(read, keys, max(source.parallel, dest.parallel)):
+        files = [replace(file, key=place + file.key) for file in done.files()]
+        missing = [file for file in files if sizes.get(file.key) != file.bytes]
+        if missing and key in there:
+            raise CorruptError(
+                missing[0].key, f"is missing in {dest.url}, or cut short, though its unit was "
+                f"copied; `spile verify {dest.url} --repair` mends it, or remove {dest.url} and "
+                "copy again",
+            )  # fmt: skip
+        record = None if key in there else data
+        unit = _Unit(key, record, [file.key for file in files], len(missing))
+        yield from ((unit, file) for file in missing or [None])
 
 
 # -- the rest ----------------------------------------------------------------------------------
@@ -195,18 +226,23 @@ def _copy_beside(
 ) -> None:
     """Copy files first, then records, a manifest after the others, and the table last."""
     last = [place + name for name in (fmt.MANIFEST, *fmt.SIGNATURES, fmt.PASS, fmt.UNITS)]
+    parallel = max(source.parallel, dest.parallel)
 
-    def copy(key: str) -> tuple[str, bytes]:
+    def copy(key: str) -> None:
         data = source.get(key)
         _check_file(key, data, beside.digests.get(key))
-        return key, data
-
-    for key, data in mapped(copy, beside.files, max(source.parallel, dest.parallel)):
         _create(dest, key, data, count)
-    for key in sorted(beside.records, key=lambda key: last.index(key) if key in last else -1):
+
+    def write(key: str) -> None:
         if key.endswith(_REPLACED) and exists(dest, key) and dest.get(key) != beside.records[key]:
             dest.delete(key)
         _create(dest, key, beside.records[key], count)
+
+    deque(mapped(copy, beside.files, parallel), maxlen=0)
+    deque(mapped(write, [key for key in beside.records if key not in last], parallel), maxlen=0)
+    for key in last:
+        if key in beside.records:
+            write(key)
 
 
 def _check_file(key: str, data: bytes, digest: str | None) -> None:
@@ -222,19 +258,20 @@ def _check_file(key: str, data: bytes, digest: str | None) -> None:
 
 def _create(dest: Objects, key: str, data: bytes, count: _Count) -> None:
     if dest.create(key, data):
-        count.files, count.bytes = count.files + 1, count.bytes + len(data)
+        count.add(len(data))
     else:
         _refuse_other(dest, key, data)
 
 
-def _refuse_other(dest: Objects, key: str, data: bytes) -> None:
-    """Refuse a place that holds another object under a key."""
+def _refuse_other(dest: Objects, key: str, data: bytes) -> bool:
+    """Refuse a place that holds another object under a key; return whether it holds this one."""
     try:
         same = dest.get(key) == data
     except FileNotFoundError:
-        return
+        return False
     if not same:
         raise ConfigError(
             f"{dest.url} holds another dataset, or an older state of this one ({key} differs); "
             "choose an empty place"
         )
+    return True
