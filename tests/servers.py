@@ -40,6 +40,20 @@ def s3_environment(endpoint: str) -> dict[str, str]:
 def new_s3_store() -> str:
     """The URL of an empty store."""
     s3_endpoint()
+    return s3_url()
+
+
+@cache
+def s3_account(name: str) -> dict[str, str]:
+    """How clients find an S3 server of its own, which nobody opens without this account's keys."""
+    keys = {"AWS_ACCESS_KEY_ID": f"{name}-key", "AWS_SECRET_ACCESS_KEY": f"{name}-secret"}
+    endpoint = started("s3_server.py", *keys.values())
+    _make_bucket(endpoint)
+    return s3_environment(endpoint) | keys
+
+
+def s3_url() -> str:
+    """The URL of an empty store in any S3 server's bucket."""
     return f"s3://{_BUCKET}/{os.getpid()}/{next(_stores)}"
 
 

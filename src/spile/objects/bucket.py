@@ -73,7 +73,10 @@ def open_bucket(url: str, spool: Spool | None = None, variables: str = "") -> "B
 
     try:
         with _credentials(variables):
-            return BucketObjects(url, store(_TIMEOUT), spool, store(_LARGE_TIMEOUT))
+            objects = BucketObjects(url, store(_TIMEOUT), spool, store(_LARGE_TIMEOUT))
+            if scheme == "s3":
+                objects.endpoint = os.environ.get("AWS_ENDPOINT_URL", "").rstrip("/")
+            return objects
     except Exception as error:
         raise ConfigError(f"{url}: {_line(error)}") from None
 
@@ -108,6 +111,7 @@ def _credentials(prefix: str) -> Generator[None, None, None]:
 class BucketObjects:
     """Objects under a prefix of a bucket."""
 
+    endpoint = ""
     most_streamed: int | None = _STREAMED
     parallel = 16  # a single connection is far slower than the network
 

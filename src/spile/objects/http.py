@@ -120,6 +120,7 @@ def _body(response: Any, most: int) -> bytes | None:
 class WebObjects:
     """Files below an address of a web server."""
 
+    endpoint = ""
     most_streamed: int | None = None
     parallel = most_closing = 16
 

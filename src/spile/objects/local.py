@@ -45,6 +45,7 @@ class LocalObjects:
     change.
     """
 
+    endpoint = ""
     most_streamed: int | None = None
     parallel, most_closing = 4, 8  # a sync may take as long as writing many rows
 

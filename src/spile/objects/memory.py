@@ -11,6 +11,7 @@ from spile.objects.protocol import Entry, check_key
 class MemoryObjects:
     """A dictionary of bytes."""
 
+    endpoint = ""
     most_streamed: int | None = None
     parallel, most_closing = 1, 1
 

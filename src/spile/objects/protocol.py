@@ -53,6 +53,7 @@ class Objects(Protocol):
     """A store of objects. Keys are relative, with forward slashes."""
 
     url: str
+    endpoint: str  # of a bucket's server, if it is not the cloud's own
     most_streamed: int | None  # most bytes in one stream; None if unlimited
     parallel: int  # number of requests worth making in parallel
     most_closing: int  # streams that may be closing at a time; each is held until it is closed

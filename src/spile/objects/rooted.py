@@ -14,7 +14,7 @@ class RootedObjects:
         """`prefix` ends in a slash."""
         self._objects, self._prefix = objects, prefix
         self.url = f"{objects.url.rstrip('/')}/{prefix.removesuffix('/')}"
-        self.most_streamed = objects.most_streamed
+        self.endpoint, self.most_streamed = objects.endpoint, objects.most_streamed
         self.parallel, self.most_closing = objects.parallel, objects.most_closing
 
     def get(self, key: str) -> bytes:

@@ -176,29 +176,61 @@ def test_a_copy_that_has_lost_a_file_is_not_taken_for_whole(tmp_path: Path) -> N
         replicate(made.objects, dest)
 
 
+def accounts(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Give source and dest credentials of their own; return a URL that is empty in both.
+
+    On S3 they are two servers, whose keys do not open the other. The usual variables lead nowhere.
+    """
+    if kind == "s3":
+        sides = {"SPILE_SOURCE_": servers.s3_account("source"),
+                 "SPILE_DEST_": servers.s3_account("dest"),
+                 "": servers.s3_environment("http://127.0.0.1:9")}  # fmt: skip
+        url = servers.s3_url()
+    else:
+        url = servers.new_gcs_store()
+        own = servers.gcs_environment(servers.gcs_endpoint())
+        sides = {"SPILE_SOURCE_": own, "SPILE_DEST_": own,
+                 "": servers.gcs_environment("http://127.0.0.1:9")}  # fmt: skip
+    for prefix, variables in sides.items():
+        for name, value in variables.items():
+            monkeypatch.setenv(prefix + name, value)
+    return url
+
+
 @pytest.mark.parametrize("kind", some(["s3", "gs"], "s3"))
 def test_buckets_are_copied_each_with_credentials_of_its_own(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second server knows nothing of the first, and the usual variables lead nowhere."""
     made = stored.copied(tmp_path / "out", taps=stored.SCALED)
-    new_store = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}[kind]
-    bucket = new_store()
-    replicate(made.objects, open_objects(bucket))
-    environment = {"s3": servers.s3_environment, "gs": servers.gcs_environment}[kind]
-    endpoint = {"s3": servers.s3_endpoint, "gs": servers.gcs_endpoint}[kind]()
-    for name, value in environment(endpoint).items():
-        monkeypatch.setenv(f"SPILE_SOURCE_{name}", value)
-        monkeypatch.setenv(f"SPILE_DEST_{name}", value)
-    for name, value in environment("http://127.0.0.1:9").items():
-        monkeypatch.setenv(name, value)
-    second = f"{bucket}-copied"
+    bucket = accounts(kind, monkeypatch)
+    replicate(made.objects, open_objects(bucket, prefix="SPILE_SOURCE_"))
+    # (Two servers may have buckets of the same name.)
+    second = bucket if kind == "s3" else f"{bucket}-copied"
     said = run("copy", bucket, second, "--json")
     assert said.code == 0, said.err
     assert Copied(**said.json).units == 5
     dest = LocalObjects(tmp_path / "dest")
     replicate(open_objects(second, prefix="SPILE_DEST_"), dest)
     assert contents(dest) == contents(made.objects)
+
+
+@pytest.mark.parametrize("side", ["SOURCE", "DEST"])
+def test_keys_of_the_other_account_are_refused(
+    side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = stored.copied(tmp_path / "out", units=((5,),))
+    bucket = accounts("s3", monkeypatch)
+    replicate(made.objects, open_objects(bucket, prefix="SPILE_SOURCE_"))
+    other = servers.s3_account({"SOURCE": "dest", "DEST": "source"}[side])
+    wrong = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    with monkeypatch.context() as patched:
+        for name in wrong:
+            patched.setenv(f"SPILE_{side}_{name}", other[name])
+        said = run("copy", bucket, f"{bucket}-copied")
+    assert said.code == 3
+    assert "check the credentials and their rights" in said.err
+    assert all(other[name] not in said.err for name in wrong)
+    assert not list(open_objects(f"{bucket}-copied", prefix="SPILE_DEST_").list())
 
 
 def test_the_command_says_what_was_copied_and_gc_finds_nothing(tmp_path: Path) -> None:

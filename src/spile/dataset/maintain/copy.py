@@ -166,6 +166,8 @@ class FileCopier:
 
 def refuse_nested(source: Objects, dest: Objects) -> None:
     here, there = _place(source), _place(dest)
+    if source.endpoint != dest.endpoint:  # names of buckets are unique within a cloud only
+        return
     if f"{there}/".startswith(f"{here}/") or f"{here}/".startswith(f"{there}/"):
         raise ConfigError(
             f"{dest.url} and {source.url} must not contain one another; choose another destination"
