@@ -4,6 +4,8 @@ import gc
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,13 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: a collection need not look through torch and jax each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Most tests extract once more what others have extracted."""
+    with nullcontext() if pytestconfig.getoption("--chaos-full") else quick.shared_programs():
+        yield
 
 
 @pytest.fixture(scope="session")

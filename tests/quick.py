@@ -15,7 +15,6 @@ if jax.__version_info__[:2] == (0, 10):  # elsewhere untried, and an unknown fla
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in OPTIONS.items())
 _programs: dict[Any, Any] = {}
-_KEYED = {"compute_dtype", "store_dtype", "device"}
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -34,21 +33,35 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 @contextmanager
 def shared_programs() -> Iterator[None]:
-    """Extractions in this process trace a step once, where all that it depends on is the same."""
+    """Extractions in this process compile a program once, where all it depends on is the same."""
     from spile.run.step import Step  # noqa: PLC0415 - few tests need it
 
-    init = Step.__init__
+    own = Step._program
 
-    def shared(step: Any, params: Any, arch: Any, taps: Any, schedule: Any, **given: Any) -> None:
-        init(step, params, arch, taps, schedule, **given)
-        # What else a step is given is part of its program: such steps are traced each time.
-        if not any(given.get(name) for name in given.keys() - _KEYED):
-            key = arch, taps, schedule, given["compute_dtype"], given["store_dtype"]
-            traced = _programs.setdefault((*key, given["device"]), (step._run, step._compact))
-            step._run, step._compact = traced
+    def program(step: Any, shapes: Any, function: Any, arguments: Any) -> Any:
+        if shapes in step._programs or (known := _compiled_for(step)) is None:
+            return own(step, shapes, function, arguments)
+        found = _programs.get((known, shapes))
+        if found is None:
+            found = _programs[known, shapes] = own(step, shapes, function, arguments)
+        return step._programs.setdefault(shapes, found)
 
-    Step.__init__ = shared  # pyright: ignore[reportAttributeAccessIssue]
+    Step._program = program
     try:
         yield
     finally:
-        Step.__init__ = init
+        Step._program = own
+
+
+def _compiled_for(step: Any) -> Any:
+    """What a step's programs depend on beside its batches; None if that is not compared here."""
+    settings = step.settings
+    if settings.encoders or settings.spliced or settings.shards:
+        return None
+    if "_compiled_for" not in step.__dict__:
+        arrays = jax.tree.flatten((step._shapes, step._scales))
+        shapes = tuple((array.shape, array.dtype.name) for array in arrays[0])
+        rest = tuple(v for n, v in vars(settings).items() if n != "encoders")
+        looks_up = getattr(step, "_looks_up", None)  # of one that sweeps
+        step._compiled_for = type(step), rest, step._device, looks_up, arrays[1], shapes
+    return step._compiled_for

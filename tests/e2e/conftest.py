@@ -1,6 +1,5 @@
 """As in the chaos tests, no process is left behind."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,3 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _built(folder: Path) -> None:
     folder.mkdir()
     build_wheel(folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Most tests extract once more what others have extracted."""
-    if pytestconfig.getoption("--chaos-full"):
-        yield
-        return
-    with quick.shared_programs():
-        yield

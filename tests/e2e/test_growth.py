@@ -11,7 +11,6 @@ import pytest
 
 import spile
 import tiny
-from quick import shared_programs
 from spile.core.config import build
 from spile.core.errors import DriftError, Interrupted
 from spile.dataset.ledger import Ledger
@@ -26,12 +25,6 @@ RECIPE: dict[str, Any] = {
     "compute_dtype": "float32",
     "store_dtype": "float32",
 }
-
-
-@pytest.fixture(autouse=True)
-def _shared() -> Any:
-    with shared_programs():
-        yield
 
 
 def documents(path: Path, names: str, seed: int) -> Path:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import quick
 import spile
 import tiny
 from spile.core.errors import ConfigError, DriftError
@@ -26,10 +25,9 @@ def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("passes")
     corpus = tiny.write_corpus(folder / "corpus.jsonl", 30)
     both = {"one": TAPS, "all": f"{TAPS},{MORE}"}
-    with quick.shared_programs():
-        for name, taps in both.items():
-            recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps=taps, **OPTIONS)
-            spile.extract(recipe, str(folder / name))
+    for name, taps in both.items():
+        recipe = spile.Recipe(model=str(model), corpus=str(corpus), taps=taps, **OPTIONS)
+        spile.extract(recipe, str(folder / name))
     return folder
 
 

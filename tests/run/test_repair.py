@@ -3,13 +3,11 @@
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import quick
 import stored
 import tiny
 from chaos.harness import Result, Work, check_refused, check_same, content, files, launch, run
@@ -23,12 +21,6 @@ OPTIONS = {"taps": "embed,resid_post:0", "seq_len": 64, "unit_tokens": 400,
            "compute_dtype": "float32", "batch_tokens": 128}  # fmt: skip
 KILLS = ["shard rows", "commit before", "done torn", "done written", "done linked", "commit after",
          "manifest written"]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs() -> Iterator[None]:
-    with quick.shared_programs():
-        yield
 
 
 @pytest.fixture(scope="module")
