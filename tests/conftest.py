@@ -19,6 +19,7 @@ import tiny
 import zygote
 from spile.core.tensors import write_tensors
 
+gc.disable()  # until all tests are imported: little of what is made until then is garbage
 # Threads that do little each would mostly wait for one another: a thread keeps Python for 5 ms.
 sys.setswitchinterval(5e-4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -79,6 +80,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: a collection need not look through torch and jax each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -80,7 +80,7 @@ WIDE = {
         ["resid_post:2,attn_pattern:0", "attn_out:2,attn_pattern:1", "z:2,attn_pattern:1",
          "mlp_hidden:1,attn_pattern:0", "attn_pattern:2", "q:1+2,attn_pattern:0",
          "logits,attn_pattern:0"],
-        "z:2,attn_pattern:1", "mlp_hidden:1,attn_pattern:0", "logits,attn_pattern:0",
+        "logits,attn_pattern:0",
     ),
 )  # fmt: skip
 def test_the_formula_counts_what_the_compiler_counts_without_loops(taps: str) -> None:

@@ -277,6 +277,7 @@ def test_damage_of_the_source_or_between_passes_is_not_passed_on(
         open_dataset(dest.url)
 
 
+@pytest.mark.full
 def test_memory_is_what_was_asked_for(tmp_path: Path) -> None:
     taps = {"resid_post.0": 4096, "mlp_out.1": 4096}
     made = stored.build(tmp_path / "out", ((900,), (900,)), taps=taps, shard_bytes=1 << 20)

@@ -63,6 +63,8 @@ def test_where_no_preview_is_stored_the_tokens_are_decoded(tmp_path: Path, model
 def test_no_pickle_is_ever_read() -> None:
     source = Path(spile.__file__)
     for path in source.parent.rglob("*.py"):
+        if "pickle" not in path.read_text() and "torch" not in path.read_text():
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 read = node.value.id in ("pickle", "torch") and node.attr in ("load", "loads")

@@ -270,7 +270,7 @@ def test_every_tap_agrees_with_hf(name: str, tmp_path: Path, pytestconfig: pytes
     assert_agrees(run(checkpoint, without_pattern(taps)), truth)
 
 
-@pytest.mark.parametrize("name", some(SUPPORTED, "gemma2-gqa", "gptoss-gqa"))
+@pytest.mark.parametrize("name", some(SUPPORTED, "gemma2-gqa"))
 def test_attention_weights_agree_with_hf_and_mix_the_values(
     name: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -383,7 +383,8 @@ def test_the_controls_can_fail(tmp_path: Path) -> None:
 # -- what is run of the model --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["neox", pytest.param("gptoss-gqa", marks=FULL)])
+@pytest.mark.parametrize("name", ["neox", "gptoss-gqa"])
+@FULL
 def test_any_mix_of_taps_gives_the_rows_of_a_full_run(name: str, tmp_path: Path) -> None:
     _, checkpoint = saved(SUPPORTED[name], tmp_path)
     taps = without_pattern(all_taps(checkpoint.arch))

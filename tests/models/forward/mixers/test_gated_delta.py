@@ -154,6 +154,7 @@ def test_a_document_is_the_same_alone_wherever_it_begins_in_a_chunk() -> None:
         assert error(first, alone[name][0]) > 1e-3, "the control must fail"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changed", ["most_written", "norm_eps"])
 def test_each_constant_tells(changed: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 20, WIDTH)), jnp.float32)
