@@ -639,6 +639,7 @@ def test_norms_off_by_a_twentieth_are_caught_in_bfloat16_too(
     assert faulty(check(str(out))) == named
 
 
+@pytest.mark.full
 def test_a_tap_that_no_fault_would_show_in_is_unclear_and_not_ok(
     texts: Path, tmp_path: Path
 ) -> None:

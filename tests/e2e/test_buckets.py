@@ -186,7 +186,7 @@ def test_a_faulty_unit_is_looked_at_again_by_the_audit_that_goes_on(
         objects.replace(key, data)
 
 
-@pytest.mark.parametrize("kind", some([*STORES, "disk"], "disk"))
+@pytest.mark.parametrize("kind", some([*STORES, "disk"]))
 def test_a_run_ends_before_the_dataset_is_larger_than_allowed(
     kind: str, extracted: Any, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def begun(killed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(killed, tmp_path / "begun"))
 
 
+@pytest.mark.full
 def test_a_run_that_kept_no_row_is_not_complete_and_gives_way_to_another_recipe(
     made: Made, tmp_path: Path
 ) -> None:

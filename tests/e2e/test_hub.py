@@ -286,6 +286,7 @@ def as_csv(tables: Path) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.full
 def test_a_dataset_of_other_files_gives_what_parquet_gives_on_every_machine(
     hub: Hub, local: Path, tables: Path, tmp_path: Path
 ) -> None:

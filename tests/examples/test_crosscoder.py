@@ -28,6 +28,7 @@ def planted(rng: np.random.Generator) -> Iterator[tuple[np.ndarray, dict[str, An
         yield found, {side: jnp.asarray(x, jnp.float32) for side, x in rows.items()}
 
 
+@pytest.mark.full
 def test_each_feature_gets_a_latent_of_the_models_that_have_it(
     imported: Callable[[str], Any],
 ) -> None:

@@ -116,7 +116,7 @@ MORE_KINDS = ("all heads", "few keys", "odd inner width")
 
 @pytest.mark.parametrize(
     "kind",
-    ["odd heads", *(pytest.param(k, marks=pytest.mark.full) for k in MORE_KINDS)],
+    [pytest.param(k, marks=pytest.mark.full) for k in ("odd heads", *MORE_KINDS)],
 )
 def test_what_cannot_be_cut_is_whole_on_every_device(kind: str, tmp_path: Path) -> None:
     directory = tiny.write_model(tmp_path / "m", **KINDS[kind])

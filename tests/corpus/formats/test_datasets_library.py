@@ -186,6 +186,7 @@ def start(name: str, cache: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_of_those_who_come_at_once_one_makes_it_and_a_killed_one_leaves_no_trace(
     hub: Hub, tmp_path: Path
 ) -> None:

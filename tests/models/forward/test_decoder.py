@@ -84,7 +84,7 @@ STORED_TOO = ("llama-gqa", "gemma3-gqa", "gptoss-gqa", "neox")
 # switch is in one of them. Heads are the same for all, and frequencies are compared with HF's in
 # tests/models/config/test_rope.py. All families are tried with --chaos-full.
 KINDS = ("llama-gqa", "gemma2-gqa", "gemma3-three-blocks", "gpt2", "neox", "olmo2-gqa",
-         "qwen3moe-gqa", "gptoss-gqa", "qwen3next-gqa", "deepseek3", "nemotronh-gqa",
+         "gptoss-gqa", "qwen3next-gqa", "deepseek3", "nemotronh-gqa",
          "gemma4-gqa")  # fmt: skip
 ALIKE = ("qwen2", "qwen3-gqa", "phi3-gqa", "granite-gqa", "olmo-mha-clipped",
          "stablelm-mqa-parallel-qknorm", "gptj", "opt", "bloom", "museglimmer-gqa",
