@@ -528,6 +528,7 @@ def test_what_hfs_own_float32_cannot_tell_is_allowed_and_no_more(
 @pytest.mark.parametrize(
     "case", some(["too little memory", "no float64 in its code"], "too little memory")
 )
+@pytest.mark.full
 def test_without_float64_hfs_two_attentions_are_the_measure(
     case: str, dataset: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -687,6 +688,7 @@ def eight_bits(request: pytest.FixtureRequest, llama: Path, texts: Path, folder:
 
 
 @pytest.mark.parametrize("eight_bits", some(EIGHT, "int8"), indirect=True)
+@pytest.mark.full
 def test_eight_bits_agree_and_cost_what_they_should(eight_bits: Path) -> None:
     report = check_all(eight_bits)
     assert_healthy(report)
@@ -709,6 +711,7 @@ def test_eight_bits_agree_and_cost_what_they_should(eight_bits: Path) -> None:
 
 
 @pytest.mark.parametrize("eight_bits", some(EIGHT, "int8"), indirect=True)
+@pytest.mark.full
 def test_swapped_heads_are_caught_in_eight_bits(eight_bits: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(eight_bits, tmp_path / "out", ignore=lambda *_: [fmt.CHECK]))
     with forged(out) as values:

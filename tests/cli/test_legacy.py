@@ -253,6 +253,7 @@ def test_a_dry_run_prints_the_new_spelling_and_runs_nothing(tmp_path: Path) -> N
     check_refused(run("legacy", "another"), 2, "another")
 
 
+@pytest.mark.full
 def test_a_former_command_makes_the_dataset_that_the_new_one_makes(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:

@@ -164,6 +164,7 @@ def test_an_interrupted_growth_is_continued_without_more(model: Path, tmp_path: 
     sound(out)
 
 
+@pytest.mark.full
 def test_two_processes_that_add_the_same_make_one_generation(model: Path, tmp_path: Path) -> None:
     corpus, out = tmp_path / "corpus", tmp_path / "out"
     documents(corpus / "a.jsonl", "abcd", 1)

@@ -325,6 +325,7 @@ def write_gguf(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+@pytest.mark.full
 def test_convert_makes_a_model_that_the_other_verbs_take(corpus: Path, tmp_path: Path) -> None:
     source, dest = tmp_path / "tiny.gguf", tmp_path / "models" / "tiny"
     tensors = write_gguf(source)

@@ -181,6 +181,7 @@ def refused_alike(made: Made, tmp_path: Path, code: int, *named: str, **changes:
     assert done(tmp_path / "out") == 0
 
 
+@pytest.mark.full
 def test_a_process_with_other_arguments_is_named_with_the_flag(made: Made, tmp_path: Path) -> None:
     own = {1: ["--shard-bytes", "8192"]}
     named = "process 1 (", "--shard-bytes 8192", "process 0 has 1073741824"

@@ -109,6 +109,7 @@ def test_a_model_of_any_kind_can_be_swept(kind: str, corpus: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("spilled", some([0, 1], 1), ids=["on the device", "in host memory"])
+@pytest.mark.full
 def test_a_sweep_of_several_batches_is_the_sum_of_them(
     spilled: int, model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
