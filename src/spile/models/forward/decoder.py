@@ -111,7 +111,7 @@ class _Run:
         return values[:, :, np.array(self.heads[kept])] if kept in self.heads else values
 
     def shape(self, kept: Kept, layer: int) -> tuple[int, ...]:
-        """[rows x kept, ...]: of what is kept of a block's site."""
+        """Return the shape in which the values of a site in one block are stored."""
         rows = self.tokens.size if self.columns is None else self.columns.size
         tap = Tap(kept[0], layer, tuple(self.heads.get(kept, ())))
         return rows, *tap.shape(self.arch, self.tokens.shape[1])
