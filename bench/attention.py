@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-
 from families import natural_batch, timed
 
 # title, heads, heads of keys, width of a head, tokens of a row, window, soft cap, sinks

@@ -105,13 +105,13 @@ def compute(options: argparse.Namespace) -> dict[str, Any]:
 
     from spile.core.config import Runtime
     from spile.corpus.pack import PackedUnit
-    from spile.dataset.ledger import Ledger
+    from spile.dataset.records.ledger import Ledger
     from spile.objects import open_objects
     from spile.plan.estimate import batch_rows
     from spile.plan.job import prepare_unit
     from spile.plan.resolve import resolve
     from spile.run import extract as local
-    from spile.run.devices import prepared_device
+    from spile.run.world.devices import prepared_device
 
     device = prepared_device()
     ledger = Ledger(open_objects(options.out))

@@ -23,11 +23,10 @@ import obstore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import servers
-import stored
 from spile.dataset.maintain.replica import replicate
 from spile.objects import LocalObjects, Objects, open_objects
 from spile.objects.local import sync
+from support import servers, stored
 
 WIDTH = 4096
 Copy = Callable[[Objects, Objects], object]

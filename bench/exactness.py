@@ -2,7 +2,7 @@
 
     python bench/exactness.py                             # the demo model, documents of the demo
     python bench/exactness.py --in-float64 product,norm   # these operations of Spile in float64
-    python bench/exactness.py --families all --seeds 3    # tiny random models, tests/families.py
+    python bench/exactness.py --families all --seeds 3    # the tests' tiny random models
     python bench/exactness.py --compute-dtypes            # what fewer bits cost, on the demo model
 
 The exact result is HF's model with every operation in float64. A row's distance is relative to its

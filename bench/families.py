@@ -257,7 +257,7 @@ def parity(name: str, options: argparse.Namespace) -> None:
     from spile.models.files.checkpoint import open_checkpoint
     from spile.models.forward.weights import LayerSchedule, load_params
     from spile.models.taps import parse_taps
-    from spile.run.step import Step
+    from spile.run.step.resident import Step
 
     config, layers = cut_config(name, LAYERS.get(name, options.layers))
     kind = getattr(transformers, config["architectures"][0])
@@ -351,7 +351,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
 
     from spile.models.config.hf_config import read_config
     from spile.models.taps import parse_taps
-    from spile.run.step import Step
+    from spile.run.step.resident import Step
 
     config, layers = cut_config(name, None if name in WHOLE else LAYERS.get(name, options.layers))
     _, arch = read_config(config, "bench")

@@ -23,16 +23,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import stored
 from spile.core.index import FIRST, INDEX_DTYPE
-from spile.dataset.format import TapInfo
-from spile.dataset.ledger import Ledger
 from spile.dataset.read.aligned import AlignedDatasets, align
 from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.dataset.records.format import TapInfo
+from spile.dataset.records.ledger import Ledger
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.interop.export import export
 from spile.interop.flight.client import connect
 from spile.objects import LocalObjects
+from support import stored
 
 TAP, HOOK = "resid_post.0", "blocks.0.hook_resid_post"
 WIDTH, CONTEXT, BATCH, EPOCHS = 4096, 128, 4096, 4
@@ -246,9 +246,9 @@ def remote(size: int) -> dict[str, Reader]:
     """A server on this machine, which shares its cores."""
     import obstore
 
-    import remote as files
-    import servers
     from spile.objects import open_objects
+    from support import remote as files
+    from support import servers
 
     url = servers.new_s3_store()
     objects = open_objects(url)

@@ -35,6 +35,7 @@ PACKED = ("gpt-oss-20b", "gpt-oss-120b")
 
 def arch_of(shape: str) -> Any:
     from families import cut_config
+
     from spile.models.config.hf_config import read_config
 
     if shape in PACKED:
@@ -53,8 +54,8 @@ def packed_loader(shape: str, layers: int, folder: Path) -> Any:
     """Loads blocks of a checkpoint in MXFP4 with random codes, which is made in a folder."""
     import jax.numpy as jnp
     import numpy as np
-
     from families import cut_config
+
     from spile.core.tensors import write_tensors
     from spile.models.config.hf_config import read_config
     from spile.models.files.checkpoint import Checkpoint, open_checkpoint
@@ -115,16 +116,16 @@ def main() -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
-
     from families import natural_batch, profile, random_params
+
     from spile.models.config.specs import block_specs
     from spile.models.forward.streamed import StreamedBlocks
     from spile.models.forward.weights import LayerSchedule, abstract_params
     from spile.models.taps import parse_taps
     from spile.plan.residency import evenly
-    from spile.run.devices import prepared_device
-    from spile.run.step import Step
-    from spile.run.sweep import Sweep, SweptModel
+    from spile.run.step.resident import Step
+    from spile.run.step.sweep import Sweep, SweptModel
+    from spile.run.world.devices import prepared_device
 
     device, arch = prepared_device(), arch_of(options.shape)
     depth = options.layers or arch.num_layers

@@ -112,7 +112,7 @@ def measured(
 ) -> dict[str, float]:
     from spile.core.config import Recipe
     from spile.corpus.tokenize import use_threads
-    from spile.dataset.ledger import Ledger
+    from spile.dataset.records.ledger import Ledger
     from spile.objects import MemoryObjects
     from spile.plan.job import prepare_documents, prepare_unit
     from spile.plan.resolve import resolve

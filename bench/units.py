@@ -35,21 +35,21 @@ import numpy as np
 
 from spile.core.index import FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
-from spile.dataset import format as fmt
-from spile.dataset.columns import encode_columns
-from spile.dataset.format import CURRENT, Done, Shard, TapInfo
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Attempt, Ledger, Table, read_statistics
-from spile.dataset.segments import columns_of
-from spile.dataset.unit_table import UnitColumns
-from spile.dataset.write.documents import encode_documents
-from spile.dataset.write.shard import statistics_tensors
-from spile.dataset.write.statistics import TapStats
+from spile.dataset.codec.documents import encode_documents
+from spile.dataset.codec.shard import statistics_tensors
+from spile.dataset.codec.statistics import TapStats
+from spile.dataset.records import format as fmt
+from spile.dataset.records.columns import encode_columns
+from spile.dataset.records.format import CURRENT, Done, Shard, TapInfo
+from spile.dataset.records.heartbeat import Presence
+from spile.dataset.records.ledger import Attempt, Ledger, Table, read_statistics
+from spile.dataset.records.segments import columns_of
+from spile.dataset.records.unit_table import UnitColumns
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import LocalObjects, LocalStream
 from spile.plan.estimate import Budget
 from spile.plan.job import JobUnits
-from spile.run.units import StorePicker
+from spile.run.pipeline.units import StorePicker
 
 ROWS, WIDTH, TAP = 256, 8, "resid_post.0"  # one block of rows for each unit
 REAL = 4000

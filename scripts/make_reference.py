@@ -33,7 +33,7 @@ _ALSO = (
     "spile.dataset.read.dataset.Document",
     "spile.dataset.read.batches.Batches",
     "spile.dataset.read.window.Encoded",
-    "spile.dataset.write.statistics.TapStats",
+    "spile.dataset.codec.statistics.TapStats",
     "spile.run.extract.Outcome",
     "spile.interop.export.Exported",
     "spile.dataset.read.latents.TopRows",

@@ -14,10 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-import quick
-import tiny
-import zygote
 from spile.core.tensors import write_tensors
+from support import quick, tiny, zygote
 
 gc.disable()  # until all tests are imported: little of what is made until then is garbage
 # Threads that do little each would mostly wait for one another: a thread keeps Python for 5 ms.

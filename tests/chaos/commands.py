@@ -14,10 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import faults
-import stored
-import tiny
-import zygote
 from chaos.harness import (
     LAUNCHER,
     Result,
@@ -31,9 +27,10 @@ from chaos.harness import (
     run,
     said,
 )
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
+from support import faults, stored, tiny, zygote
 
 _SECONDS = 120
 _ENDS = (0, 2, 3, 130)  # of a command that was not killed

@@ -17,13 +17,12 @@ import numpy as np
 import xxhash
 
 import spile
-import tiny
-import zygote
 from spile import cli
 from spile.core.config import build
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
 from spile.objects import Objects, open_objects
+from support import tiny, zygote
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 _PROGRESS = re.compile(r" *\d+%  .*  q [\d·]+|loading and compiling$")

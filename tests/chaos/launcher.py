@@ -9,7 +9,7 @@ hooks:
     {"slow": SECONDS}             take so much longer for every step
     {"blind": true}               see nobody else at work: do units that others are doing
     {"peak": FILE}                leave the peak of resident memory, in kB, in a file
-    {"fault": ARGUMENTS}          a fault of the disk at a chosen system call: see tests/faults.py
+    {"fault": ARGUMENTS}          a fault of the disk at a chosen system call: see support/faults.py
     {"until": FILE}               repeat the command until the file exists; print its exit codes
 """
 
@@ -27,9 +27,9 @@ from typing import Any
 
 from spile import cli
 from spile.corpus import tokenize as tokens
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Ledger
-from spile.dataset.write.shard import ShardWriter
+from spile.dataset.codec.shard import ShardWriter
+from spile.dataset.records.heartbeat import Presence
+from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
 
 # Files that `create` makes, by the name it links them to.
@@ -151,7 +151,7 @@ def terminate_in_tokenizer() -> None:
 
 def arm_fault(given: dict[str, Any]) -> None:
     """What is recorded says when a unit was said to be committed."""
-    import faults  # noqa: PLC0415 - the zygote has it, and this file alone does not find it
+    from support import faults  # noqa: PLC0415 - the zygote has it, and this file alone does not find it
 
     commit = Ledger.commit
 
@@ -166,7 +166,7 @@ def arm_fault(given: dict[str, Any]) -> None:
 
 
 def meet(folder: Path, crowd: int) -> None:
-    from spile.run.pipeline import Worker  # noqa: PLC0415 - imports jax; only workers meet
+    from spile.run.pipeline.worker import Worker  # noqa: PLC0415 - imports jax; only workers meet
 
     run = Worker.run
 
@@ -180,7 +180,7 @@ def meet(folder: Path, crowd: int) -> None:
 
 
 def slow_down(seconds: float) -> None:
-    from spile.run.step import Step  # noqa: PLC0415 - imports jax
+    from spile.run.step.resident import Step  # noqa: PLC0415 - imports jax
 
     call = Step.__call__
 

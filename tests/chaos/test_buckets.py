@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import servers
-import tiny
 from chaos.harness import Witness, Work, check_same, launch, run, wait_for
 from spile.objects import bucket, open_objects
+from support import servers, tiny
 
 pytestmark = pytest.mark.chaos
 

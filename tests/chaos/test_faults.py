@@ -1,6 +1,6 @@
 """Every system call, faulted: whatever fails, wherever, the same command ends as if nothing had.
 
-One fault at a time (tests/faults.py) at every call by which a command changes its files; after it,
+One fault at a time (support/faults.py) at every call that changes files; after it,
 what was committed stands, what exits 0 is whole, and the same command run again makes what an
 undisturbed one makes. `make chaos-faults` tries every call, and prints how many; the suite some.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import faults
 from chaos.commands import Call, Commands, Tally, again, begin, try_fault, with_fault
+from support import faults
 
 pytestmark = pytest.mark.chaos
 

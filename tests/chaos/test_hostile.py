@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-import tiny
-from marks import some
+from support import tiny
+from support.marks import some
 
 pytestmark = pytest.mark.chaos
 

@@ -10,12 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import hub_server
-import servers
-import tiny
 from chaos.harness import Work, check_same, content, launch, wait_for
-from hub_network import Network
-from hub_server import Hub
+from support import hub_server, servers, tiny
+from support.hub_network import Network
+from support.hub_server import Hub
 
 pytestmark = pytest.mark.chaos
 

@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 
 import spile
-import stored
-import tiny
 from chaos.harness import (
     Witness,
     Work,
@@ -30,6 +28,7 @@ from chaos.harness import (
     wait_for,
 )
 from spile.core.errors import StoreError
+from support import stored, tiny
 
 pytestmark = pytest.mark.chaos
 

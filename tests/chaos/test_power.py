@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import faults
 import spile
 from chaos.commands import Command, Commands, again, begin, spec
 from chaos.harness import Witness, run
 from chaos.power import Disk, Event, materialise, prefixes, read_events
 from spile.core.errors import SpileError
+from support import faults
 
 pytestmark = pytest.mark.chaos
 

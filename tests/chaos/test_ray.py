@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-import tiny
 from chaos.harness import Witness, Work, check_same
-from ray_cluster import Cluster
 from spile.core.tensors import write_tensors
-from worlds import Member, check_equal, runs, wait_until
+from support import tiny
+from support.ray_cluster import Cluster
+from support.worlds import Member, check_equal, runs, wait_until
 
 pytestmark = [
     pytest.mark.chaos,
@@ -34,7 +34,7 @@ import importlib.abc, importlib.util, os, sys, time
 
 class Late(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "spile.run.step":
+        if name != "spile.run.step.resident":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-import tiny
 from chaos.harness import Witness, Work, check_same, launch
-from worlds import ABORTED, Group, check_equal, planted, wait_until
+from support import tiny
+from support.worlds import ABORTED, Group, check_equal, planted, wait_until
 
 pytestmark = pytest.mark.chaos
 
 SLOW = """
 import time
-from spile.run import step
+from spile.run.step import resident as step
 call = step.Step.__call__
 step.Step.__call__ = lambda *given: (time.sleep(0.1), call(*given))[1]
 """

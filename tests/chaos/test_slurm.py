@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 
-import tiny
 from chaos.harness import Witness, Work, run
-from launches import SLOW, made
-from slurm_cluster import Cluster, need_slurm
-from worlds import HEARTBEAT, check_equal, on_devices, planted
+from support import tiny
+from support.launches import SLOW, made
+from support.slurm_cluster import Cluster, need_slurm
+from support.worlds import HEARTBEAT, check_equal, on_devices, planted
 
 __all__ = ["made"]  # a fixture
 

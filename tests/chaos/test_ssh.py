@@ -16,9 +16,9 @@ from unittest import mock
 import pytest
 
 from chaos.harness import Result, Witness, Work, run
-from launches import SLOW, made, path_with
-from netns import Hosts, need_hosts
-from worlds import ABORTED, HEARTBEAT, check_equal, on_devices, planted, wait_until
+from support.launches import SLOW, made, path_with
+from support.netns import Hosts, need_hosts
+from support.worlds import ABORTED, HEARTBEAT, check_equal, on_devices, planted, wait_until
 
 __all__ = ["made"]  # a fixture
 

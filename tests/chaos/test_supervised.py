@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from chaos.harness import Witness, Work, check_same
-from worlds import Member, check_equal, planted, wait_until
+from support.worlds import Member, check_equal, planted, wait_until
 
 pytestmark = pytest.mark.chaos
 
 SLOW = """
 import time
-from spile.run import step
+from spile.run.step import resident as step
 call = step.Step.__call__
 step.Step.__call__ = lambda *given: (time.sleep(0.1), call(*given))[1]
 """

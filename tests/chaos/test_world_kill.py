@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from chaos.harness import Witness, Work, run
-from worlds import ABORTED, HEARTBEAT, Group, Member, check_equal, planted, wait_until
+from support.worlds import ABORTED, HEARTBEAT, Group, Member, check_equal, planted, wait_until
 
 pytestmark = pytest.mark.chaos
 
@@ -30,7 +30,7 @@ AGAIN = "start all processes again"
 # A step takes a while, so that units are done one by one and a kill falls between two of them.
 SLOW = """
 import time
-from spile.run import step
+from spile.run.step import resident as step
 call = step.Step.__call__
 step.Step.__call__ = lambda *given: (time.sleep(0.1), call(*given))[1]
 """

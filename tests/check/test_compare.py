@@ -15,19 +15,16 @@ import pytest
 import torch
 
 import spile
-import tiny
-from families import FAMILIES, randomised
-from marks import some
 from spile.check import compare, reference
 from spile.check.compare import CheckReport, check
 from spile.cli.model import check_text
 from spile.core.config import Recipe
 from spile.core.errors import CorruptError, DriftError, InputError, StoreError
 from spile.core.tensors import read_header
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
 from spile.models.config.rope import Rope
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.lora import Adapter
@@ -36,7 +33,10 @@ from spile.models.taps import Tap, all_taps
 from spile.objects import LocalObjects
 from spile.plan.resolve import resolve, store_table
 from spile.status.listing import list_files
-from stored import Stored, flip, reseal
+from support import tiny
+from support.families import FAMILIES, randomised
+from support.marks import some
+from support.stored import Stored, flip, reseal
 
 SEQ_LEN = 48
 DOCUMENTS = 8  # some longer than a context, one of them than three

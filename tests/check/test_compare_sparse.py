@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-import saes
 from spile.check.compare import RowLatents, SparseTap
 from spile.models.files.sae import SparseEncoder, open_sae
+from support import saes
 
 
 def dense(top: RowLatents, latents: int) -> np.ndarray:

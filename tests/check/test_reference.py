@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Gemma3ForCausalLM
 
-import families
-from families import FAMILIES, REFUSED, WINDOW, randomised
-from marks import some
 from spile.check.reference import Reference
+from support import families
+from support.families import FAMILIES, REFUSED, WINDOW, randomised
+from support.marks import some
 
 TOLERANCE = 2e-5  # of the largest value
 LENGTH = 70  # beyond the window, and beyond longrope's original length

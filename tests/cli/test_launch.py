@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-import stored
 from spile import cli
 from spile.cli.launch import launch
 from spile.core.errors import ConfigError
+from support import stored
 
 
 def asked(*words: str) -> int:

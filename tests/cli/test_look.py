@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import stored
-import tiny
 from chaos.harness import check_refused, run
+from support import stored, tiny
 
 
 @pytest.fixture

@@ -13,10 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-import quick
-import saes
-import tiny
-import zygote
 from spile.cli.model import compile_text
 from spile.compile.step import Question, compile_step
 from spile.compile.targets import CompileTarget, find_target
@@ -27,7 +23,8 @@ from spile.models.files.checkpoint import read_arch
 from spile.models.layout import Layout
 from spile.plan.chips import parse_topology
 from spile.plan.splices import find_splices
-from spile.run.step import Step
+from spile.run.step.resident import Step
+from support import quick, saes, tiny, zygote
 
 CONFIGS = Path(__file__).parent.parent / "fixtures/configs"
 LIBTPU = importlib.util.find_spec("libtpu") is not None

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import servers
 from spile.core.errors import StoreError
 from spile.objects import LocalObjects, MemoryObjects, Objects, bucket, local, open_objects
 from spile.objects.rooted import RootedObjects
+from support import servers
 
 BACKENDS: dict[str, Callable[[Path], Objects]] = {
     "local": lambda folder: LocalObjects(folder / "store"),

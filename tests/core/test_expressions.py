@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from marks import examples
 from spile.core.errors import ConfigError
 from spile.core.expressions import DocumentFilter, RowFilter, split_condition
 from spile.core.index import BOS, EOS, FIRST, FLAGS, INDEX_DTYPE, SPECIAL
+from support.marks import examples
 
 COLUMNS = {"token_id": 2**31, "doc": 2**40, "offset": 2**31, "pos": 2**31}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import certificates
 from spile.core.errors import ConfigError
 from spile.core.listening import ListenAddress, is_loopback
+from support import certificates
 
 
 @pytest.fixture(scope="module")

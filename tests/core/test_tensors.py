@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marks import examples
 from spile.core.errors import CorruptError
 from spile.core.tensors import (
     DTYPES,
@@ -31,6 +30,7 @@ from spile.core.tensors import (
     read_header_from,
     write_tensors,
 )
+from support.marks import examples
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

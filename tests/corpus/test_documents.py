@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-import tiny
 from spile.core.errors import InputError
 from spile.core.expressions import DocumentFilter
 from spile.corpus import reader as reader_module
@@ -19,7 +18,8 @@ from spile.corpus.files import find_files
 from spile.corpus.programs.program import ProgramDocument
 from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.select import Selection
-from texts import units_of, write_parquet
+from support import tiny
+from support.texts import units_of, write_parquet
 
 
 def read(path: Path, keep: tuple[str, ...] = (), preview: int = 20, **options: Any) -> Documents:

@@ -22,7 +22,7 @@ from spile.corpus.named_columns import (
     settled_columns,
 )
 from spile.corpus.reader import CorpusReader, ReadOptions
-from texts import units_of, write_parquet
+from support.texts import units_of, write_parquet
 
 PAIRS = Pairs("q", "a", "", "", None)
 PROGRAM = """

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tiny
-from marks import examples
 from spile.core.expressions import RowFilter
 from spile.core.index import END, FIRST, LAST
 from spile.corpus.pack import PackedUnit, bucket, first_fit_decreasing, pack_unit
 from spile.corpus.tokenize import TextTokenizer
+from support import tiny
+from support.marks import examples
 
 DOCUMENTS = st.lists(
     st.lists(st.integers(1, tiny.VOCAB - 1), max_size=45).map(lambda t: np.array(t, np.int32)),

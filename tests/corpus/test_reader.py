@@ -23,7 +23,7 @@ from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
 from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.units import CutOptions, make_units
-from texts import NOT_UTF8, read, units_of, write_parquet
+from support.texts import NOT_UTF8, read, units_of, write_parquet
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda data: data,

@@ -13,8 +13,6 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
-import tiny
-from marks import examples
 from spile.core.errors import ConfigError, InputError, StoreError
 from spile.core.index import BOS, EOS, ROLES, SPECIAL
 from spile.corpus.chats.template import Rendered
@@ -22,7 +20,9 @@ from spile.corpus.tokenize import TextTokenizer
 from spile.models.files.demo import demo_model
 from spile.objects import MemoryObjects
 from spile.objects.paths import RemotePath
-from texts import token_roles
+from support import tiny
+from support.marks import examples
+from support.texts import token_roles
 
 TEXTS = [
     "The capital of France is",

@@ -15,13 +15,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marks import examples
 from spile.core.errors import InputError
 from spile.corpus import units as units_module
 from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
 from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.units import CutOptions, Unit, make_units, tokens_per_byte
+from support.marks import examples
 
 KINDS = ("jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "parquet")
 Corpus = list[tuple[str, list[str]]]  # kind and documents of each file

@@ -15,7 +15,7 @@ from spile.corpus import units as order
 from spile.corpus.files import Span, find_files
 from spile.corpus.reader import DUPLICATE, CorpusReader
 from spile.corpus.units import CutOptions, Unit, make_units, without_duplicates
-from texts import units_of
+from support.texts import units_of
 
 KINDS = ("parquet", "jsonl", "jsonl.gz", "json", "txt", "arrow")
 PROGRAM = """

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-import quick
 from chaos.conftest import full, no_process_is_left
 from documented.scratch import Scratch, write_datasets, write_deep_model
 from spile.core.cache_dir import cache_directory
+from support import quick
 
 __all__ = ["full", "no_process_is_left"]
 

@@ -204,7 +204,7 @@ COMMANDS = (
     Instead("docs/export.md", "spile merge", "datasets of two corpora: "
             "tests/dataset/maintain/test_assemble.py has them", parses),
     Instead("docs/larger-models.md", "spile extract --model meta-llama/Llama-3.3-70B-Instruct",
-            "140 GB of weights: tests/run/test_sweep.py streams a small model", parses),
+            "140 GB of weights: tests/run/step/test_sweep.py streams a small model", parses),
     Instead("docs/worlds.md", "spile extract", "sixteen hosts: tests/e2e/test_world.py has three",
             parses),
     Instead("docs/fleets.md", "spile extract … --out gs://B/acts --engine ray",

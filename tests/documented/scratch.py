@@ -12,13 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import saes
-import servers
 import spile
-import tiny
 from chaos.harness import Result, run
-from launches import IMAGE
 from spile.objects import open_objects
+from support import saes, servers, tiny
+from support.launches import IMAGE
 
 EXTRACT = ["--model", "M", "--corpus", "C", "--taps", "T"]
 FEW = ["--max-docs", "6", "--seq-len", "256"]

@@ -8,13 +8,11 @@ import sys
 
 import pytest
 
-import quick
-import tiny
-import zygote
 from documented import exceptions, pages
 from documented.pages import Command
 from documented.scratch import Scratch
 from spile import cli
+from support import quick, tiny, zygote
 
 
 def commands(page: str) -> list[Command]:

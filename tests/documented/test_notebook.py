@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import tiny
 from documented.pages import ROOT
+from support import tiny
 
 NOTEBOOK = ROOT / "examples" / "first_feature.ipynb"
 

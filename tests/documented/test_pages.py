@@ -18,16 +18,16 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import hub_server
 import spile
 from chaos.harness import files
 from chaos.test_hub import write_tables
 from documented import exceptions, pages
 from documented.pages import Block, Command
 from documented.scratch import DEMO_TAPS, Scratch
-from hub_network import Network
-from hub_server import Hub
-from marks import some
+from support import hub_server
+from support.hub_network import Network
+from support.hub_server import Hub
+from support.marks import some
 
 CARD = b"""---
 configs:

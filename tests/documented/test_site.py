@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 import spile
-import tiny
 from documented import pages
 from documented.pages import ROOT
 from documented.test_commands import verbs_of
 from spile import cli
+from support import tiny
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-import quick
 from chaos.conftest import full, no_process_is_left
-from installing import build_wheel
+from support import quick
+from support.installing import build_wheel
 
 __all__ = ["full", "no_process_is_left"]
 

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import tiny
 from chaos.harness import Work, check_refused, check_sound, run
 from spile.core.tensors import write_tensors
+from support import tiny
 
 OPTIONS = {"taps": "embed,resid_post:1", "seq_len": 64, "compute_dtype": "float32"}
 GARBAGE = np.random.default_rng(5).bytes(1 << 16)

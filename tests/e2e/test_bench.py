@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import quick
-import tiny
+from support import quick, tiny
 
 BENCH = Path(__file__).parents[2] / "bench"
 

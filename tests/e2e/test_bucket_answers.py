@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import servers
 import spile
 from chaos.harness import run
 from spile.dataset.maintain.verify import verify
 from spile.objects import open_objects
+from support import servers
 
 
 @pytest.fixture

@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import servers
 import spile
-import tiny
 from chaos.harness import check_refused, run
-from marks import some
 from spile.core.errors import ConfigError
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import Journal, verify
+from spile.dataset.records.ledger import Ledger
 from spile.objects import open_objects
 from spile.objects.bucket import BucketObjects
+from support import servers, tiny
+from support.marks import some
 
 TAPS = "embed,resid_post:1"
 

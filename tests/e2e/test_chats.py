@@ -14,7 +14,6 @@ import pytest
 from tokenizers import Tokenizer
 
 import spile
-import tiny
 from chaos.harness import (
     Work,
     check_refused,
@@ -26,12 +25,13 @@ from chaos.harness import (
     said,
     wait_for,
 )
-from marks import some
 from spile.core.index import FLAGS, ROLES
 from spile.core.limited_process import ProcessLimits
 from spile.corpus.chats.template import read_template
-from spile.dataset import format as fmt
-from texts import token_roles
+from spile.dataset.records import format as fmt
+from support import tiny
+from support.marks import some
+from support.texts import token_roles
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}</>\n"

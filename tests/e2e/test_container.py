@@ -16,7 +16,14 @@ import pytest
 from packaging.requirements import Requirement
 
 import spile
-from installing import ROOT, call, clean_environment, link_packages, make_environment, normal
+from support.installing import (
+    ROOT,
+    call,
+    clean_environment,
+    link_packages,
+    make_environment,
+    normal,
+)
 
 DOCKERFILE = ROOT / "Dockerfile"
 LINES = DOCKERFILE.read_text().replace("\\\n", "").splitlines()
@@ -158,7 +165,7 @@ def test_the_install_list_is_complete(inside: Path, model: Path, tmp_path: Path)
     call(inside / "python", "-c", modules, cwd=tmp_path)
 
 
-@pytest.mark.full  # tests/run/test_rank.py reads the same variables
+@pytest.mark.full  # tests/run/world/test_rank.py reads the same variables
 def test_the_entrypoint_hears_who_it_is(inside: Path, tmp_path: Path) -> None:
     ran = subprocess.run(
         [inside / "spile", "extract", "--model", "demo", "--out", tmp_path / "acts"],

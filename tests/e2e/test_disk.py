@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from chaos.harness import Result, Work, check_refused, check_same, run
-from marks import some
+from support import tiny
+from support.marks import some
 
 OPTIONS = {
     "taps": "embed,resid_post:all,mlp_out:all",

@@ -11,7 +11,7 @@ import pytest
 import spile
 from chaos.harness import check_refused, run
 from e2e.test_selection import ROWS, extracted, write
-from marks import some
+from support.marks import some
 
 
 def documents(out: Path) -> list[dict[str, Any]]:

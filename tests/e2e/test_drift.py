@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
 from chaos.harness import Work, check_refused, check_same, check_sound, files, launch, run
 from spile.core.config import Recipe
 from spile.core.identity import sampled_digest
 from spile.core.tensors import read_header, write_tensors
+from support import tiny
 
 BASE: dict[str, Any] = {
     "taps": "resid_post:0",

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
-import zygote
-from marks import some
 from spile.dataset.maintain.verify import verify
 from spile.objects import LocalObjects
+from support import tiny, zygote
+from support.marks import some
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "version6"
 MADE = json.loads((FIXTURES / "cases.json").read_bytes())

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import saes
 import spile
 from chaos.harness import check_refused, run
 from spile.check import compare as recheck
@@ -16,6 +15,7 @@ from spile.dataset.maintain.verify import verify
 from spile.dataset.read.latents import top_rows
 from spile.objects import LocalObjects
 from spile.status.status import read_status
+from support import saes
 
 VALUES, IDS = "resid_post_latents.1", "resid_post_latent_ids.1"
 KEPT = 12

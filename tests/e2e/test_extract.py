@@ -20,8 +20,6 @@ import zstandard
 from tokenizers import Tokenizer
 
 import spile
-import tiny
-import zygote
 from chaos.harness import (
     Work,
     check_refused,
@@ -35,8 +33,9 @@ from chaos.harness import (
     said,
     wait_for,
 )
-from marks import some
 from spile.core.config import Recipe, Runtime, flag_of
+from support import tiny, zygote
+from support.marks import some
 
 VERBS = (
     "extract",

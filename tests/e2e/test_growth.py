@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
 from spile.core.config import build
 from spile.core.errors import DriftError, Interrupted
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.verify import verify
+from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
 from spile.run.extract import Outcome
+from support import tiny
 
 RECIPE: dict[str, Any] = {
     "taps": "resid_post:0,mlp_out:1",

@@ -14,17 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv
 
-import hub_server
-import servers
 import spile
-import tiny
 from chaos.harness import Work, check_refused, content, differences, files, launch, run
 from chaos.test_hub import CARD, write_tables
 from e2e.test_disk import small_disk
 from e2e.test_drift import write_adapter
-from hub_network import Network
-from hub_server import Hub
-from remote import upload
+from support import hub_server, servers, tiny
+from support.hub_network import Network
+from support.hub_server import Hub
+from support.remote import upload
 
 __all__ = ["small_disk"]  # a fixture
 

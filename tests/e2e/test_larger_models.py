@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tiny
 from spile.core.tensors import build_header
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import Checkpoint
+from support import tiny
 
 MEASURED = """
 import sys, spile

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from chaos.harness import Work, check_refused, check_same, run
-from launches import IMAGE, SECRET
-from worlds import wait_until
+from support import tiny
+from support.launches import IMAGE, SECRET
+from support.worlds import wait_until
 
 
 @pytest.fixture

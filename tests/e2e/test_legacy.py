@@ -11,15 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import hub_server
-import servers
 import spile
-import tiny
 from chaos.harness import files, run
-from hub_server import Hub
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.objects import open_objects
-from worlds import wait_until
+from support import hub_server, servers, tiny
+from support.hub_server import Hub
+from support.worlds import wait_until
 
 NESTED = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -161,7 +159,7 @@ def test_pairs_of_a_program_and_of_columns_within_columns(deep: Path, here: Path
     assert spile.open("o").text(2) == "<s>yes 2oui 2"
 
 
-@pytest.mark.full  # tests/run/test_devices.py has another, and every message
+@pytest.mark.full  # tests/run/world/test_devices.py has another, and every message
 @pytest.mark.parametrize(
     ("platform", "said"), [("tpu", "needs a TPU and libtpu"), ("proxy", "needs Pathways")]
 )

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tiny
 from chaos.harness import Work, launch
 from spile.core.tensors import build_header
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import Checkpoint
+from support import tiny
 
 TEXT = "the same few words for every document, so that units are alike; "
 DOCUMENTS = 1200

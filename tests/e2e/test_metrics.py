@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-import metric_files
 import spile
-import spoilt
-import tiny
 from chaos.harness import Work
 from spile.metrics.values import NAMES, described
-from worlds import Group
+from support import metric_files, spoilt, tiny
+from support.worlds import Group
 
 RECIPE = ("--taps", "embed,resid_post:1", "--seq-len", "64", "--unit-tokens", "700")
 # A backend that somebody else installed. It lets the run end when it is told to.

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-import saes
 import spile
-import tiny
 from chaos.harness import Work, check_refused, run
 from spile.plan import survey
+from support import saes, tiny
 
 
 def test_bytes_are_exact_once_all_is_counted_and_the_run_says_how_it_compares(

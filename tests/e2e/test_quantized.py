@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
 from chaos.harness import Work, check_refused, check_same, check_sound, files, launch, run
-from marks import some
 from spile.core.config import STORE_DTYPES
 from spile.core.tensors import write_tensors
-from spile.dataset.format import COMPRESSED, SCALES
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.format import COMPRESSED, SCALES
+from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects
+from support import tiny
+from support.marks import some
 
 FORMS: dict[str, dict[str, Any]] = {
     "float8": {"store_dtype": "float8_e4m3"},

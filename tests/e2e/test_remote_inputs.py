@@ -13,15 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-import servers
 import spile
-import tiny
 from chaos.harness import check_refused, check_same, content, differences, launch, run
-from marks import some
-from remote import BUCKETS, upload
 from spile.core.identity import sampled_digest
 from spile.core.tensors import map_tensor, read_header, write_tensors
 from spile.objects import open_objects
+from support import servers, tiny
+from support.marks import some
+from support.remote import BUCKETS, upload
 
 OPTIONS: dict[str, Any] = {
     "taps": "embed,logprob",

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
 from chaos.harness import Work, check_refused, check_same, check_sound, files, launch, run
-from marks import some
 from spile.core.errors import StoreError
 from spile.core.index import BOS, END, FIRST
+from support import tiny
+from support.marks import some
 
 OPTIONS: dict[str, Any] = {
     "taps": "embed,q:1,resid_post:2,logprob",

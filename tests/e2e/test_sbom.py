@@ -16,7 +16,7 @@ import pytest
 from referencing import Registry, Resource
 
 import spile
-from installing import ROOT, normal
+from support.installing import ROOT, normal
 
 SCHEMAS = ROOT / "tests/fixtures/cyclonedx"
 TARGETS = ("build", "cpu", "cuda", "tpu")

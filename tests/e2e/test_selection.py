@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import spile
-import tiny
 from chaos import harness
 from chaos.harness import check_refused, run
-from marks import some
 from spile.corpus.tokenize import TextTokenizer
+from support import tiny
+from support.marks import some
 
 ROWS = [
     {"text": tiny.words(np.random.default_rng(n), 4 + n % 30), "language": "de" if n % 3 else "en",

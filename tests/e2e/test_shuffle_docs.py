@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 import spile
-import stored
-import tiny
 from chaos.harness import check_refused, check_same, extracted, launch, run
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
-from spile.dataset.unit_table import UnitColumns
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.unit_table import UnitColumns
 from spile.objects import open_objects
 from spile.plan.resolve import resolve
+from support import stored, tiny
 
 FILES, DOCUMENTS = 6, 15
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 import transformers
 
-import saes
 import spile
-import tiny
-from marks import some
 from spile.check.compare import check
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DriftError, InputError
 from spile.models.files.sae import load_arrays, open_sae
-from stored import unit_files
+from support import saes, tiny
+from support.marks import some
+from support.stored import unit_files
 
 TAPS = "resid_post:1+2,z:1,logits"
 TOLERANCE = 2e-5  # of the largest value

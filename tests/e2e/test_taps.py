@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer
 
 import spile
-import tiny
 from chaos.harness import Work, check_sound, run
-from families import FAMILIES, randomised
 from spile.check.reference import Reference
 from spile.core.index import LAST
+from support import tiny
+from support.families import FAMILIES, randomised
 
 SEQ_LEN = 64
 TAPS = (

@@ -9,12 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import servers
 import spile
-import tiny
 from chaos.harness import check_refused, extracted, run
-from remote import upload
 from spile.corpus.tokenize import TextTokenizer
+from support import servers, tiny
+from support.remote import upload
 
 TEXTS = [tiny.words(np.random.default_rng(n), 3 + n % 14) for n in range(40)]
 OPTIONS: dict[str, Any] = {"compute_dtype": "float32", "unit_tokens": 100_000}

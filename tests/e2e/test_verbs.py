@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-import tiny
 from chaos.harness import Work, check_refused, check_sound, run
 from spile.core.tensors import map_tensor, read_header
 from spile.corpus.tokenize import TextTokenizer
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.models.files.checkpoint import open_checkpoint, read_arch
 from spile.models.taps import SITES, all_taps
 from spile.objects import LocalObjects
-from stored import Stored, reseal
+from support import tiny
+from support.stored import Stored, reseal
 
 CONFIGS = Path(__file__).parent.parent / "fixtures" / "configs"
 # What a model of a certain make does not have.

@@ -11,7 +11,7 @@ import pytest
 
 import spile
 from chaos.harness import Work
-from installing import ROOT, call, make_environment
+from support.installing import ROOT, call, make_environment
 
 ABSENT = ("jax", "jaxlib", "torch", "transformers")
 

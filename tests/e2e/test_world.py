@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 import spile
-import tiny
 from chaos.harness import Work, run
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
-from spile.dataset import format as fmt
+from spile.dataset.records import format as fmt
 from spile.objects import LocalObjects
-from spile.run.child import _why as why_it_ended
-from spile.run.rank import Rank
-from spile.run.world import join
-from worlds import ABORTED, Group, check_equal, planted
+from spile.run.world.child import _why as why_it_ended
+from spile.run.world.rank import Rank
+from spile.run.world.world import join
+from support import tiny
+from support.worlds import ABORTED, Group, check_equal, planted
 
 # Rows of several shapes, of which some are dropped, and then every other one.
 RECIPE = {
@@ -36,8 +36,8 @@ RECIPE = {
 # Each process comes late to every call, by a time of its own.
 SKEWED = """
 import random, time
-from spile.run import step
-from spile.run import world
+from spile.run.step import resident as step
+from spile.run.world import world
 
 def late(call):
     def patched(*given):
@@ -55,7 +55,7 @@ joined._get, joined._set = late(joined._get), late(joined._set)
 """
 SLOW = """
 import time
-from spile.run import step
+from spile.run.step import resident as step
 call = step.Step.__call__
 step.Step.__call__ = lambda *given: (time.sleep(0.3), call(*given))[1]
 """

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import stored
+from support import stored
 
 WIDTHS = {"base": 24, "tuned": 20}
 SHARED, BASE, TUNED = range(8), range(8, 12), range(12, 16)  # features

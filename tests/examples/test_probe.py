@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import spile
-import tiny
-import zygote
+from support import tiny, zygote
 
 PROBE = Path(__file__).parents[2] / "examples" / "probe.py"
 

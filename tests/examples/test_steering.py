@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
+from support import tiny
 
 TAPS = ["--tap", "resid_post.0", "--later", "resid_post.1"]
 

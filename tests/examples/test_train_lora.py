@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
+from support import tiny
 
 SMALL = ["--length", "48", "--steps", "20", "--rate", "1e-2"]  # one piece of each document
 

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
-import zygote
 from spile.core.tensors import map_tensor, read_header
 from spile.models.files.sae import Sae, activations, load_arrays, open_sae
+from support import tiny, zygote
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TAP = "resid_post.1"

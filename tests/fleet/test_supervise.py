@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import stored
-import tiny
 from chaos.harness import check_refused, run
 from spile.core.errors import ConfigError
-from spile.dataset import format as fmt
+from spile.dataset.records import format as fmt
 from spile.fleet.supervise import Patience
-from worlds import Member, planted, runs, wait_until
+from support import stored, tiny
+from support.worlds import Member, planted, runs, wait_until
 
 Start = Callable[..., Member]
 ALONE = ("--world", "host")  # so that nobody looks for a cluster, which takes a second
@@ -28,7 +27,7 @@ nth = len(starts.read_text())
 # What a worker that has done a unit leaves in the store.
 WORKED = """
 from spile.objects import open_objects
-from spile.dataset.heartbeat import Presence
+from spile.dataset.records.heartbeat import Presence
 presence = Presence(open_objects({out!r}), 30)
 presence.tell(state="running", units_done=1)
 presence.start()
@@ -118,7 +117,7 @@ def test_a_unit_of_taps_that_are_added_counts_as_any(start: Start, tmp_path: Pat
     held = f"Presence(open_objects({ledger.objects.url!r}), 30)"
     lines = [
         "from spile.objects import open_objects",
-        "from spile.dataset.heartbeat import Presence",
+        "from spile.dataset.records.heartbeat import Presence",
         f"presence = {held}",
         "presence.tell(state='running')",
         "presence.hold(nth)",  # the units before it were done by others

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import stored
-from spile.dataset.format import TapInfo
+from spile.dataset.records.format import TapInfo
 from spile.interop.export import Exported, export, export_source
+from support import stored
 
 
 def taps(dtype: str) -> stored.Taps:

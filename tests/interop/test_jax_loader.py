@@ -11,9 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import spile
-import stored
-import tiny
 from spile.interop.jax_loader import on_devices
+from support import stored, tiny
 
 
 @pytest.fixture(scope="module", params=["plain", "scaled"])

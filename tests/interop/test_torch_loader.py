@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import spile
-import stored
 from spile.core.errors import ConfigError
 from spile.interop.torch_loader import TorchLoader
+from support import stored
 
 TAPS = {"resid_post.0": 3, "mlp_out.1": 2}
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import spile
-import stored
 from spile.interop.trainers import TorchRows
+from support import stored
 
 
 def test_rows_are_those_of_the_dataset_in_its_order_epoch_after_epoch(

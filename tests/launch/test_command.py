@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from launches import HOSTILE
 from spile.core.errors import LaunchError
 from spile.launch.command import FILE, Command, check_all, run, run_all, shown
+from support.launches import HOSTILE
 
 
 def test_what_is_shown_is_what_a_shell_would_run() -> None:

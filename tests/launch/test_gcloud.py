@@ -2,10 +2,10 @@
 
 import pytest
 
-from launches import contained, job
 from spile.core.errors import ConfigError
 from spile.launch.command import FILE, shown
 from spile.launch.gcloud import Gcloud, Node
+from support.launches import contained, job
 
 MADE = {"accelerator_type": "v5litepod-64", "runtime_version": "v2-alpha-tpuv5-lite"}
 NODE = Node(0, "run1-0", "us-west4-a")

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-import tiny
-from fake_gcloud import HOSTS, Cloud
-from launches import calls, job, path_with, recorder
 from spile.core.errors import LaunchError
 from spile.launch.command import Command, Result, run
 from spile.launch.gcloud import Gcloud, Keeper
 from spile.launch.job import LaunchJob
 from spile.launch.run import act, check
-from worlds import wait_until
+from support import tiny
+from support.fake_gcloud import HOSTS, Cloud
+from support.launches import calls, job, path_with, recorder
+from support.worlds import wait_until
 
 MADE: dict[str, Any] = {"accelerator_type": "v5litepod-16", "runtime_version": "v2"}
 FULL = 'ERROR: (gcloud) There is no more capacity in the zone "a"; code RESOURCE_EXHAUSTED'

@@ -2,11 +2,11 @@
 
 import pytest
 
-from launches import DIGEST, EXTRACT, IMAGE, SECRET, contained, job
 from spile.core.errors import ConfigError
 from spile.launch.command import shown
 from spile.launch.job import Container, Seat
 from spile.launch.local import Local
+from support.launches import DIGEST, EXTRACT, IMAGE, SECRET, contained, job
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from launches import EXTRACT, HOSTILE, IMAGE, contained, hostile_job, job
 from spile.core.errors import ConfigError
 from spile.launch.job import LaunchJob
 from spile.launch.kubernetes import Kubernetes, Tpu, parse_tpu
+from support.launches import EXTRACT, HOSTILE, IMAGE, contained, hostile_job, job
 
 FIXTURE = Path(__file__).parents[1] / "fixtures/kubernetes/jobset.json"
 VERSIONS = ("1.29", "1.31", "1.37")  # of Kubernetes; per-index retries are in all of them

@@ -2,9 +2,9 @@
 
 import pytest
 
-from launches import job
 from spile.core.errors import ConfigError
 from spile.launch.local import Local
+from support.launches import job
 
 
 def test_slices_have_shares_and_worlds_have_ports_of_their_own() -> None:

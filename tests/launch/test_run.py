@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from launches import IMAGE
 from spile.core.errors import ConfigError
 from spile.launch.command import Result
 from spile.launch.flags import add_launch
@@ -17,6 +16,7 @@ from spile.launch.run import build_job, build_target, check_out, commands, told
 from spile.launch.sky import Sky
 from spile.launch.slurm import Slurm
 from spile.launch.ssh import Ssh
+from support.launches import IMAGE
 
 
 def parse(*words: str) -> argparse.Namespace:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from launches import HOSTILE, calls, contained, hostile_job, job, path_with, recorder
 from spile.launch import script
 from spile.launch.command import Command, Result, run
 from spile.launch.job import LaunchJob, Seat
-from worlds import wait_until
+from support.launches import HOSTILE, calls, contained, hostile_job, job, path_with, recorder
+from support.worlds import wait_until
 
 SEAT = Seat(slice=1, slices=2)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launches import HOSTILE, calls, contained, hostile_job, job, path_with, recorder
 from spile.core.errors import ConfigError
 from spile.launch.command import FILE, run_all, shown
 from spile.launch.sky import Sky
+from support.launches import HOSTILE, calls, contained, hostile_job, job, path_with, recorder
 
 TASK = """\
 name: "run1-1"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launches import HOSTILE, IMAGE, calls, contained, hostile_job, job, path_with, recorder
 from spile.core.errors import ConfigError
 from spile.launch.command import run, shown
 from spile.launch.slurm import Slurm
+from support.launches import HOSTILE, IMAGE, calls, contained, hostile_job, job, path_with, recorder
 
 LINE = "spile supervise -- extract --model M --corpus C --taps resid_post:20 --out gs://B/acts"
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from launches import EXTRACT, job
 from spile.core.errors import ConfigError
 from spile.launch.ssh import Line, Ssh, parse_hosts
+from support.launches import EXTRACT, job
 
 OPTIONS = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",

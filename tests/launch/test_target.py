@@ -7,8 +7,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launches import HOSTILE
 from spile.launch.target import to_yaml
+from support.launches import HOSTILE
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(HOSTILE)
 VALUES = st.recursive(

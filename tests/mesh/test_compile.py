@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import families
 from mesh.test_families import CHOSEN
-from meshes import make_step
 from spile.cli.model import compile_text
 from spile.compile.step import Question, compile_step, params_of, search
 from spile.compile.targets import CompileTarget
@@ -24,7 +22,9 @@ from spile.models.files.checkpoint import read_arch
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.weights import LayerSchedule
 from spile.models.layout import Layout
-from spile.run.step import Step
+from spile.run.step.resident import Step
+from support import families
+from support.meshes import make_step
 
 TAPS = "resid_post:all,z:1"
 LAYERS, WIDTH, SEQ = 3, 32, 24

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import spile
-from marks import some
+from support.marks import some
 
 
 def test_a_mesh_of_one_device_leaves_the_others_alone(

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import families
-import tiny
-from meshes import make_batch, make_step
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.layout import Layout
+from support import families, tiny
+from support.meshes import make_batch, make_step
 
 TAPS = "resid_post:all,final_norm"
 LATENT_TAPS = ",kv_latent:all,k:all,v:all,z:all"

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from meshes import make_step, shards_of
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.forward import sharding
 from spile.models.forward.sharding import P, local_runs, make_mesh, moved, put
 from spile.models.forward.weights import moved_params
 from spile.models.layout import Layout
+from support.meshes import make_step, shards_of
 
 VALUES = np.arange(48 * 6, dtype=np.float32).reshape(48, 6)
 

@@ -6,17 +6,16 @@ import jax
 import numpy as np
 import pytest
 
-import saes
-import tiny
-from marks import some
-from meshes import make_batch, make_step, shards_of
-from spile.dataset.write.statistics import TapStats
+from spile.dataset.codec.statistics import TapStats
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
 from spile.models.forward.splice import load_changes
 from spile.models.layout import Layout
 from spile.models.taps import parse_taps
 from spile.plan.splices import find_splices
+from support import saes, tiny
+from support.marks import some
+from support.meshes import make_batch, make_step, shards_of
 
 CUT_THREE_WAYS = Layout(2, 2, 2)
 LAYOUTS = [Layout(8), Layout(1, 1, 8), Layout(1, 8), Layout(4, 1, 2), CUT_THREE_WAYS]

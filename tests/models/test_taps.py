@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import tiny
 from spile.core.errors import ConfigError
 from spile.models.config.arch import Arch
 from spile.models.config.families import FAMILIES
 from spile.models.config.hf_config import read_config
 from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, describe_taps, parse_taps
+from support import tiny
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 _, ARCH = read_config({**tiny.CONFIG, "num_hidden_layers": 28}, "test")

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from families import FAMILIES, randomised
 from spile.check.reference import Reference
 from spile.core.errors import ConfigError
 from spile.models import taps as taps_module
 from spile.models.config.hf_config import read_config
 from spile.models.taps import parse_taps
+from support.families import FAMILIES, randomised
 
 IDS = np.random.default_rng(0).integers(0, 256, 24)
 KINDS = ("llama-gqa", "gemma2-gqa", "gpt2", "neox", "olmo2-gqa", "qwen3moe-gqa")

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-import servers
-import tiny
 from spile.core.errors import StoreError
 from spile.objects import Spool, bucket, check_creates_once, open_objects
 from spile.objects.protocol import COUNTED
+from support import servers, tiny
 
 STORES = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}
 

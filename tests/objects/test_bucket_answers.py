@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-import servers
 from spile.core import retry
 from spile.core.errors import StoreError
 from spile.objects import bucket, open_objects
+from support import servers
 
 STORES = {"s3": servers.new_s3_store, "gs": servers.new_gcs_store}
 

@@ -5,13 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import remote
-import servers
 import spile
-import stored
 from spile.core.errors import ConfigError
 from spile.objects import LocalObjects
 from spile.objects.cache import cached
+from support import remote, servers, stored
 
 PIECE = 1 << 20
 DATA = np.random.default_rng(0).bytes(5 * PIECE + 77)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import servers
-from hub_network import ranged
 from spile.core import retry
 from spile.core.errors import ConfigError, StoreError
 from spile.core.identity import sampled_digest
 from spile.objects import http as web
 from spile.objects import open_objects
 from spile.objects.paths import RemotePath, files_matching, path_of
+from support import servers
+from support.hub_network import ranged
 
 DATA = random.Random(0).randbytes(3 << 20)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tiny
 from spile.core.errors import ConfigError, NotCreatedError, StoreError
 from spile.objects import LocalObjects, Objects, open_objects
 from spile.objects.local import settle
+from support import tiny
 
 MIB = 1 << 20  # a stream makes its bytes durable every 64 of them
 

@@ -13,8 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from marks import some
-from remote import BUCKETS, Counting, counted, upload
 from spile.core.errors import ConfigError, DataError, InputError, StoreError
 from spile.core.identity import full_digest, sampled_digest
 from spile.corpus.files import CorpusFile, Span, find_files
@@ -29,7 +27,9 @@ from spile.objects.paths import (
     path_of,
     read_json,
 )
-from texts import units_of
+from support.marks import some
+from support.remote import BUCKETS, Counting, counted, upload
+from support.texts import units_of
 
 NAMES = ("a-b.txt", "a/b.txt", "a/c.jsonl", "a/deep/er/d.txt", "b.txt", ".hidden/x.txt",
          "a/_skipped.txt", "a/.dotted.txt", "a b+c%20.txt")  # fmt: skip

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marks import examples
 from spile.core.errors import StoreError
 from spile.objects import MemoryObjects
 from spile.objects.protocol import (
@@ -20,6 +19,7 @@ from spile.objects.protocol import (
     matches,
     plain_depth,
 )
+from support.marks import examples
 
 NAMES = ("b.txt", ".hidden", "ab", "a/b.txt", "a/.x/c", "a/b/c.txt", "b/a/b/c", "[x]")
 NAMED = st.sampled_from(["*", "a", "b", "?", "*.txt", ".*", "[ab]", "a*", ".hidden", "[[]x]"])

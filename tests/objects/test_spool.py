@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import servers
 from spile.core.errors import ConfigError, StoreError
 from spile.objects import Spool, open_objects
 from spile.objects.spool import SpooledFile
+from support import servers
 
 Usage = namedtuple("Usage", "total used free")
 

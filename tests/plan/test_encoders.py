@@ -5,15 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import saes
-import tiny
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError
-from spile.dataset.format import TapInfo
+from spile.dataset.records.format import TapInfo
 from spile.models.files.checkpoint import read_arch
 from spile.models.files.sae import SparseEncoder
 from spile.models.taps import parse_taps
 from spile.plan.encoders import each_source, find_encoders, stored_taps
+from support import saes, tiny
 
 
 def found(

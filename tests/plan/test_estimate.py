@@ -12,18 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 
 import spile
-import tiny
-from marks import some
 from spile.core.config import STORE_DTYPES, Recipe, Runtime
 from spile.core.errors import ConfigError
 from spile.core.tensors import read_header
-from spile.dataset.ledger import Ledger
-from spile.dataset.unit_table import UnitColumns
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.unit_table import UnitColumns
 from spile.objects import open_objects
 from spile.plan.estimate import batch_rows, estimate, refuse_if_too_large
 from spile.plan.job import ExtractionJob
 from spile.plan.resolve import resolve
 from spile.plan.survey import survey
+from support import tiny
+from support.marks import some
 
 
 def make_job(model: Path, corpus: Path, out: Path, **fields: Any) -> ExtractionJob:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tiny
 from spile.core.config import Recipe
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.objects import MemoryObjects
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_documents, prepare_unit
 from spile.plan.resolve import resolve
+from support import tiny
 
 
 @pytest.fixture

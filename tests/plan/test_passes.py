@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
 from spile.core.errors import ConfigError, DriftError
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.shuffle import shuffle
+from spile.dataset.records.ledger import Ledger
 from spile.objects import open_objects
 from spile.plan.passes import opened_for
+from support import tiny
 
 TAPS, MORE = "resid_post:1", "mlp_out:0,resid_post:2,logprob"
 OPTIONS: dict[str, Any] = {"seq_len": 32, "unit_tokens": 400, "compute_dtype": "float32"}

@@ -11,15 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import tiny
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DriftError, InputError
 from spile.core.index import BOS, SPECIAL
 from spile.core.recipe import RULES
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.objects import MemoryObjects, open_objects
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.resolve import resolve, store_table
+from support import tiny
 
 MARK = [0xEF, 0xBB, 0xBF]
 

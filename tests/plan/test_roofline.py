@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tiny
-from marks import some
 from spile.compile.step import params_of
 from spile.corpus.pack import Batch
 from spile.models.config.arch import Arch
@@ -26,7 +24,9 @@ from spile.models.layout import ONE_DEVICE, Cuts, Layout
 from spile.models.taps import parse_taps
 from spile.plan.chips import CHIPS
 from spile.plan.roofline import Roofline, Workload, cpu_unit_tokens
-from spile.run.step import Step
+from spile.run.step.resident import Step
+from support import tiny
+from support.marks import some
 
 CONFIGS = Path(__file__).parent.parent / "fixtures/configs"
 QWEN_14B = {

@@ -5,13 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import saes
-import tiny
 from spile.core.errors import ConfigError, InputError
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.splices import Splice
 from spile.models.taps import Tap, parse_taps
 from spile.plan.splices import each_splice_source, find_splices, names_program
+from support import saes, tiny
 
 
 @pytest.fixture(scope="module")

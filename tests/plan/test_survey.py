@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
 from spile.core.config import Recipe, Runtime
 from spile.corpus.units import Unit
-from spile.dataset.ledger import Ledger
-from spile.dataset.write.shard import read_tensors
+from spile.dataset.codec.shard import read_tensors
+from spile.dataset.records.ledger import Ledger
 from spile.objects import open_objects
 from spile.plan import survey as surveying
 from spile.plan.estimate import estimate
 from spile.plan.job import ExtractionJob
 from spile.plan.resolve import resolve
 from spile.plan.survey import Counted, survey
+from support import tiny
 
 RUNTIME = Runtime(shard_bytes=20_000)
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from chaos.harness import Work, run
 from spile.core.config import Recipe, Runtime
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.models.layout import ONE_DEVICE
 from spile.objects import MemoryObjects
 from spile.plan.chips import CHIPS
 from spile.plan.resolve import resolve
 from spile.plan.throughput import Throughput, measure_throughput
+from support import tiny
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -27,7 +27,7 @@ NO, TORN, WHOLE, GONE = "no", "torn", "whole", "gone"
 
 # What the actions stand for.
 FUNCTIONS = (
-    "spile.dataset.ledger:Ledger.done_units",
+    "spile.dataset.records.ledger:Ledger.done_units",
     "spile.dataset.maintain.assemble:_assemble",
     "spile.dataset.maintain.assemble:_units",
     "spile.dataset.maintain.assemble:_ours",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import quick
+from support import quick
 
 FOLDER = Path(__file__).parent.parent / "mesh"
 SUITE = ["test_sharding.py", "test_step.py"]  # in one process: starting it costs the most

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import spile
-import tiny
 from spile.core.errors import ConfigError
 from spile.models.forward.splice import added, only
+from support import tiny
 
 TEXTS = ["the sad rose is there", "a tin", "no one here is so sure that it is"]
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 import spile
-import tiny
 from spile.cli.plan import Duration, elsewhere, measured
 from spile.core.config import Recipe, Runtime
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
 from spile.models.layout import ONE_DEVICE
 from spile.objects import open_objects
 from spile.plan.estimate import estimate
 from spile.plan.resolve import resolve
 from spile.run.rehearsal import Rehearsal, rehearse, why_not
+from support import tiny
 
 OPTIONS = {"taps": "resid_post:all", "seq_len": 128, "unit_tokens": 2000}
 RUNTIME = Runtime(batch_tokens=512)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-import stored
-import tiny
 from chaos.harness import Result, Work, check_refused, check_same, content, files, launch, run
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
-from spile.dataset.passes import live_passes
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import live_passes
 from spile.objects import LocalObjects
-from spile.run.sink import Sink
+from spile.run.pipeline.sink import Sink
+from support import stored, tiny
 
 OPTIONS = {"taps": "embed,resid_post:0", "seq_len": 64, "unit_tokens": 400,
            "compute_dtype": "float32", "batch_tokens": 128}  # fmt: skip

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import spile
-from marks import some
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.metrics import Counters
 from spile.run.stream import ActivationStream
+from support.marks import some
 
 TAPS = ["resid_post.1", "mlp_out.0"]
 RUNTIME = Runtime(batch_tokens=256)

@@ -25,9 +25,9 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
-from marks import examples
 from spile.core.errors import SpileError
-from spile.dataset import format as fmt
+from spile.dataset.records import format as fmt
+from support.marks import examples
 
 DEEP = 100_000
 # Spelled as JSON has them; Python's own limit on digits, its infinity and its NaN are among them.

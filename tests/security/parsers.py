@@ -23,9 +23,6 @@ import pyarrow.parquet as pq
 import zstandard
 from tokenizers import pre_tokenizers
 
-import saes
-import stored
-import tiny
 from security.hostile import only_our_errors
 from spile.core.config import build, load_toml
 from spile.core.expressions import DocumentFilter, RowFilter
@@ -43,10 +40,10 @@ from spile.corpus.named_columns import settled_columns
 from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.tokenize import TextTokenizer
 from spile.corpus.units import CutOptions, make_units
-from spile.dataset import format as fmt
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import open_dataset
 from spile.dataset.read.latents import top_rows
+from spile.dataset.records import format as fmt
 from spile.models.config.hf_config import read_config
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.gguf import convert
@@ -60,6 +57,7 @@ from spile.serve.directions import Directions
 from spile.serve.routes import Answers
 from spile.serve.server import Server
 from spile.status.status import read_status
+from support import saes, stored, tiny
 
 FINDS = Path(__file__).with_name("finds")
 TEXTS = ["one two", "three", "", "four five six", "\u00e9 \ufeff", "seven"] * 2

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tiny
 from security.hostile import (
     DEEP,
     JSON,
@@ -32,6 +31,7 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.lora import read_adapter
 from spile.models.taps import parse_taps
 from spile.objects.paths import read_json
+from support import tiny
 
 TOML = """
 model = "demo"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marks import some
 from security.hostile import SECONDS, SEED, exploration, fuzz, mutated, only_our_errors
 from security.parsers import FINDS, PARSERS
+from support.marks import some
 
 SLOW = {"chat template", "chats"}  # each example is a process; the suite has others of them
 

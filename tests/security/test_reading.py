@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import stored
 from security.hostile import body_of, changed, fuzz, only_our_errors, refused, sealed
 from spile.core.errors import CorruptError
-from spile.dataset import format as fmt
-from spile.dataset.format import encode_record
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import open_dataset
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import encode_record
 from spile.objects import LocalObjects
-from stored import Stored
+from support import stored
+from support.stored import Stored
 
 KINDS = {fmt.UNITS: "units", fmt.CURRENT.done_key(0): "done", fmt.MANIFEST: "manifest",
          fmt.SCALES: "scales"}  # fmt: skip

@@ -14,7 +14,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-import stored
 from security.hostile import (
     DEEP,
     JSON,
@@ -28,16 +27,17 @@ from security.hostile import (
     sealed,
 )  # fmt: skip
 from spile.core.errors import CorruptError
-from spile.dataset import format as fmt
-from spile.dataset.columns import column_file, columns_in, encode_columns
-from spile.dataset.format import Done, TapInfo, decode_record, encode_record
-from spile.dataset.heartbeat import Presence, read_workers
-from spile.dataset.ledger import Ledger
-from spile.dataset.write.quantization import scales_from_json, scales_to_json
-from spile.dataset.write.statistics import TapStats, merged
+from spile.dataset.codec.quantization import scales_from_json, scales_to_json
+from spile.dataset.codec.statistics import TapStats, merged
+from spile.dataset.records import format as fmt
+from spile.dataset.records.columns import column_file, columns_in, encode_columns
+from spile.dataset.records.format import Done, TapInfo, decode_record, encode_record
+from spile.dataset.records.heartbeat import Presence, read_workers
+from spile.dataset.records.ledger import Ledger
 from spile.objects import MemoryObjects
 from spile.status.status import read_status
-from stored import Stored
+from support import stored
+from support.stored import Stored
 
 KINDS = {
     fmt.UNITS: "units",

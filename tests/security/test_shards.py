@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from security.hostile import DEEP, JSON, NUMBERS, changed, damaged, fuzz, only_our_errors, refused
 from spile.core.errors import CorruptError
 from spile.core.tensors import MAX_HEADER_BYTES, map_tensor, parse_header, read_header
-from spile.dataset.write.compression import MAX_FRAME_BYTES, PlaneReader
-from spile.dataset.write.shard import ShardWriter, open_tensor, read_shard_header
+from spile.dataset.codec.compression import MAX_FRAME_BYTES, PlaneReader
+from spile.dataset.codec.shard import ShardWriter, open_tensor, read_shard_header
 from spile.models.files.checkpoint import open_checkpoint
 from spile.objects import MemoryObjects
 

@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import saes
 import spile
-import stored
 from spile.core.errors import CorruptError, InputError
-from spile.dataset import format as fmt
+from spile.dataset.codec.compression import PlaneReader
 from spile.dataset.maintain.verify import verify
-from spile.dataset.unit_table import UnitColumns
-from spile.dataset.write.compression import PlaneReader
+from spile.dataset.records import format as fmt
+from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.sae import open_sae
 from spile.objects import LocalObjects
+from support import saes, stored
 
 HUGE = 1 << 50
 

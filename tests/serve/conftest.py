@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import web_page
+from support import web_page
 
 
 @pytest.fixture(scope="session")

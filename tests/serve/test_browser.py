@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tiny
-import web_page
+from support import tiny, web_page
 
 pytest.importorskip("playwright", reason="the page is driven by playwright, which is not installed")
 from playwright.sync_api import BrowserContext, Page, expect, sync_playwright  # noqa: E402

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import spile
-import stored
-import web_page
-from spile.dataset.format import TapInfo
 from spile.dataset.read.dataset import open_dataset
+from spile.dataset.records.format import TapInfo
 from spile.serve.digest import KEPT, Blocks, Digest, top_rows_kept
+from support import stored, web_page
 
 LARGE = 1 << 40
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import spile
-import web_page
 from spile.core.errors import ConfigError, StoreError
 from spile.serve import documents as finding
 from spile.serve.digest import Digest
 from spile.serve.documents import BoundedCache, Colour, Explorer, Finder, PageTexts, sequences
+from support import web_page
 
 TAP = "resid_post.0"
 NORM = Colour(TAP, "norm")

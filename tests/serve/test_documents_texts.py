@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import stored
-import tiny
-import web_page
 from spile.core.errors import ConfigError
 from spile.core.identity import full_digest
 from spile.core.recipe import ResolvedRecipe
 from spile.serve.documents import PageTexts
+from support import stored, tiny, web_page
 
 
 def recipe(source: str, **changes: Any) -> ResolvedRecipe:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import spile
-import stored
 from spile.core.errors import ConfigError, StoreError
 from spile.dataset.read.dataset import finished_taps
 from spile.serve import run_history
 from spile.serve.routes import Answers, BackgroundCache, Ready, number, plain
+from support import stored
 
 
 def test_values_become_json_and_what_is_not_finite_null() -> None:

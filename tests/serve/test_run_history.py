@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import stored
-import web_page
 from spile.core.errors import StoreError
 from spile.serve import run_history
 from spile.serve.run_history import RunHistory
+from support import stored, web_page
 
 
 def waited(until: Callable[[], object]) -> None:

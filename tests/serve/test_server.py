@@ -12,12 +12,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-import servers
-import stored
-import tiny
-import web_page
 from spile.objects import LocalObjects, open_objects
 from spile.serve.server import page_files
+from support import servers, stored, tiny, web_page
 
 API = ("run", "dataset", "documents", "document?doc=0", "layers", "positions", "channels", "top",
        "similarity", "projection")  # fmt: skip

@@ -11,9 +11,8 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-import certificates
-import web_page
 from spile.serve.directions import MOST_BYTES
+from support import certificates, web_page
 
 API = ("run", "dataset", "documents", "document?doc=0", "layers", "positions", "channels", "top",
        "similarity", "projection")  # fmt: skip

@@ -20,7 +20,6 @@ from unittest import mock
 import numpy as np
 import xxhash
 
-import stored
 from simulator.scheduler import Process, Scheduler
 from simulator.store import Bucket, Faults, Store
 from spile.core.config import Runtime
@@ -28,23 +27,24 @@ from spile.core.errors import CorruptError, Interrupted, SpileError
 from spile.core.system import using
 from spile.corpus.pack import PackedUnit
 from spile.corpus.units import Unit
-from spile.dataset import format as fmt
-from spile.dataset.format import Done
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import open_dataset
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import Done
+from spile.dataset.records.heartbeat import Presence
+from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
 from spile.objects import PROBES, bucket, check_creates_once
 from spile.objects.bucket import BucketObjects
 from spile.plan.estimate import Budget
 from spile.run import extract as extraction
-from spile.run import pipeline
-from spile.run.pipeline import Worker
-from spile.run.units import StorePicker, UnitShare
-from spile.run.world import RunContext, SingleWorld
+from spile.run.pipeline import worker as pipeline
+from spile.run.pipeline.units import StorePicker, UnitShare
+from spile.run.pipeline.worker import Worker
+from spile.run.world.world import RunContext, SingleWorld
+from support import stored
 
 SOURCE, DEST = "s3://simulated/dataset", "s3://simulated/compacted"
 LENGTHS = ((5, 3), (4,), (6, 2), (3, 0), (7,), (2, 2))  # of documents, unit by unit

@@ -27,18 +27,18 @@ from spile.core.config import Runtime
 from spile.core.index import FIRST, INDEX_DTYPE, LAST
 from spile.core.recipe import ResolvedRecipe
 from spile.core.system import system, using
-from spile.dataset import format as fmt
-from spile.dataset import heartbeat
-from spile.dataset.format import CURRENT, Done, Shard, TapInfo
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Attempt, Ledger, Table
-from spile.dataset.unit_table import UnitColumns
-from spile.dataset.write.documents import encode_documents
+from spile.dataset.codec.documents import encode_documents
+from spile.dataset.records import format as fmt
+from spile.dataset.records import heartbeat
+from spile.dataset.records.format import CURRENT, Done, Shard, TapInfo
+from spile.dataset.records.heartbeat import Presence
+from spile.dataset.records.ledger import Attempt, Ledger, Table
+from spile.dataset.records.unit_table import UnitColumns
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects.bucket import BucketObjects
 from spile.objects.memory import MemoryObjects
 from spile.plan.estimate import Budget
-from spile.run.units import StorePicker, UnitShare
+from spile.run.pipeline.units import StorePicker, UnitShare
 
 URL, TAP, ROWS, WIDTH = "s3://simulated/dataset", "resid_post.0", 8, 4
 _HELD = 2  # units of one worker: the one that computes and the next one, as in `run.pipeline`

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from simulator.preemptible import Fleet, FleetError, simulate
-from spile.dataset.format import Done
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.format import Done
+from spile.dataset.records.heartbeat import Presence
+from spile.dataset.records.ledger import Ledger
 
 SMALL = Fleet(workers=5, units=40, lifetime=400.0)
 LARGE = Fleet(workers=100, units=2000)

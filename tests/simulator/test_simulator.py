@@ -15,14 +15,14 @@ from unittest import mock
 import pytest
 from obstore import exceptions
 
-import tiny
 from simulator import fleet
 from simulator.fleet import Plan, Simulation, Violation
 from simulator.store import Faults
-from spile.dataset.format import Done
-from spile.dataset.ledger import Attempt, Ledger
+from spile.dataset.records.format import Done
+from spile.dataset.records.ledger import Attempt, Ledger
 from spile.objects.bucket import BucketObjects
 from spile.plan.estimate import Budget
+from support import tiny
 
 SUITE = 6  # seeds
 FULL, CHUNK = 3000, 100

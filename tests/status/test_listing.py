@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import stored
 from spile.core.errors import ConfigError
 from spile.status.listing import json_pieces, list_files
+from support import stored
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import stored
 from spile.cli.look import status_text
 from spile.core.errors import StoreError
-from spile.dataset import format as fmt
-from spile.dataset.format import TapInfo
-from spile.dataset.heartbeat import Presence
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import TapInfo
+from spile.dataset.records.heartbeat import Presence
 from spile.status.status import read_status
+from support import stored
 
 UNITS = ((5, 9, 0), (9,), (0, 3))
 

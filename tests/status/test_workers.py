@@ -12,22 +12,20 @@ from typing import Any
 
 import pytest
 
-import stored
-import tiny
-import zygote
 from spile.cli.look import status_text
-from spile.dataset.heartbeat import HeartbeatObserver
+from spile.dataset.records.heartbeat import HeartbeatObserver
 from spile.status.status import Status, read_status
 from spile.status.workers import describe_workers, rate_of
+from support import stored, tiny, zygote
 
 SLICE = """
 import sys
 from pathlib import Path
-from spile.run.progress import Meter
+from spile.run.pipeline.progress import Meter
 from spile.metrics import Counters
 from spile.objects import LocalObjects
-from spile.dataset import heartbeat
-from spile.dataset.heartbeat import Presence
+from spile.dataset.records import heartbeat
+from spile.dataset.records.heartbeat import Presence
 heartbeat._BEAT_SECONDS = 0.1
 presence, counters = Presence(LocalObjects(Path(sys.argv[1])), 30), Counters()
 presence.tell(share=sys.argv[2])

@@ -27,10 +27,10 @@ from spile.core.config import Recipe, activation_dtype
 from spile.core.errors import ConfigError, InputError, StoreError
 from spile.core.recipe import latent_names
 from spile.core.system import available_memory
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
-from spile.dataset.passes import live_passes
 from spile.dataset.read.dataset import Dataset, Document, open_dataset
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import live_passes
 from spile.models.config.arch import Arch
 from spile.models.files.sae import Arrays, SparseEncoder, activations, load_arrays
 from spile.models.splices import FUNCTION, Splice
@@ -40,7 +40,7 @@ from spile.objects.paths import local_copy
 from spile.plan.job import ExtractionJob, prepare_unit
 from spile.plan.resolve import resolve
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.check")
 _FLOAT32 = 2e-5  # always allowed: the rounding of float32 through the layers of a model
 _MARGIN = 2.0  # over the reference's own floor
 # Over the reference's worst row in float32, which varies by chance: two correct results differ in

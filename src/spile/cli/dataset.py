@@ -75,7 +75,7 @@ def verify(arguments: argparse.Namespace) -> int:
     from spile.dataset.maintain.signature import read_signed
     from spile.dataset.maintain.verify import Journal, verify
     from spile.objects import open_objects
-    from spile.run.display import counted
+    from spile.run.pipeline.display import counted
 
     objects = open_objects(arguments.out)
     signers = Path(arguments.signers) if arguments.signers else None
@@ -117,7 +117,7 @@ def _repair(arguments: argparse.Namespace, objects: "Objects", report: "Report")
     """Make units again that an audit found damaged, and report what was made."""
     from spile.metrics import Counters
     from spile.objects import open_objects
-    from spile.run.display import progress
+    from spile.run.pipeline.display import progress
     from spile.run.repair import repair
 
     if not arguments.json:
@@ -218,7 +218,7 @@ def add_sign(verbs: Verbs) -> None:
 def sign(arguments: argparse.Namespace) -> int:
     from spile.dataset.maintain.signature import sign
     from spile.objects import open_objects
-    from spile.run.display import counted
+    from spile.run.pipeline.display import counted
 
     with counted("files", quiet=arguments.json) as progress:
         made = sign(
@@ -254,8 +254,8 @@ def add_drop(verbs: Verbs) -> None:
 
 
 def drop(arguments: argparse.Namespace) -> int:
-    from spile.dataset.ledger import Ledger
-    from spile.dataset.passes import drop_taps
+    from spile.dataset.records.ledger import Ledger
+    from spile.dataset.records.passes import drop_taps
     from spile.objects import open_objects
 
     asked = [name for name in map(str.strip, arguments.taps.split(",")) if name]
@@ -281,7 +281,7 @@ def add_gc(verbs: Verbs) -> None:
 def gc(arguments: argparse.Namespace) -> int:
     from spile.dataset.maintain.gc import collect_garbage
     from spile.objects import open_objects
-    from spile.run.display import counted
+    from spile.run.pipeline.display import counted
 
     objects = open_objects(arguments.out)
     with counted("orphans", quiet=arguments.json) as progress:
@@ -350,7 +350,7 @@ def copy(arguments: argparse.Namespace) -> int:
     from spile.dataset.maintain.assemble import copy_part, parse_units
     from spile.dataset.maintain.replica import replicate
     from spile.objects import open_objects
-    from spile.run.display import counted
+    from spile.run.pipeline.display import counted
 
     source = open_objects(arguments.out, prefix="SPILE_SOURCE_")
     dest = open_objects(arguments.dest, prefix="SPILE_DEST_")
@@ -396,7 +396,7 @@ def add_merge(verbs: Verbs) -> None:
 def merge(arguments: argparse.Namespace) -> int:
     from spile.dataset.maintain.assemble import merge
     from spile.objects import open_objects
-    from spile.run.display import counted
+    from spile.run.pipeline.display import counted
 
     sources = [open_objects(out, prefix="SPILE_SOURCE_") for out in arguments.out]
     dest = open_objects(arguments.dest, prefix="SPILE_DEST_")

@@ -86,7 +86,7 @@ def diagnose() -> Diagnosis:
     name, count, kind, limit, problem, slow = "none", 0, "", None, None, None
     try:
         from spile.models.forward.kernels import missing_kernels
-        from spile.run.devices import devices_here, memory_limit, prepared_device
+        from spile.run.world.devices import devices_here, memory_limit, prepared_device
 
         limit = memory_limit(prepared_device())
         name, count, kind = devices_here()

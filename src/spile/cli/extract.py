@@ -19,11 +19,11 @@ from spile.core.errors import ConfigError, Interrupted
 from spile.core.humanize import compared, lasting, plural, size
 
 if TYPE_CHECKING:
-    from spile.dataset.ledger import Prediction
+    from spile.dataset.records.ledger import Prediction
     from spile.metrics import Counters
     from spile.run.extract import Outcome
-    from spile.run.profile import Traced
-    from spile.run.rank import Rank
+    from spile.run.pipeline.profile import Traced
+    from spile.run.world.rank import Rank
 
 _EXTRACT_HELP = """\
 Run a model over a corpus and keep the activations of the tapped places as a dataset.
@@ -105,8 +105,8 @@ class _Extraction:
 
 def _extraction(arguments: argparse.Namespace) -> _Extraction:
     """Parse the options; from now on, log lines name this process's share and rank."""
-    from spile.run.rank import find_rank
-    from spile.run.units import find_share
+    from spile.run.pipeline.units import find_share
+    from spile.run.world.rank import find_rank
 
     options = given(arguments)
     recipe, runtime = build(options)
@@ -126,8 +126,8 @@ def _extraction(arguments: argparse.Namespace) -> _Extraction:
 
 def extract(arguments: argparse.Namespace) -> int:
     from spile.metrics import Counters
-    from spile.run.child import accompany, is_child
-    from spile.run.display import progress
+    from spile.run.pipeline.display import progress
+    from spile.run.world.child import accompany, is_child
 
     asked = _extraction(arguments)
     rank, out = asked.rank, asked.out
@@ -250,7 +250,7 @@ def _outcome_of(outcome: "Outcome", predicted: "Prediction", counters: "Counters
 
 
 def _profiled(profile: str, counters: "Counters") -> str:
-    from spile.run.profile import Profile, read_trace
+    from spile.run.pipeline.profile import Profile, read_trace
 
     path = Profile.parse(profile).newest()
     return profile_summary(counters, path, read_trace(path) if path else None)

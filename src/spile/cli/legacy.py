@@ -455,7 +455,7 @@ class Monitor:
 
     def run(self) -> int:
         from spile.cli.look import listing_lines, status_text
-        from spile.dataset.ledger import Ledger
+        from spile.dataset.records.ledger import Ledger
         from spile.objects import open_objects
         from spile.status.listing import list_files
         from spile.status.status import read_status

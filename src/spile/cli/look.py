@@ -160,7 +160,7 @@ def add_watch(verbs: Verbs) -> None:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    from spile.dataset.heartbeat import HeartbeatObserver
+    from spile.dataset.records.heartbeat import HeartbeatObserver
     from spile.objects import open_objects
     from spile.status.status import read_status
 

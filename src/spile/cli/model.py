@@ -269,7 +269,7 @@ def add_fetch(verbs: Verbs) -> None:
 
 def fetch(arguments: argparse.Namespace) -> int:
     from spile.plan.fetch import fetch
-    from spile.run.display import counted
+    from spile.run.pipeline.display import counted
 
     with counted("files", quiet=arguments.json) as progress:
         made = fetch(

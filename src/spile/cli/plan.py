@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from spile.plan.job import ExtractionJob
     from spile.run.rehearsal import Rehearsal
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.cli")
 _CALIBRATE = 5.0  # seconds
 _NAMES = 32  # characters: the first column's width
 
@@ -76,7 +76,7 @@ def add_plan(verbs: Verbs) -> None:
 
 def plan(arguments: argparse.Namespace) -> int:
     from spile.corpus.tokenize import use_threads
-    from spile.dataset.ledger import Ledger
+    from spile.dataset.records.ledger import Ledger
     from spile.models.layout import devices_of
     from spile.objects import check_creates_once, is_bucket, open_objects
     from spile.plan.chips import chip_of
@@ -165,7 +165,7 @@ def _platform(target: "CompileTarget | None") -> tuple[str, int, str]:
         kind = target.chip.kind if target.chip else "cpu"
         return target.platform, len(target.devices), kind
     try:
-        from spile.run.devices import devices_here
+        from spile.run.world.devices import devices_here
     except ImportError:  # a plan works without jax
         return "cpu", 1, "cpu"
     return devices_here()
@@ -175,7 +175,7 @@ def _memory(platform: str) -> int | None:
     """Bytes that a device of this process may use, if it tells."""
     if platform == "cpu":
         return None
-    from spile.run.devices import memory_limit, prepared_device
+    from spile.run.world.devices import memory_limit, prepared_device
 
     return memory_limit(prepared_device())
 

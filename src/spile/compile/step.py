@@ -45,10 +45,10 @@ from spile.plan.encoders import stored_taps
 from spile.plan.estimate import row_quantum
 from spile.plan.residency import Residency, choose_residency, may_stream, streamed_bytes
 from spile.plan.roofline import MEMORY_SHARE, Roofline, Workload, sweet_spot
-from spile.run.step import Step
-from spile.run.sweep import Sweep
+from spile.run.step.resident import Step
+from spile.run.step.sweep import Sweep
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.compile")
 
 _UNIT_TOKENS = 4_000_000  # of a unit by default: the longest sweep
 _CONTEXTS = 16  # at most, in a row: cuDNN's kernel is compiled for a fixed number

@@ -11,7 +11,7 @@ PATIENCE, PATIENCE_AT_FIRST = 300.0, 10.0  # seconds
 PASSING = {408, 409, 423, 425, 429}  # 4xx statuses that may be temporary
 _FIRST_PAUSE, _LONGEST_PAUSE, _JITTER = 0.1, 15.0, 0.5
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.core")
 
 
 def backoff(

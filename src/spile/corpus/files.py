@@ -19,7 +19,7 @@ from spile.corpus.programs.program import Program, is_program
 from spile.objects.hub.names import BUILT, hub_name
 from spile.objects.paths import AnyPath, files_below, files_matching, path_of
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.corpus")
 
 _KINDS = {
     ".parquet": "parquet",

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from spile.core.errors import ConfigError, Interrupted, SpileError, printable
 from spile.core.retry import backoff
-from spile.dataset.ledger import Ledger
-from spile.dataset.passes import every_done
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import every_done
 from spile.objects import Objects
-from spile.run.child import Child
-from spile.run.rank import ABORTED, Rank
+from spile.run.world.child import Child
+from spile.run.world.rank import ABORTED, Rank
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.fleet")
 _STOPPED = Interrupted.exit_code
 _JITTER = 0.25  # share of a pause, so that a fleet does not restart all at once
 _MEANING = {

@@ -19,7 +19,7 @@ from spile.launch.command import FILE, NOT_FOUND, Command, Result, run
 from spile.launch.job import LaunchJob, Seat, check_name
 from spile.launch.target import check_counts
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.launch")
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _POLL = 30.0  # seconds between checks of a run, or of the queue

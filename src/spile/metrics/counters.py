@@ -17,7 +17,7 @@ class Counters:
         self._values: Counter[str] = Counter()
         self._largest: dict[str, float] = {}
         self._samples: dict[str, deque[float]] = {}
-        # Marks a stage in a profiler's trace, while there is one (`run/profile.py`).
+        # Marks a stage in a profiler's trace, while there is one (`run/pipeline/profile.py`).
         self.annotate: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def add(self, **amounts: float) -> None:

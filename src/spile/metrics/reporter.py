@@ -10,7 +10,7 @@ from spile.metrics.backends import Backend, line
 from spile.metrics.counters import Counters
 from spile.metrics.values import step_times, values_between
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.metrics")
 _PATIENCE = 60.0  # seconds to wait for backends at the end of a run
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from spile.core.errors import ConfigError
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.models")
 
 AXES = ("data", "fsdp", "model")
 ROWS = ("data", "fsdp")  # the axes that cut a batch's rows

@@ -31,7 +31,7 @@ from spile.objects.spool import Spool, SpooledFile
 
 T = TypeVar("T")
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.objects")
 _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _HOPELESS = (
     exceptions.NotSupportedError,

@@ -14,8 +14,8 @@ from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import DTYPES_BY_NAME, HEADER_ALIGN
 from spile.core.threads import mapped
-from spile.dataset.columns import Ints
-from spile.dataset.ledger import Ledger, Table
+from spile.dataset.records.columns import Ints
+from spile.dataset.records.ledger import Ledger, Table
 from spile.models.config.specs import axis_sizes
 from spile.models.layout import ONE_DEVICE, Cuts, Layout, fitting_layout, parse_layout
 from spile.models.splices import FUNCTION
@@ -28,7 +28,7 @@ from spile.plan.residency import Residency, choose_residency, may_stream, stream
 from spile.plan.roofline import MEMORY_SHARE, Workload, sweet_spot
 from spile.plan.survey import Counted, Survey
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.plan")
 # Bytes, roughly: of a token's text; of a document's entry in the table, and of each kept column.
 _CHARACTERS = 4
 _DOCUMENT = 32

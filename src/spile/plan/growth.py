@@ -28,12 +28,12 @@ from spile.core.recipe import ResolvedRecipe
 from spile.corpus.files import CorpusFile, lasting
 from spile.corpus.programs.program import is_program
 from spile.corpus.units import CutSoFar, Unit
-from spile.dataset.generations import Generation
-from spile.dataset.ledger import Table
-from spile.dataset.unit_table import UnitColumns
+from spile.dataset.records.generations import Generation
+from spile.dataset.records.ledger import Table
+from spile.dataset.records.unit_table import UnitColumns
 from spile.plan.job import JobUnits
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.plan")
 
 _LIMITS = ("max_docs", "max_tokens")
 _SHOWN = 3  # files that a message names

@@ -22,9 +22,9 @@ from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.select import selection_of
 from spile.corpus.tokenize import TextTokenizer, tokenize
 from spile.corpus.units import Unit
-from spile.dataset.ledger import Table
-from spile.dataset.unit_table import UnitColumns
-from spile.dataset.write.documents import encode_documents
+from spile.dataset.codec.documents import encode_documents
+from spile.dataset.records.ledger import Table
+from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.sae import SparseEncoder
 from spile.models.splices import Splice

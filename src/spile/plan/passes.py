@@ -7,9 +7,9 @@ from spile.core.config import Recipe, flag_of
 from spile.core.errors import ConfigError
 from spile.core.recipe import OF_A_PASS, ResolvedRecipe
 from spile.corpus.files import lasting
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger, Table
-from spile.dataset.passes import PassLedger, live_passes, pass_name, recipe_of_pass
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger, Table
+from spile.dataset.records.passes import PassLedger, live_passes, pass_name, recipe_of_pass
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import identity
 from spile.models.taps import parse_taps

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from spile.core.errors import ConfigError
-from spile.dataset.columns import Ints
-from spile.dataset.format import BESIDE, TapInfo
+from spile.dataset.records.columns import Ints
+from spile.dataset.records.format import BESIDE, TapInfo
 
 _READ_IN = "2025"
 
@@ -58,8 +58,8 @@ class Requests:
         return self.creates + self.lists
 
 
-# Of one unit, beside its shards, as `tests/dataset/test_requests.py` counts them. Creates: the
-# files beside the shards, the record, and a heartbeat that claims the unit. Lists: the records and
+# Of one unit, beside its shards, as `test_requests.py` counts them. Creates: the files beside
+# the shards, the record, and a heartbeat that claims the unit. Lists: the records and
 # twice the heartbeats of its group, and its own files. Reads: the record and the statistics, for
 # the segment. Other workers in the same group add none: a listing shows which units they hold.
 UNIT_REQUESTS = Requests(creates=len(BESIDE) + 2, lists=4, reads=2)

@@ -1,7 +1,7 @@
 """Where the blocks of a model are kept while it runs: on the device, in host memory, or on disk.
 
 If they do not all fit on the device, all rows of a sweep pass one block before the next is needed,
-and the next block is on its way meanwhile (`run/sweep.py`). No jax.
+and the next block is on its way meanwhile (`run/step/sweep.py`). No jax.
 """
 
 import math

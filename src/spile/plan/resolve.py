@@ -38,9 +38,9 @@ from spile.corpus.units import (
     tokens_per_byte,
     without_duplicates,
 )
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger, Table
-from spile.dataset.unit_table import UnitColumns
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger, Table
+from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.files.sae import SparseEncoder, identity
 from spile.models.taps import Tap, parse_taps
@@ -64,7 +64,7 @@ from spile.plan.splices import (
     names_program,
 )
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.plan")
 
 # Fixed when the unit table is made: a unit should take minutes, not hours, to redo.
 _UNIT_TOKENS = 4_000_000  # on accelerators

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from spile.core.config import activation_dtype
 from spile.core.tensors import DTYPES_BY_NAME
-from spile.dataset.write.quantization import QUANTIZED
+from spile.dataset.codec.quantization import QUANTIZED
 from spile.models.config.arch import GATED_DELTA, SHORT_CONVOLUTION, Arch, Layer
 from spile.models.config.specs import (
     ParamSpec,

@@ -18,8 +18,8 @@ import xxhash
 from spile.core.config import Runtime
 from spile.core.threads import mapped
 from spile.corpus.units import Unit, is_forward
-from spile.dataset.ledger import Ledger
-from spile.dataset.write.documents import kept_bytes
+from spile.dataset.codec.documents import kept_bytes
+from spile.dataset.records.ledger import Ledger
 from spile.dataset.write.unit_writer import unit_bytes
 from spile.objects import Objects
 from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit

@@ -8,12 +8,10 @@ import os
 import platform as host_platform
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -25,31 +23,23 @@ from typing import Any
 import jax
 
 import spile
-from spile.core.config import Recipe, Runtime, activation_dtype, flag_of
+from spile.core.config import Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError, InputError, Interrupted, StoreError
 from spile.core.humanize import plural, size
 from spile.core.recipe import latent_names
-from spile.core.tensors import DTYPES_BY_NAME
 from spile.core.threads import mapped
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.tokenize import use_threads
-from spile.dataset.columns import read_columns
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Ledger, Manifest, Prediction, Table, read_prediction
-from spile.dataset.passes import live_passes
-from spile.dataset.write.shard import read_tensors
-from spile.dataset.write.statistics import TapStats
+from spile.dataset.codec.shard import read_tensors
+from spile.dataset.codec.statistics import TapStats
+from spile.dataset.records.columns import read_columns
+from spile.dataset.records.heartbeat import Presence
+from spile.dataset.records.ledger import Ledger, Manifest, Prediction, Table, read_prediction
+from spile.dataset.records.passes import live_passes
 from spile.metrics import Counters, MetricsRun, Reporter, open_backends, parse_backends
 from spile.metrics.values import memory_counts
-from spile.models.config.specs import array_axes
-from spile.models.files.sae import Arrays, SparseEncoder, load_arrays
 from spile.models.forward.decoder import needs_whole_block
-from spile.models.forward.sharding import Shards, make_mesh
-from spile.models.forward.sparse_latents import device_arrays
-from spile.models.forward.splice import load_changes
-from spile.models.forward.streamed import EmbeddingRows, load_blocks
-from spile.models.forward.weights import ArrayLoader, LayerSchedule, abstract_params
-from spile.models.layout import ONE_DEVICE, Cuts
+from spile.models.layout import Cuts
 from spile.objects import Spool, check_creates_once, is_bucket, open_objects
 from spile.objects.protocol import COUNTED
 from spile.plan.chips import chip_of
@@ -64,21 +54,18 @@ from spile.plan.estimate import (
 )
 from spile.plan.job import ExtractionJob
 from spile.plan.passes import opened_for
-from spile.plan.residency import Residency
 from spile.plan.resolve import resolve, store_table
-from spile.run.calibrate import channel_scales
-from spile.run.devices import memory_limit, memory_used, peak_flops, prepared_device
-from spile.run.display import in_notebook, progress
-from spile.run.pipeline import Worker
-from spile.run.profile import Profile, ProfiledStep, host_span
-from spile.run.progress import reporting
-from spile.run.rank import find_rank
-from spile.run.step import Step
-from spile.run.sweep import Sweep, SweptModel
-from spile.run.units import Picker, StorePicker, UnitShare, find_share
-from spile.run.world import RunContext, SingleWorld, World, compare, join
+from spile.run.pipeline.display import in_notebook, progress
+from spile.run.pipeline.profile import Profile, ProfiledStep, host_span
+from spile.run.pipeline.progress import reporting
+from spile.run.pipeline.units import Picker, StorePicker, UnitShare, find_share
+from spile.run.pipeline.worker import Worker
+from spile.run.step.load import load_step
+from spile.run.world.devices import memory_limit, memory_used, peak_flops, prepared_device
+from spile.run.world.rank import find_rank
+from spile.run.world.world import RunContext, SingleWorld, compare, join
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.run")
 _ECHO_SECONDS = 1.0  # a signal that arrives within this time is a repeat of the same one
 
 
@@ -129,7 +116,7 @@ def extract(
     In a notebook it shows its progress, unless `counters` or `on_start` are given.
 
     SIGINT, SIGTERM or setting `stop` ends it cleanly, with `Interrupted`. Where processes are
-    joined (`run/rank.py`), each of them calls this, and an error in one is raised in all.
+    joined (`run/world/rank.py`), each of them calls this, and an error in one is raised in all.
     `at_second_signal`: called instead of raising `KeyboardInterrupt` at a second SIGINT.
     `pick`: makes the picker that chooses the next unit, instead of the store. `ledger`: the records
     of `out`, if some of them are to be replaced (`run/repair.py`).
@@ -354,122 +341,6 @@ def steps_of(
     )
 
 
-def load_step(
-    job: ExtractionJob,
-    ledger: Ledger,
-    device: Any,
-    batches: Callable[[PackedUnit], Iterator[Batch]],
-    cuts: Cuts = ONE_DEVICE,
-    world: World | None = None,
-    *,
-    residency: Residency | None = None,
-    attention: str = "auto",
-    counters: Counters | None = None,
-    heed: Callable[[], None] = lambda: None,
-) -> Step:
-    """Return a step that runs a job's batches.
-
-    A process that works alone loads the model in the background, so that the step can be compiled
-    and the first texts read meanwhile; its first call waits for the model.
-
-    Args:
-        residency: where blocks are kept; on the device, if it is not given.
-        attention: the kernel (`--attention`).
-        heed: called between tensors; raises if the run should stop.
-    """
-    world, counters = world or SingleWorld(), counters or Counters()
-    arch, recipe = job.checkpoint.arch, job.recipe
-    shards = None
-    if cuts.layout.size > 1:
-        shards = Shards(make_mesh(cuts.layout, jax.devices()), cuts, array_axes(arch))
-    streams = residency is not None and residency.streams
-    swept = streams or device.platform == "cpu"
-    looks_up = residency is not None and residency.looks_up
-    schedule = LayerSchedule.of(arch, job.layers, whole=needs_whole_block(job.taps, job.layers))
-    if swept:
-        schedule = schedule.one_by_one
-    dtype, computed = DTYPES_BY_NAME[recipe.compute_dtype], activation_dtype(recipe.compute_dtype)
-    encoders: dict[str, tuple[SparseEncoder, Arrays]] = {}
-    hashes: dict[str, str] = {}
-    for tap, encoder in job.encoders.items():
-        arrays, digests = load_arrays(encoder.sae)
-        encoders[tap] = encoder, device_arrays(arrays, computed)
-        hashes |= {f"encoder of {tap}: {name}": digest for name, digest in digests.items()}
-    splices, digests = load_changes(job.splices, computed, shards)
-    hashes |= digests
-    loader = ArrayLoader(job.checkpoint, schedule, dtype, shards, heed)
-
-    def compare_hashes() -> None:
-        """Refuse weights that are not those of the dataset's other units."""
-        digests = loader.digests(world.process, world.processes, head=job.needs_head)
-        shares = world.gather("weights", digests | hashes)
-        if shares is not None:
-            ledger.check_weights({name: hash for share in shares for name, hash in share.items()})
-        world.share("weights", True)
-
-    def load() -> Any:
-        before = memory_used(device)
-        with counters.timed("loading"):
-            if swept:
-                kept = residency.kept if residency else ("resident",) * schedule.depth
-                blocks = load_blocks(loader, kept, device, heed)
-                needed = not looks_up or (job.needs_head and arch.tied_head)
-                outer = loader.outer(head=job.needs_head, embedding=needed)
-                rows = EmbeddingRows(job.checkpoint, loader) if looks_up else None
-                model = SweptModel(blocks, rows, outer)
-            else:
-                model = loader.params(head=job.needs_head)
-        if not streams:
-            compare_hashes()
-        if jax.device_count() > 1:
-            _log.info(
-                "each device: %.2f GB in use before loading, %.2f GB after, of %s",
-                before / 1e9,
-                memory_used(device) / 1e9,
-                _gigabytes(memory_limit(device)),
-            )
-        return model
-
-    pool = ThreadPoolExecutor(1, "load")
-    loading = pool.submit(load)
-    pool.shutdown(wait=False)
-    kind: Any = Step
-    if swept:
-        rows = residency.batch_rows * cuts.layout.groups if residency else sys.maxsize
-        kind = partial(
-            Sweep,
-            rows=rows,
-            looks_up=looks_up,
-            spills=residency is not None and residency.spills,
-            # (Processes that are joined must not stop at different blocks.)
-            heed=heed if world.processes == 1 else lambda: None,
-            read=compare_hashes if streams else lambda: None,
-            waited=lambda seconds: counters.add(waited_for_weights=seconds),
-        )
-    make = partial(
-        kind,
-        loading,
-        arch,
-        job.taps,
-        schedule,
-        compute_dtype=recipe.compute_dtype,
-        device=device,
-        shards=shards,
-        encoders=encoders,
-        splices=splices,
-        attention=attention,
-        shapes=abstract_params(arch, schedule, head=job.needs_head, dtype=dtype, shards=shards),
-    )
-    if world.processes > 1:  # what processes tell each other has one order
-        with counters.timed("waited_for_model"):
-            loading.result()
-    scales = None
-    if recipe.store_dtype == "int8":
-        measuring = make(store_dtype=computed)
-        scales = channel_scales(job, ledger, measuring, batches, world)
-    return make(store_dtype=recipe.store_dtype, scales=scales)
-
-
 def _tell_passes_behind(ledger: Ledger, table: Table) -> None:
     """Say which taps, added to the dataset before it grew, lack the new documents."""
     for each in live_passes(ledger):
@@ -596,10 +467,6 @@ def _memory_metrics() -> Mapping[str, float]:
             used = memory_used(device)
         found |= memory_counts(device.id, used, memory_limit(device))
     return found
-
-
-def _gigabytes(size: int | None) -> str:
-    return "an unknown total" if size is None else f"{size / 1e9:.2f} GB"
 
 
 def _version(package: str) -> str | None:

@@ -50,7 +50,7 @@ from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
 from spile.models.taps import SPLICED, Tap, computed_as, parse_taps
 from spile.plan.residency import Residency, choose_residency
 from spile.plan.roofline import Workload
-from spile.run.devices import memory_limit, prepared_device
+from spile.run.world.devices import memory_limit, prepared_device
 
 _LONG = 2048  # tokens of a long context
 
@@ -326,7 +326,7 @@ class Model:
         """A block of a kind; or what is before the blocks (False), or after them (True).
 
         `beside` is what a block reads besides the stream, and returned is what goes on with that:
-        see `run/sweep.py`.
+        see `run/step/sweep.py`.
         """
         computed, seq = activation_dtype(self._dtype), ids.shape[1]
         positions = jnp.broadcast_to(jnp.arange(seq, dtype=jnp.int32), ids.shape)

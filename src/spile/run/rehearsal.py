@@ -14,17 +14,17 @@ from pathlib import Path
 
 from spile.core.config import Runtime
 from spile.core.errors import Interrupted, StoreError
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.heartbeat import Presence
+from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
 from spile.models.layout import Cuts
 from spile.objects import open_objects
 from spile.plan.estimate import Estimate
 from spile.plan.job import ExtractionJob
 from spile.plan.resolve import store_table
-from spile.run.devices import memory_limit, prepared_device
 from spile.run.extract import Extraction
-from spile.run.world import SingleWorld
+from spile.run.world.devices import memory_limit, prepared_device
+from spile.run.world.world import SingleWorld
 
 _POLL_SECONDS = 0.02
 _PREFIX = ".spile-rehearsal-"

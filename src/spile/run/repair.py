@@ -13,18 +13,18 @@ from typing import Any
 
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.compact import COMPACTED, recopy
 from spile.dataset.maintain.repair import PassRepairLedger, Repaired, RepairLedger
 from spile.dataset.maintain.verify import Report
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
 from spile.models.files.checkpoint import model_directory
 from spile.objects import Objects
-from spile.run.devices import devices_here, prepared_device
 from spile.run.extract import extract
+from spile.run.world.devices import devices_here, prepared_device
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.run")
 
 
 def repair(

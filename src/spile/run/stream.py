@@ -25,26 +25,27 @@ from spile.core.errors import ConfigError, InputError, Interrupted
 from spile.core.expressions import RowFilter
 from spile.corpus.tokenize import use_threads
 from spile.corpus.units import Unit
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Ledger
 from spile.dataset.read.order import BatchOptions, EpochCursor, drawn, drawn_digest
 from spile.dataset.read.rows import StoredRows
 from spile.dataset.read.window import Batch, View, Window, WindowBuffer
-from spile.dataset.segments import Catalog
+from spile.dataset.records.heartbeat import Presence
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.segments import Catalog
 from spile.metrics import Counters
 from spile.models.taps import Tap
 from spile.objects import MemoryObjects
 from spile.plan.chips import chip_of
 from spile.plan.estimate import estimate, planned_cuts
 from spile.plan.resolve import resolve, store_table
-from spile.run.devices import memory_limit, prepared_device
-from spile.run.extract import load_step, steps_of
-from spile.run.nonfinite import by_stored_name, nonfinite_error
-from spile.run.pipeline import Worker
-from spile.run.rank import find_rank
-from spile.run.sink import Prepared
-from spile.run.step import StepOutput
-from spile.run.world import RunContext, SingleWorld
+from spile.run.extract import steps_of
+from spile.run.pipeline.nonfinite import by_stored_name, nonfinite_error
+from spile.run.pipeline.sink import Prepared
+from spile.run.pipeline.worker import Worker
+from spile.run.step.load import load_step
+from spile.run.step.resident import StepOutput
+from spile.run.world.devices import memory_limit, prepared_device
+from spile.run.world.rank import find_rank
+from spile.run.world.world import RunContext, SingleWorld
 
 _POLL = 0.1  # seconds between looks at the stop flag while blocked
 _BUFFERS = 2  # one window is read while the next one is filled

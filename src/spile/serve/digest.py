@@ -15,9 +15,9 @@ import numpy as np
 
 from spile.core.errors import CorruptError, SpileError
 from spile.core.index import INDEX_DTYPE
-from spile.dataset.columns import Ints
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import pair_of
+from spile.dataset.records.columns import Ints
 
 _BLOCK_BYTES = 8 << 20  # of the widest tap's float32 rows
 _BLOCK_ROWS = 1024
@@ -30,7 +30,7 @@ _LATENT_BYTES = 256 << 20  # of all latents' top rows: the more latents, the few
 _LARGE = 1e6  # beyond this, fourth powers need float64
 _NO_NUMBERS = np.zeros(0, np.int64)
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.serve")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ _LONGEST_QUERY = 200
 _LARGE = 1 << 53
 _MOST_CACHED = 64
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.serve")
 
 
 class Answers:

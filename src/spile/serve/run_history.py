@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from spile.core.errors import SpileError
-from spile.dataset.heartbeat import HeartbeatObserver
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.heartbeat import HeartbeatObserver
+from spile.dataset.records.ledger import Ledger
 from spile.objects import Objects
 from spile.status.status import Status, read_status
 
@@ -24,7 +24,7 @@ _MOST_SAMPLES = 720
 _WINDOW = 120.0  # seconds over which the current rate is taken
 _COUNTED = ("tokens", "rows", "documents", "bytes", "units_done")
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.serve")
 
 
 @dataclass(frozen=True)

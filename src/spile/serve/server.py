@@ -41,7 +41,7 @@ _HEAD_SECONDS = 10.0  # for a request's head to arrive
 _ANSWER_SECONDS = 60.0  # after that, for the rest of the request and for the answer
 _BINARY = "application/octet-stream"
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.serve")
 
 
 class Server(ThreadingHTTPServer):

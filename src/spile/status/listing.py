@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from spile.core.errors import ConfigError
-from spile.dataset import format as fmt
-from spile.dataset.format import TapInfo
-from spile.dataset.ledger import Ledger, Table
-from spile.dataset.passes import PassLedger, live_passes, named
-from spile.dataset.segments import Catalog, TapFiles
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import TapInfo
+from spile.dataset.records.ledger import Ledger, Table
+from spile.dataset.records.passes import PassLedger, live_passes, named
+from spile.dataset.records.segments import Catalog, TapFiles
 from spile.objects import Objects
 
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spile.dataset.heartbeat import HeartbeatObserver, read_workers
-from spile.dataset.ledger import Ledger, Table, read_prediction
-from spile.dataset.passes import PassLedger, live_passes, named
-from spile.dataset.segments import Totals
+from spile.dataset.records.heartbeat import HeartbeatObserver, read_workers
+from spile.dataset.records.ledger import Ledger, Table, read_prediction
+from spile.dataset.records.passes import PassLedger, live_passes, named
+from spile.dataset.records.segments import Totals
 from spile.objects import Objects
 from spile.status.workers import ALIVE, describe_workers, rate_of
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import tiny
 from spile.core.errors import DataError, InputError
 from spile.core.index import ROLES
 from spile.corpus.chats.pool import RenderPool, made_at, processes_for
@@ -25,7 +24,8 @@ from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
 from spile.corpus.files import find_files
 from spile.corpus.reader import CorpusReader, ReadOptions
-from texts import units_of
+from support import tiny
+from support.texts import units_of
 
 SOURCE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"

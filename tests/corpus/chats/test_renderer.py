@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-import tiny
-import zygote
-from marks import some
 from spile.core.errors import InputError
 from spile.core.limited_process import ProcessLimits
 from spile.corpus.chats.pool import RenderPool
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
+from support import tiny, zygote
+from support.marks import some
 
 WHERE = "m/chat_template.jinja"
 LIMITS = ProcessLimits(seconds=0.3, memory=256 << 20)

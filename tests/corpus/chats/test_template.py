@@ -17,14 +17,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from marks import examples, some
 from spile.core.errors import InputError
 from spile.corpus.chats.template import (
     ChatTemplate,
     Rendered,
     read_template,
 )
-from texts import token_roles
+from support.marks import examples, some
+from support.texts import token_roles
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "templates"
 PUBLISHED: dict[str, dict[str, str]] = {

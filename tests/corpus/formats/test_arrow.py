@@ -20,7 +20,7 @@ from spile.corpus.formats import arrow
 from spile.corpus.formats.token_ids import TokenIds
 from spile.corpus.reader import CorpusReader
 from spile.corpus.units import Unit
-from texts import NOT_UTF8, read, units_of
+from support.texts import NOT_UTF8, read, units_of
 
 FORMS = {"stream": pa.ipc.new_stream, "file": pa.ipc.new_file}
 DAMAGED = tempfile.TemporaryDirectory()

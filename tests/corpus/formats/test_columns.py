@@ -13,7 +13,7 @@ from spile.core.expressions import DocumentFilter
 from spile.corpus.files import find_files
 from spile.corpus.formats.columns import value_at
 from spile.corpus.reader import CorpusReader, ReadOptions
-from texts import read, units_of, write_parquet
+from support.texts import read, units_of, write_parquet
 
 HARD = [
     "nul \0 and \x01 within",

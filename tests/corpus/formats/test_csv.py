@@ -14,7 +14,6 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marks import examples
 from spile.core.errors import DataError, InputError
 from spile.core.expressions import DocumentFilter
 from spile.corpus import units as units_module
@@ -25,7 +24,8 @@ from spile.corpus.formats import text as text_module
 from spile.corpus.formats.csv import CsvError, fields, records, typed
 from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.units import CutOptions, make_units
-from texts import read, units_of
+from support.marks import examples
+from support.texts import read, units_of
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda data: data,

@@ -13,18 +13,17 @@ import datasets
 import pyarrow.parquet as pq
 import pytest
 
-import hub_server
-import tiny
 from e2e.test_disk import small_disk
-from hub_network import Network
-from hub_server import Hub
 from spile.core.errors import ConfigError, DataError, Interrupted, SpileError, StoreError
 from spile.corpus.files import find_files
 from spile.corpus.formats import datasets_library as built
 from spile.corpus.formats.datasets_library import build
 from spile.corpus.programs.program import is_program
 from spile.objects.hub.names import continued, pinned
-from texts import read
+from support import hub_server, tiny
+from support.hub_network import Network
+from support.hub_server import Hub
+from support.texts import read
 
 __all__ = ["small_disk"]  # a fixture
 

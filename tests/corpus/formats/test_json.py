@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marks import examples
 from spile.core.errors import InputError
 from spile.corpus.formats.json import pieces
+from support.marks import examples
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

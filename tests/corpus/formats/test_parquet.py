@@ -10,7 +10,7 @@ import pytest
 from spile.core.errors import DataError, InputError
 from spile.corpus.files import Span, find_files
 from spile.corpus.reader import CorpusReader, ReadOptions
-from texts import NOT_UTF8, read, units_of, write_parquet
+from support.texts import NOT_UTF8, read, units_of, write_parquet
 
 KINDS = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary()]
 

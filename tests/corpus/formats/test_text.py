@@ -16,7 +16,7 @@ from spile.core.errors import InputError
 from spile.corpus.files import CorpusFile, find_files
 from spile.corpus.formats.text import refuse_wide
 from spile.corpus.reader import CorpusReader
-from texts import units_of
+from support.texts import units_of
 
 LINES = "".join(f"line {n} of the text\n" for n in range(3000)).encode()
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}

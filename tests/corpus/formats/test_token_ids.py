@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tiny
 from spile.core.config import Recipe
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.corpus.files import find_files
 from spile.corpus.formats.token_ids import FlatArray, TokenIds, settle_ids
 from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.select import TOO_LARGE
-from texts import units_of
+from support import tiny
+from support.texts import units_of
 
 U2, U4 = np.dtype("<u2"), np.dtype("<u4")
 END = 9

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marks import examples
-from remote import upload
 from spile.core.errors import InputError
 from spile.corpus.programs.arc import Pair, Task, read_tasks
+from support.marks import examples
+from support.remote import upload
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "arc"
 LAYOUTS = ("training", "made_challenges.json", "tasks.jsonl")

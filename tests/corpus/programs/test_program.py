@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marks import examples
 from spile.core.errors import ConfigError, DataError, InputError
 from spile.corpus.programs.program import Program, ProgramDocument, ProgramSource, Range, is_program
+from support.marks import examples
 
 COUNTING = """
 class ByNumber:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marks import examples
 from spile.core.errors import DataError, InputError, Interrupted
 from spile.corpus.programs.program import ProgramDocument, ProgramSource
+from support.marks import examples
 
 
 def made(count: int) -> Iterator[dict[str, Any]]:

@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import servers
-import stored
 from chaos.harness import run
 from spile.core.errors import ConfigError, SpileError, StoreError
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.assemble import Assembled, copy_part, merge, parse_units
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects, Objects, open_objects
+from support import servers, stored
 
 OTHER: dict[str, Any] = {"corpus": ("34-cd",), "corpus_source": "/corpora/other.jsonl"}
 TOLD = ("doc", "tokens", "rows", "skipped", "preview")

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import stored
+from spile.dataset.codec.shard import read_shard_header
 from spile.dataset.maintain.verify import verify
-from spile.dataset.write.shard import read_shard_header
+from support import stored
 
 UNITS = ((5, 0, 21, 3), (0, 9))
 

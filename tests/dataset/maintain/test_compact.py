@@ -11,23 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import servers
 import spile
-import stored
-import tiny
-import zygote
 from chaos.harness import run
-from marks import some
 from spile.core.errors import ConfigError, CorruptError, SpileError, StoreError
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain import compact as module
 from spile.dataset.maintain import copy as checked
 from spile.dataset.maintain.compact import Compacted, compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects, Objects, open_objects
+from support import servers, stored, tiny, zygote
+from support.marks import some
 
 # Of a document: all but where its rows lie in its unit, which `verify` holds against the index.
 TOLD = ("doc", "tokens", "rows", "skipped", "preview")
@@ -191,7 +188,7 @@ import os, signal, sys
 from pathlib import Path
 from spile.objects import LocalObjects
 from spile.dataset.maintain.compact import compact
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.ledger import Ledger
 
 commit = Ledger.commit
 def last(self, done):

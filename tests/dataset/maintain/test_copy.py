@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import stored
 from spile.core.errors import CorruptError
-from spile.dataset.format import Shard
 from spile.dataset.read.checked_file import CheckedFile
+from spile.dataset.records.format import Shard
 from spile.objects import LocalObjects
+from support import stored
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "compressed"])

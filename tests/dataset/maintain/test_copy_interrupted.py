@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import stored
 from chaos.harness import run
 from spile.core.errors import CorruptError, StoreError
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.shuffle import shuffle
 from spile.dataset.maintain.verify import verify
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects, Objects
+from support import stored
 
 Copy = Callable[[Objects, Objects], object]
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-import stored
 from spile.core.errors import ConfigError, CorruptError, StoreError
-from spile.dataset import format as fmt
-from spile.dataset.heartbeat import Presence
 from spile.dataset.maintain.gc import by_group, collect_garbage, discard_empty
 from spile.dataset.maintain.verify import verify
+from spile.dataset.records import format as fmt
+from spile.dataset.records.heartbeat import Presence
 from spile.objects import LocalObjects
+from support import stored
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
 UNITS = ((5, 9), (9, 5), (0, 3))

@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import servers
 import spile
-import stored
 from spile.core.errors import CorruptError, StoreError
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Attempt, Ledger
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.repair import RepairLedger
 from spile.dataset.maintain.verify import Journal, verify
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Attempt, Ledger
 from spile.objects import LocalObjects, MemoryObjects, Objects, open_objects
+from support import servers, stored
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
 UNITS = ((5, 9), (9, 5), (0, 3), (12,))

@@ -12,23 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import servers
 import spile
-import stored
-import tiny
-import zygote
 from chaos.harness import run
-from marks import some
 from spile.core.errors import ConfigError, CorruptError, StoreError
-from spile.dataset import format as fmt
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain import shuffle as module
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.gc import collect_garbage
 from spile.dataset.maintain.shuffle import Shuffled, shuffle
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import Dataset, TapGroup, open_dataset
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
 from spile.objects import LocalObjects, MemoryObjects, Objects, open_objects
+from support import servers, stored, tiny, zygote
+from support.marks import some
 
 TOLD = ("doc", "tokens", "rows", "skipped", "preview")
 

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 import spile
-import stored
 from spile.core.errors import CorruptError
 from spile.core.tensors import DTYPES_BY_NAME, build_header
-from spile.dataset import format as fmt
-from spile.dataset.columns import encode_columns
-from spile.dataset.format import Shard
-from spile.dataset.heartbeat import Presence
-from spile.dataset.ledger import Table
+from spile.dataset.codec.quantization import scales_to_json
+from spile.dataset.codec.shard import ShardWriter, open_tensor, read_shard_header, read_tensors
 from spile.dataset.maintain.verify import Journal, Report, verify
-from spile.dataset.segments import columns_of
-from spile.dataset.unit_table import UnitColumns
-from spile.dataset.write.quantization import scales_to_json
-from spile.dataset.write.shard import ShardWriter, open_tensor, read_shard_header, read_tensors
+from spile.dataset.records import format as fmt
+from spile.dataset.records.columns import encode_columns
+from spile.dataset.records.format import Shard
+from spile.dataset.records.heartbeat import Presence
+from spile.dataset.records.ledger import Table
+from spile.dataset.records.segments import columns_of
+from spile.dataset.records.unit_table import UnitColumns
+from support import stored
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
 # The first two units have as many rows, so that their files and records are of equal size.

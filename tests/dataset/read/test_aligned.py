@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import spile
-import stored
-from marks import some
 from spile.core.errors import ConfigError
-from spile.dataset.format import TapInfo
 from spile.dataset.read.window import BatchBuilder
+from spile.dataset.records.format import TapInfo
+from support import stored
+from support.marks import some
 
 LENGTHS = ((70, 30), (90,), (0,), (57, 60), (41,))
 WIDE, NARROW = {"resid_post.0": 6, "mlp_out.1": 3}, {"resid_post.0": 4}

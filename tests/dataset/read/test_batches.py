@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import spile
-import stored
-import tiny
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.index import BOS, EOS, SPECIAL
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.read.batches import Batches
+from support import stored, tiny
 
 TAPS = {"resid_post.0": 3, "mlp_out.1": 2}
 LENGTHS = ((700, 300), (900,), (0,), (257, 600), (401,))

@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import servers
 import spile
-import stored
 from chaos.harness import run
 from spile.core.errors import CorruptError
 from spile.objects import open_objects
+from support import servers, stored
 
 
 @pytest.fixture

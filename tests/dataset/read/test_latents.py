@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import spile
-import stored
 from spile.core.errors import ConfigError, CorruptError
-from spile.dataset.format import TapInfo
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read import latents as module
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.latents import top_rows
+from spile.dataset.records.format import TapInfo
+from support import stored
 
 VALUES, IDS = "mlp_out_latents.1", "mlp_out_latent_ids.1"
 

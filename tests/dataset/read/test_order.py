@@ -7,10 +7,10 @@ import pytest
 from scipy import stats
 
 import spile
-import stored
 from spile.core.errors import ConfigError
 from spile.dataset.read.order import BatchOptions, Order, RankShare
 from spile.dataset.read.rows import StoredRows
+from support import stored
 
 ROWS, BLOCK = 3072, 256
 LEAST = 1e-3  # of p-values; seeds are fixed, so a test passes always or never

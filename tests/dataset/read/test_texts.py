@@ -10,13 +10,12 @@ import pytest
 from tokenizers import Tokenizer
 
 import spile
-import stored
-import tiny
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.index import INDEX_DTYPE
-from spile.dataset import format as fmt
 from spile.dataset.read.texts import Texts
+from spile.dataset.records import format as fmt
 from spile.objects import LocalObjects
+from support import stored, tiny
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import tiny
 from chaos.harness import check_refused, run
 from spile.core.config import RayOptions
 from spile.fleet.ray.placement import Placements
+from support import tiny
 
 
 class Nodes:

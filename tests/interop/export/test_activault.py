@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import stored
 from spile.interop.export import Exported, activault
 from spile.interop.export.activault import split_evenly
+from support import stored
 
 Run = Callable[..., tuple[Path, Exported]]
 

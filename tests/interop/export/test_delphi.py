@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import stored
 from spile.core.errors import ConfigError
 from spile.interop.export import FORMATS, Exported, delphi, export
+from support import stored
 
 Run = Callable[..., tuple[Path, Exported]]
 VALUES, IDS = "mlp_out_latents.1", "mlp_out_latent_ids.1"

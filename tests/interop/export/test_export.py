@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import stored
-import tiny
-import zygote
-from marks import some
 from spile.core.errors import ConfigError, StoreError
-from spile.dataset.format import TapInfo
+from spile.dataset.records.format import TapInfo
 from spile.interop import export as module
 from spile.interop.export import FORMATS, Exported, export
 from spile.interop.export.export_source import ExportSource
+from support import stored, tiny, zygote
+from support.marks import some
 
 Run = Callable[..., tuple[Path, Exported]]
 TAPS = "resid_post:all"

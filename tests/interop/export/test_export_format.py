@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import spile
-import stored
 from spile.core.errors import ConfigError
 from spile.interop.export import FORMATS, export
 from spile.interop.export.export_format import check_hooks, require
 from spile.interop.export.export_source import ExportSource
+from support import stored
 
 
 def test_a_missing_library_is_one_line_that_says_what_to_install(

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import spile
-import stored
 from spile.core.errors import DataError
-from spile.dataset.format import TapInfo
+from spile.dataset.records.format import TapInfo
 from spile.interop.export.export_source import ExportSource
+from support import stored
 
 
 def test_values_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:

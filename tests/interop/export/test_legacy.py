@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import spile
-import stored
-import tiny
 from spile.interop.export import Exported, export, legacy
+from support import stored, tiny
 
 Run = Callable[..., tuple[Path, Exported]]
 

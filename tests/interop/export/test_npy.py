@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-import stored
 from spile.interop.export import Exported
+from support import stored
 
 Run = Callable[..., tuple[Path, Exported]]
 

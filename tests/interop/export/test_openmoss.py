@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import stored
 from spile.interop.export import Exported, openmoss
+from support import stored
 
 Run = Callable[..., tuple[Path, Exported]]
 

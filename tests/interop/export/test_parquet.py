@@ -11,8 +11,8 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
-import stored
 from spile.interop.export import Exported, parquet
+from support import stored
 
 Run = Callable[..., tuple[Path, Exported]]
 

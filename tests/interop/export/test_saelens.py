@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import stored
 from spile.interop.export import Exported, saelens
+from support import stored
 
 Run = Callable[..., tuple[Path, Exported]]
 NAMED = {

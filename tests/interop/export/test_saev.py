@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import stored
 from spile.interop.export import Exported, saev
+from support import stored
 
 Run = Callable[..., tuple[Path, Exported]]
 

@@ -16,17 +16,14 @@ import pyarrow.flight as flight
 import pytest
 import xxhash
 
-import certificates
 import spile
-import stored
-import tiny
-import zygote
 from spile import cli
 from spile.core.errors import ConfigError, StoreError
 from spile.core.listening import ListenAddress
 from spile.dataset.read.window import Encoded
 from spile.interop.flight.client import connect
 from spile.interop.flight.server import Fanout, RowServer
+from support import certificates, stored, tiny, zygote
 
 LENGTHS = ((700, 300), (900,), (0,), (257, 600), (401,))
 OPTIONS: dict[str, Any] = {"seed": 3, "window": 1024}

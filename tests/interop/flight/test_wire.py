@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 import spile
-import stored
 from spile.core.errors import StoreError
 from spile.dataset.read.window import Encoded
 from spile.interop.flight.wire import Described, schema_of, to_arrow
+from support import stored
 
 
 @pytest.mark.parametrize("index", [True, False])

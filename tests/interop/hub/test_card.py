@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import stored
-from spile.dataset.ledger import Ledger
+from spile.dataset.records.ledger import Ledger
 from spile.interop.hub.card import size_category, write_card
+from support import stored
 
 
 def card(made: stored.Stored) -> str:

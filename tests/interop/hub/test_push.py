@@ -15,19 +15,15 @@ import pytest
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-import hub_server
-import servers
-import stored
-import tiny
-import zygote
 from chaos.harness import Result, run
-from hub_server import Hub, Repository
-from spile.dataset import format as fmt
 from spile.dataset.maintain.compact import compact
 from spile.dataset.maintain.verify import verify
 from spile.dataset.read.dataset import open_dataset
+from spile.dataset.records import format as fmt
 from spile.interop.hub import push
 from spile.objects import LocalObjects, open_objects
+from support import hub_server, servers, stored, tiny, zygote
+from support.hub_server import Hub, Repository
 
 REPO = "me/acts"
 # Commits of a unit each, and short pauses.

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import metric_files
 from spile.metrics import MetricsRun, open_backends, parse_backends
+from support import metric_files
 
 
 def test_values_are_written_by_tokens_in_the_workers_folder(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-import tiny
 from spile.models.config.arch import Layer
 from spile.models.config.hf_config import read_config
 from spile.models.forward.weights import LayerSchedule
+from support import tiny
 
 _, ARCH = read_config(tiny.CONFIG, "test")
 FULL, SLIDING = Layer(), Layer(window=8)

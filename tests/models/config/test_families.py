@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-import families
 import spile.models.config.families
-from marks import some
 from spile.models.config.arch import Arch, Experts
 from spile.models.config.families import FAMILIES, REFUSED
 from spile.models.config.family import Family
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import block_specs, outer_specs
 from spile.models.files.checkpoint import Checkpoint
+from support import families
+from support.marks import some
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 MODELS = Path(spile.models.config.families.__file__).parents[1]

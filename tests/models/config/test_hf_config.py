@@ -24,14 +24,13 @@ from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 from transformers.initialization import no_init_weights
 
-import hybrid_facts
-import tiny
-from marks import some
 from spile.core.errors import InputError
 from spile.models.config.arch import GATED_DELTA, Arch, Experts, GatedDelta, Latent, Layer
 from spile.models.config.families import FAMILIES, REFUSED
 from spile.models.config.hf_config import ACTIVATIONS, read_config
 from spile.models.files.checkpoint import Checkpoint
+from support import hybrid_facts, tiny
+from support.marks import some
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 # Parameters of each, as its page on the Hub or transformers counts them: a tied head once, of the

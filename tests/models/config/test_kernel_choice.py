@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-import tiny
 from spile.core.config import Runtime
 from spile.core.errors import ConfigError
 from spile.models.config.arch import STATE_SPACE, Latent, Layer
@@ -17,6 +16,7 @@ from spile.models.config.kernel_choice import (
     KernelChoice,
     attention_kernels,
 )
+from support import tiny
 
 _, ARCH = read_config(tiny.CONFIG, "test")
 NO_TOKAMAX = {"mosaic": "tokamax cannot be imported", "triton": "tokamax cannot be imported"}

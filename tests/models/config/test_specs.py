@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-import families
-import tiny
-from marks import some
 from spile.models.config.arch import Arch, Experts, Layer
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import axis_sizes, block_specs, head_specs, outer_specs
+from support import families, tiny
+from support.marks import some
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 AXES = {

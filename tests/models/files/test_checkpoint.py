@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import tiny
 from spile.core.errors import InputError
 from spile.core.tensors import write_tensors
 from spile.models.config.specs import block_specs, outer_specs
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint, read_arch
+from support import tiny
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from spile.core.cache_dir import demo_directory
 from spile.core.errors import InputError
 from spile.models.files import demo
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.demo import demo_model
+from support import tiny
 
 
 def test_the_demo_model_is_smollm2_135m() -> None:

@@ -14,8 +14,13 @@ import pytest
 import torch
 import transformers
 
-import zygote
-from ggufs import (
+from spile.core.errors import InputError
+from spile.core.tensors import map_tensor, read_header
+from spile.models.files import gguf as converter
+from spile.models.files.checkpoint import open_checkpoint
+from spile.models.files.gguf import convert
+from support import zygote
+from support.ggufs import (
     CASES,
     HEADS,
     INNER,
@@ -34,12 +39,7 @@ from ggufs import (
     write_case,
     write_gguf,
 )
-from marks import some
-from spile.core.errors import InputError
-from spile.core.tensors import map_tensor, read_header
-from spile.models.files import gguf as converter
-from spile.models.files.checkpoint import open_checkpoint
-from spile.models.files.gguf import convert
+from support.marks import some
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:

@@ -12,10 +12,10 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 
-from ggufs import VOCAB, WIDTH, byte_tokens, write_case
-from marks import some
 from spile.core.errors import InputError
 from spile.models.files.gguf import convert
+from support.ggufs import VOCAB, WIDTH, byte_tokens, write_case
+from support.marks import some
 
 # How published tokenizer.json files cut text, copied from them.
 WORDS = (

@@ -16,12 +16,12 @@ import torch
 import transformers as hf
 from transformers import PreTrainedModel as Model
 
-import tiny
-from marks import some
 from spile.core.errors import InputError
 from spile.core.tensors import map_tensor, read_header, write_tensors
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.lora import Adapter, read_adapter
+from support import tiny
+from support.marks import some
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SMALL: dict[str, Any] = {

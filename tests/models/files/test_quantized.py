@@ -17,16 +17,15 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-import families
 import spile
-import tiny
-from marks import some
 from spile.core.errors import InputError
 from spile.core.tensors import TensorInfo, map_tensor, read_header, write_tensors
 from spile.models.files import quantized as mxfp4
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.quantized import Quantization, read_quantization
 from spile.models.forward.weights import ArrayLoader, LayerSchedule, load_params
+from support import families, tiny
+from support.marks import some
 
 
 def random_packed(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray]:

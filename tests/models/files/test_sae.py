@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import saes
 from spile.models.files.sae import Sae, SparseEncoder, activations, load_arrays, open_sae
+from support import saes
 
 ROWS = np.random.default_rng(1).standard_normal((50, saes.WIDTH)).astype(np.float32)
 

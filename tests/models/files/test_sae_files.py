@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import saes
 from spile.core.errors import InputError
 from spile.core.tensors import write_tensors
 from spile.models.files.sae import activations, identity, is_sae, load_arrays, open_sae
+from support import saes
 
 TENSORS = saes.random_tensors("jumprelu")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remote import counted
 from spile.core.errors import InputError
 from spile.core.tensors import write_tensors
 from spile.models.files.safetensors import read_header, read_tensor
+from support.remote import counted
 
 
 def test_a_tensor_of_a_local_file_is_a_map_of_it(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import quick
-from marks import some
 from spile.models.forward.attention import (
     Attention,
     Scoring,
@@ -21,6 +19,8 @@ from spile.models.forward.attention import (
     masked,
     pattern,
 )
+from support import quick
+from support.marks import some
 
 ROWS, SEQ, DIM = 4, 37, 8  # 37 is divisible by no block size below
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]

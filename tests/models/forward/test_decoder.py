@@ -14,23 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import quick
 import spile
-import tiny
-from families import (
-    FAMILIES,
-    REFUSED,
-    WINDOW,
-    gemma3_multimodal,
-    gemma4_multimodal,
-    llama4_multimodal,
-    mistral3_multimodal,
-    muse_glimmer,
-    qwen35_multimodal,
-    randomised,
-    save,
-)
-from marks import some
 from spile.check.reference import Reference
 from spile.core.errors import InputError
 from spile.models.config.arch import Arch
@@ -46,6 +30,21 @@ from spile.models.forward.kernels import for_platform
 from spile.models.forward.mixers import gated_delta, state_space
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, parse_taps
+from support import quick, tiny
+from support.families import (
+    FAMILIES,
+    REFUSED,
+    WINDOW,
+    gemma3_multimodal,
+    gemma4_multimodal,
+    llama4_multimodal,
+    mistral3_multimodal,
+    muse_glimmer,
+    qwen35_multimodal,
+    randomised,
+    save,
+)
+from support.marks import some
 
 TOLERANCE = 2e-5  # of the tap's largest value
 SUPPORTED: dict[str, Callable[..., Any]] = {

@@ -7,8 +7,8 @@ from types import ModuleType
 import jax
 import pytest
 
-from families import FAMILIES
 from spile.models.files.demo import demo_model
+from support.families import FAMILIES
 
 # Of HF's own distance. Both are sums of roundings, so that neither is the smaller one everywhere.
 MOST = 1.5

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from marks import some
 from spile.models.forward import grouped
 from spile.models.forward.grouped import EIGHT, Groups
+from support.marks import some
 
 SIZES = (300, 0, 1, 211, 128, 0)
 

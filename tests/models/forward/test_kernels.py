@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tiny
-from marks import some
 from spile.models.config.arch import Latent, Layer
 from spile.models.config.hf_config import read_config
 from spile.models.forward import kernels
 from spile.models.forward.attention import Attention, Scoring, blocked, masked
 from spile.models.forward.kernels import by_width, cudnn, flash, for_platform, splash, widened
+from support import tiny
+from support.marks import some
 
 ON_GPU = jax.default_backend() == "gpu"
 SEQ, HEADS, KV_HEADS = 256, 4, 2

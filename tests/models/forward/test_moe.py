@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from transformers import Dots1Config
 from transformers.models.dots1.modeling_dots1 import Dots1TopkRouter
 
-import quick
-from marks import some
 from spile.models.config.arch import Arch, Experts, Layer
 from spile.models.config.rope import Rope
 from spile.models.config.specs import block_specs
 from spile.models.forward import moe
 from spile.models.forward.moe import mix, route
 from spile.models.forward.weights import Block
+from support import quick
+from support.marks import some
 
 ROWS, SEQ, WIDTH, INNER = 2, 7, 12, 20
 COUNT = 5

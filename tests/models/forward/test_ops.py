@@ -21,8 +21,6 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-import quick
-from marks import some
 from spile.models.config.hf_config import ACTIVATIONS
 from spile.models.forward.ops import (
     NORMS,
@@ -34,6 +32,8 @@ from spile.models.forward.ops import (
     rotate,
     softcap,
 )
+from support import quick
+from support.marks import some
 
 WIDTH = 24
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

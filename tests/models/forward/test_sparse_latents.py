@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import saes
 from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
 from spile.models.forward import sparse_latents as latents
 from spile.models.forward.sparse_latents import device_arrays, top_latents
+from support import saes
 
 ROWS = np.random.default_rng(3).standard_normal((37, saes.WIDTH)).astype(np.float32)
 

@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import quick
-import tiny
-from families import FAMILIES, randomised
-from marks import some
 from spile.core.errors import ConfigError
 from spile.models.files.checkpoint import Checkpoint, open_checkpoint
 from spile.models.forward.attention import masked
@@ -23,6 +19,9 @@ from spile.models.forward.decoder import forward
 from spile.models.forward.splice import Change, added, only, replaced
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.taps import SPLICED, Tap, all_taps, parse_taps
+from support import quick, tiny
+from support.families import FAMILIES, randomised
+from support.marks import some
 
 TOLERANCE = 2e-5  # of the largest logit
 # Two contexts in a row, and padding.

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tiny
 from spile.core.errors import InputError
 from spile.models.files.checkpoint import open_checkpoint
 from spile.models.forward.streamed import EmbeddingRows, StreamedBlocks
 from spile.models.forward.weights import ArrayLoader, LayerSchedule
+from support import tiny
 
 DEPTH = 5
 

@@ -15,10 +15,6 @@ import pytest
 import torch
 import xxhash
 
-import families
-import tiny
-from marks import some
-from remote import Counting
 from spile.core.tensors import TensorInfo, as_bytes, write_tensors
 from spile.models.config.arch import Arch
 from spile.models.config.family import Family
@@ -34,6 +30,9 @@ from spile.models.forward.weights import (
     load_params,
 )
 from spile.objects.paths import AnyPath, RemotePath
+from support import families, tiny
+from support.marks import some
+from support.remote import Counting
 
 # Three blocks of two kinds in turn: one period, and what does not fill another.
 THREE: dict[str, Any] = {

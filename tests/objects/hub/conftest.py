@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import hub_server
-from hub_server import FILES, Hub
+from support import hub_server
+from support.hub_server import FILES, Hub
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hub_server import Hub, requests, sha
 from spile.objects.hub.names import continued, pinned
+from support.hub_server import Hub, requests, sha
 
 
 def test_names_are_pinned_to_the_commit_of_today(hub: Hub) -> None:

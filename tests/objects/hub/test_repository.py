@@ -5,9 +5,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-import hub_server
-from hub_network import Network
-from hub_server import BYTES, FILES, Hub, requests, sha
 from spile.core.errors import ConfigError, InputError, StoreError
 from spile.corpus.files import find_files
 from spile.objects import http as web
@@ -15,6 +12,9 @@ from spile.objects import open_objects
 from spile.objects.hub.names import pinned
 from spile.objects.hub.repository import HubObjects, Repository, commit_of, note_files
 from spile.objects.paths import RemotePath, files_below, files_matching, path_of
+from support import hub_server
+from support.hub_network import Network
+from support.hub_server import BYTES, FILES, Hub, requests, sha
 
 REPO = Repository("dataset", "me/texts")
 

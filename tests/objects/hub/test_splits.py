@@ -2,13 +2,13 @@
 
 import pytest
 
-from hub_server import Hub, sha
 from spile.core.errors import InputError
 from spile.corpus.files import find_files
 from spile.objects.hub.names import pinned
 from spile.objects.hub.repository import HubObjects, Repository
 from spile.objects.hub.splits import find_splits
 from spile.objects.paths import path_of
+from support.hub_server import Hub, sha
 
 CARD = b"""---
 configs:

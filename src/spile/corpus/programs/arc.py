@@ -22,7 +22,7 @@ from spile.core.errors import ConfigError, InputError
 from spile.core.options import shown
 from spile.objects.paths import AnyPath, files_below, path_of, size_of
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.corpus")
 
 Grid = tuple[tuple[int, ...], ...]
 

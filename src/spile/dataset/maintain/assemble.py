@@ -19,9 +19,7 @@ import numpy as np
 
 from spile.core.errors import ConfigError
 from spile.core.threads import mapped
-from spile.dataset import format as fmt
-from spile.dataset.format import Done, Shard
-from spile.dataset.ledger import Ledger, Table
+from spile.dataset.codec.shard import read_tensors, statistics_tensors
 from spile.dataset.maintain.copy import (
     FileCopier,
     as_stored,
@@ -33,7 +31,9 @@ from spile.dataset.maintain.copy import (
 )
 from spile.dataset.maintain.finished import FinishedRecords, Sizes, open_finished, summarize
 from spile.dataset.read.checked_file import CheckedFile
-from spile.dataset.write.shard import read_tensors, statistics_tensors
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import Done, Shard
+from spile.dataset.records.ledger import Ledger, Table
 from spile.objects import Objects, check_creates_once
 
 COPIED_FROM = "copied"  # key in `made_by`: what the unit was made from

@@ -15,13 +15,8 @@ import xxhash
 
 from spile.core.errors import CorruptError, SpileError
 from spile.core.index import INDEX_DTYPE
-from spile.dataset import format as fmt
-from spile.dataset.format import Done, Shard, TapInfo
-from spile.dataset.ledger import Table
-from spile.dataset.maintain.scatter import entries_sum
-from spile.dataset.segments import statistics_in
-from spile.dataset.write.documents import read_documents, rows_of
-from spile.dataset.write.shard import (
+from spile.dataset.codec.documents import read_documents, rows_of
+from spile.dataset.codec.shard import (
     contains_exactly,
     index_tensors,
     open_tensor,
@@ -29,7 +24,12 @@ from spile.dataset.write.shard import (
     read_tensors,
     tap_tensors,
 )
-from spile.dataset.write.statistics import TapStats
+from spile.dataset.codec.statistics import TapStats
+from spile.dataset.maintain.scatter import entries_sum
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import Done, Shard, TapInfo
+from spile.dataset.records.ledger import Table
+from spile.dataset.records.segments import statistics_in
 from spile.objects import Entry, MemoryObjects, Objects
 
 _CHUNK = 1 << 24

@@ -15,9 +15,7 @@ import numpy as np
 
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
-from spile.dataset.columns import Ints, ints, run_of
-from spile.dataset.format import Done
-from spile.dataset.ledger import Attempt, Ledger, Table
+from spile.dataset.codec.documents import merge_documents, read_documents
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
     as_stored,
@@ -37,7 +35,9 @@ from spile.dataset.maintain.finished import (
     open_finished,
 )
 from spile.dataset.read.checked_file import CheckedFile
-from spile.dataset.write.documents import merge_documents, read_documents
+from spile.dataset.records.columns import Ints, ints, run_of
+from spile.dataset.records.format import Done
+from spile.dataset.records.ledger import Attempt, Ledger, Table
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once
 
@@ -48,7 +48,7 @@ COMPACTED = "compacted"  # key in `made_by`: what the unit was made from
 _INDEX_BYTES = 128 << 20
 _DOCUMENTS_BYTES = 128 << 20
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.dataset")
 
 
 @dataclass(frozen=True)

@@ -21,20 +21,20 @@ import numpy as np
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.index import INDEX_DTYPE
 from spile.core.system import system
-from spile.dataset import format as fmt
-from spile.dataset.columns import named_by_content
-from spile.dataset.format import Done, Shard, TapInfo
-from spile.dataset.ledger import Ledger, Table
-from spile.dataset.maintain.finished import FinishedRecords
-from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
-from spile.dataset.write.quantization import scales_to_json
-from spile.dataset.write.shard import (
+from spile.dataset.codec.quantization import scales_to_json
+from spile.dataset.codec.shard import (
     ShardWriter,
     contains_exactly,
     index_tensors,
     specs_of,
     tap_tensors,
 )
+from spile.dataset.maintain.finished import FinishedRecords
+from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
+from spile.dataset.records import format as fmt
+from spile.dataset.records.columns import named_by_content
+from spile.dataset.records.format import Done, Shard, TapInfo
+from spile.dataset.records.ledger import Ledger, Table
 from spile.objects import PROBES, Objects
 
 SHARD_BYTES = 1 << 30

@@ -16,13 +16,13 @@ from spile.core.config import flag_of
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.recipe import ResolvedRecipe, latent_names
 from spile.core.threads import mapped
-from spile.dataset import format as fmt
-from spile.dataset.chosen_taps import choose_taps
-from spile.dataset.format import Done
-from spile.dataset.ledger import Ledger, Table, read_statistics, same_unit
-from spile.dataset.passes import JoinedUnits, PassLedger, live_passes
-from spile.dataset.segments import Catalog
-from spile.dataset.write.statistics import TapStats
+from spile.dataset.codec.statistics import TapStats
+from spile.dataset.records import format as fmt
+from spile.dataset.records.chosen_taps import choose_taps
+from spile.dataset.records.format import Done
+from spile.dataset.records.ledger import Ledger, Table, read_statistics, same_unit
+from spile.dataset.records.passes import JoinedUnits, PassLedger, live_passes
+from spile.dataset.records.segments import Catalog
 from spile.objects import Objects
 
 _OF_ALL = ("corpus", "corpus_source", "max_docs", "max_tokens")  # what generations change

@@ -7,10 +7,10 @@ from functools import partial
 
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.threads import mapped
-from spile.dataset import format as fmt
-from spile.dataset.heartbeat import warn_unreadable, working
-from spile.dataset.ledger import Ledger, named_files
-from spile.dataset.passes import PassLedger, pass_names
+from spile.dataset.records import format as fmt
+from spile.dataset.records.heartbeat import warn_unreadable, working
+from spile.dataset.records.ledger import Ledger, named_files
+from spile.dataset.records.passes import PassLedger, pass_names
 from spile.objects import PROBES, Objects, exists
 
 _GROUP = re.compile(r"\d{6}")  # the folder of one

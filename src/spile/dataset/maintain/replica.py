@@ -17,11 +17,11 @@ import xxhash
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.system import system
 from spile.core.threads import mapped
-from spile.dataset import format as fmt
-from spile.dataset.format import Done, Shard
-from spile.dataset.ledger import Ledger
 from spile.dataset.maintain.copy import FileCopier, refuse_nested, refuse_strangers
-from spile.dataset.passes import pass_names
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import Done, Shard
+from spile.dataset.records.ledger import Ledger
+from spile.dataset.records.passes import pass_names
 from spile.objects import Objects, check_creates_once, exists
 from spile.objects.local import settle
 

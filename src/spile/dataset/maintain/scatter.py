@@ -22,9 +22,6 @@ import xxhash
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.index import INDEX_DTYPE
 from spile.core.threads import mapped
-from spile.dataset import format as fmt
-from spile.dataset.format import Done, TapInfo
-from spile.dataset.ledger import Attempt, Ledger, Table
 from spile.dataset.maintain.copy import (
     read_index,
     read_rows,
@@ -34,7 +31,10 @@ from spile.dataset.maintain.copy import (
 from spile.dataset.maintain.finished import FinishedRecords
 from spile.dataset.read.checked_file import WINDOW_BYTES
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows
-from spile.dataset.segments import Catalog
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import Done, TapInfo
+from spile.dataset.records.ledger import Attempt, Ledger, Table
+from spile.dataset.records.segments import Catalog
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import PROBES, Objects
 from spile.objects.local import settle

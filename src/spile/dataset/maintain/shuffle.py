@@ -23,9 +23,7 @@ import xxhash
 
 from spile.core.config import canonical_json
 from spile.core.errors import ConfigError
-from spile.dataset import format as fmt
-from spile.dataset.format import Done
-from spile.dataset.ledger import Attempt, Ledger, Table
+from spile.dataset.codec.shard import read_tensors
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
     as_stored,
@@ -52,7 +50,9 @@ from spile.dataset.maintain.scatter import (
 )
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.read.order import drawn, drawn_digest
-from spile.dataset.write.shard import read_tensors
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import Done
+from spile.dataset.records.ledger import Attempt, Ledger, Table
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once, open_objects
 from spile.objects.local import settle
@@ -62,7 +62,7 @@ MEMORY = 4 << 30
 _BESIDE_ROW = 160  # bytes of memory for a row besides its widest tap: entry, place, hashes
 _SEGMENT_BYTES = 128 << 10  # least size of a part in a run: shorter stretches are slow to read
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.dataset")
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ import numpy as np
 
 from spile.core.errors import ConfigError, CorruptError, StoreError, printable
 from spile.core.threads import mapped
-from spile.dataset import format as fmt
-from spile.dataset.columns import columns_in, encode_columns, ends_of, ints, run_of
-from spile.dataset.format import Done, KeyLayout, Shard
-from spile.dataset.ledger import Ledger, Manifest, Table, named_files, table_records
 from spile.dataset.read.checked_file import CheckedFile
+from spile.dataset.records import format as fmt
+from spile.dataset.records.columns import columns_in, encode_columns, ends_of, ints, run_of
+from spile.dataset.records.format import Done, KeyLayout, Shard
+from spile.dataset.records.ledger import Ledger, Manifest, Table, named_files, table_records
 from spile.objects import Objects, exists
 
 NAMESPACE = "spile"

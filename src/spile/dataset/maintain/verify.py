@@ -18,11 +18,20 @@ import numpy as np
 from spile.core.cache_dir import cache_directory
 from spile.core.errors import CorruptError, SpileError, StoreError
 from spile.core.threads import mapped
-from spile.dataset import format as fmt
-from spile.dataset.columns import columns_in, encode_columns
-from spile.dataset.format import Done
-from spile.dataset.heartbeat import warn_unreadable
-from spile.dataset.ledger import (
+from spile.dataset.codec.quantization import scales_from_json
+from spile.dataset.codec.statistics import TapStats
+from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
+from spile.dataset.maintain.signature import (
+    SignedList,
+    check_beside,
+    check_units,
+    refuse_another,
+)
+from spile.dataset.records import format as fmt
+from spile.dataset.records.columns import columns_in, encode_columns
+from spile.dataset.records.format import Done
+from spile.dataset.records.heartbeat import warn_unreadable
+from spile.dataset.records.ledger import (
     Ledger,
     Manifest,
     Prediction,
@@ -33,17 +42,8 @@ from spile.dataset.ledger import (
     same_unit,
     table_records,
 )
-from spile.dataset.maintain.audit import Audit, audit_listed, audit_unit
-from spile.dataset.maintain.signature import (
-    SignedList,
-    check_beside,
-    check_units,
-    refuse_another,
-)
-from spile.dataset.passes import live_passes
-from spile.dataset.segments import Segment
-from spile.dataset.write.quantization import scales_from_json
-from spile.dataset.write.statistics import TapStats
+from spile.dataset.records.passes import live_passes
+from spile.dataset.records.segments import Segment
 from spile.objects import Entry, Objects, exists
 
 _RECORDS = {

@@ -16,11 +16,11 @@ import numpy as np
 
 from spile.core.errors import ConfigError
 from spile.core.recipe import OF_EACH_ROW, ResolvedRecipe
+from spile.dataset.codec.statistics import TapStats
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.dataset import Dataset, open_dataset
 from spile.dataset.read.order import BatchOptions
 from spile.dataset.read.window import View
-from spile.dataset.write.statistics import TapStats
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
 

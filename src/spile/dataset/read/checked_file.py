@@ -15,9 +15,9 @@ import xxhash
 
 from spile.core.errors import CorruptError
 from spile.core.tensors import TensorInfo
-from spile.dataset.format import COMPRESSED, Shard
-from spile.dataset.write.compression import PlaneReader
-from spile.dataset.write.shard import read_shard_header
+from spile.dataset.codec.compression import PlaneReader
+from spile.dataset.codec.shard import read_shard_header
+from spile.dataset.records.format import COMPRESSED, Shard
 from spile.objects import Objects
 
 WINDOW_BYTES = 16 << 20  # read at a time

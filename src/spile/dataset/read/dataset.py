@@ -20,22 +20,22 @@ from spile.core.index import DOCUMENT_COLUMNS, INDEX_DTYPE
 from spile.core.options import parse_count
 from spile.core.recipe import ResolvedRecipe, latent_names
 from spile.core.threads import mapped
-from spile.dataset import format as fmt
-from spile.dataset.columns import ColumnFile, read_columns
-from spile.dataset.format import Done, Shard
-from spile.dataset.ledger import Ledger, Manifest, Table
-from spile.dataset.passes import JoinedUnits, PassLedger, live_passes, named
+from spile.dataset.codec.documents import joined, read_documents
+from spile.dataset.codec.quantization import DECODED, encode
+from spile.dataset.codec.shard import read_tensors
+from spile.dataset.codec.statistics import TapStats, merged
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.checked_file import CheckedObjects
 from spile.dataset.read.latents import Latents, read_latents
 from spile.dataset.read.order import BatchOptions, Normalize, Order, RowChoice, Shuffle
 from spile.dataset.read.rows import StoredRows, runs
 from spile.dataset.read.window import View
-from spile.dataset.segments import Catalog, Totals
-from spile.dataset.write.documents import joined, read_documents
-from spile.dataset.write.quantization import DECODED, encode
-from spile.dataset.write.shard import read_tensors
-from spile.dataset.write.statistics import TapStats, merged
+from spile.dataset.records import format as fmt
+from spile.dataset.records.columns import ColumnFile, read_columns
+from spile.dataset.records.format import Done, Shard
+from spile.dataset.records.ledger import Ledger, Manifest, Table
+from spile.dataset.records.passes import JoinedUnits, PassLedger, live_passes, named
+from spile.dataset.records.segments import Catalog, Totals
 from spile.objects import Objects, open_objects
 from spile.objects.cache import CachedObjects, cached
 from spile.objects.rooted import RootedObjects

@@ -23,18 +23,18 @@ import numpy.typing as npt
 from spile.core.errors import CorruptError
 from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import TensorInfo, map_tensors
-from spile.dataset import format as fmt
-from spile.dataset.format import Done, Shard
-from spile.dataset.ledger import Table
-from spile.dataset.segments import Catalog
-from spile.dataset.write.quantization import decode
-from spile.dataset.write.shard import (
+from spile.dataset.codec.quantization import decode
+from spile.dataset.codec.shard import (
     TensorSpec,
     index_tensors,
     open_tensor,
     read_shard_header,
     tap_tensors,
 )
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import Done, Shard
+from spile.dataset.records.ledger import Table
+from spile.dataset.records.segments import Catalog
 from spile.objects import Objects
 
 _COLUMNS = 4  # columns of indexes to keep whole in memory

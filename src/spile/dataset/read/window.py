@@ -20,11 +20,11 @@ import numpy.typing as npt
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
 from spile.core.tensors import DTYPES_BY_NAME
-from spile.dataset.format import SCALE_DTYPE, TapInfo
+from spile.dataset.codec.quantization import DECODED, decode
+from spile.dataset.codec.statistics import TapStats
 from spile.dataset.read.order import BatchOptions, EpochSchedule, Normalize, Place
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows, runs
-from spile.dataset.write.quantization import DECODED, decode
-from spile.dataset.write.statistics import TapStats
+from spile.dataset.records.format import SCALE_DTYPE, TapInfo
 
 Batch = dict[str, Any]  # arrays by name; `Encoded` if requested
 

@@ -13,15 +13,7 @@ import numpy as np
 
 from spile.core.system import system
 from spile.core.tensors import build_header
-from spile.dataset.format import (
-    CURRENT,
-    SCALE_DTYPE,
-    Done,
-    KeyLayout,
-    Shard,
-    TapInfo,
-)
-from spile.dataset.write.shard import (
+from spile.dataset.codec.shard import (
     ShardWriter,
     TensorSpec,
     index_tensors,
@@ -30,7 +22,15 @@ from spile.dataset.write.shard import (
     statistics_tensors,
     tap_tensors,
 )
-from spile.dataset.write.statistics import TapStats
+from spile.dataset.codec.statistics import TapStats
+from spile.dataset.records.format import (
+    CURRENT,
+    SCALE_DTYPE,
+    Done,
+    KeyLayout,
+    Shard,
+    TapInfo,
+)
 from spile.objects import Objects
 
 _STATISTICS = "statistics"

@@ -18,7 +18,7 @@ import spile
 from spile.core.config import build
 from spile.core.errors import Interrupted, SpileError
 from spile.corpus.units import Unit
-from spile.dataset.heartbeat import Presence
+from spile.dataset.records.heartbeat import Presence
 from spile.metrics import Counters
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any
 import spile
 from spile.core.config import RayOptions, Recipe, Runtime
 from spile.core.errors import ConfigError, Interrupted, StoreError, WorldError
-from spile.dataset.ledger import Ledger, Table
+from spile.dataset.records.ledger import Ledger, Table
 from spile.fleet.ray.actor import RayHost
 from spile.fleet.ray.placement import Placement, Placements, connect, lost
 from spile.metrics import Counters
@@ -27,9 +27,9 @@ from spile.objects import open_objects
 from spile.plan.estimate import Budget, Estimate
 from spile.plan.passes import opened_for
 from spile.run.extract import Outcome, outcome_of, stop_on_signal
-from spile.run.rank import ABORTED
+from spile.run.world.rank import ABORTED
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.fleet")
 _AHEAD = 3  # units that a slice has in hand: one is written, one computes, one is read
 _CALLS = 8 + _AHEAD  # concurrent calls of an actor
 _LOOK_SECONDS = 1.0  # between looks for nodes that have joined

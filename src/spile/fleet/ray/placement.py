@@ -12,7 +12,7 @@ from typing import Any
 from spile.core.config import RayOptions
 from spile.core.errors import ConfigError
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.fleet")
 _TOPOLOGY, _SLICE_NAME = "ray.io/tpu-topology", "ray.io/tpu-slice-name"
 _GROUP = "group"  # the name of every placement of more than one node
 _CONNECT_SECONDS = 5

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from spile.core.errors import ConfigError, StoreError
-from spile.dataset.chosen_taps import choose_taps
 from spile.dataset.read.dataset import Dataset, open_dataset
+from spile.dataset.records.chosen_taps import choose_taps
 from spile.interop.export import (
     activault,
     delphi,

@@ -15,7 +15,7 @@ import xxhash
 
 from spile.core.errors import ConfigError
 from spile.core.index import INDEX_DTYPE
-from spile.dataset.chosen_taps import site_and_layer
+from spile.dataset.records.chosen_taps import site_and_layer
 from spile.interop.export.export_format import ExportFormat, write_json
 from spile.interop.export.export_source import FILE_BYTES, ExportSource
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spile.core.index import INDEX_DTYPE
-from spile.dataset.write.documents import joined
+from spile.dataset.codec.documents import joined
 from spile.interop.export.export_format import ExportFormat, library
 from spile.interop.export.export_source import ExportSource
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from spile.core.errors import ConfigError
 from spile.core.tensors import as_bytes
-from spile.dataset.chosen_taps import site_and_layer
+from spile.dataset.records.chosen_taps import site_and_layer
 from spile.interop.export.export_format import ExportFormat, write_json
 from spile.interop.export.export_source import ExportSource
 from spile.interop.export.npy import write_npy

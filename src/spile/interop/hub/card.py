@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from spile.dataset.format import TapInfo
-from spile.dataset.ledger import Table
-from spile.dataset.segments import Totals
+from spile.dataset.records.format import TapInfo
+from spile.dataset.records.ledger import Table
+from spile.dataset.records.segments import Totals
 
 _FILES = 8  # files of the corpus that are named
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")

@@ -25,13 +25,13 @@ import numpy as np
 from spile.core.errors import ConfigError, SpileError, StoreError
 from spile.core.retry import backoff
 from spile.core.threads import mapped
-from spile.dataset import format as fmt
-from spile.dataset.format import Shard, TapInfo
-from spile.dataset.ledger import named_files, table_records
 from spile.dataset.maintain.finished import FinishedPart, finished_parts
 from spile.dataset.maintain.signature import decode_list
-from spile.dataset.passes import pass_names
 from spile.dataset.read.checked_file import CheckedFile
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import Shard, TapInfo
+from spile.dataset.records.ledger import named_files, table_records
+from spile.dataset.records.passes import pass_names
 from spile.interop.hub.card import write_card
 from spile.objects import Objects, exists, open_objects
 
@@ -49,7 +49,7 @@ _ADVICE = {
     404: "no such repository or owner, or the token does not see it",
 }
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.interop")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from spile.core.errors import ConfigError
 GROUP = "spile.metrics"
 _OWN = {"tensorboard": "tensorboardX", "wandb": "wandb", "prometheus": "prometheus_client"}
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.metrics")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ _LOOPBACK = "127.0.0.1"
 _PORTS_TRIED = 64
 _MOST = 65535
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.metrics")
 
 
 def check(argument: str) -> None:

@@ -30,7 +30,7 @@ from spile.models.files.safetensors import read_header
 from spile.objects.hub.names import pinned
 from spile.objects.paths import AnyPath, files_below, path_of, read_json
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.models")
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

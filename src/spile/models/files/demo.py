@@ -34,7 +34,7 @@ _BY_HAND = (
     "or set SPILE_CACHE to a cache filled on another machine"
 )
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.models")
 
 
 def demo_model() -> Path:

@@ -174,7 +174,7 @@ def forward(
     return {tap.name: out[tap.name] for tap in taps}
 
 
-# -- the same in pieces, which a host runs one after another: see `run/sweep.py` -------------------
+# -- the same in pieces, which a host runs one after another: see `run/step/sweep.py` --------------
 
 Inputs = tuple[Places, Places, Places, Columns | None]  # tokens, positions, segments, columns
 

@@ -36,7 +36,7 @@ from spile.models.forward.attention import (
 )
 from spile.models.forward.ops import gpu_capability
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.models")
 _CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
 # tokamax's public function takes no mask of this kind; its kernels' own classes do.
 _TOKAMAX = {

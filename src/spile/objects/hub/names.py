@@ -34,7 +34,7 @@ _FILES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt", ".te
 BUILT = "datasets:"
 _CONVERTED = "refs/convert/parquet"  # where the Hub keeps its own Parquet of other formats
 
-_log = logging.getLogger("spile")
+_log = logging.getLogger("spile.objects")
 
 
 @dataclass(frozen=True)

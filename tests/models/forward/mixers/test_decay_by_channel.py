@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers.models.kimi_linear import modeling_kimi_linear as theirs
 
-import quick
 from spile.models.forward.mixers.decay_by_channel import chunked
 from spile.models.forward.mixers.gated_delta import recurrent
+from support import quick
 
 HEADS, KEY_DIM, DIM = 4, 6, 5
 CHUNK, SEQ = 32, 88 + 3

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-import quick
-from marks import some
 from spile.models.config.arch import GATED_DELTA, Arch, GatedDelta, Layer
 from spile.models.config.specs import block_specs
 from spile.models.forward.mixers import gated_delta as mixer
 from spile.models.forward.mixers.gated_delta import Read, chunked, recurrent
 from spile.models.forward.splice import in_block
+from support import quick
+from support.marks import some
 
 KEYS, HEADS, KEY_DIM, DIM = 2, 4, 6, 5
 CHUNK = mixer.CHUNK

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tiny
 from spile.models.config.arch import Arch, Latent
 from spile.models.config.hf_config import read_config
 from spile.models.config.specs import block_specs
 from spile.models.forward.mixers.latent_heads import latent_heads, rotate_last
+from support import tiny
 
 HEADS, OWN, ROPE, VALUE, RANK = 4, 6, 4, 5, 7
 ANGLES = np.random.default_rng(1).uniform(0, 6, (2, 3, 1, ROPE // 2))

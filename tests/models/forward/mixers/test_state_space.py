@@ -11,8 +11,6 @@ import pytest
 import torch
 from transformers.models.mamba2 import modeling_mamba2 as theirs
 
-import quick
-from marks import some
 from spile.models.config.arch import (
     SHORT_CONVOLUTION,
     STATE_SPACE,
@@ -26,6 +24,8 @@ from spile.models.forward.mixers import state_space as mixer
 from spile.models.forward.mixers.short_convolution import short_convolution
 from spile.models.forward.mixers.state_space import chunked, recurrent
 from spile.models.forward.splice import in_block
+from support import quick
+from support.marks import some
 
 GROUPS, HEADS, STATE, DIM = 2, 6, 5, 4
 CHUNK = mixer.CHUNK

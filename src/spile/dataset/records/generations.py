@@ -1,0 +1,78 @@
+"""Generations: units that were added to a dataset after its table was made.
+
+The table itself never changes. Each generation is one record, created exclusively, that names more
+corpus files and more units; those that were there keep their ids, their rows and their order. A
+reader opens the newest generation whose units are all done.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from spile.dataset.records import format as fmt
+from spile.dataset.records.columns import ColumnFile
+from spile.dataset.records.unit_table import UnitColumns
+
+_LIMITS = ("max_docs", "max_tokens")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was added to a table at once, beside the units themselves.
+
+    Attributes:
+        before: how many units there were before.
+        files: those of the corpus that follow the ones before.
+        sources: where all files of the corpus were found, those of earlier generations too.
+        max_docs: the limit that all units together keep to, if there is one.
+        max_tokens: as `max_docs`.
+        columns: the file that holds the units; None in version 6, and before it is stored.
+    """
+
+    before: int
+    files: tuple[Mapping[str, Any], ...]
+    sources: tuple[str, ...]
+    max_docs: int | None = None
+    max_tokens: int | None = None
+    columns: ColumnFile | None = None
+
+    def to_json(self, fingerprint: str, units: UnitColumns) -> dict[str, Any]:
+        """Return the record's body; `units`: those that it adds."""
+        if self.columns is None:
+            told: Any = [{**unit, "id": unit["id"] + self.before} for unit in units]
+        else:
+            told = {**self.columns.to_json(), "count": len(units)}
+        return {
+            "fingerprint": fingerprint,
+            "before": self.before,
+            "files": list(self.files),
+            "sources": list(self.sources),
+            **{name: getattr(self, name) for name in _LIMITS},
+            "units": told,
+        }
+
+    @classmethod
+    def from_json(
+        cls, body: Mapping[str, Any], fingerprint: str, before: int, prefix: str | None
+    ) -> "Generation":
+        """Rebuild and check a record; raise ValueError if it does not follow the ones before.
+
+        Args:
+            before: the number of units that there are without it.
+            prefix: of the file that holds the units; None if the record does.
+        """
+        files, sources = body["files"], body["sources"]
+        if body["fingerprint"] != fingerprint or body["before"] != before:
+            raise ValueError("it belongs to another table")
+        if not isinstance(files, list) or not isinstance(sources, list) or not sources:
+            raise ValueError("it names no sources")
+        known = cast(list[dict[str, Any]], files)
+        texts = [file[name] for file in known for name in ("path", "identity")]
+        texts += cast(list[Any], sources)
+        if not all(map(fmt.is_name, texts)):
+            raise ValueError("a name is not a text")
+        limits = {name: body[name] for name in _LIMITS}
+        if not all(limit is None or fmt.is_count(limit) for limit in limits.values()):
+            raise ValueError("a limit is not a number")
+        columns = ColumnFile.from_json(body["units"], prefix) if prefix else None
+        return cls(before, tuple(known), tuple(cast(list[str], sources)), **limits, columns=columns)

@@ -1,0 +1,345 @@
+"""Passes: more taps of the rows that a dataset has.
+
+A pass is a folder of records like a dataset's own, so the code that commits, continues, seals and
+audits a dataset does so here: `PassLedger` is a ledger that is rooted at the folder, and takes the
+units from the dataset's table. Nothing of the dataset itself changes.
+
+The name of a pass follows from its recipe. So two processes that add the same taps meet in one
+folder, and the same command continues. A dropped pass keeps its `dropped.json`; the same taps,
+added again, get the next number.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from spile.core.errors import ConfigError, CorruptError, StoreError
+from spile.core.recipe import OF_A_PASS, ResolvedRecipe, latent_names
+from spile.dataset.records import format as fmt
+from spile.dataset.records.format import Done, KeyLayout, TapInfo
+from spile.dataset.records.heartbeat import read_workers
+from spile.dataset.records.ledger import Ledger, Manifest, Table
+from spile.dataset.records.segments import KEPT_UNITS, Catalog, Totals
+from spile.objects import Objects, exists
+from spile.objects.rooted import RootedObjects
+
+_SAME = ("rows", "tokens", "documents", "contexts", "text_digest")
+
+
+class PassLedger(Ledger):
+    """The records of one pass of a dataset."""
+
+    def __init__(self, dataset: Ledger, name: str, planned: Table | None = None) -> None:
+        """Args:
+        planned: the table of a pass that may not exist yet.
+        """
+        objects: Objects = RootedObjects(dataset.objects, fmt.pass_prefix(name))
+        super().__init__(objects)
+        self.dataset, self.name, self._planned = dataset, name, planned
+
+    @property
+    def url(self) -> str:
+        return self.dataset.url
+
+    @property
+    def planned(self) -> Table | None:
+        return self._planned
+
+    @property
+    def layout(self) -> KeyLayout:
+        return self.dataset.layout
+
+    @property
+    def is_dropped(self) -> bool:
+        return exists(self.objects, fmt.DROPPED)
+
+    def read_table(self) -> Table | None:
+        return self.table_over(self.dataset.table())
+
+    def table_over(self, base: Table) -> Table | None:
+        """Return the dataset's table, with the taps and the recipe of the pass."""
+        with named(self.name):
+            body = self._read(fmt.PASS, "pass")
+        if body is None:
+            return None
+        key = fmt.pass_prefix(self.name) + fmt.PASS
+        try:
+            recipe = ResolvedRecipe.from_json(body["recipe"])
+            taps = {n: TapInfo.from_json(info) for n, info in body["taps"].items()}
+            sound = all(map(fmt.is_name, (body["fingerprint"], *taps))) and len(taps) > 0
+            table = replace(
+                base,
+                recipe=recipe_of_pass(base.recipe, recipe),
+                fingerprint=body["fingerprint"],
+                taps=taps,
+                kept=float(body["kept"]),
+                tokenizer={},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+            raise CorruptError(key, f"is not a pass ({fmt.shown(error)})") from error
+        if not sound or set(table.recipe.stored_taps) != set(taps):
+            raise CorruptError(key, "is not a pass (a name is invalid)")
+        agrees = recipe.fingerprint() == table.recipe.fingerprint() == table.fingerprint
+        if body["rows"] != base.fingerprint or not agrees:
+            raise CorruptError(key, "belongs to another dataset, or to another recipe")
+        self._units = len(base.units)
+        return table
+
+    def create_table(self, table: Table, tokenizer: Mapping[str, bytes] | None = None) -> Table:
+        """Store the record of the pass, unless it is there.
+
+        Two passes with the same tap may be begun at the same moment. Everybody who works on one
+        looks for others once its record is there, so whoever works on the later one finds the
+        earlier, and gives way. (Also those who did not create it, since who did may be dead.)
+        """
+        body = {
+            "recipe": table.recipe.to_json(),
+            "fingerprint": table.fingerprint,
+            "taps": {name: asdict(info) for name, info in table.taps.items()},
+            "kept": table.kept,
+            "rows": self.dataset.table().fingerprint,
+        }
+        created = self.objects.create(fmt.PASS, self._encode("pass", body))
+        for other in live_passes(self.dataset):
+            if other.name != self.name and (both := table.taps.keys() & other.table().taps):
+                if created:
+                    self.drop()
+                raise ConfigError(
+                    f"{self.url}: another process has begun to add {min(both)}; wait for it, "
+                    "or leave it out of --add-taps"
+                )
+        return self.table()
+
+    def table(self) -> Table:
+        table = self.read_table()
+        if table is None:
+            raise StoreError(f"{self.objects.url}: no pass there (no {fmt.PASS})")
+        return table
+
+    def manifest_over(self, table: Table) -> Manifest | None:
+        """Return the manifest, if the pass has every unit of the dataset."""
+        manifest = self.read_manifest(table.layout)
+        whole = manifest is not None and manifest.totals.units == len(table.units)
+        return manifest if whole else None
+
+    def has_any(self, base: Table, taps: Collection[str] | None) -> bool:
+        """Return whether the pass has one of the taps; None: any."""
+        table = self.table_over(base)
+        return table is not None and (taps is None or not table.taps.keys().isdisjoint(taps))
+
+    def is_behind(self, base: Table) -> bool:
+        """Return whether the pass was complete, and lacks units of a later generation."""
+        *earlier, newest = base.every_generation()
+        with named(self.name):
+            if not earlier or self.manifest_over(newest):
+                return False
+            return any(self.manifest_over(each) for each in earlier)
+
+    def finished(self, base: Table) -> Table | None:
+        """Return the table of the pass, over that of the dataset, if it can be read."""
+        with named(self.name):
+            table = self.table_over(base)
+            return table if table and self.manifest_over(table) else None
+
+    def holds_rows(self) -> bool:
+        return True  # the dataset's
+
+    def check_weights(self, digests: Mapping[str, str]) -> None:
+        """Compare also with the weights of the dataset's other taps, as far as both read them."""
+        known = self.dataset.read_weights() or {}
+        shared = [name for name in known if name in digests]
+        self._refuse_other_weights(known, digests, shared)
+        super().check_weights(digests)
+
+    def commit(self, done: Done) -> bool:
+        """Create the done record of a unit whose rows are those of the dataset."""
+        if self.is_dropped:
+            taps = ", ".join((self._planned or self.table()).taps)
+            raise ConfigError(  # (which `supervise` does not answer by adding them again)
+                f"{self.url}: {taps} were dropped while they were being added; run the same "
+                "command again to add them anew"
+            )
+        differs = self.other_rows(done)
+        if differs:
+            raise StoreError(
+                f"{self.url}: unit {done.unit} has other rows than in the dataset ({differs}); "
+                "`spile verify` tells whether the dataset is damaged"
+            )
+        return super().commit(done)
+
+    def other_rows(self, done: Done, base: Done | None = None) -> str | None:
+        base = base or self.dataset.read_done(done.unit)
+        if base is None:
+            return "it has no such unit"
+        made, wanted = _identity(done), _identity(base)
+        return next((name for name in made if made[name] != wanted[name]), None)
+
+    def drop(self) -> None:
+        """Record that the pass is dropped: nobody reads it from now on, and `gc` removes it."""
+        self.objects.create(fmt.DROPPED, self._encode("dropped", {}))
+
+
+def recipe_of_pass(base: ResolvedRecipe, own: ResolvedRecipe) -> ResolvedRecipe:
+    """Return a dataset's recipe with what is a pass's own."""
+    sources = [name for name in vars(own) if name.endswith("_source")]
+    return replace(base, **{name: getattr(own, name) for name in (*OF_A_PASS, *sources)})
+
+
+def _identity(done: Done) -> dict[str, Any]:
+    """What is the same in two records of a unit if they have the same rows."""
+    return {**{name: getattr(done, name) for name in _SAME}, "index": done.index.digest}
+
+
+def pass_name(fingerprint: str, number: int) -> str:
+    return f"{fingerprint[:16]}-{number}"
+
+
+def live_passes(dataset: Ledger) -> list[PassLedger]:
+    """Return the passes of a dataset, complete or not, that are not dropped; by name."""
+    found = map(partial(PassLedger, dataset), pass_names(dataset.objects))
+    return [each for each in found if exists(each.objects, fmt.PASS) and not each.is_dropped]
+
+
+def pass_names(objects: Objects) -> list[str]:
+    """Return the names of all passes, dropped ones included."""
+    # A web server lists no folders, so nobody sees passes there.
+    with contextlib.suppress(ConfigError):
+        names = sorted(objects.folders(fmt.PASSES))
+        return [name for name in names if fmt.split_pass_key(fmt.pass_prefix(name))[0]]
+    return []
+
+
+def every_worker(dataset: Ledger) -> dict[str, dict[str, Any]]:
+    """Return the last heartbeats of a dataset's workers and of those that add taps to it.
+
+    `folder` of each says where: it is that of a pass, or empty.
+    """
+    places = {"": dataset.objects}
+    places |= {fmt.pass_prefix(each.name): each.objects for each in live_passes(dataset)}
+    return {
+        name: {**record, "folder": folder}
+        for folder, objects in places.items()
+        for name, record in read_workers(objects).items()
+    }
+
+
+def every_done(dataset: Ledger) -> set[tuple[str, int]]:
+    """Return the units that exist in a dataset and in its passes, each with its folder."""
+    done = {("", unit) for unit in dataset.done_units()}
+    for each in live_passes(dataset):
+        done |= {(fmt.pass_prefix(each.name), unit) for unit in each.done_units()}
+    return done
+
+
+class JoinedUnits(Catalog):
+    """The units of a dataset, each with the shards of its passes as well.
+
+    A shard of a pass has a key of the dataset. All other files of a unit are the dataset's own.
+    """
+
+    def __init__(self, own: Catalog, passes: Mapping[str, Catalog]) -> None:
+        """Args:
+        passes: by folder; they hold the same units, in the same order.
+        """
+        vars(self).update(vars(own))  # (what that one has loaded is not loaded again)
+        self._own, self._passes = own, dict(passes)
+        self._done = lru_cache(KEPT_UNITS)(self._read)
+        for prefix, units in self._passes.items():
+            pairs = (units.units, own.units), (units.rows, own.rows)
+            if not all(np.array_equal(mine, theirs) for mine, theirs in pairs):
+                raise CorruptError(prefix + fmt.MANIFEST, "has other rows than the dataset")
+
+    def totals(self) -> Totals:
+        total = self._own.totals()
+        for units in self._passes.values():
+            total.bytes += units.totals().bytes
+        return total
+
+    def bytes_of(self, wanted: Callable[[str], bool]) -> int:
+        return sum(units.bytes_of(wanted) for units in (self._own, *self._passes.values()))
+
+    def __iter__(self) -> Iterator[Done]:
+        others = zip(*self._passes.values(), strict=True) if self._passes else itertools.repeat(())
+        return (self._with(done, found) for done, found in zip(self._own, others, strict=False))
+
+    def _read(self, at: int) -> Done:
+        return self._with(self._own[at], [units[at] for units in self._passes.values()])
+
+    def _with(self, done: Done, others: Iterable[Done]) -> Done:
+        shards = [
+            replace(shard, key=prefix + shard.key)
+            for prefix, other in zip(self._passes, others, strict=True)
+            for shard in other.shards
+        ]
+        return replace(done, shards=(*done.shards, *shards))
+
+
+@contextlib.contextmanager
+def named(name: str) -> Generator[None, None, None]:
+    """Let errors about an object of a pass say where it lies in the dataset."""
+    prefix = fmt.pass_prefix(name)
+    try:
+        yield
+    except CorruptError as error:
+        if error.key.startswith(prefix):
+            raise
+        why = str(error).removeprefix(f"{error.key}: ")
+        raise CorruptError(prefix + error.key, why) from error
+
+
+def drop_taps(dataset: Ledger, asked: Sequence[str]) -> dict[str, int]:
+    """Drop the passes that hold these taps; return the taps that are gone, and the bytes of each.
+
+    The record is all that is written. `gc` removes the files.
+
+    Args:
+        asked: names of taps, as the dataset or another tool has them.
+
+    Raises:
+        ConfigError: if a tap is not that of a pass, or a pass has others, too.
+    """
+    base = dataset.table()
+    passes = {each: each.table() for each in live_passes(dataset)}
+    chosen: dict[PassLedger, set[str]] = {}
+    for name in asked:
+        found = next(((p, tap) for p, t in passes.items() if (tap := _tap_named(t, name))), None)
+        if found is not None:
+            chosen.setdefault(found[0], set()).add(found[1])
+        elif _tap_named(base, name):
+            raise ConfigError(
+                f"{dataset.url} was made with {name}; only taps that --add-taps has added can be "
+                "dropped"
+            )
+        else:
+            added = ",".join(tap for table in passes.values() for tap in table.recipe.taps)
+            there = f"these can be dropped: {added}" if added else "no taps were added to it"
+            raise ConfigError(f"no tap {name!r} was added to {dataset.url}; {there}")
+    for each, taps in chosen.items():
+        together = passes[each].recipe.taps
+        if len(taps) < len(together):
+            raise ConfigError(
+                f"{', '.join(together)} were added together, so drop them together: "
+                f"--taps {','.join(together)}"
+            )
+    gone: dict[str, int] = {}
+    for each in chosen:
+        units = each.catalog_so_far(passes[each])
+        gone |= {tap: units.bytes_of(tap.__eq__) for tap in passes[each].taps}
+        each.drop()
+    return gone
+
+
+def _tap_named(table: Table, name: str) -> str | None:
+    """Return the tap of a recipe by any of its names: its own, a stored one, another tool's."""
+    name = name.replace(":", ".", 1)
+    for tap in table.recipe.taps:
+        stored = latent_names(tap) if tap in table.recipe.encode else (tap,)
+        aliases = (alias for each in stored for alias in table.taps[each].aliases)
+        if name in (tap, *stored, *aliases):
+            return tap
+    return None

@@ -1,0 +1,255 @@
+"""The units of a table as columns: a million of them open at once and are looked up by search.
+
+`UnitColumns` is a sequence of units in the form of JSON, each made when it is asked for. Whoever
+needs a number of every unit takes the column.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+
+from spile.core.errors import CorruptError
+from spile.dataset.records import format as fmt
+from spile.dataset.records.columns import (
+    Columns,
+    Ints,
+    check_counts,
+    check_ends,
+    check_texts,
+    ends_of,
+    ints,
+    run_of,
+    text_columns,
+    texts_at,
+)
+
+UnitJson = Mapping[str, Any]
+
+_COUNTS = ("first_doc", "num_docs", "tokens")
+_SPAN = ("file", "first", "count", "start", "stop", "before")
+_NONE = -1  # stored for a span that has no `doc`
+
+
+class UnitColumns(Sequence[UnitJson]):
+    """The units of a table. A unit's id is its place."""
+
+    def __init__(self, count: int, load: Callable[[], Columns], key: str = fmt.UNITS) -> None:
+        """Args:
+        load: returns the columns; called when one is first needed.
+        key: the name of their file in errors.
+        """
+        self._count, self._load, self.key = count, load, key
+
+    @classmethod
+    def of(cls, units: Sequence[UnitJson], first: int = 0) -> "UnitColumns":
+        """Return units given as JSON as columns; raise ValueError if one is invalid.
+
+        Args:
+            first: the id of the first; that of a generation's units follows those before.
+        """
+        if isinstance(units, UnitColumns):
+            return units
+        columns = _columns_of(units, first)
+        return cls(len(units), lambda: columns)
+
+    def followed_by(self, more: "UnitColumns") -> "UnitColumns":
+        """Return these units and then others, as one table."""
+
+        def load() -> Columns:
+            return _joined(self.columns, more.columns)
+
+        return UnitColumns(len(self) + len(more), load, self.key)
+
+    def part(self, first: int, stop: int) -> "UnitColumns":
+        """Return consecutive units; their ids are counted from 0."""
+        return UnitColumns(stop - first, lambda: _part(self.columns, first, stop), self.key)
+
+    def merged(self, ends: Ints) -> "UnitColumns":
+        """Return one unit for each run of consecutive units.
+
+        Args:
+            ends: where each run ends; units after the last run are left out.
+        """
+        taken = self.part(0, int(ends[-1]) if len(ends) else 0)
+        return UnitColumns(len(ends), lambda: _merged(taken, ends), self.key)
+
+    def moved(self, docs: int, files: int) -> "UnitColumns":
+        """Return the units of a corpus that follows another of so many documents and files."""
+        columns = dict(self.columns)
+        for name, by in (("first_doc", docs), ("skip", docs), ("span/file", files)):
+            columns[name] = columns[name] + by
+        own = columns["span/doc"]
+        columns["span/doc"] = np.where(own == _NONE, own, own + docs)
+        return UnitColumns(len(self), lambda: columns, self.key)
+
+    @cached_property
+    def columns(self) -> Columns:
+        columns = self._load()
+        _check(self.key, columns, self._count)
+        return columns
+
+    @property
+    def first_doc(self) -> Ints:
+        """The ordinal of the first document of each unit."""
+        return self.columns["first_doc"]
+
+    @property
+    def num_docs(self) -> Ints:
+        return self.columns["num_docs"]
+
+    @property
+    def tokens(self) -> Ints:
+        """The estimated tokens of each unit."""
+        return self.columns["tokens"]
+
+    @cached_property
+    def doc_runs(self) -> tuple[Ints, Ints, Ints]:
+        """The runs of documents of all units: the unit, first document and length of each."""
+        if not (self.columns["span/doc"] >= 0).any():
+            return np.arange(self._count), self.first_doc, self.num_docs
+        runs = [(unit["id"], *run) for unit in self for run in fmt.doc_runs(unit)]
+        unit, first, count = (ints(each) for each in zip(*runs, strict=True))
+        return unit, first, count
+
+    @property
+    def stop_doc(self) -> Ints:
+        """The ordinal after the last document of each unit."""
+        stop = self.first_doc + self.num_docs
+        spans = np.diff(self.columns["ends/spans"], prepend=0)
+        unit = np.repeat(np.arange(self._count), spans)
+        for number in map(int, np.unique(unit[self.columns["span/doc"] != _NONE])):
+            first, count = fmt.doc_runs(self[number])[-1]
+            stop[number] = first + count
+        return stop
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> UnitJson: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[UnitJson]: ...
+    def __getitem__(self, at: int | slice) -> UnitJson | list[UnitJson]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(self._count))]
+        if not -self._count <= at < self._count:
+            raise IndexError(at)
+        number, columns = at % self._count, self.columns
+        run, skips = run_of(columns["ends/spans"], number), run_of(columns["ends/skip"], number)
+        spans: list[dict[str, Any]] = []
+        digests = texts_at(columns, "span/digest", run)
+        docs = columns["span/doc"][run].tolist()
+        parts = zip(*(columns[f"span/{name}"][run].tolist() for name in _SPAN), strict=True)
+        for values, digest, doc in zip(parts, digests, docs, strict=True):
+            span: dict[str, Any] = dict(zip(_SPAN, values, strict=True))
+            spans.append({**span, "digest": digest, "doc": None if doc == _NONE else doc})
+        return {
+            "id": number,
+            **{name: int(columns[name][number]) for name in _COUNTS},
+            "spans": spans,
+            "skip": columns["skip"][skips].tolist(),
+        }
+
+    def __iter__(self) -> Iterator[UnitJson]:
+        return (self[number] for number in range(self._count))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UnitColumns) or len(self) != len(other):
+            return NotImplemented if not isinstance(other, UnitColumns) else False
+        mine, theirs = self.columns, other.columns
+        return mine.keys() == theirs.keys() and all(
+            np.array_equal(mine[name], theirs[name]) for name in mine
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        return _again, (self._count, {k: np.array(v) for k, v in self.columns.items()}, self.key)
+
+
+def _again(count: int, columns: Columns, key: str) -> UnitColumns:
+    return UnitColumns(count, lambda: columns, key)
+
+
+# The columns that say where each unit's runs end, or each span's text; and what they count.
+_ENDS = {"ends/spans": "span/first", "ends/skip": "skip", "ends/span/digest": "span/digest"}
+
+
+def _joined(one: Columns, other: Columns) -> dict[str, np.ndarray]:
+    """Return columns one after the other; where runs end is counted through both."""
+    before = {name: len(one[counted]) for name, counted in _ENDS.items()}
+    return {
+        name: np.concatenate(
+            [column, other[name] + before[name] if name in before else other[name]]
+        )
+        for name, column in one.items()
+    }
+
+
+def _part(columns: Columns, first: int, stop: int) -> dict[str, np.ndarray]:
+    """Return the columns of consecutive units; where runs end is counted from their first."""
+
+    def run(ends: str, of: slice) -> slice:
+        before, last = (int(columns[ends][at - 1]) if at else 0 for at in (of.start, of.stop))
+        return slice(before, last)
+
+    units = slice(first, stop)
+    spans, skips = run("ends/spans", units), run("ends/skip", units)
+    texts = run("ends/span/digest", spans)
+    runs = {name: spans for name in columns if name.startswith(("span/", "ends/span/"))}
+    runs |= {"skip": skips, "span/digest": texts}
+    starts = {"ends/spans": spans.start, "ends/skip": skips.start, "ends/span/digest": texts.start}
+    return {
+        name: column[runs.get(name, units)] - starts[name]
+        if name in starts
+        else column[runs.get(name, units)]
+        for name, column in columns.items()
+    }
+
+
+def _merged(units: UnitColumns, ends: Ints) -> dict[str, np.ndarray]:
+    """Return the columns of runs of units: sums, and the spans and skips of all of a run."""
+    columns, starts = units.columns, np.concatenate([[0], ends])[:-1].astype(np.int64)
+    # In a permuted corpus, a unit's documents need not follow those of the unit before.
+    spans = np.concatenate([[0], columns["ends/spans"]]).astype(np.int64)
+    moved = np.ones(len(units), np.bool_)
+    moved[1:] = units.first_doc[1:] != units.stop_doc[:-1]
+    moved[starts] = False
+    moved &= np.diff(spans) > 0
+    docs = columns["span/doc"].copy()
+    docs[spans[:-1][moved]] = units.first_doc[moved]
+    sums = {name: np.add.reduceat(columns[name], starts) for name in ("num_docs", "tokens")}
+    of_last = {name: columns[name][ends - 1] for name in ("ends/spans", "ends/skip")}
+    first = {"first_doc": columns["first_doc"][starts]}
+    return {**columns, **first, **sums, **of_last, "span/doc": docs}
+
+
+def _columns_of(units: Sequence[UnitJson], first: int) -> dict[str, np.ndarray]:
+    for number, unit in enumerate(units, first):
+        counts = [unit["id"], *(unit[name] for name in _COUNTS), *unit.get("skip", ())]
+        if not all(map(fmt.is_count, counts)) or unit["id"] != number:
+            raise ValueError(f"unit {number} has a count that is not a number, or another id")
+        fmt.doc_runs(unit)
+    spans = [span for unit in units for span in unit["spans"]]
+    docs = [span.get("doc") for span in spans]
+    columns = {name: ints(unit[name] for unit in units) for name in _COUNTS}
+    columns["ends/spans"] = ends_of(len(unit["spans"]) for unit in units)
+    columns |= {f"span/{name}": ints(span.get(name, 0) for span in spans) for name in _SPAN}
+    columns["span/doc"] = ints(_NONE if doc is None else doc for doc in docs)
+    columns |= text_columns("span/digest", [span.get("digest", "") for span in spans])
+    columns["ends/skip"] = ends_of(len(unit.get("skip", ())) for unit in units)
+    columns["skip"] = ints(doc for unit in units for doc in unit.get("skip", ()))
+    return columns
+
+
+def _check(key: str, columns: Columns, count: int) -> None:
+    check_counts(key, columns, _COUNTS, count)
+    spans = check_ends(key, columns, "ends/spans", count)
+    check_counts(key, columns, [f"span/{name}" for name in _SPAN], spans)
+    check_texts(key, columns, "span/digest", spans)
+    check_counts(key, columns, ["skip"], check_ends(key, columns, "ends/skip", count))
+    docs = columns.get("span/doc")
+    if docs is None or docs.dtype != np.int64 or docs.shape != (spans,) or (docs < _NONE).any():
+        raise CorruptError(key, f"does not hold span/doc of {spans}")

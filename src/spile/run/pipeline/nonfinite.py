@@ -1,0 +1,174 @@
+"""Find the source of a NaN: the first tap that holds one, the document and the token.
+
+A row that holds one does not tell which token it came from. Attention multiplies masked values by
+zero, and zero times infinity is NaN, so one bad token also spoils other tokens and documents in its
+row. To find it, the step is run again with ever fewer of its tokens.
+"""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from spile.core.errors import DataError
+from spile.core.recipe import latent_names
+from spile.corpus.pack import Batch, PackedUnit
+from spile.dataset.codec.documents import kept_of
+from spile.models.taps import Tap
+from spile.plan.job import ExtractionJob
+from spile.run.pipeline.profile import ProfiledStep
+from spile.run.step.resident import Step, StepOutput
+
+_log = logging.getLogger("spile.run")
+_LONGEST = 60  # characters shown of a value kept of a document
+_NAMED = 8  # documents of a packed row that are named
+
+
+@dataclass(frozen=True)
+class Found:
+    """A packed row with values that must not be stored."""
+
+    tap: Tap
+    stored: str  # its stored name: latents have one of their own
+    unit: int
+    packed: PackedUnit
+    table: Mapping[str, np.ndarray]  # of the unit's documents, if this process has it
+    row: int  # index of the packed row in the unit
+    int8: bool  # whether the tap is stored as int8
+
+    def told(self, where: str) -> str:
+        layer = "" if self.tap.layer is None else f", layer {self.tap.layer}"
+        keep = "which int8 cannot hold" if self.int8 else "or keep them with --allow-nonfinite"
+        return (
+            f"{self.tap.name}: NaN or infinity in unit {self.unit}{layer}, {where}; check the "
+            f"weights and the dtypes, {keep}"
+        )
+
+    def candidates(self) -> str:
+        docs = np.unique(self._kept(self.row)[1]["doc"])
+        more = f" and {len(docs) - _NAMED} more" if len(docs) > _NAMED else ""
+        return f"a packed row of documents {', '.join(map(str, docs[:_NAMED]))}{more}"
+
+    def token(self, row: int, column: int) -> str | None:
+        """The token at a place of a packed row; None if no token of its context is kept."""
+        packed, (kept, entries) = self.packed, self._kept(row)
+        same = np.flatnonzero(packed.segments[row][kept] == packed.segments[row, column])
+        if not len(same):
+            return None
+        entry, pos = entries[same[0]], int(packed.positions[row, column])
+        doc, offset = int(entry["doc"]), int(entry["offset"] - entry["pos"]) + pos
+        return (
+            f"document {doc}{_about(self.table, doc)}, token {offset} "
+            f"(id {packed.tokens[row, column]}, position {pos})"
+        )
+
+    def _kept(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Columns of a packed row's kept tokens, and their index entries."""
+        packed, count = self.packed, int(self.packed.counts[row])
+        end = int(packed.counts[: row + 1].sum())
+        places = np.arange(count) if packed.columns is None else packed.columns[row, :count]
+        return places, packed.index[end - count : end]
+
+
+class NonfiniteError(DataError):
+    """A tap holds NaN or infinity.
+
+    Attributes:
+            found: where it is.
+    """
+
+    def __init__(self, found: Found, where: str | None = None) -> None:
+        self.found = found
+        super().__init__(found.told(where or found.candidates()))
+
+    def traced(self, step: Step | ProfiledStep, batches: Iterator[Batch]) -> "NonfiniteError":
+        """The same error with the token it came from; `batches`: all of the unit, as run before."""
+        try:
+            place = _source(self.found, step, batches)
+        except Exception as error:  # the error being traced matters more than this one
+            _log.warning("where it came from could not be told: %s", error)
+            return self
+        return NonfiniteError(self.found, self.found.token(*place) if place else None)
+
+
+def by_stored_name(job: ExtractionJob) -> dict[str, Tap]:
+    """Taps in the order in which the model computes them, by their stored names."""
+    encoded = {tap.name: latent_names(tap.name)[0] for tap in job.taps if tap.name in job.encoders}
+    return {encoded.get(tap.name, tap.name): tap for tap in job.taps}
+
+
+def nonfinite_error(
+    output: StepOutput,
+    taps: Mapping[str, Tap],
+    *,
+    unit: int,
+    packed: PackedUnit,
+    table: Mapping[str, np.ndarray],
+    first: int,
+    int8: Collection[str],
+) -> NonfiniteError:
+    """Return the error for a step with values that must not be stored.
+
+    Args:
+        taps: those that must not hold such values, by their stored names, in the order in which the
+            model computes them; an error at one spreads to all that follow.
+        first: index of the step's first row in the unit's index.
+        int8: names of taps that are stored as int8.
+    """
+    name = next(name for name in taps if output.nonfinite_of(name).any())
+    part = int(np.argmax(output.nonfinite_of(name) > 0))
+    place = first + int(output.counts[:part].sum())
+    row = int(np.searchsorted(np.cumsum(packed.counts), place, side="right"))
+    return NonfiniteError(Found(taps[name], name, unit, packed, table, row, name in int8))
+
+
+def _source(
+    found: Found, step: Step | ProfiledStep, batches: Iterator[Batch]
+) -> tuple[int, int] | None:
+    """The packed row and the column of the first token that causes a nonfinite value."""
+    first_row, batch = 0, next(batches)
+    while first_row + len(batch.tokens) <= found.row:
+        first_row, batch = first_row + len(batch.tokens), next(batches)
+    rows, columns = np.nonzero(batch.segments)
+
+    def bad(count: int) -> bool:
+        kept = np.zeros(batch.segments.shape, np.bool_)
+        kept[rows[:count], columns[:count]] = True
+        return bool(step(_with(batch, kept)).nonfinite_of(found.stored).any())
+
+    sound, spoilt = 0, len(rows)
+    if not bad(spoilt):
+        return None
+    while spoilt - sound > 1:
+        middle = (sound + spoilt) // 2
+        sound, spoilt = (sound, middle) if bad(middle) else (middle, spoilt)
+    return first_row + int(rows[sound]), int(columns[sound])
+
+
+def _with(batch: Batch, kept: np.ndarray) -> Batch:
+    """Keep some of a batch's tokens, and turn the others into padding, made of the first token.
+
+    The same number of rows leaves the device, so nothing is compiled again.
+    """
+    return replace(
+        batch,
+        tokens=np.where(kept, batch.tokens, batch.tokens[0, 0]),
+        positions=np.where(kept, batch.positions, 0),
+        segments=np.where(kept, batch.segments, 0),
+        columns=None,
+        counts=batch.lengths,
+    )
+
+
+def _about(table: Mapping[str, np.ndarray], doc: int) -> str:
+    """The values kept of a document, shortened and on one line; they are untrusted text."""
+    found = kept_of(table, doc) if table else {}
+    said = [f"{name} {_short(value)}" for name, value in found.items() if value is not None]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return repr(text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…")

@@ -1,0 +1,265 @@
+"""Generations: units that follow those of a table, and what was there stays as it was."""
+
+import dataclasses
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spile
+from spile.core.errors import CorruptError, StoreError
+from spile.dataset.maintain.compact import compact
+from spile.dataset.maintain.gc import collect_garbage
+from spile.dataset.maintain.repair import RepairLedger
+from spile.dataset.maintain.replica import replicate
+from spile.dataset.maintain.shuffle import shuffle
+from spile.dataset.maintain.verify import verify
+from spile.dataset.records import format as fmt
+from spile.dataset.records.ledger import Ledger
+from spile.objects import LocalObjects
+from spile.status.status import read_status
+from support import stored
+
+# In groups of three: the first generation fills up a group and begins another, the second adds to
+# that one.
+UNITS = ((2,), (0,), (3, 1), (1,), (4,), (0,), (2,), (5, 5))
+GROWN = (4, 7)
+OLD = Path(__file__).parents[2] / "fixtures" / "version6" / "text"
+
+
+@pytest.fixture
+def grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> stored.Stored:
+    monkeypatch.setattr(fmt, "GROUP_UNITS", 3)
+    return stored.build(tmp_path / "out", UNITS, grown=GROWN)
+
+
+def holds(path: Path, dataset: stored.Stored, units: int, **opened: Any) -> spile.Dataset:
+    """Check that a dataset reads as its first units, in every way."""
+    ds = spile.open(path, **opened)
+    rows = dataset.starts[units]
+    assert ds.units == [*range(units)]
+    assert ds.num_tokens == rows
+    for tap, values in dataset.rows.items():
+        assert np.array_equal(ds.read(tap, 0, rows), values[:rows])
+        assert ds.statistics(tap).count == rows
+        mean = values[:rows].mean(axis=0, dtype=np.float64)
+        np.testing.assert_allclose(ds.statistics(tap).mean, mean, rtol=1e-12)
+    assert np.array_equal(ds.index(0, rows), dataset.index[:rows])
+    return ds
+
+
+def test_a_grown_dataset_reads_as_one(grown: stored.Stored) -> None:
+    ds = holds(grown.path, grown, 8)
+    assert ds.is_complete and ds.num_documents == 8
+    assert ds.document(8).index["doc"].tolist() == [8] * 5
+    assert ds.recipe.corpus == ("12-ab", "1-cd", "2-cd")
+    assert ds.fingerprint == grown.table.at(0).fingerprint
+    assert read_status(grown.objects).generations == 2
+
+
+def test_each_generation_derives_its_own_and_leaves_the_others(grown: stored.Stored) -> None:
+    assert grown.listed(fmt.SEGMENTS, fmt.MANIFEST) == [
+        "manifest.json", "segments/000000.safetensors", "segments/000001.safetensors",
+    ]  # fmt: skip
+    folders = [fmt.generation_folder(number) for number in (1, 2)]
+    assert grown.listed(*(folder + fmt.SEGMENTS for folder in folders)) == [
+        "generations/00000001/segments/000001.safetensors",
+        "generations/00000001/segments/000002.safetensors",
+        "generations/00000002/segments/000002.safetensors",
+    ]
+    newest = grown.ledger.read_manifest()
+    assert newest and [each.file.key for each in newest.segments] == [
+        "segments/000000.safetensors",
+        "generations/00000001/segments/000001.safetensors",
+        "generations/00000002/segments/000002.safetensors",
+    ]
+
+
+def test_who_does_not_know_generations_reads_what_was_there(grown: stored.Stored) -> None:
+    shutil.rmtree(grown.path / "generations")
+    holds(grown.path, grown, 4)
+    holds(grown.path, grown, 4, partial=True)
+
+
+def test_an_unfinished_generation_is_shown_only_if_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fmt, "GROUP_UNITS", 3)
+    dataset = stored.build(tmp_path / "out", UNITS, grown=GROWN, commit=[0, 1, 2, 3, 5, 7])
+    holds(dataset.path, dataset, 4)
+    ds = spile.open(dataset.path, partial=True)
+    assert ds.units == [0, 1, 2, 3, 5, 7] and not ds.is_complete
+    status = read_status(dataset.objects)
+    assert (status.state, status.units_done, status.units) == ("unfinished", 6, 8)
+    assert any("2 of 8 units" in fault for fault in verify(dataset.objects).faults)
+    assert verify(dataset.objects, partial=True).ok
+    (dataset.path / fmt.MANIFEST).unlink()  # (killed between the last record and the manifest)
+    holds(dataset.path, dataset, 4)
+    ledger = dataset.ledger
+    for unit in (4, 6):
+        assert ledger.commit(dataset.attempt(unit))
+    assert ledger.complete(ledger.table())
+    holds(dataset.path, dataset, 8)
+    assert len(ledger.manifests(ledger.table())) == 3  # those before are made good, too
+    assert verify(dataset.objects).ok
+
+
+def test_a_reader_keeps_what_it_opened(tmp_path: Path) -> None:
+    dataset = stored.build(tmp_path / "out", UNITS, grown=GROWN, commit=range(7))
+    ds = spile.open(dataset.path)
+    assert ds.num_units == 7
+    batches = ds.batches("resid_post.0", 4, seed=1)
+    first = next(batches)["resid_post.0"]
+    assert dataset.ledger.commit(dataset.attempt(7)) and dataset.ledger.complete(dataset.table)
+    again = pickle.loads(pickle.dumps(ds))
+    assert again.num_units == ds.num_units == 7
+    rest = [batch["resid_post.0"] for batch in batches]
+    assert len(first) + sum(map(len, rest)) == dataset.starts[7]
+    state = batches.state_dict()
+    other = spile.open(dataset.path).batches("resid_post.0", 4, seed=1)
+    with pytest.raises(spile.SpileError):  # another set of rows has another order
+        other.load_state_dict(state)
+
+
+def test_of_two_generations_at_once_one_wins(tmp_path: Path) -> None:
+    dataset = stored.build(tmp_path / "out", UNITS[:4])
+    more = stored.make_table(UNITS).units
+    one = stored.more_units(dataset.table, more.part(4, 6))
+    other = stored.more_units(dataset.table, more.part(4, 8))
+    assert dataset.ledger.create_generation(one) == dataset.ledger.create_generation(other)
+    assert len(dataset.ledger.table().units) == 6
+    (orphan,) = verify(dataset.objects, partial=True).orphans
+    assert orphan.startswith("generations/00000001/units/")
+    # The units of a generation that is about to be created are not touched.
+    later = stored.more_units(dataset.ledger.table(), more.part(6, 8))
+    dataset.ledger.create_generation(later)
+    (dataset.path / fmt.generation_key(2)).unlink()
+    assert collect_garbage(dataset.objects) == [orphan]
+    assert dataset.listed("generations/00000002/units/")
+
+
+@pytest.mark.parametrize("change", [
+    {"before": 3}, {"fingerprint": "f" * 64}, {"sources": []}, {"files": {}}, {"max_docs": "all"},
+    {"files": [{"path": "/a", "identity": 3}]}, {"units": {"count": 0}}, {"units": []},
+])  # fmt: skip
+def test_a_record_that_does_not_follow_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    dataset = stored.copied(tmp_path / "out", UNITS, grown=(4,))
+    key = fmt.generation_key(1)
+    body = fmt.decode_record(key, dataset.objects.get(key), "generation")
+    if isinstance(change.get("units"), dict):
+        change = {"units": {**body["units"], **change["units"]}}
+    dataset.objects.replace(key, fmt.encode_record("generation", {**body, **change}))
+    with pytest.raises(CorruptError, match=r"generations/00000001\.json: is not a generation"):
+        dataset.ledger.table()
+
+
+def test_verify_finds_what_is_damaged_in_any_generation(grown: stored.Stored) -> None:
+    assert verify(grown.objects).ok and not verify(grown.objects).orphans
+    for key in (
+        "generations/00000001.json",
+        "generations/00000002/manifest.json",
+        "generations/00000001/manifest.json",
+        "generations/00000001/segments/000002.safetensors",
+        "segments/000001.safetensors",
+        *grown.listed("generations/00000002/units/", "generations/00000001/manifest/"),
+    ):
+        with stored.changed(grown, key):
+            stored.flip(grown.path / key, (grown.path / key).stat().st_size - 3)
+            report = verify(grown.objects)
+            assert any(key in fault for fault in report.faults), key
+    (grown.path / "generations/00000003").mkdir()
+    (grown.path / "generations/00000003/manifest.json").write_text("{}")
+    assert verify(grown.objects).orphans == ["generations/00000003/manifest.json"]
+
+
+def test_a_unit_of_an_earlier_generation_is_repaired(grown: stored.Stored) -> None:
+    shard = grown.done(3).shards[0].key
+    stored.flip(grown.path / shard, (grown.path / shard).stat().st_size - 1)
+    report = verify(grown.objects)
+    assert [*report.damaged] == [3]
+    ledger = RepairLedger(report, grown.objects)
+    ledger.condemn()
+    again = grown.attempt(3)
+    assert ledger.commit(again)
+    assert ledger.complete(grown.table)
+    assert verify(grown.objects).ok
+    holds(grown.path, grown, 8)
+    removed = collect_garbage(grown.objects)
+    assert shard in removed and verify(grown.objects).ok and not verify(grown.objects).orphans
+    holds(grown.path, grown, 8)
+
+
+def test_gc_leaves_what_any_generation_names(grown: stored.Stored) -> None:
+    before = grown.listed()
+    lost = grown.attempt(2)
+    assert {*collect_garbage(grown.objects)} == {file.key for file in lost.files()}
+    assert grown.listed() == before
+
+
+def test_what_is_made_of_a_grown_dataset_is_one_table(grown: stored.Stored, tmp_path: Path) -> None:
+    compact(grown.objects, LocalObjects(tmp_path / "compacted"))
+    ds = spile.open(tmp_path / "compacted")
+    tap = next(iter(grown.rows))
+    assert np.array_equal(ds.read(tap, 0, ds.num_tokens), grown.rows[tap])
+    assert ds.fingerprint == ds.recipe.fingerprint() != grown.table.fingerprint
+    assert ds.recipe.corpus == ("12-ab", "1-cd", "2-cd")
+    shuffle(grown.objects, LocalObjects(tmp_path / "shuffled"), seed=3)
+    found = spile.open(tmp_path / "shuffled").read(tap, 0, 10**6)
+    assert sorted(map(bytes, found)) == sorted(map(bytes, grown.rows[tap]))
+    for name in ("compacted", "shuffled"):
+        assert verify(LocalObjects(tmp_path / name)).ok
+        assert len(Ledger(LocalObjects(tmp_path / name)).table().generations) == 0
+
+
+def test_a_copy_follows_a_dataset_that_grows(tmp_path: Path) -> None:
+    dataset = stored.build(tmp_path / "out", UNITS, grown=GROWN, commit=range(7))
+    copy = LocalObjects(tmp_path / "copy")
+    replicate(dataset.objects, copy)
+    holds(tmp_path / "copy", dataset, 7)
+    assert dataset.ledger.commit(dataset.attempt(7)) and dataset.ledger.complete(dataset.table)
+    replicate(dataset.objects, copy)
+    holds(tmp_path / "copy", dataset, 8)
+    report = verify(copy)
+    assert report.ok and not report.orphans
+    assert {*copy.list()} == {key for key in dataset.listed() if not key.startswith(fmt.WORKERS)}
+
+
+def test_a_dataset_of_version_6_grows_in_its_own_form(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path / "out")
+    objects = LocalObjects(tmp_path / "out")
+    ledger, before = Ledger(objects), spile.open(tmp_path / "out")
+    rows = before.read(before.taps[0], 0, 10**6).copy()
+    table = ledger.table()
+    more = dataclasses.replace(stored.make_table(((4,),)), units=table.units.part(0, 1))
+    made = ledger.create_generation(stored.more_units(table, more.units))
+    assert made.version == 6 and len(made.units) == len(table.units) + 1
+    record = json.loads(objects.get(fmt.generation_key(1)))
+    assert record["format"] == 6 and record["units"][0]["id"] == len(table.units)
+    # Its unit: a copy of the first one's files.
+    first = ledger.read_done(0)
+    assert first is not None
+    new, keys = len(table.units), {}
+    for file in first.files():
+        keys[file.key] = file.key.replace("/00000000/", f"/{new:08d}/")
+        objects.create(keys[file.key], objects.get(file.key))
+    moved = {
+        name: dataclasses.replace(getattr(first, name), key=keys[getattr(first, name).key])
+        for name in fmt.BESIDE
+    }
+    shards = tuple(dataclasses.replace(shard, key=keys[shard.key]) for shard in first.shards)
+    assert ledger.commit(dataclasses.replace(first, unit=new, shards=shards, **moved))
+    assert spile.open(tmp_path / "out").num_tokens == len(rows)
+    assert ledger.complete(made)
+    ds = spile.open(tmp_path / "out")
+    assert ds.num_tokens == len(rows) + first.rows
+    assert np.array_equal(ds.read(ds.taps[0], 0, len(rows)), rows)
+    assert "generations/00000001/manifest.json" in {*objects.list()}
+
+
+def test_a_dataset_that_is_not_there_has_no_generations(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no dataset there"):
+        Ledger(LocalObjects(tmp_path)).table()

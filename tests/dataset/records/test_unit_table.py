@@ -1,0 +1,76 @@
+"""Units as columns: the same units, one by one or by the column."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spile.core.errors import CorruptError
+from spile.dataset.records.unit_table import UnitColumns
+
+SPAN = {"file": 0, "first": 3, "count": 2, "start": 5, "stop": 9, "digest": "ab", "before": 1}
+UNITS: list[dict[str, Any]] = [
+    {"id": 0, "first_doc": 0, "num_docs": 2, "tokens": 7, "spans": [{**SPAN, "doc": None}],
+     "skip": []},
+    {"id": 1, "first_doc": 2, "num_docs": 0, "tokens": 1, "spans": [], "skip": [4, 5]},
+    {"id": 2, "first_doc": 2, "num_docs": 4, "tokens": 9,
+     "spans": [{**SPAN, "doc": None}, {**SPAN, "doc": 40, "digest": ""}], "skip": [2]},
+]  # fmt: skip
+
+
+def test_units_read_back_one_by_one() -> None:
+    columns = UnitColumns.of(UNITS)
+    assert [*columns] == UNITS
+    assert (columns[-1], columns[1:]) == (UNITS[2], UNITS[1:])
+    with pytest.raises(IndexError):
+        columns[3]
+    assert columns.tokens.tolist() == [7, 1, 9]
+    assert pickle.loads(pickle.dumps(columns)) == columns == UnitColumns.of(UNITS)
+    assert columns != UnitColumns.of(UNITS[:2])
+
+
+def test_the_runs_of_documents_are_those_of_each_unit() -> None:
+    unit, first, count = UnitColumns.of(UNITS).doc_runs
+    assert [*zip(unit, first, count, strict=True)] == [(0, 0, 2), (1, 2, 0), (2, 2, 2), (2, 40, 2)]
+    unit, first, count = UnitColumns.of(UNITS[:2]).doc_runs
+    assert [*zip(unit, first, count, strict=True)] == [(0, 0, 2), (1, 2, 0)]
+
+
+def test_units_are_merged_with_their_spans_and_skips() -> None:
+    apart = {"id": 3, "first_doc": 10, "num_docs": 3, "tokens": 5, "spans": [SPAN, SPAN]}
+    columns = UnitColumns.of([*UNITS, {**apart, "skip": [11]}])
+    (first,), (second,) = UNITS[0]["spans"], [{**SPAN, "doc": None}]
+    following, moved = UNITS[2]["spans"], {**SPAN, "doc": 10}
+    one = {"id": 0, "first_doc": 0, "num_docs": 9, "tokens": 22, "skip": [4, 5, 2, 11]}
+    assert [*columns.merged(np.array([4]))] == [
+        {**one, "spans": [first, *following, moved, second]},
+    ]
+    # The documents of a unit that begins a merged one follow from that one's first.
+    assert [*columns.merged(np.array([3, 4]))][1] == {**columns[3], "id": 1}
+    assert columns.merged(np.arange(1, 5)) == columns
+    assert [*columns.merged(np.array([1, 3]))] == [
+        UNITS[0],
+        {"id": 1, "first_doc": 2, "num_docs": 4, "tokens": 10, "spans": following,
+         "skip": [4, 5, 2]},
+    ]  # fmt: skip
+    assert [*columns.merged(np.array([], np.int64))] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"id": 1}, {"tokens": -1}, {"num_docs": 1.5}, {"skip": ["a"]}, {"first_doc": 1 << 60}],
+)
+def test_a_unit_that_is_none_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="unit 0"):
+        UnitColumns.of([{**UNITS[0], **change}])
+
+
+@pytest.mark.parametrize("name", [*UnitColumns.of(UNITS).columns])
+def test_columns_that_do_not_fit_together_are_refused(name: str) -> None:
+    good = UnitColumns.of(UNITS).columns
+    for spoilt in (good[name][:-1], good[name].astype(np.float32), None):
+        columns = {**good, name: spoilt}
+        broken = {key: column for key, column in columns.items() if column is not None}
+        with pytest.raises(CorruptError, match="units/x"):
+            UnitColumns(3, lambda broken=broken: broken, "units/x").tokens  # noqa: B018

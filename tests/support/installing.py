@@ -1,0 +1,65 @@
+"""A wheel of ours, and environments that hold it and just what they are given."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import venv
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def clean_environment() -> dict[str, str]:
+    left_out = ("PYTHONPATH", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    return {**kept, "JAX_PLATFORMS": "cpu"}
+
+
+def call(*command: object, cwd: Path, **env: str) -> str:
+    result = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**clean_environment(), **env},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def build_wheel(folder: Path) -> Path:
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT)
+    call(*pip, cwd=folder)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def make_environment(folder: Path, wheel: Path, within_sight: Path) -> Path:
+    """The `bin` of a fresh one with the wheel in it and the packages of a folder within sight."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    binaries = folder / "bin"
+    pip = (sys.executable, "-m", "pip", "--python", binaries / "python", "install", "--quiet")
+    call(*pip, "--no-deps", "--no-index", wheel, cwd=folder)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    # A path in a .pth file is not searched for further .pth files: our own, editable install of
+    # spile stays out of sight.
+    (site / "dependencies.pth").write_text(f"{within_sight}\n")
+    return binaries
+
+
+def link_packages(names: Iterable[str], folder: Path) -> None:
+    """Only those of our installed packages, by links."""
+    folder.mkdir(parents=True)
+    for name in names:
+        found = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in found.files or () if ".." not in file.parts}:
+            link = folder / top
+            if top != "__pycache__" and not link.exists():
+                link.symlink_to(Path(str(found.locate_file(top))))
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

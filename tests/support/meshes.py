@@ -1,0 +1,70 @@
+"""A model on a mesh of virtual CPU devices, or on one of them."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from spile.core.tensors import DTYPES_BY_NAME
+from spile.corpus.pack import Batch
+from spile.models.config.specs import array_axes, axis_sizes
+from spile.models.files.checkpoint import Checkpoint, open_checkpoint
+from spile.models.forward.decoder import needs_whole_block
+from spile.models.forward.sharding import Shards, make_mesh
+from spile.models.forward.weights import LayerSchedule, load_params
+from spile.models.layout import Cuts, Layout
+from spile.models.taps import AFTER_BLOCKS, parse_taps
+from spile.run.step.resident import Step
+
+
+def shards_of(checkpoint: Checkpoint, layout: Layout) -> Shards:
+    arch = checkpoint.arch
+    mesh = make_mesh(layout, jax.devices()[: layout.size])
+    return Shards(mesh, Cuts.of(layout, axis_sizes(arch)), array_axes(arch))
+
+
+def make_step(
+    directory: Path,
+    taps: str,
+    layout: Layout | None,
+    store_dtype: str = "float32",
+    compute_dtype: str = "float32",
+    **given: Any,
+) -> Step:
+    checkpoint = open_checkpoint(str(directory))
+    chosen = parse_taps(taps, checkpoint.arch)
+    depth = max(tap.layers_needed(checkpoint.arch) for tap in chosen)
+    schedule = LayerSchedule.of(checkpoint.arch, depth, whole=needs_whole_block(chosen, depth))
+    shards = shards_of(checkpoint, layout) if layout else None
+    params, _ = load_params(
+        checkpoint,
+        schedule,
+        head=any(tap.site in AFTER_BLOCKS for tap in chosen),
+        dtype=DTYPES_BY_NAME[compute_dtype],
+        shards=shards,
+    )
+    return Step(
+        params, checkpoint.arch, chosen, schedule, compute_dtype=compute_dtype,
+        store_dtype=store_dtype, device=jax.devices()[0], shards=shards, **given,
+    )  # fmt: skip
+
+
+def make_batch(rows: int, seq: int = 24, *, keep: bool = False, vocab: int = 250) -> Batch:
+    """Two documents in a row, padding behind some; `keep`: only some places of each."""
+    rng = np.random.default_rng(rows)
+    tokens, positions, segments = (np.zeros((rows, seq), np.int32) for _ in range(3))
+    lengths = rng.integers(4, seq + 1, rows).astype(np.int32)
+    lengths[0], lengths[-1] = seq, 0
+    for row, length in enumerate(lengths):
+        cut = length // 3
+        tokens[row, :length] = rng.integers(0, vocab, length)
+        positions[row, :length] = [*range(cut), *range(length - cut)]
+        segments[row, :length] = [1] * cut + [2] * (length - cut)
+    if not keep:
+        return Batch(tokens, positions, segments, lengths, None, lengths, contexts=16)
+    counts = np.minimum(lengths, rng.integers(0, 6, rows)).astype(np.int32)
+    columns = np.zeros((rows, 5), np.int32)
+    for row, count in enumerate(counts):
+        columns[row, :count] = np.sort(rng.permutation(lengths[row])[:count])
+    return Batch(tokens, positions, segments, lengths, columns, counts, contexts=16)
