@@ -6,8 +6,6 @@ rows = ds.read("resid_post.20", 0, 4096)
 
 from typing import TYPE_CHECKING, Any
 
-from spile import _moved
-
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -80,8 +78,6 @@ __all__ = [
     "top_rows",
     "torch_dataset",
 ]
-
-_moved.install()
 
 # Resolved on first use: reading needs no jax, and `import spile` should cost nothing.
 _HOMES = {

@@ -13,15 +13,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from spile._moved import renamed
 from spile.core.errors import ConfigError
 from spile.core.tensors import DTYPES_BY_NAME
 from spile.dataset.read.aligned import AlignedDatasets
 from spile.dataset.read.batches import Batches
 from spile.dataset.read.dataset import Dataset
 from spile.dataset.read.window import Encoded
-
-__getattr__ = renamed(__name__, {"Loader": "TorchLoader", "as_iterable": "torch_dataset"})
 
 
 def _torch() -> Any:

@@ -12,11 +12,8 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from spile._moved import renamed
 from spile.dataset.read.dataset import Dataset
 from spile.interop.torch_loader import TorchLoader
-
-__getattr__ = renamed(__name__, {"Rows": "TorchRows"})
 
 
 class TorchRows:
