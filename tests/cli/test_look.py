@@ -1,4 +1,4 @@
-"""`spile watch` and `spile ls`, as a user types them."""
+"""`spile status --follow` and `spile ls`, as a user types them."""
 
 import contextlib
 import os
@@ -29,15 +29,16 @@ def command(made: stored.Stored, *flags: str) -> list[str]:
         sys.executable,
         "-m",
         "spile.cli",
-        "watch",
+        "status",
         str(made.path),
+        "--follow",
         "--interval",
         "0.05",
         *flags,
     ]
 
 
-def test_a_watch_ends_when_the_dataset_is_whole(unfinished: stored.Stored) -> None:
+def test_following_ends_when_the_dataset_is_complete(unfinished: stored.Stored) -> None:
     with subprocess.Popen(
         command(unfinished), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=tiny.environment(),
@@ -84,25 +85,35 @@ def drained(terminal: int) -> None:
             pass
 
 
-def test_q_leaves(unfinished: stored.Stored) -> None:
+def test_q_quits(unfinished: stored.Stored) -> None:
     with on_a_terminal(unfinished) as (terminal, process):
-        read_until(terminal, b"(q leaves)")
+        read_until(terminal, b"(q quits)")
         os.write(terminal, b"q")
         drained(terminal)
         assert process.wait(120) == 0
 
 
-def test_an_interrupt_leaves_without_a_word(unfinished: stored.Stored) -> None:
+def test_an_interrupt_quits_without_a_message(unfinished: stored.Stored) -> None:
     with on_a_terminal(unfinished) as (terminal, process):
-        read_until(terminal, b"(q leaves)")
+        read_until(terminal, b"(q quits)")
         process.send_signal(2)
         drained(terminal)
         assert process.wait(120) == 0
 
 
-def test_an_interval_that_is_none_is_refused(unfinished: stored.Stored) -> None:
-    check_refused(run("watch", unfinished.path, "--interval", "0"), 2, "--interval")
-    check_refused(run("watch", unfinished.path, "--stale-after", "-1"), 2, "--stale-after")
+def test_impossible_intervals_are_refused(unfinished: stored.Stored) -> None:
+    followed = ("status", unfinished.path, "--follow")
+    check_refused(run(*followed, "--interval", "0"), 2, "--interval")
+    check_refused(run(*followed, "--stale-after", "-1"), 2, "--stale-after")
+    check_refused(run("status", unfinished.path, "--interval", "1"), 2, "--interval needs --follow")
+
+
+def test_watch_names_its_new_spelling_and_follows(unfinished: stored.Stored) -> None:
+    finish(unfinished)
+    watched = run("watch", unfinished.path)
+    assert (watched.code, watched.err.count("\n")) == (0, 1)
+    assert "`spile status OUT --follow`" in watched.err
+    assert watched.out == run("status", unfinished.path).out + "\n"
 
 
 def test_files_are_listed_with_what_they_add_up_to(unfinished: stored.Stored) -> None:

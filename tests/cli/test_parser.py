@@ -28,7 +28,6 @@ VERBS = [
     "push",
     "fetch",
     "status",
-    "watch",
     "ls",
     "serve",
     "verify",

@@ -49,7 +49,6 @@ VERBS = (
     "push",
     "fetch",
     "status",
-    "watch",
     "ls",
     "verify",
     "gc",

@@ -171,7 +171,7 @@ PROGRAMS = {
         Old("shard_size_gb", "--shard-bytes", "GiB; of a bucket at most 64 MiB"),
         Old("working_dir", "--folder"),
         Old("logs_dir", "", "each host keeps its log; `spile launch logs` shows them"),
-        Old("monitor", "", "`spile launch status` looks, `spile watch OUT` goes on looking",
+        Old("monitor", "", "once: `spile launch status`; repeatedly: `spile status OUT --follow`",
             "nothing"),
     )),
     "monitor": LegacyProgram("monitor_extraction.py", "status", (

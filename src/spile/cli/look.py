@@ -1,4 +1,4 @@
-"""Verbs that show a dataset and its workers: once, repeatedly, or file by file."""
+"""Verbs that show the progress of a dataset, and its files: `status`, `ls`."""
 
 import argparse
 import contextlib
@@ -21,21 +21,102 @@ if TYPE_CHECKING:
 
 _SHOWN_WORKERS = 40  # of a fleet; --json has them all
 _ORDER = ("failed", "dead", "stale", "stopped", "starting", "running", "not started", "done")
-_LEAVE = (b"q", b"Q", b"\x1b")
+_QUIT = (b"q", b"Q", b"\x1b")
 
 
 def add_status(verbs: Verbs) -> None:
-    sub = verbs.add("status", status, "where a dataset stands, and who is at work")
+    sub = verbs.add("status", status, "progress of a dataset, and of the workers that make it")
     sub.add_argument("out", metavar="OUT")
+    sub.add_argument(
+        "--follow", action="store_true", help="repeat until the dataset is complete; q quits"
+    )
+    sub.add_argument(
+        "--interval", metavar="SECONDS", type=float, help="between two looks, with --follow [2]"
+    )
+    sub.add_argument(
+        "--stale-after",
+        metavar="SECONDS",
+        type=float,
+        help="with --follow: a worker without a new heartbeat for so long is stale [30]",
+    )
 
 
 def status(arguments: argparse.Namespace) -> int:
+    from spile.dataset.records.heartbeat import HeartbeatObserver
     from spile.objects import open_objects
     from spile.status.status import read_status
 
-    status = read_status(open_objects(arguments.out))
-    print(json.dumps(status.to_json()) if arguments.json else status_text(arguments.out, status))
+    for name in ("interval", "stale_after"):
+        flag, seconds = f"--{name.replace('_', '-')}", getattr(arguments, name)
+        if seconds is not None and not arguments.follow:
+            raise ConfigError(f"{flag} needs --follow")
+        if seconds is not None and not 0 < seconds < 86400:
+            raise ConfigError(f"{flag} must be more than 0 seconds, and less than a day")
+    objects = open_objects(arguments.out)
+    if not arguments.follow:
+        print(_shown(arguments, read_status(objects)))
+        return 0
+    observer = HeartbeatObserver(arguments.stale_after or 30.0)
+    with contextlib.suppress(KeyboardInterrupt):  # ends the display; nothing else is interrupted
+        _follow(arguments, lambda: read_status(objects, observer), arguments.interval or 2.0)
     return 0
+
+
+def _shown(arguments: argparse.Namespace, status: "Status") -> str:
+    return json.dumps(status.to_json()) if arguments.json else status_text(arguments.out, status)
+
+
+def _follow(arguments: argparse.Namespace, look: Callable[[], "Status"], interval: float) -> None:
+    """Show the status every `interval` seconds; `q` quits. Without a terminal, print blocks."""
+    if arguments.json or not sys.stdout.isatty():
+        while True:
+            status = look()
+            print(_shown(arguments, status), end="\n" if arguments.json else "\n\n", flush=True)
+            if status.over:
+                return
+            time.sleep(interval)
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    with _keys() as pressed, Live(console=Console(), auto_refresh=False, screen=False) as live:
+        while True:
+            status = look()
+            text = _shown(arguments, status) + ("" if status.over else "\n(q quits)")
+            live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+            if status.over or pressed(interval):
+                return
+
+
+@contextlib.contextmanager
+def _keys() -> Generator[Callable[[float], bool], None, None]:
+    """Yield a function that waits up to some seconds, and returns whether a key says to quit."""
+    import termios
+    import tty
+
+    if not sys.stdin.isatty():
+        yield _rest
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield _quits
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _rest(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _quits(seconds: float) -> bool:
+    limit = time.monotonic() + seconds
+    while (left := limit - time.monotonic()) > 0:
+        ready, _, _ = select.select([sys.stdin], [], [], left)
+        if ready and os.read(sys.stdin.fileno(), 1) in (b"", *_QUIT):
+            return True
+    return False
 
 
 def status_text(out: str, status: "Status") -> str:
@@ -144,102 +225,6 @@ def _last_seen(worker: Mapping[str, Any]) -> list[str]:
     if "beat_age_seconds" in worker:
         return [f"last beat about {lasting(worker['beat_age_seconds'])} ago, by its clock"]
     return []
-
-
-def add_watch(verbs: Verbs) -> None:
-    sub = verbs.add("watch", watch, "the same, drawn again until it is complete; q leaves")
-    sub.add_argument("out", metavar="OUT")
-    sub.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="[2]")
-    sub.add_argument(
-        "--stale-after",
-        metavar="SECONDS",
-        type=float,
-        default=30.0,
-        help="without a sign of life, seen from here [30]",
-    )
-
-
-def watch(arguments: argparse.Namespace) -> int:
-    from spile.dataset.records.heartbeat import HeartbeatObserver
-    from spile.objects import open_objects
-    from spile.status.status import read_status
-
-    for name in ("interval", "stale_after"):
-        if not 0 < getattr(arguments, name) < 86400:
-            raise ConfigError(f"--{name.replace('_', '-')} must be more than 0 seconds")
-    objects = open_objects(arguments.out)
-    observer = HeartbeatObserver(arguments.stale_after)
-    with contextlib.suppress(KeyboardInterrupt):  # ends the display; nothing else is interrupted
-        _watch(
-            arguments.out,
-            lambda: read_status(objects, observer),
-            interval=arguments.interval,
-            as_json=arguments.json,
-        )
-    return 0
-
-
-def _watch(
-    out: str, look: Callable[[], "Status"], *, interval: float, as_json: bool = False
-) -> None:
-    """Show the status every `interval` seconds; `q` leaves. Without a terminal, print blocks."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    if as_json or not sys.stdout.isatty():
-        _blocks(out, look, interval, as_json)
-        return
-    with _keys() as pressed, Live(console=Console(), auto_refresh=False, screen=False) as live:
-        while True:
-            status = look()
-            text = status_text(out, status)
-            ends = "" if status.over else "\n(q leaves)"
-            live.update(Text(text + ends, no_wrap=True, overflow="ellipsis"), refresh=True)
-            if not ends or pressed(interval):
-                return
-
-
-def _blocks(out: str, look: Callable[[], "Status"], interval: float, as_json: bool) -> None:
-    while True:
-        status = look()
-        shown = json.dumps(status.to_json()) if as_json else status_text(out, status) + "\n"
-        sys.stdout.write(shown + "\n")
-        sys.stdout.flush()
-        if status.over:
-            return
-        time.sleep(interval)
-
-
-@contextlib.contextmanager
-def _keys() -> Generator[Callable[[float], bool], None, None]:
-    """Yield a function that waits for a key that leaves; it returns whether one came."""
-    import termios
-    import tty
-
-    if not sys.stdin.isatty():
-        yield _rest
-        return
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield _leaves
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def _rest(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
-
-
-def _leaves(seconds: float) -> bool:
-    limit = time.monotonic() + seconds
-    while (left := limit - time.monotonic()) > 0:
-        ready, _, _ = select.select([sys.stdin], [], [], left)
-        if ready and os.read(sys.stdin.fileno(), 1) in (b"", *_LEAVE):
-            return True
-    return False
 
 
 def add_ls(verbs: Verbs) -> None:

@@ -34,7 +34,6 @@ _VERBS = (  # in the order of `spile --help`
     dataset.add_push,
     model.add_fetch,
     look.add_status,
-    look.add_watch,
     look.add_ls,
     serve.add_serve,
     dataset.add_verify,
@@ -72,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command; return its exit code."""
+    if argv and argv[0] == "watch":  # the verb's name before the first release
+        print("spile: `spile watch OUT` is now `spile status OUT --follow`", file=sys.stderr)
+        argv = ["status", "--follow", *argv[1:]]
     stop = threading.Event()
 
     def interrupted(number: int, frame: object) -> NoReturn:
