@@ -94,7 +94,7 @@ def test_a_fault_at_some_calls_neither_loses_nor_hides_anything(
     assert not tally.wrong, "\n".join(tally.wrong)
 
 
-def test_a_full_disk_at_a_done_record_leaves_files_only_if_the_record_is_there(
+def test_a_full_disk_at_a_done_record_leaves_no_files_without_the_record(
     known: Commands, calls: Calls, tmp_path: Path
 ) -> None:
     counted, tally = calls.of("compact"), Tally()

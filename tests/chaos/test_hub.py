@@ -54,7 +54,7 @@ def write_tables(folder: Path, files: int, documents: int) -> dict[str, bytes]:
 
 
 @pytest.mark.full
-def test_workers_killed_while_they_read_a_hub_that_fails_and_changes_lose_and_double_nothing(
+def test_workers_killed_on_a_failing_hub_lose_and_double_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
     full = pytestconfig.getoption("--chaos-full")

@@ -259,7 +259,7 @@ def test_a_kill_at_an_exact_place_neither_loses_nor_doubles_a_unit(
 
 
 @pytest.mark.full  # test_faults.py kills at system calls
-def test_a_run_killed_at_one_exact_place_after_another_neither_loses_nor_doubles_a_unit(
+def test_a_chain_of_kills_in_one_dataset_loses_and_doubles_no_unit(
     reference: Reference, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -292,7 +292,7 @@ GROWING = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("kill", GROWING, ids=str)
-def test_a_kill_while_documents_are_added_neither_loses_nor_doubles_a_unit(
+def test_a_kill_while_documents_are_added_loses_and_doubles_no_unit(
     kill: Kill, growth: Growth, tmp_path: Path
 ) -> None:
     out, rows = tmp_path / "out", spile.open(growth.base).num_tokens
@@ -388,7 +388,7 @@ def num_files(folder: Path) -> int:
 
 
 @pytest.mark.full
-def test_a_merge_killed_at_random_moments_cannot_be_opened_and_ends_as_if_it_had_not_been(
+def test_a_killed_merge_cannot_be_opened_and_its_rerun_makes_the_same(
     merge: Merge, tmp_path: Path
 ) -> None:
     """Moments are numbers of files, so that it does not matter how fast the machine is."""

@@ -50,7 +50,7 @@ def test_a_power_cut_at_some_moments_loses_nothing_that_was_committed(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["extract", "compact", "shuffle"])
-def test_what_a_killed_run_left_unsynced_is_durable_when_the_next_one_ends(
+def test_the_next_run_makes_durable_what_a_killed_run_left_unsynced(
     name: str, known: Commands, tmp_path: Path
 ) -> None:
     """Killed after each link: a record is there, and its folder was never synced."""

@@ -128,7 +128,7 @@ def after_units(driver: Driver, out: Path, count: int = 1) -> None:
 
 
 @pytest.mark.full
-def test_killed_workers_and_raylets_cost_no_unit_and_no_unit_is_done_twice(
+def test_killed_workers_and_raylets_lose_and_double_no_unit(
     cluster: Cluster, reference: Reference, tmp_path: Path, full: bool
 ) -> None:
     work, expected = reference

@@ -53,7 +53,7 @@ def said(processes: list[subprocess.Popen[str]]) -> str:
 
 
 @pytest.mark.full
-def test_shares_of_which_some_are_killed_and_one_is_slow_are_done_once_by_all(
+def test_every_unit_is_done_once_though_shares_are_killed_or_slow(
     model: Path, tmp_path: Path, full: bool
 ) -> None:
     machines, kills = (32, 8) if full else (5, 1)
@@ -93,7 +93,7 @@ def test_shares_of_which_some_are_killed_and_one_is_slow_are_done_once_by_all(
 
 
 @pytest.mark.full
-def test_of_two_slices_with_their_own_coordinators_one_is_killed_and_started_again(
+def test_a_killed_slice_of_two_is_started_again_and_makes_the_same(
     model: Path, tmp_path: Path
 ) -> None:
     work, units = work_for(2, model, tmp_path)

@@ -104,7 +104,7 @@ def test_an_array_makes_the_same(cluster: Cluster, made: tuple[Work, Path], tmp_
 
 
 @pytest.mark.full
-def test_an_array_of_which_one_is_cancelled_and_one_requeued_makes_the_same(
+def test_an_array_with_a_cancelled_and_a_requeued_task_makes_the_same(
     cluster: Cluster, made: tuple[Work, Path], tmp_path: Path
 ) -> None:
     work, expected = made

@@ -91,7 +91,7 @@ def done(out: Path) -> int:
     return len(list(out.glob("done/*/*.json")))
 
 
-def test_a_world_of_which_a_host_was_down_is_launched_there_again_and_makes_the_same(
+def test_a_world_is_launched_again_on_a_host_that_was_down(
     hosts: Hosts, made: tuple[Work, Path], tmp_path: Path
 ) -> None:
     work, expected = made
@@ -132,7 +132,7 @@ def check_ended(launch: Launch) -> None:
 
 
 @pytest.mark.full
-def test_a_world_launched_by_ssh_whose_link_is_cut_is_launched_again_and_makes_the_same(
+def test_a_world_is_launched_again_after_its_ssh_link_was_cut(
     hosts: Hosts, made: tuple[Work, Path], tmp_path: Path
 ) -> None:
     work, expected = made

@@ -79,7 +79,7 @@ def check_survivors(world: Group, lost: Member, seconds: float = SOON) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("killed", "paused"), [(0, 1), (1, 0)])
-def test_a_world_that_loses_a_process_by_a_kill_and_one_by_a_pause_is_started_again(
+def test_a_world_restarts_after_a_killed_and_a_paused_process(
     killed: int, paused: int, reference: Reference, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

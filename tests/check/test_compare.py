@@ -225,7 +225,7 @@ def test_a_healthy_dataset_computed_in_bfloat16_agrees(rough: Path) -> None:
 
 
 @pytest.mark.parametrize("name", some(("llama-gqa", "gpt2", "qwen3moe-gqa", "glm4moe-gqa")))
-def test_products_in_float8_agree_with_their_emulation_and_say_what_they_cost(
+def test_float8_products_agree_with_emulation_and_their_cost_is_reported(
     name: str, texts: Path, tmp_path: Path
 ) -> None:
     model = write(tmp_path / "model", randomised(FAMILIES[name]))
@@ -266,7 +266,7 @@ def test_a_fault_is_caught_in_bfloat16_too(rough: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_where_few_rows_are_kept_more_documents_are_compared_below_float32(
+def test_more_documents_are_compared_below_float32_if_few_rows_are_kept(
     tmp_path: Path,
 ) -> None:
     """One row of each document would leave it to luck whether bfloat16 seems rough enough."""
@@ -437,7 +437,7 @@ FEW_FAULTS = (  # of different taps
 )  # fmt: skip
 
 
-def test_every_tap_of_a_healthy_dataset_agrees_and_planted_faults_are_named(
+def test_every_tap_of_a_sound_dataset_agrees_and_planted_faults_are_named(
     healthy: Path, tmp_path: Path
 ) -> None:
     report = check(str(healthy))
@@ -564,7 +564,7 @@ def test_a_model_that_does_not_fit_in_float64_is_told_by_its_size(
         compare._check_memory(job)
 
 
-def test_where_rounding_decides_between_experts_later_tokens_are_not_judged() -> None:
+def test_tokens_after_an_expert_choice_by_rounding_are_not_judged() -> None:
     exact = np.array([[3.0, 1, 0], [1, 3, 2], [2, 1, 1 - 1e-7], [5, 4, 0]])
     rough = exact + 1e-6
     before = compare._before_a_tie

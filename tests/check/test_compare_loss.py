@@ -65,7 +65,7 @@ def test_a_single_number_in_each_row_is_one_channel() -> None:
     assert loss.cosine == pytest.approx(1.0), "signs agree"
 
 
-def test_patterns_of_contexts_shorter_than_a_row_are_counted_where_they_are() -> None:
+def test_patterns_of_short_contexts_are_counted_at_their_own_positions() -> None:
     rng = np.random.default_rng(1)
     counter = LossCounter((2, 6))
     short, long = (rng.random((5, 2, n)).astype(np.float32) for n in (3, 6))

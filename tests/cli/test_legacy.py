@@ -167,7 +167,7 @@ def test_what_is_left_out_gets_the_former_defaults() -> None:
     )
 
 
-def test_a_default_of_the_former_tool_is_said_unless_a_new_flag_decides_it() -> None:
+def test_a_default_of_the_former_tool_is_named_unless_a_flag_decides_it() -> None:
     for program, name in (
         ("fineweb", "KathirKs/qwen-2.5-0.5b"),
         ("arc", "KathirKs/qwen-2.5-7b"),

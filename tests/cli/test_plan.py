@@ -47,7 +47,7 @@ def test_a_time_says_where_and_how_it_is_known() -> None:
     ]
 
 
-def test_the_attention_kernel_is_named_with_the_reasons_against_better_ones() -> None:
+def test_the_attention_kernel_is_named_with_why_not_a_better_one() -> None:
     best = KernelChoice("splash", {})
     said = ("attention", "jax's splash attention, for TPUs")
     assert attention_row({64: best}) == attention_row({64: best, 128: best}) == said

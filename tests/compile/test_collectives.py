@@ -45,7 +45,7 @@ def test_what_stands_in_a_loop_counts_as_often_as_it_runs() -> None:
     assert sent_by_all(found) == sum(each.sent for each in found.values())
 
 
-def test_a_loop_that_does_not_say_how_often_it_runs_is_taken_to_be_the_blocks() -> None:
+def test_a_loop_without_a_trip_count_is_counted_as_the_loop_over_blocks() -> None:
     silent = PROGRAM.replace(LOOP, "")
     assert read_collectives(silent, 8, trips=5)["all-reduce"].count == 5
     assert read_collectives(PROGRAM, 8, trips=5)["all-reduce"].count == 28

@@ -40,7 +40,7 @@ from spile.core.errors import ConfigError
         ("text_column", "", ["--text-column", "non-empty", "''"]),
     ],
 )
-def test_a_bad_recipe_value_is_one_line_with_flag_value_and_what_is_allowed(
+def test_a_bad_recipe_value_is_refused_with_flag_value_and_choices(
     name: str, value: Any, said: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -61,7 +61,7 @@ def test_a_bad_recipe_value_is_one_line_with_flag_value_and_what_is_allowed(
         ("threads", "two\nthree", ["--threads", "'two\\nthree'"]),
     ],
 )
-def test_a_bad_runtime_value_is_one_line_with_flag_value_and_what_is_allowed(
+def test_a_bad_runtime_value_is_refused_with_flag_value_and_choices(
     name: str, value: Any, said: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -165,7 +165,7 @@ def test_a_toml_value_of_the_wrong_type_is_refused_by_flag(tmp_path: Path) -> No
         build(load_toml(path))
 
 
-def test_build_sorts_options_into_recipe_and_runtime_and_drops_what_was_not_given() -> None:
+def test_build_sorts_given_options_into_recipe_and_runtime() -> None:
     recipe, runtime = build({"model": "demo", "threads": 2, "seq_len": None, "shard_bytes": None})
     assert recipe == Recipe(model="demo")
     assert runtime == Runtime(threads=2)

@@ -235,7 +235,7 @@ def test_what_is_wrong_is_said_and_where(where: str, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_bounds_are_followed_so_that_small_products_of_large_columns_are_allowed() -> None:
+def test_products_of_large_columns_are_allowed_if_bounds_keep_them_small() -> None:
     index = np.zeros(1, INDEX_DTYPE)
     index["token_id"], index["doc"], index["pos"] = 2**31 - 1, 2**40 - 1, 2**31 - 1
     for where in (

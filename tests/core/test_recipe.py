@@ -142,7 +142,7 @@ def test_a_recipe_without_splices_is_stored_as_before_there_were_any() -> None:
     assert ResolvedRecipe.from_json(stored) == RESOLVED
 
 
-def test_a_stored_recipe_with_missing_or_unknown_fields_is_refused_by_name() -> None:
+def test_missing_and_unknown_fields_of_a_recipe_are_refused_by_name() -> None:
     stored = RESOLVED.to_json()
     del stored["pack"]
     stored["colour"] = "red"

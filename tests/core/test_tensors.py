@@ -321,7 +321,7 @@ def test_a_strangers_header_is_refused_or_tiles_its_file(
     assert_tiles(found, file)
 
 
-def test_a_header_takes_one_read_where_it_is_short_and_two_where_it_is_long(tmp_path: Path) -> None:
+def test_a_short_header_takes_one_read_and_a_long_one_two(tmp_path: Path) -> None:
     for count, reads in ((1, 1), (3000, 2)):
         write_tensors(tmp_path / f"{count}", {f"t{i}": np.zeros(1) for i in range(count)})
         data = (tmp_path / f"{count}").read_bytes()

@@ -203,7 +203,7 @@ def failing_at(bad: int, handled: list[int]) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_handlers_error_is_raised_by_a_later_put_and_nothing_after_it_is_handled(
+def test_a_later_put_raises_the_handlers_error_and_handling_ends(
     depth: int,
 ) -> None:
     handled: list[int] = []

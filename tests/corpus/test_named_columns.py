@@ -100,7 +100,7 @@ def test_columns_of_which_documents_are_made_are_no_labels(tmp_path: Path) -> No
     assert settled_columns(None, find_files(str(path)), None, PAIRS) == ("kind",)
 
 
-def test_few_columns_are_kept_of_a_table_of_many_and_long_ones_are_not_read(
+def test_few_columns_of_a_wide_table_are_kept_and_long_ones_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns = {f"c{n:03}": pa.array([n]) for n in range(100)}
@@ -115,7 +115,7 @@ def test_few_columns_are_kept_of_a_table_of_many_and_long_ones_are_not_read(
     assert not {"body", "raw"} & {*read}
 
 
-def test_names_that_a_table_has_twice_or_with_a_dot_are_not_kept_by_default(tmp_path: Path) -> None:
+def test_repeated_and_dotted_column_names_are_not_kept_by_default(tmp_path: Path) -> None:
     table = pa.table([["x"], [1], [2], [3], [4]], names=["text", "n", "n", "a.b", "m"])
     pq.write_table(table, tmp_path / "a.parquet")
     assert settled_columns(None, find_files(str(tmp_path)), None, None) == ("m",)

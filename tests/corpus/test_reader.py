@@ -169,9 +169,7 @@ def test_prompts_and_responses_can_be_fields_of_a_column(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "json"])
-def test_a_text_that_begins_with_a_byte_order_mark_keeps_it_in_every_format(
-    kind: str, tmp_path: Path
-) -> None:
+def test_every_format_keeps_a_byte_order_mark_that_begins_a_text(kind: str, tmp_path: Path) -> None:
     """The tokens of one corpus do not depend on its format."""
     rows = [{"text": text, "n": n} for n, text in enumerate(MARKED)]
     path = write_rows(tmp_path, kind, rows)

@@ -143,7 +143,7 @@ def test_a_saved_length_limit_is_ignored(directory: Path) -> None:
         ({"bos_token": None}, {"bos_token_id": None, "eos_token_id": []}, None, tiny.EOS),
     ],
 )
-def test_bos_and_eos_come_from_the_tokenizers_settings_then_from_the_config(
+def test_bos_and_eos_come_from_tokenizer_settings_before_the_config(
     settings: dict[str, Any],
     config: dict[str, Any] | None,
     bos: int | None,
@@ -237,7 +237,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(content: bytes | None, tmp_pat
         TextTokenizer(tmp_path, "tokenizer")
 
 
-def test_a_bucket_that_refuses_is_not_taken_for_a_tokenizer_that_cannot_be_read() -> None:
+def test_a_bucket_that_refuses_is_not_mistaken_for_a_broken_tokenizer() -> None:
     class Refusing(MemoryObjects):
         def get(self, key: str) -> bytes:
             raise StoreError(f"reading {key}: no rights")

@@ -69,7 +69,7 @@ def read(folder: Path, units: list[Unit]) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("size", [1, 150, 1000, 1 << 20])
-def test_every_document_comes_once_under_its_own_ordinal_whatever_a_unit_holds(
+def test_every_document_comes_once_with_its_ordinal_for_any_unit_size(
     size: int, tmp_path: Path
 ) -> None:
     texts = write(tmp_path)

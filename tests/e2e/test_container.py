@@ -66,7 +66,7 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (said.returncode, said.stdout) == (0, "")
 
 
-def test_there_is_an_image_for_each_kind_of_device_and_only_the_tpus_is_roots() -> None:
+def test_every_device_has_an_image_and_only_the_tpus_runs_as_root() -> None:
     found = stages()
     assert {name: dict(found[name])["USER"] for name in ("cpu", "cuda", "tpu")} == {
         "cpu": "1000", "cuda": "1000", "tpu": "0",

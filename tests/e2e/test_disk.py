@@ -80,7 +80,7 @@ def test_a_disk_that_is_too_small_is_refused_unless_told_otherwise(
 
 
 @pytest.mark.full  # tests/chaos/test_faults.py fills the disk at any call
-def test_a_disk_that_fills_up_keeps_what_is_committed_and_with_more_room_the_run_goes_on(
+def test_a_full_disk_keeps_committed_units_and_the_run_resumes_with_room(
     small_disk: Path, model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     work, out = Work(model, corpus, OPTIONS), small_disk / "out"

@@ -206,7 +206,7 @@ def test_a_changed_file_beside_the_weights_is_refused(
     refused(work, out, f"model {part}", "stored", "now", model=other)
 
 
-def test_a_changed_byte_that_sampling_misses_is_found_before_the_next_commit(
+def test_a_changed_byte_that_sampling_misses_is_found_before_a_commit(
     tmp_path: Path,
 ) -> None:
     model = tiny.write_model(tmp_path / "model", hidden_size=256, intermediate_size=768)
@@ -295,9 +295,7 @@ def test_a_changed_byte_of_a_large_corpus_is_found_when_it_is_read(
     check_sound(out)
 
 
-def test_an_added_file_is_refused_and_a_renamed_one_is_known_by_its_content(
-    model: Path, tmp_path: Path
-) -> None:
+def test_an_added_file_is_refused_and_a_renamed_one_recognised(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     write_corpus(folder / "a.jsonl")
     tiny.write_corpus(folder / "b.jsonl", 20)

@@ -126,7 +126,7 @@ def test_an_encoder_that_does_not_fit_is_refused_in_one_line(
     assert not (tmp_path / "out" / "units.json").exists()
 
 
-def test_weights_that_change_while_nobody_looks_are_noticed_when_they_are_loaded(
+def test_weights_that_changed_unseen_are_noticed_when_they_are_loaded(
     recipe: Recipe, sae: Path, tmp_path: Path
 ) -> None:
     """Of a large file only some blocks are looked at before; all of it is, once."""

@@ -104,7 +104,7 @@ def begun(killed: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_a_run_that_kept_no_row_is_not_complete_and_gives_way_to_another_recipe(
+def test_a_run_without_rows_is_incomplete_and_allows_another_recipe(
     made: Made, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

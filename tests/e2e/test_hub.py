@@ -285,7 +285,7 @@ def as_csv(tables: Path) -> bytes:
 
 
 @pytest.mark.full
-def test_a_dataset_of_other_files_gives_what_parquet_gives_on_every_machine(
+def test_a_hub_dataset_of_other_files_gives_the_rows_of_parquet(
     hub: Hub, local: Path, tables: Path, tmp_path: Path
 ) -> None:
     hub.publish("me/csv", {"train.csv": as_csv(tables)})

@@ -83,7 +83,7 @@ def write_wide_model(directory: Path) -> int:
 
 
 @pytest.mark.full
-def test_a_process_that_holds_a_quarter_of_the_weights_needs_no_more_memory_than_that(
+def test_a_process_needs_memory_only_for_its_quarter_of_the_weights(
     tmp_path: Path,
 ) -> None:
     """Of a checkpoint cut four ways; and between them the four hash all of it."""

@@ -140,7 +140,7 @@ def test_a_backend_that_fails_is_heard_once_and_the_run_goes_on(
 
 
 @pytest.mark.full
-def test_each_process_of_a_world_may_report_and_names_the_packed_row_of_a_nan(
+def test_every_process_of_a_world_reports_and_names_the_row_of_a_nan(
     tmp_path: Path,
 ) -> None:
     model = spoilt.write_model(tmp_path / "model")

@@ -10,7 +10,7 @@ from spile.plan import survey
 from support import saes, tiny
 
 
-def test_bytes_are_exact_once_all_is_counted_and_the_run_says_how_it_compares(
+def test_planned_bytes_are_exact_and_the_run_reports_the_difference(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     work = Work(model, corpus)

@@ -33,7 +33,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_the_vector_moves_a_later_tap_along_its_own_difference_and_a_random_one_does_not(
+def test_the_vector_moves_a_later_tap_and_a_random_one_does_not(
     clean: Path,
     imported: Callable[[str], Any],
     tmp_path: Path,

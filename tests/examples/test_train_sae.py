@@ -87,7 +87,7 @@ def logged(out: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.full
-def test_a_killed_run_ends_with_the_weights_of_one_that_was_not_and_they_explain_held_out_rows(
+def test_a_killed_training_ends_in_the_same_weights_and_explains_new_rows(
     example: Any, dataset: str, whole: tuple[Path, Any, dict[str, Any]], tmp_path: Path
 ) -> None:
     out, args, state = whole

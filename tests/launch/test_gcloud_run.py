@@ -75,7 +75,7 @@ def test_every_host_is_started_and_no_command_line_holds_the_secret(
     assert not [path for path in cloud.folder.rglob(".spile-run1.sh")]
 
 
-def test_a_host_that_was_not_reached_is_tried_again_and_the_others_are_left_alone(
+def test_only_a_host_that_was_not_reached_is_tried_again(
     cloud: Cloud, slept: list[float], tmp_path: Path
 ) -> None:
     cloud.tpu("run1-0", "a")

@@ -39,7 +39,7 @@ def test_a_masked_job_shows_no_secret() -> None:
     assert SECRET in shown(Local().render(secret))
 
 
-def test_the_container_takes_values_from_the_environment_and_the_key_read_only() -> None:
+def test_the_container_gets_values_by_environment_and_a_read_only_key() -> None:
     inside = job(container=contained(mounts=("/data:/data:ro",)), credentials="/keys/k.json")
     assert inside.environment() == {"GOOGLE_APPLICATION_CREDENTIALS": "/credentials/key.json"}
     assert job(credentials="/keys/k.json").environment() == {

@@ -100,7 +100,7 @@ def test_every_action_is_commands_that_nothing_has_run(action: str) -> None:
     assert commands(action, build_target(arguments), job, 5)
 
 
-def test_hosts_are_told_of_by_name_and_nothing_they_said_speaks_to_the_terminal() -> None:
+def test_hosts_are_reported_by_name_and_their_output_is_escaped() -> None:
     results = [Result("a", 0, "started\n", ""), Result("b", 1, "", "no"), Result("", 0, "x", "")]
     assert told("submit", results) == "a: started\nx\n"
     assert told("logs", results[:1]) == "== a\nstarted\n"

@@ -172,7 +172,7 @@ elif verb == 'logs':
 """
 
 
-def test_in_a_container_values_are_in_the_environment_and_never_on_the_command_line(
+def test_container_values_are_in_the_environment_and_never_in_arguments(
     host: Host, tmp_path: Path
 ) -> None:
     tool = recorder(tmp_path / "bin/docker", body=DOCKER)

@@ -50,7 +50,7 @@ def test_a_listing_gives_the_etag_that_the_upload_gave(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_large_range_is_what_was_written_whatever_the_writer_does_afterwards(kind: str) -> None:
+def test_a_large_range_does_not_change_with_the_writers_buffer(kind: str) -> None:
     """Large data is passed on without a copy only if nobody can change it."""
     objects = open_objects(STORES[kind]())
     first, second = b"constant" * (1 << 17), bytearray(b"reused!!" * (1 << 17))

@@ -46,7 +46,7 @@ def equal(found: bytes, wanted: memoryview) -> bool:
     return found == wanted
 
 
-def test_a_large_stream_arrives_on_a_system_that_knows_neither_fdatasync_nor_fadvise(
+def test_a_large_stream_arrives_without_fdatasync_and_fadvise(
     local: LocalObjects, noise: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuts = (0, 4096, 32 * MIB + 5, 32 * MIB + 12, 65 * MIB - 6)
@@ -188,7 +188,7 @@ def test_what_a_disk_reports_late_is_raised_and_never_forgotten(
     assert list(local.list()) == []
 
 
-def test_a_stream_abandoned_while_it_goes_to_the_disk_closes_its_file_afterwards(
+def test_a_stream_abandoned_during_a_write_closes_its_file_afterwards(
     local: LocalObjects, noise: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     still_open: list[str] = []

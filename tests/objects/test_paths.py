@@ -203,7 +203,7 @@ def counted_corpus(path: Path) -> tuple[Counting, CorpusReader]:
     return objects, CorpusReader([CorpusFile(remote, file.kind, file.compression)])
 
 
-def test_of_a_parquet_file_only_the_row_groups_and_the_column_that_are_read_are_fetched(
+def test_only_the_row_groups_and_columns_read_of_parquet_are_fetched(
     table: Path,
 ) -> None:
     objects, reader = counted_corpus(table)
@@ -284,7 +284,7 @@ def test_a_damaged_file_in_a_bucket_is_one_line(name: str, table: Path, bucket: 
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.txt", "t.txt.gz", "t.txt.zst"])
-def test_a_bucket_that_fails_while_a_file_is_read_is_not_taken_for_a_damaged_file(
+def test_a_bucket_that_fails_during_a_read_is_not_a_damaged_file(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects, path = counted(bytes(1000), name)

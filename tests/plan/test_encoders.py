@@ -73,7 +73,7 @@ def test_what_does_not_belong_together_is_refused(
         found(model, encode.replace("DIR", str(plain)).replace("HOOKED", str(hooked)), taps)
 
 
-def test_gemma_scopes_own_encoder_of_embeddings_is_refused_where_they_are_scaled(
+def test_gemma_scopes_embedding_encoder_is_refused_for_scaled_embeddings(
     tmp_path: Path,
 ) -> None:
     gemma = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 8}

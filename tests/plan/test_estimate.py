@@ -172,7 +172,7 @@ def test_the_share_that_is_kept_is_that_of_the_documents_asked_for(
     assert cost.rows == pytest.approx(sum(len(text) + 1 for text in texts[4:8]), rel=0.1)
 
 
-def test_a_sample_of_which_nothing_is_kept_does_not_promise_an_empty_dataset(
+def test_a_sample_without_kept_rows_does_not_predict_an_empty_dataset(
     model: Path, tmp_path: Path
 ) -> None:
     corpus = tmp_path / "a.jsonl"

@@ -32,7 +32,7 @@ def prepared(job: ExtractionJob, **options: Any) -> list[PreparedUnit]:
         return [prepare_unit(job, reader, unit, **options) for unit in job.units]
 
 
-def test_documents_of_the_wrong_length_say_so_and_keep_what_describes_them(
+def test_documents_of_the_wrong_length_say_so_and_keep_their_columns(
     model: Path, corpus: Path
 ) -> None:
     every = prepared(job_of(model, corpus))

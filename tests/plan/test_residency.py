@@ -89,7 +89,7 @@ def test_a_sweep_is_no_longer_than_memory_and_units_allow() -> None:
     assert found.hidden < 1 and not found.spills
 
 
-def test_streams_wait_in_host_memory_where_the_device_has_no_room_for_a_long_sweep() -> None:
+def test_streams_of_a_long_sweep_wait_on_the_host_if_the_device_is_full() -> None:
     slow = dataclasses.replace(CHIPS["h200"], host_link=CHIPS["h200"].host_link / 20)
     found = chosen(16 * GB, 500 * GB, "host", chip=slow)
     assert found.spills and found.hidden == 1.0
@@ -146,7 +146,7 @@ def packed_chosen(memory: int, host: int) -> Residency:
     return choose_residency(packed_work, (8, 1), Runtime(), "gpu", memory, **given)
 
 
-def test_packed_blocks_stay_so_on_the_device_where_the_decoded_model_does_not_fit() -> None:
+def test_blocks_stay_packed_on_the_device_if_decoded_ones_do_not_fit() -> None:
     found = packed_chosen(141 * GB, 500 * GB)
     assert set(found.kept) == {"resident"} and found.streams
     assert found.block_bytes < packed_work(1).block_weights / 3

@@ -163,7 +163,7 @@ def test_the_gated_delta_rule_is_counted_by_chunks_and_states() -> None:
     assert counted == pytest.approx(ours, rel=0.2)  # it counts sums and decays, too
 
 
-def test_latent_attention_is_counted_by_its_latents_and_the_sizes_of_its_heads() -> None:
+def test_latent_attention_is_counted_by_latents_and_head_sizes() -> None:
     arch = arch_of("DeepSeek-V3")
 
     def per_token(site: str) -> float:

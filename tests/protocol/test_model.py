@@ -70,7 +70,7 @@ def test_files_removed_while_their_record_is_created_are_found_missing() -> None
         ]
 
 
-def test_a_conflict_that_is_taken_for_a_record_is_found_as_a_unit_that_is_lost() -> None:
+def test_a_conflict_mistaken_for_a_record_is_found_as_a_lost_unit() -> None:
     """One 409 of S3 lost a unit, and extract ended with exit code 0."""
     found = check(Protocol(bugs=Bugs(conflict_is_done=True)))
     assert found.fault == EXIT
@@ -90,7 +90,7 @@ def test_a_conflict_that_is_taken_for_a_record_is_found_as_a_unit_that_is_lost()
     ]
 
 
-def test_a_budget_that_units_in_hand_spend_is_found_unspent_when_they_fail() -> None:
+def test_a_budget_spent_by_units_that_fail_is_found_unspent() -> None:
     """A worker ended with 0 while others were at work on the rest, and they may fail."""
     bugs = Bugs(budget_is_spent_in_hand=True)
     found = check(Protocol(workers=2, units=3, budget=2, gc=False, bugs=bugs))

@@ -94,7 +94,7 @@ def test_a_header_with_anything_in_it_is_refused_or_read_within_bounds(
 
 @fuzz(80)
 @given(data=st.data())
-def test_a_seek_table_with_anything_in_it_is_refused_or_read_within_bounds(
+def test_a_seek_table_of_any_bytes_is_refused_or_read_within_bounds(
     shards: dict[str, bytes], data: st.DataObject
 ) -> None:
     packed = bytearray(shards[KEYS[1]])

@@ -143,7 +143,7 @@ def gapped(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Explorer:
     return explorer_of(web_page.build_texts(out, model, texts, where=WHERE), model)
 
 
-def test_missing_tokens_leave_a_gap_with_their_text_where_the_preview_has_it(
+def test_missing_tokens_leave_a_gap_with_their_text_from_the_preview(
     gapped: Explorer,
 ) -> None:
     page = gapped.document(0, None, 99, NORM)
@@ -165,9 +165,7 @@ def test_missing_tokens_beyond_the_preview_are_counted(gapped: Explorer) -> None
     assert [(gap["at"], gap["count"]) for gap in later["gaps"]] == [(3, 6)]
 
 
-def test_a_gap_at_the_edge_of_a_page_and_at_the_end_of_a_document_is_shown(
-    tmp_path: Path, model: Path
-) -> None:
+def test_gaps_at_a_pages_edge_and_at_a_documents_end_are_shown(tmp_path: Path, model: Path) -> None:
     built = web_page.build_texts(tmp_path / "out", model, ["x" * 50], where="10 <= pos < 20")
     found = explorer_of(built, model)
     gaps = found.document(0, 0, 5, NORM)["gaps"]

@@ -241,7 +241,7 @@ def test_a_token_may_be_given_on_loopback_too(built: web_page.Built) -> None:
         assert server.ask("/", Host="evil.example").status == 421
 
 
-def test_over_tls_the_token_opens_the_page_and_a_stalled_handshake_holds_up_nobody(
+def test_tls_asks_for_the_token_while_another_handshake_stalls(
     built: web_page.Built, tmp_path: Path
 ) -> None:
     own = certificates.self_signed(tmp_path)

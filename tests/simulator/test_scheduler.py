@@ -108,7 +108,7 @@ def test_stages_of_a_run_work_in_simulated_time() -> None:
     assert simulated(run) == [0, 1, 2, 3, 4]
 
 
-def test_who_is_killed_does_nothing_more_and_who_is_interrupted_ends_in_its_own_way() -> None:
+def test_a_killed_task_does_nothing_more_and_an_interrupted_one_cleans_up() -> None:
     scheduler, said = Scheduler(0), []
 
     def life(name: str) -> None:

@@ -133,7 +133,7 @@ def test_errors_of_templates_are_one_printable_line(template: str) -> None:
         "('<'|safe) + m.content + '<'",
     ],
 )
-def test_a_text_that_cannot_be_followed_is_refused_not_given_to_the_template(
+def test_a_text_that_cannot_be_followed_never_reaches_the_template(
     expression: str,
 ) -> None:
     with pytest.raises(SpileError):

@@ -236,7 +236,7 @@ def test_character_by_character_as_transformers_whatever_is_said(
     assert found == [(a, b) for a, b in wanted if a < b]
 
 
-def test_what_a_template_adds_after_a_thought_without_an_answer_is_nobodys() -> None:
+def test_text_a_template_adds_after_an_unanswered_thought_has_no_speaker() -> None:
     rendered = today("Qwen3").render(chat(["", "hm</think>"]))
     assert "<think>\nhm\n</think>" in rendered.text
     assert said(rendered) == [("assistant", "hm")]

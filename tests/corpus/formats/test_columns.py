@@ -91,7 +91,7 @@ def test_a_nested_column_is_no_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strings", [[], ["id"], ["id", "title"]])
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_table_of_chats_is_read_with_messages_and_no_other_column_for_them(
+def test_a_table_of_chats_is_refused_with_the_flag_that_reads_it(
     kind: str, strings: list[str], tmp_path: Path
 ) -> None:
     chats = pa.array([[{"role": "user", "content": "x"}]])
@@ -125,7 +125,7 @@ def test_a_text_column_that_changes_between_files_is_named_with_both(
         assert str(part) in str(caught.value)
 
 
-def test_other_columns_that_change_or_are_missing_are_found_when_the_corpus_is_cut(
+def test_changed_and_missing_columns_are_found_when_the_corpus_is_cut(
     tmp_path: Path,
 ) -> None:
     text = {"text": pa.array(["x"])}

@@ -186,7 +186,7 @@ def start(name: str, cache: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.full
-def test_of_those_who_come_at_once_one_makes_it_and_a_killed_one_leaves_no_trace(
+def test_one_process_of_several_makes_it_and_a_killed_one_leaves_nothing(
     hub: Hub, tmp_path: Path
 ) -> None:
     cache, name = tmp_path / "cache", name_of(hub)

@@ -73,7 +73,7 @@ def test_a_large_array_takes_time_in_proportion_to_its_size() -> None:
     assert sum(1 for _ in pieces("f", chunks(data, 8 << 20), 8 << 20)) == 60_000
 
 
-def test_an_element_of_any_size_is_passed_by_in_time_and_memory_that_are_bounded() -> None:
+def test_an_element_of_any_size_is_skipped_in_bounded_time_and_memory() -> None:
     """A text that goes on for many chunks is not looked through again with each."""
     chunk, count = b'\\"word ' * (1 << 15), 400
     data = iter([b'[1, {"text": "', *[chunk] * count, b'"}, 3]'])

@@ -40,7 +40,7 @@ def test_parquet_strings_that_are_not_utf8_are_counted_not_believed(tmp_path: Pa
     [(["body", "text"], None, "text"), (["body"], None, "body"),
      (["body", "text"], "body", "body"), (["a.b"], "a.b", "a.b")],
 )  # fmt: skip
-def test_the_parquet_text_column_is_the_one_asked_for_or_text_or_the_only_one(
+def test_the_text_column_is_the_named_one_or_text_or_the_only_one(
     columns: list[str], asked: str | None, chosen: str, tmp_path: Path
 ) -> None:
     table = {name: pa.array([f"{name} 0", f"{name} 1"]) for name in columns}
@@ -53,7 +53,7 @@ def test_the_parquet_text_column_is_the_one_asked_for_or_text_or_the_only_one(
     [(["a", "b"], None, ["--text-column", "a, b"]), ([], None, ["--text-column", "none"]),
      (["a", "b"], "c", ["'c'", "a, b"]), (["a"], "id", ["'id'", "not a column of strings"])],
 )  # fmt: skip
-def test_a_parquet_file_without_a_clear_text_column_is_refused_with_its_columns(
+def test_an_unclear_text_column_is_refused_with_the_files_columns(
     columns: list[str], asked: str | None, said: list[str], tmp_path: Path
 ) -> None:
     table = {"id": pa.array([1]), **{name: pa.array(["x"]) for name in columns}}
@@ -83,7 +83,7 @@ def test_parquet_pages_that_do_not_decode_are_refused_in_one_line(tmp_path: Path
     assert "\n" not in str(caught.value)
 
 
-def test_a_parquet_file_that_lost_rows_since_the_table_was_made_is_refused(tmp_path: Path) -> None:
+def test_a_parquet_file_that_lost_rows_since_it_was_cut_is_refused(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", {"text": pa.array(list("abcdef"))})
     files = find_files(str(path))
     (unit,) = units_of(files)

@@ -91,7 +91,7 @@ def test_units_of_an_array_hold_every_document_once(
     reader.close()
 
 
-def test_an_array_that_changed_is_refused_and_a_document_too_large_counted(tmp_path: Path) -> None:
+def test_a_changed_array_is_refused_and_a_too_large_document_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     ids = np.array([1, 2, END, *([3] * 500), END, 4, END], U2)
     path.write_bytes(ids.tobytes())

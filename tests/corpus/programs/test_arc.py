@@ -88,7 +88,7 @@ def test_encoders_write_what_they_say() -> None:
 @pytest.mark.parametrize("name", ["plain", *ENCODERS])
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_text_that_was_changed_decodes_to_what_encodes_to_it_or_not_at_all(
+def test_a_changed_text_is_refused_or_decodes_to_what_encodes_to_it(
     name: str, data: st.DataObject
 ) -> None:
     encoder = GridEncoder.parse(name)

@@ -63,7 +63,7 @@ def test_without_solutions_outputs_are_not_known(tmp_path: Path) -> None:
     assert read_tasks(str(path))[1] == tasks[1]
 
 
-def test_lines_may_be_empty_and_begin_with_a_mark_and_call_their_id_by_either_name(
+def test_empty_lines_a_byte_order_mark_and_both_id_names_are_read(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.jsonl"

@@ -111,7 +111,7 @@ def test_a_column_is_chosen_among_others() -> None:
         checked_document("here", both, text_column="title")
 
 
-def test_a_pair_is_taken_out_by_its_columns_and_refused_by_the_flag_that_names_it() -> None:
+def test_a_pair_is_selected_by_columns_and_refused_by_its_flags_name() -> None:
     given = {"question": "q", "answer": "a", "text": "t", "topic": "law"}
     document = checked_document("here", given, pair_columns=("question", "answer"))
     assert document.pair == {"question": "q", "answer": "a"} and document.text is None

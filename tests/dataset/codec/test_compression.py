@@ -204,7 +204,7 @@ def test_every_flipped_bit_is_noticed_or_harmless() -> None:
     assert noticed > 0.98 * 9 * len(cold)
 
 
-def test_every_flipped_byte_is_noticed_by_a_full_read_even_of_another_size() -> None:
+def test_a_full_read_of_any_size_notices_every_flipped_byte() -> None:
     data, cold = small_file()
     for at in range(len(cold)):
         damaged = bytearray(cold)

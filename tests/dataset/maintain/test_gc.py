@@ -80,7 +80,7 @@ def test_gc_of_abandoned_work_leaves_only_the_dataset(tmp_path: Path) -> None:
     assert set(dataset.listed()) == before
 
 
-def test_gc_takes_probes_once_a_dataset_is_whole_and_a_predictions_leftover_at_any_time(
+def test_gc_removes_probes_of_whole_datasets_and_torn_predictions(
     tmp_path: Path,
 ) -> None:
     left = ["prediction.json.tmp-0a1b", "probes/0123", "probes/4567.tmp-89ab"]
@@ -165,7 +165,7 @@ def test_a_dataset_with_a_row_or_a_worker_is_never_discarded(tmp_path: Path) -> 
     assert fmt.UNITS in begun.listed()
 
 
-def test_a_discard_that_is_killed_leaves_no_segment_of_units_that_are_gone(
+def test_a_killed_discard_leaves_no_segment_of_removed_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = stored.build(tmp_path / "out", ((0, 0),), taps=TAPS)

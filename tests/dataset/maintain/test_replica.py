@@ -56,7 +56,7 @@ def test_a_signature_holds_for_the_copy(tmp_path: Path) -> None:
     assert contents(LocalObjects(dest)) == contents(made.objects)
 
 
-def test_a_copy_that_is_killed_cannot_be_opened_and_the_same_command_continues(
+def test_a_killed_copy_cannot_be_opened_and_the_same_command_continues(
     tmp_path: Path,
 ) -> None:
     made = stored.copied(tmp_path / "out", units=((5, 21), (4,)))

@@ -302,7 +302,7 @@ def test_a_segment_that_does_not_follow_from_the_records_is_found(dataset: store
         assert named(verify(dataset.objects, quick=quick), fmt.CURRENT.segment_key(0))
 
 
-def test_statistics_of_a_segment_that_are_not_those_of_its_units_are_found(
+def test_segment_statistics_that_differ_from_their_units_are_found(
     dataset: stored.Stored,
 ) -> None:
     edit(dataset, fmt.CURRENT.segment_key(0), "mlp_out.1/mean", 0, 7.0)

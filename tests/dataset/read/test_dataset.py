@@ -333,7 +333,7 @@ def test_a_missing_or_damaged_shard_is_named_when_it_is_read(tmp_path: Path, kin
 # -- documents -------------------------------------------------------------------------------
 
 
-def test_the_test_data_splits_documents_and_places_their_contexts_out_of_order(
+def test_the_test_data_has_split_documents_and_contexts_out_of_order(
     source: stored.Stored,
 ) -> None:
     offsets = source.index["offset"][source.index["doc"] == 3]
@@ -604,7 +604,7 @@ def test_batches_can_be_chosen_by_columns_of_documents(tmp_path: Path) -> None:
         ds.batches("mlp_out.1", 3, where=f"topic == {wanted!r} or pos > 3")
 
 
-def test_a_column_of_several_types_is_compared_with_numbers_where_it_has_some(
+def test_a_mixed_column_compares_its_numbers_with_numbers(
     tmp_path: Path,
 ) -> None:
     ds = spile.open(stored.copied(tmp_path / "out", keep=("mixed",)).path)

@@ -384,7 +384,7 @@ def spans(*parts: tuple[int, int | None]) -> list[dict[str, Any]]:
      ([(4, None), (2, 90), (3, None)], [(7, 4), (90, 5)]), ([(4, 90), (5, 20)], [(90, 4), (20, 5)]),
      ([(0, 3)], [(7, 0)])],
 )  # fmt: skip
-def test_a_units_documents_follow_one_another_but_where_a_span_says_otherwise(
+def test_a_units_documents_are_consecutive_unless_a_span_says_otherwise(
     parts: list[tuple[int, int | None]], runs: list[tuple[int, int]]
 ) -> None:
     assert fmt.doc_runs({"first_doc": 7, "num_docs": 9, "spans": spans(*parts)}) == runs

@@ -74,7 +74,7 @@ def test_a_unit_that_another_holds_is_not_claimed(objects: LocalObjects) -> None
     assert read_workers(objects)["a"]["units"] == [5]
 
 
-def test_of_those_who_claim_at_once_the_first_by_name_waits_for_the_others_to_give_way(
+def test_the_first_contender_by_name_waits_for_the_others_to_withdraw(
     objects: LocalObjects,
 ) -> None:
     """One who claimed a unit before the other looked has it, whatever its name."""
@@ -110,7 +110,7 @@ def test_a_greater_name_gives_way_to_whoever_only_wants_the_unit(objects: LocalO
 
 
 @pytest.mark.parametrize("holds_another", [False, True])
-def test_a_rival_that_gives_way_while_it_is_looked_at_leaves_the_unit_to_the_first_by_name(
+def test_a_rival_that_withdraws_meanwhile_leaves_the_unit_to_the_first(
     holds_another: bool, tmp_path: Path
 ) -> None:
     class Objects(LocalObjects):
@@ -370,7 +370,7 @@ def test_another_process_with_a_dead_ones_id_is_not_mistaken_for_it(objects: Loc
     assert process_ended({**record, "started": record["started"] - 1})
 
 
-def test_processes_of_other_machines_or_boots_are_never_judged_by_their_id(
+def test_a_process_id_says_nothing_about_another_machine_or_boot(
     objects: LocalObjects,
 ) -> None:
     me = Presence(objects, 30)

@@ -22,7 +22,7 @@ def made(tmp_path: Path) -> stored.Stored:
     return stored.build(tmp_path / "out")
 
 
-def test_who_comes_first_has_predicted_and_nobody_misses_what_is_not_there(
+def test_the_first_prediction_stays_and_a_missing_one_is_none(
     made: stored.Stored,
 ) -> None:
     assert read_prediction(made.objects) is None

@@ -73,7 +73,7 @@ def test_what_is_wanted_and_what_there_is_can_be_told() -> None:
     )
 
 
-def test_a_cluster_that_is_away_a_missing_ray_and_flags_that_are_not_for_it_are_refused(
+def test_an_absent_cluster_a_missing_ray_and_foreign_flags_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ("extract", "--out", tmp_path / "out", "--engine", "ray")

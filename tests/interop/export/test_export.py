@@ -257,7 +257,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> stored.Stored:
     return stored.build(path, [[4096]] * 4, taps=taps, shard_bytes=8 << 20)
 
 
-def test_what_a_killed_export_left_goes_with_the_next_and_nothing_else_does(
+def test_the_next_export_removes_what_a_killed_one_left_and_nothing_else(
     floats: stored.Stored, tmp_path: Path
 ) -> None:
     dest = tmp_path / "dest"

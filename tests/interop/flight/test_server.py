@@ -91,7 +91,7 @@ def digests(ds: spile.Dataset, **options: Any) -> list[str]:
     return found
 
 
-def test_three_trainers_get_the_batches_of_the_dataset_and_one_killed_stops_nobody(
+def test_three_trainers_get_every_batch_though_one_is_killed(
     ds: spile.Dataset,
 ) -> None:
     command = [sys.executable, "-m", "spile.cli", "serve-rows", ds.url, "--batch-size", "100",
@@ -166,7 +166,7 @@ def test_one_that_comes_back_before_it_is_known_to_have_gone_goes_on(ds: spile.D
 
 
 @pytest.mark.full
-def test_a_state_that_is_no_longer_held_is_refused_while_others_are_connected(
+def test_a_state_no_longer_held_is_refused_while_others_are_connected(
     ds: spile.Dataset,
 ) -> None:
     with serving(ds, buffer=3, epochs=None) as server, connect(server.url) as other:
@@ -207,7 +207,7 @@ def test_a_token_is_asked_for(ds: spile.Dataset, monkeypatch: pytest.MonkeyPatch
     anywhere.run(stop)
 
 
-def test_over_tls_batches_come_to_those_who_trust_the_certificate_and_know_the_token(
+def test_tls_serves_batches_to_clients_with_certificate_and_token(
     ds: spile.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, other = (certificates.self_signed(tmp_path, name) for name in ("own", "other"))

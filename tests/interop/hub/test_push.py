@@ -155,7 +155,7 @@ def test_what_is_pushed_downloads_as_the_same_dataset(
         assert one.read(tap, 0, 111).tobytes() == other.read(tap, 0, 111).tobytes()
 
 
-def test_pushing_again_sends_nothing_and_what_is_there_is_overwritten_by_nothing(
+def test_pushing_again_sends_nothing_and_overwrites_nothing(
     hub: Hub, client: Client, dataset: stored.Stored, tmp_path: Path
 ) -> None:
     client.push(dataset.path, REPO)
@@ -174,7 +174,7 @@ def test_pushing_again_sends_nothing_and_what_is_there_is_overwritten_by_nothing
     assert files(hub) == before
 
 
-def test_added_taps_go_along_when_they_are_complete_and_are_dropped_there_too(
+def test_complete_added_taps_are_pushed_and_dropped_ones_removed(
     hub: Hub, client: Client, tmp_path: Path
 ) -> None:
     made = stored.copied(tmp_path / "out")
@@ -382,7 +382,7 @@ def test_a_dataset_in_a_bucket_is_pushed_through_a_folder_that_goes_away(
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
-def test_a_signature_goes_along_and_is_verified_on_the_hub_and_from_a_download(
+def test_a_pushed_signature_verifies_on_the_hub_and_after_a_download(
     hub: Hub, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, key = servers.new_s3_store(), tmp_path / "key"

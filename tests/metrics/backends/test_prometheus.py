@@ -22,7 +22,7 @@ def scrape(backend: Prometheus) -> list[str]:
         return [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
 
 
-def test_the_last_values_are_scraped_totals_as_counters_and_taps_as_labels() -> None:
+def test_last_values_are_scraped_with_totals_as_counters_and_tap_labels() -> None:
     with opened("0", "share-0-of-2") as backend:
         assert scrape(backend) == [], "nothing was said yet"
         backend.log(3, {"rate/tokens": 1.0})

@@ -85,7 +85,7 @@ def test_every_array_of_every_published_model_has_its_tensors() -> None:
         assert_every_array_has_its_tensors(family, arch)
 
 
-def test_every_family_has_a_published_config_and_a_variant_that_is_computed() -> None:
+def test_every_family_has_a_published_config_and_a_computed_variant() -> None:
     names = {family.name for family in FAMILIES}
     assert {family.name for family, _ in published().values()} == names
     computed = {variant(name)[0].name for name in VARIANTS}

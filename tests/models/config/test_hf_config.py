@@ -683,7 +683,7 @@ def test_kimi_k2_is_read_as_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_class_that_is_known_and_not_computed_is_refused_with_the_reason(name: str) -> None:
+def test_a_known_class_that_is_not_computed_is_refused_with_the_reason(name: str) -> None:
     message = refused({**published("DeepSeek-V3"), "architectures": [name]})
     assert f"{name} is not supported: " in message and "nearest" not in message
     by_channel = dict.fromkeys(("Mamba", "FalconMamba"), "by channel")
@@ -751,7 +751,7 @@ def test_latent_attention_that_is_not_understood_is_refused(
         ("LFM2-1.2B", {"layer_types": ["linear_attention"] * 16}, "full_attention or conv"),
     ],
 )
-def test_state_spaces_and_convolutions_that_are_not_understood_are_refused(
+def test_unknown_state_spaces_and_convolutions_are_refused(
     name: str, changes: dict[str, Any], said: str
 ) -> None:
     assert said in refused({**published(name), **changes})

@@ -56,7 +56,7 @@ OLD = {"mosaic": "needs Hopper", "cudnn": "only on Hopper"}
         ("npu", {}, "bfloat16", 128, {}, "blocked", ""),
     ],
 )
-def test_the_best_kernel_that_serves_is_taken_and_the_others_are_explained(
+def test_the_best_usable_kernel_is_chosen_and_the_others_explained(
     platform: str,
     changes: dict[str, Any],
     dtype: str,

@@ -186,7 +186,7 @@ def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
         rewrite(directory, lambda tensors: tensors.pop("lm_head.weight"))
 
 
-def test_rotary_buffers_of_old_checkpoints_are_ignored_and_lookalikes_are_not(
+def test_rotary_buffers_of_old_checkpoints_are_ignored_but_not_lookalikes(
     directory: Path,
 ) -> None:
     def add(prefix: str) -> Callable[[dict[str, np.ndarray]], None]:
@@ -217,7 +217,7 @@ def test_gpt2_has_two_names_for_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
-def test_gpt2_buffers_of_old_checkpoints_are_ignored_and_lookalikes_are_not(
+def test_gpt2_buffers_of_old_checkpoints_are_ignored_but_not_lookalikes(
     prefix: str, tmp_path: Path
 ) -> None:
     def add(*names: str) -> Callable[[dict[str, np.ndarray]], None]:

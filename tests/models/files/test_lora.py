@@ -195,7 +195,7 @@ def test_every_pair_of_dtypes_rounds_as_peft_rounds(
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("base", ["float32", "bfloat16"])
-def test_embeddings_and_heads_merge_with_the_base_weights_peft_stores_for_them(
+def test_embeddings_and_heads_merge_with_the_base_weights_peft_stores(
     llama: Model, tmp_path: Path, base: str
 ) -> None:
     modules = ["embed_tokens", "lm_head"]
@@ -209,7 +209,7 @@ def test_embeddings_and_heads_merge_with_the_base_weights_peft_stores_for_them(
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
-def test_an_adapter_of_an_embedding_that_is_the_head_as_well_warns_once_as_peft_does(
+def test_an_adapter_of_a_tied_embedding_warns_once_as_peft_does(
     llama: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)

@@ -292,7 +292,7 @@ def test_rows_of_a_packed_model_are_those_of_its_decoded_self(kind: str, tmp_pat
     assert np.array_equal(found[0], found[2])
 
 
-def test_deepseek_is_read_as_published_in_squares_and_with_a_layer_too_many(tmp_path: Path) -> None:
+def test_deepseek_as_published_is_read_with_its_extra_layer(tmp_path: Path) -> None:
     """Keys and values of all heads lie in one packed tensor, after a latent and keys' last part."""
     sizes = {
         "hidden_size": 64, "num_hidden_layers": 2, "q_lora_rank": 16, "kv_lora_rank": 16,

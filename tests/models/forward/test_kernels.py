@@ -272,7 +272,7 @@ def test_heads_too_wide_for_a_kernel_do_not_keep_others_from_it(
     assert for_platform("tpu", arch, "bfloat16", **GIVEN) is splash
 
 
-def test_a_card_without_the_extra_says_once_what_it_misses_and_how_to_get_it(
+def test_a_missing_kernel_package_is_named_once_with_how_to_install_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_a_gpu(monkeypatch, "9.0")

@@ -495,7 +495,7 @@ def check_same(found: tuple[Params, dict[str, str]], wanted: tuple[Params, dict[
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-def test_an_adapter_is_merged_into_the_whole_of_a_fused_tensor_in_a_bucket(tmp_path: Path) -> None:
+def test_an_adapter_merges_into_a_whole_fused_tensor_of_a_bucket(tmp_path: Path) -> None:
     _, base = saved(VARIANTS["phi3-gqa"], tmp_path / "model")
     write_adapter(tmp_path / "lora", "model.layers.0.self_attn.qkv_proj", 96, 48)
     merged = open_checkpoint(str(base.directory), str(tmp_path / "lora"))
@@ -503,7 +503,7 @@ def test_an_adapter_is_merged_into_the_whole_of_a_fused_tensor_in_a_bucket(tmp_p
     check_same(load(replace(remote, adapter=merged.adapter)), load(merged))
 
 
-def test_weights_in_a_bucket_are_fetched_once_and_only_those_that_are_used(tmp_path: Path) -> None:
+def test_only_used_weights_of_a_bucket_are_fetched_and_only_once(tmp_path: Path) -> None:
     tiny.write_model(tmp_path)
     objects, remote = in_memory(tmp_path)
     _, digests = load(remote, 1, head=False)

@@ -26,7 +26,7 @@ def test_a_run_that_has_not_begun_has_no_rate(now: SimpleNamespace) -> None:
     assert (seen.tokens, seen.rate, seen.average, seen.idle) == (0, None, None, None)
 
 
-def test_now_is_the_last_seconds_and_the_average_all_since_the_first_tokens(
+def test_now_covers_the_last_seconds_and_the_average_all_since_the_start(
     now: SimpleNamespace,
 ) -> None:
     counters = Counters()

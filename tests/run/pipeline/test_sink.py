@@ -132,7 +132,7 @@ def test_where_one_lane_fails_the_others_begin_nothing_more(
     assert units_on_disk(tmp_path / "out") == (set(), set())
 
 
-def test_a_unit_that_was_ended_is_committed_though_a_faster_lane_fails_in_the_next(
+def test_an_ended_unit_is_committed_though_a_faster_lane_fails_later(
     model: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, failing = tmp_path / "out", threading.Event()

@@ -108,7 +108,7 @@ def test_all_machines_together_leave_nothing_out_whoever_is_gone() -> None:
                     left.remove(unit)
 
 
-def test_a_budget_that_units_of_others_take_up_is_waited_for_until_they_are_done_or_given_up(
+def test_a_worker_waits_while_units_of_others_may_still_spend_the_budget(
     tmp_path: Path,
 ) -> None:
     """Who ended then would exit 0 with units missing, or with 2 before the first was there."""
@@ -258,7 +258,7 @@ def test_a_worker_that_joins_does_not_list_groups_that_have_a_segment(
     assert {prefix for prefix in asked if prefix.startswith("done/")} == {"done/000002/"}
 
 
-def test_a_worker_that_moves_on_does_not_list_groups_that_others_have_finished(
+def test_a_worker_that_moves_on_does_not_list_groups_others_finished(
     grouped: stored.Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody works in them, so that a fleet would look into each of them first."""

@@ -94,7 +94,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         device.close()
 
 
-def test_busy_and_idle_add_up_to_the_span_between_the_first_and_the_last_finish(
+def test_busy_and_idle_time_add_up_to_the_time_between_finishes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with watched(monkeypatch) as seen:
@@ -146,7 +146,7 @@ def test_steps_started_ahead_leave_nothing_idle(
     assert busy > 0
 
 
-def test_a_step_counts_from_when_the_device_had_it_not_from_when_the_clock_heard_of_it(
+def test_a_steps_time_starts_when_the_device_got_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with watched(monkeypatch) as seen:

@@ -267,7 +267,7 @@ def decoded(
         ("int8", [[0, 3, 12, 13, 39], [5], []]),
     ],
 )
-def test_eight_bits_are_those_of_the_float32_rows_and_statistics_are_of_what_is_read(
+def test_int8_rows_quantize_float32_rows_and_statistics_describe_reads(
     model: Path, store_dtype: str, keep: list[list[int]] | None
 ) -> None:
     batch = make_batch(keep=keep, most=6)
@@ -395,7 +395,7 @@ def test_a_program_with_room_for_more_contexts_serves_fewer(
     assert program(32) is many, "decided once: other processes may have met them at other moments"
 
 
-def test_a_new_shape_is_compiled_once_and_what_is_compiled_ahead_not_again(model: Path) -> None:
+def test_a_new_shape_is_compiled_once_and_never_if_compiled_ahead(model: Path) -> None:
     # Shapes of this test alone: jax itself remembers a program that another step has compiled.
     several, all_of_them, fewer = (40, 17, 0, 3, 3, 1, 2), (40,) * 7, (9, 40, 0, 3, 3, 1)
     step = make_step(model, "embed", "float8_e4m3")

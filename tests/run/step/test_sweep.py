@@ -175,7 +175,7 @@ def test_a_disk_that_fails_in_a_sweep_ends_the_run_in_one_line(
     assert extracted(given, out, "disk") == extracted(given, tmp_path / "whole", "resident")
 
 
-def test_weights_that_are_not_those_of_the_dataset_are_refused_before_a_commit(
+def test_weights_other_than_the_datasets_are_refused_before_a_commit(
     model: Path, corpus: Path, tmp_path: Path
 ) -> None:
     given, out = recipe(model, corpus, taps="resid_post:0", unit_tokens=300), tmp_path / "out"

@@ -132,7 +132,7 @@ def test_a_fault_of_ours_keeps_its_traceback_where_it_happened(
         assert str(each).endswith("ValueError: odd")
 
 
-def test_a_process_that_is_stuck_is_ended_with_the_cause_and_the_leader_leaves_after_it(
+def test_a_leader_that_nobody_hears_ends_with_its_own_cause(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     codes: list[int] = []
