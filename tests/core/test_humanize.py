@@ -26,7 +26,7 @@ def test_times() -> None:
 
 def test_what_came_is_compared_with_what_was_expected() -> None:
     assert compared(100, 103) == "+3.0%" and compared(200, 150) == "-25.0%"
-    assert compared(0, 0) == "0%" and compared(0, 5) == "none was expected"
+    assert compared(0, 0) == "0%" and compared(0, 5) == "expected 0"
 
 
 def test_one_is_singular() -> None:

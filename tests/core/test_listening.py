@@ -100,7 +100,7 @@ def test_files_that_give_no_tls_are_refused_in_one_line(
         ({"tls_cert": own.cert, "tls_key": str(tmp_path)}, "Is a directory"),
         ({"tls_cert": str(text), "tls_key": own.key}, "not a certificate in PEM and its key"),
         ({"tls_cert": own.cert, "tls_key": other.key}, "KEY_VALUES_MISMATCH"),
-        ({"tls_cert": locked.cert, "tls_key": locked.key}, "is encrypted; give one that is not"),
+        ({"tls_cert": locked.cert, "tls_key": locked.key}, "is encrypted; decrypt it with"),
         ({"port": 65536}, "--port must be from 0 to 65535, got 65536"),
     ]
     for options, complaint in cases:

@@ -43,7 +43,7 @@ def test_a_value_is_checked_and_converted_by_its_kind(name: str, given: Any, val
         ("some_count", 1 << 63, "--some-count must be a whole number"),
         ("size", "huge", "--size must be 1GiB or 500MB, got 'huge'"),
         ("size", "auto", "--size must be 1GiB or 500MB, got 'auto'"),
-        ("part", 0, "--part must be a share such as 0.01, to 1, got 0"),
+        ("part", 0, "--part must be a share above 0, at most 1, got 0"),
         ("part", "1.01", "--part must be a share"),
         ("part", "nan", "--part must be a share"),
         ("part", True, "--part must be a share"),
@@ -66,7 +66,7 @@ def test_flags_are_names_with_dashes() -> None:
 def test_a_value_of_any_size_takes_a_part_of_a_line() -> None:
     assert shown("x") == "'x'"
     assert len(shown("x" * 1000)) == 200
-    assert shown(10**5000) == "a int beyond all measure"
+    assert shown(10**5000) == "a int too large to show"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ PREVIEW = 200
 
 
 def activation_dtype(compute_dtype: str) -> str:
-    """The dtype of everything but the matrix products of `--compute-dtype`."""
+    """Return the dtype of activations: float8 applies to matrix products only."""
     return "bfloat16" if compute_dtype == "float8_e4m3" else compute_dtype
 
 
@@ -59,33 +59,33 @@ class Recipe(Options):
     )
     like: str | None = option(
         None,
-        "a dataset whose rows to make once more, with another --model, --lora, --taps, --encode, "
-        "--splice or dtype; every other option is taken from it",
+        "make the rows of this dataset again, with another --model, --lora, --taps, --encode, "
+        "--splice or dtype; every other option comes from that dataset",
     )
     more: bool | None = option(
         None,
-        "add the documents that the corpus has gained since: new files, new shards on the Hub, or "
-        "those up to a larger --max-docs or --max-tokens; what is there stays as it is",
+        "add the documents that the corpus has gained: new files, new shards on the Hub, or more "
+        "of it up to a larger --max-docs or --max-tokens; existing rows do not change",
         kind="switch",
     )
     add_corpus: str | None = option(
-        None, "as --more, with the documents of another corpus, read by the same recipe"
+        None, "like --more, but add the documents of another corpus, read by the same recipe"
     )
     taps: str | None = option(
         None, "where to tap: site:layers, comma separated, e.g. resid_post:20-27,mlp_out:12,embed"
     )
     add_taps: str | None = option(
         None,
-        "more taps of the rows that --out has, spelled as in --taps; --encode, --store-dtype and "
-        "--compute-dtype are then those of the new taps, every other option is the dataset's",
+        "add taps to the dataset in --out, spelled as in --taps; --encode, --store-dtype and "
+        "--compute-dtype then apply to the new taps, every other option is the dataset's",
     )
     encode: str | None = option(
         None,
-        "store sparse latents in place of a tap's rows: directory or URL of a sparse autoencoder "
-        "(SAELens, Gemma Scope), of one for each tap, or TAP=DIR, comma separated",
+        "store sparse latents instead of a tap's rows: directory or URL of a sparse autoencoder "
+        "(SAELens, Gemma Scope), or of a folder with one per tap; or TAP=DIR, comma separated",
     )
     latents: int | None = option(
-        None, "latents to store of each row, the largest [the encoder's own k, or 64]",
+        None, "how many latents to store per row, largest first [the encoder's own k, or 64]",
         kind="count", minimum=1,
     )  # fmt: skip
     splice: str | None = option(
@@ -101,7 +101,7 @@ class Recipe(Options):
         "document; over bos eos special (any special token) first last end pos offset doc token_id",
     )
     every: int | None = option(
-        None, "keep every N-th of a context's rows (that --where keeps)", kind="count", minimum=1
+        None, "keep every N-th row of a context, after --where", kind="count", minimum=1
     )
     seq_len: int | None = option(
         None,
@@ -112,7 +112,7 @@ class Recipe(Options):
     )
     pack: str | None = option(
         None,
-        "ffd packs several documents into a row, isolated; none: one context a row [ffd]",
+        "ffd: pack several documents into a row, isolated; none: one context per row [ffd]",
         choices=("ffd", "none"),
     )
     long_docs: str | None = option(
@@ -122,7 +122,7 @@ class Recipe(Options):
     )
     special_tokens: str | None = option(
         None,
-        "added as the tokenizer does by default, only a leading BOS, or none [tokenizer]",
+        "special tokens to add: the tokenizer's default, only a leading BOS, or none [tokenizer]",
         choices=("tokenizer", "bos", "none"),
     )
     text_column: str | None = option(
@@ -132,54 +132,55 @@ class Recipe(Options):
         None, "column or key that holds chats: lists of messages with role and content"
     )
     prompt_column: str | None = option(
-        None, "column or key of what the user asks; with --response-column"
+        None, "column or key that holds the user's prompt; needs --response-column"
     )
-    response_column: str | None = option(None, "column or key of what the assistant answers")
-    prompt_prefix: str | None = option(None, "put before each prompt")
-    prompt_suffix: str | None = option(None, "put after each prompt")
-    system: str | None = option(None, "what the system says, in chats that do not begin so")
+    response_column: str | None = option(None, "column or key that holds the assistant's response")
+    prompt_prefix: str | None = option(None, "text to put before each prompt")
+    prompt_suffix: str | None = option(None, "text to put after each prompt")
+    system: str | None = option(None, "system message for chats that do not begin with one")
     template: str | None = option(
         None, "Jinja file of a chat template, or none: prompt and response alone [the model's own]"
     )
     generation_prompt: bool | None = option(
-        None, "end each chat as the model is asked to go on", kind="switch"
+        None, "end each chat with the template's generation prompt", kind="switch"
     )
     text_documents: str | None = option(
-        None, "in plain text files a document is a line or the whole file [line]",
+        None, "in plain text files, a document is a line or the whole file [line]",
         choices=("line", "file"),
     )  # fmt: skip
     tokens_column: str | None = option(
-        None, "column of token ids, which are read as they are [input_ids or tokens, where no "
-        "column is of strings]",
+        None, "column of token ids, which are used unchanged [input_ids or tokens, if no column "
+        "holds strings]",
     )  # fmt: skip
     tokens_dtype: str | None = option(
-        None, "of .bin files [uint16 where the vocabulary fits]", choices=("uint16", "uint32")
+        None, "dtype of .bin files [uint16 if the vocabulary fits]", choices=("uint16", "uint32")
     )
     doc_separator: str | None = option(
-        None, "in .bin files: eos or an id ends a document, bos begins one; none: each is "
-        "--seq-len tokens [eos]",
+        None, "in .bin files: eos or an id ends a document, bos begins one; none: each document "
+        "has --seq-len tokens [eos]",
     )  # fmt: skip
     filter: str | None = option(
         None,
-        "only documents whose columns are so, e.g. \"language == 'en' and score >= 3\"",
+        "only documents that match this expression over their columns, e.g. \"language == 'en' and "
+        'score >= 3"',
     )
     shuffle_docs: int | None = option(
-        None, "seed: units in an order drawn from the whole corpus, not that of its files, so that "
-        "--max-docs and --max-tokens are a sample of it", kind="count", minimum=0,
+        None, "seed: read units of the whole corpus in random order, not in file order, so that "
+        "--max-docs and --max-tokens take a sample of it", kind="count", minimum=0,
     )  # fmt: skip
     fraction: float | None = option(
         None, "only this share of the documents, chosen by a hash of the text", kind="share"
     )
     holdout: float | None = option(
-        None, "leave out this share of the documents, by another hash", kind="share"
+        None, "leave out this share of the documents, chosen by another hash", kind="share"
     )
     part: str | None = option(
-        None, "rest, or holdout: just the documents that --holdout leaves out [rest]",
+        None, "rest: the documents that --holdout keeps; holdout: those it leaves out [rest]",
         choices=("rest", "holdout"),
     )  # fmt: skip
     dedupe: bool | None = option(
-        None, "leave out documents whose text came before, exactly so; reads the corpus once more "
-        "when it is cut", kind="switch",
+        None, "leave out documents whose exact text occurred before; reads the corpus once more, "
+        "to cut it into units", kind="switch",
     )  # fmt: skip
     min_tokens: int | None = option(
         None, "only documents of at least N tokens", kind="count", minimum=1
@@ -188,13 +189,12 @@ class Recipe(Options):
         None, "only documents of at most N tokens", kind="count", minimum=1
     )
     max_doc_bytes: int | None = option(
-        None, "only documents of at most so many bytes [64MiB]", kind="size", minimum=1
+        None, "only documents of at most N bytes [64MiB]", kind="size", minimum=1
     )
     keep: str | None = option(
         None,
-        "columns or keys to keep of each document, comma separated, or none [id, url, and up to 32 "
-        "of numbers, booleans or texts of at most 64 characters; all that a program says of its "
-        "documents]",
+        "columns or keys to keep for each document, comma separated, or none [id, url, and up to "
+        "32 columns of numbers, booleans or texts of at most 64 characters; from a program, all]",
     )
     preview: int | None = option(
         None, "characters of each document's text to keep [200]", kind="count", minimum=0
@@ -207,8 +207,8 @@ class Recipe(Options):
     )
     unit_tokens: int | None = option(
         None,
-        "tokens in a unit, the atom of work and of loss, or auto [4M on accelerators; on a CPU "
-        "about half a minute of work, at most 64k]",
+        "tokens in a unit, which is committed or redone as a whole, or auto [4M on accelerators; "
+        "on a CPU about half a minute of work, at most 64k]",
         kind="count",
         minimum=1,
         auto=True,
@@ -222,7 +222,7 @@ class Recipe(Options):
     store_dtype: str | None = option(
         None,
         "float8_e4m3 is scaled by row, int8 by channel "
-        "[bfloat16; float32 where --compute-dtype float32 is given]",
+        "[bfloat16; float32 if --compute-dtype float32 is given]",
         choices=STORE_DTYPES,
     )
 
@@ -253,40 +253,40 @@ class Runtime(Options):
     )
     render_processes: int | None = option(
         None,
-        "processes that render chats, apart from this one, so that no template can stop it; at "
-        "least 1 [1 for each 4 cores, to 8]",
+        "separate processes that render chats, so that no template can stop this one; at least 1 "
+        "[1 per 4 cores, at most 8]",
         kind="count",
         minimum=0,
         auto=True,
     )
-    write_threads: int = option(4, "taps written side by side [4]", kind="count", minimum=1)
+    write_threads: int = option(4, "taps written in parallel [4]", kind="count", minimum=1)
     queue_depth: int = option(
-        2, "batches waiting between two stages; bounds memory [2]", kind="count", minimum=1
+        2, "batches that may wait between two stages; limits memory [2]", kind="count", minimum=1
     )
     spool: str | None = option(
         None,
-        "local directory where what goes to a bucket waits for its upload, so that a slow network "
+        "local directory where files for a bucket wait for their upload, so that a slow network "
         "does not stop the device [memory]",
     )
     cache: str | None = option(
         None,
-        "directory where corpora are kept that the `datasets` library reads, made into Parquet "
+        "directory for corpora that the `datasets` library has converted to Parquet "
         "[SPILE_CACHE/datasets]",
     )
     max_bytes: int | None = option(
         None,
-        "end, at a unit's end, before the whole dataset is larger than this, e.g. 2TB",
+        "stop at the end of a unit, before the whole dataset exceeds this size, e.g. 2TB",
         kind="size",
         minimum=1,
     )
     share: str | None = option(
         None,
-        "I/N, from 0: this machine does the I-th of N shares of the units first, then helps with "
-        "what is unfinished [MACHINE_ID/TOTAL_MACHINES]",
+        "I/N, from 0: this machine does share I of N of the units first, then helps with "
+        "unfinished ones [MACHINE_ID/TOTAL_MACHINES]",
     )
     stale_after: int = option(
         30,
-        "seconds without a sign of life after which another worker's unit may be redone [30]",
+        "seconds without a heartbeat after which another worker's unit may be redone [30]",
         kind="count",
         minimum=1,
     )
@@ -298,13 +298,13 @@ class Runtime(Options):
     attention: str = option(
         "auto",
         "attention kernel: auto, mosaic, cudnn, triton, splash, or blocked (plain products) [auto: "
-        "the fastest that serves the model here]",
+        "the fastest that supports the model on this device]",
         choices=("auto", "mosaic", "cudnn", "triton", "splash", "blocked"),
     )
     weights: str = option(
         "auto",
-        "where blocks are kept: resident (on the device), host (in host memory) or disk, from "
-        "where each comes in its turn [auto: on the device as far as they fit, then host, then "
+        "where blocks are kept: resident (on the device), or host (memory) or disk, from which "
+        "each is copied when it runs [auto: on the device as far as they fit, then host, then "
         "disk]",
         choices=("auto", "resident", "host", "disk"),
     )
@@ -313,16 +313,16 @@ class Runtime(Options):
     )
     world: str = option(
         "slice",
-        "slice: all processes that are joined do a unit together; host: each one alone, where the "
+        "slice: all joined processes do a unit together; host: each does its own units, if the "
         "model fits [slice]",
         choices=("slice", "host"),
     )
     coordinator: str | None = option(
-        None, "HOST:PORT of process 0, where processes are joined [COORDINATOR_ADDRESS]"
+        None, "HOST:PORT of process 0, which the other processes join [COORDINATOR_ADDRESS]"
     )
     num_processes: int | None = option(
         None,
-        "processes to be joined [NUM_HOSTS, or what the cluster says]",
+        "number of processes to join [NUM_HOSTS, or the number that the cluster reports]",
         kind="count",
         minimum=1,
     )
@@ -336,11 +336,11 @@ class Runtime(Options):
         None, "HOST:PORT that process 0 listens on [all addresses, the coordinator's port]"
     )
     start_timeout: int = option(
-        300, "seconds to wait for all processes to come [300]", kind="count", minimum=1
+        300, "seconds to wait for all processes to join [300]", kind="count", minimum=1
     )
     heartbeat_timeout: int = option(
         100,
-        "seconds after which a process that is not heard of ends the world [100]",
+        "seconds without a heartbeat after which a lost process ends the world [100]",
         kind="count",
         minimum=1,
     )
@@ -352,17 +352,17 @@ class Runtime(Options):
     )
     metrics: str | None = option(
         None,
-        "where the run's metrics go, comma separated: tensorboard:DIR, wandb[:PROJECT], "
-        "prometheus:[HOST:]PORT, or another backend that is installed",
+        "where to report the run's metrics, comma separated: tensorboard:DIR, wandb[:PROJECT], "
+        "prometheus:[HOST:]PORT, or another installed backend",
     )
     metrics_every: int = option(10, "seconds between metrics [10]", kind="count", minimum=1)
     metrics_from: str = option(
-        "leader", "of joined processes, which report metrics [leader]", choices=("leader", "all")
+        "leader", "which joined processes report metrics [leader]", choices=("leader", "all")
     )
-    run_name: str | None = option(None, "what metrics call this run [the last part of --out]")
+    run_name: str | None = option(None, "name of this run in metrics [the last part of --out]")
     profile: str | None = option(
         None, "steps=FIRST:END[,dir=DIR][,host=0-3][,device=0-1][,python=0-1]: trace these steps, "
-        "from 0, END excluded, in so much detail [dir=spile-profile,host=2,device=1,python=0]",
+        "from 0, without END, at these levels [dir=spile-profile,host=2,device=1,python=0]",
     )  # fmt: skip
 
 
@@ -375,24 +375,26 @@ class RayOptions(Options):
 
     engine: str = option(
         "local",
-        "local: this process, or with others it is joined to; ray: slices on a Ray cluster [local]",
+        "local: this process and those it is joined to; ray: slices on a Ray cluster [local]",
         choices=("local", "ray"),
     )
     ray_address: str = option(
         "auto", "HOST:PORT of the cluster; auto: the one this machine belongs to [auto]"
     )
     ray_slices: int | None = option(
-        None, "at most so many slices at a time [as many as there is room for]",
+        None, "largest number of slices at a time [as many as fit]",
         kind="count", minimum=1,
     )  # fmt: skip
-    ray_hosts: int = option(1, "hosts that do a unit together [1]", kind="count", minimum=1)
+    ray_hosts: int = option(
+        1, "hosts of a slice, which do units together [1]", kind="count", minimum=1
+    )
     ray_resources: str | None = option(
         None,
-        "what a slice takes of each of its hosts, e.g. GPU=1 or TPU=4,CPU=8 [all accelerators of a "
-        "node, or its CPUs]",
+        "resources that a slice takes on each host, e.g. GPU=1 or TPU=4,CPU=8 [all accelerators of "
+        "a node, or its CPUs]",
     )
     ray_topology: str | None = option(
-        None, "TPU slices, placed by Ray as they are wired, e.g. v5e:4x4 or v4:2x2x2"
+        None, "TPU topology of a slice, reserved as a whole by Ray, e.g. v5e:4x4 or v4:2x2x2"
     )
 
     def __post_init__(self) -> None:
@@ -405,7 +407,7 @@ class RayOptions(Options):
             raise ConfigError("--ray-topology says how many hosts there are: leave out --ray-hosts")
 
     def resources(self) -> dict[str, float]:
-        """Return the resources a slice takes of each host; empty if it takes them all."""
+        """Return the resources that a slice takes on each host; empty if it takes them all."""
         found: dict[str, float] = {}
         for part in (self.ray_resources or "").split(",") if self.ray_resources else ():
             name, _, amount = part.partition("=")

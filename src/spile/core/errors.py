@@ -19,8 +19,7 @@ def printable(text: str) -> str:
 class SpileError(Exception):
     """Base of all deliberate errors.
 
-    A message that quotes a text of any length is cut in the middle: it is one line, and its end
-    says what to do.
+    A very long message is cut in the middle, because its end says what to do.
     """
 
     exit_code = 3
@@ -61,14 +60,14 @@ class DriftError(SpileError):
         holds_rows: bool = True,
         grows: bool = False,
     ) -> None:
-        """`grows`: whether --more would add what differs."""
+        """`grows`: whether --more would add the missing documents."""
         self.differences = dict(differences)
         diff = "; ".join(
             f"{name}: stored {old!r}, now {new!r}" for name, (old, new) in self.differences.items()
         )
         advice = "use the stored values or another --out"
         if grows:
-            advice = "use the stored values, add the documents with --more, or use another --out"
+            advice = "use the stored values, add documents with --more, or use another --out"
         elif not holds_rows:
             advice = (
                 "no row is stored there yet: add --restart, or delete it, to begin with the new "

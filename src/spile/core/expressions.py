@@ -341,7 +341,9 @@ class _RowParser(_Parser):
                 comparators.append(self.integer(right)[0])
                 continue
             if number < len(node.ops):
-                raise self.error("nothing can be compared with a list; join two with 'and'", node)
+                raise self.error(
+                    "a list cannot be compared with anything; join two conditions with 'and'", node
+                )
             comparators.append(self._members(right))
         return ast.Compare(left=self.integer(node.left)[0], ops=node.ops, comparators=comparators)
 
@@ -360,7 +362,7 @@ class _RowParser(_Parser):
             sign = -1 if isinstance(node.op, ast.USub) else 1
             plain = node.operand
         if not isinstance(plain, ast.Constant) or type(plain.value) is not int:
-            raise self.error("is not an integer written out", node)
+            raise self.error("is not an integer literal", node)
         if plain.value >= _LIMIT:
             raise self.error("integers must be less than 2**62", node)
         return sign * plain.value
@@ -394,7 +396,7 @@ class _RowParser(_Parser):
         if bounds == (0, 0):
             raise self.error("division by zero", node)
         if bounds[0] <= 0 <= bounds[1]:
-            raise self.error("division by what could be zero; divide by a number, or add 1", node)
+            raise self.error("the divisor could be zero; divide by a number, or add 1", node)
 
     def error(self, reason: str, node: ast.expr | None = None) -> ConfigError:
         if node is None:
@@ -487,8 +489,8 @@ def split_condition(text: str, columns: Collection[str]) -> tuple[str | None, st
     for names in named:
         if names & own and (others := names & {*_COLUMNS, *FLAGS} - {*columns}):
             raise ConfigError(
-                f"where {text!r}: join what is about rows ({min(others)}) and what is about "
-                f"documents ({min(names & own)}) by `and` alone"
+                f"where {text!r}: join conditions on rows ({min(others)}) and on documents "
+                f"({min(names & own)}) with `and` only"
             )
     rows = [part for part, names in zip(parts, named, strict=True) if not names & own]
     documents = [part for part, names in zip(parts, named, strict=True) if names & own]
@@ -575,7 +577,7 @@ class _ColumnParser(_Parser):
 
     def switch(self, node: ast.expr) -> ast.expr:
         if not isinstance(node, ast.Name):
-            raise self._near(node) or self.error(f"{ast.unparse(node)[:80]!r} is no condition")
+            raise self._near(node) or self.error(f"{ast.unparse(node)[:80]!r} is not a condition")
         self.columns.append(node.id)
         return node  # a column of booleans
 
@@ -585,7 +587,7 @@ class _ColumnParser(_Parser):
                 raise self.error(f"{type(op).__name__} is not understood")
         for op, value in zip(node.ops, node.comparators, strict=True):
             if isinstance(op, ast.Is | ast.IsNot) and not _is_none(value):
-                raise self.error("only None follows is")
+                raise self.error("only None may follow `is`")
         left, *others = [self._side(side) for side in (node.left, *node.comparators)]
         return ast.Compare(left=left, ops=node.ops, comparators=others)
 
@@ -598,7 +600,7 @@ class _ColumnParser(_Parser):
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             part = ast.unparse(node)[:80]
             raise self._near(node) or self.error(
-                f"{part!r} is neither a column nor a value written out"
+                f"{part!r} is neither a column nor a literal"
             ) from None
 
     def _near(self, node: ast.expr) -> ConfigError | None:
@@ -626,7 +628,7 @@ class _Untyped(str):
     __slots__ = ()
 
     def meant_by(self, other: Any) -> Any:
-        """Convert to the type of `other` if the text is spelled so, else return the text."""
+        """Convert to the type of `other` if the text is spelled like one, else return the text."""
         if isinstance(other, bool):
             return _BOOLEANS.get(self.strip().lower(), self)
         text = self.strip() if len(self) <= _MOST_DIGITS else ""
@@ -636,7 +638,7 @@ class _Untyped(str):
 
 
 def _typed(left: Any, right: Any) -> tuple[Any, Any]:
-    """Convert the untyped sides of a comparison, of which there is at least one."""
+    """Convert the untyped side or sides of a comparison."""
     if isinstance(left, _Untyped) and isinstance(right, _Untyped):
         pair = left.meant_by(right), right.meant_by(left)
         return (left, right) if any(isinstance(side, _Untyped) for side in pair) else pair

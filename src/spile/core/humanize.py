@@ -48,7 +48,7 @@ def clock(seconds: float) -> str:
 def compared(predicted: float, came: float) -> str:
     """Format the relative difference between an actual value (`came`) and its prediction."""
     if not predicted:
-        return "0%" if not came else "none was expected"
+        return "0%" if not came else "expected 0"
     return f"{(came - predicted) / predicted:+.1%}"
 
 

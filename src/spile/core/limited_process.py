@@ -1,9 +1,8 @@
-"""A child process for work that may hang, crash or run out of memory, under limits of the system.
+"""A child process for work that may hang, crash or run out of memory, limited by the system.
 
-Python cannot count or interrupt some work while it lasts, and a library may abort. Such work is
-done in a child process, which has limits on memory and processor time and can be killed at any
-time. Requests arrive on its standard input. That stream ends when the parent ends, for whatever
-reason, and then the child exits too.
+Python cannot interrupt some work, and a library may abort. Such work runs in a child process, which
+has limits on memory and processor time and can be killed at any moment. It reads requests from its
+standard input, which ends when the parent ends for whatever reason; then the child exits.
 """
 
 import contextlib

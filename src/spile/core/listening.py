@@ -83,9 +83,9 @@ class ListenAddress:
     def openable(self) -> str:
         """A host that others can connect to, as it is written in a URL.
 
-        If the host means every address of this machine, the result is the machine's name over TLS,
-        since certificates hold names, and otherwise the address from which it reaches others. No
-        name server is asked.
+        If the host means every address of this machine, the result is the machine's name if TLS is
+        used, since certificates hold names, and otherwise the address of its outgoing connections.
+        No name server is queried.
         """
         if not self.is_anywhere:
             return self.in_url
@@ -127,8 +127,8 @@ class ListenAddress:
 
     def _refuse_password(self) -> str:
         raise ConfigError(
-            f"--tls-key {self.tls_key}: is encrypted; give one that is not, as "
-            "`openssl pkey -in FILE -out PLAIN` makes it"
+            f"--tls-key {self.tls_key}: is encrypted; decrypt it with "
+            "`openssl pkey -in FILE -out PLAIN`"
         )
 
 

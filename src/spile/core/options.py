@@ -108,7 +108,7 @@ def _share(flag: str, value: Any) -> float:
     except (ValueError, OverflowError):
         share = 0.0
     if not 0 < share <= 1:
-        raise ConfigError(f"{flag} must be a share such as 0.01, to 1, got {shown(value)}")
+        raise ConfigError(f"{flag} must be a share above 0, at most 1, got {shown(value)}")
     return share
 
 
@@ -117,12 +117,12 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # too many digits for Python, or nested too deeply
-        return f"a {type(value).__name__} beyond all measure"
+        return f"a {type(value).__name__} too large to show"
     return text if len(text) <= 200 else text[:199] + "…"
 
 
 def listed(names: Iterable[str], otherwise: str = "none") -> str:
-    """Format untrusted names as part of a line; of many, only the first."""
+    """Format untrusted names as part of a line; at most the first 50."""
     every = [*names]
     some = [name if name.isprintable() and len(name) <= 100 else shown(name) for name in every[:50]]
     return ", ".join([*some, *(["…"] if len(every) > 50 else [])]) or otherwise

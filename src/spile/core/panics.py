@@ -8,7 +8,7 @@ from spile.core.errors import InputError
 
 @contextmanager
 def without_panic(path: object) -> Generator[None, None, None]:
-    """Refuse a tokenizer's file that the Rust library reads, and then panics over."""
+    """Raise InputError if the Rust library panics over a tokenizer's file."""
     try:
         yield
     except BaseException as error:

@@ -20,9 +20,10 @@ from spile.core.options import LIMIT, shown
 RULES = 2
 
 
-# The fields that say what is computed and stored of each row. All others say which rows there are.
+# The fields that decide what is computed and stored for each row. The others decide which rows
+# there are.
 OF_EACH_ROW = ("model", "taps", "encode", "latents", "splice", "compute_dtype", "store_dtype")
-# Of these, the fields that a pass, which adds taps to the rows of a dataset, has of its own.
+# The subset that a pass (taps added to an existing dataset) may set for itself.
 OF_A_PASS = ("taps", "encode", "latents", "compute_dtype", "store_dtype")
 
 
@@ -44,8 +45,8 @@ class ResolvedRecipe:
     corpus: tuple[str, ...]
     taps: tuple[str, ...]
     encode: Mapping[str, str] = field(default_factory=dict[str, str])  # identities, by tap
-    latents: int | None = None  # how many latents to keep of a row, if given
-    splice: tuple[str, ...] = ()  # identities of changes, in the order in which they are made
+    latents: int | None = None  # latents to keep per row, if given
+    splice: tuple[str, ...] = ()  # identities of splices, in the order in which they apply
     where: str | None
     every: int | None
     seq_len: int

@@ -80,7 +80,7 @@ def using(other: System) -> Generator[None, None, None]:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that this machine has free, if it tells."""
+    """Return the bytes of memory that this machine has available; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux

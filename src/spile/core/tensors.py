@@ -25,7 +25,7 @@ from spile.core.bounded_json import JsonError, parse_json_object
 from spile.core.errors import CorruptError
 
 MAX_HEADER_BYTES = 100 << 20  # the official limit
-MAX_TENSORS = 1 << 20  # a tiny entry takes twenty times its size in memory
+MAX_TENSORS = 1 << 20  # a parsed entry takes up to twenty times its size in memory
 # Rows begin on a page boundary, so that a memory map of them is aligned.
 HEADER_ALIGN = 4096
 
@@ -47,8 +47,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# By the names that numpy and recipes use. (numpy marks one of the two kinds of e4m3 by `fn`;
-# safetensors, torch's users and we mean that one.)
+# Keyed by the names that recipes use. They are numpy's, except that numpy calls this kind of e4m3
+# `float8_e4m3fn`.
 DTYPES_BY_NAME = {dtype.name.removesuffix("fn"): dtype for dtype in DTYPES.values()}
 
 
@@ -67,7 +67,7 @@ def build_header(
     tensors: Iterable[tuple[str, npt.DTypeLike, tuple[int, ...]]],
     metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return the bytes that precede the tensors, which follow in the given order without gaps."""
+    """Return the header for tensors that follow in the given order, without gaps."""
     entries: dict[str, Any] = {}
     if metadata:
         entries["__metadata__"] = dict(metadata)
@@ -132,7 +132,7 @@ def header_size(where: str, first8: bytes, file_size: int) -> int:
 def read_header_from(
     read: Callable[[int, int], bytes | memoryview], size: int, where: str, *, first: int = 1 << 16
 ) -> dict[str, TensorInfo]:
-    """Read and check the header of a file of `size` bytes, with any function that reads a range.
+    """Read and check the header of a file of `size` bytes, through a function that reads a range.
 
     Args:
         read: takes a start and a length, returns that many bytes of the file (fewer if it ends).
@@ -190,7 +190,7 @@ def _map(path: Path, start: int, stop: int) -> mmap.mmap:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a whole file at once, for small tensors or those made once; shards are streamed."""
+    """Write a whole file at once. (Shards are streamed instead.)"""
     with path.open("xb") as file:
         file.write(build_header((name, a.dtype, a.shape) for name, a in tensors.items()))
         for array in tensors.values():

@@ -27,11 +27,11 @@ class Stopped(Exception):
 def mapped(
     function: Callable[[T], R], items: Iterable[T], threads: int, *, ahead: int | None = None
 ) -> Iterator[R]:
-    """Yield the function of each item, in order; a few threads work a few items ahead.
+    """Yield `function(item)` for each item, in order, computed by threads a few items ahead.
 
     Args:
-        ahead: how many items may be begun, or finished, before the one that is yielded next; as
-            many as threads by default. More keep all threads busy while one item takes long.
+        ahead: how many items may be started before the next one is yielded; by default, the
+            number of threads. A larger number keeps all threads busy while one item takes long.
     """
     most = threads if ahead is None else ahead
     rest = iter(items)
@@ -163,7 +163,6 @@ class Consumer(Generic[T]):
     def _end(self) -> None:
         if not self._ending:
             self._queue.put(None)
-            self._ending = (
-                True  # set afterwards: an interrupted put is retried; a second None is harmless
-            )
+            # Set afterwards, so that an interrupted put is retried; a second None is harmless.
+            self._ending = True
         self._thread.join()
