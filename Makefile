@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= acts/demo
+# The Python that has SAELens, if it is installed: its tests need it.
+SAELENS = SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)"
 
 .PHONY: demo test suite lint style types chaos chaos-kills chaos-faults chaos-buckets chaos-fleets chaos-models chaos-fuzz chaos-rest bench docs wheel lock clean
 
@@ -15,8 +17,7 @@ test: style $(VENV)/.saelens
 	$(MAKE) -j 2 types suite
 
 suite: $(VENV)/.dev
-	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
-	  $(BIN)/pytest -n 3 --dist worksteal
+	$(SAELENS) $(BIN)/pytest -n 3 --dist worksteal
 
 lint: style types
 
@@ -28,8 +29,15 @@ style: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/pyright src
 
-# What is too long or too varied for `make test`, by subject. Each runs by itself.
+# Tests that are too long or too varied for `make test`, by subject. Each target runs by itself.
+# Of tests/chaos all tests run, of these only the ones marked `full`; chaos-rest runs what no list
+# names. tests/test_makefile.py checks that every such test belongs to one target.
 CHAOS := chaos-kills chaos-faults chaos-buckets chaos-fleets chaos-models chaos-fuzz chaos-rest
+KILLS := tests/e2e/test_world.py tests/e2e/test_shuffle_docs.py tests/run
+BUCKETS := tests/contracts tests/objects tests/e2e/test_buckets.py tests/e2e/test_hub.py tests/e2e/test_remote_inputs.py
+FLEETS := tests/fleet tests/launch tests/e2e/test_launch.py
+MODELS := tests/models tests/check tests/compile
+MESHES := tests/run/test_mesh.py
 FULL = $(BIN)/pytest -n 2 --dist worksteal --chaos-full
 
 chaos: $(CHAOS)
@@ -37,23 +45,25 @@ chaos: $(CHAOS)
 chaos-kills: $(VENV)/.dev
 	$(FULL) tests/chaos/test_kill.py tests/chaos/test_world_kill.py tests/chaos/test_hostile.py
 	$(FULL) -rP tests/chaos/test_faults.py -k thousand
-	$(FULL) -m full tests/e2e/test_world.py tests/e2e/test_shuffle_docs.py tests/run
+	$(FULL) -m full $(KILLS) $(MESHES:%=--ignore %)
 
 # Faults at every system call, and power cuts; -rP prints what each has tried.
 chaos-faults: $(VENV)/.dev
-	$(FULL) -rP tests/chaos/test_faults.py tests/chaos/test_power.py -k "not thousand"
+	$(FULL) -rP tests/chaos/test_faults.py -k "not thousand"
+	$(FULL) -rP tests/chaos/test_power.py
 
 chaos-buckets: $(VENV)/.dev
 	$(FULL) tests/chaos/test_buckets.py tests/chaos/test_hub.py
-	$(FULL) -m full tests/contracts tests/objects tests/e2e/test_buckets.py tests/e2e/test_hub.py tests/e2e/test_remote_inputs.py
+	$(FULL) -m full $(BUCKETS)
 
 chaos-fleets: $(VENV)/.dev
 	$(FULL) tests/chaos/test_ray.py tests/chaos/test_shares.py tests/chaos/test_slurm.py tests/chaos/test_ssh.py tests/chaos/test_supervised.py
+	$(FULL) -m full $(FLEETS)
 
+# Meshes one after the other: each is a process with eight devices.
 chaos-models: $(VENV)/.dev $(VENV)/.saelens
-	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
-	  $(FULL) -m full tests/models tests/check tests/compile
-	$(BIN)/pytest tests/run/test_mesh.py --chaos-full
+	$(SAELENS) $(FULL) -m full $(MODELS)
+	$(BIN)/pytest --chaos-full $(MESHES)
 
 # Other examples every time, for so many seconds in all; its summary names the seeds.
 FUZZ_SECONDS ?= 1800
@@ -62,11 +72,7 @@ chaos-fuzz: $(VENV)/.dev
 
 chaos-rest: $(VENV)/.dev $(VENV)/.saelens
 	$(BIN)/pyright
-	SPILE_SAELENS_PYTHON="$$(test -f $(VENV)/.saelens && echo $(CURDIR)/$(VENV)/saelens/bin/python)" \
-	  $(FULL) -m full tests --ignore tests/chaos --ignore tests/models --ignore tests/check --ignore tests/compile \
-	  --ignore tests/run --ignore tests/contracts --ignore tests/objects --ignore tests/fleet --ignore tests/launch \
-	  --ignore tests/e2e/test_world.py --ignore tests/e2e/test_shuffle_docs.py --ignore tests/e2e/test_buckets.py \
-	  --ignore tests/e2e/test_hub.py --ignore tests/e2e/test_remote_inputs.py
+	$(SAELENS) $(FULL) -m full tests $(patsubst %,--ignore %,tests/chaos $(KILLS) $(BUCKETS) $(FLEETS) $(MODELS))
 
 bench: $(VENV)/.dev
 	$(BIN)/python bench/cpu.py

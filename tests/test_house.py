@@ -89,6 +89,13 @@ def test_every_module_says_what_it_holds() -> None:
     assert silent == []
 
 
+def test_names_of_tests_stay_under_70_characters() -> None:
+    files = {path: ast.walk(ast.parse(path.read_text())) for path in TESTS.rglob("test_*.py")}
+    names = [node.name for nodes in files.values() for node in nodes
+             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]  # fmt: skip
+    assert [name for name in names if len(name) >= 70] == []
+
+
 def test_the_citation_is_complete_and_of_this_version() -> None:
     cited = yaml.safe_load((TESTS.parent / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= cited.keys()  # that CFF 1.2.0 asks for

@@ -120,7 +120,7 @@ def test_a_resolved_recipe_survives_json() -> None:
         assert back.fingerprint() == recipe.fingerprint()
 
 
-def test_a_recipe_stored_before_rules_were_keeps_its_fingerprint_and_its_rules() -> None:
+def test_a_recipe_stored_before_rules_keeps_fingerprint_and_rules() -> None:
     earlier = dataclasses.replace(RESOLVED, rules=1)
     stored = earlier.to_json()
     assert "rules" not in stored
