@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spile.core.errors import StoreError
+from spile.core.errors import ConfigError, StoreError
 from spile.objects import Spool, bucket, check_creates_once, open_objects
 from spile.objects.protocol import COUNTED
 from support import servers, tiny
@@ -189,3 +189,28 @@ def test_a_server_that_honours_them_is_left_as_it_was(kind: str) -> None:
     objects = open_objects(STORES[kind]() if kind in STORES else "memory://probe")
     check_creates_once(objects)
     assert list(objects.list()) == []
+
+
+def test_own_credentials_never_mix_with_the_usual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = {"AWS_SESSION_TOKEN": "stale", "AWS_REGION": "eu-west-1",
+             **servers.s3_environment("http://127.0.0.1:9")}  # fmt: skip
+    own = servers.s3_account("own")
+    for name, value in usual.items():
+        monkeypatch.setenv(name, value)
+    for name, value in own.items():
+        monkeypatch.setenv(f"SPILE_DEST_{name}", value)
+    objects = open_objects(servers.s3_url(), prefix="SPILE_DEST_")
+    assert objects.create("a", b"1") and objects.get("a") == b"1"
+    assert objects.endpoint == own["AWS_ENDPOINT_URL"]
+    monkeypatch.delenv("SPILE_DEST_AWS_ENDPOINT_URL")
+    assert open_objects("s3://b", prefix="SPILE_DEST_").endpoint == ""  # (Amazon's own)
+    monkeypatch.delenv("SPILE_DEST_AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY is set, but not SPILE_DEST_AWS"):
+        open_objects("s3://b", prefix="SPILE_DEST_")
+
+
+def test_google_credentials_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "one.json")
+    monkeypatch.setenv("SPILE_DEST_GOOGLE_APPLICATION_CREDENTIALS", "other.json")
+    with pytest.raises(ConfigError, match="GOOGLE_SERVICE_ACCOUNT is set, but not SPILE_DEST_G"):
+        open_objects("gs://b", prefix="SPILE_DEST_")

@@ -38,7 +38,16 @@ _HOPELESS = (
     exceptions.InvalidPathError,
     exceptions.UnknownConfigurationKeyError,
 )
-_CLOUDS = ("AWS_", "GOOGLE_")  # prefixes of the variables that the client reads
+_AWS = "https://s3.{}.amazonaws.com"
+# The client's settings, named as the variables that it reads.
+_AWS_ENDPOINTS = ("aws_endpoint_url_s3", "aws_endpoint_url", "aws_endpoint")
+_AWS_PAIR = {"aws_access_key_id", "aws_secret_access_key"}
+_AWS_KEYS = _AWS_PAIR | {"aws_session_token", "aws_token"}
+_GOOGLE_KEYS = {
+    f"google_{name}"
+    for name in ("service_account", "service_account_path", "service_account_key",
+                 "application_credentials", "bearer_token", "base_url")
+}  # fmt: skip
 _STREAMED = 256 << 20
 _LARGE = 65 << 20  # of most shards, with a header; a larger put is given more time
 _LARGE_READ = 16 << 20  # a larger range is given more time, too
@@ -58,54 +67,60 @@ def open_bucket(url: str, spool: Spool | None = None, variables: str = "") -> "B
     if not bucket:
         raise ConfigError(f"{url}: names no bucket; a store is e.g. {scheme}://BUCKET/PREFIX")
 
+    own = _own_settings(scheme, variables)
+    endpoint = own.get("endpoint", "" if own else os.environ.get("AWS_ENDPOINT_URL", ""))
+
     def store(timeout: timedelta) -> Any:
         settings: dict[str, Any] = {
             "prefix": prefix.strip("/") or None,
             "client_options": {"timeout": timeout, "allow_http": True},
             # Requests are retried here, where the meaning of a lost answer is known.
             "retry_config": {"max_retries": 0, "retry_timeout": timeout},
+            **own,
         }
         if scheme == "gs":
             return GCSStore(bucket, **settings)
         # TLS already protects the body, so it need not be hashed and signed.
-        unsigned = not os.environ.get("AWS_ENDPOINT_URL", "https:").startswith("http:")
-        return S3Store(bucket, conditional_put="etag", unsigned_payload=unsigned, **settings)
+        settings["unsigned_payload"] = not endpoint.startswith("http:")
+        return S3Store(bucket, conditional_put="etag", **settings)
 
     try:
-        with _credentials(variables):
-            objects = BucketObjects(url, store(_TIMEOUT), spool, store(_LARGE_TIMEOUT))
-            if scheme == "s3":
-                objects.endpoint = os.environ.get("AWS_ENDPOINT_URL", "").rstrip("/")
-            return objects
+        objects = BucketObjects(url, store(_TIMEOUT), spool, store(_LARGE_TIMEOUT))
     except Exception as error:
         raise ConfigError(f"{url}: {_line(error)}") from None
+    if scheme == "s3" and endpoint != _AWS.format(own.get("region")):
+        objects.endpoint = endpoint.rstrip("/")
+    return objects
 
 
-@contextlib.contextmanager
-def _credentials(prefix: str) -> Generator[None, None, None]:
-    """Let the client see the variables under a prefix, and no others of the clouds, if any are set.
+def _own_settings(scheme: str, prefix: str) -> dict[str, Any]:
+    """Return the client's settings from the variables under a prefix; none if there are none.
 
-    The client reads the environment when it is made. A part of one account's variables (a session
-    token, an endpoint) beside another's would be refused, or lead elsewhere.
+    The client also reads the usual variables. A part of another account's (a session token, an
+    endpoint) beside these would be refused by the server, or lead elsewhere. So keys, endpoint and
+    region are given to it explicitly; what cannot be overridden so is refused.
     """
-    own = {
-        name.removeprefix(prefix): value
-        for name, value in os.environ.items()
-        if prefix and name.startswith(tuple(prefix + cloud for cloud in _CLOUDS))
-    }
-    usual = {name: value for name, value in os.environ.items() if name.startswith(_CLOUDS)}
+    cloud = {"gs": "GOOGLE_", "s3": "AWS_"}[scheme]
+    names = [name for name in os.environ if prefix and name.startswith(prefix + cloud)]
+    own: dict[str, Any] = {name.removeprefix(prefix).lower(): os.environ[name] for name in names}
     if not own:
-        yield
-        return
-    try:
-        for name in usual:
-            del os.environ[name]
-        os.environ.update(own)
-        yield
-    finally:
-        for name in own:
-            del os.environ[name]
-        os.environ.update(usual)
+        return {}
+    if scheme == "s3" and own.keys() >= _AWS_PAIR:
+        keys = {name: own.pop(name, None) for name in _AWS_KEYS}
+        credentials = {name.removeprefix("aws_"): key for name, key in keys.items()}
+        credentials["token"] = credentials.pop("session_token") or credentials["token"]
+        own["credential_provider"] = lambda: {**credentials, "expires_at": None}
+    elif f"{cloud.lower()}skip_signature" not in own:
+        keys = {name.upper() for name in (_GOOGLE_KEYS if scheme == "gs" else _AWS_KEYS) - {*own}}
+        for name in sorted(keys & os.environ.keys()):
+            raise ConfigError(f"{name} is set, but not {prefix}{name}: set both, or unset {name}")
+    if scheme == "s3":
+        regions: list[str] = [own.pop(name, "") for name in ("aws_region", "aws_default_region")]
+        own["region"] = next((name for name in regions if name), "us-east-1")
+        endpoints: list[str] = [own.pop(name, "") for name in _AWS_ENDPOINTS]
+        own["endpoint"] = next((url for url in endpoints if url), _AWS.format(own["region"]))
+        own["aws_endpoint_url_s3"] = own["endpoint"]
+    return own
 
 
 class BucketObjects:
