@@ -12,7 +12,7 @@ from spile.launch.flags import add_launch
 from spile.launch.gcloud import Gcloud
 from spile.launch.kubernetes import Kubernetes
 from spile.launch.local import Local
-from spile.launch.run import build_job, build_target, check_out, commands, told
+from spile.launch.run import build_job, build_target, check_out, told
 from spile.launch.sky import Sky
 from spile.launch.slurm import Slurm
 from spile.launch.ssh import Ssh
@@ -97,7 +97,7 @@ def test_what_is_seen_again_is_not(words: list[str], out: str | None) -> None:
 def test_every_action_is_commands_that_nothing_has_run(action: str) -> None:
     arguments = parse("slurm") if action == "submit" else parse(action, "slurm")
     job = build_job(arguments, {})
-    assert commands(action, build_target(arguments), job, 5)
+    assert build_target(arguments).commands(action, job, 5)
 
 
 def test_hosts_are_reported_by_name_and_their_output_is_escaped() -> None:

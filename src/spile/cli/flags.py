@@ -151,7 +151,9 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 class Verbs:
     """The verbs of a parser; each group's file adds its own."""
 
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
+    def __init__(self, parser: argparse.ArgumentParser, given: str | None = None) -> None:
+        """`given`: the verb that will be parsed; None: any."""
+        self._given = given
         self._group = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
     def add(
@@ -168,6 +170,10 @@ class Verbs:
         sub.set_defaults(verb=handle)
         sub.add_argument("--json", action="store_true", help="print one JSON object")
         return sub
+
+    def may_be(self, name: str) -> bool:
+        """Whether this verb may be parsed, so that it needs all of its flags."""
+        return self._given in (None, name)
 
     def parser_of(self, name: str) -> argparse.ArgumentParser:
         """The parser of a verb that was added before."""

@@ -10,7 +10,6 @@ from spile.cli.extract import given as options_of
 from spile.cli.flags import Verbs
 from spile.core.config import build, flag_of
 from spile.core.errors import ConfigError
-from spile.launch import flags
 
 _LAUNCH_HELP = """\
 Start the same `spile extract` on many hosts, look at it, and stop it.
@@ -24,12 +23,15 @@ def add_launch(verbs: Verbs) -> None:
     help = "start extract elsewhere: ssh, clusters, clouds"
     sub = verbs.add("launch", launch, help, description=_LAUNCH_HELP)
     sub.set_defaults(parse_extract=verbs.parser_of("extract").parse_args)
-    flags.add_launch(sub)
+    if verbs.may_be("launch"):
+        from spile.launch.flags import add_launch
+
+        add_launch(sub)
 
 
 def launch(arguments: argparse.Namespace) -> int:
     from spile.launch.command import shown
-    from spile.launch.run import act, build_job, build_target, check, check_out, commands, told
+    from spile.launch.run import act, build_job, build_target, check, check_out, told
 
     action, target = arguments.action, build_target(arguments)
     lines = getattr(arguments, "lines", 0)
@@ -41,7 +43,7 @@ def launch(arguments: argparse.Namespace) -> int:
         check_out(arguments, _check_recipe(given))  # it may come from --config
     job = build_job(arguments, os.environ)
     if arguments.dry_run:
-        print(shown(commands(action, target, job.masked(), lines)))
+        print(shown(target.commands(action, job.masked(), lines)))
         return 0
     results = act(action, target, job, lines)
     if arguments.json:

@@ -46,14 +46,18 @@ _VERBS = (  # in the order of `spile --help`
 
 
 @functools.cache
-def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of `spile`, with every verb; once, because it takes 30 ms."""
+def make_parser(given: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser of `spile`, with every verb; once, because it takes 30 ms.
+
+    Args:
+        given: the verb to parse; others may then lack flags that take long to import. None: all.
+    """
     parser = Parser(
         prog="spile",
         description="Taps a language model while it reads a corpus, and keeps the activations.",
     )
     parser.add_argument("--version", action="version", version=f"spile {__version__}")
-    verbs = Verbs(parser)
+    verbs = Verbs(parser, given)
     for add in _VERBS:
         add(verbs)
     return parser
@@ -84,9 +88,7 @@ def run(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupted)
     try:
-        parser = make_parser()
-        given = argparse.Namespace(stop=stop, argv=list(argv), parse=parser.parse_args)
-        arguments = parser.parse_args(argv, given)
+        arguments = _parse(argv, argparse.Namespace(stop=stop, argv=list(argv), parse=_parse))
         logging.basicConfig(
             level=logging.WARNING if getattr(arguments, "quiet", False) else logging.INFO,
             handlers=[_handler(as_json=getattr(arguments, "log_json", False))],
@@ -102,6 +104,10 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _parse(argv: Sequence[str], given: argparse.Namespace) -> argparse.Namespace:
+    return make_parser(argv[0] if argv else "").parse_args(argv, given)
 
 
 def _say(error: SpileError, argv: Sequence[str]) -> None:

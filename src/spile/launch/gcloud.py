@@ -5,6 +5,7 @@ and find each other. `Gcloud` returns the commands; `Keeper` runs them: it creat
 watches TPUs, and creates them again when they are preempted.
 """
 
+import argparse
 import logging
 import re
 import threading
@@ -17,7 +18,7 @@ from spile.core.retry import backoff
 from spile.launch import script
 from spile.launch.command import FILE, NOT_FOUND, Command, Result, run
 from spile.launch.job import LaunchJob, Seat, check_name
-from spile.launch.target import check_counts
+from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts
 
 _log = logging.getLogger("spile.launch")
 
@@ -47,7 +48,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gcloud:
+class Gcloud(LaunchTarget):
     zones: tuple[str, ...]  # tried in order
     tpus: tuple[str, ...] = ()  # their names [the job's name, numbered]
     slices: int = 1
@@ -165,6 +166,21 @@ class Gcloud:
         if not self.delete:
             return ends
         return [*ends, *(self.delete_node(node) for node in self.nodes(job))]
+
+    def act(self, action: str, job: LaunchJob, lines: int) -> list[Result]:
+        keeper = Keeper(self, job)
+        if action == "submit":
+            return keeper.submit()
+
+        def wanted(node: Node) -> Sequence[Command]:
+            if action == "status":
+                return [self.state(job, node)]
+            if action == "logs":
+                return [self.log(job, node, lines)]
+            ended = [self.end(job, node)]
+            return [*ended, self.delete_node(node)] if self.delete else ended
+
+        return keeper.ask(wanted)
 
     def _seat(self, job: LaunchJob, node: Node) -> Seat:
         return Seat(slice=node.slice, slices=len(self.nodes(job)))
@@ -414,3 +430,37 @@ def _error(result: Result) -> str:
     """gcloud's error line, without the advice that may follow it."""
     lines = [line for line in result.err.splitlines() if line.startswith("ERROR:")]
     return printable(lines[0].strip()) if lines else result.said
+
+
+def _add_flags(flags: Flags) -> None:
+    flags.slices()
+    flags.many("--zone", "ZONE", "zone of the TPUs; if given several times, each is tried in turn")
+    flags.many("--tpu", "NAME", "name of an existing TPU, or of one to create [from --name]")
+    flags.add("--project", "project of the TPUs [gcloud's default]", metavar="ID")
+    flags.add(
+        "--accelerator-type", "create missing TPUs of this type, e.g. v5litepod-64", metavar="TYPE"
+    )
+    flags.add(
+        "--runtime-version", "runtime of created TPUs, e.g. v2-alpha-tpuv5-lite", metavar="VERSION"
+    )
+    flags.switch("--spot", "create preemptible TPUs")
+    flags.switch("--queued", "create TPUs through the queue of requests")
+    flags.switch("--keep", "keep running, and replace TPUs that are preempted")
+    flags.count("--retries", "give up after this many failed attempts in a row [10]", 10)
+    flags.switch("--delete", "with stop: also delete the TPUs")
+
+
+def _build(a: argparse.Namespace) -> Gcloud:
+    if a.tpu and a.slices not in (1, len(a.tpu)):
+        raise ConfigError(f"--slices {a.slices}, but --tpu names {len(a.tpu)}")
+    return Gcloud(
+        zones=tuple(a.zone), tpus=tuple(a.tpu), slices=a.slices, project=a.project,
+        accelerator_type=a.accelerator_type, runtime_version=a.runtime_version, spot=a.spot,
+        queued=a.queued, keep=a.keep, retries=a.retries, delete=a.delete,
+    )  # fmt: skip
+
+
+# (On TPU VMs only root may use Docker.)
+GCLOUD = TargetRow(
+    "gcloud", "TPU VMs of Google Cloud", _add_flags, _build, contained=True, device="tpu", sudo=True
+)

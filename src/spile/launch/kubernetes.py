@@ -3,6 +3,7 @@
 Each slice of several hosts has its own JobSet, so that restarting one leaves the others alone.
 """
 
+import argparse
 import math
 import re
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from spile.core.errors import ConfigError
 from spile.launch.command import Command
 from spile.launch.job import GOOGLE_KEY, GRACE, PORT, LaunchJob
-from spile.launch.target import check_counts, to_yaml
+from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, to_yaml
 
 # GKE's machine names of each generation, and the chips per host of a larger slice.
 _TPUS = {
@@ -63,7 +64,7 @@ def parse_tpu(text: str) -> Tpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kubernetes:
+class Kubernetes(LaunchTarget):
     slices: int = 1
     world_size: int = 1
     tpu: Tpu | None = None
@@ -285,3 +286,38 @@ def _secret(job: LaunchJob) -> str:
 def _literal(text: str) -> str:
     """Escape $: Kubernetes replaces $(NAME) in arguments and values, and $$ stands for $."""
     return text.replace("$", "$$")
+
+
+def _add_flags(flags: Flags) -> None:
+    flags.slices()
+    flags.world_size()
+    flags.add("--tpu", "TPU of each slice on GKE, e.g. v5e:8x8", metavar="KIND:TOPOLOGY")
+    flags.count("--gpus", "GPUs of each host [0]", 0)
+    flags.add("--service-account", "service account of the pods", metavar="NAME")
+    flags.add("--namespace", "namespace of the pods [kubectl's default]", metavar="NAME")
+    flags.add("--context", "context of kubectl [its default]", metavar="NAME")
+    flags.many("--claim", "CLAIM:/PATH", "mount this volume claim")
+    flags.add(
+        "--credentials-secret", "secret with a Google key, mounted read-only", metavar="SECRET:KEY"
+    )
+    flags.machine()
+
+
+def _build(a: argparse.Namespace) -> Kubernetes:
+    return Kubernetes(
+        slices=a.slices, world_size=a.world_size, tpu=parse_tpu(a.tpu) if a.tpu else None,
+        gpus=a.gpus, cpus=a.cpus, memory=a.memory, spot=a.spot, namespace=a.namespace,
+        context=a.context, service_account=a.service_account, claims=tuple(a.claim),
+        key=a.credentials_secret,
+    )  # fmt: skip
+
+
+KUBERNETES = TargetRow(
+    "kubernetes",
+    "a Kubernetes cluster, GKE's TPUs included",
+    _add_flags,
+    _build,
+    on_hosts=False,
+    contained=True,
+    mount_flag="--claim",
+)

@@ -1,10 +1,12 @@
 """Processes on this machine: slices side by side, each of one process or several."""
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spile.core.errors import ConfigError
 from spile.launch.job import PORT, Seat
-from spile.launch.target import Host, Hosts, check_counts
+from spile.launch.target import Flags, Host, Hosts, TargetRow, check_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +41,28 @@ class Local(Hosts):
         first = number * self.gpus_each
         seen = range(first, first + self.gpus_each)
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}
+
+
+def _add_flags(flags: Flags) -> None:
+    flags.slices()
+    flags.world_size()
+    flags.port("the first slice")
+    flags.count("--gpus-each", "GPUs that each process sees [all]", None)
+
+
+def _build(a: argparse.Namespace) -> Local:
+    return Local(slices=a.slices, world_size=a.world_size, port=a.port, gpus_each=a.gpus_each)
+
+
+def _build_docker(a: argparse.Namespace) -> Local:
+    if not a.container:
+        raise ConfigError("--container IMAGE@sha256:DIGEST is missing")
+    return _build(a)
+
+
+LOCAL = TargetRow(
+    "local", "processes on this machine", _add_flags, _build, shares_folder=True, starts_here=True
+)
+DOCKER = TargetRow(
+    "docker", "containers on this machine", _add_flags, _build_docker, contained=True
+)

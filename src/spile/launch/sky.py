@@ -1,5 +1,6 @@
 """SkyPilot: a managed job for each slice, which SkyPilot restores when it is preempted."""
 
+import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 from spile.core.errors import ConfigError
 from spile.launch.command import FILE, Command
 from spile.launch.job import PORT, LaunchJob, Seat
-from spile.launch.target import check_counts, to_yaml
+from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts, to_yaml
 
 _WORLD = f"""\
 export COORDINATOR_ADDRESS="$(printf '%s\\n' "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"
@@ -17,7 +18,7 @@ export NUM_HOSTS="$SKYPILOT_NUM_NODES" HOST_ID="$SKYPILOT_NODE_RANK"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sky:
+class Sky(LaunchTarget):
     slices: int = 1
     world_size: int = 1  # a TPU pod counts as one: its hosts find each other
     accelerators: str | None = None
@@ -93,3 +94,25 @@ class Sky:
 
     def _name(self, job: LaunchJob, number: int) -> str:
         return f"{job.name}-{number}" if self.slices > 1 else job.name
+
+
+def _add_flags(flags: Flags) -> None:
+    flags.slices()
+    flags.world_size()
+    flags.add(
+        "--accelerators",
+        "accelerators of each host, e.g. A100:8 or tpu-v5litepod-64",
+        metavar="X",
+    )
+    flags.add("--infra", "where to run, e.g. gcp/us-central1", metavar="X")
+    flags.machine()
+
+
+def _build(a: argparse.Namespace) -> Sky:
+    return Sky(
+        slices=a.slices, world_size=a.world_size, accelerators=a.accelerators, infra=a.infra,
+        cpus=a.cpus, memory=a.memory, spot=a.spot,
+    )  # fmt: skip
+
+
+SKY = TargetRow("sky", "SkyPilot, any cloud", _add_flags, _build)

@@ -1,5 +1,6 @@
 """Slurm: an array of slices, each a job of one node or of several joined ones."""
 
+import argparse
 import re
 import shlex
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from spile.core.errors import ConfigError
 from spile.launch.command import Command
 from spile.launch.job import LaunchJob
-from spile.launch.target import check_counts
+from spile.launch.target import Flags, LaunchTarget, TargetRow, check_counts
 
 _OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?", re.DOTALL)
 _OURS = ("--array", "--nodes", "--ntasks", "--ntasks-per-node", "--job-name", "--output")
@@ -19,7 +20,7 @@ _COLUMNS = "%.18i %.12j %.2t %.10M %.6D %R"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slurm:
+class Slurm(LaunchTarget):
     slices: int = 1
     world_size: int = 1
     options: tuple[str, ...] = ()  # of sbatch, as the user gives them
@@ -87,3 +88,27 @@ tail -n {lines} -- "$@"
 
     def _log(self, job: LaunchJob, numbered: str) -> str:
         return f"{self.folder}/{job.name}.log.{numbered}"
+
+
+def _add_flags(flags: Flags) -> None:
+    flags.slices()
+    flags.world_size()
+    flags.many("--sbatch", "OPTION", "pass an option to sbatch, e.g. --sbatch=--partition=gpu")
+    flags.add("--log-folder", "folder for the logs of all nodes [.]", metavar="DIR", default=".")
+
+
+def _build(a: argparse.Namespace) -> Slurm:
+    return Slurm(
+        slices=a.slices, world_size=a.world_size, options=tuple(a.sbatch), folder=a.log_folder
+    )
+
+
+SLURM = TargetRow(
+    "slurm",
+    "a Slurm cluster",
+    _add_flags,
+    _build,
+    contained=True,
+    shares_folder=True,
+    folder_with_container=True,
+)

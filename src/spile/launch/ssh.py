@@ -1,12 +1,14 @@
 """Hosts reached by ssh: each its own slice, or joined in groups."""
 
+import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from spile.core.errors import ConfigError
 from spile.launch.job import PORT, Seat
-from spile.launch.target import Host, Hosts, check_counts
+from spile.launch.target import Flags, Host, Hosts, TargetRow, check_counts
 
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_]([A-Za-z0-9_.-]*|[0-9A-Fa-f:]+)")
 _ADDRESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]+")
@@ -85,3 +87,24 @@ def parse_hosts(text: str, source: str) -> tuple[Line, ...]:
     if twice:
         raise ConfigError(f"{source}: {', '.join(twice)} is there twice; a host runs one process")
     return tuple(found)
+
+
+def _add_flags(flags: Flags) -> None:
+    flags.world_size()
+    flags.add(
+        "--hosts", "file with [USER@]HOST [ADDRESS] on each line", metavar="FILE", required=True
+    )
+    flags.port("a slice")
+    flags.add("--ssh-config", "configuration file for ssh", metavar="FILE")
+
+
+def _build(a: argparse.Namespace) -> Ssh:
+    try:
+        text = Path(a.hosts).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hosts {a.hosts}: {getattr(error, 'strerror', '') or error}") from None
+    lines = parse_hosts(text, a.hosts)
+    return Ssh(lines=lines, world_size=a.world_size, port=a.port, config=a.ssh_config)
+
+
+SSH = TargetRow("ssh", "hosts reached by ssh", _add_flags, _build, contained=True)

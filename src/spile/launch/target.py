@@ -1,34 +1,53 @@
-"""The interface of every target: the commands that start a run, look at it, and stop it."""
+"""What every launch target shares: its interface, its row in the table of targets, its flags.
 
+The table itself is in `flags.py`.
+"""
+
+import argparse
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import yaml
 
 from spile.core.errors import ConfigError
 from spile.launch import script
-from spile.launch.command import Command
-from spile.launch.job import LaunchJob, Seat
+from spile.launch.command import Command, Result, run_all
+from spile.launch.job import GRACE, PORT, LaunchJob, Seat
 
 # Keys that YAML parsers of every version read as text.
 _PLAIN_KEY = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_]\w*", re.IGNORECASE)
+_TIMEOUT = 3 * GRACE  # seconds for a status or a stop
 
 
-class LaunchTarget(Protocol):
-    """Returns commands; nothing here runs them."""
+class LaunchTarget(ABC):
+    """A place to run a job: returns the commands of each action; only `act` runs them."""
 
+    @abstractmethod
     def render(self, job: LaunchJob) -> Sequence[Command]:
         """The commands that start the job."""
-        ...
 
+    @abstractmethod
     def status(self, job: LaunchJob) -> Sequence[Command]: ...
 
+    @abstractmethod
     def logs(self, job: LaunchJob, lines: int) -> Sequence[Command]: ...
 
+    @abstractmethod
     def stop(self, job: LaunchJob) -> Sequence[Command]: ...
+
+    def commands(self, action: str, job: LaunchJob, lines: int) -> Sequence[Command]:
+        """The commands of an action: submit, status, logs or stop."""
+        if action == "logs":
+            return self.logs(job, lines)
+        return {"submit": self.render, "status": self.status, "stop": self.stop}[action](job)
+
+    def act(self, action: str, job: LaunchJob, lines: int) -> list[Result]:
+        """Run an action on all hosts at once; the results include failures."""
+        timeout = None if action == "submit" else _TIMEOUT
+        return run_all(self.commands(action, job, lines), timeout)
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,7 @@ class Host:
     where: str
 
 
-class Hosts(ABC):
+class Hosts(LaunchTarget):
     """A target with known hosts, each of which gets a script."""
 
     @abstractmethod
@@ -63,6 +82,60 @@ class Hosts(ABC):
             Command(argv=host.shell, where=host.where, stdin=write(host.seat))
             for host in self.hosts()
         ]
+
+
+class Flags:
+    """The flags of one target, in a group of their own."""
+
+    def __init__(self, parser: argparse.ArgumentParser, title: str) -> None:
+        self._group = parser.add_argument_group(title)
+
+    def add(self, flag: str, help: str, **more: Any) -> None:
+        self._group.add_argument(flag, help=help, **more)
+
+    def switch(self, flag: str, help: str) -> None:
+        self.add(flag, help, action="store_true")
+
+    def many(self, flag: str, metavar: str, help: str) -> None:
+        """A flag that may be given several times."""
+        self.add(flag, help, metavar=metavar, action="append", default=[])
+
+    def count(self, flag: str, help: str, default: int | None = 1) -> None:
+        self.add(flag, help, metavar="N", type=int, default=default)
+
+    def slices(self) -> None:
+        self.count("--slices", "number of slices, which work independently [1]")
+
+    def world_size(self) -> None:
+        self.count("--world-size", "hosts joined in each slice (see docs/worlds.md) [1]")
+
+    def port(self, where: str) -> None:
+        self.count("--port", f"port where the processes of {where} meet [{PORT}]", PORT)
+
+    def machine(self) -> None:
+        """What each host of a cluster or cloud should be."""
+        self.add("--cpus", "CPU cores of each host", metavar="X")
+        self.add("--memory", "memory of each host", metavar="X")
+        self.switch("--spot", "use preemptible machines")
+
+
+@dataclass(frozen=True)
+class TargetRow:
+    """A row of the table of targets: a target's name, flags and construction."""
+
+    name: str
+    about: str  # completes "start extract on …"
+    add_flags: Callable[[Flags], None]
+    build: Callable[[argparse.Namespace], LaunchTarget]  # raises ConfigError
+    _: KW_ONLY
+    on_hosts: bool = True  # takes the flags of hosts: the program, setup lines, a folder, a key
+    contained: bool = False  # takes the flags of containers
+    mount_flag: str = "--mount"  # makes a folder visible in a container
+    device: str = "cpu"  # of a container, unless --device names another
+    sudo: bool = False  # only root may use the container engine there
+    shares_folder: bool = False  # every host sees the folder where the command is given
+    starts_here: bool = False  # runs start in that folder
+    folder_with_container: bool = False  # --folder applies to containers, too
 
 
 def check_counts(**counts: int) -> None:
