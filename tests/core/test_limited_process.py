@@ -1,12 +1,15 @@
 """A process within limits: what it answers, and what is said of one that ended."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from spile.core.errors import Interrupted
 from spile.core.limited_process import LimitedProcess, ProcessEnded, ProcessLimits
+from spile.core.threads import cancelled_by
 
 MODULE = """
 import os, signal, sys
@@ -45,9 +48,9 @@ def start(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(filter(None, sys.path))}")
     started: list[LimitedProcess] = []
 
-    def start(heed: Callable[[], None] = lambda: None) -> LimitedProcess:
+    def start() -> LimitedProcess:
         limits = ProcessLimits(0.2, 64 << 20)
-        started.append(LimitedProcess("limited_module", limits, heed=heed, quiet=True))
+        started.append(LimitedProcess("limited_module", limits, quiet=True))
         return started[-1]
 
     yield start
@@ -86,9 +89,7 @@ def test_what_ended_it_is_said(
 
 
 def test_whoever_waits_may_stop(start: Callable[..., LimitedProcess]) -> None:
-    def heed() -> None:
-        raise KeyboardInterrupt
-
-    process = start(heed)
-    with pytest.raises(KeyboardInterrupt):
+    process, stop = start(), threading.Event()
+    stop.set()
+    with cancelled_by(stop), pytest.raises(Interrupted):
         process.received()  # it was never asked

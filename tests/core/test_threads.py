@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from spile.core.threads import Consumer, Producer, mapped
+from spile.core.errors import Interrupted
+from spile.core.threads import Consumer, Producer, cancellation, cancelled_by, mapped
 
 Source = Generator[int, None, None]
 PATIENCE = 3.0  # seconds after which a call is taken to hang
@@ -368,3 +369,49 @@ def test_the_first_error_in_order_is_raised() -> None:
         for number in mapped(failing, range(10), 4):
             seen.append(number)
     assert seen == [0, 1, 2]
+
+
+def looking(looks: list[bool]) -> Source:
+    """Waits until its work is cancelled; notes that it was."""
+    yield 0
+    while not cancellation().is_set():
+        time.sleep(0.005)
+    looks.append(True)
+    cancellation().check()
+
+
+def test_work_stops_once_any_of_its_flags_is_set() -> None:
+    outer, inner = threading.Event(), threading.Event()
+    with cancelled_by(outer):
+        with cancelled_by(inner):
+            cancellation().check()
+            inner.set()
+            with pytest.raises(Interrupted):
+                cancellation().check()
+        cancellation().check()  # the inner flag stops the inner work alone
+        outer.set()
+        with pytest.raises(Interrupted):
+            cancellation().check()
+    cancellation().check()
+
+
+def test_a_producer_stops_with_the_work_that_made_it() -> None:
+    stop = threading.Event()
+    with cancelled_by(stop):
+        items = iter(Producer(looking([]), 1, "test"))
+    assert next(items) == 0
+    stop.set()
+    with pytest.raises(Interrupted):
+        within_patience(lambda: next(items))
+
+
+def test_closing_a_producer_cancels_its_work_alone() -> None:
+    looks: list[bool] = []
+    stop = threading.Event()
+    with cancelled_by(stop):
+        first, second = Producer(looking(looks), 1, "a"), Producer(looking([]), 1, "b")
+        within_patience(first.close)
+        assert looks == [True]
+        assert not cancellation().is_set()
+        assert second._thread.is_alive()
+        within_patience(second.close)

@@ -15,13 +15,15 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.core.errors import InputError
+from spile.core.errors import InputError, Interrupted
+from spile.core.threads import cancelled_by
 from spile.corpus import units as units_module
 from spile.corpus.files import find_files
 from spile.corpus.formats import parquet
 from spile.corpus.reader import CorpusReader, ReadOptions
 from spile.corpus.units import CutOptions, Unit, make_units, tokens_per_byte
 from support.marks import examples
+from support.stops import StopAtLook
 
 KINDS = ("jsonl", "jsonl.gz", "jsonl.zst", "txt", "txt.gz", "txt.zst", "parquet")
 Corpus = list[tuple[str, list[str]]]  # kind and documents of each file
@@ -318,15 +320,7 @@ def test_the_pass_over_the_corpus_can_be_stopped_anywhere(
     monkeypatch.setattr("spile.corpus.units._CHUNK", 100)
     path = tmp_path / "a.txt"
     path.write_text("line\n" * 200)
-    calls = 0
-
-    def heed() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        options = CutOptions(unit_tokens=10, density=1.0)
-        make_units(find_files(str(path)), options, heed=heed)
-    assert calls == 5
+    stop, options = StopAtLook(5), CutOptions(unit_tokens=10, density=1.0)
+    with cancelled_by(stop), pytest.raises(Interrupted):
+        make_units(find_files(str(path)), options)
+    assert stop.looks == 5

@@ -25,6 +25,7 @@ from simulator.store import Bucket, Faults, Store
 from spile.core.config import Runtime
 from spile.core.errors import CorruptError, Interrupted, SpileError
 from spile.core.system import using
+from spile.core.threads import cancelled_by
 from spile.corpus.pack import PackedUnit
 from spile.corpus.units import Unit
 from spile.dataset.maintain.compact import compact
@@ -374,9 +375,10 @@ class Simulation:
                 ledger.check_weights({"embed": "aa", "blocks": "bb"})
                 budget = Budget(table, ledger, runtime.max_bytes)
                 picker = StorePicker(job, ledger, presence, budget, stop, share)
-                context = RunContext(ledger, runtime, SingleWorld(), presence, Counters(), stop)
+                context = RunContext(ledger, runtime, SingleWorld(), presence, Counters())
                 presence.start()
-                Worker(context, job, cast(Any, model), model.batches, picker).run()  # type: ignore[arg-type]
+                with cancelled_by(stop):
+                    Worker(context, job, cast(Any, model), model.batches, picker).run()  # type: ignore[arg-type]
                 ledger.complete(table, patient=True)
             outcome = extraction.outcome_of(ledger, table, cast(Any, None), runtime)
         except BaseException as error:

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from spile.core.threads import cancellation
+
 _LENGTH = struct.Struct("<Q")
-_POLL = 0.1  # seconds between calls of `heed` while the process works
+_POLL = 0.1  # seconds between looks whether to stop waiting for the process
 _MORE_MEMORY = 32  # bytes for each byte of a request
 _NO_MEMORY = 97  # the exit code of a process that had too little memory to report it
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL})
@@ -68,16 +70,12 @@ class LimitedProcess:
         module: str,
         limits: ProcessLimits,
         *,
-        heed: Callable[[], None] = lambda: None,
         arguments: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
         quiet: bool = False,
     ) -> None:
-        """Args:
-        heed: called now and then while the process works; may raise to stop waiting.
-        quiet: whether to discard its standard error.
-        """
-        self._limits, self._heed = limits, heed
+        """`quiet`: whether to discard its standard error."""
+        self._limits = limits
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
@@ -101,12 +99,13 @@ class LimitedProcess:
 
         Raises:
             ProcessEnded: if the process ends without an answer.
+            Interrupted: if the work is cancelled while it waits.
         """
         assert self._process.stdout
         ready = select.poll()
         ready.register(self._process.stdout, select.POLLIN)
         while not ready.poll(_POLL * 1000):
-            self._heed()
+            cancellation().check()
         answer = received(self._process.stdout)
         if answer is None:
             raise ProcessEnded(self._process.wait(), self._limits)

@@ -1,23 +1,66 @@
-"""Overlapping stages: threads joined by bounded queues, whose errors are raised in the caller.
+"""Overlapping stages (threads joined by bounded queues), and the flags that stop their work.
 
 A stage that fails stops the run with its own error; a stage whose consumer has gone stops by
 itself. Nothing waits forever: every blocking call wakes regularly to check the stop flag.
+
+Slow work anywhere below calls `cancellation().check()` now and then. Which flags that looks at
+depends on the caller (`cancelled_by`), so two runs in one process do not stop each other. A
+`Producer`'s thread inherits the flags of the thread that made it; an object that works in other
+threads keeps the cancellation of the thread that made it.
 """
 
 import contextlib
 import itertools
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from spile.core.errors import Interrupted
 from spile.core.system import system
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _POLL = 0.1  # seconds between checks of the stop flag while blocked
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    """Tells work whether to stop: it should once any of the flags is set."""
+
+    flags: tuple[threading.Event, ...] = ()
+
+    def is_set(self) -> bool:
+        return any(flag.is_set() for flag in self.flags)
+
+    def check(self) -> None:
+        """Raise `Interrupted` if the work should stop."""
+        if self.is_set():
+            raise Interrupted
+
+
+NEVER = Cancellation()
+_cancellation: ContextVar[Cancellation] = ContextVar("cancellation", default=NEVER)
+
+
+def cancellation() -> Cancellation:
+    """Return the cancellation of the work that this thread does; without flags, by default."""
+    return _cancellation.get()
+
+
+@contextlib.contextmanager
+def cancelled_by(*flags: threading.Event) -> Generator[None, None, None]:
+    """Let these flags, too, stop what this thread does inside the `with` block."""
+    token = _cancellation.set(Cancellation((*cancellation().flags, *flags)))
+    try:
+        yield
+    finally:
+        _cancellation.reset(token)
 
 
 class Stopped(Exception):
@@ -55,18 +98,20 @@ def mapped(
 class Producer(Generic[T]):
     """Runs a generator in a thread, at most `depth` items ahead of the consumer.
 
-    The generator's exception is raised in the consumer, after the items made before it.
+    The generator's exception is raised in the consumer, after the items made before it. `close`
+    cancels the generator's work.
     """
 
     def __init__(self, source: Generator[T, None, None], depth: int, name: str) -> None:
         self._queue: queue.Queue[tuple[T] | BaseException | None] = system().queue(depth)
         self._stop = system().event()
-        self._thread = system().thread(lambda: self._run(source), name)
+        flags = (*cancellation().flags, self._stop)
+        self._thread = system().thread(lambda: self._run(source, flags), name)
         self._thread.start()
 
-    def _run(self, source: Generator[T, None, None]) -> None:
+    def _run(self, source: Generator[T, None, None], flags: tuple[threading.Event, ...]) -> None:
         try:
-            with contextlib.closing(source):
+            with cancelled_by(*flags), contextlib.closing(source):
                 for item in source:
                     self._put((item,))
             self._put(None)

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -149,17 +149,15 @@ class Span:
         return replace(self, first=self.first + taken, count=count, before=self.before + taken)
 
 
-def find_files(
-    corpus: str, cache: str | None = None, heed: Callable[[], None] = lambda: None
-) -> list[CorpusFile]:
+def find_files(corpus: str, cache: str | None = None) -> list[CorpusFile]:
     """Return the files a corpus name stands for, sorted by path.
 
-    `cache` and `heed` as in `formats/datasets_library.py`.
+    `cache` as in `formats/datasets_library.py`.
     """
     if corpus == "demo":
         return [CorpusFile(DEMO, "jsonl", "gz")]
     if is_built(corpus):
-        found = build(corpus, cache, heed)
+        found = build(corpus, cache)
         return [CorpusFile(found.path, "parquet", identity=found.identity)]
     if is_program(corpus):
         program = Program.parse(corpus)

@@ -6,7 +6,7 @@ worker uses the same columns, and a dataset keeps those it was begun with.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 
 from spile.core.errors import ConfigError, InputError
@@ -14,6 +14,7 @@ from spile.core.expressions import DocumentFilter
 from spile.core.humanize import plural
 from spile.core.index import DOCUMENT_COLUMNS
 from spile.core.options import listed
+from spile.core.threads import cancellation
 from spile.corpus.chats.rows import RowReader
 from spile.corpus.files import CorpusFile
 from spile.corpus.formats.columns import scalar_columns
@@ -88,14 +89,14 @@ def _refuse_missing_of_filter(
     known = {name for number in sampled for name in reader.columns_of(number)}
     for column in condition.columns:
         # A rare key may occur later, so only a corpus without it is refused.
-        if column in known or any(_has_key(file, column, reader.heed) for file in reader.files):
+        if column in known or any(_has_key(file, column) for file in reader.files):
             continue
         more = len(reader.files) - 1
         where = f"{reader.files[0].path}" + (f" and {plural(more, 'more file')}" if more else "")
         raise InputError(condition.missing(where, column, known))
 
 
-def _has_key(file: CorpusFile, key: str, heed: Callable[[], None]) -> bool:
+def _has_key(file: CorpusFile, key: str) -> bool:
     """Return whether any object of a JSON file has this key, at any depth, or a CSV has the column.
 
     Reads all of the JSON, unparsed.
@@ -111,7 +112,7 @@ def _has_key(file: CorpusFile, key: str, heed: Callable[[], None]) -> bool:
     tail = b""
     with file.open() as stream:
         while data := file.read(stream, _READ_SIZE):
-            heed()
+            cancellation().check()
             data = tail + data
             if pattern.search(data):
                 return True

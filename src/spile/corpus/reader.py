@@ -5,7 +5,7 @@ without parsing. Documents that cannot be used (empty, null, not UTF-8) are coun
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, takewhile
@@ -78,22 +78,19 @@ class CorpusReader:
         *,
         reading: RowReader | None = None,
         processes: int = 1,
-        heed: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         reading: makes documents from rows that are not plain texts.
         processes: number of processes that render chats, besides this one.
-        heed: called now and then while chats are rendered; may raise to stop waiting.
         """
         self.files = files
         self.options = options = options or ReadOptions()
-        self.heed = heed
         self._reading = reading
         self._streams = Streams(files)
         self._headers: dict[CorpusFile, CsvHeader | None] = {}  # of CSV files
         self._source: ProgramSource | None = None  # the program, if the corpus is one
         template = template_of(reading)
-        self._pool = RenderPool(template, processes, heed=heed) if template else None
+        self._pool = RenderPool(template, processes) if template else None
         if reading or options.filter:
             flag = "--filter" if options.filter else reading.flag if reading else ""
             for file in files:

@@ -25,6 +25,7 @@ import numpy as np
 import xxhash
 
 from spile.core.errors import ConfigError, DataError, InputError
+from spile.core.threads import cancellation
 from spile.corpus.files import CorpusFile, Span
 from spile.corpus.formats.columns import ColumnKinds, json_kind, refuse_missing, value_at
 from spile.corpus.formats.csv import RecordEnds, read_header, refusing
@@ -151,14 +152,12 @@ def make_units(
     files: list[CorpusFile],
     options: CutOptions,
     program: ProgramSource | None = None,
-    heed: Callable[[], None] = lambda: None,
     so_far: CutSoFar | None = None,
 ) -> list[Unit]:
     """Cut the corpus. The result depends on the files and the options alone.
 
     Args:
         program: the opened program, if the corpus is one.
-        heed: called for every file and every few megabytes; may raise to stop the pass.
         so_far: what was cut before, for the units that follow; there may be none. The limits of
             the options count all units together.
     """
@@ -176,15 +175,15 @@ def make_units(
     for number, file in enumerate(files):
         if number < before.file or builder.full:
             continue
-        heed()
+        cancellation().check()
         closed = builder.closed
         if program:
-            for part in program.ranges(builder.unit_bytes, builder.max_docs, heed):
+            for part in program.ranges(builder.unit_bytes, builder.max_docs):
                 span = Span(number, part.first, part.count, 0, part.size, part.digest)
                 builder.add(span, part.size)
         else:
             done = before if number == before.file else CutSoFar()
-            _cut_file(builder, number, file, options, known, heed, done)
+            _cut_file(builder, number, file, options, known, done)
         if forward[number] and builder.closed > closed and not builder.full:
             builder.close()  # otherwise its last unit would tie the next file to it
     units = builder.finish(options.density * options.read, before.units)
@@ -201,14 +200,12 @@ def make_units(
     return units
 
 
-def without_duplicates(
-    units: list[Unit], reader: CorpusReader, heed: Callable[[], None] = lambda: None
-) -> list[Unit]:
+def without_duplicates(units: list[Unit], reader: CorpusReader) -> list[Unit]:
     """Return units that list the documents whose text occurred before."""
     hashes: list[np.ndarray] = []
     ordinals: list[list[int]] = []
     for unit in units:
-        heed()
+        cancellation().check()
         found = reader.read(unit.spans, unit.first_doc)
         digests = b"".join(xxhash.xxh3_128_digest(document.content) for document in found.usable)
         hashes.append(np.frombuffer(digests, np.uint64).reshape(-1, 2))
@@ -281,37 +278,34 @@ def _cut_file(
     file: CorpusFile,
     options: CutOptions,
     known: ColumnKinds,
-    heed: Callable[[], None],
     done: CutSoFar,
 ) -> None:
     column, columns, filtered = options.text_column, options.columns, options.filtered
     if file.is_table:
         groups = file.groups(number, column, columns, options.keep, also=filtered, known=known)
-        _cut_table(builder, groups, heed, done.first)
+        _cut_table(builder, groups, done.first)
     elif file.kind == "bin":
         flat, docs = options.flat, builder.docs
         assert flat
-        chunks = flat.checked(file.path, _chunks(file, heed))
+        chunks = flat.checked(file.path, _chunks(file))
         _cut_bytes(builder, number, chunks, flat.ends, done)
         flat.refuse_endless(file.path, builder.docs - docs)
     elif file.is_csv:
-        _cut_csv(builder, number, file, options, heed, done)
+        _cut_csv(builder, number, file, options, done)
     elif file.kind == "text":
         ends = _no_ends if options.text_documents == "file" else _line_ends
-        _cut_bytes(builder, number, _chunks(file, heed), ends, done)
+        _cut_bytes(builder, number, _chunks(file), ends, done)
     else:
         _check_head(file, [*(columns or [column or "text"]), *filtered], known)
         if file.kind == "json":
-            _cut_elements(builder, number, file, heed, done.first)
+            _cut_elements(builder, number, file, done.first)
         else:
-            _cut_bytes(builder, number, _chunks(file, heed), _line_ends, done)
+            _cut_bytes(builder, number, _chunks(file), _line_ends, done)
 
 
-def _cut_table(
-    builder: _Builder, groups: Iterator[tuple[Span, int]], heed: Callable[[], None], first: int
-) -> None:
+def _cut_table(builder: _Builder, groups: Iterator[tuple[Span, int]], first: int) -> None:
     for group, size in groups:
-        heed()
+        cancellation().check()
         per_row = max(1, size // max(1, group.count))
         taken = max(0, first - group.first)
         while taken < group.count and not builder.full:
@@ -345,7 +339,6 @@ def _cut_csv(
     number: int,
     file: CorpusFile,
     options: CutOptions,
-    heed: Callable[[], None],
     done: CutSoFar,
 ) -> None:
     """Cut the records after the header, in one pass."""
@@ -360,7 +353,7 @@ def _cut_csv(
     ends = RecordEnds(file.delimiter)
     with refusing(file):
         done = replace(done, byte=max(done.byte, header.stop))
-        _cut_bytes(builder, number, _chunks(file, heed), ends, done)
+        _cut_bytes(builder, number, _chunks(file), ends, done)
         if not builder.full:
             ends.finish()
 
@@ -426,13 +419,11 @@ def _cut_bytes(
         close(position, documents + (position > ended))
 
 
-def _cut_elements(
-    builder: _Builder, number: int, file: CorpusFile, heed: Callable[[], None], first: int
-) -> None:
+def _cut_elements(builder: _Builder, number: int, file: CorpusFile, first: int) -> None:
     """Cut a JSON array from element `first` on, in one pass."""
     before, count, start, stop = first, 0, 0, 0  # elements to pass; the span being collected
     digest, begins = xxhash.xxh3_128(), True
-    for piece in file.pieces(_chunks(file, heed), _CHUNK):
+    for piece in file.pieces(_chunks(file), _CHUNK):
         if before:
             before -= piece.ends
             continue
@@ -454,14 +445,14 @@ def _cut_elements(
         builder.add(Span(number, first, count, start, stop, digest.hexdigest()), stop - start)
 
 
-def _chunks(file: CorpusFile, heed: Callable[[], None]) -> Iterator[bytes]:
+def _chunks(file: CorpusFile) -> Iterator[bytes]:
     with file.open() as stream:
         first = True
         while data := file.read(stream, _CHUNK):
             if first:
                 refuse_wide(file, data)
             first = False
-            heed()
+            cancellation().check()
             yield data
 
 

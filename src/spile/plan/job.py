@@ -65,7 +65,6 @@ class ExtractionJob:
         default_factory=dict[str, SparseEncoder]
     )  # by tap
     splices: tuple[Splice, ...] = ()  # changes inside the model, in order
-    heed: Callable[[], None] = lambda: None  # may raise, to end slow work
 
     @property
     def units(self) -> JobUnits:
@@ -80,9 +79,9 @@ class ExtractionJob:
     def needs_head(self) -> bool:
         return any(tap.site in AFTER_BLOCKS for tap in self.taps)
 
-    def reader(self, processes: int = 1, heed: Callable[[], None] | None = None) -> CorpusReader:
+    def reader(self, processes: int = 1) -> CorpusReader:
         """`processes`: number that render chats, apart from this one."""
-        return open_reader(self.recipe, self.files, self.reading, processes, heed or self.heed)
+        return open_reader(self.recipe, self.files, self.reading, processes)
 
 
 def open_reader(
@@ -90,7 +89,6 @@ def open_reader(
     files: list[CorpusFile],
     reading: RowReader | None,
     processes: int = 1,
-    heed: Callable[[], None] = lambda: None,
 ) -> CorpusReader:
     """Open a reader of a recipe's documents; `processes` render chats, apart from this one."""
     options = ReadOptions(
@@ -103,7 +101,7 @@ def open_reader(
         preview=recipe.preview,
         cut_every_mark=recipe.cuts_every_mark,
     )
-    return CorpusReader(files, options, reading=reading, processes=processes, heed=heed)
+    return CorpusReader(files, options, reading=reading, processes=processes)
 
 
 Timed = Callable[[str], AbstractContextManager[object]]  # times a stage, given its name

@@ -7,7 +7,7 @@ were given must agree with it. With --more, its corpus may have grown (`growth.p
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import zip_longest
@@ -76,12 +76,10 @@ def resolve(
     ledger: Ledger,
     platform: str,
     *,
-    heed: Callable[[], None] = lambda: None,
     cache: str | None = None,
 ) -> ExtractionJob:
     """Resolve a recipe against a store, which may be empty. Nothing is written to the store.
 
-    `heed` is called now and then while the corpus is indexed, and may raise to stop that.
     `cache` is where corpora that are first converted to Parquet are kept.
     """
     stored = ledger.read_table() or ledger.planned
@@ -107,7 +105,7 @@ def resolve(
     sources = (recipe.corpus, *(known.sources[1:] if known else ()))
     if growing and growing.added:
         sources = growing.adding(sources, pinned(growing.added, "dataset"))
-    files = [file for source in sources for file in find_files(source, cache, heed)]
+    files = [file for source in sources for file in find_files(source, cache)]
     if recipe.part == "holdout" and not recipe.holdout:
         raise ConfigError("--part holdout needs --holdout, the share that is held out")
     recipe = settle_ids(recipe, files, checkpoint.arch.vocab_size)
@@ -141,18 +139,18 @@ def resolve(
         kept = growing.kept(resolved, stored) if growing else resolved
         _refuse_drift(ledger, stored, kept, files[: len(kept.corpus)])
     if stored and growing:
-        cut = partial(_cut, resolved, tokenizer, reading=reading, heed=heed)
+        cut = partial(_cut, resolved, tokenizer, reading=reading)
         table = growing.grown(stored, sources, files, resolved, cut)
     else:
         table = stored or _make_table(
-            resolved, checkpoint, tokenizer, taps, encoders, files, reading, heed,
+            resolved, checkpoint, tokenizer, taps, encoders, files, reading,
             named=resolved.keep if recipe.keep else (),
             like=like if grown and grown.generations else None,
         )  # fmt: skip
     if other:
         _refuse_unlike(other, table, checkpoint.directory)
     return ExtractionJob(
-        table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, splices, heed
+        table.recipe, table, checkpoint, tokenizer, files, taps, reading, encoders, splices
     )
 
 
@@ -386,7 +384,6 @@ def _make_table(
     encoders: Mapping[str, SparseEncoder],
     files: list[CorpusFile],
     reading: RowReader | None,
-    heed: Callable[[], None],
     *,
     named: tuple[str, ...],
     like: Table | None = None,
@@ -398,7 +395,7 @@ def _make_table(
     if like:
         units, kept, more = [Unit.from_json(unit) for unit in like.units], like.kept, like.sources
     else:
-        units, kept = _cut(resolved, tokenizer, files, reading=reading, heed=heed, named=named)
+        units, kept = _cut(resolved, tokenizer, files, reading=reading, named=named)
         more = ()
     _log.info(
         "unit table: %s, about %s, in %s",
@@ -426,7 +423,6 @@ def _cut(
     files: list[CorpusFile],
     *,
     reading: RowReader | None,
-    heed: Callable[[], None],
     named: tuple[str, ...] = (),
     so_far: CutSoFar | None = None,
     before: Sequence[Unit] = (),
@@ -439,7 +435,7 @@ def _cut(
         before: those units, whose texts are duplicates where they occur again.
     """
     first = so_far.file if so_far else 0
-    with closing(open_reader(resolved, files, reading, heed=heed)) as reader:
+    with closing(open_reader(resolved, files, reading)) as reader:
         refuse_missing_columns(reader, named)
         density = tokens_per_byte(reader, tokenizer.count, first)
         read, kept = _shares(resolved, reader, tokenizer, first)
@@ -458,9 +454,9 @@ def _cut(
             shuffle=resolved.shuffle_docs,
         )
         program = reader.opened(files[0].program) if files[0].program else None
-        units = make_units(files, options, program, heed, so_far)
+        units = make_units(files, options, program, so_far)
         if resolved.dedupe and units:
-            units = without_duplicates([*before, *units], reader, heed)[len(before) :]
+            units = without_duplicates([*before, *units], reader)[len(before) :]
     return units, kept
 
 

@@ -27,7 +27,7 @@ from spile.core.config import Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError, InputError, Interrupted, StoreError
 from spile.core.humanize import plural, size
 from spile.core.recipe import latent_names
-from spile.core.threads import mapped
+from spile.core.threads import cancellation, cancelled_by, mapped
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.tokenize import use_threads
 from spile.dataset.codec.shard import read_tensors
@@ -129,6 +129,7 @@ def extract(
     runtime = replace(runtime, share=str(share) if share else None)
     with (
         stop_on_signal(stop or threading.Event(), at_second_signal) as stop,
+        cancelled_by(stop),
         closing(Spool(Path(runtime.spool))) if runtime.spool else nullcontext() as spool,
     ):
         recipe, ledger = opened_for(recipe, ledger or Ledger(open_objects(str(out), spool)))
@@ -161,6 +162,7 @@ def extract(
 class Extraction(RunContext):
     """One slice's work on a dataset."""
 
+    stop: threading.Event
     share: UnitShare | None = None
     pick: Callable[[ExtractionJob, Presence], Picker] | None = None
 
@@ -174,7 +176,7 @@ class Extraction(RunContext):
         if not world.leads:
             world.share("table", True)  # wait; the leader's table is then read from the store
             recipe = replace(recipe, more=None, add_corpus=None)
-        job = resolve(recipe, ledger, device.platform, heed=self._heed, cache=runtime.cache)
+        job = resolve(recipe, ledger, device.platform, cache=runtime.cache)
         cuts = self._cuts(job, device)
         cost = estimate(
             job,
@@ -190,7 +192,7 @@ class Extraction(RunContext):
         )
         if not runtime.ignore_space:
             refuse_if_too_large(cost, ledger.objects.url)
-        self._heed()
+        cancellation().check()
         if world.leads and is_bucket(ledger.objects.url) and ledger.read_table() is None:
             check_creates_once(ledger.objects)
         job = store_table(job, ledger)
@@ -223,9 +225,8 @@ class Extraction(RunContext):
             residency=cost.residency,
             attention=self.runtime.attention,
             counters=self.counters,
-            heed=self._heed,
         )
-        self._heed()
+        cancellation().check()
         profile = Profile.parse(self.runtime.profile) if self.runtime.profile else None
         profiled = None
         if profile and self.world.leads:
@@ -284,10 +285,6 @@ class Extraction(RunContext):
         if devices > 1:
             _log.info("%d devices (%s), mesh %s", devices, device.device_kind, cuts.layout)
         return cuts
-
-    def _heed(self) -> None:
-        if self.stop.is_set():
-            raise Interrupted
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from spile.core.config import Runtime
 from spile.core.errors import Interrupted, StoreError
+from spile.core.threads import cancelled_by
 from spile.dataset.records.heartbeat import Presence
 from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
@@ -82,7 +83,8 @@ def rehearse(
         stack.callback(timer.close)
         run = Extraction(ledger, runtime, SingleWorld(), presence, counters, stop)
         try:
-            run.work(store_table(job, ledger), cost, cuts, prepared_device())
+            with cancelled_by(stop):
+                run.work(store_table(job, ledger), cost, cuts, prepared_device())
         except Interrupted:
             pass
         except StoreError:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from spile.core.config import Recipe, Runtime
 from spile.core.errors import ConfigError, InputError, Interrupted
 from spile.core.expressions import RowFilter
+from spile.core.threads import cancelled_by
 from spile.corpus.tokenize import use_threads
 from spile.corpus.units import Unit
 from spile.dataset.read.order import BatchOptions, EpochCursor, drawn, drawn_digest
@@ -143,10 +144,9 @@ def stream(
         job.table.fingerprint, job.units, options, options.window_rows(view.row_bytes)
     )
 
-    def work(rows: WindowQueue, start: WindowStart, stop: threading.Event) -> None:
+    def work(rows: WindowQueue, start: WindowStart) -> None:
         presence = Presence(ledger.objects, runtime.stale_after)
-        told = counters or Counters()
-        context = RunContext(ledger, runtime, SingleWorld(), presence, told, stop)
+        context = RunContext(ledger, runtime, SingleWorld(), presence, counters or Counters())
         Worker(context, job, step, batches, UnitsInTurn(order, start), sink=rows).run()
 
     watched = {
@@ -164,7 +164,7 @@ def _no_statistics(tap: str) -> Any:
 # -- batches ----------------------------------------------------------------------------------
 
 
-Work = Callable[["WindowQueue", "WindowStart", threading.Event], None]
+Work = Callable[["WindowQueue", "WindowStart"], None]
 
 
 class ActivationStream:
@@ -308,7 +308,8 @@ class ActivationStream:
 def _run(work: Work, rows: "WindowQueue", start: "WindowStart", stop: threading.Event) -> None:
     """Run the worker. (The thread holds no reference to its stream: a forgotten stream stops.)"""
     try:
-        work(rows, start, stop)
+        with cancelled_by(stop):
+            work(rows, start)
     except BaseException as error:
         rows.fail(error)
     else:

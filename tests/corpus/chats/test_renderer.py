@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from spile.core.errors import InputError
+from spile.core.errors import InputError, Interrupted
 from spile.core.limited_process import ProcessLimits
+from spile.core.threads import cancelled_by
 from spile.corpus.chats.pool import RenderPool
 from spile.corpus.chats.template import ChatTemplate
 from spile.corpus.documents import CorpusDocument
 from support import tiny, zygote
 from support.marks import some
+from support.stops import StopAtLook
 
 WHERE = "m/chat_template.jinja"
 LIMITS = ProcessLimits(seconds=0.3, memory=256 << 20)
@@ -168,17 +170,9 @@ def test_texts_that_grow_without_measure_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_whoever_waits_may_end_it() -> None:
-    looked = 0
-
-    def heed() -> None:
-        nonlocal looked
-        looked += 1
-        if looked == 2:
-            raise KeyboardInterrupt
-
     hanging = ChatTemplate(SLOW["lists compared"], WHERE)
-    pool = RenderPool(hanging, heed=heed, limits=ProcessLimits(seconds=600))
-    with closing(pool), pytest.raises(KeyboardInterrupt):
+    pool = RenderPool(hanging, limits=ProcessLimits(seconds=600))
+    with closing(pool), cancelled_by(StopAtLook(2)), pytest.raises(Interrupted):
         list(pool.documents(chats("Hello")))
     assert pool._idle == []
 

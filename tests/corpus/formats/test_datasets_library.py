@@ -15,6 +15,7 @@ import pytest
 
 from e2e.test_disk import small_disk
 from spile.core.errors import ConfigError, DataError, Interrupted, SpileError, StoreError
+from spile.core.threads import cancelled_by
 from spile.corpus.files import find_files
 from spile.corpus.formats import datasets_library as built
 from spile.corpus.formats.datasets_library import build
@@ -23,6 +24,7 @@ from spile.objects.hub.names import continued, pinned
 from support import hub_server, tiny
 from support.hub_network import Network
 from support.hub_server import Hub
+from support.stops import StopAtLook
 from support.texts import read
 
 __all__ = ["small_disk"]  # a fixture
@@ -167,14 +169,8 @@ def test_a_full_disk_is_one_line(hub: Hub, text: bytes, small_disk: Path) -> Non
 
 
 def test_making_it_can_be_stopped(hub: Hub, tmp_path: Path) -> None:
-    calls = iter(range(3))
-
-    def heed() -> None:
-        if next(calls, None) is None:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        build(name_of(hub), str(tmp_path / "cache"), heed)
+    with cancelled_by(StopAtLook(4)), pytest.raises(Interrupted):
+        build(name_of(hub), str(tmp_path / "cache"))
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 

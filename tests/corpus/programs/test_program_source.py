@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.core.errors import DataError, InputError, Interrupted
+from spile.core.threads import cancelled_by
 from spile.corpus.programs.program import ProgramDocument, ProgramSource
 from support.marks import examples
+from support.stops import StopAtLook
 
 
 def made(count: int) -> Iterator[dict[str, Any]]:
@@ -188,16 +190,8 @@ def test_a_pass_can_be_stopped() -> None:
         while True:
             yield "on and on"
 
-    left = 5
-
-    def heed() -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        list(source_of(endless).ranges(1 << 20, heed=heed))
+    with cancelled_by(StopAtLook(5)), pytest.raises(Interrupted):
+        list(source_of(endless).ranges(1 << 20))
     assert sum(each.count for each in source_of(endless).ranges(50, max_docs=20)) == 20
 
 

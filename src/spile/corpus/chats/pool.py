@@ -57,14 +57,10 @@ class RenderPool:
         template: ChatTemplate,
         processes: int = 1,
         *,
-        heed: Callable[[], None] = lambda: None,
         limits: ProcessLimits | None = None,
     ) -> None:
-        """Args:
-        heed: called now and then while a process renders; may raise to stop waiting.
-        """
         self._template, self._count = template, max(1, processes)
-        self._heed, self._limits = heed, limits or ProcessLimits()
+        self._limits = limits or ProcessLimits()
         self._idle: list[Renderer] = []
 
     def documents(self, found: Iterable[CorpusDocument]) -> Iterator[CorpusDocument]:
@@ -117,7 +113,7 @@ class RenderPool:
         new: list[Renderer] = []
         try:
             while len(self._idle) + len(new) < self._count:
-                new.append(Renderer(self._template, ROLES, self._limits, self._heed))
+                new.append(Renderer(self._template, ROLES, self._limits))
             for renderer in new:
                 renderer.wait()
         except BaseException:

@@ -10,7 +10,7 @@ import datetime
 import marshal
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from spile.core.errors import DataError, InputError
@@ -35,23 +35,14 @@ class Renderer:
     """The parent's handle to the process, which starts at once and compiles the template."""
 
     def __init__(
-        self,
-        template: ChatTemplate,
-        roles: Mapping[str, int],
-        limits: ProcessLimits,
-        heed: Callable[[], None],
+        self, template: ChatTemplate, roles: Mapping[str, int], limits: ProcessLimits
     ) -> None:
-        """Args:
-        roles: the flag of each role.
-        heed: called now and then while the process renders; may raise to stop waiting.
-        """
+        """`roles`: the flag of each role."""
         self._where = template.where
         self._places: Sequence[str] | None = None  # origins of the current chats; None: compiling
         self._done, done = os.pipe()  # receives a byte for each rendered chat
         try:
-            self._process = LimitedProcess(
-                __name__, limits, heed=heed, arguments=[str(done)], pass_fds=[done]
-            )
+            self._process = LimitedProcess(__name__, limits, arguments=[str(done)], pass_fds=[done])
         finally:
             os.close(done)
         self._process.send(marshal.dumps(_described(template, roles, limits)))

@@ -31,6 +31,7 @@ import xxhash
 from spile.core.cache_dir import cache_directory
 from spile.core.errors import DataError, InputError, StoreError
 from spile.core.identity import sampled_digest, sampled_digests
+from spile.core.threads import cancellation
 from spile.objects.hub.datasets_library import (
     address,
     datasets_library,
@@ -49,8 +50,6 @@ _WRITTEN = {
 _BATCH = 256  # rows taken from the library at a time
 _POLL = 0.5  # seconds between checks whether another process has finished
 _DATA, _NOTE = "data.parquet", "source.json"
-
-Heed = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,10 @@ def is_built(corpus: str) -> bool:
     return corpus.startswith(BUILT)
 
 
-def build(corpus: str, cache: str | None = None, heed: Heed = lambda: None) -> BuiltFile:
+def build(corpus: str, cache: str | None = None) -> BuiltFile:
     """Return the corpus as Parquet, from the cache or made now by one process at a time.
 
-    Args:
-        cache: the folder of such corpora [SPILE_CACHE/datasets].
-        heed: called now and then; may raise to stop the work.
+    `cache` is the folder of such corpora [SPILE_CACHE/datasets].
     """
     name = hub_name(corpus, "dataset")
     source = _of_hub(name) if name else _of_disk(corpus.removeprefix(BUILT))
@@ -87,9 +84,9 @@ def build(corpus: str, cache: str | None = None, heed: Heed = lambda: None) -> B
     try:
         if not folder.exists():
             top.mkdir(parents=True, exist_ok=True)
-            with _alone(top / f".{source.key}.lock", heed):
+            with _alone(top / f".{source.key}.lock"):
                 if not folder.exists():
-                    _make(source, folder, heed)
+                    _make(source, folder)
     except OSError as error:
         if is_full(error):
             with reading(source.where):
@@ -138,11 +135,11 @@ def _of_disk(given: str) -> _Source:
 
 
 @contextlib.contextmanager
-def _alone(lock: Path, heed: Heed) -> Iterator[None]:
+def _alone(lock: Path) -> Iterator[None]:
     """Wait while another process makes the same corpus; a killed process releases its lock."""
     with lock.open("ab") as file:
         while True:
-            heed()
+            cancellation().check()
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -153,7 +150,7 @@ def _alone(lock: Path, heed: Heed) -> Iterator[None]:
         yield
 
 
-def _make(source: _Source, folder: Path, heed: Heed) -> None:
+def _make(source: _Source, folder: Path) -> None:
     begun = f".{folder.name}.tmp-"
     for leftover in folder.parent.glob(f"{begun.replace('[', '[[]')}*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -161,7 +158,7 @@ def _make(source: _Source, folder: Path, heed: Heed) -> None:
     making.mkdir()
     try:
         with reading(source.where):
-            note = _write(source, making, heed)
+            note = _write(source, making)
         shutil.rmtree(making / "scratch")
         (making / _NOTE).write_text(json.dumps(note))
         for path in (making / _DATA, making / _NOTE, making):
@@ -176,7 +173,7 @@ def _make(source: _Source, folder: Path, heed: Heed) -> None:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def _write(source: _Source, making: Path, heed: Heed) -> dict[str, Any]:
+def _write(source: _Source, making: Path) -> dict[str, Any]:
     """Write all rows in order; groups are cut by rows and bytes, so equal rows make equal files."""
     (making / "scratch").mkdir()
     dataset = source.load(making / "scratch")
@@ -196,7 +193,7 @@ def _write(source: _Source, making: Path, heed: Heed) -> dict[str, Any]:
                 waiting.clear()
 
         for batch in dataset.with_format("arrow").iter(_BATCH):
-            heed()
+            cancellation().check()
             table = batch.cast(schema)
             rows += table.num_rows
             digest.update(repr(table.to_pylist()).encode("utf-8", "surrogatepass"))

@@ -37,6 +37,7 @@ from spile.core.config import canonical_json
 from spile.core.errors import ConfigError, DataError, InputError, SpileError
 from spile.core.identity import full_digest
 from spile.core.index import ROLES
+from spile.core.threads import cancellation
 from spile.objects.hub.names import BUILT
 
 _DEFAULT = "create_dataset"
@@ -315,24 +316,22 @@ class ProgramSource:
                 break
         return documents, size
 
-    def ranges(
-        self, size: int, max_docs: int | None = None, heed: Callable[[], None] = lambda: None
-    ) -> Iterator[Range]:
+    def ranges(self, size: int, max_docs: int | None = None) -> Iterator[Range]:
         """Yield all documents in ranges of about `size` bytes each.
 
         If documents can only be read in order, this takes a whole pass, in which each is hashed.
         Otherwise only the first and the last of a range are hashed, and sizes are estimated from a
-        sample. `heed` is called for every document or range; it may raise to stop the pass.
+        sample.
         """
         if self.length is None:
-            yield from self._counted(size, max_docs, heed)
+            yield from self._counted(size, max_docs)
             return
         sampled, total = self.sample()
         each = max(1, total // max(1, len(sampled)))
         stop = self.length if max_docs is None else min(self.length, max_docs)
         step = max(1, -(-size // each))
         for first in range(0, stop, step):
-            heed()
+            cancellation().check()
             part = self.part(first, min(step, stop - first))
             yield replace(part, size=part.count * each)
 
@@ -392,13 +391,11 @@ class ProgramSource:
     def _where(self, number: int) -> str:
         return f"{self.name}: document {number}"
 
-    def _counted(
-        self, size: int, max_docs: int | None, heed: Callable[[], None]
-    ) -> Iterator[Range]:
+    def _counted(self, size: int, max_docs: int | None) -> Iterator[Range]:
         first = count = reached = 0
         digest = xxhash.xxh3_128()
         for document in itertools.islice(self.documents(0), max_docs):
-            heed()
+            cancellation().check()
             count, reached = count + 1, reached + hash_into(digest, document)
             if reached >= size:
                 yield Range(first, count, reached, digest.hexdigest())

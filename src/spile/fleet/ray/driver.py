@@ -302,9 +302,9 @@ class _Pool:
                     raise
                 self._lose(call.slice, _first_line(error))
                 continue
-            self._heed(call, answer)
+            self._answered(call, answer)
 
-    def _heed(self, call: _Call, answer: Any) -> None:
+    def _answered(self, call: _Call, answer: Any) -> None:
         slice = call.slice
         if call.what == "hello":
             slice.placement.hellos[call.host] = answer

@@ -133,20 +133,15 @@ class StreamedBlocks:
         return coming.result()
 
 
-def load_blocks(
-    loader: ArrayLoader, kept: Sequence[str], device: Any, heed: Callable[[], None] = lambda: None
-) -> StreamedBlocks:
+def load_blocks(loader: ArrayLoader, kept: Sequence[str], device: Any) -> StreamedBlocks:
     """Load the blocks that are kept on the device or in host memory; the others come from files.
 
-    Args:
-        kept: where each block is kept: "resident" (on the device), "host" or "disk".
-        heed: called between blocks; raises if the run should stop.
+    `kept` tells where each block is kept: "resident" (on the device), "host" or "disk".
     """
     resident: dict[int, Block] = {}
     hosted: dict[int, tuple[Block, Any]] = {}  # with its shardings on the device
     kept_here = [layer for layer, where in enumerate(kept) if where != "disk"]
     for layer, block in zip(kept_here, loader.copied_blocks(kept_here), strict=True):
-        heed()
         if device.platform == "cpu":  # whose memory is the host's
             resident[layer] = loader.unpacked(block)
         elif kept[layer] == "resident":

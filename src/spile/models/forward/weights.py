@@ -30,6 +30,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from spile.core.errors import InputError
 from spile.core.tensors import TensorInfo, as_bytes
+from spile.core.threads import cancellation
 from spile.models.config.arch import Arch
 from spile.models.config.specs import (
     ParamSpec,
@@ -126,7 +127,6 @@ def load_params(
     dtype: jnp.dtype,
     shards: Shards | None = None,
     hashed: tuple[int, int] = (0, 1),
-    heed: Callable[[], None] = lambda: None,
 ) -> tuple[Params, dict[str, str]]:
     """Read the scheduled blocks (and the head if `head`).
 
@@ -134,12 +134,11 @@ def load_params(
         dtype: float8 is for the blocks' matrices; the other arrays are then in bfloat16.
         shards: the layout of each array; parts that lie elsewhere are not read.
         hashed: this process's number, and the number of processes that share the hashing.
-        heed: called before each tensor; ends the loading by raising.
 
     Returns:
         The parameters, and a hash for each tensor of this process's share.
     """
-    loader = ArrayLoader(checkpoint, schedule, dtype, shards, heed)
+    loader = ArrayLoader(checkpoint, schedule, dtype, shards)
     params = loader.params(head=head)
     return params, loader.digests(*hashed, head=head)
 
@@ -220,9 +219,9 @@ class ArrayLoader:
         schedule: LayerSchedule,
         dtype: jnp.dtype,
         shards: Shards | None,
-        heed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._checkpoint, self._schedule, self._heed = checkpoint, schedule, heed
+        self._checkpoint, self._schedule = checkpoint, schedule
+        self._cancellation = cancellation()  # tensors are read in other threads
         self._float8 = dtype == FLOAT8
         # The dtype of every array that is not held in float8.
         self.dtype = jnp.dtype(jnp.bfloat16) if self._float8 else dtype
@@ -493,7 +492,7 @@ class ArrayLoader:
         It is not mapped: an error of the disk would then end the process. `used`: the bytes to
         read, of a tensor that was hashed before.
         """
-        self._heed()
+        self._cancellation.check()
         path, info = self._checkpoint.tensors[name]
         digest = None if name in self._digests else xxhash.xxh3_128()
         flat, used = out.reshape(-1), used or slice(0, info.stop - info.start)
@@ -520,7 +519,7 @@ class ArrayLoader:
 
     def _read(self, name: str, take: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
         """Read a tensor; bytes outside what `take` selects may be undefined."""
-        self._heed()
+        self._cancellation.check()
         checkpoint = self._checkpoint
         stored, adapter = checkpoint.stored(name), checkpoint.adapter
         # Decoding and merging read all of a tensor.

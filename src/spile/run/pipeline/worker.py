@@ -16,7 +16,7 @@ import jax
 
 from spile.core.errors import Interrupted
 from spile.core.system import system
-from spile.core.threads import Consumer, Producer
+from spile.core.threads import Consumer, Producer, cancellation
 from spile.corpus.chats.pool import processes_for
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.units import Unit
@@ -115,8 +115,7 @@ class Worker:
         self._batches, self._picker = batches, picker
         self._made_by, self._sink = made_by or {}, sink
         self._runtime, self._world = context.runtime, context.world
-        self._counters, self._stop = context.counters, context.stop
-        self._ending = system().event()  # set when the run ends, for any reason: no more units
+        self._counters = context.counters
         self._room = system().semaphore(_UNITS_HELD)
         self._since: float | None = None  # when the last unit was computed
         self._queues = jax.default_backend() != "cpu"  # whether steps queue on the device
@@ -138,13 +137,12 @@ class Worker:
         try:
             for prepared in self._timed(feed):
                 self._compute(prepared, sink, clock, feed)
-                if self._stop.is_set():
+                if cancellation().is_set():
                     break
                 self._room.release()
             sink.close()  # commits fully computed units
             self._counters.set(queue_text=0, queue_device=0, queue_write=0, queue_commit=0)
-            if self._stop.is_set():
-                raise Interrupted
+            cancellation().check()
         except Exception as error:
             try:
                 sink.close()
@@ -158,7 +156,6 @@ class Worker:
             sink.abandon()
             raise
         finally:
-            self._ending.set()
             feed.close()
             clock.close()
 
@@ -214,8 +211,7 @@ class Worker:
 
     def _wait_for_model(self) -> None:
         while not self._step.loaded(_LOOK_SECONDS):
-            if self._stop.is_set():
-                raise Interrupted
+            cancellation().check()
 
     def _may_step(self, clock: DeviceClock) -> bool:
         """Whether to start another step; False once the run should stop.
@@ -223,7 +219,7 @@ class Worker:
         A queued step cannot be taken back. An accelerator needs some queued to stay busy. A CPU
         starts the next step at once, and its steps are long, so each one is waited for.
         """
-        while not self._stop.is_set():
+        while not cancellation().is_set():
             if self._queues or clock.is_idle(_LOOK_SECONDS):
                 return True
         return False
@@ -232,7 +228,7 @@ class Worker:
 
     def _prepare(self, sink: Taker) -> Generator[Prepared, None, None]:
         processes = processes_for(self._runtime.render_processes)
-        with closing(self._job.reader(processes, self._heed)) as reader:
+        with closing(self._job.reader(processes)) as reader:
             for unit, attempt in self._world.units(self._units(sink), self._job.units):
                 prepared = prepare_unit(
                     self._job,
@@ -255,13 +251,9 @@ class Worker:
                     prepared.documents_table,
                 )
 
-    def _heed(self) -> None:
-        if self._stop.is_set() or self._ending.is_set():
-            raise Interrupted
-
     def _units(self, sink: Taker) -> Iterator[Unit]:
         """Units to do, as long as the picker has any."""
-        while not self._stop.is_set() and not self._ending.is_set():
+        while not cancellation().is_set():
             sink.check()  # a failed writer also ends the wait for other workers
             if not self._room.acquire(timeout=_POLL_SECONDS):
                 continue

@@ -14,6 +14,7 @@ import jax
 
 from spile.core.config import activation_dtype
 from spile.core.tensors import DTYPES_BY_NAME
+from spile.core.threads import NEVER, cancellation
 from spile.corpus.pack import Batch, PackedUnit
 from spile.dataset.records.ledger import Ledger
 from spile.metrics import Counters
@@ -48,7 +49,6 @@ def load_step(
     residency: Residency | None = None,
     attention: str = "auto",
     counters: Counters | None = None,
-    heed: Callable[[], None] = lambda: None,
 ) -> Step:
     """Return a step that runs a job's batches.
 
@@ -58,7 +58,6 @@ def load_step(
     Args:
         residency: where blocks are kept; on the device, if it is not given.
         attention: the kernel (`--attention`).
-        heed: called between tensors; raises if the run should stop.
     """
     world, counters = world or SingleWorld(), counters or Counters()
     arch, recipe = job.checkpoint.arch, job.recipe
@@ -80,7 +79,7 @@ def load_step(
         hashes |= {f"encoder of {tap}: {name}": digest for name, digest in digests.items()}
     splices, digests = load_changes(job.splices, computed, shards)
     hashes |= digests
-    loader = ArrayLoader(job.checkpoint, schedule, dtype, shards, heed)
+    loader = ArrayLoader(job.checkpoint, schedule, dtype, shards)
 
     def compare_hashes() -> None:
         """Refuse weights that are not those of the dataset's other units."""
@@ -95,7 +94,7 @@ def load_step(
         with counters.timed("loading"):
             if swept:
                 kept = residency.kept if residency else ("resident",) * schedule.depth
-                blocks = load_blocks(loader, kept, device, heed)
+                blocks = load_blocks(loader, kept, device)
                 needed = not looks_up or (job.needs_head and arch.tied_head)
                 outer = loader.outer(head=job.needs_head, embedding=needed)
                 rows = EmbeddingRows(job.checkpoint, loader) if looks_up else None
@@ -125,7 +124,7 @@ def load_step(
             looks_up=looks_up,
             spills=residency is not None and residency.spills,
             # (Processes that are joined must not stop at different blocks.)
-            heed=heed if world.processes == 1 else lambda: None,
+            cancellation=cancellation() if world.processes == 1 else NEVER,
             read=compare_hashes if streams else lambda: None,
             waited=lambda seconds: counters.add(waited_for_weights=seconds),
         )

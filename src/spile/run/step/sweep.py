@@ -25,6 +25,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array
 
 from spile.core.recipe import latent_names
+from spile.core.threads import NEVER, Cancellation
 from spile.corpus.pack import Batch
 from spile.dataset.records.format import scale_name
 from spile.models.config.arch import Layer
@@ -115,7 +116,7 @@ class Sweep(Step):
         looks_up: bool,
         spills: bool = False,
         shapes: Params,
-        heed: Callable[[], None] = lambda: None,
+        cancellation: Cancellation = NEVER,
         read: Callable[[], None] = lambda: None,
         waited: Callable[[float], None] = lambda seconds: None,
         **options: Any,
@@ -125,14 +126,14 @@ class Sweep(Step):
         looks_up: the host looks up embeddings, which the device does not hold.
         spills: between blocks, the streams of all but a few batches are in host memory.
         shapes: of the model, all its blocks in `tail`, to compile for.
-        heed: called between blocks; raises if the run should stop.
+        cancellation: checked between blocks.
         read: called after the first sweep, when every tensor has been read.
         waited: called after each sweep with the seconds that the device waited for weights.
 
         The others are those of `Step`.
         """
         super().__init__(Future(), *given, shapes=shapes, **options)
-        self._model, self._rows, self._heed = model, rows, heed
+        self._model, self._rows, self._cancellation = model, rows, cancellation
         self._read, self._waited, self._swept = read, waited, False
         self._looks_up, self._spills = looks_up, spills
         self._stages = self._taps_by_stage()
@@ -178,7 +179,7 @@ class Sweep(Step):
             self._spill(passing, len(passing) - 1)
         depth = self.settings.schedule.depth
         for layer in range(depth):
-            self._heed()
+            self._cancellation.check()
             block = model.blocks.take(layer)
             for number, each in enumerate(passing):
                 self._fetch(passing, number)

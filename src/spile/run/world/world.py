@@ -102,7 +102,6 @@ class RunContext:
     world: World
     presence: Presence
     counters: Counters
-    stop: threading.Event  # when set, the run ends as soon as it can
 
 
 class JoinedWorld(World):
@@ -212,7 +211,7 @@ class JoinedWorld(World):
     def _get(self, key: str) -> Any:
         """Wait for a value as long as the world lives; if it has died, raise."""
         while True:
-            self._heed()
+            self._check()
             try:
                 return json.loads(self._client.blocking_key_value_get(key, _POLL_MS))
             except jax.errors.JaxRuntimeError as error:
@@ -222,7 +221,7 @@ class JoinedWorld(World):
     def _without_leader(self) -> str:
         return f"process 0, at {self.rank.coordinator}, no longer answers"
 
-    def _heed(self) -> None:
+    def _check(self) -> None:
         if self._cause is not None:
             raise _world_error(self._cause)
         if self._stop.is_set():

@@ -1,0 +1,15 @@
+"""A stop flag that sets itself, to cancel work in the middle."""
+
+import threading
+
+
+class StopAtLook(threading.Event):
+    """A flag that is set from the `number`-th time on that it is looked at."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.looks = number, 0
+
+    def is_set(self) -> bool:
+        self.looks += 1
+        return self.looks >= self.number
