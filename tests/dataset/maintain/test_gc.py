@@ -10,7 +10,6 @@ from spile.dataset.maintain.gc import by_group, collect_garbage, discard_empty
 from spile.dataset.maintain.verify import verify
 from spile.dataset.records import format as fmt
 from spile.dataset.records.heartbeat import Presence
-from spile.objects import LocalObjects
 from support import stored
 
 TAPS = {"resid_post.0": 4, "mlp_out.1": 2}
@@ -196,15 +195,6 @@ def test_restarting_removes_the_tokenizer_too(tmp_path: Path) -> None:
     dataset = build(tmp_path / "out", commit=(), **stored.WITH_TOKENIZER)
     discard_empty(dataset.objects)
     assert dataset.listed() == []
-
-
-def test_gc_looks_at_the_attempts_of_version_6_at_once() -> None:
-    """For each portion of attempts, it lists the records that a repair has set aside."""
-    folder = Path(__file__).parents[2] / "fixtures" / "version6" / "text"
-    portions = [*by_group(LocalObjects(folder).list())]
-    attempts = [keys for keys in portions if any(map(fmt.parse_attempt_key, keys))]
-    assert len(attempts) == 1
-    assert len({key.split("/")[1] for key in attempts[0]}) == 3
 
 
 def test_gc_holds_the_keys_of_one_group_at_a_time(

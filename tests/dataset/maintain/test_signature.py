@@ -150,7 +150,7 @@ def test_another_file_of_the_same_checksum_is_found(signed: stored.Stored) -> No
     """XXH3 is no cryptographic hash: a file can be made that has it."""
     done, table = signed.done(1), signed.table
     shard = done.shards[0]
-    signature = (signed.path / fmt.signed_key(fmt.CURRENT)).read_bytes()
+    signature = (signed.path / fmt.SIGNED).read_bytes()
     digests = SignedList(signed.objects, fmt.CURRENT, signature).digests_of(done)
     data = bytearray((signed.path / shard.key).read_bytes())
     data[-1] ^= 1
@@ -209,7 +209,7 @@ def test_a_key_that_nobody_allowed_is_refused(dataset: stored.Stored, keys: Path
     assert checked(dataset, keys, "--signers", keys / "other.pub").code == 0
 
 
-@pytest.mark.parametrize("which", [fmt.signed_key(fmt.CURRENT), fmt.signature_key(fmt.CURRENT)])
+@pytest.mark.parametrize("which", [fmt.SIGNED, fmt.SIGNATURE])
 def test_a_changed_list_or_signature_is_refused(
     signed: stored.Stored, keys: Path, which: str
 ) -> None:
@@ -222,8 +222,8 @@ def test_a_changed_list_or_signature_is_refused(
 
 
 def test_a_signature_for_another_purpose_is_refused(signed: stored.Stored, keys: Path) -> None:
-    path = signed.path / fmt.signed_key(fmt.CURRENT)
-    (signed.path / fmt.signature_key(fmt.CURRENT)).unlink()
+    path = signed.path / fmt.SIGNED
+    (signed.path / fmt.SIGNATURE).unlink()
     command = ["ssh-keygen", "-Y", "sign", "-q", "-f", keys / "mine", "-n", "file", path]
     subprocess.run(command, check=True)
     check_refused(checked(signed, keys), 3, "is not a signature of")
@@ -237,7 +237,7 @@ def test_a_signature_of_another_dataset_is_refused(
     signed: stored.Stored, keys: Path, tmp_path: Path
 ) -> None:
     other = stored.build(tmp_path / "other", UNITS, seed=1, max_docs=9)
-    for name in (fmt.signed_key(fmt.CURRENT), fmt.signature_key(fmt.CURRENT)):
+    for name in (fmt.SIGNED, fmt.SIGNATURE):
         shutil.copy(signed.path / name, other.path / name)
     (fault,) = faults(other, keys)
     assert "is the signature of another dataset" in fault
@@ -270,10 +270,10 @@ def test_who_may_sign_must_be_said(
 
 
 def test_a_key_that_does_not_sign_changes_nothing(signed: stored.Stored, keys: Path) -> None:
-    before = (signed.path / fmt.signature_key(fmt.CURRENT)).read_bytes()
+    before = (signed.path / fmt.SIGNATURE).read_bytes()
     check_refused(run("sign", signed.path, "--key", keys / "signers"), 2, "does not sign with it")
     check_refused(run("sign", signed.path, "--key", keys / "none"), 2, "no such file")
-    assert (signed.path / fmt.signature_key(fmt.CURRENT)).read_bytes() == before
+    assert (signed.path / fmt.SIGNATURE).read_bytes() == before
 
 
 def test_what_is_damaged_is_not_signed(dataset: stored.Stored, keys: Path) -> None:
@@ -302,15 +302,15 @@ def test_an_audit_without_signature_is_not_continued_with_one(
 def test_a_list_has_one_spelling() -> None:
     head = b"# spile signature 2\n# fingerprint " + b"0" * 64 + b"\n# units 1 of 1\n"
     line = b"%s  done/1.json\n" % (b"a" * 64)
-    assert decode_list(head + line, fmt.CURRENT) == ("0" * 64, {"done/1.json": "a" * 64})
+    assert decode_list(head + line) == ("0" * 64, {"done/1.json": "a" * 64})
     later = line.replace(b"done/1", b"done/2")
     of_head = [b"", head[:-3], head.replace(b"0", b"g"), head.replace(b"1 of", b"one of")]
     of_lines = [line[:-1], later + line, line + line, b"x\n"]
     for bad in (*of_head, line, *(head + lines for lines in of_lines)):
         with pytest.raises((StoreError, CorruptError)):
-            decode_list(bad, fmt.CURRENT)
+            decode_list(bad)
     with pytest.raises(StoreError, match="not a list that this version of spile knows"):
-        decode_list(head.replace(b"signature 2", b"signature 3") + line, fmt.CURRENT)
+        decode_list(head.replace(b"signature 2", b"signature 3") + line)
 
 
 def test_the_tokenizer_is_signed(tmp_path: Path, keys: Path) -> None:

@@ -1,7 +1,5 @@
 """Generations: units that follow those of a table, and what was there stays as it was."""
 
-import dataclasses
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -28,7 +26,6 @@ from support import stored
 # that one.
 UNITS = ((2,), (0,), (3, 1), (1,), (4,), (0,), (2,), (5, 5))
 GROWN = (4, 7)
-OLD = Path(__file__).parents[2] / "fixtures" / "version6" / "text"
 
 
 @pytest.fixture
@@ -226,38 +223,6 @@ def test_a_copy_follows_a_dataset_that_grows(tmp_path: Path) -> None:
     report = verify(copy)
     assert report.ok and not report.orphans
     assert {*copy.list()} == {key for key in dataset.listed() if not key.startswith(fmt.WORKERS)}
-
-
-def test_a_dataset_of_version_6_grows_in_its_own_form(tmp_path: Path) -> None:
-    shutil.copytree(OLD, tmp_path / "out")
-    objects = LocalObjects(tmp_path / "out")
-    ledger, before = Ledger(objects), spile.open(tmp_path / "out")
-    rows = before.read(before.taps[0], 0, 10**6).copy()
-    table = ledger.table()
-    more = dataclasses.replace(stored.make_table(((4,),)), units=table.units.part(0, 1))
-    made = ledger.create_generation(stored.more_units(table, more.units))
-    assert made.version == 6 and len(made.units) == len(table.units) + 1
-    record = json.loads(objects.get(fmt.generation_key(1)))
-    assert record["format"] == 6 and record["units"][0]["id"] == len(table.units)
-    # Its unit: a copy of the first one's files.
-    first = ledger.read_done(0)
-    assert first is not None
-    new, keys = len(table.units), {}
-    for file in first.files():
-        keys[file.key] = file.key.replace("/00000000/", f"/{new:08d}/")
-        objects.create(keys[file.key], objects.get(file.key))
-    moved = {
-        name: dataclasses.replace(getattr(first, name), key=keys[getattr(first, name).key])
-        for name in fmt.BESIDE
-    }
-    shards = tuple(dataclasses.replace(shard, key=keys[shard.key]) for shard in first.shards)
-    assert ledger.commit(dataclasses.replace(first, unit=new, shards=shards, **moved))
-    assert spile.open(tmp_path / "out").num_tokens == len(rows)
-    assert ledger.complete(made)
-    ds = spile.open(tmp_path / "out")
-    assert ds.num_tokens == len(rows) + first.rows
-    assert np.array_equal(ds.read(ds.taps[0], 0, len(rows)), rows)
-    assert "generations/00000001/manifest.json" in {*objects.list()}
 
 
 def test_a_dataset_that_is_not_there_has_no_generations(tmp_path: Path) -> None:

@@ -390,7 +390,7 @@ def test_a_pushed_signature_verifies_on_the_hub_and_after_a_download(
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     assert run("sign", out, "--key", key).code == 0
     client.push(out, REPO)
-    assert {fmt.signed_key(fmt.CURRENT), fmt.signature_key(fmt.CURRENT)} <= {*files(hub)}
+    assert {fmt.SIGNED, fmt.SIGNATURE} <= {*files(hub)}
     asked = ("--signature", "--signers", f"{key}.pub")
     for place in (out, client.download(tmp_path / "fetched").url):
         assert run("verify", place, *asked).code == 0

@@ -228,7 +228,6 @@ def _assemble(
     parts: Sequence[_Source], dest: Objects, table: Table, progress: Progress | None
 ) -> Assembled:
     ledger = Ledger(dest)
-    table = replace(table, version=ledger.layout.version)
     found = ledger.read_table()
     if found is not None and _identity(found) != _identity(table):
         raise _other_dataset_error(dest)
@@ -241,7 +240,7 @@ def _assemble(
     if not there:
         refuse_if_too_large(dest, table.taps, rows)
         check_creates_once(dest)
-    if not copy_records(parts[0].objects, parts[0].records, dest, table.version):
+    if not copy_records(parts[0].objects, parts[0].records, dest):
         raise _other_dataset_error(dest)
     sizes, units_there, copier = Sizes(), 0, FileCopier(dest)
     for done, was_there in _units(parts, ledger, table, there, copier):
@@ -317,7 +316,7 @@ def _units(
 
 def _origin(part: _Source, done: Done) -> dict[str, Any]:
     """Return what a unit is made from; it is equal only for the same unit of the same dataset."""
-    return {"unit": done.unit, "record": summarize([done], part.table.version).digest}
+    return {"unit": done.unit, "record": summarize([done]).digest}
 
 
 def _ours(ledger: Ledger, number: int, part: _Source, done: Done) -> Done:

@@ -106,7 +106,7 @@ class _Source:
     def merged(self, ledger: Ledger) -> Table:
         """Return the table of the new dataset."""
         units = self.table.units.merged(self.ends)
-        return replace(self.table, units=units, version=ledger.layout.version)
+        return replace(self.table, units=units)
 
 
 def compact(
@@ -138,7 +138,7 @@ def compact(
         refuse_if_too_large(dest, table.taps, sum(map(merging.rows, missing)))
     if missing:
         check_creates_once(dest)
-    if not copy_records(source, records, dest, merged.version):
+    if not copy_records(source, records, dest):
         raise _other_dataset_error(dest)
     copy_check(source, dest)
     shard_bytes = table.shard_limit(dest, shard_bytes)

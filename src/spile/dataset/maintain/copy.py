@@ -210,12 +210,11 @@ def refuse_if_too_large(dest: Objects, taps: Mapping[str, TapInfo], rows: int) -
         )
 
 
-def copy_records(source: Objects, records: FinishedRecords, dest: Objects, version: int) -> bool:
+def copy_records(source: Objects, records: FinishedRecords, dest: Objects) -> bool:
     """Copy the records and the tokenizer, which also hold for the copy.
 
     Args:
         records: those of the source.
-        version: that of the copy.
 
     Returns:
         False if other records exist there.
@@ -224,7 +223,7 @@ def copy_records(source: Objects, records: FinishedRecords, dest: Objects, versi
     found = {} if weights is None else {fmt.MODEL: ("model", {"tensors": weights})}
     found |= {fmt.SCALES: ("scales", scales_to_json(scales))} if scales else {}
     for key, (kind, body) in found.items():
-        data = fmt.encode_record(kind, body, version)
+        data = fmt.encode_record(kind, body)
         if not dest.create(key, data) and dest.get(key) != data:
             return False
     ledger = Ledger(source)
@@ -243,6 +242,6 @@ def copy_check(source: Objects, dest: Objects) -> None:
 
 
 def as_stored(table: Table) -> bytes:
-    """Return the bytes of a table's record, whatever version it is stored in."""
+    """Return the bytes of a table's record."""
     units, _ = named_by_content(fmt.UNIT_COLUMNS, table.units.columns)
     return fmt.encode_record("units", table.to_json(units))

@@ -214,16 +214,12 @@ class RecordsSummary:
     sizes: Sizes
 
 
-def summarize(records: Iterable[Done], version: int) -> RecordsSummary:
-    """Sum up records, of which none is kept.
-
-    Args:
-        version: that of the dataset whose records they are.
-    """
+def summarize(records: Iterable[Done]) -> RecordsSummary:
+    """Sum up records, of which none is kept."""
     digest, text, counts = xxhash.xxh3_128(), xxhash.xxh3_128(), Counter[str]()
     skipped, makers, sizes = Counter[str](), list[Mapping[str, object]](), Sizes()
     for done in records:
-        digest.update(fmt.encode_record("done", done.to_json(), version))
+        digest.update(fmt.encode_record("done", done.to_json()))
         text.update(done.text_digest.encode())
         counts.update(tokens=done.tokens, documents=done.documents, contexts=done.contexts)
         skipped.update(done.skipped)
@@ -295,7 +291,7 @@ class FinishedRecords(Sequence[Done]):
 
     def summary(self, units: Iterable[int]) -> RecordsSummary:
         """Read the records of some units, each once, and sum them up."""
-        return summarize(self.of(units), self._own.table.version)
+        return summarize(self.of(units))
 
     def whole(self) -> RecordsSummary:
         """Return the summary of all records, which are read by the first call alone."""

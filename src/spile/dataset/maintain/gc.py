@@ -149,7 +149,7 @@ def by_group(keys: Iterable[str]) -> Iterator[list[str]]:
     """Yield keys in portions, each sorted: those of a group of attempts or records together.
 
     Listings give the keys of a folder one after the other. The keys of a portion may be deleted
-    before the next one is asked for. Version 6 has no groups, and so one portion of attempts.
+    before the next one is asked for.
     """
 
     def portion(key: str) -> str:

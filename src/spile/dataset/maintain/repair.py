@@ -11,7 +11,7 @@ repair one can. Therefore each record that will be replaced is first copied into
 `gc` spares the attempts at a unit whose record has such a copy.
 
 A repair never changes the data: the new unit must have the index that the old record, or the
-manifest, gives.
+segment, gives.
 """
 
 import contextlib
@@ -175,8 +175,7 @@ class RepairLedger(Ledger):
         """Move aside what was derived from the record of a unit, before the record changes."""
         for layout in self._layouts_of(unit):
             self._set_aside(layout.manifest_key)
-            if layout.grouped:
-                self._set_aside(layout.segment_key(layout.group(unit)))
+            self._set_aside(layout.segment_key(layout.group(unit)))
 
     def _layouts_of(self, unit: int) -> list[KeyLayout]:
         """Return the layouts of all generations that have a unit, the newest first."""
@@ -260,7 +259,7 @@ class RepairLedger(Ledger):
         table = self.table_found
         _, records = open_finished(source, table.recipe.stored_taps)
         copy_check(source, self.objects)
-        if not copy_records(source, records, self.objects, table.version):
+        if not copy_records(source, records, self.objects):
             raise StoreError(f"{self.objects.url}: its records are not those of {source.url}")
         for key in wanted:
             self.beside.remove(key)
@@ -269,7 +268,7 @@ class RepairLedger(Ledger):
     # -- comparing with the old units --------------------------------------------------------------
 
     def _described(self, units: list[int]) -> dict[int, dict[str, Any]]:
-        """Return the descriptions of units to make, from their records or the manifest.
+        """Return the descriptions of units to make, from their records or segments.
 
         An interrupted repair may have moved those aside.
         """
@@ -277,25 +276,17 @@ class RepairLedger(Ledger):
         if units:
             # (Done records first: what is derived does not say how a unit was made.)
             aside = sorted(self.objects.list(fmt.DAMAGED), key=lambda key: fmt.DONE not in key)
-            keys = [*map(self.layout.done_key, units), *self._derived_from(units), *aside]
+            layouts = [(unit, layout) for unit in units for layout in self._layouts_of(unit)]
+            segments = {layout.segment_key(layout.group(unit)) for unit, layout in layouts}
+            keys = [*map(self.layout.done_key, units), *sorted(segments), *aside]
             for told in (told for key in keys for told in self._told_by(key)):
                 if told.get("unit") in units:
                     found.setdefault(told["unit"], told)
         return found
 
-    def _derived_from(self, units: list[int]) -> list[str]:
-        """Return the keys of manifests and segments that describe units."""
-        layouts = [(unit, layout) for unit in units for layout in self._layouts_of(unit)]
-        manifests = {layout.manifest_key for _, layout in layouts}
-        segments = {
-            layout.segment_key(layout.group(unit)) for unit, layout in layouts if layout.grouped
-        }
-        return [*sorted(manifests), *sorted(segments)]
-
     def _told_by(self, key: str) -> list[dict[str, Any]]:
         """Return the units that a record describes; none if it is damaged or of another dataset."""
         original = fmt.parse_damaged_key(key) or key
-        kind = "done" if fmt.parse_done_key(original) is not None else "manifest"
         try:
             if fmt.parse_segment_key(original) is not None:
                 columns = columns_in(key, self.objects.get(key))
@@ -303,16 +294,12 @@ class RepairLedger(Ledger):
                 # (Of how a unit was made it holds the times alone.)
                 told = [segment.done(at).to_json() for at in range(len(segment))]
                 return [{**each, "made_by": {}} for each in told]
-            body = fmt.decode_record(key, self.objects.get(key), kind)
+            if fmt.parse_done_key(original) is None:
+                return []
+            body = fmt.decode_record(key, self.objects.get(key), "done")
             if body.get("fingerprint") != self.table_found.fingerprint:
                 return []
-            told: list[dict[str, Any]] = [body]
-            if kind == "manifest" and self.layout.grouped:
-                return []
-            if kind == "manifest":
-                beside: dict[str, Any] = {"fingerprint": body["fingerprint"], "made_by": {}}
-                told = [{**unit, **beside} for unit in body["units"]]
-            return [Done.from_json(original, each, self.layout).to_json() for each in told]
+            return [Done.from_json(original, body, self.layout).to_json()]
         except (SpileError, OSError, KeyError, TypeError):
             return []
 

@@ -145,7 +145,7 @@ def _passes(source: Objects) -> list[str]:
 def _groups(source: Objects, place: str) -> list[str]:
     """Return the folders that hold the done records of a place."""
     names = sorted(source.folders(place + fmt.DONE))
-    return [f"{place}{fmt.DONE}{name}/" for name in names] or [place + fmt.DONE]  # (version 6)
+    return [f"{place}{fmt.DONE}{name}/" for name in names]
 
 
 def _beside_of(source: Objects, place: str) -> _Beside:
@@ -201,8 +201,7 @@ def _jobs(
         data = source.get(key)
         if key in there:
             _refuse_other(dest, key, data)
-        version, body = fmt.decode_versioned(key, data, "done")
-        return key, data, Done.from_json(key, body, fmt.KeyLayout(version))
+        return key, data, Done.from_json(key, fmt.decode_record(key, data, "done"))
 
     for key, data, done in mapped(read, keys, max(source.parallel, dest.parallel)):
         files = [replace(file, key=place + file.key) for file in done.files()]

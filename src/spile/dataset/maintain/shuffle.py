@@ -163,7 +163,7 @@ class _Shuffle:
                 inside = self.scratch.startswith(self.dest.url)
                 refuse_if_too_large(self.dest, self.table.taps, rows * (1 + inside))
         if ledger.read_table() is None:
-            if not copy_records(self.source, self.records, self.dest, ledger.layout.version):
+            if not copy_records(self.source, self.records, self.dest):
                 raise other_dataset_error(self.dest)
             copy_check(self.source, self.dest)
             level = self._scattered(passes)
@@ -324,7 +324,7 @@ class _Shuffle:
         if made.sums != level.sums:
             raise lost_rows_error(self.dest)
         told = {"seed": self.seed, "entries": f"{made.sums.entries:016x}", "drawn": self._drawn()}
-        table = replace(self.table, shuffled=told, version=ledger.layout.version)
+        table = replace(self.table, shuffled=told)
         ledger.complete(table)
         if as_stored(ledger.create_table(table)) != as_stored(table):
             raise other_dataset_error(self.dest)

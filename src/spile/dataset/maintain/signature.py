@@ -3,9 +3,8 @@
 Checksums in records detect damage, but an attacker who changes a file can change them, too. A file
 for each group of units therefore holds the SHA-256 of its records and of all files that they name.
 One list, in the format that `sha256sum --check` reads, holds the SHA-256 of those files and of
-everything else that counts, and `ssh-keygen -Y sign` signs that list. (The list of version 6 holds
-every file of every unit itself.) docs/format.md specifies both; anyone can verify them without
-Spile.
+everything else that counts, and `ssh-keygen -Y sign` signs that list.
+docs/format.md specifies both; anyone can verify them without Spile.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ from spile.objects import Objects, exists
 
 NAMESPACE = "spile"
 SIGNERS = Path("~/.ssh/allowed_signers")
-_HEADERS = ("# spile signature 1", "# spile signature 2")  # without groups, and with
+_HEADER = "# spile signature 2"
 _LINE = re.compile(r"([0-9a-f]{64})  ([!-\[\]-~]+)")  # no space, no backslash: nothing to escape
 _PUBLIC_KEY = re.compile(r"(ssh|ecdsa|sk-)[A-Za-z0-9@.-]* [A-Za-z0-9+/=]+")
 _KEY_NAME = re.compile(r"SHA256:[A-Za-z0-9+/=]+")
@@ -56,22 +55,17 @@ class SignedList:
         """
         self._objects, self._layout = objects, layout
         self.digest, self.signer, self.key = _digest(data), signer, key
-        self.fingerprint, self.digests = decode_list(data, layout)
+        self.fingerprint, self.digests = decode_list(data)
         self._group = lru_cache(4)(self._read_group)
         self._of_groups = {int(match[1]): key for key in self.digests if (match := _GROUP(key))}
 
     def units_in(self, group: int) -> set[int]:
         """Return the units of a group that are signed."""
-        if not self._layout.grouped:
-            found = map(fmt.parse_done_key, self.digests)
-            return {unit for unit in found if unit is not None}
         return {*self._group(group)}
 
     def digests_of(self, done: Done) -> dict[str, str]:
         """Return the SHA-256 of a unit's record and files, by key, as far as they are signed."""
         keys = [self._layout.done_key(done.unit), *(file.key for file in done.files())]
-        if not self._layout.grouped:
-            return {key: self.digests[key] for key in keys if key in self.digests}
         signed = self._group(self._layout.group(done.unit)).get(done.unit, ())
         return dict(zip(keys, signed, strict=False))
 
@@ -146,20 +140,16 @@ def sign(
             if progress:
                 progress(units * max(1, len(every)) + len(hashed), count * max(1, len(every)))
         data = [objects.get(layout.done_key(done.unit)) for done in records]
-        if layout.grouped and records:
+        if records:
             name, content = _group_file(group, records, [*map(_digest, data)], hashed)
             objects.create(name, content)
             digests[name] = _digest(content)
-        elif records:
-            keys = (layout.done_key(done.unit) for done in records)
-            digests |= dict(zip(keys, map(_digest, data), strict=True))
-            digests |= dict(zip((file.key for file in every), hashed, strict=True))
         units, files = units + len(records), files + len(every) + len(records)
         size += sum(file.bytes for file in every)
     data = encode_list(table, units, digests)
-    signature, name = _signed(program, data, key, layout)
+    signature, name = _signed(program, data, key)
     # In between there is no signature, rather than a wrong one.
-    keys = fmt.signature_key(layout), fmt.signed_key(layout)
+    keys = fmt.SIGNATURE, fmt.SIGNED
     for each in keys:
         objects.delete(each)
     for each, content in zip(reversed(keys), (data, signature), strict=True):
@@ -178,7 +168,7 @@ def sign(
 def encode_list(table: Table, units: int, digests: Mapping[str, str]) -> bytes:
     """Return the bytes to sign."""
     head = [
-        _HEADERS[table.layout.grouped],
+        _HEADER,
         f"# fingerprint {table.fingerprint}",
         f"# units {units} of {len(table.units)}",
     ]
@@ -257,27 +247,26 @@ def read_signed(objects: Objects, signers: Path | None = None) -> SignedList:
     Raises:
         StoreError: if there is no valid signature of an allowed signer.
     """
-    layout = Ledger(objects).layout
-    signed, signature = fmt.signed_key(layout), fmt.signature_key(layout)
+    signed, signature = fmt.SIGNATURES
     try:
         data, made = objects.get(signed), objects.get(signature)
     except FileNotFoundError:
         raise StoreError(
             f"{objects.url}: is not signed (no {signature}); `spile sign` does that"
         ) from None
-    signer, key = _verified(objects.url, data, made, signers, layout)
-    return SignedList(objects, layout, data, signer, key)
+    signer, key = _verified(objects.url, data, made, signers)
+    return SignedList(objects, Ledger(objects).layout, data, signer, key)
 
 
-def decode_list(data: bytes, layout: KeyLayout) -> tuple[str, dict[str, str]]:
+def decode_list(data: bytes) -> tuple[str, dict[str, str]]:
     """Return the fingerprint and the digests of a list, which must be in canonical form."""
     lines = data.decode("ascii", "replace").split("\n")
     told = re.fullmatch(r"# fingerprint ([0-9a-f]{64})", lines[1] if len(lines) > 1 else "")
-    name, header = fmt.signed_key(layout), _HEADERS[layout.grouped]
-    if lines[0] != header:
+    name = fmt.SIGNED
+    if lines[0] != _HEADER:
         raise StoreError(
             f"{name}: is not a list that this version of spile knows "
-            f"({fmt.shown(lines[0][:40])!r}, expected {header!r})"
+            f"({fmt.shown(lines[0][:40])!r}, expected {_HEADER!r})"
         )
     found = [_LINE.fullmatch(line) for line in lines[3:-1]]
     keys = [match[2] for match in found if match]
@@ -295,8 +284,7 @@ def decode_list(data: bytes, layout: KeyLayout) -> tuple[str, dict[str, str]]:
 def refuse_another(objects: Objects, table: Table, signed: SignedList) -> None:
     """Refuse the signature of another dataset."""
     if signed.fingerprint != table.fingerprint or _differs(objects, fmt.UNITS, signed.digests):
-        name = fmt.signed_key(table.layout)
-        raise CorruptError(name, f"is the signature of another dataset ({fmt.UNITS} differs)")
+        raise CorruptError(fmt.SIGNED, f"is the signature of another dataset ({fmt.UNITS} differs)")
 
 
 def check_beside(objects: Objects, table: Table, signed: SignedList) -> list[str]:
@@ -337,7 +325,7 @@ def check_units(
         key, digests = layout.done_key(unit), signed.digests_of(done)
         if key not in digests:
             unsigned.append(unit)
-        elif _digest(fmt.encode_record("done", done.to_json(), layout.version)) != digests[key]:
+        elif _digest(fmt.encode_record("done", done.to_json())) != digests[key]:
             faults.append(f"{key}: is not the record that was signed")
         else:
             faults += [
@@ -385,14 +373,14 @@ def _last_line(said: str) -> str:
     return printable((said.splitlines() or ["it said nothing"])[-1])
 
 
-def _signed(program: str, data: bytes, key: Path, layout: KeyLayout) -> tuple[bytes, str]:
+def _signed(program: str, data: bytes, key: Path) -> tuple[bytes, str]:
     """Return the signature, and the fingerprint of the key."""
     with tempfile.TemporaryDirectory(prefix="spile-sign-") as folder:
-        path = Path(folder, fmt.signed_key(layout))
+        path = Path(folder, fmt.SIGNED)
         path.write_bytes(data)
         # (ssh-keygen asks for a passphrase on the terminal itself.)
         code, said = _run([program, "-Y", "sign", "-q", "-f", str(key), "-n", NAMESPACE, str(path)])
-        made = path.with_name(fmt.signature_key(layout))
+        made = path.with_name(fmt.SIGNATURE)
         if code or not made.is_file():
             raise ConfigError(f"--key {key}: ssh-keygen does not sign with it ({_last_line(said)})")
         _, told = _check(program, data, made)
@@ -407,19 +395,17 @@ def _check(program: str, data: bytes, signature: Path) -> tuple[bool, str]:
     return code == 0, found[0] if found and code == 0 else _last_line(said)
 
 
-def _verified(
-    url: str, data: bytes, signature: bytes, signers: Path | None, layout: KeyLayout
-) -> tuple[str, str]:
+def _verified(url: str, data: bytes, signature: bytes, signers: Path | None) -> tuple[str, str]:
     """Return the signer and the key."""
     program = _ssh_keygen()
     with tempfile.TemporaryDirectory(prefix="spile-verify-") as folder:
-        path = Path(folder, fmt.signature_key(layout))
+        path = Path(folder, fmt.SIGNATURE)
         path.write_bytes(signature)
         sound, key = _check(program, data, path)
         if not sound:
             raise StoreError(
-                f"{url}/{fmt.signature_key(layout)}: is not a signature of "
-                f"{fmt.signed_key(layout)} ({key}); one of the two was changed"
+                f"{url}/{fmt.SIGNATURE}: is not a signature of "
+                f"{fmt.SIGNED} ({key}); one of the two was changed"
             )
         allowed = _allowed(signers, Path(folder), key)
         _, found = _run([program, "-Y", "find-principals", "-s", str(path), "-f", str(allowed)])

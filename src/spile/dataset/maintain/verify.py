@@ -213,7 +213,7 @@ def _audit_ledger(
             report.resumed += found.known
             report.faults += found.faults
             if found.faults:
-                report.damaged[done.unit] = record_digest(done, table.version)
+                report.damaged[done.unit] = record_digest(done)
             total.entries += found.entries
             total.off.update(found.off)
             if journal and not (found.faults or found.known):
@@ -236,7 +236,7 @@ def _unsigned(report: Report, table: Table) -> str:
     shown = ", ".join(map(str, report.unsigned[:10]))
     more = len(report.unsigned) - 10
     return (
-        f"{fmt.signed_key(table.layout)}: covers {report.units_done - len(report.unsigned)} of "
+        f"{fmt.SIGNED}: covers {report.units_done - len(report.unsigned)} of "
         f"{report.units_done} units; not signed: {shown}{f' and {more} more' if more > 0 else ''}; "
         "`spile sign` again"
     )
@@ -302,7 +302,7 @@ def _check_segment(
     report: Report,
 ) -> None:
     key = table.layout.segment_key(group)
-    if not table.layout.grouped or not exists(ledger.objects, key):
+    if not exists(ledger.objects, key):
         return
     if len(records) < len(table.layout.units_of(group, len(table.units))):
         fault = f"{key}: says that its units are done, but done records are missing"
@@ -372,7 +372,7 @@ def _read_records(ledger: Ledger, table: Table, group: int, report: Report) -> I
             if differs := ledger.other_rows(done):
                 report.faults.append(f"{key}: has other rows than the dataset ({differs})")
             if len(report.faults) > before:
-                report.damaged[done.unit] = record_digest(done, table.version)
+                report.damaged[done.unit] = record_digest(done)
             yield done
 
 
@@ -519,9 +519,9 @@ def _check_manifest(ledger: Ledger, table: Table, report: Report) -> Manifest | 
     return manifest
 
 
-def record_digest(done: Done, version: int = fmt.FORMAT) -> str:
+def record_digest(done: Done) -> str:
     """Return the SHA-256 of a unit's record, in a version of the format."""
-    return hashlib.sha256(fmt.encode_record("done", done.to_json(), version)).hexdigest()
+    return hashlib.sha256(fmt.encode_record("done", done.to_json())).hexdigest()
 
 
 def _digest_of(ledger: Ledger, key: str) -> str:

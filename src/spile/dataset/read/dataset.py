@@ -359,7 +359,7 @@ class Dataset:
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return the tokenizer's files that the dataset holds, by name, checked.
 
-        There are none in datasets of format version 6; and none if `tokenizer` was given.
+        There are none if `tokenizer` was given.
         """
         if self._tokenizer:
             return {}

@@ -35,10 +35,7 @@
     scratch/                 rows between two sweeps of `spile shuffle`, until it ends
     damaged/TOKEN/KEY        a record that `spile verify --repair` moved aside, until `gc`
 
-A group is 256 consecutive units, so that a worker lists the records of its own group only. Version
-6 had no groups: its records lie at `done/UNIT.json`, its files at `attempts/UNIT/ATTEMPT/`, its
-heartbeats at `workers/NAME.json`, and its table and manifest hold all units as JSON. A dataset
-keeps the version of its table (`KeyLayout`).
+A group is 256 consecutive units, so that a worker lists the records of its own group only.
 
 A record is canonical JSON with its own checksum, so that any changed byte is noticed. An attacker
 can compute that too, so the contents of a record are checked as well: names must stay inside the
@@ -61,7 +58,6 @@ from spile.core.errors import CorruptError, StoreError
 from spile.core.tensors import DTYPES_BY_NAME
 
 FORMAT = 7
-READABLE = (6, FORMAT)
 GROUP_UNITS = 256  # one page of a bucket's listing holds their records, attempts or heartbeats
 
 UNITS = "units.json"
@@ -85,7 +81,9 @@ PASS = "pass.json"  # in the folder of a pass
 DROPPED = "dropped.json"
 GENERATIONS = "generations/"
 
-SIGNATURES = tuple(f"signature-v{n}.sha256{end}" for n in (1, 2) for end in ("", ".sig"))
+SIGNED = "signature-v2.sha256"  # the list of digests
+SIGNATURE = f"{SIGNED}.sig"
+SIGNATURES = (SIGNED, SIGNATURE)
 DERIVED = (UNIT_COLUMNS, SEGMENTS, MANIFEST_COLUMNS, TOKENIZER, DIGESTS, GENERATIONS)  # prefixes
 # What a dataset consists of, and a copy carries: these records, and all that lies in these folders.
 # (A pass is a folder that consists of the same.)
@@ -120,13 +118,12 @@ _NOT_A_RECORD = {
 class KeyLayout:
     """Where a dataset keeps the records and files of its units.
 
-    That is a matter of its version; and, for what is derived from all units, of its generation.
+    What is derived from all units lies with the generation that it was derived in.
 
     Attributes:
         grown: for each generation, how many units there were before it.
     """
 
-    version: int = FORMAT
     grown: tuple[int, ...] = ()
 
     @property
@@ -157,23 +154,15 @@ class KeyLayout:
         """The prefix of the file that holds the manifest's columns."""
         return f"{generation_folder(self.generation)}{MANIFEST_COLUMNS}"
 
-    @property
-    def grouped(self) -> bool:
-        """Whether units lie in groups, whose records are merged into segments."""
-        return self.version > 6
-
     def group(self, unit: int) -> int:
-        """Return the group of a unit; without groups, all units are one."""
-        return unit // GROUP_UNITS if self.grouped else 0
+        return unit // GROUP_UNITS
 
     def groups(self, units: int) -> int:
         """Return the number of groups of a table of so many units."""
-        return -(-units // GROUP_UNITS) if self.grouped else 1
+        return -(-units // GROUP_UNITS)
 
     def units_of(self, group: int, units: int) -> range:
         """Return the units of a group, in a table of so many."""
-        if not self.grouped:
-            return range(units)
         return range(group * GROUP_UNITS, min((group + 1) * GROUP_UNITS, units))
 
     def done_key(self, unit: int) -> str:
@@ -205,7 +194,7 @@ class KeyLayout:
 
     def worker_key(self, name: str, group: int, units: Collection[int] = ()) -> str:
         """Return the key of a heartbeat; `units`: those that a listing is to show, if few."""
-        shown = units if self.grouped and len(units) <= _MOST_SHOWN else ()
+        shown = units if len(units) <= _MOST_SHOWN else ()
         held = "".join(f"@{unit:08d}" for unit in shown)
         return f"{self.workers_prefix(group)}{name}{held}.json"
 
@@ -216,7 +205,7 @@ class KeyLayout:
         return f"{self._folder(unit // GROUP_UNITS)}{unit:08d}"
 
     def _folder(self, group: int) -> str:
-        return f"{group:06d}/" if self.grouped else ""
+        return f"{group:06d}/"
 
 
 CURRENT = KeyLayout()  # of new datasets
@@ -252,15 +241,6 @@ def tokenizer_key(digest: str, name: str) -> str:
     return f"{TOKENIZER}{digest}/{name}"
 
 
-def signed_key(layout: KeyLayout) -> str:
-    """Return the key of the signed list of digests."""
-    return "signature-v2.sha256" if layout.grouped else "signature-v1.sha256"
-
-
-def signature_key(layout: KeyLayout) -> str:
-    return f"{signed_key(layout)}.sig"
-
-
 def scale_name(tap: str) -> str:
     """Return the name of the tensor that holds the scale of each of a tap's rows."""
     return f"{tap}/scale"
@@ -275,7 +255,7 @@ class WorkerKey(NamedTuple):
     """What the key of a heartbeat says."""
 
     name: str  # of the worker
-    group: int | None  # in which it holds units; None: it holds none, or there are no groups
+    group: int | None  # in which it holds units; None: it holds none
     units: tuple[int, ...]  # that it holds there; empty: only the record says
 
 
@@ -310,7 +290,7 @@ def shown(value: object) -> str:
 
 
 def parse_done_key(key: str) -> int | None:
-    match = re.fullmatch(r"done/(?:\d{6}/)?(\d{8})\.json", key)
+    match = re.fullmatch(r"done/\d{6}/(\d{8})\.json", key)
     return int(match[1]) if match else None
 
 
@@ -322,14 +302,14 @@ def parse_segment_key(key: str) -> int | None:
 
 def parse_attempt_key(key: str) -> tuple[int, str] | None:
     """Return the unit and attempt of an object under `attempts/`."""
-    match = re.fullmatch(r"attempts/(?:\d{6}/)?(\d{8})/([^/]+)/[^/]+", key)
+    match = re.fullmatch(r"attempts/\d{6}/(\d{8})/([^/]+)/[^/]+", key)
     return (int(match[1]), match[2]) if match else None
 
 
 def parse_damaged_key(key: str) -> str | None:
     """Return the original key of a record that was moved to this one."""
     derived = rf"{_OF_A_GENERATION}(?:segments/\d{{6}}\.safetensors|[a-z]+\.json)"
-    match = re.fullmatch(rf"damaged/[^/]+/(done/(?:\d{{6}}/)?\d{{8}}\.json|{derived})", key)
+    match = re.fullmatch(rf"damaged/[^/]+/(done/\d{{6}}/\d{{8}}\.json|{derived})", key)
     return match[1] if match else None
 
 
@@ -489,9 +469,9 @@ def _audit_types(done: Done) -> None:
         raise ValueError("a name is not a text")
 
 
-def encode_record(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
+def encode_record(kind: str, body: Mapping[str, Any]) -> bytes:
     """Encode a record as canonical JSON with its own checksum."""
-    record = {"format": version, "kind": kind, **body}
+    record = {"format": FORMAT, "kind": kind, **body}
     record["checksum"] = _checksum(record)
     data = _canonical(record)
     if not data:
@@ -512,42 +492,35 @@ def decode_record(key: str, data: bytes, kind: str) -> dict[str, Any]:
     """Decode and check a record; return its body.
 
     Raises:
-        StoreError: if it was written in a format this version does not know.
+        StoreError: if it was written in another format.
         CorruptError: if any byte differs from what was written.
     """
-    return decode_versioned(key, data, kind)[1]
-
-
-def decode_versioned(key: str, data: bytes, kind: str) -> tuple[int, dict[str, Any]]:
-    """Decode and check a record, as `decode_record`; return its version and its body."""
     try:
         record = parse_json_object(data, max_bytes=len(data))
     except JsonError as error:
         raise CorruptError(key, _NOT_A_RECORD[error.problem]) from error
     version, checksum = record.get("format"), record.get("checksum")
-    if type(version) is int and version not in READABLE and checksum == _checksum(record):
+    # (Formats before 7 had indented records, and a checksum over those.)
+    whole = checksum == _checksum(record) or data.startswith(b"{\n")
+    if type(version) is int and version != FORMAT and whole:
         raise StoreError(
-            f"{key}: written in format {shown(version)}, but this version of spile reads formats "
-            f"{' and '.join(map(str, READABLE))}; use the version that wrote it, or another --out"
+            f"{key}: written in format {shown(version)}, but this version of spile reads format "
+            f"{FORMAT}; use the version that wrote it, or another --out"
         )
     if checksum != _checksum(record) or _canonical(record) != data:
         raise CorruptError(key, "checksum does not match (damaged or edited)")
     if record.get("kind") != kind:
         found = shown(repr(record.get("kind")))
         raise CorruptError(key, f"holds a {found} record, expected {kind!r}")
-    body = {k: v for k, v in record.items() if k not in ("format", "kind", "checksum")}
-    return cast(int, version), body
+    return {k: v for k, v in record.items() if k not in ("format", "kind", "checksum")}
 
 
 def _canonical(record: Mapping[str, Any]) -> bytes:
-    version = record.get("format")
-    # Up to version 6, records were indented, which Python's encoder does twenty times as slowly.
-    indented = type(version) is not int or version <= 6
-    spaced: dict[str, Any] = {"indent": 1} if indented else {"separators": (",", ":")}
     try:
-        return (json.dumps(record, sort_keys=True, allow_nan=False, **spaced) + "\n").encode()
+        text = json.dumps(record, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError):
         return b""
+    return f"{text}\n".encode()
 
 
 def _checksum(record: Mapping[str, Any]) -> str:

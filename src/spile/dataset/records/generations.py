@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import ColumnFile
-from spile.dataset.records.unit_table import UnitColumns
 
 _LIMITS = ("max_docs", "max_tokens")
 
@@ -26,7 +25,7 @@ class Generation:
         sources: where all files of the corpus were found, those of earlier generations too.
         max_docs: the limit that all units together keep to, if there is one.
         max_tokens: as `max_docs`.
-        columns: the file that holds the units; None in version 6, and before it is stored.
+        columns: the file that holds the units; None before it is stored.
     """
 
     before: int
@@ -36,30 +35,26 @@ class Generation:
     max_tokens: int | None = None
     columns: ColumnFile | None = None
 
-    def to_json(self, fingerprint: str, units: UnitColumns) -> dict[str, Any]:
-        """Return the record's body; `units`: those that it adds."""
-        if self.columns is None:
-            told: Any = [{**unit, "id": unit["id"] + self.before} for unit in units]
-        else:
-            told = {**self.columns.to_json(), "count": len(units)}
+    def to_json(self, fingerprint: str, units: ColumnFile, count: int) -> dict[str, Any]:
+        """Return the record's body; `units`: the file that holds the units that it adds."""
         return {
             "fingerprint": fingerprint,
             "before": self.before,
             "files": list(self.files),
             "sources": list(self.sources),
             **{name: getattr(self, name) for name in _LIMITS},
-            "units": told,
+            "units": {**units.to_json(), "count": count},
         }
 
     @classmethod
     def from_json(
-        cls, body: Mapping[str, Any], fingerprint: str, before: int, prefix: str | None
+        cls, body: Mapping[str, Any], fingerprint: str, before: int, prefix: str
     ) -> "Generation":
         """Rebuild and check a record; raise ValueError if it does not follow the ones before.
 
         Args:
             before: the number of units that there are without it.
-            prefix: of the file that holds the units; None if the record does.
+            prefix: of the file that holds the units.
         """
         files, sources = body["files"], body["sources"]
         if body["fingerprint"] != fingerprint or body["before"] != before:
@@ -74,5 +69,5 @@ class Generation:
         limits = {name: body[name] for name in _LIMITS}
         if not all(limit is None or fmt.is_count(limit) for limit in limits.values()):
             raise ValueError("a limit is not a number")
-        columns = ColumnFile.from_json(body["units"], prefix) if prefix else None
+        columns = ColumnFile.from_json(body["units"], prefix)
         return cls(before, tuple(known), tuple(cast(list[str], sources)), **limits, columns=columns)

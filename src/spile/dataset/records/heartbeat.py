@@ -241,7 +241,7 @@ class Presence:
             body["beat"] = self._beat_seconds
             if progress := self._progress():
                 body["progress"] = dict(progress)
-            data = fmt.encode_record("worker", body, self.layout.version)
+            data = fmt.encode_record("worker", body)
             before, self._keys = self._keys, self._keys_now() or [fmt.idle_worker_key(self.name)]
             for key in self._keys:
                 self.objects.replace(key, data)

@@ -11,7 +11,6 @@ a thousand, do it only if it has not been done after a while.
 
 import contextlib
 import itertools
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -78,13 +77,12 @@ class Table:
     tokenizer: Mapping[str, ColumnFile] = field(default_factory=dict[str, ColumnFile])
     # For a dataset made of units of others (`maintain/assemble.py`): each of those, and its units.
     made_of: tuple[Mapping[str, Any], ...] = ()
-    version: int = fmt.FORMAT  # of the dataset
     generations: tuple[Generation, ...] = ()
     more_sources: tuple[str, ...] = ()  # of corpus files, beside the recipe's
 
     @property
     def layout(self) -> KeyLayout:
-        return KeyLayout(self.version, tuple(each.before for each in self.generations))
+        return KeyLayout(tuple(each.before for each in self.generations))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -198,8 +196,7 @@ class Manifest:
     fingerprint: str
     totals: Totals
     segments: tuple[SegmentFile, ...]
-    columns: ColumnFile | None  # None in version 6, whose manifest holds the units themselves
-    listed: tuple[Mapping[str, Any], ...] = ()  # those; each must be checked as a done record
+    columns: ColumnFile
 
 
 class Ledger:
@@ -252,17 +249,13 @@ class Ledger:
         """Return the table with the units of the next generation; None if there is none."""
         number = len(table.generations) + 1
         key = fmt.generation_key(number)
-        found = self._read_versioned(key, "generation")
-        if found is None:
+        body = self._read(key, "generation")
+        if body is None:
             return None
-        version, body = found
-        before, grouped = len(table.units), table.layout.grouped
-        prefix = f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}" if grouped else None
+        prefix = f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}"
         try:
-            if version != table.version:
-                raise ValueError("it has another format than the table")
-            made = Generation.from_json(body, table.fingerprint, before, prefix)
-            units = self._units_of(version, body["units"], prefix or "", before)
+            made = Generation.from_json(body, table.fingerprint, len(table.units), prefix)
+            units = self._units_of(body["units"], prefix)
             if not len(units):
                 raise ValueError("it adds no units")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -270,22 +263,20 @@ class Ledger:
         return table.grown(made, units)
 
     def _read_table(self) -> Table | None:
-        found = self._read_versioned(fmt.UNITS, "units")
-        if found is None:
+        body = self._read(fmt.UNITS, "units")
+        if body is None:
             return None
-        version, body = found
         try:
             table = Table(
                 recipe=ResolvedRecipe.from_json(body["recipe"]),
                 fingerprint=body["fingerprint"],
                 taps={n: TapInfo.from_json(info) for n, info in body["taps"].items()},
                 files=tuple(body["files"]),
-                units=self._units_of(version, body["units"]),
+                units=self._units_of(body["units"], fmt.UNIT_COLUMNS),
                 kept=float(body["kept"]),
                 shuffled=body.get("shuffled"),
                 tokenizer=_tokenizer_of(body.get("tokenizer", {})),
                 made_of=tuple(body.get("made_of", ())),
-                version=version,
                 more_sources=tuple(body.get("sources", ())[1:]),
             )
             _audit_table(table)
@@ -293,11 +284,7 @@ class Ledger:
             raise CorruptError(fmt.UNITS, f"is not a unit table ({fmt.shown(error)})") from error
         return table
 
-    def _units_of(
-        self, version: int, told: Any, prefix: str = fmt.UNIT_COLUMNS, first: int = 0
-    ) -> UnitColumns:
-        if not KeyLayout(version).grouped:
-            return UnitColumns.of(told, first)
+    def _units_of(self, told: Any, prefix: str) -> UnitColumns:
         if not fmt.is_count(told["count"]):
             raise ValueError("the number of units is not a number")
         file = ColumnFile.from_json(told, prefix)
@@ -338,14 +325,11 @@ class Ledger:
         """
         number, made = len(table.generations), table.generations[-1]
         units = table.units.part(made.before, len(table.units))
-        if table.layout.grouped:
-            prefix = f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}"
-            file, data = named_by_content(prefix, units.columns)
-            self.objects.create(file.key, data)
-            made = replace(made, columns=file)
-        body = made.to_json(table.fingerprint, units)
-        record = fmt.encode_record("generation", body, table.version)
-        self.objects.create(fmt.generation_key(number), record)
+        prefix = f"{fmt.generation_folder(number)}{fmt.UNIT_COLUMNS}"
+        file, data = named_by_content(prefix, units.columns)
+        self.objects.create(file.key, data)
+        body = made.to_json(table.fingerprint, file, len(units))
+        self.objects.create(fmt.generation_key(number), fmt.encode_record("generation", body))
         return self.table()
 
     def read_tokenizer(self, table: Table) -> dict[str, bytes]:
@@ -375,7 +359,7 @@ class Ledger:
     def check_weights(self, digests: Mapping[str, str]) -> None:
         """Record the weights' full hashes, or compare them with those recorded before."""
         body = {"tensors": dict(sorted(digests.items()))}
-        if self.objects.create(fmt.MODEL, self._encode("model", body)):
+        if self.objects.create(fmt.MODEL, fmt.encode_record("model", body)):
             return
         stored = self.read_weights()
         if stored is None:
@@ -415,7 +399,7 @@ class Ledger:
         """Store the scales, unless others came first: those apply to every worker."""
         body = scales_to_json(measured)
         scales_from_json(body, table.taps)  # an unreadable record would block every worker forever
-        self.objects.create(fmt.SCALES, self._encode("scales", body))
+        self.objects.create(fmt.SCALES, fmt.encode_record("scales", body))
 
     def sealed_groups(self, layout: KeyLayout | None = None) -> set[int]:
         """Return the groups that have a segment, from a listing alone.
@@ -424,8 +408,6 @@ class Ledger:
             layout: that of an earlier generation, to look at the dataset as it was.
         """
         layout = layout or self.layout
-        if not layout.grouped:
-            return set()
         keys = {key for folder in layout.segment_folders for key in self.objects.list(folder)}
         found = {group for key in keys if (group := fmt.parse_segment_key(key)) is not None}
         return {group for group in found if layout.segment_key(group) in keys}
@@ -447,8 +429,6 @@ class Ledger:
 
     def _open_groups(self, sealed: set[int]) -> list[int]:
         """Return the groups that have done records, and no segment."""
-        if not self.layout.grouped:
-            return [0]
         names = self.objects.folders(fmt.DONE)
         return sorted({int(name) for name in names if name.isdecimal()} - sealed)
 
@@ -493,7 +473,7 @@ class Ledger:
                 "nothing but spile may delete there (`gc --abandoned` only when nothing runs): "
                 "run the same command again"
             )
-        if self.objects.create(key, self._encode("done", done.to_json())):
+        if self.objects.create(key, fmt.encode_record("done", done.to_json())):
             self._committed.add(self.layout.group(done.unit))
             return True
         stored = self.read_done(done.unit)
@@ -556,8 +536,6 @@ class Ledger:
         manifest = table.layout.manifest_key
         if exists(self.objects, manifest):
             return True
-        if not table.layout.grouped:
-            return self._complete_ungrouped(table)
         own = [g for g in self.committed_groups if self.looks_after_commit(g)]
         is_last = any([self.seal(table, group) for group in own])
         layout = table.layout
@@ -575,7 +553,7 @@ class Ledger:
         body, file, columns = self._derived(table)
         if body["rows"]:
             self.objects.create(file.key, columns)
-            self.objects.create(manifest, self._encode("manifest", body))
+            self.objects.create(manifest, fmt.encode_record("manifest", body))
         return True
 
     def _complete_earlier(self, table: Table) -> None:
@@ -626,18 +604,6 @@ class Ledger:
         }
         return body, file, data
 
-    def _complete_ungrouped(self, table: Table) -> bool:
-        units, manifest = range(len(table.units)), table.layout.manifest_key
-        if not self.done_units().issuperset(units):
-            return False
-        self._complete_earlier(table)
-        settle(self.objects, self.layout.done_key(0), manifest)
-        records = mapped(partial(self._must_be_done, table), units, self.objects.parallel)
-        body = derive_manifest(table, records)
-        if body["rows"]:
-            self.objects.create(manifest, self._encode("manifest", body))
-        return True
-
     def _sealed(self, key: str) -> tuple[SegmentFile, Segment]:
         data = self.objects.get(key)
         segment = Segment(key, columns_in(key, data), self.layout)
@@ -658,13 +624,6 @@ class Ledger:
     def catalog(self, table: Table, manifest: Manifest) -> Catalog:
         """Return the units of a finished dataset."""
         layout = table.layout
-        if manifest.columns is None:
-            beside: dict[str, Any] = {"made_by": {}, "fingerprint": table.fingerprint}
-            told = ({**unit, **beside} for unit in manifest.listed)
-            units = [Done.from_json(layout.manifest_key, unit, layout) for unit in told]
-            if [unit.unit for unit in units] != [*range(len(table.units))]:
-                raise CorruptError(layout.manifest_key, f"names other units than {fmt.UNITS}")
-            return Catalog.of(self.objects, layout, units)
         groups = range(layout.groups(len(table.units)))
         wanted = [
             (layout.segment_key(g), len(layout.units_of(g, len(table.units)))) for g in groups
@@ -714,12 +673,8 @@ class Ledger:
         return Catalog(self.objects, self.layout, parts, np.concatenate(rows))
 
     def manifest_follows(self, table: Table) -> bool:
-        """Return whether the manifest follows from the segments; in version 6, from the records."""
-        stored = self._read(table.layout.manifest_key, "manifest")
-        if not self.layout.grouped:
-            units = range(len(table.units))
-            return stored == derive_manifest(table, (self._must_be_done(table, u) for u in units))
-        return stored == self._derived(table)[0]
+        """Return whether the manifest follows from the segments."""
+        return self._read(table.layout.manifest_key, "manifest") == self._derived(table)[0]
 
     def follows(self, table: Table, manifest: Manifest, records: Iterable[Done]) -> bool:
         """Return whether the manifest, and all that it names, follows from these records."""
@@ -740,9 +695,6 @@ class Ledger:
 
     # -- records in general -------------------------------------------------------------------
 
-    def _encode(self, kind: str, body: Mapping[str, Any]) -> bytes:
-        return fmt.encode_record(kind, body, self.layout.version)
-
     def _unreadable(self, key: str) -> StoreError:
         return StoreError(
             f"{self.objects.url}/{key}: is said to exist, and cannot be read; "
@@ -750,17 +702,13 @@ class Ledger:
         )
 
     def _read(self, key: str, kind: str) -> dict[str, Any] | None:
-        found = self._read_versioned(key, kind)
-        return None if found is None else found[1]
-
-    def _read_versioned(self, key: str, kind: str) -> tuple[int, dict[str, Any]] | None:
         try:
             data = self.objects.get(key)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StoreError(f"{self.objects.url}/{key}: {error.strerror or error}") from error
-        return fmt.decode_versioned(key, data, kind)
+        return fmt.decode_record(key, data, kind)
 
 
 class Attempt:
@@ -858,16 +806,10 @@ def _manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
         skipped: dict[str, Any] = body["skipped"]
         sound = all(map(fmt.is_count, (*counts.values(), *skipped.values())))
         sound = sound and all(map(fmt.is_name, (body["fingerprint"], *skipped)))
-        if not layout.grouped:
-            listed = tuple(body["units"])
-            sound = sound and all(type(unit) is dict for unit in listed)
-            segments, columns, units, seconds = (), None, len(listed), 0.0
-        else:
-            listed = ()
-            segments = tuple(SegmentFile.from_json(each) for each in body["segments"])
-            columns = ColumnFile.from_json(body["columns"], layout.manifest_columns)
-            units, seconds = body["units"], body["seconds"]
-            sound = sound and fmt.is_count(units) and fmt.is_amount(seconds)
+        segments = tuple(SegmentFile.from_json(each) for each in body["segments"])
+        columns = ColumnFile.from_json(body["columns"], layout.manifest_columns)
+        units, seconds = body["units"], body["seconds"]
+        sound = sound and fmt.is_count(units) and fmt.is_amount(seconds)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CorruptError(
             layout.manifest_key, f"is not a manifest ({fmt.shown(error)})"
@@ -875,17 +817,15 @@ def _manifest_of(body: Mapping[str, Any], layout: KeyLayout) -> Manifest:
     if not sound:
         raise CorruptError(key, "is not a manifest (a count or a name is invalid)")
     totals = Totals(units=units, seconds=float(seconds), skipped=skipped, **counts)
-    return Manifest(body["fingerprint"], totals, segments, columns, listed)
+    return Manifest(body["fingerprint"], totals, segments, columns)
 
 
 def named_files(table: Table, *manifests: Manifest) -> set[str]:
     """Return the keys of the files that hold the units of a table and of manifests."""
-    keys = {file.key for file in table.tokenizer.values()}
-    keys |= {table.units.key} if table.layout.grouped else set()
+    keys = {table.units.key, *(file.key for file in table.tokenizer.values())}
     keys |= {each.columns.key for each in table.generations if each.columns}
     for manifest in manifests:
-        if manifest.columns is not None:
-            keys |= {manifest.columns.key, *(each.file.key for each in manifest.segments)}
+        keys |= {manifest.columns.key, *(each.file.key for each in manifest.segments)}
     return keys
 
 
@@ -943,30 +883,6 @@ def _merge(total: dict[str, TapStats], more: Mapping[str, TapStats]) -> None:
             total[tap].merge(stats)
         else:
             total[tap] = replace(stats)
-
-
-def derive_manifest(table: Table, records: Iterable[Done]) -> dict[str, Any]:
-    """Derive the manifest of version 6 from the table and the done records alone."""
-    units: list[dict[str, Any]] = []
-    skipped: dict[str, int] = {}
-    size = 0
-    for done in records:
-        size += sum(file.bytes for file in done.files())
-        units.append(
-            {k: v for k, v in done.to_json().items() if k not in ("made_by", "fingerprint")}
-        )
-        for reason, count in done.skipped.items():
-            skipped[reason] = skipped.get(reason, 0) + count
-    manifest = {
-        "fingerprint": table.fingerprint,
-        "rows": sum(unit["rows"] for unit in units),
-        "tokens": sum(unit["tokens"] for unit in units),
-        "documents": sum(unit["documents"] for unit in units),
-        "bytes": size,
-        "skipped": skipped,
-        "units": units,
-    }
-    return json.loads(json.dumps(manifest))  # in the form that is read back: lists, not tuples
 
 
 # -- predictions --------------------------------------------------------------------------

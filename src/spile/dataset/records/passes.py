@@ -104,7 +104,7 @@ class PassLedger(Ledger):
             "kept": table.kept,
             "rows": self.dataset.table().fingerprint,
         }
-        created = self.objects.create(fmt.PASS, self._encode("pass", body))
+        created = self.objects.create(fmt.PASS, fmt.encode_record("pass", body))
         for other in live_passes(self.dataset):
             if other.name != self.name and (both := table.taps.keys() & other.table().taps):
                 if created:
@@ -181,7 +181,7 @@ class PassLedger(Ledger):
 
     def drop(self) -> None:
         """Record that the pass is dropped: nobody reads it from now on, and `gc` removes it."""
-        self.objects.create(fmt.DROPPED, self._encode("dropped", {}))
+        self.objects.create(fmt.DROPPED, fmt.encode_record("dropped", {}))
 
 
 def recipe_of_pass(base: ResolvedRecipe, own: ResolvedRecipe) -> ResolvedRecipe:

@@ -134,7 +134,7 @@ class _Unit:
         return cls(
             number,
             part.prefix + part.table.layout.done_key(number),
-            fmt.encode_record("done", done.to_json(), part.table.version),
+            fmt.encode_record("done", done.to_json()),
             tuple(replace(file, key=part.prefix + file.key) for file in done.files()),
         )
 
@@ -167,9 +167,8 @@ class _Source:
         found: dict[str, bytes] = {}
         for part in self.parts:
             found |= {part.prefix + key: data for key, data in self._beside(part).items()}
-        layout = self.table.layout
         with contextlib.suppress(FileNotFoundError):  # not every dataset is signed
-            keys = [fmt.signed_key(layout), fmt.signature_key(layout)]
+            keys = [*fmt.SIGNATURES]
             signed = {key: self._objects.get(key) for key in keys}
             if all(exists(self._objects, key) for key in self._digests(signed)):
                 found |= signed
@@ -187,8 +186,8 @@ class _Source:
 
     def _digests(self, rest: Mapping[str, bytes]) -> list[str]:
         """The keys of the digests that a signature is of."""
-        signed = rest.get(fmt.signed_key(self.table.layout))
-        listed = decode_list(signed, self.table.layout)[1] if signed is not None else {}
+        signed = rest.get(fmt.SIGNED)
+        listed = decode_list(signed)[1] if signed is not None else {}
         return [key for key in listed if key.startswith(fmt.DIGESTS)]
 
     def _beside(self, part: FinishedPart) -> dict[str, bytes]:
@@ -396,9 +395,7 @@ class _UnitsThere:
         for folder in folders:
             place = places.get(fmt.split_pass_key(f"{folder}/")[0])
             if place is not None:
-                files, groups = there.listed(folder)  # (version 6 has no groups)
-                self._compare(place, files)
-                for group in sorted(groups):
+                for group in sorted(there.listed(folder)[1]):
                     self._compare(place, there.listed(group)[0])
 
     def _compare(self, place: int, files: Mapping[str, Any]) -> None:

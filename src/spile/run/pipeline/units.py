@@ -156,7 +156,7 @@ class StorePicker:
             units = self._layout.units_of(group, self._count)
             if done.issuperset(units):
                 self._open.discard(group)
-                if last and self._layout.grouped:
+                if last:
                     self._ledger.seal(self._job.table, group)
                 continue
             left = [unit for unit in units if unit not in done and unit not in self._mine]
@@ -192,7 +192,7 @@ class StorePicker:
         """Look at the groups that were left while units of them were still in hand."""
         for group in self._ledger.committed_groups - {self._group}:
             self._ledger.looks_after_commit(group)
-            if self._layout.grouped and self._ledger.seal(self._job.table, group):
+            if self._ledger.seal(self._job.table, group):
                 self._open.discard(group)
 
     def _affordable(self, unit: int) -> bool:
