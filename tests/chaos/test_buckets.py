@@ -1,6 +1,6 @@
 """Exactly once over a network that fails, processes that are killed, and workers that race.
 
-`pytest -m chaos tests/chaos --chaos-full` does all of it at length; the suite, a little.
+`make chaos-buckets` runs all of it; the suite kills one run while it uploads to S3.
 """
 
 import random
@@ -15,6 +15,7 @@ import pytest
 from chaos.harness import Witness, Work, check_same, launch, run, wait_for
 from spile.objects import bucket, open_objects
 from support import servers, tiny
+from support.marks import some
 
 pytestmark = pytest.mark.chaos
 
@@ -45,8 +46,11 @@ def made(model: Path, folder: Path, documents: int, unit_tokens: int) -> Referen
 
 
 @pytest.fixture(scope="session")
-def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return made(model, tmp_path_factory.mktemp("bucket"), 60, 400)
+def reference(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Reference:
+    documents = 60 if pytestconfig.getoption("--chaos-full") else 12
+    return made(model, tmp_path_factory.mktemp("bucket"), documents, 400)
 
 
 @pytest.mark.full
@@ -57,14 +61,10 @@ def test_a_network_that_fails_loses_and_doubles_nothing(
     spooled: bool,
     model: Path,
     tmp_path: Path,
-    pytestconfig: pytest.Config,
     record_property: Callable[[str, object], None],
 ) -> None:
-    full = pytestconfig.getoption("--chaos-full")
-    if not full and (kind, spooled) != ("gs", False):
-        pytest.skip("--chaos-full")
-    reference = made(model, tmp_path, 1200 if full else 40, 300)
-    assert reference.units >= (200 if full else 6)
+    reference = made(model, tmp_path, 1200, 300)
+    assert reference.units >= 200
     out, spool = STORES[kind](), tmp_path / "spool"
     with servers.failing(kind, SHARE, seed=7) as proxy:
         began = time.monotonic()
@@ -94,17 +94,15 @@ class Grown:
         return self._count() >= self._wanted
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("spooled", [False, True], ids=["memory", "spool"])
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    some([(kind, where) for kind in STORES for where in ("memory", "spool")], ("s3", "spool")),
+)
 def test_runs_killed_while_they_upload_end_in_the_same_dataset(
-    kind: str, spooled: bool, reference: Reference, tmp_path: Path, pytestconfig: pytest.Config
+    kind: str, where: str, reference: Reference, tmp_path: Path, full: bool
 ) -> None:
-    full = pytestconfig.getoption("--chaos-full")
-    if not full and (kind, spooled) != ("s3", True):
-        pytest.skip("--chaos-full")
-    rng = random.Random(f"{kind} {spooled}")
-    wanted = 13 if full else 2
+    rng, spooled = random.Random(f"{kind} {where}"), where == "spool"
+    wanted = 13 if full else 1
     kills = 0
     options = {"spool": tmp_path / "spool"} if spooled else {}
     while kills < wanted:
@@ -136,13 +134,10 @@ def test_runs_killed_while_they_upload_end_in_the_same_dataset(
 @pytest.mark.full
 @pytest.mark.parametrize("kind", STORES)
 def test_of_ten_workers_that_race_for_every_unit_one_commits_it(
-    kind: str, reference: Reference, tmp_path: Path, pytestconfig: pytest.Config
+    kind: str, reference: Reference, tmp_path: Path
 ) -> None:
     """They see nobody else at work, and begin together."""
-    full = pytestconfig.getoption("--chaos-full")
-    if not full and kind == "gs":
-        pytest.skip("--chaos-full")
-    workers = 10 if full else 3
+    workers = 10
     out, gate = STORES[kind](), tmp_path / "gate"
     gate.mkdir()
     spec = {"gate": str(gate), "crowd": workers, "blind": True}
