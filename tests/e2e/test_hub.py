@@ -150,9 +150,9 @@ def test_what_cannot_be_used_is_one_line(hub: Hub, model: Path, tmp_path: Path) 
     def refused(*named: object, **given: str) -> None:
         check_refused(run("extract", *flags(tmp_path / "out", **given)), 2, *named)
 
-    refused("hf://me/none: there is no such model", model="me/none")
-    refused("hf://datasets/me/none: there is no such dataset", corpus="me/none")
-    refused("has several configs, and none was chosen; there are: all, sample", corpus="me/texts")
+    refused("hf://me/none: no such model", model="me/none")
+    refused("hf://datasets/me/none: no such dataset", corpus="me/none")
+    refused("has several configs; choose one; there are: all, sample", corpus="me/texts")
     refused("has no split 'test'", corpus="me/texts:sample:test")
     refused("hf://datasets/me/texts@", "no such file", corpus="hf://datasets/me/texts/none.parquet")
     rest = files(model)
@@ -162,7 +162,7 @@ def test_what_cannot_be_used_is_one_line(hub: Hub, model: Path, tmp_path: Path) 
     hub.publish("models/me/gated", {"model.safetensors": weights}).gated = True
     refused("ask for access at", model="me/gated")
     result = run("extract", *flags("hf://datasets/me/texts"))
-    check_refused(result, 2, "hf://datasets/me/texts", "can only be read")
+    check_refused(result, 2, "hf://datasets/me/texts", "is read-only")
     assert not (tmp_path / "out").exists()
 
 
@@ -188,7 +188,7 @@ def test_a_corpus_and_a_model_on_a_web_server(model: Path, tables: Path, tmp_pat
         result = run("extract", *remote)
         assert result.code == 0, result.err
         missing = run("extract", *flags(tmp_path / "no", f"{url}/none", "demo"))
-        check_refused(missing, 2, f"{url}/none", "lists no folders")
+        check_refused(missing, 2, f"{url}/none", "do not work on a web server")
         globbed = run("extract", *flags(tmp_path / "no", model, f"{url}/*.jsonl"))
         check_refused(globbed, 2, f"{url}/*.jsonl", "name one file")
         server.shutdown()
@@ -327,7 +327,7 @@ def test_what_the_library_reads_is_made_ahead_of_a_run(
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0 and hub.seen == [], err
     unnamed = run("extract", *flags(tmp_path / "no", corpus="datasets:me/csv"), *corpus)
-    check_refused(unnamed, 2, "HF_HUB_OFFLINE is set; give the whole name that `spile fetch`")
+    check_refused(unnamed, 2, "HF_HUB_OFFLINE is set; give the full name that `spile fetch`")
 
 
 @pytest.mark.full  # tests/e2e/test_remote_inputs.py merges one from a bucket

@@ -15,7 +15,7 @@ RUN = MetricsRun(name="spring", config={})
     ("asked", "named"),
     [
         ("tensorbord:runs", ["tensorbord:runs", "no such backend", "tensorboard, wandb"]),
-        ("tensorboard", ["where to?", "tensorboard:DIR"]),
+        ("tensorboard", ["no directory", "tensorboard:DIR"]),
         ("prometheus", ["no port", "prometheus:9090"]),
         ("prometheus:http", ["prometheus:http", "no port"]),
         ("prometheus:65536", ["no port"]),

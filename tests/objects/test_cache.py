@@ -58,7 +58,7 @@ def test_a_piece_that_was_damaged_or_cut_is_fetched_again(tmp_path: Path) -> Non
 
 
 def test_a_disk_needs_no_cache(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="on a disk already"):
+    with pytest.raises(ConfigError, match="on a local disk"):
         cached(LocalObjects(tmp_path), tmp_path / "cache", 100 * PIECE)
     with pytest.raises(ConfigError, match="at least 1MiB"):
         cached(counting(), tmp_path, 5)

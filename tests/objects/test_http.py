@@ -124,7 +124,7 @@ def test_what_is_absent_is_no_file_and_a_folder_or_a_glob_is_refused(server: Ser
     with pytest.raises(FileNotFoundError, match="no a/none"):
         remote(f"{server.url}/a/none").open()
     for name in ("a/*.bin", "a/", ""):
-        with pytest.raises(ConfigError, match="lists no folders and no globs; name one file"):
+        with pytest.raises(ConfigError, match="do not work on a web server; name one file"):
             files_matching(f"{server.url}/{name}")
 
 
@@ -135,10 +135,10 @@ def test_a_signed_address_is_used_and_not_shown(server: Server) -> None:
     assert all(seen.endswith("?signature=secret") for _, seen, _ in server.seen)
     assert "secret" not in str(path)
     server.ways = ["403"]
-    with pytest.raises(StoreError, match="refuses it") as caught:
+    with pytest.raises(StoreError, match="access denied") as caught:
         path.read_range(0, 4)
     assert "secret" not in str(caught.value)
-    with pytest.raises(ConfigError, match="no password may be in an address") as refused:
+    with pytest.raises(ConfigError, match="remove the password from the URL") as refused:
         path_of("https://me:secret@host/x.jsonl")
     assert "secret" not in str(refused.value)
 
@@ -220,7 +220,7 @@ def test_a_range_that_is_another_one_is_refused(server: Server) -> None:
     path = remote(f"{server.url}/a/data.bin")
     assert path.size()
     server.ways = ["206"]
-    with pytest.raises(StoreError, match="sent another range than it was asked"):
+    with pytest.raises(StoreError, match="did not send the requested range"):
         path.read_range(5, 10)
 
 
@@ -242,9 +242,9 @@ def test_web_servers_are_only_read(server: Server) -> None:
     objects = open_objects(f"{server.url}/a")
     assert objects.get("data.bin") == DATA
     for write in (objects.create, objects.replace):
-        with pytest.raises(ConfigError, match="can only be read"):
+        with pytest.raises(ConfigError, match="is read-only"):
             write("x", b"")
-    with pytest.raises(ConfigError, match="can only be read"):
+    with pytest.raises(ConfigError, match="is read-only"):
         objects.stream("x")
-    with pytest.raises(ConfigError, match="can only be read"):
+    with pytest.raises(ConfigError, match="is read-only"):
         objects.delete("x")

@@ -61,7 +61,7 @@ def test_a_key_stays_inside_the_store() -> None:
 
 def test_what_is_too_large_to_hold_is_refused() -> None:
     check_held("memory://x", "a", MOST_HELD)
-    with pytest.raises(StoreError, match="memory://x/a: has 4,294,967,297 bytes"):
+    with pytest.raises(StoreError, match="memory://x/a: is too large"):
         check_held("memory://x", "a", MOST_HELD + 1)
 
 
@@ -73,7 +73,7 @@ def test_a_store_that_overwrites_records_is_refused_and_left_clean() -> None:
 
     good, careless = MemoryObjects(), Careless()
     check_creates_once(good)
-    with pytest.raises(StoreError, match="does not honour preconditions"):
+    with pytest.raises(StoreError, match="ignores preconditions"):
         check_creates_once(careless)
     assert list(good.list()) == list(careless.list()) == []
     good.create("a", b"1")

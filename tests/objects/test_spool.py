@@ -101,7 +101,7 @@ def test_a_full_disk_holds_the_writer_up_until_an_upload_makes_room(
     first.release()
     opened[0].release()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10, 10, 0))
-    with pytest.raises(StoreError, match="nothing waits there that could make room"):
+    with pytest.raises(StoreError, match="no pending upload will free more"):
         spool.file()
     spool.close()
 

@@ -79,10 +79,10 @@ class Counters:
         return self["clocked"] / span if span and self["clocked"] else None
 
     def rates(self) -> dict[str, float | None]:
-        """Return the rate of text preparation, and how much the device worked or waited.
+        """Return the rate of text preparation and how the device spent its time.
 
-        The rate is in tokens a second. The shares refer to the time from the first step to the
-        last: the device computed, or stood idle for lack of text.
+        `text_rate` is in tokens a second. The shares are fractions of the time from the first step
+        to the last in which the device computed, or was idle for lack of text.
         """
         span = self["device_busy"] + self["device_idle"]
         spent = self["reading"] + self["preparing"]

@@ -55,7 +55,7 @@ class Reporter:
         self._stop.set()
         self._thread.join(_PATIENCE)
         if self._thread.is_alive():
-            _log.warning("--metrics: not handed on after %.0f s; left", _PATIENCE)
+            _log.warning("--metrics: backends not finished after %.0f s; not waiting", _PATIENCE)
 
     def _run(self) -> None:
         while not self._stop.wait(self._every):

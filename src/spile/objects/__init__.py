@@ -25,8 +25,8 @@ def open_objects(url: str, spool: Spool | None = None, *, prefix: str = "") -> O
 
     Args:
         spool: where objects for a bucket wait for their upload, instead of in memory.
-        prefix: of environment variables that hold a bucket's credentials, if there are any, instead
-            of the usual ones: `SPILE_DEST_` for `SPILE_DEST_AWS_ACCESS_KEY_ID`.
+        prefix: prefix of environment variables that hold a bucket's credentials. If any are set,
+            they replace the usual ones: `SPILE_DEST_` for `SPILE_DEST_AWS_ACCESS_KEY_ID`.
     """
     scheme, separator, rest = url.partition("://")
     if spool and not is_bucket(url):
@@ -51,6 +51,6 @@ def open_objects(url: str, spool: Spool | None = None, *, prefix: str = "") -> O
             raise ConfigError(f"{url}: give the whole repository, without {key}")
         return objects
     raise ConfigError(
-        f"{url}: not a path or a URL of gs://, s3://, hf://, https://, file:// or memory:// "
-        f"({scheme}:// is none of them)"
+        f"{url}: {scheme}:// is not supported; give a path, or a gs://, s3://, hf://, https://, "
+        "file:// or memory:// URL"
     )

@@ -1,13 +1,13 @@
 """Objects in a bucket: gs:// and s3:// (and compatible servers), through obstore.
 
 Every object is uploaded by a single put, which is atomic: a killed process leaves neither a partial
-object nor the unlisted parts of one, which would still cost money. (obstore can upload in parts,
-but neither list nor remove the parts that a killed process left.) A stream is therefore held until
-it is closed, in memory or in a spool, and shards in buckets are small, or of middling size in very
-large datasets (`Table.shard_limit`).
+object nor the parts of one, which no listing shows but which still cost money. (obstore can upload
+in parts, but cannot list or remove the parts that a killed process left.) A stream is therefore
+held until it is closed, in memory or in a spool. Shards in buckets are small for that reason, or
+medium-sized in very large datasets (`Table.shard_limit`).
 
 A create whose answer is lost may have succeeded. It is retried, and if the object then "exists
-already", it is read back: the same bytes mean that it is our own.
+already", it is read back: if the bytes are the same, the object is our own.
 """
 
 import contextlib
@@ -49,9 +49,9 @@ _GOOGLE_KEYS = {
                  "application_credentials", "bearer_token", "base_url")
 }  # fmt: skip
 _STREAMED = 256 << 20
-_LARGE = 65 << 20  # of most shards, with a header; a larger put is given more time
-_LARGE_READ = 16 << 20  # a larger range is given more time, too
-_VIEWED = 1 << 20  # the client gathers such an answer in memory of its own, aligned as arrays are
+_LARGE = 65 << 20  # size of most shards, with a header; a larger put gets more time
+_LARGE_READ = 16 << 20  # a larger range also gets more time
+_VIEWED = 1 << 20  # at least this size: the client's answer owns its memory, aligned for arrays
 _ROOM = _LARGE
 _TIMEOUT, _LARGE_TIMEOUT = timedelta(seconds=60), timedelta(seconds=240)  # for one request
 
@@ -94,11 +94,11 @@ def open_bucket(url: str, spool: Spool | None = None, variables: str = "") -> "B
 
 
 def _own_settings(scheme: str, prefix: str) -> dict[str, Any]:
-    """Return the client's settings from the variables under a prefix; none if there are none.
+    """Return the client's settings from the variables with a prefix; empty if none are set.
 
-    The client also reads the usual variables. A part of another account's (a session token, an
-    endpoint) beside these would be refused by the server, or lead elsewhere. So keys, endpoint and
-    region are given to it explicitly; what cannot be overridden so is refused.
+    The client also reads the usual variables. A mixture of two accounts' variables (one's session
+    token, the other's endpoint) would be refused by the server, or lead elsewhere. So keys,
+    endpoint and region are passed explicitly, and variables that this cannot override are refused.
     """
     cloud = {"gs": "GOOGLE_", "s3": "AWS_"}[scheme]
     names = [name for name in os.environ if prefix and name.startswith(prefix + cloud)]
@@ -133,12 +133,12 @@ class BucketObjects:
     def __init__(
         self, url: str, store: Any, spool: Spool | None = None, patient: Any = None
     ) -> None:
-        """`patient`: the same store, with a longer time for one request."""
+        """`patient`: the same store, with a longer timeout."""
         self.url, self._store, self._spool = url.rstrip("/"), store, spool
         self._patient = patient or store
         self.most_closing = 1 << 20 if spool else self.parallel
         self._answered = False  # whether any request has succeeded
-        self._etags_are_md5 = True  # until one is not: under some encryptions etags are no digests
+        self._etags_are_md5 = True  # until one is not: with some encryption etags are no digests
 
     def get(self, key: str) -> bytes:
         def whole() -> bytes:
@@ -237,8 +237,8 @@ class BucketObjects:
     def upload(self, key: str, data: Any) -> str:
         """Put the contents of a stream under its own key; return the object's etag.
 
-        In transit the data is protected by TLS, or by the hash in its signature. A disk may have
-        changed a spooled object before that, so there the MD5 of the data is compared, too.
+        In transit, TLS or the hash in the request's signature protects the data. A disk may have
+        changed a spooled object before that, so its MD5 is compared as well.
         """
         # Nobody else writes under this key, so an object with the same bytes is our own: a proxy
         # may have sent the request twice and returned the second answer.
@@ -254,13 +254,13 @@ class BucketObjects:
         if self._etags_are_md5 and hashlib.md5(data, usedforsecurity=False).hexdigest() != etag:
             if memoryview(self.get(key)) != memoryview(data):
                 raise StoreError(
-                    f"{self.url}/{key}: what arrived is not what was sent; run the same command "
-                    "again"
+                    f"{self.url}/{key}: the stored bytes differ from those sent; run the same "
+                    "command again"
                 )
-            _log.info("%s: etags are no MD5 digests there; sizes alone are compared", self.url)
+            _log.info("%s: etags are not MD5 digests; only sizes are compared", self.url)
             self._etags_are_md5 = False
         if not self._etags_are_md5 and self.size(key) != len(data):
-            raise StoreError(f"{self.url}/{key}: is not as long as what was sent")
+            raise StoreError(f"{self.url}/{key}: the stored size differs from the size sent")
 
     def _create(self, key: str, data: Any, *, unsure: bool = False) -> str | None:
         """Create an object; return its etag if it is ours, else None.
@@ -281,8 +281,8 @@ class BucketObjects:
                     there = self._read(key, lambda: self._store.head(key))
                     ours = unsure and memoryview(self.get(key)) == memoryview(data)
                 except FileNotFoundError:
-                    # 409, not 412: another request for this key was under way, and has failed. Or
-                    # `gc` has just removed the object, since another attempt was committed.
+                    # 409, not 412: another request for this key was under way and has failed. Or
+                    # `gc` has just removed the object because another attempt was committed.
                     trying.again(_line(error), error)
                     continue
                 return _plain(there["e_tag"]) if ours else None
@@ -359,15 +359,15 @@ class BucketStream:
 
 
 class _Held:
-    """The bytes of an object in memory until they are put."""
+    """The bytes of an object, in memory until they are uploaded."""
 
     def __init__(self) -> None:
-        # Untouched space takes no memory, and growing copies: only large shards do.
+        # Untouched space takes no memory. Growing would copy, so only large shards grow.
         self._buffer, self._filled = np.empty(_ROOM, np.uint8), 0
         self._whole: bytes | memoryview | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        """Keep the data: a copy, unless it is all there is and nobody can change it."""
+        """Keep the data; copy it unless it is the whole object and immutable."""
         if self._whole is None and not self._filled and _is_constant(data):
             self._whole = data
             return

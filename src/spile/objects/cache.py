@@ -1,7 +1,7 @@
 """A least-recently-used cache of ranges of another store's objects, on a local disk.
 
-It holds pieces of ranges only: those of shards, which never change under their keys. Records are
-read whole, and requested each time. Processes may share a folder.
+Only ranges are cached. They belong to shards, which never change under their keys. Records are read
+whole, and requested each time. Several processes may share a folder.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ _SUFFIX = ".piece"
 def cached(objects: Objects, folder: Path, most: int) -> Objects:
     """Return the same objects, with at most `most` bytes of them cached in a folder."""
     if objects.local_path("any") is not None:
-        raise ConfigError(f"{objects.url} is on a disk already; a cache is for buckets")
+        raise ConfigError(f"{objects.url} is on a local disk; a cache is for buckets")
     if most < _PIECE:
-        raise ConfigError(f"a cache of {most} bytes holds nothing; give at least 1MiB")
+        raise ConfigError(f"a cache of {most} bytes is too small; give at least 1MiB")
     return cast(Objects, CachedObjects(objects, folder, most))
 
 
@@ -38,7 +38,7 @@ class CachedObjects:
         self._objects = objects
         self._own = folder / xxhash.xxh3_64_hexdigest(objects.url.encode())
         self._lock = threading.Lock()
-        self._held: int | None = None  # bytes, as far as known: other processes write, too
+        self._held: int | None = None  # bytes, approximately: other processes also write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._objects, name)

@@ -20,7 +20,7 @@ from spile.objects.protocol import Entry, Stream, check_held, check_key, retryin
 
 _TIMEOUT = 60.0  # seconds without data
 _REDIRECTS = 5
-_LONGEST_WISH = 120.0  # seconds that a server may ask us to wait
+_LONGEST_WISH = 120.0  # most seconds to wait at a server's request
 _WHOLE = 16 << 20  # largest file to read whole if the server does not support ranges
 _NETWORK = ("httpx", "httpcore")
 _HOPELESS = ("InvalidURL", "UnsupportedProtocol", "LocalProtocolError", "OfflineModeIsEnabled")
@@ -149,7 +149,7 @@ class WebObjects:
             sent = re.match(r"bytes (\d+)-(\d+)/", answer.headers.get("content-range") or "")
             if sent and (int(sent[1]), int(sent[2]) + 1) == (start, start + len(answer.body)):
                 return answer.body
-            raise StoreError(f"{self.url}/{key}: the server sent another range than it was asked")
+            raise StoreError(f"{self.url}/{key}: the server did not send the requested range")
         if answer.body is None or len(answer.body) > _WHOLE:
             raise StoreError(
                 f"{self.url}/{key}: the server ignores ranges, and the file is too large to be "
@@ -171,7 +171,7 @@ class WebObjects:
                 total = (answer.headers.get("content-range") or "").rpartition("/")[2]
                 length = total if answer.status == 206 else answer.headers.get("content-length")
             if length is None or not length.isdigit():
-                raise StoreError(f"{self.url}/{key}: the server does not say how long it is")
+                raise StoreError(f"{self.url}/{key}: the server does not report its size")
             self._sizes[key] = int(length)
         return self._sizes[key]
 
@@ -180,8 +180,8 @@ class WebObjects:
 
     def entries(self, prefix: str = "") -> Iterator[Entry]:
         raise ConfigError(
-            f"{self.url}/{prefix.removesuffix('/')}: there is no such file, and a web server "
-            "lists no folders and no globs; name one file"
+            f"{self.url}/{prefix.removesuffix('/')}: there is no such file, and folders and globs "
+            "do not work on a web server; name one file"
         )
 
     def folders(self, prefix: str) -> Iterator[str]:
@@ -215,7 +215,7 @@ class WebObjects:
     def _read(self, key: str, headers: Mapping[str, str], most: int) -> Answer:
         """Read part of a file, from the target of the last redirect while that works.
 
-        (This halves the requests, and spares the server that counts them.)
+        This halves the requests to servers that limit their rate.
         """
         located = self._located.get(key)
         if located is not None:
@@ -237,8 +237,8 @@ class WebObjects:
             raise FileNotFoundError(f"{self.url}: no {key}")
         if answer.status in (401, 403):
             raise StoreError(
-                f"{self.url}/{key}: the server refuses it ({answer.status}); its address must be "
-                "readable without logging in"
+                f"{self.url}/{key}: access denied ({answer.status}); the file must be readable "
+                "without logging in"
             )
         if answer.status not in (200, 206):
             raise StoreError(f"{self.url}/{key}: the server answered {answer.status}")
@@ -261,16 +261,16 @@ class WebObjects:
         self._only_read()
 
     def _only_read(self) -> NoReturn:
-        raise ConfigError(f"{self.url}: can only be read; use a directory, gs:// or s3:// for it")
+        raise ConfigError(f"{self.url}: is read-only; write to a directory, gs:// or s3:// instead")
 
 
 def split_url(url: str) -> tuple[str, str, str]:
     """Return server, path and query of a file's address."""
     parts = urlsplit(url)
     if not parts.hostname:
-        raise ConfigError(f"{url}: names no server; a file is e.g. {parts.scheme}://HOST/FILE")
+        raise ConfigError(f"{url}: names no server; write {parts.scheme}://HOST/FILE")
     if "@" in parts.netloc:
-        raise ConfigError(f"{parts.scheme}://{parts.hostname}: no password may be in an address")
+        raise ConfigError(f"{parts.scheme}://{parts.hostname}: remove the password from the URL")
     query = f"?{parts.query}" if parts.query else ""
     return f"{parts.scheme}://{parts.netloc}", parts.path.strip("/"), query
 

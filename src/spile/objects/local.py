@@ -17,7 +17,7 @@ from spile.objects.protocol import Entry, Objects, check_held, check_key
 
 _TEMPORARY = ".tmp-"
 _SYNC_BYTES = 64 << 20  # bytes of a file after which they are made durable
-_KNOWN_FOLDERS = 1 << 12  # kept; asking again is cheap
+_KNOWN_FOLDERS = 1 << 12  # most folders to remember; checking again is cheap
 _SYNCS = 8  # files to sync at once: one for each tap that is being written
 
 
@@ -67,7 +67,7 @@ class LocalObjects:
             mode = stat.S_IFREG
         # A dataset may be untrusted: its links must not make us read or delete elsewhere.
         if stat.S_ISLNK(mode) or not self._leads_inside(path.parent):
-            raise CorruptError(key, f"a symbolic link leads out of {self.url} there; remove it")
+            raise CorruptError(key, f"is a symbolic link that leads out of {self.url}; remove it")
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe would block
             raise CorruptError(key, f"is not a regular file in {self.url}; remove it")
         return path
@@ -79,7 +79,7 @@ class LocalObjects:
             mode = folder.lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             mode = 0
-        # Only a link is resolved: any other folder lies where the folder above it does.
+        # Only links are resolved: any other folder lies inside if its parent does.
         if stat.S_ISLNK(mode):
             inside = folder.resolve().is_relative_to(self.root.resolve())
         else:
@@ -119,7 +119,7 @@ class LocalObjects:
             except FileExistsError:
                 return False
             except FileNotFoundError:
-                # `gc` removes a leftover only if its key exists: then ours came second.
+                # `gc` has removed our temporary file, which it does only if the key exists already.
                 if path.exists():
                     return False
                 raise
@@ -244,11 +244,10 @@ def _forget_many(folders: set[Path]) -> None:
 
 
 class LocalStream:
-    """A file being written, and synced to the disk meanwhile.
+    """A file being written, synced by a thread at regular intervals.
 
-    After a certain number of bytes, a thread makes them durable and drops them from memory. The
-    disk always has something to write, closing takes little time, and the page cache keeps other
-    processes' data.
+    So the disk is never idle, closing takes little time, and the synced bytes leave the page cache
+    to other processes.
     """
 
     def __init__(self, path: Path, file: BinaryIO, pool: ThreadPoolExecutor) -> None:
@@ -315,14 +314,14 @@ def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
 
 
 def make_folder(folder: Path, durable: set[Path], root: Path | None = None) -> None:
-    """Make a folder and those above it, and make the entry of each durable.
+    """Make a folder and its parents, and make the entry of each durable.
 
-    An existing folder's maker may have been killed before it synced the entry. Every process that
-    writes into a folder therefore syncs its entry once.
+    A process may have been killed after it made a folder and before it synced the entry. Every
+    process that writes into a folder therefore syncs its entry once.
 
     Args:
-        durable: folders that are done; new ones are added.
-        root: entries above it that cannot be read, and so not synced, are ignored.
+        durable: folders already synced; new ones are added.
+        root: entries above this folder that cannot be read, and so not synced, are ignored.
     """
     if folder in durable:
         return

@@ -2,8 +2,8 @@
 
 There are two kinds of object, and the safety of the store rests on the difference:
   * a *stream* is written once under a key nobody else uses (shards), durable when closed;
-  * a *record* is small and created exclusively: of two writers one wins, and both know it.
-Heartbeats, which nothing depends on, are the only objects ever replaced.
+  * a *record* is small and created exclusively: if two writers try, one wins and both know it.
+Only heartbeats are ever replaced, and nothing depends on them.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from spile.core.system import system
 from spile.metrics.counters import Counters
 
 PROBES = "probes/"
-# This process's use of buckets and sites, in total: retries and uploaded bytes; and the current
-# numbers of uploading and spooled objects.
+# Counters of this process over all stores: retries and uploaded bytes in total; objects uploading
+# and spooled at present.
 COUNTED = Counters()
 MOST_HELD = 4 << 30  # limit on an object that is read whole: no record of ours is as large
 
@@ -66,7 +66,7 @@ class Objects(Protocol):
         ...
 
     def get_range(self, key: str, start: int, stop: int) -> bytes | memoryview:
-        """Return these bytes, fewer if the object ends before; a view of them saves a copy."""
+        """Return these bytes, or fewer if the object ends before; a view saves a copy."""
         ...
 
     def size(self, key: str) -> int:
@@ -112,7 +112,7 @@ class Objects(Protocol):
         ...
 
     def leftover_of(self, key: str) -> str | None:
-        """Return the key whose interrupted creation left this object behind; None for any other."""
+        """Return the key whose interrupted creation left this object; None if it is no leftover."""
         ...
 
     def local_path(self, key: str) -> Path | None:
@@ -136,7 +136,7 @@ def exists(objects: Objects, key: str) -> bool:
 def check_held(url: str, key: str, size: int) -> None:
     """Refuse an object that is too large to be read whole."""
     if size > MOST_HELD:
-        raise StoreError(f"{url}/{key}: has {size:,} bytes, which no record of ours has")
+        raise StoreError(f"{url}/{key}: is too large for a record ({size:,} bytes)")
 
 
 def check_creates_once(objects: Objects) -> None:
@@ -146,16 +146,16 @@ def check_creates_once(objects: Objects) -> None:
     """
     key = f"{PROBES}{system().token(8)}"
     try:
-        # (Nobody else uses this key: if it "exists already" with these bytes, it was just created
-        # by a request that a proxy has sent twice.)
+        # (Nobody else uses this key. If it "exists already" with these bytes, a proxy has sent our
+        # request twice.)
         created = objects.create(key, b"first")
         with contextlib.suppress(FileNotFoundError):
             created = created or objects.get(key) == b"first"
         if not created or objects.create(key, b"second"):
             raise StoreError(
-                f"{objects.url}: the server does not honour preconditions (a create that must "
-                "fail because the object exists did not), and without them two workers could both "
-                "commit a unit; use another one for --out"
+                f"{objects.url}: the server ignores preconditions (it overwrote an object that it "
+                "was told to create only if absent), so two workers could both commit a unit; use "
+                "another one for --out"
             )
     finally:
         objects.delete(key)
@@ -175,8 +175,8 @@ def matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     As in `glob`, `*` stays within a name, and does not match a leading dot. `**` matches any number
     of folders; at the end it also matches everything in them.
     """
-    # The prefixes of the names that the pattern's parts so far match. The cost of a pattern with
-    # many `**` is only its parts times the names.
+    # Lengths of the prefixes of `names` that the parts so far match. So the cost of a pattern with
+    # many `**` is only the number of its parts times that of the names.
     reached = {0}
     for number, part in enumerate(pattern):
         if part != "**":

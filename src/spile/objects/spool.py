@@ -1,8 +1,8 @@
 """A folder on a local disk where objects wait for their upload: `--spool DIR`.
 
-It lets the device continue while the network is slow, as long as the disk has room. Its contents
-are never needed again: an object exists once it is in the bucket, and the next process removes what
-a killed one left.
+It lets the device continue while the network is slow, as long as the disk has room. Nothing in it
+is needed later: an object exists once it is in the bucket, and the next process removes the files
+that a killed one left.
 """
 
 import contextlib
@@ -53,8 +53,8 @@ class Spool:
             if not self._files:
                 raise StoreError(
                     f"--spool {self.folder.parent}: less than {self._kept_free / 1e9:.1f} GB are "
-                    "free, and nothing waits there that could make room; what is committed stays "
-                    "valid: free some space and run the same command again"
+                    "free, and no pending upload will free more; what is committed stays valid: "
+                    "free some space and run the same command again"
                 )
             time.sleep(_POLL)
         self.count(1)
@@ -67,7 +67,7 @@ class Spool:
 
 
 class SpooledFile:
-    """The bytes of an object on the disk until they are put."""
+    """The bytes of an object, on disk until they are uploaded."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
@@ -107,7 +107,7 @@ class SpooledFile:
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Generator[None, None, None]:
-    """Hold a lock on the root, so that a folder that was just made is not swept."""
+    """Lock the root, so that no other process sweeps a folder that was just made."""
     descriptor = os.open(root, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -117,7 +117,7 @@ def _alone(root: Path) -> Generator[None, None, None]:
 
 
 def _locked(folder: Path) -> Any:
-    """Take a lock that lasts as long as this process, however it ends."""
+    """Lock the folder until this process ends, however it ends."""
     file = (folder / _LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -74,7 +74,7 @@ def test_files_that_spile_does_not_read_come_through_the_library(
     caplog.set_level(logging.INFO, "spile")
     name = pinned("me/csv", "dataset")
     assert name == pinned("datasets:me/csv", "dataset") == name_of(hub)
-    assert "me/csv: is read by the `datasets` library, and kept as Parquet" in caplog.text
+    assert "me/csv: the `datasets` library converts it to Parquet" in caplog.text
     (file,) = find_files(name)
     assert isinstance(file.path, Path)
     assert file.path.is_relative_to(tmp_path / "spile" / "datasets")
@@ -116,8 +116,8 @@ def test_row_groups_are_cut_by_rows_and_by_bytes(
 
 def test_configs_and_splits_are_chosen_as_ever(hub: Hub) -> None:
     hub.publish("me/two", {"README.md": CARD, "a.csv": b"text\nx\n", "b.csv": b"text\ny\n"})
-    assert "has several configs, and none was chosen; there are: a, b" in refused("datasets:me/two")
-    assert "has several splits, and none was chosen" in refused("me/two:a")
+    assert "has several configs; choose one; there are: a, b" in refused("datasets:me/two")
+    assert "has several splits; choose one" in refused("me/two:a")
     assert "has no split 'dev'" in refused("datasets:me/two:b:dev")
     assert read(pinned("me/two:a:test", "dataset")).texts == ["y"]
     stored = name_of(hub, "me/two", "a:test")
@@ -128,13 +128,13 @@ def test_configs_and_splits_are_chosen_as_ever(hub: Hub) -> None:
 
 def test_what_cannot_be_read_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.publish("me/script", {"script.py": b"raise SystemExit('run!')"})
-    assert "is made by a script, script.py, which neither" in refused("me/script")
+    assert "needs a script, script.py, which neither" in refused("me/script")
     assert "`to_parquet`" in refused("datasets:me/script:default:train")
     hub.publish("me/odd", {"train.xyz": b"?"})
     assert "me/odd: the `datasets` library cannot read it" in refused("me/odd")
     hub.publish("me/torn", {"train.csv": b'a,b\n1,2\n1,2,3,4\n"'})
     assert "me/torn@" in refused("me/torn:default:train")
-    assert "there is no such dataset" in refused("datasets:me/none")
+    assert "no such dataset" in refused("datasets:me/none")
     assert "neither OWNER/NAME on the Hub nor a folder" in refused("datasets:nothing")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'spile[datasets]'" in refused("datasets:me/csv", ConfigError)

@@ -30,7 +30,7 @@ def test_what_is_here_comes_before_what_the_hub_has(
     requests(hub)
     with caplog.at_level(logging.INFO, "spile"):
         assert pinned("me/texts", "dataset") == "me/texts"
-    assert "me/texts: what is here is read" in caplog.text
+    assert "me/texts: reading the local path" in caplog.text
     assert requests(hub) == []
 
 

@@ -58,10 +58,10 @@ def test_a_card_says_which_files_are_which_split(hub: Hub) -> None:
     assert [file.path.name for file in found] == ["1.parquet", "3.parquet", "4.parquet"]
     assert [file.kind for file in find_files(pinned("me/made:large:held", "dataset"))] == ["jsonl"]
     assert pinned("me/made::test", "dataset").endswith(":small:test")
-    assert "has several splits, and none was chosen; there are: test, train" in refused("me/made")
+    assert "has several splits; choose one; there are: test, train" in refused("me/made")
     assert "has no config 'x'; there are: gone, large, plain, small" in refused("me/made:x")
     assert "has no split 'y'; there are: held, train" in refused("me/made:large:y")
-    assert "no file is what README.md says of gone:train" in refused("me/made:gone")
+    assert "no file matches README.md's patterns for gone:train" in refused("me/made:gone")
 
 
 @pytest.mark.parametrize(
@@ -106,4 +106,4 @@ def test_other_formats_are_read_as_the_hub_has_converted_them(hub: Hub) -> None:
     assert pinned("me/large", "dataset").startswith("datasets:me/large@"), "only its beginning is"
     for odd in (b"---\nconfigs: [\n---\n", b"---\nconfigs: " + b"[" * 400 + b"\n---\n"):
         hub.publish("me/odd", {"README.md": odd, "a.parquet": b"x"})
-        assert "README.md: its metadata is no YAML" in refused("me/odd")
+        assert "README.md: its metadata is not YAML" in refused("me/odd")

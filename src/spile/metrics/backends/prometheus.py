@@ -1,7 +1,7 @@
 """`--metrics prometheus:[HOST:]PORT`: serve the last values of this process at /metrics.
 
-The server listens on loopback unless a host is named. If another worker of this machine uses the
-port, it takes the next free one; 0 takes any.
+The server listens on loopback unless a host is given. If the port is in use, for instance by
+another worker on this machine, the server takes the next free one; port 0 means any.
 """
 
 import errno
@@ -30,8 +30,8 @@ def host_and_port(argument: str) -> tuple[str, int]:
     host, _, port = argument.rpartition(":")
     if not (port.isdecimal() and port.isascii()) or int(port) > _MOST:
         raise ConfigError(
-            f"--metrics prometheus:{argument}: no port; e.g. prometheus:9090 (loopback alone) or "
-            "prometheus:0.0.0.0:9090"
+            f"--metrics prometheus:{argument}: no port; write e.g. prometheus:9090 (loopback only) "
+            "or prometheus:0.0.0.0:9090"
         )
     return host.strip("[]") or _LOOPBACK, int(port)
 

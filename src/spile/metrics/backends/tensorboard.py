@@ -11,7 +11,7 @@ from spile.metrics.backends import MetricsRun
 
 def check(argument: str) -> None:
     if not argument:
-        raise ConfigError("--metrics tensorboard: where to? tensorboard:DIR")
+        raise ConfigError("--metrics tensorboard: no directory; write tensorboard:DIR")
 
 
 class TensorBoard:

@@ -25,7 +25,7 @@ def datasets_library(where: str) -> Any:
 
 
 def address(repository: Repository) -> str:
-    """Return the library's address of a repository; by its bare name a local folder would win."""
+    """Return the library's URL of a repository: for a bare name it prefers a local folder."""
     return f"hf://datasets/{repository.name}"
 
 
@@ -36,7 +36,7 @@ def choose(repository: Repository, commit: str, config: str, split: str) -> tupl
         if config and split:
             return config, split
         raise InputError(
-            f"{repository.url}: HF_HUB_OFFLINE is set; give the whole name that `spile fetch` "
+            f"{repository.url}: HF_HUB_OFFLINE is set; give the full name that `spile fetch` "
             "printed, datasets:OWNER/NAME@COMMIT:CONFIG:SPLIT"
         )
     datasets, where = datasets_library(repository.url), address(repository)
@@ -54,9 +54,9 @@ def refuse_script(repository: Repository, commit: str) -> None:
     script = f"{repository.name.partition('/')[2]}.py"
     if not offline() and script in {e.key for e in open_hub(repository, commit).entries()}:
         raise InputError(
-            f"{repository.url}@{commit}: is made by a script, {script}, which neither Spile nor "
-            "the `datasets` library runs; take the Hub's own Parquet if there is any "
-            "(@refs/convert/parquet), or make it with datasets 3, save it with `to_parquet`, and "
+            f"{repository.url}@{commit}: needs a script, {script}, which neither Spile nor the "
+            "`datasets` library runs; use the Hub's own Parquet if it exists "
+            "(@refs/convert/parquet), or load it with datasets 3, save it with `to_parquet`, and "
             "give that file"
         )
 

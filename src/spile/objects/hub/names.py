@@ -57,10 +57,10 @@ class HubName:
 
 
 def hub_name(source: str, kind: str) -> HubName | None:
-    """Parse a source that names something on the Hub; a local file or directory comes first.
+    """Parse a name on the Hub; None for other sources, and for names of local files and folders.
 
     Args:
-        kind: "model" or "dataset", which a name without hf:// does not say.
+        kind: "model" or "dataset", for a name without hf://.
     """
     if source.startswith("hf://"):
         return _parse_url(source)
@@ -70,7 +70,7 @@ def hub_name(source: str, kind: str) -> HubName | None:
     if not found or found[1].endswith(_FILES):
         return None
     if Path(source).exists() or Path(found[1]).exists():
-        _log.info("%s: what is here is read, not what the Hub has of that name", source)
+        _log.info("%s: reading the local path, not the Hub's repository of that name", source)
         return None
     name, revision, config, split = found.groups()
     if kind == "model":
@@ -84,7 +84,7 @@ def _parse_url(url: str) -> HubName:
     found = _URL.fullmatch(url)
     if not found or (found[5] is not None and not found[1]):
         raise ConfigError(
-            f"{url}: not an address on the Hub; one is hf://OWNER/NAME[@REVISION][/PATH], or "
+            f"{url}: not an address on the Hub; write hf://OWNER/NAME[@REVISION][/PATH] or "
             "hf://datasets/OWNER/NAME[@REVISION][/PATH]"
         )
     folder, name, revision, path, config, split = found.groups()
@@ -172,10 +172,10 @@ def _at_commit(name: HubName) -> HubName:
         commit = _converted(repository, asked)
         splits = find_splits(open_hub(repository, commit)) if commit else None
         if not commit or not splits or splits.partial(name.config):
-            _log.info("%s: is read by the `datasets` library, and kept as Parquet", repository.url)
+            _log.info("%s: the `datasets` library converts it to Parquet", repository.url)
             return _at_commit(dataclasses.replace(name, built=True))
         name = dataclasses.replace(name, revision=commit)
-        _log.info("%s: is read as the Hub has converted it to Parquet", repository.url)
+        _log.info("%s: reading the Hub's own conversion to Parquet", repository.url)
     config, split = splits.choose(name.config, name.split)
     return dataclasses.replace(name, config=config, split=split)
 

@@ -1,8 +1,8 @@
 """Files of a repository on the Hugging Face Hub, at one commit: hf://.
 
 A revision is resolved to its commit once, and everything is read at that commit. Listings come from
-the Hub itself; bytes are ranges of its `resolve` addresses, which redirect to a content network
-that never gets the token. A file of that commit in the Hub's local cache is read from there.
+the Hub itself. Bytes come from its `resolve` addresses, which redirect to a content network that
+never gets the token, or from the Hub's local cache if it holds the file of that commit.
 """
 
 import contextlib
@@ -229,21 +229,21 @@ def _refuse(repository: Repository, answer: Answer, revision: str) -> None:
     log_in = "log in with `hf auth login`, or set HF_TOKEN"
     if code == "GatedRepo":
         raise InputError(
-            f"{where}: its owner asks who uses it; ask for access at {endpoint()}/"
-            f"{repository.path}, then {log_in} ({answer.status})"
+            f"{where}: is gated; ask for access at {endpoint()}/{repository.path}, then "
+            f"{log_in} ({answer.status})"
         )
     if code == "RevisionNotFound":
-        raise InputError(f"{where}: has no revision {revision!r}; a branch, tag or commit is one")
+        raise InputError(f"{where}: has no revision {revision!r}; give a branch, tag or commit")
     said = answer.headers.get("x-error-message") or ""
     if answer.status == 401 and said.startswith("Invalid credentials"):
         raise InputError(f"{where}: the Hub refuses the token; {log_in} (401)")
     if code == "RepoNotFound" or answer.status in (401, 404):
         raise InputError(
-            f"{where}: there is no such {repository.kind} on {endpoint()}, or it is private: then "
+            f"{where}: no such {repository.kind} on {endpoint()}, or it is private; if so, "
             f"{log_in} ({answer.status})"
         )
     if answer.status == 403:
-        raise InputError(f"{where}: the Hub refuses it: {said or 'no access'} (403)")
+        raise InputError(f"{where}: the Hub denies access: {said or 'no reason given'} (403)")
     raise InputError(f"{where}: the Hub answered {answer.status} {said}".rstrip())
 
 
@@ -297,7 +297,7 @@ def _files_before(repository: Repository, commit: str) -> dict[str, Entry]:
     found = load(repository.name, "config.json", revision=commit, repo_type=repository.kind)
     if repository.kind == "dataset" or not isinstance(found, str):
         raise InputError(
-            f"{repository.url}@{commit}: {_OFFLINE}, and what it holds is not known here; run "
+            f"{repository.url}@{commit}: {_OFFLINE}, and its list of files is not cached; run "
             "`spile fetch` while there is a network"
         )
     folder = Path(found).parent

@@ -60,8 +60,8 @@ class Splits:
         files = self.table[config]()[split]
         if not files:
             raise InputError(
-                f"{self.where}: no file is what README.md says of {config}:{split}; give its path, "
-                "hf://datasets/OWNER/NAME/PATH"
+                f"{self.where}: no file matches README.md's patterns for {config}:{split}; give "
+                "its path, hf://datasets/OWNER/NAME/PATH"
             )
         return files
 
@@ -82,14 +82,14 @@ class Splits:
 
 
 def one_of(where: str, what: str, asked: str, there: Iterable[str]) -> str:
-    """Return the requested name, or the only one."""
+    """Return the requested name, or the only name if none was requested."""
     names = sorted(there)
     if asked in names:
         return asked
     if not asked and len(names) == 1:
         return names[0]
     shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-    fault = f"has no {what} {asked!r}" if asked else f"has several {what}s, and none was chosen"
+    fault = f"has no {what} {asked!r}" if asked else f"has several {what}s; choose one"
     raise InputError(f"{where}: {fault}; there are: {shown or 'none'} (OWNER/NAME:CONFIG:SPLIT)")
 
 
@@ -121,7 +121,7 @@ def _card(objects: HubObjects) -> dict[str, Any]:
     # (Python's own errors surface for a date in month 99, or a number without digits.)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{objects.url}/README.md: its metadata is no YAML ({line})") from error
+        raise InputError(f"{objects.url}/README.md: its metadata is not YAML ({line})") from error
     return found if isinstance(found, dict) else {}
 
 
@@ -149,8 +149,8 @@ def _word(objects: HubObjects, value: Any) -> str:
     """Return a name or a pattern; refuse a list, which YAML aliases could make enormous."""
     if isinstance(value, list | dict | set | tuple):
         raise InputError(
-            f"{objects.url}/README.md: its metadata has a list or an object where a split, folder "
-            "or a pattern is named"
+            f"{objects.url}/README.md: its metadata has a list or an object where the name of a "
+            "split or folder, or a pattern, belongs"
         )
     return str(value)
 
