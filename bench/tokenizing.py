@@ -128,7 +128,7 @@ def measured(
     for unit in job.units:
         documents = reader.read(unit.spans, unit.first_doc)
         before = time.process_time() - time.thread_time()
-        packed = prepare_documents(job, documents, with_table=False).packed
+        packed = prepare_documents(job.recipe, job.tokenizer, documents, with_table=False).packed
         rust += time.process_time() - time.thread_time() - before
         tokens += packed.num_tokens
     seconds, used = time.perf_counter() - began, time.process_time() - cpu

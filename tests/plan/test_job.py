@@ -41,18 +41,16 @@ def test_documents_of_the_wrong_length_say_so_and_keep_their_columns(
     short = {doc for doc, length in lengths.items() if length < fewest}
     assert short
     for whole, unit in zip(every, prepared(job_of(model, corpus, min_tokens=fewest)), strict=True):
-        left_out = {d.ordinal for d in unit.documents.every if d.skipped == "under --min-tokens"}
-        assert left_out == short & {*whole.tokens} == {*unit.tokens} - {*unit.packed.doc_tokens}
+        left_out = {*unit.tokens} - {*unit.packed.doc_tokens}
+        assert left_out == short & {*whole.tokens}
+        told = bytes(unit.documents["skipped"])
+        assert told.count(b"under --min-tokens") == len(left_out)
         assert unit.skipped == whole.skipped + type(unit.skipped)(
             {"under --min-tokens": len(left_out)} if left_out else {}
         )
         assert unit.digest == whole.digest, "of what was read, left out afterwards or not"
-        for one, other in zip(unit.documents.every, whole.documents.every, strict=True):
-            assert (one.ordinal, one.preview, one.columns) == (
-                other.ordinal,
-                other.preview,
-                other.columns,
-            )
+        for name in ("doc", "preview", "ends/preview", "kept/id"):
+            assert np.array_equal(unit.documents[name], whole.documents[name])
 
 
 def test_the_tokens_are_those_that_are_packed(model: Path, corpus: Path) -> None:
@@ -67,9 +65,11 @@ def test_the_table_names_every_document_and_is_made_where_it_is_wanted(
     model: Path, corpus: Path
 ) -> None:
     job = job_of(model, corpus)
-    for unit in prepared(job):
-        assert unit.documents_table["doc"].tolist() == [d.ordinal for d in unit.documents.every]
-    assert all(unit.documents_table == {} for unit in prepared(job, with_table=False))
+    with closing(job.reader()) as reader:
+        for unit, made in zip(job.units, prepared(job), strict=True):
+            every = reader.read(unit.spans, unit.first_doc, unit.skip).every
+            assert made.documents["doc"].tolist() == [document.ordinal for document in every]
+    assert all(unit.documents == {} for unit in prepared(job, with_table=False))
 
 
 def test_the_stages_are_timed_in_their_order(model: Path, corpus: Path) -> None:
@@ -90,5 +90,5 @@ def test_a_sample_is_prepared_as_a_unit_is(model: Path, corpus: Path) -> None:
     job = job_of(model, corpus, keep="none")
     with closing(job.reader()) as reader:
         documents, _ = reader.sample(0)
-    sample = prepare_documents(job, documents)
+    sample = prepare_documents(job.recipe, job.tokenizer, documents)
     assert sample.packed.num_docs == len(documents.usable) > 10

@@ -38,8 +38,8 @@ def asked(model: Path, corpus: Path) -> Recipe:
 def rows(job: ExtractionJob) -> tuple[list[str], np.ndarray]:
     """The texts of its one unit, and the index of its rows."""
     with closing(job.reader()) as reader:
-        prepared = prepare_unit(job, reader, job.units[0])
-    return prepared.documents.texts, prepared.packed.index
+        texts = reader.read(job.units[0].spans, 0).texts
+        return texts, prepare_unit(job, reader, job.units[0]).packed.index
 
 
 def test_a_new_dataset_follows_todays_rules(model: Path, corpus: Path) -> None:

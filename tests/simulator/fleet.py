@@ -127,7 +127,7 @@ class _Model:
     def __init__(self, simulation: "Simulation") -> None:
         self._simulation, self._truth = simulation, simulation.truth
 
-    def prepared(self, unit: Unit) -> Any:
+    def prepared(self, unit: Unit, attempt: str) -> Any:
         dataset = self._truth
         read = dataset.read[unit.id]
         index = stored.kept(dataset.table, read)
@@ -143,7 +143,9 @@ class _Model:
             packed=packed,
             skipped={"no tokens": missing} if missing else {},
             digest="0123",
-            documents_table=stored.describe_documents(dataset.table, unit.id, read),
+            unit=unit.id,
+            attempt=attempt,
+            documents=stored.describe_documents(dataset.table, unit.id, read),
         )
 
     def batches(self, packed: _Packed) -> Iterator[Any]:
@@ -211,7 +213,7 @@ class Simulation:
                 mock.patch.object(
                     pipeline,
                     "prepare_unit",
-                    lambda job, reader, unit, **_: job.model.prepared(unit),
+                    lambda job, reader, unit, attempt, **_: job.model.prepared(unit, attempt),
                 )
             )
             stack.callback(self.scheduler.close)

@@ -109,32 +109,33 @@ Timed = Callable[[str], AbstractContextManager[object]]  # times a stage, given 
 
 @dataclass(frozen=True)
 class PreparedUnit:
-    """A unit, prepared for the model.
+    """A unit, prepared for the model; it travels from the packer to the sink.
 
     Attributes:
-        documents: all of them; those that are left out hold the reason.
+        packed: its rows.
         tokens: the token ids of each document that was read, by its ordinal, including documents
             that are left out for their length.
+        skipped: the number of documents that are left out, by reason.
         digest: a hash of exactly what was read.
-        documents_table: the stored table of documents; empty if it was not requested.
+        documents: the stored table of its documents; empty if it was not requested.
+        unit: its id; a sample has none.
+        attempt: the name of this attempt to make it, if it is to be stored.
     """
 
-    documents: Documents
-    tokens: Mapping[int, np.ndarray]
     packed: PackedUnit
+    tokens: Mapping[int, np.ndarray]
+    skipped: Counter[str]
     digest: str
-    documents_table: Mapping[str, np.ndarray]
-
-    @property
-    def skipped(self) -> Counter[str]:
-        """How many documents are left out, by reason."""
-        return self.documents.skipped
+    documents: Mapping[str, np.ndarray]
+    unit: int = -1
+    attempt: str = ""
 
 
 def prepare_unit(
     job: ExtractionJob,
     reader: CorpusReader,
     unit: Unit,
+    attempt: str = "",
     *,
     with_table: bool = True,
     timed: Timed = lambda stage: nullcontext(),
@@ -143,63 +144,30 @@ def prepare_unit(
 
     Args:
         reader: one of the job's.
-            with_table: whether to make the documents' table; only one process stores it.
-            timed: times `reading` and `preparing`, and in the latter `tokenizing` and `packing`.
+        with_table: whether to make the documents' table; only one process stores it.
+        timed: times `reading` and `preparing`, and in the latter `tokenizing` and `packing`.
     """
     with timed("reading"):
         documents = reader.read(unit.spans, unit.first_doc, unit.skip)
     with timed("preparing"):
-        return prepare_documents(job, documents, with_table=with_table, timed=timed)
+        prepared = prepare_documents(
+            job.recipe, job.tokenizer, documents, with_table=with_table, timed=timed
+        )
+    return replace(prepared, unit=unit.id, attempt=attempt)
 
 
 def prepare_documents(
-    job: ExtractionJob,
+    recipe: ResolvedRecipe,
+    tokenizer: TextTokenizer,
     documents: Documents,
     *,
     with_table: bool = True,
     timed: Timed = lambda stage: nullcontext(),
 ) -> PreparedUnit:
     """Tokenize documents, leave out those of the wrong length, and pack the others."""
-    digest = documents.digest()
-    found = select_and_pack(job.recipe, job.tokenizer, documents, timed=timed)
-    left_out = found.left_out
-    if left_out:
-        every = [
-            replace(document, text="", roles=(), ids=None, skipped=left_out[document.ordinal])
-            if document.ordinal in left_out and document.skipped is None
-            else document
-            for document in documents.every
-        ]
-        documents = replace(documents, every=every)
-    table = _documents_table(documents, found.packed) if with_table else {}
-    return PreparedUnit(documents, found.tokens, found.packed, digest, table)
-
-
-@dataclass(frozen=True)
-class PackedDocuments:
-    """Tokenized and packed documents.
-
-    Attributes:
-        tokens: the token ids of each usable document, by its ordinal.
-        left_out: for documents that are not packed because of their length, the reason.
-    """
-
-    tokens: Mapping[int, np.ndarray]
-    left_out: Mapping[int, str]
-    packed: PackedUnit
-
-
-def select_and_pack(
-    recipe: ResolvedRecipe,
-    tokenizer: TextTokenizer,
-    documents: Documents,
-    *,
-    timed: Timed = lambda stage: nullcontext(),
-) -> PackedDocuments:
-    """Tokenize documents, choose those of the right length, and pack them according to a recipe."""
+    digest, ordinals = documents.digest(), documents.ordinals
     with timed("tokenizing"):
         tokens, flags = tokenize(tokenizer, documents)
-    ordinals = documents.ordinals
     selection = selection_of(recipe)
     reasons = [selection.refuses_length(len(ids)) for ids in tokens]
     chosen = [number for number, reason in enumerate(reasons) if not reason]
@@ -217,7 +185,20 @@ def select_and_pack(
     left_out = {
         ordinal: reason for ordinal, reason in zip(ordinals, reasons, strict=True) if reason
     }
-    return PackedDocuments(dict(zip(ordinals, tokens, strict=True)), left_out, packed)
+    every = [
+        replace(document, text="", roles=(), ids=None, skipped=left_out[document.ordinal])
+        if document.ordinal in left_out and document.skipped is None
+        else document
+        for document in documents.every
+    ]
+    told = replace(documents, every=every)
+    return PreparedUnit(
+        packed,
+        tokens=dict(zip(ordinals, tokens, strict=True)),
+        skipped=told.skipped,
+        digest=digest,
+        documents=_documents_table(told, packed) if with_table else {},
+    )
 
 
 def _documents_table(documents: Documents, packed: PackedUnit) -> dict[str, np.ndarray]:

@@ -55,7 +55,7 @@ from spile.plan.growth import (
     in_stored_order,
     refuse_other_growth,
 )
-from spile.plan.job import ExtractionJob, open_reader, select_and_pack
+from spile.plan.job import ExtractionJob, open_reader, prepare_documents
 from spile.plan.roofline import cpu_unit_tokens
 from spile.plan.splices import (
     SAE,
@@ -478,7 +478,8 @@ def _shares(
     indexes: list[np.ndarray] = []
     for file in sampled_files(reader, first):
         documents, taken = reader.sample(file)
-        found = select_and_pack(whole, tokenizer, documents.first(resolved.max_docs))
+        first_ones = documents.first(resolved.max_docs)
+        found = prepare_documents(whole, tokenizer, first_ones, with_table=False)
         sampled = sum(len(ids) for ids in found.tokens.values())
         every += round(sampled * reader.times_longer(file, taken))
         read += found.packed.num_tokens

@@ -97,7 +97,7 @@ def _done(job: ExtractionJob, ledger: Ledger) -> dict[int, Counted]:
 def _count(
     job: ExtractionJob, prepared: PreparedUnit, runtime: Runtime, objects: Objects, processes: int
 ) -> Counted:
-    packed, table = prepared.packed, prepared.documents_table
+    packed, table = prepared.packed, prepared.documents
     parts = [packed.run_of(part, processes)[1] for part in range(processes)]
     shard = job.table.shard_limit(objects, runtime.shard_bytes)
     taps, rows = job.table.taps, packed.num_rows

@@ -45,10 +45,10 @@ def measure_throughput(
     """Measure the text rate on the corpus's head, in CPU seconds; compute the devices' rate."""
     with closing(job.reader()) as reader:
         documents, _ = reader.sample(0)
-        prepare_documents(job, documents)  # warm up: start threads, compile
+        prepare_documents(job.recipe, job.tokenizer, documents)  # warm up: start threads, compile
         began = time.process_time()
         documents, _ = reader.sample(0)
-        packed = prepare_documents(job, documents).packed
+        packed = prepare_documents(job.recipe, job.tokenizer, documents).packed
         spent = time.process_time() - began
     rate = None
     if chip and job.recipe.compute_dtype == "bfloat16":

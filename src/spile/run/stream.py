@@ -37,10 +37,10 @@ from spile.models.taps import Tap
 from spile.objects import MemoryObjects
 from spile.plan.chips import chip_of
 from spile.plan.estimate import estimate, planned_cuts
+from spile.plan.job import PreparedUnit
 from spile.plan.resolve import resolve, store_table
 from spile.run.extract import steps_of
 from spile.run.pipeline.nonfinite import by_stored_name, nonfinite_error
-from spile.run.pipeline.sink import Prepared
 from spile.run.pipeline.worker import Worker
 from spile.run.step.load import load_step
 from spile.run.step.resident import StepOutput
@@ -418,11 +418,11 @@ class WindowQueue:
         self._start, self._count, self._buffer = start, 0, None
         self._unit, self._row = start.unit, 0  # the current unit, and its next row
         self._skip = start.row
-        self._current: Prepared | None = None
+        self._current: PreparedUnit | None = None
 
     # -- the worker's side ---------------------------------------------------------------------
 
-    def begin(self, prepared: Prepared) -> None:
+    def begin(self, prepared: PreparedUnit) -> None:
         self._current, self._row = prepared, 0
 
     def put(self, output: StepOutput) -> None:
@@ -496,9 +496,7 @@ class WindowQueue:
             raise nonfinite_error(
                 output,
                 {name: self._watched[name] for name in found},
-                unit=self._current.unit.id,
-                packed=self._current.packed,
-                table=self._current.table,
+                self._current,
                 first=self._row,
                 int8={tap for tap, info in self._view.taps.items() if info.dtype == "int8"},
             )

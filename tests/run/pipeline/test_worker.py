@@ -145,10 +145,12 @@ def test_a_unit_that_is_whole_is_committed_when_the_next_cannot_be_read(
 ) -> None:
     out, real = tmp_path / "out", pipeline.prepare_unit
 
-    def failing(job: ExtractionJob, reader: CorpusReader, unit: Unit, **options: Any) -> Any:
+    def failing(
+        job: ExtractionJob, reader: CorpusReader, unit: Unit, *more: Any, **named: Any
+    ) -> Any:
         if unit.first_doc > 0:
             raise DataError("the corpus is on fire")
-        return real(job, reader, unit, **options)
+        return real(job, reader, unit, *more, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "prepare_unit", failing)

@@ -14,10 +14,10 @@ import numpy as np
 
 from spile.core.errors import DataError
 from spile.core.recipe import latent_names
-from spile.corpus.pack import Batch, PackedUnit
+from spile.corpus.pack import Batch
 from spile.dataset.codec.documents import kept_of
 from spile.models.taps import Tap
-from spile.plan.job import ExtractionJob
+from spile.plan.job import ExtractionJob, PreparedUnit
 from spile.run.pipeline.profile import ProfiledStep
 from spile.run.step.resident import Step, StepOutput
 
@@ -32,9 +32,7 @@ class Found:
 
     tap: Tap
     stored: str  # its stored name: latents have one of their own
-    unit: int
-    packed: PackedUnit
-    table: Mapping[str, np.ndarray]  # of the unit's documents, if this process has it
+    prepared: PreparedUnit
     row: int  # index of the packed row in the unit
     int8: bool  # whether the tap is stored as int8
 
@@ -42,8 +40,8 @@ class Found:
         layer = "" if self.tap.layer is None else f", layer {self.tap.layer}"
         keep = "which int8 cannot hold" if self.int8 else "or keep them with --allow-nonfinite"
         return (
-            f"{self.tap.name}: NaN or infinity in unit {self.unit}{layer}, {where}; check the "
-            f"weights and the dtypes, {keep}"
+            f"{self.tap.name}: NaN or infinity in unit {self.prepared.unit}{layer}, {where}; "
+            f"check the weights and the dtypes, {keep}"
         )
 
     def candidates(self) -> str:
@@ -53,20 +51,21 @@ class Found:
 
     def token(self, row: int, column: int) -> str | None:
         """The token at a place of a packed row; None if no token of its context is kept."""
-        packed, (kept, entries) = self.packed, self._kept(row)
+        packed, (kept, entries) = self.prepared.packed, self._kept(row)
         same = np.flatnonzero(packed.segments[row][kept] == packed.segments[row, column])
         if not len(same):
             return None
         entry, pos = entries[same[0]], int(packed.positions[row, column])
         doc, offset = int(entry["doc"]), int(entry["offset"] - entry["pos"]) + pos
         return (
-            f"document {doc}{_about(self.table, doc)}, token {offset} "
+            f"document {doc}{_about(self.prepared.documents, doc)}, token {offset} "
             f"(id {packed.tokens[row, column]}, position {pos})"
         )
 
     def _kept(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Columns of a packed row's kept tokens, and their index entries."""
-        packed, count = self.packed, int(self.packed.counts[row])
+        packed = self.prepared.packed
+        count = int(packed.counts[row])
         end = int(packed.counts[: row + 1].sum())
         places = np.arange(count) if packed.columns is None else packed.columns[row, :count]
         return places, packed.index[end - count : end]
@@ -102,10 +101,8 @@ def by_stored_name(job: ExtractionJob) -> dict[str, Tap]:
 def nonfinite_error(
     output: StepOutput,
     taps: Mapping[str, Tap],
+    prepared: PreparedUnit,
     *,
-    unit: int,
-    packed: PackedUnit,
-    table: Mapping[str, np.ndarray],
     first: int,
     int8: Collection[str],
 ) -> NonfiniteError:
@@ -114,14 +111,15 @@ def nonfinite_error(
     Args:
         taps: those that must not hold such values, by their stored names, in the order in which the
             model computes them; an error at one spreads to all that follow.
+        prepared: the unit that the step is part of.
         first: index of the step's first row in the unit's index.
         int8: names of taps that are stored as int8.
     """
     name = next(name for name in taps if output.nonfinite_of(name).any())
     part = int(np.argmax(output.nonfinite_of(name) > 0))
     place = first + int(output.counts[:part].sum())
-    row = int(np.searchsorted(np.cumsum(packed.counts), place, side="right"))
-    return NonfiniteError(Found(taps[name], name, unit, packed, table, row, name in int8))
+    row = int(np.searchsorted(np.cumsum(prepared.packed.counts), place, side="right"))
+    return NonfiniteError(Found(taps[name], name, prepared, row, name in int8))
 
 
 def _source(

@@ -6,7 +6,6 @@ commits it, while the next one's rows arrive.
 
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,14 +17,12 @@ from spile.core.errors import DataError
 from spile.core.index import FLAGS
 from spile.core.system import system
 from spile.core.threads import Consumer
-from spile.corpus.pack import PackedUnit
-from spile.corpus.units import Unit
 from spile.dataset.codec.statistics import TapStats
 from spile.dataset.records.format import Shard
 from spile.dataset.records.ledger import Attempt
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.metrics.values import next_token_counts, tap_counts
-from spile.plan.job import ExtractionJob
+from spile.plan.job import ExtractionJob, PreparedUnit
 from spile.run.pipeline.nonfinite import by_stored_name, nonfinite_error
 from spile.run.step.resident import StepOutput
 from spile.run.world.world import RunContext
@@ -33,23 +30,11 @@ from spile.run.world.world import RunContext
 _log = logging.getLogger("spile.run")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A packed unit, ready for the model."""
-
-    unit: Unit
-    attempt: str
-    packed: PackedUnit
-    skipped: Counter[str]
-    text_digest: str
-    table: Mapping[str, np.ndarray]  # of its documents; empty unless this process leads
-
-
 @dataclass
 class _Writing:
     """A unit whose rows are being written."""
 
-    prepared: Prepared
+    prepared: PreparedUnit
     attempt: Attempt
     number: int  # in the order of `begin`
     rows: int = 0  # that have arrived, in this process's part
@@ -72,7 +57,7 @@ class _Shared:
 class Taker(Protocol):
     """Takes a worker's rows: a unit's beginning, its steps in order, its end."""
 
-    def begin(self, prepared: Prepared) -> None: ...
+    def begin(self, prepared: PreparedUnit) -> None: ...
 
     def put(self, output: StepOutput) -> None: ...
 
@@ -128,11 +113,11 @@ class Sink:
         ]
         self._commits: Consumer[_Writing] = Consumer(self._timed_commit, 1, "commit")
 
-    def begin(self, prepared: Prepared) -> None:
+    def begin(self, prepared: PreparedUnit) -> None:
         objects = self._ledger.objects
         writer = UnitWriter(
             objects,
-            prepared.unit.id,
+            prepared.unit,
             prepared.packed.index,
             self._job.table.taps,
             self._job.table.shard_limit(objects, self._runtime.shard_bytes),
@@ -277,9 +262,7 @@ class Sink:
         return nonfinite_error(
             output,
             {n: tap for n, tap in by_stored_name(self._job).items() if not self._may_keep(n)},
-            unit=prepared.unit.id,
-            packed=prepared.packed,
-            table=prepared.table,
+            prepared,
             first=item.first,
             int8={tap for tap, info in stored.items() if info.dtype == "int8"},
         )
@@ -304,7 +287,7 @@ class Sink:
             units=1, tokens=unrun, documents=packed.num_docs, unit_seconds=written.seconds
         )
         self._uncommitted.pop(written.attempt, None)
-        self._done(prepared.unit.id)
+        self._done(prepared.unit)
         self._tell()
 
     def _tell(self) -> None:
@@ -319,13 +302,13 @@ class Sink:
         parts = self._world.gather(f"part/{written.number}", []) or []
         done = attempt.writer.finish(
             [[Shard(**file) for file in part] for part in parts[1:]],
-            table=prepared.table,
+            table=prepared.documents,
             fingerprint=self._job.table.fingerprint,
             tokens=packed.num_tokens,
             documents=packed.num_docs,
             contexts=packed.num_contexts,
             skipped=dict(sorted(prepared.skipped.items())),
-            text_digest=prepared.text_digest,
+            text_digest=prepared.digest,
             made_by={
                 **self._made_by,
                 # (For people and charts: clocks are never compared.)
@@ -334,4 +317,4 @@ class Sink:
             },
         )
         if not attempt.commit(done):
-            _log.info("unit %d was done by another worker first", prepared.unit.id)
+            _log.info("unit %d was done by another worker first", prepared.unit)

@@ -21,10 +21,10 @@ from spile.corpus.chats.pool import processes_for
 from spile.corpus.pack import Batch, PackedUnit
 from spile.corpus.units import Unit
 from spile.metrics import Counters
-from spile.plan.job import ExtractionJob, prepare_unit
+from spile.plan.job import ExtractionJob, PreparedUnit, prepare_unit
 from spile.run.pipeline.nonfinite import NonfiniteError
 from spile.run.pipeline.profile import ProfiledStep
-from spile.run.pipeline.sink import Prepared, Sink, Taker
+from spile.run.pipeline.sink import Sink, Taker
 from spile.run.pipeline.units import Picker
 from spile.run.step.resident import Step, StepOutput
 from spile.run.world.world import RunContext
@@ -150,7 +150,9 @@ class Worker:
                 if second is not error:
                     _log.error("and while ending: %s", second)
             if isinstance(error, NonfiniteError) and self._world.processes == 1:
-                raise error.traced(self._step, self._batches(error.found.packed)) from error
+                raise error.traced(
+                    self._step, self._batches(error.found.prepared.packed)
+                ) from error
             raise
         except BaseException:
             sink.abandon()
@@ -159,7 +161,7 @@ class Worker:
             feed.close()
             clock.close()
 
-    def _timed(self, feed: Producer[Prepared]) -> Iterator[Prepared]:
+    def _timed(self, feed: Producer[PreparedUnit]) -> Iterator[PreparedUnit]:
         units = iter(feed)
         waiting = "waited_at_first"  # nothing computes yet while it waits
         while True:
@@ -171,7 +173,7 @@ class Worker:
             yield prepared
 
     def _compute(
-        self, prepared: Prepared, sink: Taker, clock: DeviceClock, feed: Producer[Prepared]
+        self, prepared: PreparedUnit, sink: Taker, clock: DeviceClock, feed: Producer[PreparedUnit]
     ) -> None:
         if self._since is None:
             with self._counters.timed("waited_for_model"):
@@ -226,7 +228,7 @@ class Worker:
 
     # -- first stage: text to packed units ---------------------------------------------------
 
-    def _prepare(self, sink: Taker) -> Generator[Prepared, None, None]:
+    def _prepare(self, sink: Taker) -> Generator[PreparedUnit, None, None]:
         processes = processes_for(self._runtime.render_processes)
         with closing(self._job.reader(processes)) as reader:
             for unit, attempt in self._world.units(self._units(sink), self._job.units):
@@ -234,22 +236,15 @@ class Worker:
                     self._job,
                     reader,
                     unit,
+                    attempt,
                     with_table=self._world.leads,
                     timed=self._counters.timed,
                 )
-                packed = prepared.packed
-                self._counters.add(prepared=packed.num_tokens)
+                self._counters.add(prepared=prepared.packed.num_tokens)
                 with self._counters.timed("compiling"):
-                    for batch in self._batches(packed):
+                    for batch in self._batches(prepared.packed):
                         self._step.compile(batch)  # while the unit before it computes
-                yield Prepared(
-                    unit,
-                    attempt,
-                    packed,
-                    prepared.skipped,
-                    prepared.digest,
-                    prepared.documents_table,
-                )
+                yield prepared
 
     def _units(self, sink: Taker) -> Iterator[Unit]:
         """Units to do, as long as the picker has any."""
