@@ -106,7 +106,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
 
 
-def _parse(argv: Sequence[str], given: argparse.Namespace) -> argparse.Namespace:
+def _parse(argv: Sequence[str], given: argparse.Namespace | None = None) -> argparse.Namespace:
     return make_parser(argv[0] if argv else "").parse_args(argv, given)
 
 
