@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from spile.interop.trainers import TorchRows
     from spile.models.files.demo import demo_model
     from spile.models.forward.splice import added, only, replaced
-    from spile.models.taps import SPLICED as SPLICE_SITES
+    from spile.models.sites import SPLICED as SPLICE_SITES
     from spile.run.extract import extract
     from spile.run.model import Model
     from spile.run.model import Model as load_model
@@ -105,7 +105,7 @@ _HOMES = {
     "spile.interop.trainers": ("TorchRows",),
     "spile.models.files.demo": ("demo_model",),
     "spile.models.forward.splice": ("added", "only", "replaced"),
-    "spile.models.taps": ("SPLICE_SITES=SPLICED",),
+    "spile.models.sites": ("SPLICE_SITES=SPLICED",),
     "spile.run.extract": ("extract",),
     "spile.run.model": ("Model", "load_model=Model", "model=Model"),
     "spile.run.stream": ("stream",),

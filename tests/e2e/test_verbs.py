@@ -18,7 +18,8 @@ from spile.core.tensors import map_tensor, read_header
 from spile.corpus.tokenize import TextTokenizer
 from spile.dataset.records.ledger import Ledger
 from spile.models.files.checkpoint import open_checkpoint, read_arch
-from spile.models.taps import SITES, all_taps
+from spile.models.sites import SITES
+from spile.models.taps import all_taps
 from spile.objects import LocalObjects
 from support import tiny
 from support.stored import Stored, reseal

@@ -13,7 +13,8 @@ from spile.core.errors import ConfigError
 from spile.models.config.arch import Arch
 from spile.models.config.families import FAMILIES
 from spile.models.config.hf_config import read_config
-from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, describe_taps, parse_taps
+from spile.models.sites import AFTER_BLOCKS, SITES
+from spile.models.taps import Tap, all_taps, describe_taps, parse_taps
 from support import tiny
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
@@ -609,10 +610,3 @@ def test_a_description_has_one_entry_for_each_site_or_one_for_each_tap() -> None
     sizes = {entry["name"]: entry["bytes"] for entry in many}
     assert (sizes["embed"], sizes["expert_ids.0"], sizes["logprob"]) == (2 * 4096, 2 * 2, 4)
     assert sizes["attn_pattern.0"] == 2 * 32 * 100
-
-
-def test_every_site_says_what_it_is() -> None:
-    assert all(site.meaning and name == site.name for name, site in SITES.items())
-    lens = [name for site in SITES.values() for name in site.lens]
-    assert len(lens) == len(set(lens)), "one name, one site"
-    assert all(("{}" in name) is site.layered for site in SITES.values() for name in site.lens)

@@ -14,7 +14,8 @@ from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.sharding import Shards, make_mesh
 from spile.models.forward.weights import LayerSchedule, load_params
 from spile.models.layout import Cuts, Layout
-from spile.models.taps import AFTER_BLOCKS, parse_taps
+from spile.models.sites import AFTER_BLOCKS
+from spile.models.taps import parse_taps
 from spile.run.step.resident import Step
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spile.core.errors import InputError
+from spile.models.sites import SITES
 
 # Names of each part; the first that the module has is used.
 _NAMES = {
@@ -57,7 +58,6 @@ _NAMES = {
     ),
 }  # fmt: skip
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
-_READ_FROM_LOGITS = ("logits", "logprob", "entropy")
 _ROWS_AT_ONCE = 256  # of logits in float64: a whole context with a large vocabulary takes gigabytes
 
 # Functions of a file of transformers that has layers with a convolution, or a recurrent rule.
@@ -208,7 +208,7 @@ class Reference:
                 hooks.enter_context(self._watched_attention(wanted, found))
             if hasattr(self._modeling, _CONVOLUTION):
                 hooks.enter_context(self._watched_functions(wanted, found))
-            if any(map(wanted, _READ_FROM_LOGITS)):
+            if any(wanted(site.name) for site in SITES.values() if site.head):
                 logits = self._model(input_ids=ids[None], use_cache=False).logits[0]
                 read = {"logits": logits}
                 if wanted("logprob") or wanted("entropy"):

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import TAPS_HELP, Verbs, add_options
+from spile.cli.flags import Verbs, add_options, taps_help
 from spile.cli.style import formatter, program, skipped
 from spile.core.config import RayOptions, Recipe, Runtime, build, load_toml
 from spile.core.errors import ConfigError, Interrupted
@@ -63,7 +63,7 @@ def add_extract(verbs: Verbs) -> None:
         "extract",
         extract,
         "make a dataset, or continue it",
-        epilog=TAPS_HELP,
+        epilog=taps_help(),
         description=_EXTRACT_HELP,
     )
     add_recipe_flags(sub)

@@ -3,28 +3,38 @@
 import argparse
 import dataclasses
 import difflib
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from spile.core.config import RayOptions, Recipe, Runtime, flag_of
 from spile.core.errors import ConfigError
 from spile.core.listening import ListenAddress
+from spile.models.sites import SITES
 
-TAPS_HELP = """\
+
+def taps_help() -> str:
+    """What `--taps` takes, for the end of a verb's help."""
+    by_layer = [site.name for site in SITES.values() if site.layered]
+    others = [site.name for site in SITES.values() if not site.layered]
+    having = ", ".join(site.name for site in SITES.values() if site.heads)
+    return f"""\
 taps:   site:layers, comma separated (`spile taps --model M` lists those of a model)
-sites:  resid_pre  resid_mid  resid_post  attn_in  attn_out  mlp_in  mlp_hidden  mlp_out
-        q  k  v  q_rot  k_rot  z  attn_pattern  router_logits  expert_weights  expert_ids
-        shared_expert_out  attn_gate  conv_in  conv_out  conv_gate  delta_state_norm
-        kv_latent  ssm_in  ssm_read  ssm_gate  ssm_z  ssm_out  layer_embed  layer_embed_out
-        and, without layers: embed  final_norm  logits  logprob  entropy
+sites:  {_wrapped("  ".join(by_layer))}
+        and, without layers: {"  ".join(others)}
 layers: 20   20-27   0-27/4   all   -1   3+7+11      (counted from 0)
-heads:  z:5.h0   attn_pattern:0-3.h2+h5    (of q, k, v, q_rot, k_rot, z, attn_pattern, ssm_z)
+heads:  z:5.h0   attn_pattern:0-3.h2+h5
+        of {_wrapped(having)}
         TransformerLens, HF and vLLM names work too: blocks.20.hook_resid_post,
         model.layers.20, hidden_states[21], aux_hidden_states[21]
 
 exit codes: 0 done; 2 bad input or configuration; 3 data or store fault; 130 interrupted;
             134 a process of the world was lost: start all of them again
 """
+
+
+def _wrapped(words: str) -> str:
+    return f"\n{' ' * 8}".join(textwrap.wrap(words, 72))
 
 
 _NOTHING_IS_OVERWRITTEN = (

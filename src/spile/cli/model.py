@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spile.cli.flags import TAPS_HELP, Verbs
+from spile.cli.flags import Verbs, taps_help
 from spile.core.config import STORE_DTYPES, Recipe, Runtime
 from spile.core.errors import ConfigError, InputError, SpileError
 from spile.core.humanize import plural, size
@@ -78,7 +78,7 @@ def add_compile(verbs: Verbs) -> None:
         "compile",
         compile,
         "compile the step for devices that need not be here: memory, collectives, speed, cost",
-        epilog=TAPS_HELP,
+        epilog=taps_help(),
     )
     sub.add_argument("--model", metavar="X", required=True, help="directory with config.json")
     sub.add_argument("--taps", metavar="X", required=True, help="as for extract")

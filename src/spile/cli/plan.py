@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spile.cli.extract import add_recipe_flags, given
-from spile.cli.flags import TAPS_HELP, Verbs
+from spile.cli.flags import Verbs, taps_help
 from spile.core.config import Recipe, Runtime, build
 from spile.core.errors import ConfigError
 from spile.core.humanize import lasting, size
@@ -49,7 +49,7 @@ class Duration:
 
 def add_plan(verbs: Verbs) -> None:
     help = "what extract would cost: tokens, bytes, memory, time, dollars"
-    sub = verbs.add("plan", plan, help, epilog=TAPS_HELP)
+    sub = verbs.add("plan", plan, help, epilog=taps_help())
     add_recipe_flags(sub)
     sub.add_argument(
         "--calibrate",

@@ -1,4 +1,4 @@
-"""The places one can tap, and the meaning of each. No other file defines them.
+"""Taps: a site and a layer; their names here and in other tools, and `--taps`.
 
 Tap names are `site.layer` (`resid_post.20`) or the bare site where it has no layer (`embed`); some
 heads of a layer are named after it (`z.5.h0.h3`).
@@ -9,7 +9,6 @@ norm. HF's `hidden_states[i + 1]` is the same thing, except its last entry, whic
 import difflib
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,212 +22,9 @@ from spile.models.config.arch import (
     SIDE_BY_SIDE,
     STATE_SPACE,
     Arch,
-    Layer,
 )
+from spile.models.sites import AFTER, BEFORE, FEATURES, LENS_BLOCK, SITES, Site, axis_sizes
 
-
-@dataclass(frozen=True)
-class Site:
-    """One kind of place to tap."""
-
-    name: str
-    meaning: str
-    shape: tuple[str, ...]  # of one token's values; `_sizes` gives the length of each axis
-    layered: bool = True
-    lens: tuple[str, ...] = ()  # TransformerLens names of the same values; `{}`: the layer
-    dtype: str | None = None  # if it is not the recipe's
-    requires: tuple[str, ...] = ()  # features the model must have: keys of `_MISSING`
-    mixers: tuple[str, ...] = ()  # of the layers that have it; none: all
-
-
-_BLOCK = "blocks.{}."
-_HEADS, _KV_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
-_MIXED_HEADS = ("heads", "value_dim")
-_SSM_HEADS = ("ssm_heads", "ssm_dim")
-# Mixers that attend; that have a state space; that read `attn_in`; and that have a convolution.
-_ATTEND, _SPACE = (ATTENTION, SIDE_BY_SIDE), (STATE_SPACE, SIDE_BY_SIDE)
-_ATTN = (*_ATTEND, GATED_DELTA, SHORT_CONVOLUTION)
-_CONVOLVE = (*_SPACE, GATED_DELTA, SHORT_CONVOLUTION)
-# In the order in which a forward pass computes them.
-SITES = {
-    site.name: site
-    for site in (
-        Site(
-            "embed", "token embeddings, scaled where the model scales them; before learned "
-            "positions are added", ("width",), False, ("hook_embed", "embed.hook_out"),
-        ),
-        Site(
-            "resid_pre", "residual stream entering the block", ("width",),
-            lens=(_BLOCK + "hook_resid_pre", _BLOCK + "hook_in"),
-        ),
-        Site(
-            "attn_in", "what attention, or another mixer, reads: after the norm before it",
-            ("width",), lens=(_BLOCK + "attn.hook_in",), mixers=_ATTN,
-        ),
-        Site(
-            "q", "queries as projected: before q-norm and rotary", _HEADS,
-            lens=(_BLOCK + "attn.hook_q", _BLOCK + "attn.q.hook_out"), mixers=_ATTEND,
-        ),
-        Site(
-            "kv_latent", "what keys and values of all heads are projected from: after its norm",
-            ("latent",), lens=(_BLOCK + "attn.hook_kv_latent",), requires=("latent",),
-            mixers=_ATTEND,
-        ),
-        Site(
-            "k", "keys as projected: before k-norm and rotary", _KV_HEADS,
-            lens=(_BLOCK + "attn.hook_k", _BLOCK + "attn.k.hook_out"), requires=("own_keys",),
-            mixers=_ATTEND,
-        ),
-        Site(
-            "v", "values as projected", ("kv_heads", "value_dim"),
-            lens=(_BLOCK + "attn.hook_v", _BLOCK + "attn.v.hook_out"), requires=("own_keys",),
-            mixers=_ATTEND,
-        ),
-        Site(
-            "q_rot", "queries as they meet the keys: after q-norm and rotary", _HEADS,
-            lens=(_BLOCK + "attn.hook_rot_q",), requires=("rotary",), mixers=_ATTEND,
-        ),
-        Site(
-            "k_rot", "keys as they meet the queries: after k-norm and rotary", _KV_HEADS,
-            lens=(_BLOCK + "attn.hook_rot_k",), requires=("rotary", "own_keys"), mixers=_ATTEND,
-        ),
-        Site(
-            "attn_pattern", "attention weights of each head; keys count from the context's start",
-            ("heads", "keys"), lens=(_BLOCK + "attn.hook_pattern",), mixers=_ATTEND,
-        ),
-        Site(
-            "ssm_in", "what a state space reads: after the norm before it", ("width",),
-            lens=(
-                _BLOCK + "mixer.hook_in", _BLOCK + "hook_mixer_in", _BLOCK + "mamba.hook_in",
-            ),
-            mixers=_SPACE,
-        ),
-        Site(
-            "conv_in", "what the short convolution reads: opened by one of its gates",
-            ("channels",), mixers=(SHORT_CONVOLUTION,),
-        ),
-        Site(
-            "conv_out", "queries, keys and values after the short convolution; of a state space: "
-            "values, keys and queries (x, B, C)", ("channels",), mixers=_CONVOLVE,
-        ),
-        Site(
-            "conv_gate", "what the convolution's output is multiplied by", ("channels",),
-            mixers=(SHORT_CONVOLUTION,),
-        ),
-        Site(
-            "delta_state_norm", "Frobenius norm of each head's state, after the token", ("heads",),
-            mixers=(GATED_DELTA,),
-        ),
-        Site(
-            "attn_gate", "what each mixed value is multiplied by: the gate, after its activation",
-            _MIXED_HEADS, requires=("gate",), mixers=(*_ATTEND, GATED_DELTA),
-        ),
-        Site(
-            "z", "values mixed by each head, gated where there is a gate: before the output "
-            "projection", _MIXED_HEADS, lens=(_BLOCK + "attn.hook_z", _BLOCK + "attn.o.hook_in"),
-            mixers=(*_ATTEND, GATED_DELTA),
-        ),
-        Site(
-            "attn_out", "what attention, or another mixer, adds to the residual stream", ("width",),
-            lens=(_BLOCK + "hook_attn_out",), mixers=_ATTN,
-        ),
-        Site(
-            "ssm_read", "what each head of a state space reads from its state, and past it: "
-            "before its gate and norm", _SSM_HEADS, mixers=_SPACE,
-        ),
-        Site(
-            "ssm_gate", "what each value that it read is multiplied by: the gate, after its "
-            "activation", _SSM_HEADS, mixers=_SPACE,
-        ),
-        Site(
-            "ssm_z", "the same values, gated and normalised: before the output projection",
-            _SSM_HEADS, mixers=_SPACE,
-        ),
-        Site(
-            "ssm_out", "what a state space adds to the residual stream", ("width",),
-            lens=(
-                _BLOCK + "mixer.hook_out", _BLOCK + "mixer.hook_ssm_out",
-                _BLOCK + "hook_mixer_out", _BLOCK + "mamba.hook_out",
-                _BLOCK + "mamba.hook_ssm_out",
-            ),
-            mixers=_SPACE,
-        ),
-        Site(
-            "resid_mid", "residual stream between attention, or another mixer, and MLP",
-            ("width",), lens=(_BLOCK + "hook_resid_mid",), requires=("sequential", "mlp"),
-            mixers=(*_ATTN, STATE_SPACE),
-        ),
-        Site(
-            "mlp_in", "what the MLP reads: after the norm before it", ("width",),
-            lens=(_BLOCK + "mlp.hook_in",), requires=("mlp",),
-        ),
-        Site(
-            "router_logits", "scores of all experts", ("experts",),
-            lens=(_BLOCK + "mlp.gate.hook_out",), requires=("mlp", "experts"),
-        ),
-        Site(
-            "expert_weights", "weights of the chosen experts, largest first", ("chosen",),
-            requires=("mlp", "experts"),
-        ),
-        Site(
-            "expert_ids", "which experts were chosen, largest weight first", ("chosen",),
-            lens=(_BLOCK + "mlp.hook_expert_indices",), dtype="int16", requires=("mlp", "experts"),
-        ),
-        Site(
-            "mlp_hidden", "inside the MLP, after the gate: what the down projection reads",
-            ("mlp",), lens=(_BLOCK + "mlp.hook_post", _BLOCK + "mlp.out.hook_in"),
-            requires=("mlp", "dense"),
-        ),
-        Site(
-            "shared_expert_out", "what the expert that every token goes to adds to the others'",
-            ("width",), requires=("mlp", "shared"),
-        ),
-        Site(
-            "mlp_out", "what the MLP adds to the residual stream", ("width",),
-            lens=(_BLOCK + "hook_mlp_out",), requires=("mlp",),
-        ),
-        Site(
-            "layer_embed", "the block's own embedding of the token", ("layer_embed",),
-            requires=("layer_embed",),
-        ),
-        Site(
-            "layer_embed_out", "what the block's own embedding adds to the residual stream",
-            ("width",), requires=("layer_embed",),
-        ),
-        Site(
-            "resid_post", "residual stream leaving the block", ("width",),
-            lens=(_BLOCK + "hook_resid_post", _BLOCK + "hook_out"),
-        ),
-        Site(
-            "final_norm", "after the last norm: what the head reads", ("width",), False,
-            ("ln_final.hook_out", "unembed.hook_in"),
-        ),
-        Site("logits", "next-token logits", ("vocab",), False, ("unembed.hook_out",)),
-        Site(
-            "logprob", "log-probability of the next token; 0 at a context's end (flag `last`)", (),
-            False, dtype="float32",
-        ),
-        Site(
-            "entropy", "entropy of the next-token distribution, in nats", (), False,
-            dtype="float32",
-        ),
-    )
-}  # fmt: skip
-# Where keys and values come from a latent, TransformerLens rotates before it hooks q and k, and its
-# rotated ones are those dimensions alone; nor has it modules for q, k and v.
-_LENS_OF_LATENT = {
-    **dict.fromkeys(("q", "k", "q_rot", "k_rot"), ()), "v": (_BLOCK + "attn.hook_v",)
-}  # fmt: skip
-_BY_HEAD = ("heads", "kv_heads", "ssm_heads")  # axes
-AFTER_BLOCKS = ("final_norm", "logits", "logprob", "entropy")
-# Sites whose values can be changed before the model continues.
-SPLICED = (
-    "embed", "resid_pre", "attn_in", "q", "kv_latent", "k", "v", "conv_in", "conv_out", "conv_gate",
-    "attn_gate", "z", "attn_out", "ssm_in", "ssm_read", "ssm_gate", "ssm_z", "ssm_out", "resid_mid",
-    "mlp_in", "mlp_hidden", "shared_expert_out", "mlp_out", "layer_embed", "layer_embed_out",
-    "resid_post",
-)  # fmt: skip
-_ORDER = {name: i for i, name in enumerate(SITES)}
 _LENS = {name: site.name for site in SITES.values() for name in site.lens}
 # Names of TransformerLens, after any `blocks.N.`, whose values no site has; and why.
 _LENS_DIFFERS = {
@@ -250,37 +46,6 @@ _LENS_DIFFERS = {
     "hook_pos_embed": "positions alone are no tap; embed is before they are added",
     "hook_tokens": "token ids are in the index of every dataset",
 }
-_MISSING: dict[str, tuple[Callable[[Arch, Layer], bool], str]] = {
-    "rotary": (lambda arch, layer: bool(arch.ropes), "it rotates nothing"),
-    "sequential": (
-        lambda arch, layer: not arch.parallel, "attention and MLP run in parallel there"
-    ),
-    "mlp": (lambda arch, layer: layer.mlp, "the block has no MLP"),
-    "experts": (lambda arch, layer: arch.routed(layer), "it has no experts"),
-    "shared": (
-        lambda arch, layer: arch.routed(layer) and arch.experts is not None
-        and arch.experts.shared > 0, "it has no shared expert",
-    ),
-    "dense": (
-        lambda arch, layer: not arch.routed(layer)
-        or (arch.experts is not None and arch.experts.apart),
-        "its MLP is a mixture of experts",
-    ),
-    "own_keys": (
-        lambda arch, layer: not layer.borrows, "it reads the keys and values of an earlier layer"
-    ),
-    "layer_embed": (
-        lambda arch, layer: arch.layer_embed > 0, "blocks have no embeddings of their own"
-    ),
-    "gate": (
-        lambda arch, layer: arch.attn_gate or layer.mixer == GATED_DELTA,
-        "what it mixes is not gated",
-    ),
-    "latent": (
-        lambda arch, layer: arch.latent is not None,
-        "keys and values are projected from the stream itself",
-    ),
-}  # fmt: skip
 _MIXING = {
     ATTENTION: "attention", GATED_DELTA: "the gated delta rule", STATE_SPACE: "a state space",
     SIDE_BY_SIDE: "attention beside a state space", SHORT_CONVOLUTION: "a short convolution",
@@ -303,24 +68,29 @@ class Tap:
         return cls(site, int(rest[0]) if rest else None, heads)
 
     @property
+    def kind(self) -> Site:
+        """Its site's row of the table."""
+        return SITES[self.site]
+
+    @property
     def name(self) -> str:
         heads = "".join(f".h{head}" for head in self.heads)
         return self.site if self.layer is None else f"{self.site}.{self.layer}{heads}"
 
     def shape(self, arch: Arch, seq_len: int) -> tuple[int, ...]:
         """Shape of one token's values: empty for a single number."""
-        sizes = _sizes(arch, seq_len, arch.layers[self.layer or 0])
-        whole = tuple(sizes[axis] for axis in SITES[self.site].shape)
+        sizes = axis_sizes(arch, seq_len, arch.layers[self.layer or 0])
+        whole = tuple(sizes[axis] for axis in self.kind.shape)
         return (len(self.heads), *whole[1:]) if self.heads else whole
 
     def why_not(self, arch: Arch) -> str | None:
         """Why the model does not have this tap; None if it has."""
-        site, layer = SITES[self.site], arch.layers[self.layer or 0]
+        site, layer = self.kind, arch.layers[self.layer or 0]
         if site.mixers and layer.mixer == NO_MIXER:
             return "the block is an MLP alone"
         if site.mixers and layer.mixer not in site.mixers:
             return f"it mixes tokens by {_MIXING[layer.mixer]}"
-        missing = (_MISSING[feature] for feature in site.requires)
+        missing = (FEATURES[feature] for feature in site.requires)
         return next((reason for exists, reason in missing if not exists(arch, layer)), None)
 
     def width(self, arch: Arch, seq_len: int) -> int:
@@ -328,11 +98,11 @@ class Tap:
         return math.prod(self.shape(arch, seq_len))
 
     def dtype(self, stored: str) -> str:
-        return SITES[self.site].dtype or stored
+        return self.kind.dtype or stored
 
     def layers_needed(self, arch: Arch) -> int:
         """Number of blocks that must run for this tap; the last perhaps not to its end."""
-        if self.site == "embed":
+        if self.kind.stage == BEFORE:
             return 0
         if self.layer is None:
             return arch.num_layers
@@ -342,9 +112,10 @@ class Tap:
         """Other tools' names of the same values; they have none for a subset of heads."""
         if self.heads:
             return ()
-        lens = SITES[self.site].lens
+        lens = self.kind.lens
         if arch.latent:
-            lens = _LENS_OF_LATENT.get(self.site, lens)
+            # TransformerLens rotates q and k before it hooks them, and hooks only rotated parts.
+            lens = lens if self.kind.latent_lens is None else self.kind.latent_lens
         lens = tuple(name.format(self.layer) for name in lens)
         if self.layer is not None and not arch.layers[self.layer].attends:
             lens = tuple(name for name in lens if ".attn." not in name)
@@ -363,34 +134,6 @@ class Tap:
         number = blocks - arch.first_hidden
         hf = (f"hidden_states[{number}]",) if 0 <= number < arch.num_layers else ()
         return (*lens, *hf, f"aux_hidden_states[{blocks}]")
-
-
-def _sizes(arch: Arch, seq_len: int, layer: Layer) -> dict[str, int]:
-    arch, experts = arch.of(layer), arch.experts
-    beside = experts.shared if experts and experts.apart else 0
-    sizes = {
-        "width": arch.width,
-        "heads": arch.num_heads,
-        "kv_heads": arch.num_kv_heads,
-        "head_dim": arch.head_dim,
-        "value_dim": arch.value_dim,
-        "latent": arch.latent.rank if arch.latent else 0,
-        # (Experts' inner values are not tapped.)
-        "mlp": beside or arch.dense_width or arch.mlp_width,
-        "layer_embed": arch.layer_embed,
-        "keys": seq_len,
-        "vocab": arch.vocab_size,
-        "experts": experts.count if experts else 0,
-        "chosen": experts.chosen if experts else 0,
-    }
-    if layer.mixer == GATED_DELTA and (delta := arch.delta):
-        sizes |= {"heads": delta.value_heads, "value_dim": delta.value_dim}
-        sizes["channels"] = delta.channels
-    if layer.has_state_space and (space := arch.state_space):
-        sizes |= {"ssm_heads": space.heads, "ssm_dim": space.head_dim, "channels": space.channels}
-    if layer.mixer == SHORT_CONVOLUTION:
-        sizes["channels"] = arch.width
-    return sizes
 
 
 def all_taps(arch: Arch) -> tuple[Tap, ...]:
@@ -425,7 +168,7 @@ def describe_taps(
                 "dtype": dtype,
                 # (without float8's scale of four bytes per row)
                 "bytes": tap.width(arch, seq_len) * DTYPES_BY_NAME[dtype].itemsize,
-                "meaning": SITES[tap.site].meaning,
+                "meaning": tap.kind.meaning,
                 "aliases": list(tap.aliases(arch)),
             }
         )
@@ -490,9 +233,9 @@ def parse_taps(text: str, arch: Arch) -> tuple[Tap, ...]:
 
 def place_of(tap: Tap, arch: Arch) -> tuple[int, int, int, tuple[int, ...]]:
     """A key by which taps are sorted in the order in which the model computes them."""
-    last = arch.num_layers if tap.site in AFTER_BLOCKS else -1
+    last = arch.num_layers if tap.kind.stage == AFTER else -1
     layer = last if tap.layer is None else tap.layer
-    return tap.layers_needed(arch), layer, _ORDER[tap.site], tap.heads
+    return tap.layers_needed(arch), layer, [*SITES].index(tap.site), tap.heads
 
 
 def computed_as(tap: Tap) -> Tap:
@@ -546,11 +289,10 @@ def _heads(texts: list[str], site: Site, item: str, arch: Arch, layer: int) -> t
     """Heads in ascending order; empty stands for all heads."""
     if not texts:
         return ()
-    axis = site.shape[0]
-    if axis not in _BY_HEAD:
-        having = ", ".join(s.name for s in SITES.values() if s.shape and s.shape[0] in _BY_HEAD)
+    if not site.heads:
+        having = ", ".join(each.name for each in SITES.values() if each.heads)
         raise ConfigError(f"--taps {item!r}: {site.name} has no heads; these have: {having}")
-    count = _sizes(arch, 1, arch.layers[layer])[axis]
+    count = axis_sizes(arch, 1, arch.layers[layer])[site.shape[0]]
     for text in texts:
         if not re.fullmatch(r"\d{1,9}", text) or int(text) >= count:
             raise ConfigError(
@@ -588,7 +330,7 @@ def _from_alias(item: str, arch: Arch) -> str:
     if item in _LENS and item in Tap(_LENS[item]).aliases(arch):
         return _LENS[item]
     match = re.fullmatch(r"blocks\.(\d{1,9})\.([\w.]+)", item)
-    if match and (site := _LENS.get(f"{_BLOCK}{match[2]}")):
+    if match and (site := _LENS.get(f"{LENS_BLOCK}{match[2]}")):
         layer = int(match[1])
         if layer >= arch.num_layers or item in Tap(site, layer).aliases(arch):
             return f"{site}:{layer}"
@@ -607,37 +349,8 @@ def _from_alias(item: str, arch: Arch) -> str:
     return f"resid_post:{blocks - 1}" if blocks else "resid_pre:0"
 
 
-# Modules of HF's models whose output is a site's values; `{}`: the layer.
+# The blocks of HF's models, by the paths of their modules.
 _BLOCKS_OF_HF = r"(?:(?:model|backbone|gpt_neox)\.layers|transformer\.h)\.(\d{1,9})"
-_MODULES: dict[str, str] = {
-    "": "resid_post",
-    ".self_attn": "attn_out",
-    ".self_attn.o_proj": "attn_out",
-    ".linear_attn": "attn_out",
-    ".linear_attn.out_proj": "attn_out",
-    ".linear_attn.o_proj": "attn_out",
-    ".mamba": "ssm_out",
-    ".mamba.out_proj": "ssm_out",
-    ".mixer.out_proj": "ssm_out",
-    ".conv": "attn_out",
-    ".conv.out_proj": "attn_out",
-    ".attn": "attn_out",
-    ".attn.c_proj": "attn_out",
-    ".attention": "attn_out",
-    ".attention.dense": "attn_out",
-    ".self_attn.q_proj": "q",
-    ".self_attn.k_proj": "k",
-    ".self_attn.v_proj": "v",
-    ".mlp": "mlp_out",
-    ".mlp.down_proj": "mlp_out",
-    ".mlp.c_proj": "mlp_out",
-    ".mlp.dense_4h_to_h": "mlp_out",
-}
-_ENDS = {
-    **dict.fromkeys(("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in"), "embed"),
-    **dict.fromkeys(("model.norm", "transformer.ln_f", "gpt_neox.final_layer_norm"), "final_norm"),
-    **dict.fromkeys(("lm_head", "embed_out"), "logits"),
-}
 
 
 def _from_module(item: str, arch: Arch) -> str | None:
@@ -647,7 +360,9 @@ def _from_module(item: str, arch: Arch) -> str | None:
         ConfigError: if the module's output differs from the site's values.
     """
     match = re.fullmatch(_BLOCKS_OF_HF + r"([\w.]*)", item)
-    site = _ENDS.get(item) or (_MODULES.get(match[2]) if match else None)
+    path = match[2] if match else item
+    having = (s.name for s in SITES.values() if s.layered == bool(match) and path in s.modules)
+    site = next(having, None)
     if site is None:
         return None
     layer = int(match[1]) if match else 0

@@ -37,7 +37,7 @@ def find_encoders(recipe: Recipe, taps: Sequence[Tap], arch: Arch) -> dict[str, 
         sae = open_sae(where)
         tap = _tap_of(name, where, sae, taps, arch)
         width = tap.width(arch, 1)
-        if tap.site == "attn_pattern" or tap.dtype(_FLOATS[0]) != _FLOATS[0]:
+        if "keys" in tap.kind.shape or tap.dtype(_FLOATS[0]) != _FLOATS[0]:
             raise ConfigError(f"--encode {where}: {tap.site} is nothing that an encoder reads")
         if sae.raw and tap.site == "embed" and arch.embed_scale != 1.0:
             raise ConfigError(

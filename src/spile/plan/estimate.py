@@ -313,18 +313,13 @@ def _warnings(job: ExtractionJob, platform: str) -> Iterator[str]:
     if any(splice.kind == FUNCTION for splice in job.splices):
         yield "what your own function in --splice costs is not counted; --calibrate measures it"
     stream = job.checkpoint.arch.width * DTYPES_BY_NAME[job.recipe.store_dtype].itemsize
-    advice = {
-        "attn_pattern": "it grows with --seq-len; choose few layers, shorter contexts, or --where",
-        "logits": "logprob and entropy, or --where, may be enough",
-    }
-    for site, instead in advice.items():
-        named = [tap.name for tap in job.taps if tap.site == site and tap.name in job.table.taps]
-        if named:
-            each = job.table.taps[named[0]].row_bytes
-            yield (
-                f"{site} takes {each:,} bytes per row and tap, {each / stream:.0f} times a "
-                f"residual stream's: {instead}"
-            )
+    stored = [tap for tap in job.taps if tap.kind.advice and tap.name in job.table.taps]
+    for tap in reversed({tap.site: tap for tap in reversed(stored)}.values()):
+        each = job.table.taps[tap.name].row_bytes
+        yield (
+            f"{tap.site} takes {each:,} bytes per row and tap, {each / stream:.0f} times a "
+            f"residual stream's: {tap.kind.advice}"
+        )
 
 
 def refuse_if_too_large(cost: Estimate, where: str) -> None:

@@ -27,8 +27,9 @@ from spile.dataset.records.ledger import Table
 from spile.dataset.records.unit_table import UnitColumns
 from spile.models.files.checkpoint import Checkpoint
 from spile.models.files.sae import SparseEncoder
+from spile.models.sites import AFTER_BLOCKS
 from spile.models.splices import Splice
-from spile.models.taps import AFTER_BLOCKS, Tap
+from spile.models.taps import Tap
 
 
 class JobUnits(Sequence[Unit]):

@@ -23,8 +23,9 @@ from spile.models.config.specs import (
 )
 from spile.models.files.sae import AT_ONCE, SparseEncoder
 from spile.models.layout import Cuts
+from spile.models.sites import AFTER_BLOCKS, ALL_MIXERS
 from spile.models.splices import Splice
-from spile.models.taps import AFTER_BLOCKS, Tap
+from spile.models.taps import Tap
 from spile.plan.chips import Chip
 
 MEMORY_SHARE = 0.9  # of a device's memory that a step may fill, by our estimate
@@ -38,30 +39,6 @@ _CHUNK = 64  # tokens that the gated delta rule, or a state space, takes at once
 _SCALE = 4  # bytes per row, in eight bits
 _UNIT_SECONDS, _NOMINAL_CPU = 30, 1e11  # FLOP/s: about eight cores of a laptop
 _MOST_CPU_TOKENS = 64_000
-
-# The operations that a tap needs in the deepest block, if no later site is tapped there.
-_Q, _K = ("wq", "wqa", "wqb"), ("wk", "wka", "wkr")
-_QKV = (*_Q, *_K, "wv", "wdq", "wdk", "wdv")  # in blocks of either mixer
-_MIXED = (*_QKV, "wdan", "wda", "wdb", "scores", "mixing", "rule")
-_GATE = ("wg", "wdgn", "wdg")
-_CONVOLVED, _SPACED = ("wcb", "wcx"), ("wmx", "wmb", "wmc")
-_READ = (*_SPACED, "wmt", "space")  # of a state space
-_ATTENTION = (*_MIXED, *_GATE, "wo", "wdo", *_CONVOLVED, "wcc", "wco")
-_MIXERS = (*_ATTENTION, *_READ, "wmz", "wmo")
-_REACH: dict[str, tuple[str, ...]] = {
-    "attn_in": (), "kv_latent": ("wka",), **dict.fromkeys(("q", "q_rot"), _Q),
-    **dict.fromkeys(("k", "k_rot"), _K), "v": ("wv", "wka"), "attn_pattern": (*_Q, *_K, "scores"),
-    "conv_in": _CONVOLVED, "conv_gate": ("wcc",),
-    "conv_out": ("wdq", "wdk", "wdv", *_CONVOLVED, *_SPACED), "attn_gate": _GATE,
-    "delta_state_norm": _MIXED, "z": (*_MIXED, *_GATE), "attn_out": _ATTENTION,
-    "ssm_in": (), "ssm_read": _READ, "ssm_gate": ("wmz",), "ssm_z": (*_READ, "wmz"),
-    "ssm_out": (*_READ, "wmz", "wmo"),
-    **dict.fromkeys(("resid_mid", "mlp_in"), _MIXERS),
-    **dict.fromkeys(("router_logits", "expert_weights", "expert_ids"), (*_MIXERS, "w_router")),
-    "mlp_hidden": (*_MIXERS, "w_gate", "w_up", "wd_gate", "wd_up", "ws_gate", "ws_up"),
-    "shared_expert_out": (*_MIXERS, "ws_gate", "ws_up", "ws_down", "ws_router"),
-    "layer_embed": (),
-}  # fmt: skip
 
 
 def sweet_spot(arch: Arch, platform: str) -> int:
@@ -89,7 +66,7 @@ def cpu_unit_tokens(arch: Arch, taps: tuple[Tap, ...], seq_len: int) -> int:
         for spec in block_specs(arch, layer)
         if spec.name.startswith("w")
     )
-    if any(tap.site in ("logits", "logprob", "entropy") for tap in taps):
+    if any(tap.kind.head for tap in taps):
         flops += 2 * arch.vocab_size * arch.width
     tokens = int(_UNIT_SECONDS * _NOMINAL_CPU / max(1, flops))
     return max(seq_len, min(_MOST_CPU_TOKENS, tokens // 1000 * 1000))
@@ -279,7 +256,7 @@ class Workload:
             dims = own.head_dim * ("scores" in runs) + own.value_dim * ("mixing" in runs)
             each = 2 * self.arch.num_heads * dims * self._keys(layer)
             total += int(each) // self._ways("heads")
-        if any(tap.site in ("logits", "logprob", "entropy") for tap in self.taps):
+        if any(tap.kind.head for tap in self.taps):
             total += 2 * self.arch.vocab_size * self.arch.width // self._ways("vocab")
         if self.arch.layer_embed and self.depth:
             total += 2 * self.arch.num_layers * self.arch.layer_embed * self.arch.width
@@ -329,13 +306,13 @@ class Workload:
     def _blocks(self) -> Iterator[tuple[Layer, frozenset[str]]]:
         """Each block that runs, and the names of its operations that run."""
         names = (spec.name for spec in block_specs(self.arch))
-        everything = frozenset((*_MIXERS, *names))
+        everything = frozenset((*ALL_MIXERS, *names))
         for number, layer in enumerate(self.arch.layers[: self.depth]):
             if number < self.depth - 1 or self.whole:
                 yield layer, everything
             else:
-                deepest = [tap.site for tap in self.taps if tap.layer == number]
-                yield layer, frozenset(name for site in deepest for name in _REACH.get(site, ()))
+                reached = (tap.kind.reach or () for tap in self.taps if tap.layer == number)
+                yield layer, frozenset(name for names in reached for name in names)
 
     def _matrices(self, layer: Layer) -> list[ParamSpec]:
         return [spec for spec in block_specs(self.arch, layer) if spec.name.startswith("w")]

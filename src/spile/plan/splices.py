@@ -26,8 +26,9 @@ from spile.corpus.programs.program import guarded, load_file
 from spile.dataset.read.dataset import open_dataset
 from spile.models.config.arch import Arch
 from spile.models.files.sae import identity, open_sae
+from spile.models.sites import SPLICED
 from spile.models.splices import FUNCTION, KINDS, Splice, digest, orthonormal
-from spile.models.taps import SPLICED, Tap, computed_as, parse_taps, place_of
+from spile.models.taps import Tap, computed_as, parse_taps, place_of
 from spile.objects.paths import path_of
 
 NONE, SAE = "none", "replace-with-sae"
@@ -119,7 +120,7 @@ def _taps(item: str, named: str, arch: Arch) -> tuple[Tap, ...]:
     except ConfigError as error:
         raise ConfigError(str(error).replace("--taps", f"--splice {item}:", 1)) from None
     for tap in taps:
-        if tap.site not in SPLICED:
+        if not tap.kind.spliced:
             known = ", ".join(SPLICED)
             raise ConfigError(f"--splice {item}: only these can be changed: {known}")
     return taps

@@ -47,7 +47,8 @@ from spile.models.forward.weights import (
     moved_params,
 )
 from spile.models.layout import ONE_DEVICE, Cuts, parse_layout
-from spile.models.taps import SPLICED, Tap, computed_as, parse_taps
+from spile.models.sites import SPLICED
+from spile.models.taps import Tap, computed_as, parse_taps
 from spile.plan.residency import Residency, choose_residency
 from spile.plan.roofline import Workload
 from spile.run.world.devices import memory_limit, prepared_device
@@ -254,7 +255,7 @@ class Model:
             for tap in taps:
                 if tap.heads:
                     raise ConfigError(f"splice {name!r}: all heads are changed together")
-                if tap.site not in SPLICED:
+                if not tap.kind.spliced:
                     known = ", ".join(SPLICED)
                     raise ConfigError(f"splice {name!r}: only these can be changed: {known}")
                 if tap in changes:

@@ -29,7 +29,8 @@ from spile.models.forward.decoder import forward, needs_whole_block
 from spile.models.forward.kernels import for_platform
 from spile.models.forward.mixers import gated_delta, state_space
 from spile.models.forward.weights import LayerSchedule, load_params
-from spile.models.taps import AFTER_BLOCKS, SITES, Tap, all_taps, parse_taps
+from spile.models.sites import AFTER_BLOCKS, SITES
+from spile.models.taps import Tap, all_taps, parse_taps
 from support import quick, tiny
 from support.families import (
     FAMILIES,

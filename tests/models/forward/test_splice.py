@@ -18,7 +18,8 @@ from spile.models.forward.attention import masked
 from spile.models.forward.decoder import forward
 from spile.models.forward.splice import Change, added, only, replaced
 from spile.models.forward.weights import LayerSchedule, load_params
-from spile.models.taps import SPLICED, Tap, all_taps, parse_taps
+from spile.models.sites import SPLICED
+from spile.models.taps import Tap, all_taps, parse_taps
 from support import quick, tiny
 from support.families import FAMILIES, randomised
 from support.marks import some

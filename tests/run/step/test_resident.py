@@ -22,7 +22,8 @@ from spile.models.files.checkpoint import open_checkpoint
 from spile.models.files.sae import SparseEncoder, load_arrays, open_sae
 from spile.models.forward.decoder import needs_whole_block
 from spile.models.forward.weights import LayerSchedule, Params, load_params
-from spile.models.taps import AFTER_BLOCKS, parse_taps
+from spile.models.sites import AFTER_BLOCKS
+from spile.models.taps import parse_taps
 from spile.run.step.resident import Step, StepOutput, StepSettings
 from support import saes, tiny
 from support.marks import some

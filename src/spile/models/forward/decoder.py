@@ -60,7 +60,8 @@ from spile.models.forward.ops import (
 from spile.models.forward.sharding import Shards
 from spile.models.forward.splice import At, Changes, in_block, in_scan
 from spile.models.forward.weights import Arrays, Block, LayerSchedule, Params
-from spile.models.taps import AFTER_BLOCKS, Tap, computed_as
+from spile.models.sites import AFTER_BLOCKS, SITES
+from spile.models.taps import Tap, computed_as
 
 Hidden = Float[Array, "rows seq width"]
 Heads = Float[Array, "rows seq heads dim"]
@@ -345,9 +346,8 @@ def of_any_block(tap: Tap) -> Tap:
 
 def needs_whole_block(taps: tuple[Tap, ...], depth: int) -> bool:
     """Whether the deepest block must run to its end."""
-    deepest = {tap.site for tap in map(computed_as, taps) if tap.layer == depth - 1}
-    ends = {"mlp_out", "layer_embed_out", "resid_post"}
-    return bool(deepest & ends) or any(tap.site in AFTER_BLOCKS for tap in taps)
+    deepest = [tap for tap in map(computed_as, taps) if stage_of(tap, depth) >= depth - 1]
+    return any(tap.kind.reach is None for tap in deepest)
 
 
 def _layers_by_site(taps: tuple[Tap, ...]) -> dict[str, list[int]]:
@@ -752,7 +752,7 @@ def _after_blocks(outer: Arrays, x: Hidden, run: _Run) -> Values:
     arch, wanted = run.arch, run.wanted
     normed = _normed(run.kept(x), "final_norm", block=outer, arch=arch)
     out = {"final_norm": normed} if "final_norm" in wanted else {}
-    if not wanted.keys() & {"logits", "logprob", "entropy"}:
+    if not any(SITES[site].head for site in wanted):
         return out
     head = outer["embed"] if "head" not in outer else outer["head"]
     following = jnp.roll(run.tokens, -1, axis=1)

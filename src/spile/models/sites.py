@@ -1,0 +1,327 @@
+"""The table of sites: the kinds of place one can tap, one row each. No other file lists them.
+
+A new site is a row here and its code: in `models/forward`, which computes it, and in
+`check/reference.py`, which finds the same values in HF transformers.
+"""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+
+from spile.models.config.arch import (
+    ATTENTION,
+    GATED_DELTA,
+    SHORT_CONVOLUTION,
+    SIDE_BY_SIDE,
+    STATE_SPACE,
+    Arch,
+    Layer,
+)
+
+BEFORE, BLOCK, AFTER = "before the blocks", "in a block", "after the blocks"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One kind of place to tap."""
+
+    name: str
+    meaning: str
+    shape: tuple[str, ...]  # of one token's values; `axis_sizes` gives the length of each axis
+    _: KW_ONLY
+    stage: str = BLOCK  # which part of the model computes it; only those of blocks have layers
+    lens: tuple[str, ...] = ()  # TransformerLens names of the same values; `{}`: the layer
+    latent_lens: tuple[str, ...] | None = None  # with latent attention, if those differ
+    # HF modules with this output: in a block the end of the path, elsewhere the whole path.
+    modules: tuple[str, ...] = ()
+    dtype: str | None = None  # if it is not the recipe's
+    requires: tuple[str, ...] = ()  # features the model must have: keys of `FEATURES`
+    mixers: tuple[str, ...] = ()  # mixers of the layers that have it; empty: all layers
+    # Operations that the deepest block runs for it: names of matrices, or `scores`, `mixing`,
+    # `rule`, `space`. None: the whole block.
+    reach: tuple[str, ...] | None = None
+    spliced: bool = False  # its values can be changed before the model continues
+    head: bool = False  # needs the head's product with the vocabulary
+    advice: str = ""  # what to do about its size, if its rows are large
+
+    @property
+    def layered(self) -> bool:
+        return self.stage == BLOCK
+
+    @property
+    def heads(self) -> bool:
+        """Whether its first axis is heads, so that some of them can be chosen."""
+        return self.shape[:1] in (("heads",), ("kv_heads",), ("ssm_heads",))
+
+
+LENS_BLOCK = "blocks.{}."
+_B = LENS_BLOCK
+_HEADS, _KV_HEADS = ("heads", "head_dim"), ("kv_heads", "head_dim")
+_MIXED_HEADS, _SSM_HEADS = ("heads", "value_dim"), ("ssm_heads", "ssm_dim")
+# Mixers that attend; that have a state space; that read `attn_in`; and that have a convolution.
+_ATTEND, _SPACE = (ATTENTION, SIDE_BY_SIDE), (STATE_SPACE, SIDE_BY_SIDE)
+_ATTN = (*_ATTEND, GATED_DELTA, SHORT_CONVOLUTION)
+_CONVOLVE = (*_SPACE, GATED_DELTA, SHORT_CONVOLUTION)
+# Operations, for `reach`.
+_Q, _K = ("wq", "wqa", "wqb"), ("wk", "wka", "wkr")
+_MIXED = (
+    *_Q, *_K, "wv", "wdq", "wdk", "wdv", "wdan", "wda", "wdb", "scores", "mixing", "rule"
+)  # fmt: skip
+_GATE = ("wg", "wdgn", "wdg")
+_CONVOLVED, _SPACED = ("wcb", "wcx"), ("wmx", "wmb", "wmc")
+_READ = (*_SPACED, "wmt", "space")
+_ATTENTION = (*_MIXED, *_GATE, "wo", "wdo", *_CONVOLVED, "wcc", "wco")
+ALL_MIXERS = (*_ATTENTION, *_READ, "wmz", "wmo")
+_ROUTED = (*ALL_MIXERS, "w_router")
+
+# In the order in which a forward pass computes them.
+SITES = {
+    site.name: site
+    for site in (
+        Site(
+            "embed", "token embeddings, scaled where the model scales them; before learned "
+            "positions are added", ("width",), stage=BEFORE, reach=(), spliced=True,
+            lens=("hook_embed", "embed.hook_out"),
+            modules=("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in"),
+        ),
+        Site(
+            "resid_pre", "residual stream entering the block", ("width",), reach=(), spliced=True,
+            lens=(_B + "hook_resid_pre", _B + "hook_in"),
+        ),
+        Site(
+            "attn_in", "what attention, or another mixer, reads: after the norm before it",
+            ("width",), mixers=_ATTN, reach=(), spliced=True, lens=(_B + "attn.hook_in",),
+        ),
+        Site(
+            "q", "queries as projected: before q-norm and rotary", _HEADS, mixers=_ATTEND,
+            reach=_Q, spliced=True, lens=(_B + "attn.hook_q", _B + "attn.q.hook_out"),
+            latent_lens=(), modules=(".self_attn.q_proj",),
+        ),
+        Site(
+            "kv_latent", "what keys and values of all heads are projected from: after its norm",
+            ("latent",), requires=("latent",), mixers=_ATTEND, reach=("wka",), spliced=True,
+            lens=(_B + "attn.hook_kv_latent",),
+        ),
+        Site(
+            "k", "keys as projected: before k-norm and rotary", _KV_HEADS, requires=("own_keys",),
+            mixers=_ATTEND, reach=_K, spliced=True,
+            lens=(_B + "attn.hook_k", _B + "attn.k.hook_out"), latent_lens=(),
+            modules=(".self_attn.k_proj",),
+        ),
+        Site(
+            "v", "values as projected", ("kv_heads", "value_dim"), requires=("own_keys",),
+            mixers=_ATTEND, reach=("wv", "wka"), spliced=True,
+            lens=(_B + "attn.hook_v", _B + "attn.v.hook_out"),
+            latent_lens=(_B + "attn.hook_v",), modules=(".self_attn.v_proj",),
+        ),
+        Site(
+            "q_rot", "queries as they meet the keys: after q-norm and rotary", _HEADS,
+            requires=("rotary",), mixers=_ATTEND, reach=_Q, lens=(_B + "attn.hook_rot_q",),
+            latent_lens=(),
+        ),
+        Site(
+            "k_rot", "keys as they meet the queries: after k-norm and rotary", _KV_HEADS,
+            requires=("rotary", "own_keys"), mixers=_ATTEND, reach=_K,
+            lens=(_B + "attn.hook_rot_k",), latent_lens=(),
+        ),
+        Site(
+            "attn_pattern", "attention weights of each head; keys count from the context's start",
+            ("heads", "keys"), mixers=_ATTEND, reach=(*_Q, *_K, "scores"),
+            lens=(_B + "attn.hook_pattern",),
+            advice="it grows with --seq-len; choose few layers, shorter contexts, or --where",
+        ),
+        Site(
+            "ssm_in", "what a state space reads: after the norm before it", ("width",),
+            mixers=_SPACE, reach=(), spliced=True,
+            lens=(_B + "mixer.hook_in", _B + "hook_mixer_in", _B + "mamba.hook_in"),
+        ),
+        Site(
+            "conv_in", "what the short convolution reads: opened by one of its gates",
+            ("channels",), mixers=(SHORT_CONVOLUTION,), reach=_CONVOLVED, spliced=True,
+        ),
+        Site(
+            "conv_out", "queries, keys and values after the short convolution; of a state space: "
+            "values, keys and queries (x, B, C)", ("channels",), mixers=_CONVOLVE,
+            reach=("wdq", "wdk", "wdv", *_CONVOLVED, *_SPACED), spliced=True,
+        ),
+        Site(
+            "conv_gate", "what the convolution's output is multiplied by", ("channels",),
+            mixers=(SHORT_CONVOLUTION,), reach=("wcc",), spliced=True,
+        ),
+        Site(
+            "delta_state_norm", "Frobenius norm of each head's state, after the token", ("heads",),
+            mixers=(GATED_DELTA,), reach=_MIXED,
+        ),
+        Site(
+            "attn_gate", "what each mixed value is multiplied by: the gate, after its activation",
+            _MIXED_HEADS, requires=("gate",), mixers=(*_ATTEND, GATED_DELTA), reach=_GATE,
+            spliced=True,
+        ),
+        Site(
+            "z", "values mixed by each head, gated where there is a gate: before the output "
+            "projection", _MIXED_HEADS, mixers=(*_ATTEND, GATED_DELTA), reach=(*_MIXED, *_GATE),
+            spliced=True, lens=(_B + "attn.hook_z", _B + "attn.o.hook_in"),
+        ),
+        Site(
+            "attn_out", "what attention, or another mixer, adds to the residual stream", ("width",),
+            mixers=_ATTN, reach=_ATTENTION, spliced=True, lens=(_B + "hook_attn_out",),
+            modules=(
+                ".self_attn", ".self_attn.o_proj", ".linear_attn", ".linear_attn.out_proj",
+                ".linear_attn.o_proj", ".conv", ".conv.out_proj", ".attn", ".attn.c_proj",
+                ".attention", ".attention.dense",
+            ),
+        ),
+        Site(
+            "ssm_read", "what each head of a state space reads from its state, and past it: "
+            "before its gate and norm", _SSM_HEADS, mixers=_SPACE, reach=_READ, spliced=True,
+        ),
+        Site(
+            "ssm_gate", "what each value that it read is multiplied by: the gate, after its "
+            "activation", _SSM_HEADS, mixers=_SPACE, reach=("wmz",), spliced=True,
+        ),
+        Site(
+            "ssm_z", "the same values, gated and normalised: before the output projection",
+            _SSM_HEADS, mixers=_SPACE, reach=(*_READ, "wmz"), spliced=True,
+        ),
+        Site(
+            "ssm_out", "what a state space adds to the residual stream", ("width",), mixers=_SPACE,
+            reach=(*_READ, "wmz", "wmo"), spliced=True,
+            lens=(
+                _B + "mixer.hook_out", _B + "mixer.hook_ssm_out", _B + "hook_mixer_out",
+                _B + "mamba.hook_out", _B + "mamba.hook_ssm_out",
+            ),
+            modules=(".mamba", ".mamba.out_proj", ".mixer.out_proj"),
+        ),
+        Site(
+            "resid_mid", "residual stream between attention, or another mixer, and MLP",
+            ("width",), requires=("sequential", "mlp"), mixers=(*_ATTN, STATE_SPACE),
+            reach=ALL_MIXERS, spliced=True, lens=(_B + "hook_resid_mid",),
+        ),
+        Site(
+            "mlp_in", "what the MLP reads: after the norm before it", ("width",),
+            requires=("mlp",), reach=ALL_MIXERS, spliced=True, lens=(_B + "mlp.hook_in",),
+        ),
+        Site(
+            "router_logits", "scores of all experts", ("experts",), requires=("mlp", "experts"),
+            reach=_ROUTED, lens=(_B + "mlp.gate.hook_out",),
+        ),
+        Site(
+            "expert_weights", "weights of the chosen experts, largest first", ("chosen",),
+            requires=("mlp", "experts"), reach=_ROUTED,
+        ),
+        Site(
+            "expert_ids", "which experts were chosen, largest weight first", ("chosen",),
+            dtype="int16", requires=("mlp", "experts"), reach=_ROUTED,
+            lens=(_B + "mlp.hook_expert_indices",),
+        ),
+        Site(
+            "mlp_hidden", "inside the MLP, after the gate: what the down projection reads",
+            ("mlp",), requires=("mlp", "dense"), spliced=True,
+            reach=(*ALL_MIXERS, "w_gate", "w_up", "wd_gate", "wd_up", "ws_gate", "ws_up"),
+            lens=(_B + "mlp.hook_post", _B + "mlp.out.hook_in"),
+        ),
+        Site(
+            "shared_expert_out", "what the expert that every token goes to adds to the others'",
+            ("width",), requires=("mlp", "shared"), spliced=True,
+            reach=(*ALL_MIXERS, "ws_gate", "ws_up", "ws_down", "ws_router"),
+        ),
+        Site(
+            "mlp_out", "what the MLP adds to the residual stream", ("width",), requires=("mlp",),
+            spliced=True, lens=(_B + "hook_mlp_out",),
+            modules=(".mlp", ".mlp.down_proj", ".mlp.c_proj", ".mlp.dense_4h_to_h"),
+        ),
+        Site(
+            "layer_embed", "the block's own embedding of the token", ("layer_embed",),
+            requires=("layer_embed",), reach=(), spliced=True,
+        ),
+        Site(
+            "layer_embed_out", "what the block's own embedding adds to the residual stream",
+            ("width",), requires=("layer_embed",), spliced=True,
+        ),
+        Site(
+            "resid_post", "residual stream leaving the block", ("width",), spliced=True,
+            lens=(_B + "hook_resid_post", _B + "hook_out"), modules=("",),
+        ),
+        Site(
+            "final_norm", "after the last norm: what the head reads", ("width",), stage=AFTER,
+            lens=("ln_final.hook_out", "unembed.hook_in"),
+            modules=("model.norm", "transformer.ln_f", "gpt_neox.final_layer_norm"),
+        ),
+        Site(
+            "logits", "next-token logits", ("vocab",), stage=AFTER, head=True,
+            lens=("unembed.hook_out",), modules=("lm_head", "embed_out"),
+            advice="logprob and entropy, or --where, may be enough",
+        ),
+        Site(
+            "logprob", "log-probability of the next token; 0 at a context's end (flag `last`)", (),
+            stage=AFTER, head=True, dtype="float32",
+        ),
+        Site(
+            "entropy", "entropy of the next-token distribution, in nats", (), stage=AFTER,
+            head=True, dtype="float32",
+        ),
+    )
+}  # fmt: skip
+AFTER_BLOCKS = tuple(site.name for site in SITES.values() if site.stage == AFTER)
+SPLICED = tuple(site.name for site in SITES.values() if site.spliced)
+
+# Features that only some models, or layers, have: how to tell, and what to say of one without it.
+FEATURES: dict[str, tuple[Callable[[Arch, Layer], bool], str]] = {
+    "rotary": (lambda arch, layer: bool(arch.ropes), "it rotates nothing"),
+    "sequential": (
+        lambda arch, layer: not arch.parallel, "attention and MLP run in parallel there"
+    ),
+    "mlp": (lambda arch, layer: layer.mlp, "the block has no MLP"),
+    "experts": (lambda arch, layer: arch.routed(layer), "it has no experts"),
+    "shared": (
+        lambda arch, layer: arch.routed(layer) and arch.experts is not None
+        and arch.experts.shared > 0, "it has no shared expert",
+    ),
+    "dense": (
+        lambda arch, layer: not arch.routed(layer)
+        or (arch.experts is not None and arch.experts.apart),
+        "its MLP is a mixture of experts",
+    ),
+    "own_keys": (
+        lambda arch, layer: not layer.borrows, "it reads the keys and values of an earlier layer"
+    ),
+    "layer_embed": (
+        lambda arch, layer: arch.layer_embed > 0, "blocks have no embeddings of their own"
+    ),
+    "gate": (
+        lambda arch, layer: arch.attn_gate or layer.mixer == GATED_DELTA,
+        "what it mixes is not gated",
+    ),
+    "latent": (
+        lambda arch, layer: arch.latent is not None,
+        "keys and values are projected from the stream itself",
+    ),
+}  # fmt: skip
+
+
+def axis_sizes(arch: Arch, seq_len: int, layer: Layer) -> dict[str, int]:
+    """The length of each axis of `Site.shape`, in one layer of a model."""
+    arch, experts = arch.of(layer), arch.experts
+    beside = experts.shared if experts and experts.apart else 0
+    sizes = {
+        "width": arch.width,
+        "heads": arch.num_heads,
+        "kv_heads": arch.num_kv_heads,
+        "head_dim": arch.head_dim,
+        "value_dim": arch.value_dim,
+        "latent": arch.latent.rank if arch.latent else 0,
+        # (Experts' inner values are not tapped.)
+        "mlp": beside or arch.dense_width or arch.mlp_width,
+        "layer_embed": arch.layer_embed,
+        "keys": seq_len,
+        "vocab": arch.vocab_size,
+        "experts": experts.count if experts else 0,
+        "chosen": experts.chosen if experts else 0,
+    }
+    if layer.mixer == GATED_DELTA and (delta := arch.delta):
+        sizes |= {"heads": delta.value_heads, "value_dim": delta.value_dim}
+        sizes["channels"] = delta.channels
+    if layer.has_state_space and (space := arch.state_space):
+        sizes |= {"ssm_heads": space.heads, "ssm_dim": space.head_dim, "channels": space.channels}
+    if layer.mixer == SHORT_CONVOLUTION:
+        sizes["channels"] = arch.width
+    return sizes
