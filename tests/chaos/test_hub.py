@@ -55,14 +55,13 @@ def write_tables(folder: Path, files: int, documents: int) -> dict[str, bytes]:
 
 @pytest.mark.full
 def test_workers_killed_on_a_failing_hub_lose_and_double_nothing(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = pytestconfig.getoption("--chaos-full")
-    documents, kills = (200, 12) if full else (16, 2)
-    tables = write_tables(tmp_path / "local", 5, documents)
+    kills = 12
+    tables = write_tables(tmp_path / "local", 5, 200)
     Work(model, tmp_path / "local", OPTIONS).extract(tmp_path / "whole")
     units = len(list((tmp_path / "whole" / "done").glob("*/*")))
-    assert units >= (100 if full else 10)
+    assert units >= 100
 
     hub = Hub()
     hub.network, hub.latency = Network(hub.large), 0.005

@@ -1,7 +1,7 @@
 """A real Ray cluster of several nodes on this machine, whose workers and raylets are killed.
 
-One of each in the suite; with `--chaos-full` more than twenty, slices of two hosts, TPU slices as
-Ray places them, what a node that joins is worth, and what a unit costs.
+`make chaos-fleets` runs them: more than twenty kills, slices of two hosts, TPU slices as Ray places
+them, how much a node that joins does, and what a unit costs.
 """
 
 import importlib.util
@@ -27,8 +27,8 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed"),
 ]
 
-# Every step takes a while, so that kills fall among units. Every process of Ray's runs this, so it
-# waits for the module instead of importing it.
+# Every step takes a while, so that kills fall between units. Every process of Ray runs this code,
+# and most do not compute: it patches the module when it is imported instead of importing it.
 SLOW = """
 import importlib.abc, importlib.util, os, sys, time
 
@@ -67,26 +67,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def no_node_is_left(cluster: Cluster) -> Iterator[None]:
-    """However a test ends: the next one counts on it."""
+    """Kill the nodes however a test ends: the next test needs an empty cluster."""
     yield
     cluster.kill_all()
 
 
 @pytest.fixture(scope="module")
-def reference(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Reference:
+def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder = tmp_path_factory.mktemp("reference")
-    documents = 100 if pytestconfig.getoption("--chaos-full") else 30
-    work = Work(model, tiny.write_corpus(folder / "corpus.jsonl", documents, seed=6))
+    work = Work(model, tiny.write_corpus(folder / "corpus.jsonl", 100, seed=6))
     work.options["taps"] = "resid_post:0+2"
     work.extract(folder / "out")
     return work, folder / "out"
-
-
-@pytest.fixture
-def full(pytestconfig: pytest.Config) -> bool:
-    return bool(pytestconfig.getoption("--chaos-full"))
 
 
 class Driver(Member):
@@ -115,7 +107,7 @@ def done(out: Path) -> int:
 
 
 def at_work(out: Path) -> list[int]:
-    """Processes of slices, by their signs of life."""
+    """Ids of the running processes of slices, from their heartbeats."""
     records = [json.loads(path.read_bytes()) for path in out.glob("workers/**/*.json")]
     return [r["pid"] for r in records if r["state"] == "running" and runs(r["pid"])]
 
@@ -129,11 +121,11 @@ def after_units(driver: Driver, out: Path, count: int = 1) -> None:
 
 @pytest.mark.full
 def test_killed_workers_and_raylets_lose_and_double_no_unit(
-    cluster: Cluster, reference: Reference, tmp_path: Path, full: bool
+    cluster: Cluster, reference: Reference, tmp_path: Path
 ) -> None:
     work, expected = reference
-    wanted, rng = 24 if full else 2, random.Random(9)
-    nodes = [cluster.add(num_cpus=1) for _ in range(3 if full else 2)]
+    wanted, rng = 24, random.Random(9)
+    nodes = [cluster.add(num_cpus=1) for _ in range(3)]
     kills, raylets, dataset = 0, 0, 0
     while kills < wanted:
         out = tmp_path / str(dataset)
@@ -150,8 +142,7 @@ def test_killed_workers_and_raylets_lose_and_double_no_unit(
                 if kills % 2:
                     cluster.kill(nodes.pop(rng.randrange(len(nodes))))
                     raylets += 1
-                    if full:
-                        nodes.append(cluster.add(num_cpus=1))
+                    nodes.append(cluster.add(num_cpus=1))
                 else:
                     os.kill(rng.choice(workers), signal.SIGKILL)
                 kills += 1

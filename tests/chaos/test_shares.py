@@ -1,6 +1,6 @@
 """Machines with shares of one output: some are killed, one is slow, the others do the rest.
 
-Five of them in the suite; with `--chaos-full` thirty-two.
+`make chaos-fleets` runs them.
 """
 
 import json
@@ -15,25 +15,13 @@ import pytest
 
 from chaos.harness import Witness, Work, check_same, launch
 from support import tiny
-from support.worlds import ABORTED, Group, check_equal, planted, wait_until
+from support.worlds import ABORTED, Group, check_equal, planted, slow_steps, wait_until
 
 pytestmark = pytest.mark.chaos
 
-SLOW = """
-import time
-from spile.run.step import resident as step
-call = step.Step.__call__
-step.Step.__call__ = lambda *given: (time.sleep(0.1), call(*given))[1]
-"""
-
-
-@pytest.fixture
-def full(pytestconfig: pytest.Config) -> bool:
-    return bool(pytestconfig.getoption("--chaos-full"))
-
 
 def work_for(machines: int, model: Path, folder: Path) -> tuple[Work, int]:
-    """Some four units for each machine, done once by one process; and how many they are."""
+    """About four units for each machine, extracted by one process; returns their number, too."""
     corpus = tiny.write_corpus(folder / "corpus.jsonl", 32 * machines, seed=5)
     work = Work(model, corpus)
     work.options["taps"] = "resid_post:0+2"
@@ -42,21 +30,21 @@ def work_for(machines: int, model: Path, folder: Path) -> tuple[Work, int]:
 
 
 def workers(out: Path) -> dict[str, dict[str, Any]]:
-    """Last words, by share."""
+    """The last record of each worker, by share."""
     records = [json.loads(path.read_bytes()) for path in out.glob("workers/**/*.json")]
     return {record["share"]: record for record in records}
 
 
 def said(processes: list[subprocess.Popen[str]]) -> str:
-    """By those that ended before their time."""
+    """What the processes that have ended wrote to stderr."""
     return "\n".join(p.communicate()[1] for p in processes if p.poll() is not None)
 
 
 @pytest.mark.full
 def test_every_unit_is_done_once_though_shares_are_killed_or_slow(
-    model: Path, tmp_path: Path, full: bool
+    model: Path, tmp_path: Path
 ) -> None:
-    machines, kills = (32, 8) if full else (5, 1)
+    machines, kills = 32, 8
     work, units = work_for(machines, model, tmp_path)
     assert units >= 4 * machines
     out, gate = tmp_path / "out", tmp_path / "gate"
@@ -97,7 +85,7 @@ def test_a_killed_slice_of_two_is_started_again_and_makes_the_same(
     model: Path, tmp_path: Path
 ) -> None:
     work, units = work_for(2, model, tmp_path)
-    out, slow = tmp_path / "out", planted(tmp_path / "plant", SLOW)
+    out, slow = tmp_path / "out", planted(tmp_path / "plant", slow_steps(0.1))
 
     def slice_of(index: int) -> Group:
         flags = work.flags(out, share=f"{index}/2", stale_after=2)

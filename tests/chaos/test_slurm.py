@@ -1,6 +1,6 @@
 """A real Slurm of several nodes: arrays and joined nodes, cancelled and requeued as they work.
 
-In the suite an array that nobody disturbs; the others with `--chaos-full`.
+The suite runs an array that nobody disturbs; `make chaos-fleets` runs all.
 """
 
 import os
@@ -14,9 +14,9 @@ import pytest
 
 from chaos.harness import Witness, Work, run
 from support import tiny
-from support.launches import SLOW, made
+from support.launches import made
 from support.slurm_cluster import Cluster, need_slurm
-from support.worlds import HEARTBEAT, check_equal, on_devices, planted
+from support.worlds import HEARTBEAT, check_equal, on_devices, planted, slow_steps
 
 __all__ = ["made"]  # a fixture
 
@@ -38,15 +38,15 @@ class Launch:
     """A run on that cluster, as a user would start it and look at it."""
 
     def __init__(
-        self, cluster: Cluster, folder: Path, flags: list[str], *, planting: str | None = SLOW
+        self, cluster: Cluster, folder: Path, flags: list[str], *, slow: bool = True
     ) -> None:
         self._cluster, self._folder, self._flags = cluster, folder, flags
         self._program = folder / "spile"
         self._program.write_text(f'#!/bin/sh\nexec {sys.executable} -m spile.cli "$@"\n')
         self._program.chmod(0o755)
         env = {"JAX_PLATFORMS": "cpu", **on_devices(1)}
-        if planting:
-            env |= {"SPILE_PLANT": "1", **planted(folder / "plant", planting)}
+        if slow:
+            env |= {"SPILE_PLANT": "1", **planted(folder / "plant", slow_steps(0.3))}
         self._env = [f"--env={name}={value}" for name, value in env.items()]
 
     def start(self, *how: str) -> str:
@@ -93,7 +93,7 @@ def done(out: Path) -> int:
 def test_an_array_makes_the_same(cluster: Cluster, made: tuple[Work, Path], tmp_path: Path) -> None:
     work, expected = made
     out = tmp_path / "out"
-    launch = Launch(cluster, tmp_path, work.flags(out), planting=None)
+    launch = Launch(cluster, tmp_path, work.flags(out), slow=False)
     launch.start("--slices", "2")
     assert "run1" in launch.call("status", "slurm")
     launch.until(launch.ended)

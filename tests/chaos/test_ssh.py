@@ -1,6 +1,6 @@
 """Hosts with an sshd each, a world over them launched by ssh, and links that are cut.
 
-In the suite one is down from the beginning; with `--chaos-full` they are cut as they work, too.
+In the suite one host is down from the start; `make chaos-fleets` cuts links during the work, too.
 """
 
 import os
@@ -16,9 +16,17 @@ from unittest import mock
 import pytest
 
 from chaos.harness import Result, Witness, Work, run
-from support.launches import SLOW, made, path_with
+from support.launches import made, path_with
 from support.netns import Hosts, need_hosts
-from support.worlds import ABORTED, HEARTBEAT, check_equal, on_devices, planted, wait_until
+from support.worlds import (
+    ABORTED,
+    HEARTBEAT,
+    check_equal,
+    on_devices,
+    planted,
+    slow_steps,
+    wait_until,
+)
 
 __all__ = ["made"]  # a fixture
 
@@ -41,7 +49,7 @@ class Launch:
 
     def __init__(
         self, hosts: Hosts, name: str, folder: Path, flags: list[str], restarts: int = 0,
-        *, planting: str = SLOW,
+        *, slow: bool = True,
     ) -> None:  # fmt: skip
         self.hosts, self.name, self._flags, self._restarts = hosts, name, flags, restarts
         self._tools = folder / "tools"
@@ -50,7 +58,7 @@ class Launch:
         ssh.write_text(f'#!/bin/sh\nexec {shlex.join(hosts.inside())} {shutil.which("ssh")} "$@"\n')
         ssh.chmod(0o755)
         self._program = folder / "spile"
-        paths = planted(folder / "plant", planting)["PYTHONPATH"]
+        paths = planted(folder / "plant", slow_steps(0.3 if slow else 0))["PYTHONPATH"]
         self._program.write_text(f'#!/bin/sh\nexec {sys.executable} -m spile.cli "$@"\n')
         self._program.chmod(0o755)
         self._env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **on_devices(1)}
@@ -96,7 +104,7 @@ def test_a_world_is_launched_again_on_a_host_that_was_down(
 ) -> None:
     work, expected = made
     out = tmp_path / "out"
-    launch = Launch(hosts, "late", tmp_path, work.flags(out, start_timeout=120), planting="")
+    launch = Launch(hosts, "late", tmp_path, work.flags(out, start_timeout=120), slow=False)
     hosts.cut("h2")
     check_half_started(launch)
     hosts.mend("h2")

@@ -1,6 +1,6 @@
 """Under supervision: whatever is killed is started again, and the dataset is made once.
 
-All of it with `--chaos-full`: tests/fleet/test_supervise.py is the suite's.
+`make chaos-fleets` runs them; tests/fleet/test_supervise.py is what the suite runs.
 """
 
 import random
@@ -11,16 +11,9 @@ from pathlib import Path
 import pytest
 
 from chaos.harness import Witness, Work, check_same
-from support.worlds import Member, check_equal, planted, wait_until
+from support.worlds import Member, check_equal, planted, slow_steps, wait_until
 
 pytestmark = pytest.mark.chaos
-
-SLOW = """
-import time
-from spile.run.step import resident as step
-call = step.Step.__call__
-step.Step.__call__ = lambda *given: (time.sleep(0.1), call(*given))[1]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +30,7 @@ def done(out: Path) -> int:
 
 def supervised(work: Work, out: Path, folder: Path, *more: str) -> Member:
     flags = ("--backoff", "0.1", "--", "extract", *work.flags(out, stale_after=2), *more)
-    return Member(("supervise", *flags), planted(folder / "plant", SLOW))
+    return Member(("supervise", *flags), planted(folder / "plant", slow_steps(0.1)))
 
 
 def wait_for_a_unit(member: Member, out: Path) -> None:
@@ -58,7 +51,7 @@ def killed_until_done(work: Work, out: Path, rng: random.Random, limit: int) -> 
             witness.look()
             witness.check()
         assert member.process.returncode == 0, member.err
-        # (One that came when the work was over is no reason for another start.)
+        # (A kill after the work was done causes no restart.)
         assert kills - 1 <= member.err.count("; restart 1 of 10 in ") <= kills, member.err
     finally:
         member.end()

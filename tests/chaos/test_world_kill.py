@@ -1,7 +1,7 @@
 """Worlds that lose a process: every survivor ends and says what to do, and a restart completes.
 
-Two kills and a pause in the suite; with `--chaos-full` more than forty kills of four processes,
-every mesh on every world, and a link that is cut.
+`make chaos-kills` runs them: more than forty kills of four processes, every mesh on every world,
+and a link that is cut.
 """
 
 import dataclasses
@@ -19,7 +19,16 @@ from typing import Any
 import pytest
 
 from chaos.harness import Witness, Work, run
-from support.worlds import ABORTED, HEARTBEAT, Group, Member, check_equal, planted, wait_until
+from support.worlds import (
+    ABORTED,
+    HEARTBEAT,
+    Group,
+    Member,
+    check_equal,
+    planted,
+    slow_steps,
+    wait_until,
+)
 
 pytestmark = pytest.mark.chaos
 
@@ -27,13 +36,6 @@ KILLED = 128 + signal.SIGKILL
 SOON = HEARTBEAT + 10  # seconds within which survivors are gone
 START = 20  # seconds to wait for all of them to come
 AGAIN = "start all processes again"
-# A step takes a while, so that units are done one by one and a kill falls between two of them.
-SLOW = """
-import time
-from spile.run.step import resident as step
-call = step.Step.__call__
-step.Step.__call__ = lambda *given: (time.sleep(0.1), call(*given))[1]
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ def reference(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactor
     work = Work(model, corpus)
     work.options["batch_tokens"] = 256
     work.extract(folder / "out")
-    return Reference(work, folder / "out", planted(folder / "plant", SLOW))
+    return Reference(work, folder / "out", planted(folder / "plant", slow_steps(0.1)))
 
 
 def done(out: Path) -> int:

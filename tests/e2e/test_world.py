@@ -21,7 +21,7 @@ from spile.run.world.child import _why as why_it_ended
 from spile.run.world.rank import Rank
 from spile.run.world.world import join
 from support import tiny
-from support.worlds import ABORTED, Group, check_equal, planted
+from support.worlds import ABORTED, Group, check_equal, planted, slow_steps
 
 # Rows of several shapes, of which some are dropped, and then every other one.
 RECIPE = {
@@ -52,12 +52,6 @@ chance = random.Random(7)
 step.Step.__call__ = late(step.Step.__call__)
 joined = world.JoinedWorld
 joined._get, joined._set = late(joined._get), late(joined._set)
-"""
-SLOW = """
-import time
-from spile.run.step import resident as step
-call = step.Step.__call__
-step.Step.__call__ = lambda *given: (time.sleep(0.3), call(*given))[1]
 """
 
 
@@ -149,7 +143,7 @@ def test_other_worlds_on_other_meshes_go_on_where_one_was_stopped(
     made: Made, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    slow = planted(tmp_path / "plant", SLOW)
+    slow = planted(tmp_path / "plant", slow_steps(0.3))
     stopped: list[int] = []
     for processes, mesh, told in ((4, "1d", 2), (1, "3d", 0)):
         before = done(out)

@@ -22,14 +22,6 @@ HOSTILE = (
     "a=b", "{file}", "\tx\t", "END", "<&9", "~", "trailing ", "\x07\x1b[31m",
 )  # fmt: skip
 
-# A step takes a while, so that whatever happens to a run comes between two units.
-SLOW = """
-import time
-from spile.run.step import resident as step
-call = step.Step.__call__
-step.Step.__call__ = lambda *given: (time.sleep(0.3), call(*given))[1]
-"""
-
 
 @pytest.fixture(scope="module")
 def made(model: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Work, Path]:

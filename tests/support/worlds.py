@@ -181,8 +181,18 @@ def on_devices(count: int) -> dict[str, str]:
     return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {quick.FLAGS}"}
 
 
+def slow_steps(seconds: float) -> str:
+    """Code to plant: every step takes so long, so that a kill falls between two units."""
+    return f"""
+import time
+from spile.run.step import resident as step
+call = step.Step.__call__
+step.Step.__call__ = lambda *given: (time.sleep({seconds}), call(*given))[1]
+"""
+
+
 def planted(folder: Path, code: str) -> dict[str, str]:
-    """What makes a process that works run `code` first."""
+    """Environment variables by which processes that compute run `code` first."""
     folder.mkdir(parents=True, exist_ok=True)
     guard = "import os\nif 'SPILE_WORLD_CHILD' in os.environ or 'SPILE_PLANT' in os.environ:\n"
     body = "".join(f"    {line}\n" for line in code.strip().splitlines())
