@@ -89,7 +89,7 @@ for batch, whole in zip(found, wanted):
         assert batch[tap].shape == whole[tap].shape
         for shard in batch[tap].addressable_shards:
             assert np.asarray(shard.data).tobytes() == whole[tap][shard.index].tobytes()
-for size, options, words in ((42, mine, "cut evenly"), (40, {}, "world=")):
+for size, options, words in ((42, mine, "split evenly"), (40, {}, "world=")):
     try:
         list(shared(size, **options))
     except ConfigError as error:

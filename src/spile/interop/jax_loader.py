@@ -1,10 +1,10 @@
-"""Batches as JAX arrays: sent to devices ahead of time, over a mesh; eight bits are decoded there.
+"""Batches as JAX arrays, sent to devices ahead of time; 8-bit rows are decoded on the device.
 
     batches = ds.batches(["resid_post.20"], 4096, encoded=True, drop_last=True)
     for batch in spile.on_devices(batches, NamedSharding(mesh, P("data"))): ...
 
-In a world of processes each gives its share (`rank=jax.process_index(), world=
-jax.process_count()`), and the global array holds the batch in the same order in any world.
+With several processes, each passes its share (`rank=jax.process_index(), world=
+jax.process_count()`). The rows of the global array have the same order for any number of processes.
 """
 
 # pyright: standard
@@ -34,17 +34,18 @@ def on_devices(
 ) -> Iterator[dict[str, Any]]:
     """Yield the batches as JAX arrays; "index" stays numpy, and holds this process's share.
 
-    `batch["state"]` is the position of the iteration after the batch: `batches` itself is ahead by
-    the batches that are on their way to devices.
+    `batch["state"]` is the position of the iteration after the batch. (`batches` itself is ahead by
+    the batches in transfer.)
 
     Args:
-        sharding: of the rows of all processes, along the first axis; the default device if None.
-        dtype: of taps, converted on the device.
-        ahead: batches that are on their way while one is used.
+        sharding: how the rows of all processes are laid out, along the first axis; None: on the
+            default device.
+        dtype: the dtype of taps, converted on the device.
+        ahead: batches to transfer while one is used.
     """
     _check(batches, sharding)
-    # Threads only transfer; the caller alone starts programs. Processes of a world must all start
-    # their programs in one order, which a second thread would break.
+    # Threads only transfer; the caller alone starts programs. All processes of a world must start
+    # their programs in the same order, which a second thread would break.
     source = Producer(_put(batches, sharding), ahead, "spile-to-devices")
     with contextlib.closing(source):
         for batch in source:
@@ -55,13 +56,13 @@ def _check(batches: Batches, sharding: jax.sharding.Sharding | None) -> None:
     world, processes = batches.share.world, jax.process_count()
     if sharding is not None and not sharding.is_fully_addressable and world != processes:
         raise ConfigError(
-            f"batches are of {world} ranks, but {processes} processes hold the array: give "
+            f"the batches have {world} ranks, but {processes} processes share the array; pass "
             "rank=jax.process_index(), world=jax.process_count()"
         )
 
 
 class _Coded(NamedTuple):
-    """Values in eight bits on devices, and the parameters to decode them."""
+    """8-bit values on devices, and the parameters to decode them."""
 
     codes: jax.Array
     scale: Any
@@ -107,7 +108,7 @@ def _made(values: Any, dtype: Any) -> Any:
 def _array(
     values: np.ndarray, batches: Batches, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """A global array of which each process has its rows."""
+    """Return a global array; each process contributes its rows."""
     if sharding is None:
         return jax.device_put(values)
     rows = len(values) if sharding.is_fully_addressable else batches.given
@@ -116,7 +117,7 @@ def _array(
         sharding.shard_shape(shape)
     except ValueError:
         raise ConfigError(
-            f"a batch of {rows} rows cannot be cut evenly among {len(sharding.device_set)} "
+            f"a batch of {rows} rows cannot be split evenly over {len(sharding.device_set)} "
             "devices; choose another batch_size, and drop_last=True"
         ) from None
     if sharding.is_fully_addressable:

@@ -3,8 +3,8 @@
     loader = spile.TorchLoader(ds, ["resid_post.20"], 4096, num_workers=4, seed=0)
     for batch in loader: ...
 
-The batches and their order are those of `ds.batches`, whatever the number of workers: worker i of
-n makes every n-th batch, and DataLoader takes batches from its workers in turn.
+The loader yields the same batches in the same order as `ds.batches`, for any number of workers:
+worker i of n makes every n-th batch, and DataLoader takes batches from its workers in turn.
 """
 
 import importlib
@@ -29,7 +29,7 @@ def _torch() -> Any:
 
 
 class TorchLoader:
-    """Resumable batches of tensors; options are those of `Dataset.batches`."""
+    """A resumable loader of batches as tensors; it takes the options of `Dataset.batches`."""
 
     def __init__(
         self,
@@ -42,21 +42,21 @@ class TorchLoader:
         **options: Any,
     ) -> None:
         """Args:
-        num_workers: processes that read and shuffle; 0: this one.
-        loader: more options of DataLoader, such as pin_memory or multiprocessing_context.
+        num_workers: processes that read and shuffle; 0: this process.
+        loader: other options of DataLoader, such as pin_memory or multiprocessing_context.
         """
         if options.get("encoded"):
-            raise ConfigError("encoded rows are decoded on JAX's devices alone; use dtype here")
+            raise ConfigError("encoded=True is for JAX's devices only; give a dtype instead")
         self._dataset = dataset
         self._options: dict[str, Any] = {"taps": taps, "batch_size": batch_size, **options}
         self._workers, self._loader = num_workers, dict(loader or {})
-        self._at = dataset.batches(**self._options)  # yields no batches: only counts
+        self._at = dataset.batches(**self._options)  # never iterated: it only keeps the position
 
     def __len__(self) -> int:
         return len(self._at)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the iteration: the same as that of `Dataset.batches`."""
+        """Return the position of the iteration, in the form of `Dataset.batches`."""
         return self._at.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -75,9 +75,9 @@ class TorchLoader:
 def torch_dataset(
     dataset: Dataset | AlignedDatasets, options: Mapping[str, Any], state: Mapping[str, Any]
 ) -> Any:
-    """A torch `IterableDataset`, for use with a DataLoader of your own.
+    """Return a torch `IterableDataset`, for use with your own DataLoader.
 
-    It yields whole batches: use batch_size=None.
+    It yields whole batches: give the DataLoader batch_size=None.
     """
     data: Any = importlib.import_module("torch.utils.data") if _torch() else None
     made = type("Rows", (_Rows, data.IterableDataset), {"__reduce__": _reduced})
@@ -121,7 +121,7 @@ def tensors(batches: Batches) -> Iterator[dict[str, Any]]:
 
 
 def tensor(values: np.ndarray) -> Any:
-    """An array as a tensor, including dtypes that numpy itself lacks."""
+    """Convert an array to a tensor, including dtypes that numpy itself lacks."""
     torch = _torch()
     if values.dtype == DTYPES_BY_NAME["bfloat16"]:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)

@@ -5,7 +5,7 @@
     SAETrainer(cfg=cfg, sae=sae, data_provider=rows).fit()  # SAELens
     trainSAE(data=rows, trainer_configs=[...], steps=10_000)  # dictionary_learning
 
-Both take an iterator of tensors [batch, width], and take as many as they need.
+Both accept an iterator of tensors [batch, width], and take as many as they need.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from spile.interop.torch_loader import TorchLoader
 
 
 class TorchRows:
-    """An iterator that can be resumed; options are those of `TorchLoader`."""
+    """A resumable iterator over one tap's rows; it takes the options of `TorchLoader`."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class TorchRows:
         **options: Any,
     ) -> None:
         """Args:
-        dtype: of the tensors, as torch spells it.
-        epochs: number after which it ends; None: never.
+        dtype: the tensors' dtype, as torch spells it.
+        epochs: how many epochs to yield; None: no end.
         """
         self._tap, self._device = tap, device
         self._dtype = getattr(importlib.import_module("torch"), dtype)
@@ -54,7 +54,7 @@ class TorchRows:
         return flat.to(self._device, self._dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the iteration: the same as that of `Dataset.batches`."""
+        """Return the position of the iteration, in the form of `Dataset.batches`."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from spile.interop.flight.client import Connection, connect
 
 
 def test_a_wrong_address_says_so() -> None:
-    with pytest.raises(ConfigError, match="not the address of a server"):
+    with pytest.raises(ConfigError, match="not a server's address"):
         connect("http://127.0.0.1:1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -38,10 +38,10 @@ def _bytes(values: Any) -> tuple[bytes, ...]:
 @pytest.mark.parametrize(
     ("about", "complaint"),
     [
-        (None, "does not give rows of spile"),
-        ([], "does not give rows of spile"),
-        ({"version": 1, "taps": {"q.1": {}}, "index": True}, "does not give rows of spile"),
-        ({"version": 9}, "speaks version 9, this is 1"),
+        (None, "does not serve Spile's rows"),
+        ([], "does not serve Spile's rows"),
+        ({"version": 1, "taps": {"q.1": {}}, "index": True}, "does not serve Spile's rows"),
+        ({"version": 9}, "speaks version 9, this client 1"),
     ],
 )
 def test_a_schema_that_is_not_ours_is_refused(about: Any, complaint: str) -> None:

@@ -314,7 +314,7 @@ def test_who_may_not_push_is_told_so_in_one_line(
 def test_without_a_network_it_is_one_line(client: Client, dataset: stored.Stored) -> None:
     nowhere = f"http://127.0.0.1:{tiny.free_port()}"
     line = client.refused(3, dataset.path, REPO, endpoint=nowhere)
-    assert line.startswith(f"spile: {nowhere}/datasets/{REPO}: cannot be reached (")
+    assert line.startswith(f"spile: {nowhere}/datasets/{REPO}: cannot reach the Hub (")
     line = client.refused(2, dataset.path, REPO, HF_HUB_OFFLINE="1")
     assert line.endswith("HF_HUB_OFFLINE is set; unset it to push")
 

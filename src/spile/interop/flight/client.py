@@ -15,7 +15,7 @@ from spile.core.threads import Producer
 from spile.dataset.read.window import Batch
 from spile.interop.flight.wire import Described, pyarrow
 
-_AHEAD = 1  # batches that wait here, beside the one that is arriving
+_AHEAD = 1  # batches that wait here, besides the one that is arriving
 
 
 def connect(
@@ -26,18 +26,18 @@ def connect(
     encoded: bool = False,
     tls_root_certs: str | Path | bytes | None = None,
 ) -> "Connection":
-    """Iterate over batches from a server, as `Dataset.batches` does, but read and shuffled there.
+    """Iterate over the batches of a server, which reads and shuffles like `Dataset.batches`.
 
     Args:
         url: as the server prints it, grpc://HOST:PORT or grpc+tls://HOST:PORT.
         token: the server's token [SPILE_TOKEN].
-        dtype: of the values, rounded once, from float32.
-        encoded: return `Encoded` codes and scales for taps in eight bits.
-        tls_root_certs: a PEM file (or its bytes) of certificates to trust, such as the server's own
-            if nobody else signed it [SPILE_TLS_ROOT_CERTS, or those of the system].
+        dtype: the dtype of the values, rounded once, from float32.
+        encoded: return `Encoded` codes and scales for 8-bit taps.
+        tls_root_certs: a PEM file (or its bytes) of certificates to trust, for example a
+            self-signed one of the server [SPILE_TLS_ROOT_CERTS, or the system's certificates].
     """
     if not url.startswith(("grpc://", "grpc+tcp://", "grpc+tls://")):
-        raise ConfigError(f"{url}: not the address of a server, as grpc://127.0.0.1:8815 is")
+        raise ConfigError(f"{url}: not a server's address; write e.g. grpc://127.0.0.1:8815")
     named = isinstance(dtype, str) and dtype in DTYPES_BY_NAME
     wanted = DTYPES_BY_NAME[str(dtype)] if named else None if dtype is None else np.dtype(dtype)
     trusted = tls_root_certs or os.environ.get("SPILE_TLS_ROOT_CERTS") or None
@@ -52,7 +52,7 @@ def connect(
 class Connection:
     """An iterator over batches; `state_dict` may be taken between any two of them.
 
-    The state is that of `Dataset.batches` with the same options, which can also continue from it.
+    The state is the one of `Dataset.batches` with the same options, which can continue from it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Connection:
         encoded: bool,
         trusted: bytes | None = None,
     ) -> None:
-        """`trusted`: certificates in PEM; None: those of the system."""
+        """`trusted`: certificates in PEM; None: the system's."""
         self._url, self._token, self._dtype, self._encoded = url, token, dtype, encoded
         self._trusted = trusted
         self._state: dict[str, Any] = {}
@@ -73,7 +73,7 @@ class Connection:
         self._batches: Iterator[tuple[Batch, dict[str, Any]]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the iteration, as JSON; empty before the first batch."""
+        """Return the position of the iteration, as JSON; empty before the first batch."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,7 +141,10 @@ class Connection:
 def _received(
     reader: Any, described: Described, dtype: np.dtype[Any] | None, encoded: bool
 ) -> Generator[tuple[Batch, dict[str, Any]], None, None]:
-    """Receive batches. (The thread does not hold its connection: a forgotten one closes.)"""
+    """Yield the batches of a stream.
+
+    The thread that runs this holds no reference to the `Connection`, so a forgotten one closes.
+    """
     while True:
         try:
             chunk = reader.read_chunk()

@@ -3,9 +3,9 @@
 A trainer requests the stream with a ticket, which may hold the state to continue from. It receives
 every batch with the state after it. Nothing can be written or run through this server.
 
-`Fanout` is the one reader: each trainer gets the same batches, and none runs far ahead of another.
-A batch is held until every trainer has taken it, and the number of held batches is limited. A
-trainer that takes nothing while others wait for it is dropped after a while.
+`Fanout` reads once for all trainers: each gets the same batches, and none runs far ahead of the
+others. A batch is held until every trainer has taken it, and the number of held batches is limited.
+A trainer that takes nothing while others wait for it is dropped after a while.
 """
 
 import json
@@ -27,7 +27,7 @@ from spile.interop.flight.wire import pyarrow, schema_of, to_arrow
 
 _MOST_TICKET = 1 << 16  # bytes
 MOST_TRAINERS = 256
-_POLL = 0.2  # seconds between checks whether trainers are still there
+_POLL = 0.2  # seconds between checks whether trainers are still connected
 _PARTING = 5.0  # seconds after which a lost connection is noticed
 _GRACE = 2.0  # seconds for calls to end
 
@@ -47,10 +47,10 @@ class RowServer:
         patience: float = 300.0,
     ) -> None:
         """Args:
-        batches: of rows as they are stored (`encoded=True`, no dtype).
-        address: where to listen, and the token that trainers must give [any port of loopback].
-        trainers: number that must have connected before the first batch is read.
-        buffer: batches that are held for slower trainers.
+        batches: batches of rows in stored form (`encoded=True`, no dtype).
+        address: where to listen, and the token that trainers must send [any port of loopback].
+        trainers: how many trainers must connect before the first batch is read.
+        buffer: most batches to hold for slower trainers.
         patience: seconds that others wait for a trainer that takes nothing.
         """
         address = address or ListenAddress()
@@ -87,7 +87,7 @@ class RowServer:
             if not stop.is_set():
                 grace = self._patience  # the last batches are on their way
         finally:
-            # shutdown() waits for trainers to read what they were sent, and some never do.
+            # shutdown() waits until trainers have read all that was sent, and some never do.
             self._closing = threading.Thread(target=self._server.shutdown, daemon=True)
             self._closing.start()
             self._closing.join(grace)
@@ -173,11 +173,11 @@ class Fanout:
         patience: float,
     ) -> None:
         """Args:
-        made: converts a batch to the form that is held.
-        takers: number that must have joined before the first batch is read.
+        made: converts a batch to the form in which it is held.
+        takers: how many must join before the first batch is read.
         """
         if takers < 1 or buffer < 1 or patience <= 0:
-            raise ConfigError("--trainers and --buffer must be at least 1, --patience more than 0")
+            raise ConfigError("--trainers and --buffer must be at least 1, --patience above 0")
         self._batches, self._made, self._least = batches, made, takers
         self._buffer, self._patience = buffer, patience
         self._changed = threading.Condition()
@@ -198,7 +198,7 @@ class Fanout:
         """Register a new taker; return its number.
 
         Args:
-            state: of `Batches`, to continue from; None: from the first batch that is held.
+            state: the state of `Batches` to continue from; None: start at the first held batch.
         """
         with self._changed:
             if state is not None:
@@ -208,7 +208,7 @@ class Fanout:
                     lambda: not self._takers or self._found(state) is not None, _PARTING
                 )
             if len(self._takers) >= MOST_TRAINERS:
-                raise StoreError(f"{MOST_TRAINERS} trainers are connected, and no more can be")
+                raise StoreError(f"too many trainers: {MOST_TRAINERS} are connected already")
             over = self._ended and not self._held and not self._takers
             wanted = state or (self._start if over else None)
             first = self._first if wanted is None else self._place(wanted)
@@ -221,24 +221,24 @@ class Fanout:
         whose = self._start.keys() - {"epoch", "position"}
         known = is_count(state.get("epoch")) and is_count(state.get("position"))
         if not known or any(state.get(name) != self._start[name] for name in whose):
-            raise ConfigError("this state does not belong to the iteration that is served")
+            raise ConfigError("this state does not belong to the served iteration")
 
     def _found(self, state: State) -> int | None:
-        """The number of the batch that follows a state, if it is held or read next."""
+        """Return the number of the batch after a state, if it is held or read next."""
         for number, item in enumerate(self._held, self._first):
             if item.before == state:
                 return number
         return self._first + len(self._held) if self._after == state else None
 
     def _place(self, state: State) -> int:
-        """The number of the batch after a state; moves the reader there if nobody else reads."""
+        """Return the number of the batch after a state; move the reader there if nobody reads."""
         found = self._found(state)
         if found is not None:
             return found
         if self._takers:
             raise ConfigError(
                 f"epoch {state.get('epoch')}, position {state.get('position')} is no longer held, "
-                "and others are connected; use `spile.open(…).batches`, or restart together"
+                "and other trainers are connected; use `spile.open(…).batches`, or restart all"
             )
         self._wanted = self._after = dict(state)
         self._first, self._ended, self._given = self._first + len(self._held), False, False
@@ -261,8 +261,8 @@ class Fanout:
                 taker = self._takers.get(number)
                 if taker is None or taker.left_behind:
                     raise StoreError(
-                        f"left behind: nothing was taken for {self._patience:.0f} s while others "
-                        "waited; connect again with the last state_dict, or take more --patience"
+                        f"dropped: took no batch for {self._patience:.0f} s while others waited; "
+                        "connect again with the last state_dict, or increase --patience"
                     )
                 if self._error is not None:
                     raise self._error
@@ -277,7 +277,7 @@ class Fanout:
                 self._changed.wait(_POLL)
 
     def _forget(self) -> None:
-        """Drop batches that all have taken; without takers, keep the last for those that return."""
+        """Drop batches that all takers have; without takers, keep the last for their return."""
         while self._held and self._takers and self._least_next() > self._first:
             self._held.popleft()
             self._first += 1

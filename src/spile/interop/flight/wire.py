@@ -1,7 +1,7 @@
-"""Convert batches to Arrow record batches and back: rows as raw bytes, with their dtypes beside.
+"""Convert batches to Arrow record batches and back.
 
 Arrow has neither bfloat16 nor float8, and converting would copy. So a tap is a column of raw bytes,
-one row each, and the schema's metadata holds the dtypes.
+one value per row, and the schema's metadata holds the dtypes.
 """
 
 import importlib
@@ -24,12 +24,12 @@ _INDEX = "index"
 
 
 def pyarrow(name: str = "pyarrow") -> Any:
-    """Import pyarrow on first use: it takes longer to import than all else."""
+    """Import pyarrow on first use, since it imports slowly."""
     return importlib.import_module(name)
 
 
 def schema_of(view: View) -> Any:
-    """The schema of a view's batches, with rows as they are stored."""
+    """Return the schema of a view's batches, with rows in stored form."""
     pa = pyarrow()
     fields: list[Any] = []
     taps: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def schema_of(view: View) -> Any:
 
 
 def to_arrow(batch: Batch, schema: Any) -> Any:
-    """A record batch that holds the arrays themselves, not copies."""
+    """Return a record batch that refers to the arrays, without copies."""
     pa = pyarrow()
     columns: list[Any] = []
     for field in schema:
@@ -68,7 +68,7 @@ class Described:
     """The columns that a schema describes."""
 
     taps: Mapping[str, TapInfo]
-    scales: Mapping[str, np.ndarray]  # of each channel, for taps that have them
+    scales: Mapping[str, np.ndarray]  # one per channel, for taps that have them
     index: bool
 
     @classmethod
@@ -78,8 +78,8 @@ class Described:
             about = json.loads(metadata[_ABOUT])
             if about["version"] != _VERSION:
                 raise StoreError(
-                    f"the server speaks version {about['version']!r}, this is {_VERSION}: use the "
-                    "same version of spile on both sides"
+                    f"the server speaks version {about['version']!r}, this client {_VERSION}; use "
+                    "the same version of spile on both sides"
                 )
             taps = {
                 name: TapInfo.from_json({**info, "aliases": []})
@@ -94,10 +94,10 @@ class Described:
             }
             return cls(taps, scales, bool(about["index"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StoreError(f"the server does not give rows of spile ({error})") from error
+            raise StoreError(f"the server does not serve Spile's rows ({error})") from error
 
     def from_arrow(self, record: Any, dtype: np.dtype[Any] | None, encoded: bool) -> Batch:
-        """Convert a record batch to a batch as in `Dataset.batches`."""
+        """Convert a record batch to a batch of `Dataset.batches`."""
         batch: Batch = {}
         for name, info in self.taps.items():
             stored = _copied(record, f"rows/{name}", info.storage).reshape(-1, *info.shape)
@@ -116,7 +116,7 @@ class Described:
 
 
 def _copied(record: Any, column: str, dtype: np.dtype[Any]) -> np.ndarray:
-    """A writable copy of a column's values."""
+    """Return a writable copy of a column's values."""
     array = record.column(column)
     each = array.type.bit_width // 8
     data = np.frombuffer(array.buffers()[1], np.uint8)[array.offset * each :]

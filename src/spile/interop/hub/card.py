@@ -9,17 +9,17 @@ from spile.dataset.records.format import TapInfo
 from spile.dataset.records.ledger import Table
 from spile.dataset.records.segments import Totals
 
-_FILES = 8  # files of the corpus that are named
+_FILES = 8  # most corpus files to name
 _SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 
 
 def write_card(
     repo: str, table: Table, taps: Mapping[str, TapInfo], made: Totals, download: str
 ) -> str:
-    """Write a README.md: front matter for the Hub, then text for people. The license is theirs.
+    """Return a README.md: front matter for the Hub, then text. The owner chooses the license.
 
     Args:
-        taps: those of the recipe, and those that were added.
+        taps: the recipe's taps, and those added later.
     """
     recipe = table.recipe.to_json()
     model, corpus = _named(recipe["model_source"]), _named(recipe["corpus_source"])
@@ -36,8 +36,8 @@ def write_card(
         "",
         f"# Activations of {_code(model)} on {_code(corpus)}",
         "",
-        f"What {_code(model)} computed at {len(taps)} places for every token kept of "
-        f"{_code(corpus)}, made by Spile.",
+        f"The activations of {_code(model)} at {len(taps)} places, for every token kept of "
+        f"{_code(corpus)}. Made with Spile.",
         "",
         "| rows of each tap | tokens read | documents | left out | bytes |",
         "|---|---|---|---|---|",
@@ -72,7 +72,7 @@ def write_card(
         "",
         "## Recipe",
         "",
-        f"Fingerprint `{table.fingerprint}`. Model and corpus are known by their content:",
+        f"Fingerprint `{table.fingerprint}`. Model and corpus are identified by their content:",
         "",
         "```json",
         json.dumps(_short({**recipe, **_sources(recipe)}), indent=1, ensure_ascii=False),
@@ -82,7 +82,7 @@ def write_card(
 
 
 def size_category(rows: int) -> str:
-    """The size category of the Hub for a number of rows."""
+    """Return the Hub's size category for a number of rows."""
     bounds = [10 ** (power + 3) for power in range(len(_SIZES))]
     if rows < bounds[0]:
         return "n<1K"
@@ -101,7 +101,7 @@ def _sources(recipe: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _short(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Shorten the list of corpus files, which may have thousands: `units.json` names them all."""
+    """Shorten the list of corpus files, which may be long; `units.json` names them all."""
     files: list[str] = recipe["corpus"]
     if len(files) > _FILES:
         recipe = {**recipe, "corpus": [*files[:_FILES], f"and {len(files) - _FILES} more"]}
@@ -109,7 +109,7 @@ def _short(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(source: str) -> str:
-    """The name of a path, without its folders, which are private."""
+    """Return the last part of a path: its folders are private."""
     return PurePath(source).name if PurePath(source).is_absolute() else source
 
 

@@ -1,10 +1,10 @@
 """Upload a dataset to the Hugging Face Hub, file by file as stored: `spile push OUT REPO`.
 
-A commit holds whole units, each with its done record. So the records alone tell what a repository
-has, and the same command sends what is missing. The unit table and the card come in the last
-commit: until then nobody can mistake the files for a dataset. A pass comes along if it is complete,
-and its record is in the last commit, too. Every file is checked against its record before it is
-sent.
+A commit holds whole units, each with its done record. So the records alone tell which units a
+repository has, and the same command sends the missing ones. The unit table and the card come in the
+last commit: until then nobody can mistake the files for a dataset. A pass is sent if it is
+complete; its record also comes in the last commit. Every file is checked against its record before
+it is sent.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ T = TypeVar("T")
 
 CARD = "README.md"
 COMMIT_FILES = 200  # the Hub is slow with more at once
-COMMIT_BYTES = 16 << 30  # also the disk space that files from a bucket use on their way
+COMMIT_BYTES = 16 << 30  # also bounds the disk space for temporary copies of a bucket's files
 _TRIES = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds
 _NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 _ADVICE = {
     401: "no valid token; log in with `hf auth login`, or set HF_TOKEN",
-    403: "the token may not write there; make one that may, or choose a repository of yours",
+    403: "the token may not write there; create one that may, or choose your own repository",
     404: "no such repository or owner, or the token does not see it",
 }
 
@@ -59,18 +59,18 @@ class Pushed:
     url: str
     revision: str
     files: int
-    files_there: int  # already in the repository before
+    files_there: int  # in the repository already
     bytes: int
-    card_written: bool  # False if there was one already, which is left to its owner
+    card_written: bool  # False if the repository had a card, which is never overwritten
     download: str  # the command that fetches it
 
 
 def push(out: str, repo: str, *, private: bool = False, revision: str | None = None) -> Pushed:
-    """Upload a finished dataset, or the missing part of it.
+    """Upload a finished dataset, or the part that the repository does not have yet.
 
     Args:
         repo: `owner/name`; created if it does not exist.
-        private: create it private; a public one is refused.
+        private: create the repository as private; refuse an existing public one.
         revision: a branch; created if it does not exist.
     """
     try:
@@ -150,7 +150,7 @@ class _Source:
         self.totals.bytes += sum(part.catalog.totals().bytes for part in self.parts[1:])
 
     def units(self, part: FinishedPart, numbers: Iterable[int]) -> Iterator[_Unit]:
-        """Some units of a part, each read when it is its turn."""
+        """Yield some units of a part, read one after another."""
         return mapped(partial(_Unit.of, part), numbers, self._objects.parallel)
 
     @property
@@ -163,7 +163,7 @@ class _Source:
         }
 
     def rest(self) -> dict[str, bytes]:
-        """The records beside the units, and the signature."""
+        """Return the records that belong to no unit, and the signature."""
         found: dict[str, bytes] = {}
         for part in self.parts:
             found |= {part.prefix + key: data for key, data in self._beside(part).items()}
@@ -175,7 +175,7 @@ class _Source:
         return found
 
     def files(self, rest: Mapping[str, bytes]) -> list[str]:
-        """The keys of the files that the records beside the units name."""
+        """Return the keys of the files that these records name."""
         found: list[str] = []
         for part in self.parts:
             # (The units of a pass are in the dataset's own files.)
@@ -185,7 +185,7 @@ class _Source:
         return found + self._digests(rest)
 
     def _digests(self, rest: Mapping[str, bytes]) -> list[str]:
-        """The keys of the digests that a signature is of."""
+        """Return the keys of the digests that the signature covers."""
         signed = rest.get(fmt.SIGNED)
         listed = decode_list(signed)[1] if signed is not None else {}
         return [key for key in listed if key.startswith(fmt.DIGESTS)]
@@ -204,7 +204,7 @@ class _Source:
         return found
 
     def dropped(self, files: Mapping[str, Any]) -> dict[str, bytes]:
-        """The records that passes are dropped, of those that the repository has."""
+        """Return the records of dropped passes that the repository still holds."""
         prefixes = map(fmt.pass_prefix, pass_names(self._objects))
         return {
             prefix + fmt.DROPPED: self._objects.get(prefix + fmt.DROPPED)
@@ -213,7 +213,7 @@ class _Source:
         }
 
     def checked(self, file: Shard, folder: str) -> Path:
-        """A path to the file's content, checked against its record."""
+        """Return a path to the file's content, checked against its record."""
         path = self._objects.local_path(file.key)
         if path is None:
             return _copied(file.key, CheckedFile(self._objects, file).pieces(), folder)
@@ -221,7 +221,7 @@ class _Source:
         return path
 
     def unlike(self, key: str, entry: Any, folder: str) -> Path | None:
-        """A path to the content of a file of no unit; None if the repository has the same."""
+        """Return a path to a file's content; None if the repository has the same content."""
         data = self._objects.get(key)
         if _same(entry, data):
             return None
@@ -229,7 +229,7 @@ class _Source:
 
 
 def _copied(key: str, pieces: Iterable[bytes | memoryview], folder: str) -> Path:
-    """A file in a folder, for the client, which takes paths."""
+    """Write a file into a folder, since the client takes paths."""
     copy = Path(folder, key.replace("/", "-"))
     try:
         with copy.open("wb") as target:
@@ -241,7 +241,7 @@ def _copied(key: str, pieces: Iterable[bytes | memoryview], folder: str) -> Path
 
 
 class _Repository:
-    """A dataset repository. Its errors are reported in one line, and temporary ones are retried."""
+    """A dataset repository. Temporary errors are retried, others reported in one line."""
 
     def __init__(self, hub: Any, repo: str, revision: str) -> None:
         self._hub, self._api = hub, hub.HfApi(library_name="spile")
@@ -266,7 +266,7 @@ class _Repository:
             )
 
     def beside_units(self) -> tuple[dict[str, Any], list[str]]:
-        """The files that belong to no unit, by path, and the folders of done records."""
+        """Return the files that belong to no unit, by path, and the folders of done records."""
         found: dict[str, Any] = {}
         done: list[str] = []
         waiting = [""]
@@ -282,9 +282,9 @@ class _Repository:
         return found, sorted(done)
 
     def listed(self, folder: str) -> tuple[dict[str, Any], list[str]]:
-        """The files in a folder by path, and the folders in it.
+        """Return the files in a folder by path, and its subfolders.
 
-        A file has its git hash, and if it is large the hash of its content.
+        A file's entry holds its git hash, and for a large file the hash of its content.
         """
 
         def entries() -> list[Any]:
@@ -333,7 +333,7 @@ class _Repository:
         raise AssertionError
 
     def _explain(self, error: Exception) -> tuple[SpileError | None, bool]:
-        """An error in one line, and whether it may be temporary; None if it is not the Hub's."""
+        """Return an error in one line (None if it is not the Hub's), and whether to retry."""
         where = f"{self.endpoint}/datasets/{self.repo}"
         for cause in _causes(error):
             response = getattr(cause, "response", None)
@@ -354,12 +354,12 @@ class _Repository:
             network = type(cause).__module__.partition(".")[0] in _NETWORK
             if network or isinstance(cause, ConnectionError | TimeoutError):
                 said = " ".join(str(cause).split())[:200]
-                return StoreError(f"{where}: cannot be reached ({said})"), True
+                return StoreError(f"{where}: cannot reach the Hub ({said})"), True
         return None, False
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes: the client wraps errors of its threads."""
+    """Yield an error and its causes: the client wraps errors of its threads."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -382,12 +382,10 @@ def _batches(missing: Iterable[_Unit]) -> Iterator[list[_Unit]]:
 
 
 class _UnitsThere:
-    """The units that the repository has, found a group at a time; raises if one is another's."""
+    """The units that the repository has. Raises if one belongs to another dataset."""
 
     def __init__(self, source: _Source, there: _Repository, folders: Iterable[str]) -> None:
-        """Args:
-        folders: those of done records.
-        """
+        """`folders`: the folders of done records."""
         self._source, self._repo = source, there.repo
         self._found = [np.zeros(len(part.table.units), np.bool_) for part in source.parts]
         self.files = 0  # of these units
@@ -416,7 +414,7 @@ class _UnitsThere:
             raise _other_dataset_error(self._repo, min(records.keys() - ours.keys()))
 
     def missing(self) -> Iterator[_Unit]:
-        """Units that the repository does not have."""
+        """Yield the units that the repository does not have."""
         for part, found in zip(self._source.parts, self._found, strict=True):
             yield from self._source.units(part, map(int, np.flatnonzero(~found)))
 
@@ -433,13 +431,13 @@ def _refuse_other(
 
 def _other_dataset_error(repo: str, key: str) -> ConfigError:
     return ConfigError(
-        f"{repo} holds another dataset ({key} differs); choose another repository, or a "
-        "--revision of its own"
+        f"{repo} holds another dataset ({key} differs); choose another repository or another "
+        "--revision"
     )
 
 
 def _same(entry: Any, data: bytes) -> bool:
-    """Whether a file of the repository has this content, by its hash."""
+    """Return whether a file of the repository has this content, by its hash."""
     if entry is None:
         return False
     if entry.lfs is not None:
