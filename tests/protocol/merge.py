@@ -17,7 +17,7 @@ TAKE = "take"  # _units: one unit after the other
 WRITE = "write"  # FileCopier.copy
 MOVE = "move"  # FileCopier._placing
 COMMIT = "commit"  # Ledger.commit: files are looked for, and the record is created
-OURS = "ours"  # _ours: the record is there
+OURS = "ours"  # NewDataset.ours: the record is there
 MANIFEST = "manifest"  # Ledger.complete
 TABLE = "table"  # Ledger.create_table
 CLEAN = "clean"  # FileCopier.clean
@@ -30,7 +30,8 @@ FUNCTIONS = (
     "spile.dataset.records.ledger:Ledger.done_units",
     "spile.dataset.maintain.assemble:_assemble",
     "spile.dataset.maintain.assemble:_units",
-    "spile.dataset.maintain.assemble:_ours",
+    "spile.dataset.maintain.assemble:_commit",
+    "spile.dataset.maintain.copy:NewDataset.ours",
     "spile.dataset.maintain.copy:FileCopier.copy",
     "spile.dataset.maintain.copy:FileCopier._placing",
     "spile.dataset.maintain.copy:FileCopier.clean",

@@ -68,8 +68,8 @@ FUNCTIONS = (
     "spile.core.retry:Retrying.again",
     "spile.dataset.maintain.gc:collect_garbage",
     "spile.dataset.maintain.compact:compact",
-    "spile.dataset.maintain.compact:_resumed",
-    "spile.dataset.maintain.compact:_ours",
+    "spile.dataset.maintain.copy:NewDataset.units_there",
+    "spile.dataset.maintain.copy:NewDataset.ours",
     "spile.dataset.maintain.copy:refuse_missing",
 )
 
@@ -342,7 +342,7 @@ class Protocol:
     def _look(self, state: State, who: int, worker: Worker) -> Iterator[tuple[str, State]]:
         done = _done(state)
         if self.command == "compact":
-            # compact, _resumed: units that are done are not done again; refuse_missing.
+            # NewDataset.units_there: units that are done are not done again; refuse_missing.
             whole = all(unit.files in ("", WHOLE) for unit in state.units)
             if not whole:
                 yield "finds files of a record missing: exit 3", _with(state, who, Worker())
@@ -472,10 +472,10 @@ class Protocol:
         return self._next(state, who, worker)
 
     def _next(self, state: State, who: int, worker: Worker) -> State:
-        """Picker.done; or, of compact, `_write` has returned what it made or `_ours` found."""
+        """Picker.done; of compact: `_write` returned what it made, or `NewDataset.ours` found."""
         mine = worker.mine
         if self.command == "compact":
-            # _ours: where another was first, its record must be there.
+            # NewDataset.ours: where another was first, its record must be there.
             if not state.units[worker.unit].done:
                 return self._down(state, who, worker)
             mine |= 1 << worker.unit

@@ -9,7 +9,6 @@ last, and says of which units the dataset was made.
 
 import itertools
 import re
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,18 +17,16 @@ from typing import Any
 import numpy as np
 
 from spile.core.errors import ConfigError
-from spile.core.threads import mapped
 from spile.dataset.codec.shard import read_tensors, statistics_tensors
 from spile.dataset.maintain.copy import (
     FileCopier,
-    as_stored,
-    copy_records,
+    NewDataset,
+    UnitCopy,
+    copy_units,
     refuse_if_too_large,
-    refuse_missing,
     refuse_nested,
-    refuse_strangers,
 )
-from spile.dataset.maintain.finished import FinishedRecords, Sizes, open_finished, summarize
+from spile.dataset.maintain.finished import FinishedRecords, open_finished, summarize
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done, Shard
@@ -227,104 +224,60 @@ def _joined_units(parts: Sequence[Any]) -> Any:
 def _assemble(
     parts: Sequence[_Source], dest: Objects, table: Table, progress: Progress | None
 ) -> Assembled:
-    ledger = Ledger(dest)
-    found = ledger.read_table()
-    if found is not None and _identity(found) != _identity(table):
-        raise _other_dataset_error(dest)
-    if found is None:
-        refuse_strangers(dest, [fmt.SCRATCH])
-    there = ledger.done_units()
-    if not there.issubset(range(len(table.units))):
-        raise _other_dataset_error(dest)
+    new = NewDataset(Ledger(dest), table, COPIED_FROM, "other units or taps of this one")
+    there = new.units_there()
     rows = sum(int(part.records.catalog.rows[np.asarray(part.units)].sum()) for part in parts)
     if not there:
         refuse_if_too_large(dest, table.taps, rows)
         check_creates_once(dest)
-    if not copy_records(parts[0].objects, parts[0].records, dest):
-        raise _other_dataset_error(dest)
-    sizes, units_there, copier = Sizes(), 0, FileCopier(dest)
-    for done, was_there in _units(parts, ledger, table, there, copier):
-        sizes.add(done)
-        units_there += was_there
+    new.begin(parts[0].objects, parts[0].records)
+    size, copier = 0, FileCopier(dest)
+    units = _units(parts, new, there, copier)
+    for done in copy_units(units, dest, *(part.objects for part in parts)):
+        size += sum(file.bytes for file in done.files())
         if progress:
             progress(done.unit + 1, len(table.units))
-    ledger.complete(table)
-    if _identity(ledger.create_table(table)) != _identity(table):
-        raise _other_dataset_error(dest)
+    new.finish()
     copier.clean()
     taps = table.recipe.stored_taps
-    return Assembled(dest.url, taps, len(table.units), units_there, rows, sizes.bytes)
-
-
-def _identity(table: Table) -> bytes:
-    """Return a table's bytes without the places where its sources were found."""
-    told = tuple({**source, "url": ""} for source in table.made_of)
-    return as_stored(replace(table, made_of=told))
-
-
-def _other_dataset_error(dest: Objects) -> ConfigError:
-    return ConfigError(
-        f"{dest.url} holds another dataset, or other units or taps of this one; choose an empty "
-        "place"
-    )
+    return Assembled(dest.url, taps, len(table.units), len(there), rows, size)
 
 
 def _units(
-    parts: Sequence[_Source], ledger: Ledger, table: Table, there: set[int], copier: FileCopier
-) -> Iterator[tuple[Done, bool]]:
-    """Copy the units that are missing; yield each, and whether it was there.
+    parts: Sequence[_Source], new: NewDataset, there: set[int], copier: FileCopier
+) -> Iterator[UnitCopy[Done]]:
+    """Yield the units in order, with the files to copy: none for those that are there."""
+    numbers = itertools.count()
+    for part in parts:
+        for done in part.records.of(part.units):
+            number = next(numbers)
+            files = () if number in there else _files(part, done, number, new.table, copier)
+            yield UnitCopy([*files], partial(_commit, new, number, done))
 
-    Files of several units are copied at once, and records are created in order.
+
+def _commit(new: NewDataset, number: int, source: Done, files: Sequence[Shard]) -> Done:
+    """Create the record of a unit; return it, or that which is there.
+
+    Args:
+        files: those of the copy; none if it is there.
     """
-    waiting = deque[tuple[int, _Source, Done, int]]()  # whose files are on their way, and how many
-
-    def jobs() -> Iterator[Callable[[], Any]]:
-        number = 0
-        for part in parts:
-            for done in part.records.of(part.units):
-                makes: list[Callable[[], Any]] = [partial(_ours, ledger, number, part, done)]
-                if number not in there:
-                    makes = list(_files(part, done, number, table, copier))
-                waiting.append((number, part, done, len(makes)))
-                yield from makes
-                number += 1
-
-    parallel = max(ledger.objects.parallel, *(part.objects.parallel for part in parts))
-    results = mapped(lambda job: job(), jobs(), parallel)
-    for first in results:
-        number, part, done, count = waiting.popleft()
-        if number in there:
-            yield first, True
-            continue
-        files: list[Shard] = [first, *itertools.islice(results, count - 1)]
+    # The origin is equal only for the same unit of the same dataset.
+    origin = {"unit": source.unit, "record": summarize([source]).digest}
+    if files:
         *shards, index, statistics, documents = files
         made = replace(
-            done,
+            source,
             unit=number,
-            fingerprint=table.fingerprint,
+            fingerprint=new.table.fingerprint,
             shards=tuple(shards),
             index=index,
             statistics=statistics,
             documents_table=documents,
-            made_by={**done.made_by, COPIED_FROM: _origin(part, done)},
+            made_by={**source.made_by, COPIED_FROM: origin},
         )
-        if ledger.commit(made):
-            yield made, False
-        else:
-            yield _ours(ledger, number, part, done), True
-
-
-def _origin(part: _Source, done: Done) -> dict[str, Any]:
-    """Return what a unit is made from; it is equal only for the same unit of the same dataset."""
-    return {"unit": done.unit, "record": summarize([done]).digest}
-
-
-def _ours(ledger: Ledger, number: int, part: _Source, done: Done) -> Done:
-    found = ledger.read_done(number)
-    if found is None or found.made_by.get(COPIED_FROM) != _origin(part, done):
-        raise _other_dataset_error(ledger.objects)
-    refuse_missing(ledger, found)
-    return found
+        if new.ledger.commit(made):
+            return made
+    return new.ours(number, origin)
 
 
 def _files(

@@ -6,9 +6,8 @@ refused.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,13 @@ from spile.core.index import INDEX_DTYPE
 from spile.dataset.codec.documents import merge_documents, read_documents
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
+    NewDataset,
     as_stored,
     copy_check,
-    copy_records,
     read_index,
     read_rows,
     refuse_if_too_large,
-    refuse_missing,
     refuse_nested,
-    refuse_strangers,
 )
 from spile.dataset.maintain.finished import (
     FinishedRecords,
@@ -103,10 +100,11 @@ class _Source:
         units = self.units(number)
         return {"units": [units[0], units[-1]], "records": summary.digest}
 
-    def merged(self, ledger: Ledger) -> Table:
-        """Return the table of the new dataset."""
-        units = self.table.units.merged(self.ends)
-        return replace(self.table, units=units)
+    def merged(self, ledger: Ledger) -> NewDataset:
+        """Return the new dataset."""
+        table = replace(self.table, units=self.table.units.merged(self.ends))
+        other = "this one compacted with another --unit-bytes"
+        return NewDataset(ledger, table, COMPACTED, other)
 
 
 def compact(
@@ -129,28 +127,27 @@ def compact(
     refuse_nested(source, dest)
     table, records = open_finished(source, taps)
     merging = _Source(source, table, records, _ends(records, unit_bytes))
-    ledger = Ledger(dest)
-    merged = merging.merged(ledger)
-    before, after = Sizes(), Sizes()
-    there = _resumed(ledger, merged, merging, before, after)
+    new = merging.merged(Ledger(dest))
+    there = new.units_there()
     missing = [number for number in range(len(merging)) if number not in there]
     if not compress:
         refuse_if_too_large(dest, table.taps, sum(map(merging.rows, missing)))
     if missing:
         check_creates_once(dest)
-    if not copy_records(source, records, dest):
-        raise _other_dataset_error(dest)
+    new.begin(source, records)
     copy_check(source, dest)
     shard_bytes = table.shard_limit(dest, shard_bytes)
-    for number in missing:
+    before, after = Sizes(), Sizes()
+    for number in (*sorted(there), *missing):
         summary = merging.summary(number)
-        made = _write(ledger, merging, number, summary, shard_bytes, compress)
+        if number in there:
+            made = new.ours(number, merging.origin(number, summary))
+        else:
+            made = _write(new, merging, number, summary, shard_bytes, compress)
+            _log.info("unit %d of %d: %d rows", number + 1, len(merging), made.rows)
         before.add_sizes(summary.sizes)
         after.add(made)
-        _log.info("unit %d of %d: %d rows", number + 1, len(merging), made.rows)
-    ledger.complete(merged)
-    if as_stored(ledger.create_table(merged)) != as_stored(merged):
-        raise _other_dataset_error(dest)
+    new.finish()
     return Compacted(
         dest=dest.url,
         rows=after.rows,
@@ -172,7 +169,8 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
     stored = ledger.table()
     table, records = open_finished(source, stored.recipe.stored_taps)
     merging = _Source(source, table, records, _ends_of(table, stored))
-    if as_stored(merging.merged(ledger)) != as_stored(stored):
+    new = merging.merged(ledger)
+    if as_stored(new.table) != as_stored(stored):
         raise _other_source_error(source, ledger)
     for unit in sorted(ledger.done_units()):
         done, origin = ledger.read_done(unit), merging.origin(unit, merging.summary(unit))
@@ -180,7 +178,7 @@ def recopy(source: Objects, ledger: Ledger, units: Sequence[int], *, compress: b
             raise _other_source_error(source, ledger)
     shard_bytes = table.shard_limit(ledger.objects, SHARD_BYTES)
     for unit in units:
-        _write(ledger, merging, unit, merging.summary(unit), shard_bytes, compress)
+        _write(new, merging, unit, merging.summary(unit), shard_bytes, compress)
 
 
 def _other_source_error(source: Objects, ledger: Ledger) -> ConfigError:
@@ -239,49 +237,8 @@ def _read_documents(source: _Source, number: int, index: np.ndarray) -> dict[str
     return merge_documents(tables, None if source.table.shuffled else index)
 
 
-# -- the destination -------------------------------------------------------------------------
-
-
-def _other_dataset_error(dest: Objects) -> ConfigError:
-    return ConfigError(
-        f"{dest.url} holds another dataset, or this one compacted with another --unit-bytes; "
-        "choose an empty place"
-    )
-
-
-def _resumed(
-    ledger: Ledger, table: Table, source: _Source, before: Sizes, after: Sizes
-) -> set[int]:
-    """Return the units that are already done; refuse a place that holds anything else.
-
-    Args:
-        before: to which the sizes of what they were made from are added.
-        after: to which their own are.
-    """
-    found = ledger.read_table()
-    if found is not None and as_stored(found) != as_stored(table):
-        raise _other_dataset_error(ledger.objects)
-    refuse_strangers(ledger.objects)
-    units = ledger.done_units()
-    if units and max(units) >= len(source):
-        raise _other_dataset_error(ledger.objects)
-    for unit in sorted(units):
-        summary = source.summary(unit)
-        after.add(_ours(ledger, unit, source.origin(unit, summary)))
-        before.add_sizes(summary.sizes)
-    return units
-
-
-def _ours(ledger: Ledger, unit: int, origin: Mapping[str, Any]) -> Done:
-    done = ledger.read_done(unit)
-    if done is None or done.made_by.get(COMPACTED) != origin:
-        raise _other_dataset_error(ledger.objects)
-    refuse_missing(ledger, done)
-    return done
-
-
 def _write(
-    ledger: Ledger,
+    new: NewDataset,
     source: _Source,
     number: int,
     summary: RecordsSummary,
@@ -291,16 +248,15 @@ def _write(
     """Write one merged unit, a window of rows at a time."""
     table, index = source.table, _read_index(source, number)
     writer = UnitWriter(
-        ledger.objects,
+        new.objects,
         number,
         index,
         table.taps,
         shard_bytes,
-        layout=ledger.layout,
+        layout=new.ledger.layout,
         compress=compress,
     )
-    origin = source.origin(number, summary)
-    with Attempt(ledger, writer) as attempt:
+    with Attempt(new.ledger, writer) as attempt:
         for tap, info in table.taps.items():
             for done in source.described(number):
                 for shard in done.shards:
@@ -310,20 +266,10 @@ def _write(
         for unit in source.units(number):
             for tap, stats in source.records.statistics(unit).items():
                 writer.stats[tap].merge(stats)
-        made = writer.finish(
-            table=_read_documents(source, number, index),
-            fingerprint=table.fingerprint,
-            tokens=summary.tokens,
-            documents=summary.documents,
-            contexts=summary.contexts,
-            skipped=summary.skipped,
-            text_digest=summary.text_digest,
-            made_by={
-                "spile": version("spile"),
-                COMPACTED: origin,
-                "rows_by": summary.makers,
-            },
+        return new.commit(
+            attempt,
+            summary,
+            documents=_read_documents(source, number, index),
+            made_from=source.origin(number, summary),
+            makers=summary.makers,
         )
-        if attempt.commit(made):
-            return made
-    return _ours(ledger, number, origin)

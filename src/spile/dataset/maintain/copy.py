@@ -1,4 +1,4 @@
-"""Copying a dataset: functions shared by copies, merges, compaction, shuffling and publishing.
+"""One engine for copies, merges, compaction and shuffling: read units in an order, write units.
 
 A copy gets its own checksums, so damage in the source would become undetectable. Every file of the
 source is therefore hashed as it is read and compared with its record. A copy is invisible until
@@ -9,18 +9,25 @@ Files that are copied as they are get keys that follow from the source's, so tha
 continues. On a disk such a file is written in `scratch/` and moved to its key when it is durable;
 in a bucket a put is atomic. So a file under its key is whole, whoever was killed, and two copies at
 once do no harm.
+
+Units that are written anew name in `made_by` what they were made from. With that, the same command
+continues after a kill, and any other is refused (`NewDataset`).
 """
 
 import contextlib
 import threading
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from spile.core.errors import ConfigError, CorruptError, StoreError
 from spile.core.index import INDEX_DTYPE
 from spile.core.system import system
+from spile.core.threads import mapped
 from spile.dataset.codec.quantization import scales_to_json
 from spile.dataset.codec.shard import (
     ShardWriter,
@@ -29,13 +36,15 @@ from spile.dataset.codec.shard import (
     specs_of,
     tap_tensors,
 )
-from spile.dataset.maintain.finished import FinishedRecords
+from spile.dataset.maintain.finished import FinishedRecords, RecordsSummary
 from spile.dataset.read.checked_file import WINDOW_BYTES, CheckedFile
 from spile.dataset.records import format as fmt
 from spile.dataset.records.columns import named_by_content
 from spile.dataset.records.format import Done, Shard, TapInfo
-from spile.dataset.records.ledger import Ledger, Table
+from spile.dataset.records.ledger import Attempt, Ledger, Table
 from spile.objects import PROBES, Objects
+
+T = TypeVar("T")
 
 SHARD_BYTES = 1 << 30
 _ROOM = 1 << 30  # bytes of files on their way to a bucket, which holds each until it is put
@@ -161,7 +170,137 @@ class FileCopier:
                 self._changed.notify_all()
 
 
+class UnitCopy(Generic[T]):
+    """A unit whose files are made in any order; its record follows the last of them."""
+
+    def __init__(
+        self, makes: Sequence[Callable[[], Shard]], finish: Callable[[list[Shard]], T]
+    ) -> None:
+        """Args:
+        makes: each makes a file.
+        finish: is called with the files when all are whole.
+        """
+        self._makes, self._finish = makes, finish
+        self._files: dict[int, Shard] = {}
+        self._lock = system().lock()
+
+    def jobs(self) -> "Iterator[Callable[[], tuple[T] | None]]":
+        """Yield what makes each file; the job that ends last also finishes the unit."""
+        return (partial(self._run, at) for at in range(max(1, len(self._makes))))
+
+    def _run(self, at: int) -> tuple[T] | None:
+        if self._makes:
+            file = self._makes[at]()
+            with self._lock:
+                self._files[at] = file
+                if len(self._files) < len(self._makes):
+                    return None
+        return (self._finish([self._files[number] for number in sorted(self._files)]),)
+
+
+def copy_units(units: Iterable[UnitCopy[T]], *stores: Objects) -> Iterator[T]:
+    """Copy units, several files at once; yield the result of each unit, in order."""
+    parallel = max(store.parallel for store in stores)
+    jobs = (job for unit in units for job in unit.jobs())
+    # Most files of a unit are small: they should not keep the large ones of the next units waiting.
+    for finished in mapped(lambda job: job(), jobs, parallel, ahead=4 * parallel):
+        if finished is not None:
+            yield finished[0]
+
+
 # -- the destination -------------------------------------------------------------------------
+
+
+class NewDataset:
+    """A dataset that is made from units of others, and may have been begun before.
+
+    `made_by` of a done record says what the unit was made from: its origin.
+    """
+
+    def __init__(self, ledger: Ledger, table: Table, key: str, other: str) -> None:
+        """Args:
+        key: that of the origin in `made_by`.
+        other: what the place may hold instead, for the message.
+        """
+        self.objects, self.ledger = ledger.objects, ledger
+        self.table, self._key, self._other = table, key, other
+
+    def units_there(self) -> set[int]:
+        """Return the units that are done; refuse a place that holds anything else."""
+        found = self.ledger.read_table()
+        if found is not None and _identity(found) != _identity(self.table):
+            raise self.other_dataset_error()
+        refuse_strangers(self.objects, [fmt.SCRATCH])
+        units = self.ledger.done_units()
+        if not units.issubset(range(len(self.table.units))):
+            raise self.other_dataset_error()
+        return units
+
+    def begin(self, source: Objects, records: FinishedRecords) -> None:
+        """Copy the records beside the units, and the tokenizer."""
+        if not copy_records(source, records, self.objects):
+            raise self.other_dataset_error()
+
+    def ours(self, unit: int, origin: Mapping[str, Any]) -> Done:
+        """Return a unit that is done; refuse one that was made from anything else."""
+        done = self.ledger.read_done(unit)
+        if done is None:
+            key = self.ledger.layout.done_key(unit)
+            raise CorruptError(key, f"is missing from {self.objects.url}")
+        if _origin(done.made_by.get(self._key, {})) != origin:
+            raise self.other_dataset_error()
+        refuse_missing(self.ledger, done)
+        return done
+
+    def commit(
+        self,
+        attempt: Attempt,
+        summary: Done | RecordsSummary,
+        *,
+        documents: Mapping[str, np.ndarray],
+        made_from: Mapping[str, Any],
+        makers: Sequence[Mapping[str, object]],
+    ) -> Done:
+        """Finish and commit a unit whose rows are written; return it, or that of who came first.
+
+        Args:
+            summary: counts and digest of the documents that it has.
+            makers: the original makers of its rows.
+        """
+        made = attempt.writer.finish(
+            table=documents,
+            fingerprint=self.table.fingerprint,
+            **{name: getattr(summary, name) for name in _SUMMARY},
+            made_by={"spile": version("spile"), self._key: made_from, "rows_by": makers},
+        )
+        return made if attempt.commit(made) else self.ours(made.unit, _origin(made_from))
+
+    def finish(self, **changes: Any) -> None:
+        """Create the table, which makes it a dataset; `changes` are fields that differ in it."""
+        table = replace(self.table, **changes)
+        self.ledger.complete(table)
+        if _identity(self.ledger.create_table(table)) != _identity(table):
+            raise self.other_dataset_error()
+
+    def other_dataset_error(self) -> ConfigError:
+        return ConfigError(
+            f"{self.objects.url} holds another dataset, or {self._other}; choose an empty place"
+        )
+
+
+_SUMMARY = ("tokens", "documents", "contexts", "skipped", "text_digest")
+
+
+def _origin(made_from: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a unit was made from, without the sums that a shuffle stores beside it."""
+    return made_from.get("origin", made_from)
+
+
+def _identity(table: Table) -> bytes:
+    """Return a table's bytes without the places of its sources and the sums of a shuffle."""
+    made_of = tuple({**source, "url": ""} for source in table.made_of)
+    shuffled = table.shuffled and {"drawn": table.shuffled["drawn"]}
+    return as_stored(replace(table, made_of=made_of, shuffled=shuffled))
 
 
 def refuse_nested(source: Objects, dest: Objects) -> None:

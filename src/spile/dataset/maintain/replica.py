@@ -11,13 +11,20 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import xxhash
 
 from spile.core.errors import ConfigError, CorruptError
 from spile.core.system import system
 from spile.core.threads import mapped
-from spile.dataset.maintain.copy import FileCopier, refuse_nested, refuse_strangers
+from spile.dataset.maintain.copy import (
+    FileCopier,
+    UnitCopy,
+    copy_units,
+    refuse_nested,
+    refuse_strangers,
+)
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done, Shard
 from spile.dataset.records.ledger import Ledger
@@ -56,21 +63,6 @@ class _Count:
             self.files, self.bytes = self.files + 1, self.bytes + size
 
 
-class _Unit:
-    """A unit on its way: its record follows the last of its files."""
-
-    def __init__(self, key: str, record: bytes | None, files: Sequence[str], missing: int) -> None:
-        """`record`: None if it is there; `missing`: how many of the files are to be copied."""
-        self.key, self.record, self.files = key, record, files
-        self._left, self._lock = missing, system().lock()
-
-    def file_done(self) -> bool:
-        """Note that a file is there; return whether it was the last."""
-        with self._lock:
-            self._left -= 1
-            return self._left <= 0
-
-
 @dataclass
 class _Beside:
     """What a place holds beside its units."""
@@ -99,26 +91,15 @@ def replicate(
     groups = [(place, group) for place in places for group in _groups(source, place)]
     count, copier = _Count(), FileCopier(dest)
 
-    def copy(job: tuple[_Unit, Shard | None]) -> _Unit | None:
-        """Copy a file, and the record after the last of them; return a unit that is there."""
-        unit, file = job
-        if file is not None:
-            count.add(copier.copy(source, file, file.key).bytes)
-        if not unit.file_done():
-            return None
-        if unit.record is not None:
-            settle(dest, *unit.files)
-            _create(dest, unit.key, unit.record, count)
-        return unit
-
-    jobs = (job for place, group in groups for job in _jobs(source, dest, place, group))
-    # Most files of a unit are small: they should not keep the large ones of the next units waiting.
-    parallel = max(source.parallel, dest.parallel)
-    for unit in mapped(copy, jobs, parallel, ahead=4 * parallel):
-        if unit is not None:
-            count.units, count.there = count.units + 1, count.there + (unit.record is None)
-            if progress:
-                progress(count.units, len(table.units) * len(places))
+    units = (
+        unit
+        for place, group in groups
+        for unit in _units(source, dest, copier, count, place, group)
+    )
+    for was_there in copy_units(units, source, dest):
+        count.units, count.there = count.units + 1, count.there + was_there
+        if progress:
+            progress(count.units, len(table.units) * len(places))
     own = count.units if len(places) == 1 else len(Ledger(dest).done_units())
     for place in reversed(places):  # the dataset's own table is the very last
         _copy_beside(source, dest, place, beside[place], count)
@@ -184,10 +165,10 @@ def _beside_of(source: Objects, place: str) -> _Beside:
 # -- units -----------------------------------------------------------------------------------
 
 
-def _jobs(
-    source: Objects, dest: Objects, place: str, group: str
-) -> Iterator[tuple[_Unit, Shard | None]]:
-    """Yield each missing file of a group's units, or None for a unit that misses none."""
+def _units(
+    source: Objects, dest: Objects, copier: FileCopier, count: _Count, place: str, group: str
+) -> Iterator[UnitCopy[bool]]:
+    """Yield the units of a group with their missing files; each returns whether it was there."""
     keys = [
         key
         for key in sorted(source.list(group))
@@ -203,6 +184,18 @@ def _jobs(
             _refuse_other(dest, key, data)
         return key, data, Done.from_json(key, fmt.decode_record(key, data, "done"))
 
+    def copy(file: Shard) -> Shard:
+        copied = copier.copy(source, file, file.key)
+        count.add(copied.bytes)
+        return copied
+
+    def finish(key: str, data: bytes, files: Sequence[Shard], _: Sequence[Shard]) -> bool:
+        if key in there:
+            return True
+        settle(dest, *(file.key for file in files))
+        _create(dest, key, data, count)
+        return False
+
     for key, data, done in mapped(read, keys, max(source.parallel, dest.parallel)):
         files = [replace(file, key=place + file.key) for file in done.files()]
         missing = [file for file in files if sizes.get(file.key) != file.bytes]
@@ -212,9 +205,7 @@ def _jobs(
                 f"copied; `spile verify {dest.url} --repair` mends it, or remove {dest.url} and "
                 "copy again",
             )  # fmt: skip
-        record = None if key in there else data
-        unit = _Unit(key, record, [file.key for file in files], len(missing))
-        yield from ((unit, file) for file in missing or [None])
+        yield UnitCopy([partial(copy, file) for file in missing], partial(finish, key, data, files))
 
 
 # -- the rest ----------------------------------------------------------------------------------

@@ -19,15 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from spile.core.errors import ConfigError, CorruptError
+from spile.core.errors import CorruptError
 from spile.core.index import INDEX_DTYPE
 from spile.core.threads import mapped
-from spile.dataset.maintain.copy import (
-    read_index,
-    read_rows,
-    refuse_missing,
-    refuse_strangers,
-)
+from spile.dataset.maintain.copy import NewDataset, read_index, read_rows, refuse_strangers
 from spile.dataset.maintain.finished import FinishedRecords
 from spile.dataset.read.checked_file import WINDOW_BYTES
 from spile.dataset.read.rows import Bytes, ReadJob, Rows, StoredRows
@@ -327,19 +322,19 @@ class ScatterPass:
     def run(self, before: NodeRows, objects: Objects, capacity: int) -> ScatteredRows:
         """Write the missing runs."""
         refuse_strangers(objects, [OWNER, WHOLE])
+        new = new_shuffle(objects, self.table)
         if not objects.create(OWNER, self._owner()) and not self._owns(objects):
-            raise other_dataset_error(objects)
-        ledger = Ledger(objects)
-        there = ledger.done_units()
+            raise new.other_dataset_error()
+        there = new.ledger.done_units()
         records: list[Done] = []
         for run, piece in enumerate(before.pieces(capacity)):
             if run not in there:
-                self._write(ledger, run, before, piece)
-            records.append(self._ours(ledger, run))
+                self._write(new.ledger, run, before, piece)
+            records.append(new.ours(run, self.origin))
         level = ScatteredRows(objects, self.table, records)
         if isinstance(before, ScatteredRows) and level.sums != before.sums:
             raise lost_rows_error(objects)
-        settle(objects, *(ledger.layout.done_key(each.unit) for each in records))
+        settle(objects, *(new.ledger.layout.done_key(each.unit) for each in records))
         objects.create(WHOLE, fmt.encode_record("runs", {**self.origin, "runs": len(records)}))
         return level
 
@@ -349,8 +344,8 @@ class ScatterPass:
             body = fmt.decode_record(WHOLE, objects.get(WHOLE), "runs")
         except FileNotFoundError:
             return None
-        ledger = Ledger(objects)
-        records = [self._ours(ledger, run) for run in range(int(body["runs"]))]
+        new = new_shuffle(objects, self.table)
+        records = [new.ours(run, self.origin) for run in range(int(body["runs"]))]
         return ScatteredRows(objects, self.table, records)
 
     def clear(self, objects: Objects) -> None:
@@ -371,15 +366,6 @@ class ScatterPass:
             return objects.get(OWNER) == self._owner()
         except FileNotFoundError:
             return False
-
-    def _ours(self, ledger: Ledger, run: int) -> Done:
-        done = ledger.read_done(run)
-        if done is None:
-            raise CorruptError(ledger.layout.done_key(run), f"is missing from {ledger.objects.url}")
-        if done.made_by.get(SHUFFLED, {}).get("origin") != self.origin:
-            raise other_dataset_error(ledger.objects)
-        refuse_missing(ledger, done)
-        return done
 
     def _write(self, ledger: Ledger, run: int, before: NodeRows, piece: NodePiece) -> None:
         taps, count = self.table.taps, piece.last - piece.first
@@ -430,8 +416,7 @@ def lost_rows_error(objects: Objects) -> CorruptError:
     )
 
 
-def other_dataset_error(objects: Objects) -> ConfigError:
-    return ConfigError(
-        f"{objects.url} holds another dataset, or this one shuffled with another --seed or "
-        "--memory; choose an empty place"
-    )
+def new_shuffle(objects: Objects, table: Table) -> NewDataset:
+    """Return the shuffled dataset, or the runs of a pass, at a place."""
+    other = "this one shuffled with another --seed or --memory"
+    return NewDataset(Ledger(objects), table, SHUFFLED, other)

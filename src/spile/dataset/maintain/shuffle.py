@@ -14,7 +14,6 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.metadata import version
 from itertools import groupby
 from typing import Any
 
@@ -26,13 +25,10 @@ from spile.core.errors import ConfigError
 from spile.dataset.codec.shard import read_tensors
 from spile.dataset.maintain.copy import (
     SHARD_BYTES,
-    as_stored,
+    NewDataset,
     copy_check,
-    copy_records,
     refuse_if_too_large,
-    refuse_missing,
     refuse_nested,
-    refuse_strangers,
 )
 from spile.dataset.maintain.finished import FinishedRecords, Sizes, read_finished
 from spile.dataset.maintain.scatter import (
@@ -46,13 +42,13 @@ from spile.dataset.maintain.scatter import (
     TapBuffer,
     entry_hashes,
     lost_rows_error,
-    other_dataset_error,
+    new_shuffle,
 )
 from spile.dataset.read.checked_file import CheckedFile
 from spile.dataset.read.order import drawn, drawn_digest
 from spile.dataset.records import format as fmt
 from spile.dataset.records.format import Done
-from spile.dataset.records.ledger import Attempt, Ledger, Table
+from spile.dataset.records.ledger import Attempt, Table
 from spile.dataset.write.unit_writer import UnitWriter
 from spile.objects import Objects, check_creates_once, open_objects
 from spile.objects.local import settle
@@ -151,26 +147,30 @@ class _Shuffle:
         }
 
     def run(self) -> Shuffled:
-        ledger = Ledger(self.dest)
+        new = self.new
         parts = SourceRows(self.source, self.table, self.records).parts(self.capacity)
         passes = self._passes(parts)
         made = _Made()
-        there = self._resumed(ledger, made)
+        there = new.units_there()
+        for unit in sorted(there):
+            made.add(new.ours(unit, self.origin))
         if len(there) < len(self.records):
             check_creates_once(self.dest)
             if not there and not self.compress:
                 rows = int(self.records.catalog.starts[-1])
                 inside = self.scratch.startswith(self.dest.url)
                 refuse_if_too_large(self.dest, self.table.taps, rows * (1 + inside))
-        if ledger.read_table() is None:
-            if not copy_records(self.source, self.records, self.dest):
-                raise other_dataset_error(self.dest)
+        if new.ledger.read_table() is None:
+            new.begin(self.source, self.records)
             copy_check(self.source, self.dest)
             level = self._scattered(passes)
-            self._gathered(ledger, level, parts, there, made)
-            self._commit(ledger, level, made)
+            self._gathered(level, parts, there, made)
+            if made.sums != level.sums:
+                raise lost_rows_error(self.dest)
+            entries = f"{made.sums.entries:016x}"
+            new.finish(shuffled={"seed": self.seed, "entries": entries, "drawn": self._drawn()})
         else:
-            layout, count = ledger.layout, len(self.records)
+            layout, count = new.ledger.layout, len(self.records)
             groups = (layout.units_of(group, count) for group in range(layout.groups(count)))
             keys = (layout.done_key(units[0]) for units in groups)  # of each folder
             settle(self.dest, *keys, fmt.UNITS)  # before their sources are removed
@@ -185,30 +185,10 @@ class _Shuffle:
             passes=len(passes) + 1,
         )
 
-    def _resumed(self, ledger: Ledger, made: "_Made") -> set[int]:
-        """Return the units that are already done, and add them to those made."""
-        found = ledger.read_table()
-        wanted = replace(self.table, shuffled=None)
-        if found is not None and (
-            as_stored(replace(found, shuffled=None)) != as_stored(wanted)
-            or found.shuffled is None
-            or found.shuffled["drawn"] != self._drawn()
-        ):
-            raise other_dataset_error(self.dest)
-        refuse_strangers(self.dest, [fmt.SCRATCH])
-        units = ledger.done_units()
-        if units and max(units) >= len(self.records):
-            raise other_dataset_error(self.dest)
-        for unit in sorted(units):
-            made.add(self.ours(ledger, unit))
-        return units
-
-    def ours(self, ledger: Ledger, unit: int) -> Done:
-        done = ledger.read_done(unit)
-        if done is None or done.made_by.get(SHUFFLED, {}).get("origin") != self.origin:
-            raise other_dataset_error(self.dest)
-        refuse_missing(ledger, done)
-        return done
+    @cached_property
+    def new(self) -> NewDataset:
+        table = replace(self.table, shuffled={"drawn": self._drawn()})
+        return new_shuffle(self.dest, table)
 
     def _drawn(self) -> str:
         return xxhash.xxh3_64_hexdigest(canonical_json(self.origin))
@@ -265,7 +245,6 @@ class _Shuffle:
 
     def _gathered(
         self,
-        ledger: Ledger,
         level: ScatteredRows,
         parts: Sequence[DatasetPart],
         there: Collection[int],
@@ -276,13 +255,12 @@ class _Shuffle:
             missing = [unit for unit in range(first, stop) if unit not in there]
             if missing:
                 nodes = [node for node, _ in group]
-                for done in self._write(ledger, level, range(first, stop), missing, nodes):
+                for done in self._write(level, range(first, stop), missing, nodes):
                     made.add(done)
                 _log.info("unit %d of %d", stop, len(self.records))
 
     def _write(
         self,
-        ledger: Ledger,
         level: ScatteredRows,
         units: range,
         missing: Sequence[int],
@@ -297,7 +275,7 @@ class _Shuffle:
         wanted = self.records.catalog.rows[units.start : units.stop].tolist()
         ends = _shares(len(index), wanted)
         writers = {
-            unit: _Writer(self, ledger, units[place], index[ends[place] : ends[place + 1]])
+            unit: _Writer(self, units[place], index[ends[place] : ends[place + 1]])
             for place, unit in enumerate(units)
             if unit in missing
         }
@@ -317,17 +295,7 @@ class _Shuffle:
                                 beside = None if scales is None else scales[low:high]
                                 writers[unit].write(tap, buffer, rows[low:high], beside)
                         at += len(rows)
-            return [writers[unit].commit(ledger) for unit in missing]
-
-    def _commit(self, ledger: Ledger, level: ScatteredRows, made: "_Made") -> None:
-        """Create the table, which makes it a dataset, after checking that the rows are the same."""
-        if made.sums != level.sums:
-            raise lost_rows_error(self.dest)
-        told = {"seed": self.seed, "entries": f"{made.sums.entries:016x}", "drawn": self._drawn()}
-        table = replace(self.table, shuffled=told)
-        ledger.complete(table)
-        if as_stored(ledger.create_table(table)) != as_stored(table):
-            raise other_dataset_error(self.dest)
+            return [writers[unit].commit() for unit in missing]
 
 
 @dataclass
@@ -345,7 +313,7 @@ class _Made:
 class _Writer:
     """A unit of the new dataset being written."""
 
-    def __init__(self, work: _Shuffle, ledger: Ledger, unit: int, index: np.ndarray) -> None:
+    def __init__(self, work: _Shuffle, unit: int, index: np.ndarray) -> None:
         self._work, self._source = work, work.records.catalog[unit]
         shard_bytes = work.table.shard_limit(work.dest, work.shard_bytes)
         self._writer = UnitWriter(
@@ -354,10 +322,10 @@ class _Writer:
             index,
             work.table.taps,
             shard_bytes,
-            layout=ledger.layout,
+            layout=work.new.ledger.layout,
             compress=work.compress,
         )
-        self.attempt = Attempt(ledger, self._writer)
+        self.attempt = Attempt(work.new.ledger, self._writer)
         self._sums = RowSums()
         self._sums.add_entries(index)
         self._entries: list[int] = entry_hashes(index).tolist()
@@ -371,22 +339,17 @@ class _Writer:
         self._written[tap] += len(rows)
         self._writer.write(tap, buffer.values(rows), scales)
 
-    def commit(self, ledger: Ledger) -> Done:
+    def commit(self) -> Done:
         work, done = self._work, self._source
         for tap, stats in work.records.statistics(done.unit).items():
             self._writer.stats[tap].merge(stats)
-        origin = {"origin": work.origin, "sums": self._sums.to_json()}
-        made = self._writer.finish(
-            table=self._documents(),
-            fingerprint=work.table.fingerprint,
-            **{name: getattr(done, name) for name in _KEPT},
-            made_by={
-                "spile": version("spile"),
-                SHUFFLED: origin,
-                "rows_by": work.records.whole().makers,
-            },
+        return work.new.commit(
+            self.attempt,
+            done,
+            documents=self._documents(),
+            made_from={"origin": work.origin, "sums": self._sums.to_json()},
+            makers=work.records.whole().makers,
         )
-        return made if self.attempt.commit(made) else work.ours(ledger, done.unit)
 
     def _documents(self) -> dict[str, np.ndarray]:
         """Return the source's documents table, without the places of their rows."""
@@ -394,9 +357,6 @@ class _Writer:
         CheckedFile(source, file).check()
         tensors = read_tensors(source, file.key)
         return {**tensors, "first_row": np.full(file.count, -1, np.int64)}
-
-
-_KEPT = ("tokens", "documents", "contexts", "skipped", "text_digest")
 
 
 def _shares(rows: int, wanted: Sequence[int]) -> list[int]:
