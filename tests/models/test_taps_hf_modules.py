@@ -8,8 +8,8 @@ import torch
 
 from spile.check.reference import Reference
 from spile.core.errors import ConfigError
-from spile.models import taps as taps_module
 from spile.models.config.hf_config import read_config
+from spile.models.sites import SITES
 from spile.models.taps import parse_taps
 from support.families import FAMILIES, randomised
 
@@ -26,9 +26,14 @@ def paths(model: Any) -> list[str]:
         f"{stem}.{layer}{module}"
         for stem in stems
         for layer in (0, last)
-        for module in taps_module._MODULES
+        for module in listed(layered=True)
     ]
-    return [path for path in (*taps_module._ENDS, *blocks) if path in modules]
+    return [path for path in (*listed(layered=False), *blocks) if path in modules]
+
+
+def listed(*, layered: bool) -> list[str]:
+    """The modules in the table: ends of paths in a block, or whole paths."""
+    return [path for site in SITES.values() if site.layered is layered for path in site.modules]
 
 
 def outputs(model: Any, names: list[str]) -> dict[str, np.ndarray]:
