@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -295,13 +296,11 @@ def gc(arguments: argparse.Namespace) -> int:
 
 def add_export(verbs: Verbs) -> None:
     sub = verbs.add("export", export, "write a dataset in another tool's format")
+    formats: Iterable[str] = ()
+    if verbs.may_be("export"):
+        from spile.interop.export import FORMATS as formats
     sub.add_argument("out", metavar="OUT")
-    sub.add_argument(
-        "--to",
-        metavar="FORMAT",
-        required=True,
-        help="saelens, parquet, npy, zarr, activault, openmoss, saev, delphi or legacy",
-    )
+    sub.add_argument("--to", metavar="FORMAT", required=True, help=", ".join(formats))
     sub.add_argument("dest", metavar="DEST", help="the directory to make")
     sub.add_argument("--taps", metavar="T", help="some of the dataset's [all]")
     sub.add_argument("--context-size", metavar="N", type=int, help="rows of a sequence [seq-len]")

@@ -112,7 +112,7 @@ def test_no_pickle_is_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="params.npz: not an npz file of plain arrays"):
         open_sae(str(tmp_path))
     (tmp_path / "params.npz").rename(tmp_path / "sae.pt")
-    with pytest.raises(InputError, match="no cfg.json with sae_weights.*pickles are never read"):
+    with pytest.raises(InputError, match="cfg.json .SAELens.*params.npz.*pickles are never read"):
         open_sae(str(tmp_path))
 
 

@@ -4,9 +4,7 @@ formats of published ones. No jax.
 The arithmetic is SAELens' `encode` and `decode`, written for both numpy and jax.numpy: the device
 runs it in the compiled step, and `spile check` runs it on the activations of HF transformers.
 
-    cfg.json, sae_weights.safetensors      SAELens, of any version
-    params.npz                             Gemma Scope: jumprelu
-    params.safetensors, config.json        Gemma Scope 2: the same
+`LAYOUTS`, at the end, has a row for each layout of files: a new one is a function and its row.
 
 A key of cfg.json that is neither read nor known to leave the latents unchanged is refused: ignoring
 it might give latents other than the encoder's.
@@ -191,7 +189,7 @@ def reconstruction(
 
 def is_sae(folder: AnyPath) -> bool:
     """Whether a directory holds an encoder itself, and not directories of encoders."""
-    return any((folder / name).is_file() for name in (CONFIG, _NPZ, _PARAMS))
+    return _layout_of(folder) is not None
 
 
 def open_sae(where: str, *, flag: str = "--encode", decodes: bool = False) -> Sae:
@@ -202,16 +200,11 @@ def open_sae(where: str, *, flag: str = "--encode", decodes: bool = False) -> Sa
         decodes: whether its decoder is needed, too.
     """
     folder = path_of(where)
-    if (folder / CONFIG).is_file():
-        sae = _saelens(folder)
-    elif (folder / _NPZ).is_file() or (folder / _PARAMS).is_file():
-        sae = _gemma_scope(folder)
-    else:
-        raise InputError(
-            f"{flag} {where}: no {CONFIG} with {WEIGHTS} (SAELens) there, nor {_NPZ} or "
-            f"{_PARAMS} (Gemma Scope){_hint(folder)}"
-        )
-    sae = replace(sae, decodes=decodes)
+    layout = _layout_of(folder)
+    if layout is None:
+        known = ", ".join(f"{each.file} ({each.tool})" for each in LAYOUTS)
+        raise InputError(f"{flag} {where}: has none of the files {known}{_hint(folder)}")
+    sae = replace(layout.read(folder), decodes=decodes)
     _check_tensors(sae)
     return sae
 
@@ -228,7 +221,7 @@ def load_arrays(sae: Sae) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """
     arrays: dict[str, np.ndarray] = {}
     digests: dict[str, str] = {}
-    read = _npz_arrays if sae.file.name == _NPZ else _safetensors_arrays
+    read = _npz_arrays if sae.file.name.endswith(".npz") else _safetensors_arrays
     for name, tensor in read(sae).items():
         digests[name] = xxhash.xxh3_128_hexdigest(as_bytes(tensor))
         arrays[name] = np.asarray(tensor, np.float32)
@@ -321,13 +314,17 @@ def _is_size(value: object) -> bool:
 # -- Gemma Scope -------------------------------------------------------------------------------
 
 
-def _gemma_scope(folder: AnyPath) -> Sae:
-    file = folder / _NPZ if (folder / _NPZ).is_file() else folder / _PARAMS
+def _gemma_scope_2(folder: AnyPath) -> Sae:
     config = folder / _PARAMS_CONFIG
-    if file.name == _PARAMS and config.is_file():
+    if config.is_file():
         architecture = read_json(config).get("architecture")
         if architecture not in ("jump_relu", "jumprelu"):
             raise InputError(f"{config}: architecture is {architecture!r}; known: jump_relu")
+    return _gemma_scope(folder, _PARAMS)
+
+
+def _gemma_scope(folder: AnyPath, name: str = _NPZ) -> Sae:
+    file = folder / name
     shape = _shapes(file, folder).get("W_enc", ())
     if len(shape) != 2 or not all(map(_is_size, shape)):
         raise InputError(f"{file}: holds no matrix W_enc; is it an encoder?")
@@ -355,7 +352,7 @@ def _check_tensors(sae: Sae) -> None:
 
 
 def _shapes(file: AnyPath, folder: AnyPath) -> dict[str, tuple[int, ...]]:
-    if file.name != _NPZ:
+    if not file.name.endswith(".npz"):
         header = read_header(file, folder)
         for name, info in header.items():
             if info.dtype.name not in _FLOATS and _named(name) in ("W_enc", "b_enc", "threshold"):
@@ -424,3 +421,26 @@ def _hint(folder: AnyPath) -> str:
     if any(path.name.endswith(pickles) for path in files_below(folder)):
         return "; pickles are never read, as reading them can run any program"
     return ""
+
+
+# -- the table of layouts --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EncoderLayout:
+    """How a tool stores an encoder in a directory."""
+
+    tool: str
+    file: str  # a directory with this file has this layout
+    read: Callable[[AnyPath], Sae]  # reads and checks the settings; tensors are checked later
+
+
+LAYOUTS = (  # the first whose file is there
+    EncoderLayout("SAELens", CONFIG, _saelens),  # of any version, with `sae_weights.safetensors`
+    EncoderLayout("Gemma Scope", _NPZ, _gemma_scope),
+    EncoderLayout("Gemma Scope 2", _PARAMS, _gemma_scope_2),
+)
+
+
+def _layout_of(folder: AnyPath) -> EncoderLayout | None:
+    return next((each for each in LAYOUTS if (folder / each.file).is_file()), None)
